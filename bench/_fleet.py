@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from compopt._engine import peers
 from compopt._state.bits import pack_bits, set_bits_
 from compopt._state.buckets import Bucket
-from compopt._state.masks import encode_mask, shard_mask
+from compopt._state.masks import encode_mask, partition_mask
 from compopt._wire.collectives import Communicator, PendingCollective
 from compopt._wire.requests import Agree, AllGather, AllReduceMean, BitOr, Broadcast, Commit, ReduceScatterMean, Request
 
@@ -137,14 +137,14 @@ def _header_bytes(request: Request, bucket: Bucket, ranks: int) -> int:
 @lru_cache(maxsize=256)
 def messages(lengths: tuple[int, ...], ranks: int, density: float) -> Tensor:
     """Return what ranks 1 to N - 1 send of a bucket's mask where they choose at random, shape (N - 1, bytes)."""
-    shards = shard_mask(lengths, ranks, density)
-    rows = torch.empty(ranks - 1, shards.message_bytes, dtype=torch.uint8)
-    for rank, shard in enumerate(shards.shards[1:], start=1):
+    partition = partition_mask(lengths, ranks, density)
+    rows = torch.empty(ranks - 1, partition.message_bytes, dtype=torch.uint8)
+    for rank, shard in enumerate(partition.by_rank[1:], start=1):
         results = [torch.randperm(p.stop - p.start)[: p.k].add_(p.first_bit) for p in shard.slices]
         positions = torch.cat(results).sort().values if results else torch.empty(0, dtype=torch.int64)
         bits = torch.zeros(shard.nbytes, dtype=torch.uint8)
         set_bits_(bits, positions)
-        rows[rank - 1] = encode_mask(positions, bits, shards, rank)
+        rows[rank - 1] = encode_mask(positions, bits, partition, rank)
     return rows
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import compopt
 from compopt._state.bits import pack_bits
-from compopt._state.masks import code_layout, shard_mask
+from compopt._state.masks import code_layout, partition_mask
 
 RESULTS = Path(__file__).parent / "results"
 REPEATS, SETTLE = 20, 5
@@ -123,24 +123,24 @@ def codes(n: int, device: torch.device) -> dict[str, Operation]:
     """Coding one rank's range of a mask of n elements at 1 %, and decoding both ranks'."""
     import compopt_kernels as kernels
 
-    shard, other = (shards := shard_mask((n,), 2, 0.01)).shards
+    shard, other = (partition := partition_mask((n,), 2, 0.01)).by_rank
     coded = code_layout(shard)
     flags = torch.rand(8 * shard.nbytes, device=device) < 0.01
     flags[flags.nonzero()[shard.max_k :]] = False
     bits = pack_bits(flags.clone())
-    code = torch.zeros((shards.message_bytes + 3) // 4, dtype=torch.int32, device=device)
+    code = torch.zeros((partition.message_bytes + 3) // 4, dtype=torch.int32, device=device)
     encoded = [kernels.EncodeRow(8 * len(bits), bits, 0, *coded)]
     blocks = kernels.make_blocks((8 * len(bits),), device)
     kernels.encode_masks(blocks, encoded, code)
-    message = code.view(torch.uint8)[: shards.message_bytes]
+    message = code.view(torch.uint8)[: partition.message_bytes]
     upper, row_bits, low = coded
     rows = [kernels.DecodeRow(upper, message, 8 * p.first_byte, row_bits, low) for p in (shard, other)]
     words = torch.zeros((other.last_byte + 3) // 4, dtype=torch.int32, device=device)
     uppers = kernels.make_blocks((upper, upper), device)
-    size = shards.message_bytes
+    size = partition.message_bytes
     return {
         "encode_masks 0.01": Operation(
-            lambda: kernels.encode_masks(blocks, encoded, code), len(bits) + shards.message_bytes
+            lambda: kernels.encode_masks(blocks, encoded, code), len(bits) + partition.message_bytes
         ),
         "decode_masks 0.01": Operation(lambda: kernels.decode_masks(uppers, rows, words), 2 * size + 4 * len(words)),
     }

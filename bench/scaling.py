@@ -33,7 +33,7 @@ from bytes import SIZES as SHAPES
 from bytes import gpt
 
 import compopt
-from compopt._sparse.scape_masks import mask_shards_at
+from compopt._sparse.scape_masks import mask_partition_at
 from compopt._state.masks import selection_size
 from compopt._state.tensors import is_compressed
 
@@ -151,8 +151,8 @@ def examined(method: str, optimizer: torch.optim.Optimizer, ranks: int) -> int:
     """Elements among which rank 0 selects in the last step."""
     compressed = sum(sum(bucket.compressed_lengths) for bucket in optimizer._buckets)
     if method.startswith("Scape"):
-        shards = [mask_shards_at(bucket, bucket.group["step"] + 1, ranks) for bucket in optimizer._buckets]
-        return sum(piece.stop - piece.start for s in shards if s for piece in s.shards[0].slices)
+        partitions = [mask_partition_at(bucket, bucket.group["step"] + 1, ranks) for bucket in optimizer._buckets]
+        return sum(piece.stop - piece.start for one in partitions if one for piece in one.by_rank[0].slices)
     return compressed if method.startswith("Tagc") or method.endswith("resample") else 0
 
 

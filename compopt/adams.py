@@ -67,8 +67,8 @@ class AdamS(CompressedOptimizer):
             normaliser. SCAPE uses (0.9, 0.95) for Llama, AdamW's default for GPT.
         foreach, fused, capturable: accepted and ignored: the backend decides how to compute.
         amsgrad, differentiable: False; True is refused.
-        bias_correction: "scape" corrects m for b1 and v for b2; "adams" does as AdamS's authors,
-            see the top of this file.
+        bias_correction: "scape" corrects m for b1 and v for b2; "adams", as the code of AdamS's
+            authors, corrects only m, current and previous, for b1.
         process_group: the ranks to average over. None: the default group, or a single process
             where there is none.
 

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from ._engine.combined import OneOrSeveral
-from ._engine.fsdp_reduce_scatter import ReducingOptimizer, apply_shards
+from ._engine.fsdp_reduce_scatter import apply_shards
 from ._engine.options import Group, check_compress, check_payload, ignore_capturable
 from ._engine.reducer import AllReduceReducer, Reducer, ReduceScatterReducer
+from ._engine.reducing import ReducingOptimizer
 from ._engine.update import Update
 from ._engine.wrapper import Wrapper
 from ._ops.norms import clip_factor, scale_all_
@@ -43,17 +44,17 @@ def average(bucket: Bucket, ops: Ops, update: Update) -> RequestGenerator[None]:
 
     # from here on state changes
     factor = clip_factor(norm, bucket.group["max_grad_norm"])
-    flags = bucket.present(mean)
-    count_steps(bucket.state["step"], flags)
-    present = [i for i, is_present in enumerate(flags) if is_present]
-    if present:
-        to = [update.memory_for(bucket, i, mean.parts[i]) for i in present]
-        means = [mean.parts[i].view(g.shape) for i, g in zip(present, to, strict=True)]
+    present = bucket.present(mean)
+    count_steps(bucket.state["step"], present)
+    indices = [i for i, is_present in enumerate(present) if is_present]
+    if indices:
+        to = [update.memory_for(bucket, i, mean.parts[i]) for i in indices]
+        means = [mean.parts[i].view(g.shape) for i, g in zip(indices, to, strict=True)]
         torch._foreach_copy_(to, means)
         scale_all_(to, factor)  # line 4
-        for i, g in zip(present, to, strict=True):
+        for i, g in zip(indices, to, strict=True):
             update.apply(bucket, i, g)
-    reducer.feed_back(flags)  # line 5
+    reducer.feed_back(present)  # line 5
 
 
 class Average(Wrapper, ReducingOptimizer):
@@ -108,7 +109,7 @@ class Average(Wrapper, ReducingOptimizer):
         super().__init__(base, options, process_group, simulate)
 
     def check_group(self, group: Group) -> None:
-        check_payload(group, has_residual=True)
+        check_payload(group, keeps_all_errors=True)
         check_compress(group)
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:

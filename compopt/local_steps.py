@@ -41,22 +41,16 @@ from ._engine.checkpoint import check_groups, warn_of_missing_state
 from ._engine.collective_generators import CollectiveGenerator, sum_over_groups
 from ._engine.combined import OneOrSeveral
 from ._engine.decision import StepDecision
+from ._engine.gradients import check_gradients, drop_scale, restore_scale, unscale_gradients
 from ._engine.join import JoinHook, follow_ranks_with_data
 from ._engine.missing_ranks import RankLeft
 from ._engine.options import FREE, Group, Setting, require, select_options
 from ._engine.peers import gather_rows, warn_without_gradients
 from ._engine.resharding import average_base, average_state, catch_up, warn_of_lost_residuals
-from ._engine.session import Corrupt, Sync, weak_method
+from ._engine.session import Corrupt, Handshake, weak_method
+from ._engine.signals import defer_signals
 from ._engine.stats import Stats, show_line
-from ._engine.step import (
-    Step,
-    check_can_step,
-    check_gradients,
-    defer_signals,
-    drop_scale,
-    restore_scale,
-    unscale_gradients,
-)
+from ._engine.step import Step, check_can_step
 from ._engine.wrapper import Wrapper
 from ._local import rounds
 from ._local.anchors import Anchors, MakeOuter, assign_to_fragments, reset_moments
@@ -249,7 +243,7 @@ class LocalSteps(Wrapper):
         check_can_step(session)
         self._check_not_hidden()
         self._see_ranks_and_groups()
-        if session.sync is not Sync.VERIFIED and not session.is_single_process:
+        if session.handshake is not Handshake.VERIFIED and not session.is_single_process:
             yield from self._follow_ranks_with_data()
             yield from Step(session, session.comm, session.steps + 1).verify_peers()
         self._connect()
@@ -344,8 +338,8 @@ class LocalSteps(Wrapper):
             )
             with defer_signals():
                 is_applied = self._apply(exchange, outcome)
-        except BaseException as error:
-            exchange.step.undo(error)
+        except BaseException:
+            exchange.step.undo()
             self._cancel_exchange()
             raise
         self._exchange = None
@@ -384,13 +378,13 @@ class LocalSteps(Wrapper):
         received = exchange.list_received(outcome.is_lost)
         is_late = exchange.apply_at > 0 and not outcome.is_lost
         since = [t.moved_since() if is_late else None for t in received]
-        sync = session.sync
-        session.sync = Corrupt(f"the exchange before step {session.steps + 1} was interrupted")
+        handshake = session.handshake
+        session.handshake = Corrupt(f"the exchange before step {session.steps + 1} was interrupted")
         if decision is not None:
             exchange.step.commit(decision)  # line 4
         for t, moved in zip(received, since, strict=True):
             t.write_param(moved)  # line 5
-        session.sync = sync
+        session.handshake = handshake
         anchors.outer._session.consolidated_at = session.consolidated_at = None
         anchors.clear_gradients()
         counts.weight = 0.0
@@ -695,7 +689,7 @@ class LocalSteps(Wrapper):
         decision = StepDecision(norm=norm, phase_of={0: phase}, non_finite=non_finite)
         session.update_stats(decision, sent, is_step)
         is_shown = is_applied and session.comm.rank == 0 == get_rank() and session.comm.size > 1
-        if is_shown and session.is_first("compression"):
+        if is_shown and session.claim_first("compression"):
             stats = session.stats
             text = rounds.describe_rounds(self._options, stats.bytes_sent / stats.bytes_dense)
             show_line(f"{session.name}: {text}")

@@ -99,9 +99,9 @@ def update(
     masks of line 22.
     """
     group, state, masks, weights = bucket.group, bucket.state, [], bucket.weights
-    rounds, present = mean.dropped is not None, bucket.present(mean)
+    is_rounded, present = mean.dropped is not None, bucket.present(mean)
     residuals = iter(state["residual"])
-    if rounds or phase != "dense":
+    if is_rounded or phase != "dense":
         residuals = bucket.iterate_state("residual", write=True)
     count_steps(state["step"], present)
     for i, (is_present, residual) in enumerate(zip(present, residuals, strict=True)):
@@ -114,7 +114,7 @@ def update(
             ops.adamw(group, w, average, m, v, step)  # lines 21, 25
             if index is not None and g is not None:
                 residual.add_(g)  # line 16
-            if bucket.compressed[i] and rounds:
+            if bucket.compressed[i] and is_rounded:
                 ops.write_at(residual, index, mean.dropped_parts[i])
             elif resamples:
                 residual.zero_()  # line 10

@@ -63,7 +63,7 @@ from ._sparse.scape_masks import (
     exchange_masks,
     mask_to_send,
     mask_values,
-    next_mask_shards,
+    next_mask_partition,
     overlap_share,
     restore_masks,
     scape_stats,
@@ -84,10 +84,10 @@ CHOICES: dict[str, tuple[object, ...]] = {
 
 def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> RequestGenerator[None]:
     """Algorithm 1, one bucket, one step."""
-    mask, shards = mask_to_send(bucket), next_mask_shards(bucket, ranks)
+    mask, partition = mask_to_send(bucket), next_mask_partition(bucket, ranks)
     group, grads, residuals = bucket.group, bucket.grads(), bucket.iterate_state("residual")
     is_delayed = group["mask_delay"] == 1
-    selection = ops.run(Selection, bucket, shards, rank) if shards else None
+    selection = ops.run(Selection, bucket, partition, rank) if partition else None
     if selection and not is_delayed:
         selection.select_all(grads)  # lines 10, 15
         messages = yield AllGather(selection.encode())
@@ -96,13 +96,13 @@ def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> RequestGenerator[N
     sent = ops.encode(bucket, grads, mask, residuals, scale, negate=group["maximize"])  # line 10
     mean = yield AllReduceMean(sent)  # line 14
     norm = yield Agree(mean, mask.phase)  # from here on state changes
-    on_v = clip_factor(norm, group["max_grad_norm"])  # line 18
+    clip_factor_in_v = clip_factor(norm, group["max_grad_norm"])  # line 18
     if group["clip"] == "consistent":
-        scale_(mean.body, on_v)
-        on_v = 1.0
+        scale_(mean.body, clip_factor_in_v)
+        clip_factor_in_v = 1.0
     to_select = selection if is_delayed else None
     # lines 10, 11 and 15 to 21
-    yield from ops.run_batched(update, bucket, mean, mask, on_v, to_select)
+    yield from ops.run_batched(update, bucket, mean, mask, clip_factor_in_v, to_select)
     yield from exchange_masks(bucket, ops, mask, mean, selection)  # line 15
 
 
@@ -111,12 +111,12 @@ def update(
     ops: Ops,
     mean: Payload,
     mask: Mask,
-    on_v: float,
+    clip_factor_in_v: float,
     selection: Selection | None,
 ) -> None:
     """Do lines 10, 11 and 15 to 21 for every tensor with a gradient on any rank; leave the others.
 
-    ``on_v`` is a factor on G in v alone.
+    ``clip_factor_in_v`` is a factor on G in v alone.
     """
     group, state, grads = bucket.group, bucket.state, bucket.grads()
     momentum_positions, present = bucket.cache["mask"].positions, bucket.present(mean)
@@ -139,7 +139,7 @@ def update(
                 selection.select(i, e[piece.start : piece.stop])  # line 15
             e.zero_() if index is None else ops.clear_at(e, index)  # line 11
         m = state["exp_avg"][i].copy_(m)
-        update_weights(group, ops, w, m, index, mean.parts[i], step, on_v)
+        update_weights(group, ops, w, m, index, mean.parts[i], step, clip_factor_in_v)
         if e is not None and mean.dropped is not None:
             # The residual is 0 on the mask: the rounding error goes there.
             ops.write_at(e, index, mean.dropped_parts[i].mul_(1 - group["betas"][0]))
@@ -183,18 +183,18 @@ def update_weights(
     index: Tensor | None,
     g: Tensor,
     step: Tensor,
-    on_v: float,
+    clip_factor_in_v: float,
 ) -> None:
     """Do lines 16 to 21 for one tensor: AdamS with the average ``g`` at ``index`` (None:
     everywhere); off it weights only decay.
     """
     if index is None:
-        return ops.adams(group, w, ops.decode(g, None, w), m.view(w.shape), step, on_v)
+        return ops.adams(group, w, ops.decode(g, None, w), m.view(w.shape), step, clip_factor_in_v)
     if group["weight_decay"]:
         w.mul_(1 - float(group["lr"]) * group["weight_decay"])
     flat = w.reshape(-1)  # a copy where w is not contiguous
     selected = flat.index_select(0, index)
-    ops.adams(group, selected, g.to(w.dtype), m, step, on_v, decay=False)
+    ops.adams(group, selected, g.to(w.dtype), m, step, clip_factor_in_v, decay=False)
     flat.scatter_(0, ops.as_int64(index), selected)
     if not w.is_contiguous():
         w.copy_(flat.view(w.shape))

@@ -41,11 +41,11 @@ from torch.optim.optimizer import ParamsT
 from ._engine.combined import OneOrSeveral
 from ._engine.fsdp_reduce_scatter import apply_shards
 from ._engine.options import Group, check_adam, check_torch_options, ignore_capturable
-from ._engine.update import AdamW, Update
+from ._engine.update import AdamWUpdate, Update
 from ._engine.when import TRIAL_OPTIONS
 from ._engine.wrapper import Wrapper
+from ._lowrank.options import check_group_sizes, resolve_options
 from ._lowrank.projecting import ProjectingOptimizer
-from ._lowrank.projections import check_group_sizes, resolve_options
 from ._lowrank.reducer import ProjectionReducer
 from ._ops.operations import Ops
 from ._ops.update_helpers import count_steps
@@ -67,16 +67,16 @@ def separate(
     reducer.draw_matrices()
     factor = reducer.clip_factor(norm)
     present = bucket.present(mean)
-    if isinstance(update, AdamW) and reducer.has_factors:
+    if isinstance(update, AdamWUpdate) and reducer.has_factors:
         yield from ops.run_batched(  # lines 4 and 5
-            commit, bucket, mean, reducer, update, present, factor
+            update_tensors, bucket, mean, reducer, update, present, factor
         )
     else:
-        commit(bucket, ops, mean, reducer, update, present, factor)
+        update_tensors(bucket, ops, mean, reducer, update, present, factor)
     reducer.commit_state(present, factor)
 
 
-def commit(
+def update_tensors(
     bucket: Bucket,
     ops: Ops,
     mean: Payload,
@@ -229,7 +229,7 @@ class SeparateAdam(ProjectingOptimizer):
         }
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
-        update = AdamW(self.ops)
+        update = AdamWUpdate(self.ops)
         if self.fsdp_reduce_scatter is not None:
             return apply_shards(
                 bucket, self.ops, self.fsdp_reduce_scatter, update, self.scales(bucket)

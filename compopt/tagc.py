@@ -39,11 +39,12 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._engine.decision import StepDecision
-from ._engine.fsdp_reduce_scatter import ReducingOptimizer, apply_shards
+from ._engine.fsdp_reduce_scatter import apply_shards
 from ._engine.options import check_adam, check_compression, check_torch_options, require_option
 from ._engine.reducer import ReduceScatterReducer
+from ._engine.reducing import ReducingOptimizer
 from ._engine.stats import Stats
-from ._engine.update import AdamW
+from ._engine.update import AdamWUpdate
 from ._engine.when import choose_warmup, dense_steps
 from ._ops.operations import Ops
 from ._sharded.adamw import UpdateDtype, check_gathers, check_updates, step_shards
@@ -114,8 +115,8 @@ class UnionReducer(ReduceScatterReducer):
         On an accelerator the positions of a shard are in no order, and some values may be 0.
         """
         layout, sparsity = self.layout, self.bucket.group["sparsity"]
-        shards = [x[8 * first : 8 * last] for first, last in itertools.pairwise(layout.cuts)]
-        pairs = zip(shards, layout.owned, strict=True)
+        shards = [x[8 * first : 8 * last] for first, last in itertools.pairwise(layout.mask_cuts)]
+        pairs = zip(shards, layout.compressed_counts, strict=True)
         ks = [count_selected(sparsity, n) if sparsity else len(shard) for shard, n in pairs]
         positions = select_top_k_of_each(shards, ks, self.ops)
         values = x.index_select(0, positions)
@@ -139,7 +140,7 @@ class UnionReducer(ReduceScatterReducer):
             self.counts = layout.count_by_rank(self.union)
             return
         flags = unpack_bits(bits)
-        sizes = [8 * (last - first) for first, last in itertools.pairwise(layout.cuts)]
+        sizes = [8 * (last - first) for first, last in itertools.pairwise(layout.mask_cuts)]
         self.counts = yield ReadToHost(torch.stack([shard.sum() for shard in flags.split(sizes)]))
         self.union = flags.nonzero_static(size=sum(self.counts)).view(-1)
 
@@ -151,13 +152,12 @@ class UnionReducer(ReduceScatterReducer):
         seed = 1_000_003 * group["step"] + self.bucket.index  # a new one for every bucket and step
         codec = CODECS[group["codec"]]
         self.codec: Codec = codec(self.layout, union, self.counts, group["sketch_ratio"], seed)
-        flat = self.pack_rows(marks, self.codec.sizes)
+        flat = self.make_owner_payloads(marks, self.codec.sizes)
         self.write_whole_tensors()
         values = self._scratch().index_fill_(0, union, 0)
         values.scatter_(0, self.positions, self.selected)
-        self.codec.encode(
-            [row.unrounded_parts[-1] for row in self.rows], values.index_select(0, union)
-        )
+        parts = [payload.unrounded_parts[-1] for payload in self.owner_payloads]
+        self.codec.encode(parts, values.index_select(0, union))
         return flat
 
     @property
@@ -196,9 +196,10 @@ class UnionReducer(ReduceScatterReducer):
         if pairs:
             torch._foreach_add_([e for e, _ in pairs], [g for _, g in pairs])
         sent = self.selected
-        if self.rows[0].dropped is not None:
+        if self.owner_payloads[0].dropped is not None:
             rest = self._scratch().index_fill_(0, self.positions, 0)
-            rest.index_copy_(0, self.union, torch.cat([row.dropped_parts[-1] for row in self.rows]))
+            errors = [payload.dropped_parts[-1] for payload in self.owner_payloads]
+            rest.index_copy_(0, self.union, torch.cat(errors))
             sent = sent - rest.index_select(0, self.positions)
         if not all(present):
             is_present = torch.tensor(present, dtype=torch.bool, device=sent.device)
@@ -381,7 +382,7 @@ class TagcAdamW(ReducingOptimizer):
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         if self.fsdp_reduce_scatter is not None:
-            return apply_shards(bucket, self.ops, self.fsdp_reduce_scatter, AdamW(self.ops))
+            return apply_shards(bucket, self.ops, self.fsdp_reduce_scatter, AdamWUpdate(self.ops))
         return tagc(bucket, self.ops)
 
     def values_sent(self, bucket: Bucket, ranks: int) -> float:
@@ -402,7 +403,7 @@ class TagcAdamW(ReducingOptimizer):
             buckets = [bucket for bucket, _ in self.fsdp_reduce_scatter.reduced.values()]
         total = sent = leftovers = 0
         for bucket in buckets:
-            n = sum(bucket.shards.owned)
+            n = sum(bucket.shards.compressed_counts)
             union, left = bucket.cache.get("counts", (None, 0))
             total, sent = total + n, sent + (n if union is None else union)
             leftovers += left

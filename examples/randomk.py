@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compopt._engine.fsdp_reduce_scatter import ReducingOptimizer, apply_shards
+from compopt._engine.fsdp_reduce_scatter import apply_shards
 from compopt._engine.options import check_adam, check_compression, require
 from compopt._engine.reducer import AllReduceReducer
-from compopt._engine.update import AdamW
+from compopt._engine.reducing import ReducingOptimizer
+from compopt._engine.update import AdamWUpdate
 from compopt._engine.when import dense_steps
 from compopt._ops.norms import clip_factor
 from compopt._ops.update_helpers import count_steps
@@ -34,7 +35,7 @@ from compopt._wire.payload import PayloadDtype
 from compopt._wire.requests import Agree, RequestGenerator
 
 
-def randomk(bucket: Bucket, reducer: AllReduceReducer, update: AdamW) -> RequestGenerator[None]:
+def randomk(bucket: Bucket, reducer: AllReduceReducer, update: AdamWUpdate) -> RequestGenerator[None]:
     """Lines 1 to 6, one bucket, one step."""
     mean = yield from reducer.reduce()  # line 2 and line 3
     norm = yield Agree(mean, reducer.phase)
@@ -111,10 +112,10 @@ class RandomK(ReducingOptimizer):
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         if self.fsdp_reduce_scatter is not None:
-            return apply_shards(bucket, self.ops, self.fsdp_reduce_scatter, AdamW(self.ops))
+            return apply_shards(bucket, self.ops, self.fsdp_reduce_scatter, AdamWUpdate(self.ops))
         if self.sharded:
             return step_shards(bucket, self.ops, self.reducer(bucket))
-        return randomk(bucket, self.reducer(bucket), AdamW(self.ops))
+        return randomk(bucket, self.reducer(bucket), AdamWUpdate(self.ops))
 
 
 if __name__ == "__main__":

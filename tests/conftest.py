@@ -81,11 +81,11 @@ def device(request) -> torch.device:
 @pytest.fixture(params=["torch", "native", "triton"])
 def backend(request, monkeypatch) -> str:
     """Each back end that float32 parameters on the CPU can have here; Triton's kernels in the interpreter."""
-    from compopt._ops.backends import find_missing
+    from compopt._ops.backends import explain_missing_backend
 
     if request.param == "triton" and torch.cuda.is_available():
         pytest.skip("kernels run either on the GPU or, with TRITON_INTERPRET=1, in the interpreter")
-    if reason := find_missing(request.param, {"cpu"}):
+    if reason := explain_missing_backend(request.param, {"cpu"}):
         pytest.skip(f"{request.param} cannot run here: {reason}")
     monkeypatch.setenv("COMPOPT_BACKEND", request.param)
     return request.param

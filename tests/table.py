@@ -19,7 +19,7 @@ import torch
 
 import compopt
 from compopt._engine.base import CompressedOptimizer
-from compopt._engine.fsdp_reduce_scatter import ReducingOptimizer
+from compopt._engine.reducing import ReducingOptimizer
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from randomk import RandomK

@@ -71,7 +71,7 @@ LOOKS = {
     "_lowrank.projecting restore": ("SeparateAdam, tracked", "whether a basis was loaded"),
     # when it is asked for
     "_engine.session residual_norm": ("RadiusAdamW", "stats.residual_norm()"),
-    "_engine.step unscale_gradients": ("AdamS", "a GradScaler's scale"),
+    "_engine.gradients unscale_gradients": ("AdamS", "a GradScaler's scale"),
     "_engine.resharding average_state": ("RadiusAdamW", "consolidate_state() of a residual in host memory"),
     "_engine.resharding gather_shards": ("TagcAdamW", "consolidate_state() of shards, gathered in host memory"),
     "_engine.resharding reshard_state": ("TagcAdamW", "ranks are lost: who owned which shard"),

@@ -9,7 +9,7 @@ from torch import nn
 import compopt
 from compopt._state import buckets as _buckets
 from compopt._state.buckets import Bucket, make_buckets
-from compopt._state.layouts import Bits, Member
+from compopt._state.layouts import Bits, TensorInfo
 from compopt._state.tensors import is_compressed
 
 
@@ -106,7 +106,7 @@ def test_a_tensor_is_present_where_any_rank_has_a_gradient():
 
 
 def test_a_mask_has_whole_bytes():
-    assert [Bits().numel(Member(torch.zeros(n), True)) for n in (0, 1, 8, 9, 4225)] == [0, 1, 1, 2, 529]
+    assert [Bits().numel(TensorInfo(torch.zeros(n), True)) for n in (0, 1, 8, 9, 4225)] == [0, 1, 1, 2, 529]
 
 
 def test_momentum_on_a_mask_of_another_size_gets_memory_of_that_size():

@@ -152,7 +152,7 @@ def combined(*decisions: StepDecision) -> list[StepDecision]:
 def test_shards_of_a_model_have_one_norm_and_step_together_or_not_at_all():
     norms = [decision.norm for decision in combined(StepDecision(norm=3.0), StepDecision(norm=4.0))]
     assert norms == [pytest.approx(5.0)] * 2
-    for wrong in (dict(non_finite=["w"]), dict(mismatched=True), dict(unsent=True), dict(misplaced=[1])):
+    for wrong in (dict(non_finite=["w"]), dict(mismatched=True), dict(has_failed_rank=True), dict(misplaced=[1])):
         decisions = combined(StepDecision(norm=3.0), StepDecision(norm=4.0, **wrong))
         assert [decision.applied for decision in decisions] == [False, False]
         assert [decision.failed for decision in decisions] == ["non_finite" not in wrong] * 2

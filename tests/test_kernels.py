@@ -14,7 +14,7 @@ import torch
 from oracles import kernels as reference
 from ranks import HANG_GUARD
 
-from compopt._state.masks import code_layout, encode_mask, shard_mask
+from compopt._state.masks import code_layout, encode_mask, partition_mask
 
 kernels = pytest.importorskip("compopt_kernels", reason="needs triton")
 
@@ -250,27 +250,27 @@ def test_top_k(device, case):
 def test_elias_fano_code(device, density):
     """The bytes are the reference's, and both ranges come back into one mask."""
     lengths, random = (20_000, 4096), torch.Generator().manual_seed(1)
-    shards = shard_mask(lengths, 2, density)
-    assert shards.is_elias_fano
-    words = torch.zeros((shards.shards[-1].last_byte + 3) // 4, dtype=torch.int32, device=device)
-    code = torch.zeros((2 * shards.message_bytes + 3) // 4, dtype=torch.int32, device=device)
+    partition = partition_mask(lengths, 2, density)
+    assert partition.is_elias_fano
+    words = torch.zeros((partition.by_rank[-1].last_byte + 3) // 4, dtype=torch.int32, device=device)
+    code = torch.zeros((2 * partition.message_bytes + 3) // 4, dtype=torch.int32, device=device)
     messages = code.view(torch.uint8)
     whole, encoded, expected, rows = [], [], [], []
-    for rank, shard in enumerate(shards.shards):
+    for rank, shard in enumerate(partition.by_rank):
         n = 8 * (shard.nbytes)
         flags = torch.zeros(n, dtype=torch.bool)
         flags[torch.randperm(n, generator=random)[: shard.max_k]] = True
         bits, whole = reference.pack_bits(flags), [*whole, flags]
         upper, row_bits, low = code_layout(shard)
-        message = messages[rank * shards.message_bytes : (rank + 1) * shards.message_bytes]
-        encoded.append(kernels.EncodeRow(n, bits.to(device), 8 * rank * shards.message_bytes, upper, row_bits, low))
-        expected.append(encode_mask(flags.nonzero().view(-1), bits, shards, rank))
+        message = messages[rank * partition.message_bytes : (rank + 1) * partition.message_bytes]
+        encoded.append(kernels.EncodeRow(n, bits.to(device), 8 * rank * partition.message_bytes, upper, row_bits, low))
+        expected.append(encode_mask(flags.nonzero().view(-1), bits, partition, rank))
         rows.append(kernels.DecodeRow(upper, message, 8 * shard.first_byte, row_bits, low))
     kernels.encode_masks(kernels.Blocks([row.n for row in encoded], device, 1024), encoded, code)
-    assert torch.equal(messages[: 2 * shards.message_bytes].cpu(), torch.cat(expected))
+    assert torch.equal(messages[: 2 * partition.message_bytes].cpu(), torch.cat(expected))
     kernels.decode_masks(kernels.Blocks([row.upper for row in rows], device, 1024), rows, words)
     assert torch.equal(
-        words.view(torch.uint8)[: shards.shards[-1].last_byte].cpu(), reference.pack_bits(torch.cat(whole))
+        words.view(torch.uint8)[: partition.by_rank[-1].last_byte].cpu(), reference.pack_bits(torch.cat(whole))
     )
 
 

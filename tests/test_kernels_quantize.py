@@ -14,9 +14,9 @@ from compopt._ops.native import build
 from compopt._ops.native import quantization as native
 from compopt._wire import quantization
 from compopt._wire.payload import ROW, Payload, Scratch, packed_bytes
-from compopt._wire.quantization import BLOCK, QuantizedMean, row_layout
+from compopt._wire.quantization import BLOCK_ROWS, QuantizedMean, row_layout
 
-LENGTHS = [(), (0,), (1,), (5, 0, 3), (ROW,), (ROW - 1, ROW + 1), (300, 0, 128, 4000, 1), (BLOCK * ROW + 129, 70)]
+LENGTHS = [(), (0,), (1,), (5, 0, 3), (ROW,), (ROW - 1, ROW + 1), (300, 0, 128, 4000, 1), (BLOCK_ROWS * ROW + 129, 70)]
 WORDS = 3, 2  # of header and control
 NATIVE = ("", "portable")  # all that this processor has, and none; what is between, test_native_isa.py has
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compopt._state.layouts import Bits, Dense, Layout, Member, OnMask, Prefix, Scalar, Sharded
+from compopt._state.layouts import Bits, Dense, Layout, OnMask, Prefix, Scalar, Sharded, TensorInfo
 
 SHAPE, N = (3, 7), 21  # bits that are no whole bytes
 MASK = torch.arange(N) % 3 == 1
@@ -22,10 +22,10 @@ every = pytest.mark.parametrize("name", LAYOUTS)
 
 
 def packed(mask: torch.Tensor) -> torch.Tensor:
-    return Bits().compact(mask, Member(PARAM, True), {})
+    return Bits().compact(mask, TensorInfo(PARAM, True), {})
 
 
-def kept(name: str, member: Member) -> torch.Tensor:
+def kept(name: str, member: TensorInfo) -> torch.Tensor:
     """Some state, as it is kept."""
     layout, n = LAYOUTS[name]
     state = packed(MASK) if name == "bits" else torch.arange(1, n + 1).to(layout.dtype)
@@ -36,25 +36,25 @@ def kept(name: str, member: Member) -> torch.Tensor:
 def test_so_many_elements_are_kept(name):
     layout, n = LAYOUTS[name]
     held = torch.zeros(n) if name == "on a mask" else None
-    assert layout.numel(Member(PARAM, True, (4, 13)), held) == n
+    assert layout.numel(TensorInfo(PARAM, True, (4, 13)), held) == n
 
 
 @every
 def test_into_a_state_dict_and_back_nothing_is_lost(name):
     layout, _ = LAYOUTS[name]
-    member = Member(PARAM, True, (4, 13))
+    member = TensorInfo(PARAM, True, (4, 13))
     state = kept(name, member)
     whole = layout.expand(state, member, {"mask": packed(MASK)})
     assert whole.shape == (() if name == "scalar" else SHAPE)
     compact = layout.compact(whole, member, {"mask": MASK.view(SHAPE)})
-    assert compact.numel() == layout.expected_numel(compact, Member(PARAM, True), {"mask": packed(MASK)})
+    assert compact.numel() == layout.expected_numel(compact, TensorInfo(PARAM, True), {"mask": packed(MASK)})
     assert torch.equal(layout.cut_shard(compact, member), state)
     again = layout.cut_shard(layout.compact(state, member, {"mask": packed(MASK)}), member)
     assert torch.equal(again, state)  # what is kept already stays as it is
 
 
 def test_what_is_whole_lies_where_it_belongs():
-    member = Member(PARAM, True, (4, 13))
+    member = TensorInfo(PARAM, True, (4, 13))
     shard = LAYOUTS["sharded"][0].expand(kept("sharded", member), member, {}).view(-1)
     assert shard[:4].eq(0).all() and shard[13:].eq(0).all() and shard[4] == 1 and shard[12] == 9
     prefix = LAYOUTS["prefix"][0].expand(kept("prefix", member), member, {}).view(-1)
@@ -66,7 +66,7 @@ def test_what_is_whole_lies_where_it_belongs():
 
 
 def test_a_momentum_of_what_is_not_compressed_and_a_shard_of_what_is_frozen_are_whole():
-    momentum, plain = OnMask(torch.float32, "mask"), Member(PARAM, False)
+    momentum, plain = OnMask(torch.float32, "mask"), TensorInfo(PARAM, False)
     state = torch.rand(SHAPE)
     assert momentum.stored_shape(plain) == SHAPE and momentum.numel(plain, torch.zeros(99)) == N
     assert momentum.expand(state, plain, {}) is state and momentum.compact(state, plain, {}) is state
@@ -76,4 +76,4 @@ def test_a_momentum_of_what_is_not_compressed_and_a_shard_of_what_is_frozen_are_
 
 def test_a_prefix_of_another_length_begins_anew():
     layout, n = LAYOUTS["prefix"]
-    assert layout.cut_shard(torch.ones(n + 1), Member(PARAM, True)).tolist() == [0.0] * n
+    assert layout.cut_shard(torch.ones(n + 1), TensorInfo(PARAM, True)).tolist() == [0.0] * n

@@ -22,7 +22,7 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def owned(shard: masks.MaskShard, seed: int = 0) -> torch.Tensor:
+def owned(shard: masks.SelectionRange, seed: int = 0) -> torch.Tensor:
     """Flags of a range, as many of each piece as are wanted."""
     flags = torch.zeros(8 * shard.nbytes, dtype=torch.bool)
     for piece in shard.slices:
@@ -34,7 +34,7 @@ def owned(shard: masks.MaskShard, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 64])
 @pytest.mark.parametrize("density", [0.5, 0.1, 0.01, 1e-5])
 def test_every_element_is_dealt_once_and_evenly_and_k_adds_up(ranks, density):
-    shards = masks.shard_mask(LENGTHS, ranks, density).shards
+    shards = masks.partition_mask(LENGTHS, ranks, density).by_rank
     for i, n in enumerate(LENGTHS):
         pieces = [piece for shard in shards for piece in shard.slices if piece.tensor == i]
         assert sum(piece.stop - piece.start for piece in pieces) == n
@@ -70,12 +70,12 @@ def test_every_bit_of_a_word_is_found():
 @pytest.mark.parametrize("ranks", [1, 2, 3, 64])
 @pytest.mark.parametrize("density", [0.5, 0.2, 0.1, 0.01, 1e-4])
 def test_what_the_ranks_send_is_what_all_assemble(ranks, density):
-    shards = masks.shard_mask(LENGTHS, ranks, density)
-    flags = [owned(shard, rank) for rank, shard in enumerate(shards.shards)]
+    partition = masks.partition_mask(LENGTHS, ranks, density)
+    flags = [owned(shard, rank) for rank, shard in enumerate(partition.by_rank)]
     owns = [f.nonzero().view(-1) for f in flags]
-    messages = [masks.encode_mask(owns[r], _bits.pack_bits(f.clone()), shards, r) for r, f in enumerate(flags)]
-    assert {len(message) for message in messages} == {shards.message_bytes}
-    bits, positions = masks.assemble_mask(torch.stack(messages), shards, ranks - 1, owns[-1])
+    messages = [masks.encode_mask(owns[r], _bits.pack_bits(f.clone()), partition, r) for r, f in enumerate(flags)]
+    assert {len(message) for message in messages} == {partition.message_bytes}
+    bits, positions = masks.assemble_mask(torch.stack(messages), partition, ranks - 1, owns[-1])
     whole = torch.cat(flags)
     assert torch.equal(bits, reference.pack_bits(whole)) and torch.equal(positions, whole.nonzero().view(-1))
     local = _bits.split_positions(positions, LENGTHS)
@@ -90,7 +90,7 @@ def test_what_the_ranks_send_is_what_all_assemble(ranks, density):
 
 @pytest.mark.parametrize("density", [0.3, 0.1, 0.03, 0.01, 0.001])
 def test_the_code_is_the_smaller_and_near_the_entropy(density):
-    size = 2 * masks.shard_mask((10_000_000,), 2, density).message_bytes
+    size = 2 * masks.partition_mask((10_000_000,), 2, density).message_bytes
     entropy = -(density * math.log2(density) + (1 - density) * math.log2(1 - density)) * 10_000_000 / 8
     assert entropy < size <= 10_000_064 / 8
     if density < 0.2:
@@ -98,13 +98,13 @@ def test_the_code_is_the_smaller_and_near_the_entropy(density):
 
 
 def test_as_many_as_may_ever_be_selected_fit():
-    shards = masks.shard_mask((200_000,), 2, 0.01)
-    shard = shards.shards[1]
+    partition = masks.partition_mask((200_000,), 2, 0.01)
+    shard = partition.by_rank[1]
     flags = torch.zeros(8 * shard.nbytes, dtype=torch.bool)
     most = sum(int(1.05 * piece.k) for piece in shard.slices)
     assert shard.max_k == most
     flags[-most:] = True  # the highest positions have the longest code
-    message = masks.encode_mask(flags.nonzero().view(-1), _bits.pack_bits(flags.clone()), shards, 1)
+    message = masks.encode_mask(flags.nonzero().view(-1), _bits.pack_bits(flags.clone()), partition, 1)
     assert torch.equal(masks.decode_positions(message, shard), flags.nonzero().view(-1))
 
 

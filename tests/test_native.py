@@ -16,7 +16,7 @@ from compopt._ops.native.backend import NativeOps
 from compopt._ops.native.passes import Table
 from compopt._ops.native.selection import NativeSelection, code_table
 from compopt._state import bits as _bits
-from compopt._state.masks import Mask, code_layout, encode_mask, shard_mask
+from compopt._state.masks import Mask, code_layout, encode_mask, partition_mask
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="needs a C compiler")
 SHAPES = [(64, 68), (17,), (300, 70), (1, 5), (2500, 4)]  # blocks of 1024 elements end within tensors
@@ -144,21 +144,21 @@ def test_top_k_and_positions(ops, n, k):
 @pytest.mark.parametrize("ranks, density", [(1, 0.01), (2, 0.01), (3, 0.2), (5, 0.001)])
 def test_masks_cross_the_network_as_the_reference_has_them(ops, ranks, density):
     lengths = (4096, 70 * 80 + 3, 40_003)
-    shards = shard_mask(lengths, ranks, density)
+    partition = partition_mask(lengths, ranks, density)
     params = [nn.Parameter(torch.zeros(n, 1)) for n in reversed(lengths)]  # a bucket takes the last first
     (bucket,) = compopt.ScapeAdamS(params)._buckets
     random = torch.Generator().manual_seed(ranks)
     selections, messages, global_bits = [], [], []
-    for rank, shard in enumerate(shards.shards):
-        selection = NativeSelection(bucket, ops, shards, rank)
+    for rank, shard in enumerate(partition.by_rank):
+        selection = NativeSelection(bucket, ops, partition, rank)
         chosen = [torch.randperm(p.stop - p.start, generator=random)[: p.k].sort().values for p in shard.slices]
         selection.positions.copy_(torch.cat(chosen))
         local = torch.cat([c + piece.first_bit for c, piece in zip(chosen, shard.slices, strict=True)])
         bits = torch.zeros(shard.nbytes, dtype=torch.uint8)
         _bits.set_bits_(bits, local)
-        expected = encode_mask(local, bits, shards, rank)
-        if not shards.is_elias_fano:
-            assert len(expected) == shards.message_bytes
+        expected = encode_mask(local, bits, partition, rank)
+        if not partition.is_elias_fano:
+            assert len(expected) == partition.message_bytes
         assert torch.equal(selection.encode(), expected)
         selections.append(selection)
         messages.append(expected)
@@ -183,18 +183,18 @@ BROKEN = {  # what a message of one rank turns into on its way
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_mask_that_is_not_what_was_agreed_is_refused(ops, broken, density):
     """Another rank's message is not trusted with memory: positions are where they may be, or an error says so."""
-    shards = shard_mask((4096, 0, 40_000), 2, density)
+    partition = partition_mask((4096, 0, 40_000), 2, density)
     params = [nn.Parameter(torch.zeros(n, 1)) for n in (40_000, 10, 4096)]
     (bucket,) = compopt.ScapeAdamS(params)._buckets
     messages = []
-    for rank, shard in enumerate(shards.shards):
-        selection = NativeSelection(bucket, ops, shards, rank)
+    for rank, shard in enumerate(partition.by_rank):
+        selection = NativeSelection(bucket, ops, partition, rank)
         selection.positions.copy_(torch.cat([torch.arange(piece.k) for piece in shard.slices]))
         messages.append(selection.encode().clone())  # the next one of this bucket lies in the same memory
     selection.assemble(torch.stack(messages))
-    bits = code_layout(shards.shards[0])[0] if shards.is_elias_fano else 8 * len(messages[0])
+    bits = code_layout(partition.by_rank[0])[0] if partition.is_elias_fano else 8 * len(messages[0])
     BROKEN[broken](messages[0], bits)
-    if broken == "not ascending" and not shards.is_elias_fano:
+    if broken == "not ascending" and not partition.is_elias_fano:
         return  # bits cannot be
     with pytest.raises(compopt.CommunicationError, match="the mask of rank 0 is not what was agreed: it has"):
         selection.assemble(torch.stack(messages))
@@ -203,11 +203,11 @@ def test_a_mask_that_is_not_what_was_agreed_is_refused(ops, broken, density):
 @pytest.mark.parametrize("byte, last", [(255, 255), (0, 128)])
 def test_a_code_that_says_what_was_not_agreed_writes_nothing_beyond(ops, byte, last):
     """Neither for more positions than agreed, nor for positions too large."""
-    shards = shard_mask((40_000,), 2, 0.01)
-    (piece,), shard = shards.shards[0].slices, shards.shards[0]
+    partition = partition_mask((40_000,), 2, 0.01)
+    (piece,), shard = partition.by_rank[0].slices, partition.by_rank[0]
     size = shard.nbytes
     out, bits = torch.full((piece.k + 8,), -1, dtype=torch.int32), torch.zeros(9 * size, dtype=torch.uint8)
-    message = torch.full((shards.message_bytes,), byte, dtype=torch.uint8)
+    message = torch.full((partition.message_bytes,), byte, dtype=torch.uint8)
     message[code_layout(shard)[0] // 8 - 1] = last  # the last of the runs that tell high bits
     row = Table(1, found=out.data_ptr(), k=piece.k, at=piece.first_bit, start=piece.start, stop=piece.stop)
     read = ops.library.decode(message.data_ptr(), size, code_table(shard), row, 1, bits.data_ptr())

@@ -8,24 +8,24 @@ from test_quantized import answer, rounded
 
 from compopt._wire import quantization
 from compopt._wire.payload import Payload, Scratch
-from compopt._wire.quantization import BLOCK, ROW
+from compopt._wire.quantization import BLOCK_ROWS, ROW
 
 
 def test_the_largest_of_a_row_is_exact_whatever_number_it_is_rounded_with():
     """c / (c / 127) may be a little above 127: with the largest of the random numbers it would round to 128."""
     for n in range(1, 60):
         c = torch.tensor(n / 7).exp()
-        x = c.expand(BLOCK, ROW).contiguous()
+        x = c.expand(BLOCK_ROWS, ROW).contiguous()
         got, _, _ = rounded(x, n)
         torch.testing.assert_close(got, x, rtol=1e-5, atol=0)
 
 
 def test_blocks_and_steps_are_rounded_with_other_numbers():
-    x = torch.full((2 * BLOCK, ROW), 0.5)
+    x = torch.full((2 * BLOCK_ROWS, ROW), 0.5)
     x[:, 0] = 100.0
     first, again, other = (rounded(x, seed)[0] for seed in (0, 0, 1))
     assert torch.equal(first, again) and not torch.equal(first, other)
-    assert not torch.equal(first[:BLOCK], first[BLOCK:])
+    assert not torch.equal(first[:BLOCK_ROWS], first[BLOCK_ROWS:])
 
 
 def same_on_all(x: torch.Tensor, ranks: int, seed: int) -> list[Payload]:
@@ -68,7 +68,7 @@ def test_scratch_memory_has_as_many_elements_as_are_asked_for():
 @pytest.mark.parametrize("blocks", [1, 3])
 @pytest.mark.parametrize("more", [-1, 0, 1])
 def test_a_device_rounds_all_rows_at_once_as_a_cpu_does_in_blocks(monkeypatch, blocks, more, bits):
-    rows = blocks * BLOCK + more
+    rows = blocks * BLOCK_ROWS + more
     x = torch.randn(rows, ROW, generator=torch.Generator().manual_seed(rows))
 
     def rounded() -> list[torch.Tensor]:

@@ -33,7 +33,7 @@ def test_every_element_has_one_owner_and_shards_are_equal():
         for i, n in enumerate(lengths):
             edges = [cut.ranges[r][i] for r in range(ranks)]
             assert [e for start, stop in edges for e in range(start, stop)] == list(range(n))
-        shares = cut.owned
+        shares = cut.compressed_counts
         assert max(shares) - sum(shares) / ranks <= 128
 
 

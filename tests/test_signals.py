@@ -16,7 +16,8 @@ from conformance import Small, assert_same, every_average, loss, make_ranks, sna
 from sim import Ranks
 
 import compopt
-from compopt._engine.step import Step, defer_signals
+from compopt._engine.signals import defer_signals
+from compopt._engine.step import Step
 
 
 class Alarm(Exception):

@@ -101,9 +101,9 @@ def test_tagc_leaves_as_many_as_it_says_in_every_shard(size, sparsity, backend, 
         bucket = ours.optimizers[0]._buckets[number % 3]
         for bits in sent:
             for shard in range(2):
-                local = bits[bucket.shards.cuts[shard] : bucket.shards.cuts[shard + 1]]
+                local = bits[bucket.shards.mask_cuts[shard] : bucket.shards.mask_cuts[shard + 1]]
                 left = int((local.unsqueeze(1) >> torch.arange(8) & 1).sum())
-                assert left == count_selected(sparsity, bucket.shards.owned[shard])
+                assert left == count_selected(sparsity, bucket.shards.compressed_counts[shard])
 
 
 @on_each

@@ -110,12 +110,12 @@ def test_every_shard_leaves_its_share(dtype):
     run.step()
     (sent,) = [per_rank for kind, per_rank in run.world.log if kind == "BitOr"]
     (bucket,) = run.optimizers[0]._buckets
-    cuts = bucket.shards.cuts
+    cuts = bucket.shards.mask_cuts
     for bits in sent:
         for rank in range(2):
             local = bits[cuts[rank] : cuts[rank + 1]]
             left = int((local.unsqueeze(1) >> torch.arange(8) & 1).sum())
-            assert left == count_selected(0.75, bucket.shards.owned[rank])
+            assert left == count_selected(0.75, bucket.shards.compressed_counts[rank])
 
 
 @each_dtype

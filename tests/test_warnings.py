@@ -170,7 +170,7 @@ def test_a_back_end_that_does_not_run(monkeypatch):
 
     make = backends.make_backend
     monkeypatch.delenv("COMPOPT_BACKEND", raising=False)
-    monkeypatch.setattr(backends, "find_missing", lambda name, devices: "")
+    monkeypatch.setattr(backends, "explain_missing_backend", lambda name, devices: "")
     monkeypatch.setattr(backends, "make_backend", fails)
     monkeypatch.setattr(backends, "connect", lambda group: World(2).comms[0])
     ((text, file, _),) = heard(lambda: compopt.AdamS([nn.Parameter(torch.ones(64, 64))]))

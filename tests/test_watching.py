@@ -12,6 +12,8 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
+import local_runs
+import problems
 import pytest
 import torch
 import torch.distributed as dist
@@ -116,7 +118,18 @@ def test_skipped_steps_are_counted_and_a_rebuilt_session_goes_on_counting():
     optimizer.zero_grad()
     optimizer.load_state_dict(optimizer.state_dict())
     train(0, optimizer, model, 1)
-    assert optimizer.stats.run.steps == 4
+    assert (optimizer.stats.run.steps, optimizer.stats.run.skipped, optimizer.stats.skipped) == (4, 1, 1)
+
+
+def test_the_end_of_a_round_counts_no_skipped_step_again():
+    params, optimizers = local_runs.train(2, 2)
+    not_finite = [[torch.full_like(p, float("nan")) for p in own] for own in params]
+    world = optimizers[0].comm.world
+    problems.step(world, params, optimizers, not_finite)
+    local_runs.end_round(optimizers)
+    problems.step(world, params, optimizers, problems.gradients(2, 4))
+    runs = [(one.stats.run.steps, one.stats.run.skipped, one.stats.skipped) for one in optimizers]
+    assert runs == [(4, 1, 1)] * 2
 
 
 def test_a_single_process_sends_nothing():

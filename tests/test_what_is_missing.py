@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import warnings
 
+import fsdp_models
 import pytest
 from conformance import every, loss, make_ranks, through_a_file
+from ranks import run_ranks
 from sim import SimCommunicator
+from test_separate_inside import around, separate
 
 import compopt
 
@@ -97,3 +100,23 @@ def test_a_state_dict_never_communicates(case, monkeypatch):
         ranks.world.consolidate(ranks.optimizers)
         save()
     ranks.assert_replicas_equal()
+
+
+def warnings_inside(rank: int) -> dict[str, list[list[str]]]:
+    """Of each class inside FSDP2, before the first step and after a compressed one."""
+    results = {}
+    for name, make_optimizer in (("TagcAdamW", compopt.TagcAdamW), ("SeparateAdam", separate), ("Separate", around)):
+        model = fsdp_models.cut(fsdp_models.make())
+        optimizer = make_optimizer(list(model.named_parameters()), warmup_steps=0)
+        before = state_and_warnings(optimizer)[1]
+        fsdp_models.train(model, optimizer, range(2), rank)
+        results[name] = [before, state_and_warnings(optimizer)[1]]
+    return results
+
+
+def test_inside_fsdp_only_residuals_are_missing():
+    """FSDP's shards, of the moments too, are saved by torch; no optimizer of a rank's own steps there."""
+    for results in run_ranks(warnings_inside, 2):
+        for name, (before, after) in results.items():
+            assert before == [], name
+            assert len(after) == 1 and "lacks the residuals of the other rank (residual). Call" in after[0], name

@@ -23,7 +23,7 @@ from . import checkpoint, missing_ranks, resharding
 from .hooks import OptimizerHooks
 from .join import JoinHook
 from .options import Group, Setting, check_tensors, name_groups, refuse_unsupported
-from .session import Session, Sync
+from .session import Handshake, Session
 from .stats import Stats
 from .step import start_in_backward, step_as_generator
 from .when import TRIAL_OPTIONS
@@ -291,7 +291,7 @@ class CompressedOptimizer(OptimizerHooks):
             after(self)
         session.consolidated_at = None
         session.rebuild_buckets()
-        session.sync, session.consecutive_skips = Sync.UNVERIFIED, 0
+        session.handshake, session.consecutive_skips = Handshake.UNVERIFIED, 0
 
     @torch.no_grad()
     def consolidate_state(self, patience: float | None = None) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .._state.buckets import Bucket
-from .._state.layouts import Layout, Member
+from .._state.layouts import Layout, TensorInfo
 from .._state.tensors import to_local
 from .._wire.payload import dtype_name
 from .._wire.warning import warn
@@ -62,7 +62,7 @@ def complete_state_dict(session: Session, saved: dict[str, Any]) -> None:
 
 def expand_entry(bucket: Bucket, i: int, layouts: Layouts, entry: dict[str, Any]) -> dict[str, Any]:
     """Return the state of tensor i in the tensor's shape; gathered shards if there are any."""
-    member, expanded = bucket.get_member(i), dict(entry)
+    member, expanded = bucket.get_tensor_info(i), dict(entry)
     for name in layouts.keys() & entry.keys():
         gathered = bucket.gathered_state[name][i] if name in bucket.gathered_state else None
         if gathered is None:
@@ -162,8 +162,8 @@ def _describe_missing_state(session: Session) -> Iterator[str]:
     residuals = optimizer.averaged_state
     if any(bucket.flat[name].any() for bucket in buckets for name in residuals):
         yield f"it lacks the residuals of {others} ({', '.join(residuals)})"
-    # inner optimizers step by themselves on every rank
-    if not optimizer.has_equal_replicas:
+    # inner optimizers step by themselves on every rank; inside FSDP2 parameters differ as shards
+    if not (optimizer.has_equal_replicas or optimizer.replaces_reduce_scatter):
         yield f"it lacks the inner optimizer's state of {others}"
 
 
@@ -175,7 +175,7 @@ class LoadedTensor:
     """One tensor's entry of a state dict, in the form in which memory keeps it."""
 
     label: str  # its number among all tensors, and its name if it has one
-    member: Member
+    member: TensorInfo
     layouts: Layouts
     entry: dict[str, Any]
 
@@ -229,10 +229,10 @@ def _read_tensors(
 
     Raises ValueError if a state is missing, or is no tensor.
     """
-    known: dict[Tensor, tuple[Member, Layouts]] = {}
+    known: dict[Tensor, tuple[TensorInfo, Layouts]] = {}
     for bucket in [*session.buckets, *session.frozen_buckets]:
         for p, compressed in zip(bucket.params, bucket.compressed, strict=True):
-            known[p] = Member(p, compressed), session.optimizer._specs(bucket)
+            known[p] = TensorInfo(p, compressed), session.optimizer._specs(bucket)
     is_same_class, number = class_name == session.name, 0
     for group, other in zip(session.option_groups, state_dict["param_groups"], strict=True):
         names = group.get("param_names") or other.get("param_names")

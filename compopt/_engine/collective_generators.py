@@ -32,8 +32,8 @@ def ask(
 class Background(Generic[Result]):
     """A generator of collectives that runs while the caller does other work."""
 
-    def __init__(self, turns: CollectiveGenerator[Result]):
-        self._turns = turns
+    def __init__(self, collectives: CollectiveGenerator[Result]):
+        self._collectives = collectives
         self._waiting: PendingCollective | None = None
         self._results: list[Result] = []
         self._error: Exception | None = None
@@ -60,12 +60,12 @@ class Background(Generic[Result]):
 
     def _advance(self) -> None:
         try:
-            self._waiting = next(self._turns)
+            self._waiting = next(self._collectives)
         except StopIteration as stop:
             self._results.append(stop.value)
 
     def close(self) -> None:
-        self._turns.close()
+        self._collectives.close()
 
 
 def sum_over_groups(

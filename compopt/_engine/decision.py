@@ -45,7 +45,7 @@ class StepDecision:
     # ranks have different settings
     mismatched: bool = False
     # a rank could not send its gradients
-    unsent: bool = False
+    has_failed_rank: bool = False
     # indices of buckets whose payload met one of another bucket or step
     misplaced: list[int] = field(default_factory=list)
     early_buckets: int = 0  # buckets whose payload from backward was used
@@ -54,7 +54,7 @@ class StepDecision:
     @property
     def failed(self) -> bool:
         """True if all ranks must raise."""
-        return bool(self.mismatched or self.unsent or self.misplaced)
+        return bool(self.mismatched or self.has_failed_rank or self.misplaced)
 
     @property
     def applied(self) -> bool:
@@ -96,10 +96,10 @@ def read_decision(exchanges: list[BucketExchange]) -> StepDecision:
         bucket, payload = exchange.bucket, exchange.agreement.payload
         payload.marks = marks = list(islice(numbers, len(payload.header)))
         control = exchange.control.split(list(islice(numbers, len(exchange.control))))
-        decision.agreed = control
+        decision.agreed = control  # of the last bucket, which alone carries the step's fields
         pairs = zip(bucket.names, marks, strict=True)
         decision.non_finite += [name for name, mark in pairs if mark != mark]
-        decision.unsent |= control["failed"][0] > 0
+        decision.has_failed_rank |= control["failed"][0] > 0
         decision.misplaced += [bucket.index] if bits_differ(control["position"]) else []
         total += squared / bucket.copies
         if any(bucket.compressed):
@@ -119,12 +119,12 @@ def combine_decisions(
     """
     if not groups:
         return
-    facts = [decision.non_finite, decision.mismatched, decision.unsent, decision.misplaced]
+    facts = [decision.non_finite, decision.mismatched, decision.has_failed_rank, decision.misplaced]
     fields = [0.0 if decision.non_finite else decision.norm**2, *(float(bool(x)) for x in facts)]
     sums = yield from sum_over_groups(groups, fields, device)
-    squared, non_finite, mismatched, unsent, misplaced = sums
+    squared, non_finite, mismatched, failed, misplaced = sums
     decision.norm = squared**0.5
-    decision.mismatched, decision.unsent = mismatched > 0, unsent > 0
+    decision.mismatched, decision.has_failed_rank = mismatched > 0, failed > 0
     if non_finite:
         decision.non_finite = decision.non_finite or ["a tensor of another shard"]
     if misplaced:

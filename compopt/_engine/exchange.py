@@ -39,9 +39,9 @@ class StalenessCheck:
     step begins.
 
     Version counters do not: ``p.grad.data`` has one of its own, and the Trainer multiplies by 1 to
-    learn a norm. Each gradient's bits are summed as integers, which any change of one element
-    changes, and its elements as numbers, which tells what integers miss (of 512 floats twice as
-    large the bits have the same sum). The host does not wait.
+    learn a norm. Each gradient has two sums: of the bits, which any single change alters; and of
+    the values, for changes that cancel modulo 2^32 (of 512 floats twice as large the bits have the
+    same sum). The host does not wait.
     """
 
     def __init__(self, bucket: Bucket):
@@ -128,7 +128,7 @@ class BucketExchange:
         self._answers: list[Answer] = []  # to the requests of the generator so far
         self._generator: RequestGenerator[None] | None = None
         if inputs.problem is None:
-            self._encode(self._begin)
+            self._start_or_withhold(self._begin)
         else:
             self._take_part_without_gradients(inputs.problem)
 
@@ -167,19 +167,19 @@ class BucketExchange:
     def resume_before_agree(self, answer: Answer) -> None:
         """Resume the generator with what it has requested before ``Agree``."""
         self._answers.append(answer)
-        self._encode(lambda: self._send(answer))
+        self._start_or_withhold(lambda: self._resume_generator(answer))
 
     def resume(self, answer: Answer) -> None:
         """Resume the generator up to its next request, and start that."""
-        self._start(self._send(answer))
+        self._start(self._resume_generator(answer))
 
     def resume_after_commit(self, answer: Answer) -> None:
-        """Resume the generator with what was sent after the commit: to its end, or to what is done
-        for all buckets together.
+        """Resume the generator with what was sent after the commit, to its end or to a
+        ``RunBatched``.
         """
         self.request = None
         try:
-            self._send(answer)
+            self._resume_generator(answer)
         except StopIteration:
             return
 
@@ -211,7 +211,7 @@ class BucketExchange:
         if self._generator is not None:
             self._generator.close()
 
-    def _encode(self, send: Callable[[], Request]) -> None:
+    def _start_or_withhold(self, send: Callable[[], Request]) -> None:
         """Start the request that ``send`` returns; where it cannot be made, take part without
         gradients.
         """
@@ -236,7 +236,7 @@ class BucketExchange:
         answers = [
             answer.clone() if isinstance(answer, Tensor) else answer for answer in self._answers
         ]
-        self._encode(lambda: self._replay(answers))
+        self._start_or_withhold(lambda: self._replay(answers))
 
     def _begin(self) -> Request:
         self.staleness = StalenessCheck(self.bucket) if self.in_backward else None
@@ -249,15 +249,15 @@ class BucketExchange:
         self.control = self.bucket.control = ControlFields(failed=failed, **self.fields)
         # some classes read gradients already here
         self._generator = self._withhold_if_failed(lambda: self.algorithm(self.bucket))
-        request = self._send(None)
+        request = self._resume_generator(None)
         for answer in answers:
             if isinstance(answer, Payload):
                 assert isinstance(request, AllReduceMean)
                 answer = request.message
-            request = self._send(answer)
+            request = self._resume_generator(answer)
         return request
 
-    def _send(self, answer: Answer) -> Request:
+    def _resume_generator(self, answer: Answer) -> Request:
         generator = self._generator
         assert generator is not None
         request = self._withhold_if_failed(lambda: generator.send(answer))

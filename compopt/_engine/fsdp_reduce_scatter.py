@@ -25,24 +25,17 @@ from torch import Tensor
 from .._ops.norms import clip_factor, squared_norm
 from .._ops.operations import Ops
 from .._state.buckets import Bucket
-from .._state.layouts import Dense, Layout, Prefix, Sharded, Unsharded
+from .._state.layouts import Prefix
 from .._state.shards import Piece, cut_by_rows, lay_out
 from .._state.tensors import to_local
-from .._wire.collectives import (
-    Communicator,
-    PendingCollective,
-    ProcessGroup,
-    connect,
-    is_sharded_over,
-)
+from .._wire.collectives import Communicator, PendingCollective
 from .._wire.payload import Payload
 from .._wire.requests import Agree, AllReduceMean, Commit, ReadToHost, RequestGenerator
-from .base import CompressedOptimizer
 from .reducer import Reducer
-from .session import Session, weak_method
+from .session import Session
 from .update import Update
 
-# whose gradients a row holds, in order, and along which dimension each is cut
+# the parameters whose gradients a row holds, in order, and the dimension along which each is cut
 Params = Sequence[tuple[Tensor, int]]
 # a bucket of the session, and which of its tensors
 BucketPosition = tuple[Bucket, int]
@@ -84,8 +77,9 @@ class RowBucket(Bucket):
     Its tensors have the parameters' global shapes and no memory; only their ``grad`` is real. A
     matrix that the reducer needs ``as_matrix`` has the parameter's shape, and FSDP's ranges of it;
     any other is a vector in the order of FSDP's shards, all equally long. ``bucket_positions`` say
-    where the parameters are in the session's buckets, which hold their state. A parameter that was
-    unfrozen since the last step has None: it has no residual yet, and is sent unrounded.
+    where the parameters are in the session's buckets, which hold their state. The position of a
+    parameter that was unfrozen since the last step is None: it is in no bucket and has no residual
+    yet, and its gradient is sent unrounded.
     """
 
     def __init__(
@@ -115,13 +109,13 @@ class RowBucket(Bucket):
         is_compressed = dict(zip(tensors, compressed, strict=True))
         scratch = None if first is None else first[0].scratch
         super().__init__(index, group, tensors, names, lambda p, *_: is_compressed[p], scratch)
-        self.origins = [piece.p for piece in pieces]
+        self.model_params = [piece.p for piece in pieces]
         pairs = [*zip(pieces, as_matrix, strict=True)]
         ranges = [[piece.range_of(r, matrix) for piece, matrix in pairs] for r in range(ranks)]
         compressed_pieces = [piece for piece, c in zip(pieces, compressed, strict=True) if c]
         owned = [sum(piece.count_filled(r) for piece in compressed_pieces) for r in range(ranks)]
         self.shards = cut_by_rows(ranges, owned, compressed, self.rank)
-        self.make_mean = session.ops.quantized_mean(self)
+        self.mean_factory = session.ops.quantized_mean_factory(self)
 
     def load_rows(self, rows: Tensor, unsent: UnsentByParam) -> None:
         """Read this rank's gradients from ``rows``; copy the residuals to be sent."""
@@ -146,7 +140,7 @@ class RowBucket(Bucket):
         e = self.residual(i)
         if e is None:
             return []
-        if self.origins[i] in unsent:
+        if self.model_params[i] in unsent:
             return [e.new_zeros(self.lengths[i])]
         return [e.reshape(-1)] if self.as_matrix[i] else self.pieces[i].in_shard_order(e)
 
@@ -184,7 +178,7 @@ class RowBucket(Bucket):
     def collect_unsent(self, reducer: Reducer, unsent: UnsentByParam) -> None:
         """Add what this backward has not sent."""
         reducer.feed_back([True] * len(self.pieces))
-        for i, (p, piece) in enumerate(zip(self.origins, self.pieces, strict=True)):
+        for i, (p, piece) in enumerate(zip(self.model_params, self.pieces, strict=True)):
             rest, residual = self.state["residual"][i], self.residual(i)
             if residual is not None:
                 rest = rest if self.as_matrix[i] else piece.in_shape(rest)
@@ -313,8 +307,8 @@ class FSDPReduceScatter:
     def _discard_unapplied(self) -> None:
         """Forget the unsent part of gradients that were discarded since the last backward.
 
-        If gradients are zero instead of None, all ranks compare: one rank's shard may be zero by
-        itself.
+        ``zero_grad(set_to_none=False)`` leaves zeros, as one shard may have by chance: one
+        all-reduce, for which backward waits, decides whether gradients were discarded.
         """
         self.unsent = {p: unsent for p, unsent in self.unsent.items() if p.grad is not None}
         if self.unsent:
@@ -335,22 +329,24 @@ class FSDPReduceScatter:
             reductions = [one for one in reductions if one.pending is not None]
 
     def check(self) -> None:
-        """Raise where a step cannot be taken from what FSDP's backward has left."""
+        """Raise RuntimeError if a GradScaler drives the steps."""
         if self.session.has_grad_scaler:
             raise RuntimeError(
                 f"{self.session.name} averages inside FSDP's backward, where it does not know a "
                 "GradScaler's scale: train in bfloat16, without a scaler."
             )
 
-    def commit(self, bucket: Bucket, i: int, norm: float) -> None:
-        """The step is applied to tensor i; ``norm``: of all averaged gradients, before a clip."""
+    def commit_residual(self, bucket: Bucket, i: int, norm: float) -> None:
+        """Write the residual of tensor i, to which the step is applied. ``norm`` is that of all
+        averaged gradients, before a clip.
+        """
         unsent = self.unsent.get(bucket.params[i])
         if unsent is not None and norm > 0:  # else they were set to zero before the step
             factor = clip_factor(norm, bucket.group["max_grad_norm"])
             self.on_commit(bucket, i, unsent, factor)
 
     def discard_unsent(self) -> None:
-        """Called when the step has ended: what was not applied leaves no residual."""
+        """Forget the unsent parts when the step has ended, applied or not."""
         self.unsent, self.reduced = {}, {}
 
 
@@ -399,14 +395,14 @@ def apply_shards(
     for g, scale in zip(grads, scales or [1.0] * len(grads), strict=True):
         if g is not None:
             squared += squared_norm(g.reshape(-1)) * scale
-    norm = yield Agree(mean, reduce_scatter.phase, squared, sharded=True)
+    norm = yield Agree(mean, reduce_scatter.phase, squared, covers_shard_only=True)
 
     factor = clip_factor(norm, bucket.group["max_grad_norm"])
     present = bucket.present(mean)
     yield Commit()
     # from here on state changes
     for i in (i for i, is_present in enumerate(present) if is_present):
-        reduce_scatter.commit(bucket, i, norm)
+        reduce_scatter.commit_residual(bucket, i, norm)
         g = grads[i]
         bucket.state["step"][i].add_(1)
         ghat = update.memory_for(bucket, i, g if factor == 1 else None)
@@ -423,77 +419,3 @@ def find_in_buckets(p: Tensor, session: Session) -> BucketPosition | None:
     if bucket is None:
         return None
     return bucket, next(i for i, other in enumerate(bucket.params) if other is p)
-
-
-def is_sharded_by_fsdp(params: Sequence[Tensor], group: ProcessGroup | Communicator | None) -> bool:
-    """Return True if FSDP2 shards the parameters over the ranks of ``group``.
-
-    Raises ValueError if it shards only some of them.
-    """
-    if not any(hasattr(p, "device_mesh") for p in params):
-        return False
-    comm = connect(group)
-    flags = [is_sharded_over(p, comm) for p in params]
-    if any(flags) and not all(flags):
-        raise ValueError(
-            f"{flags.count(False)} of {len(flags)} parameters are not among those that FSDP2 "
-            "shards over the ranks of this optimizer: call fully_shard on the whole model before "
-            "the optimizer is made, or give the others an optimizer of their own."
-        )
-    return all(flags)
-
-
-class ReducingOptimizer(CompressedOptimizer):
-    """An optimizer whose reducer averages gradients inside FSDP2 as well.
-
-    Where FSDP2 shards the parameters over the optimizer's ranks, ``fsdp_reduce_scatter`` takes the
-    place of its reduce-scatter, and ``algorithm`` is ``apply_shards``.
-    """
-
-    fsdp_reduce_scatter: FSDPReduceScatter | None = None
-
-    def reducer(self, bucket: Bucket) -> Reducer:
-        """Return the reducer of a bucket for the coming step."""
-        raise NotImplementedError
-
-    def list_adamw_state(self, dtype: torch.dtype) -> dict[str, Layout]:
-        """Return the layouts of AdamW's moments and of the residuals of compressed tensors."""
-        moments = Sharded if self.sharded else Dense
-        residual = Unsharded if self.replaces_reduce_scatter else Dense
-        return {
-            "exp_avg": moments(dtype),
-            "exp_avg_sq": moments(dtype),
-            "residual": residual(dtype, compressed_only=True),
-        }
-
-    def keep_unsent(self, bucket: Bucket, i: int, unsent: Unsent, factor: float) -> None:
-        """Commit the residual of tensor i inside FSDP; ``factor`` clipped the average, and takes
-        nothing from what was sent.
-        """
-        unsent.replace_residual(bucket.state["residual"][i], 1.0)
-
-    def before_layout(self) -> None:
-        super().before_layout()
-        params = [p for group in self._option_groups for p in group["params"]]
-        is_sharded = is_sharded_by_fsdp(params, self._session.group)
-        if is_sharded and any(group.get("when") == "auto" for group in self._option_groups):
-            raise ValueError(
-                "when='auto' times dense steps of its own, and here FSDP reduces: compare two runs."
-            )
-        if self.replaces_reduce_scatter and not is_sharded:
-            raise ValueError(
-                f"FSDP2 shards the parameters over the ranks this {type(self).__name__} was made "
-                "with: make FSDP and the optimizer anew for others, and load a checkpoint."
-            )
-        self.replaces_reduce_scatter = is_sharded
-        if is_sharded:  # FSDP2 has sharded the state
-            self.sharded = False
-
-    def after_layout(self) -> None:
-        super().after_layout()
-        if self.replaces_reduce_scatter and self.fsdp_reduce_scatter is None:
-            self.fsdp_reduce_scatter = FSDPReduceScatter(
-                self._session, weak_method(self.reducer), weak_method(self.keep_unsent)
-            )
-        if self.fsdp_reduce_scatter is not None:
-            self.fsdp_reduce_scatter.forget_layouts()

@@ -1,7 +1,8 @@
 """The hooks through which a session drives its optimizer.
 
 A class must define its state (``state_specs``), the step of one bucket (``algorithm``) and the
-checks of its options (``check_group``). All other hooks have a default.
+checks of its options (``check_group``). Most other hooks have a default; the base classes define
+the rest (``CompressedOptimizer``, ``Wrapper``).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .options import Group, Setting
 from .stats import Stats
 
 
-class Averager(Protocol):
+class ReduceScatterReplacement(Protocol):
     """Averages gradients in backward, in place of FSDP2's reduce-scatter (see
     ``fsdp_reduce_scatter``).
     """
@@ -45,13 +46,14 @@ class OptimizerHooks(Optimizer):
     owner_only_state: tuple[str, ...] = ()
     # masks that the next step chooses anew if they are all zero
     mask_state: tuple[str, ...] = ()
-    # each rank keeps the state of its own shards, and the step gathers parameters
+    # each rank keeps the state of its own shards, and the step gathers parameters; False inside
+    # FSDP2, which shards both itself
     sharded = False
     # FSDP2 shards the parameters over this optimizer's ranks, and the optimizer replaces its
     # reduce-scatter
     replaces_reduce_scatter = False
     # averages gradients in backward if replaces_reduce_scatter
-    fsdp_reduce_scatter: Averager | None = None
+    fsdp_reduce_scatter: ReduceScatterReplacement | None = None
     # every rank updates all masters, although other state is sharded
     whole_masters = False
     # set by torch's Join: whether it is enabled, and whether this optimizer is the first in it

@@ -3,8 +3,9 @@
 Before ``consolidate_state()`` exchanges anything, ranks meet at the store: ``if rank == 0:
 optimizer.consolidate_state()`` is a common mistake, and a collective on rank 0 alone hangs. A rank
 that is interrupted within a step, or has lost masks that the others still have, posts a note to the
-store. Ranks that wait in the step look for notes after a while, and raise; no rank applies the
-step. Their collectives no longer match, so they continue over a new group.
+store. Ranks that wait in the step look for notes after a while, and raise: they do not apply the
+step (a rank that had received everything before may have, see ``resharding``). Their collectives no
+longer match, so they continue over a new group.
 """
 
 from __future__ import annotations
@@ -88,20 +89,20 @@ def wait_for_all_to_consolidate(session: Session, patience: float | None) -> Non
 # Steps
 
 
-def run_step(session: Session, turns: CollectiveGenerator[None]) -> None:
+def run_step(session: Session, collectives: CollectiveGenerator[None]) -> None:
     """Run a step to its end; while it waits, look for notes of ranks that have left it."""
     withdraw_note(session)
     try:
-        for pending in turns:
+        for pending in collectives:
             if not session.comm.can_poll_store(session.device):
                 continue
             try:
                 while not pending.completes_within(LOOK_AFTER):
-                    if sentence := find_missing_rank(session):
+                    if sentence := explain_missing_rank(session):
                         post_note(session, Note.LEFT, sentence)
                         raise RankLeft(sentence)
             except BaseException as error:  # raise it where the step waits
-                turns.throw(error)
+                collectives.throw(error)
     except Exception:
         raise
     except BaseException as error:
@@ -141,7 +142,7 @@ def _write_note(session: Session, text: str) -> None:
             store.set(f"{PREFIX}note/{session.comm.rank}", text)
 
 
-def find_missing_rank(session: Session) -> str:
+def explain_missing_rank(session: Session) -> str:
     """Return which rank will not join the running step, and why; empty if no note says so."""
     for kind, sentence in _read_notes(session):
         both_lost = kind is Note.LOST_MASKS and session.posted_note == kind.value

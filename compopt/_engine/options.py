@@ -87,7 +87,7 @@ def check_torch_options(
         verb = "changes" if len(names) == 1 else "change"
         warn(
             f"{', '.join(names)} {verb} nothing here: a step runs on compopt's own kernels, "
-            "optimizer.backend says which. Leave it out.",
+            f"optimizer.backend says which. Leave {'it' if len(names) == 1 else 'them'} out.",
             get_rank(),
         )
 
@@ -153,14 +153,14 @@ def check_steps(group: dict[str, Any], name: str) -> None:
         )
 
 
-def check_payload(group: dict[str, Any], has_residual: bool = False) -> None:
-    """Check clip and payload dtype; ``has_residual``: every tensor keeps its rounding error."""
+def check_payload(group: dict[str, Any], keeps_all_errors: bool = False) -> None:
+    """Check clip and payload dtype; ``keeps_all_errors``: every tensor keeps its rounding error."""
     norm, dtype = group["max_grad_norm"], group["payload_dtype"]
     require_option(norm is None or norm > 0, group, "max_grad_norm", "None or > 0")
     wanted = f"None, {PAYLOAD_DTYPE_NAMES} or the torch.dtype of that name"
     require_option(is_payload_dtype(dtype), group, "payload_dtype", wanted)
     group["payload_dtype"] = dtype_name(dtype)
-    if not has_residual and quantized_bits(dtype) == 2:
+    if not keeps_all_errors and quantized_bits(dtype) == 2:
         raise ValueError(
             f"payload_dtype={dtype!r} is for Average and LocalSteps, which keep the rounding error "
             "of every tensor; other classes keep only that of compressed ones. Use 'int4'."

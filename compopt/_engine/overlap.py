@@ -34,7 +34,7 @@ class PostCommitExchanges:
         exchange that follows.
         """
         try:
-            # a sharded generator waits at Commit, and ignores the answer
+            # Unsharded: resumed at Agree with the norm. Sharded: at Commit, which has no answer.
             exchange.resume(answer)
         except StopIteration:
             return

@@ -65,14 +65,22 @@ class ShardReducer(Reducer, Protocol):
 class ReduceScatterReducer:
     """Sends gradients whole, with the residuals of those that have any; each rank gets its shard.
 
-    A residual is then what rounding to the payload's dtype has taken off.
+    A residual is then what rounding to the payload's dtype has taken off. ``sent_whole``: the
+    indices of the tensors that are sent, by default of all. ``sends_residuals``: whether their
+    residuals are sent too, by default where there are some.
     """
 
-    def __init__(self, bucket: Bucket, ops: Ops):
+    def __init__(
+        self,
+        bucket: Bucket,
+        ops: Ops,
+        sent_whole: list[int] | None = None,
+        sends_residuals: bool | None = None,
+    ):
         self.bucket, self.ops, self.layout = bucket, ops, bucket.shards
         self.grads = bucket.grads()
-        self.sent_whole = list(range(len(self.grads)))
-        self.sends_residuals = bucket.has_residual
+        self.sent_whole = [*range(len(self.grads))] if sent_whole is None else sent_whole
+        self.sends_residuals = bucket.has_residual if sends_residuals is None else sends_residuals
         self.values: list[Tensor] = []  # the average, once it is there
 
     @property
@@ -81,7 +89,7 @@ class ReduceScatterReducer:
 
     def reduce(self) -> RequestGenerator[Payload]:
         like = torch.empty(0, dtype=self.bucket.compute_dtype, device=self.bucket.device)
-        flat = self.pack_rows(finite_marks(self.grads, like))
+        flat = self.make_owner_payloads(finite_marks(self.grads, like))
         self.write_whole_tensors()
         mean = yield from self.exchange(flat)
         self.values = list(mean.parts)
@@ -103,47 +111,49 @@ class ReduceScatterReducer:
         return [part.to(dtype) for part in self.values]
 
     def feed_back(self, present: list[bool]) -> None:
-        bucket, rounds = self.bucket, self.rows[0].dropped is not None
+        bucket, is_rounded = self.bucket, self.owner_payloads[0].dropped is not None
         for part, i in enumerate(self.sent_whole):
             e = bucket.state["residual"][i]
             if e is None or not present[i]:
                 continue
-            if rounds:
-                e.view(-1).copy_(torch.cat([row.dropped_parts[part] for row in self.rows]))
+            if is_rounded:
+                errors = [payload.dropped_parts[part] for payload in self.owner_payloads]
+                e.view(-1).copy_(torch.cat(errors))
             elif bucket.has_residual:
                 e.zero_()
-        bucket.cache["has_residual"] = rounds or (bucket.has_residual and not all(present))
+        bucket.cache["has_residual"] = is_rounded or (bucket.has_residual and not all(present))
 
     def next_state(self, i: int) -> dict[str, Tensor]:
         return {}
 
-    # A row for every owner
+    # A payload for every owner
 
     @property
     def payload_dtype(self) -> PayloadDtype:
         dtype: PayloadDtype = self.bucket.group["payload_dtype"]
         return dtype
 
-    def pack_rows(self, marks: Tensor, encoded_sizes: Sequence[int] = ()) -> Tensor:
-        """Make a row for every rank, of what it owns of tensors that are sent whole, then
-        ``encoded_sizes[rank]`` numbers. Returns the memory they lie in.
+    def make_owner_payloads(self, marks: Tensor, encoded_sizes: Sequence[int] = ()) -> Tensor:
+        """Make a payload for every owner, of what it owns of tensors that are sent whole, then
+        ``encoded_sizes[rank]`` numbers. Returns the memory that they share.
         """
         ranks = range(self.layout.ranks)
         sizes = [self.layout.sizes(rank) for rank in ranks]
         lengths = [[sizes[rank][i] for i in self.sent_whole] for rank in ranks]
         for rank_lengths, size in zip(lengths, encoded_sizes, strict=False):
             rank_lengths.append(size)
-        self.rows, flat = self.bucket.make_payloads(lengths, self.payload_dtype)
-        torch._foreach_copy_([row.header for row in self.rows], [marks] * len(self.rows))
+        self.owner_payloads, flat = self.bucket.make_payloads(lengths, self.payload_dtype)
+        headers = [payload.header for payload in self.owner_payloads]
+        torch._foreach_copy_(headers, [marks] * len(headers))
         return flat
 
     def write_whole_tensors(self) -> None:
-        """Into each row its rank's elements of the tensors that are sent whole."""
+        """Write to each owner's payload its elements of the tensors that are sent whole."""
         residual = self.bucket.state["residual"]
         flat = [None if g is None else g.reshape(-1) for g in self.grads]
         absent, to, grads, with_residual, residuals = [], [], [], [], []
-        for rank, row in enumerate(self.rows):
-            for part, i in zip(row.unrounded_parts, self.sent_whole, strict=False):
+        for rank, payload in enumerate(self.owner_payloads):
+            for part, i in zip(payload.unrounded_parts, self.sent_whole, strict=False):
                 if not part.numel():
                     continue
                 g, e, owned = flat[i], residual[i], slice(*self.layout.ranges[rank][i])
@@ -163,12 +173,12 @@ class ReduceScatterReducer:
             torch._foreach_add_(with_residual, residuals)
 
     def exchange(self, flat: Tensor) -> RequestGenerator[Payload]:
-        """Round the rows, send each to its owner; returns the mean of this rank's."""
-        for row in self.rows:
-            row.round()
-        sizes = [row.flat.numel() for row in self.rows]
+        """Round the payloads, and send each to its owner. Returns the mean of this rank's."""
+        for payload in self.owner_payloads:
+            payload.round()
+        sizes = [payload.flat.numel() for payload in self.owner_payloads]
         received = yield ReduceScatterMean(flat, sizes)
-        return self.rows[self.layout.rank].over(received)
+        return self.owner_payloads[self.layout.rank].over(received)
 
 
 class AllReduceReducer:
@@ -219,20 +229,20 @@ class AllReduceReducer:
         return parts
 
     def feed_back(self, present: list[bool]) -> None:
-        mean, rounds = self.mean, self.mean.dropped is not None
+        mean, is_rounded = self.mean, self.mean.dropped is not None
         for i, (e, is_present) in enumerate(zip(self.residual, present, strict=True)):
             if e is None or not is_present:
                 continue
             g, at = self.grads[i], self.mask.positions[i]
             if g is not None and at is not None:
                 e.add_(g)
-            if rounds:
+            if is_rounded:
                 self.ops.write_at(e, at, mean.dropped_parts[i])
             elif at is not None:
                 self.ops.clear_at(e, at)
             else:
                 e.zero_()
-        remains = rounds or not self.is_whole
+        remains = is_rounded or not self.is_whole
         self.bucket.cache["has_residual"] = remains or (self.sends_residuals and not all(present))
 
     def next_state(self, i: int) -> dict[str, Tensor]:

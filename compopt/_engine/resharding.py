@@ -5,9 +5,9 @@ state, and are never sent. State of a parameter that is frozen later stays in ``
 in tensors of its own; it is saved like all state, and used again when the parameter is unfrozen.
 
 A rank that dies while a step's payloads are on the wire may leave some ranks with all of them and
-others without. The first have then applied the step and the others have not; no further message
-could prevent that. In ``rebind`` the ranks that are a step behind take it over from one that is
-ahead.
+others without. The first have then applied the step and the others have not: the exception to "on
+all ranks or on none", which no further message could prevent. In ``rebind`` the ranks that are a
+step behind take it over from one that is ahead.
 """
 
 from __future__ import annotations

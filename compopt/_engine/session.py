@@ -53,7 +53,7 @@ class Role(Enum):
     REPLACED = auto()  # a later optimizer holds them
 
 
-class Sync(Enum):
+class Handshake(Enum):
     """The result of the last handshake."""
 
     UNVERIFIED = auto()  # the next step begins with a handshake
@@ -104,7 +104,7 @@ class Session:
         # the other ranks
         self.group = group
         self.connection: Communicator | None = None
-        self.sync: Sync | Corrupt = Sync.UNVERIFIED
+        self.handshake: Handshake | Corrupt = Handshake.UNVERIFIED
         # the options that decide what is sent, which all ranks had in the last step
         self.verified_structure = ""
         # the ranks that hold the other parts of this rank's model, by dimensions of its mesh
@@ -217,7 +217,7 @@ class Session:
         """True if other parameters require a gradient than those in buckets."""
         return any(p.requires_grad != (p in self.trainable) for p in self.parameters)
 
-    def is_first(self, key: str) -> bool:
+    def claim_first(self, key: str) -> bool:
         """Return True at the first call with ``key``."""
         is_first = key not in self.warned
         self.warned.add(key)
@@ -225,19 +225,19 @@ class Session:
 
     def warn_once(self, key: str, message: str, rank: int) -> None:
         """Warn at the first call with ``key``, if ``rank`` is 0."""
-        if self.is_first(key):
+        if self.claim_first(key):
             warn(message, rank)
 
     def unverify(self) -> None:
         """Begin the next step with a handshake."""
-        if self.sync is Sync.VERIFIED:
-            self.sync = Sync.UNVERIFIED
+        if self.handshake is Handshake.VERIFIED:
+            self.handshake = Handshake.UNVERIFIED
 
     def check_sound(self) -> None:
         """Raise RuntimeError if a step was applied in part."""
-        if isinstance(self.sync, Corrupt):
+        if isinstance(self.handshake, Corrupt):
             raise RuntimeError(
-                f"{self.sync.reason}: parameters and state are inconsistent. Load a "
+                f"{self.handshake.reason}: parameters and state are inconsistent. Load a "
                 "checkpoint, of the model and with load_state_dict() of this optimizer, on all "
                 "ranks."
             )
@@ -248,6 +248,7 @@ class Session:
         ``is_step``: False for an exchange that follows the step.
         """
         applied, phases = decision.applied, sorted(set(decision.phase_of.values()))
+        self.run.skipped += is_step and not applied
         # an outer optimizer's waits are reported by its LocalSteps
         is_outer = self.has_pseudo_gradients
         waited, waited_for_ranks = (0.0, 0.0) if is_outer else self.waits.take_step()
@@ -261,7 +262,7 @@ class Session:
             early_buckets=decision.early_buckets,
             buckets=len(self.buckets),
             resent=decision.resent,
-            skipped=self.stats.skipped + (not applied),
+            skipped=self.run.skipped,
             reason="" if applied else f"non-finite gradient: {', '.join(decision.non_finite[:3])}",
             residual_norm=weak_method(self.residual_norm),
             when=self.trial_result,
@@ -273,7 +274,7 @@ class Session:
         stats.run = replace(self.run)
         self.stats = stats
         has_summary = self.comm.size > 1 and not is_outer
-        if has_summary and self.is_first("summary") and get_rank() == 0:
+        if has_summary and self.claim_first("summary") and get_rank() == 0:
             # when the optimizer is deleted, or the program ends
             weakref.finalize(self.optimizer, show_summary, self.name, self.run)
 
@@ -298,7 +299,11 @@ class Session:
         optimizer.before_layout()
         groups = self.option_groups
         self.ops = choose_backend({p.device.type for group in groups for p in group["params"]})
-        self.stats = Stats(run=self.stats.run, residual_norm=weak_method(self.residual_norm))
+        self.stats = Stats(
+            skipped=self.run.skipped,
+            run=self.stats.run,
+            residual_norm=weak_method(self.residual_norm),
+        )
         self.bytes_reported = connection.bytes_sent if connection else 0
         self.unverify()
         self.verified_structure = ""
@@ -328,7 +333,7 @@ class Session:
             if optimizer.sharded:
                 comm = self.comm
                 bucket.shards = cut_evenly(bucket.lengths, bucket.compressed, comm.rank, comm.size)
-            bucket.make_mean = self.ops.quantized_mean(bucket)
+            bucket.mean_factory = self.ops.quantized_mean_factory(bucket)
             self._fill_state(bucket)
             optimizer.restore(bucket)
         optimizer.after_layout()
@@ -352,7 +357,7 @@ class Session:
                 count.copy_(old["step"])
         bucket.set_step_counts(counts)
         for i, (p, old) in enumerate(zip(bucket.params, entries, strict=True)):
-            member, entry = bucket.get_member(i), {"step": bucket.state["step"][i]}
+            member, entry = bucket.get_tensor_info(i), {"step": bucket.state["step"][i]}
             if "master" in layouts:
                 old.setdefault("master", to_local(p.detach()))
             for name, layout in layouts.items():
@@ -387,7 +392,7 @@ class Session:
         optimizer = self.optimizer
         self.ops = fall_back_to_torch(self.comm.rank)
         for bucket in self.buckets:
-            bucket.make_mean = self.ops.quantized_mean(bucket)
+            bucket.mean_factory = self.ops.quantized_mean_factory(bucket)
             optimizer.restore(bucket)
         optimizer.on_fallback()
 
@@ -439,7 +444,9 @@ class Session:
         for bucket in self.buckets:
             if bucket.is_single_process != self.is_single_process:
                 bucket.is_single_process = self.is_single_process
-                bucket.cache.pop("has_residual", None)  # rounding errors are sent too
+                # Recompute: the cached value leaves out rounding errors, which a single process
+                # must still apply.
+                bucket.cache.pop("has_residual", None)
         return comm
 
     def connect_to(self, group: ProcessGroup | Communicator | None) -> None:

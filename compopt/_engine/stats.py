@@ -26,8 +26,8 @@ SHORTEST_RUN = 20  # steps of a run with a summary
 class RunTotals:
     """Sums over all steps of this optimizer in this process, of this rank.
 
-    ``share`` is ``bytes_sent`` over ``bytes_dense``. The other fields are sums of those of
-    :class:`Stats`.
+    ``skipped`` counts the skipped steps, and ``share`` is ``bytes_sent`` over ``bytes_dense``. The
+    other fields are sums of those of :class:`Stats`.
     """
 
     steps: int = 0
@@ -45,7 +45,6 @@ class RunTotals:
         """Add what was sent, in a step or after one."""
         if is_step:
             self.steps += 1
-            self.skipped = stats.skipped
             self.bytes_dense += stats.bytes_dense
         self.bytes_sent += stats.bytes_sent
         self.wait_seconds += stats.wait_seconds
@@ -57,11 +56,12 @@ class Stats:
     """The last step, as this rank saw it.
 
     ``bytes_sent`` is what this rank handed to collectives since the step before, ``bytes_dense``
-    what DDP would have. ``parameter_bytes`` is the part of it that went into gathering updated
-    parameters, where state is sharded. ``grad_norm`` is the number that ``max_grad_norm`` clips by:
-    of the average over ranks, before the clip. ``when`` is the result of the trial of
-    ``when="auto"``, with the seconds of a step of each kind. ``phase`` is what the compressed
-    tensors did: "dense", "skipped" (nothing was applied), or a phase of the class.
+    what DDP would have. ``parameter_bytes`` is the part of ``bytes_sent`` that went into gathering
+    updated parameters, where state is sharded. ``grad_norm`` is the number that ``max_grad_norm``
+    clips by: of the average over ranks, before the clip. ``skipped`` counts the skipped steps so
+    far. ``when`` is the result of the trial of ``when="auto"``, with the milliseconds of a step of
+    each kind. ``phase`` is what the compressed tensors did: "dense", "skipped" (nothing was
+    applied), or a phase of the class.
 
     ``wait_seconds`` is how long this rank's host waited for collectives. ``straggler_seconds`` is
     the part of it that the rank which waits least did not have to wait: it was spent on slower

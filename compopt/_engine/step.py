@@ -12,24 +12,19 @@ resends alone.
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import threading
 import zlib
-from _signal import getsignal  # 64 times as fast as signal.getsignal, which returns an enum
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import FrameType
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from .._state.buckets import Bucket
-from .._state.tensors import to_local
 from .._wire.collectives import Communicator, get_rank, profiler_range
 from .._wire.payload import FieldValues, encode_bits
 from .._wire.requests import CommunicationError
 from .collective_generators import CollectiveGenerator
 from .decision import StepDecision, combine_decisions, error_of_misplaced, read_decision
 from .exchange import BucketExchange, ExchangeSchedule
+from .gradients import check_gradients, restore_scale, unscale_gradients
 from .join import follow_ranks_with_data
 from .missing_ranks import RankLeft, explain_failure, post_lost_masks
 from .options import Group
@@ -42,7 +37,8 @@ from .peers import (
     warn_if_without_gradients,
 )
 from .resharding import follow_requires_grad
-from .session import Corrupt, Role, Session, Sync
+from .session import Corrupt, Handshake, Role, Session
+from .signals import defer_signals
 from .stats import describe_compression, show_line
 
 
@@ -60,13 +56,9 @@ def step_as_generator(session: Session) -> CollectiveGenerator[None]:
     except GeneratorExit:
         raise
     except BaseException as error:
-        step.undo(error)
+        step.undo()
         if not isinstance(error, CommunicationError | RankLeft):
             raise
-        if step.is_complete:
-            raise CommunicationError(
-                f"step {step.number} was applied, but the exchange after it failed: {error}"
-            ) from error
         why = (
             f"{error}. Make a new process group on all ranks and call rebind()"
             if isinstance(error, RankLeft)
@@ -103,7 +95,7 @@ class Step:
         self.session, self.comm, self.number, self._groups = session, comm, number, groups
         # why this rank cannot send its gradients
         self.problem: Exception | None = None
-        # applied or skipped: an error from now on does not set ranks a step apart
+        # all ranks have applied or skipped this step: a later error needs no undo
         self.is_complete = False
         # the scale of a GradScaler, by which the gradients were divided
         self.scale: float | None = None
@@ -126,7 +118,7 @@ class Step:
             session.rebuild_buckets()
         self.problem = self._prepare_gradients()
         yield from self._finish_post_commit()
-        if session.sync is not Sync.VERIFIED:
+        if session.handshake is not Handshake.VERIFIED:
             yield from self.verify_peers()
         if not self.buckets:
             return None
@@ -155,9 +147,9 @@ class Step:
         with defer_signals():
             if decision.applied:
                 session.has_local_gradients = False
-                sync = session.sync
+                handshake = session.handshake
                 try:
-                    session.sync = Corrupt(f"step {self.number} was interrupted")
+                    session.handshake = Corrupt(f"step {self.number} was interrupted")
                     with profiler_range("compopt::commit"):
                         self._commit_buckets(decision)
                 except BaseException as error:
@@ -165,27 +157,27 @@ class Step:
                     where = "after its buckets"
                     if bucket is not None:
                         where = f"in bucket {bucket.index} ({bucket.names[0]}, ...)"
-                    session.sync = Corrupt(
+                    session.handshake = Corrupt(
                         f"step {self.number} was applied in part: {kind} was raised {where} "
                         f"({error})"
                     )
                     for bucket in session.buckets:
                         bucket.cache.clear()  # derived from state, which may be wrong
                     raise
-                session.sync = sync
+                session.handshake = handshake
             session.verified_structure = session.structure
             self.is_complete = True
         if decision.applied:
             warn_if_without_gradients(session, decision)
         self._report(decision)
 
-    def undo(self, error: BaseException) -> None:
-        """Restore gradients and scale after ``error`` ended the step."""
-        session = self.session
-        if not self.is_complete and self.scale is not None:
-            restore_scale(session, self.scale)
-        if not self.is_complete or isinstance(error, CommunicationError):
-            session.unverify()  # ranks may be a step apart now
+    def undo(self) -> None:
+        """Restore gradients and scale after an error has ended the step."""
+        if self.is_complete:
+            return
+        if self.scale is not None:
+            restore_scale(self.session, self.scale)
+        self.session.unverify()  # ranks may be a step apart now
 
     # Before the exchange
 
@@ -234,7 +226,7 @@ class Step:
         # without gradients to compare, the next step begins with a handshake too
         is_exempt = session.optimizer.replaces_reduce_scatter or session.has_pseudo_gradients
         is_verified = had_gradients or is_exempt
-        session.sync = Sync.VERIFIED if is_verified else Sync.UNVERIFIED
+        session.handshake = Handshake.VERIFIED if is_verified else Handshake.UNVERIFIED
 
     # The exchange
 
@@ -248,19 +240,21 @@ class Step:
         try:
             schedules.append(session.overlap.take_schedule(buckets, session.algorithm, comm))
             decision = yield from self._run_schedule(schedules)
-            is_sharded = any(exchange.agreement.sharded for exchange in decision.exchanges)
+            is_sharded = any(
+                exchange.agreement.covers_shard_only for exchange in decision.exchanges
+            )
             groups = session.shard_communicators
             if is_sharded:
                 groups = [comm, *groups]
             has_error = any(exchange.error is not None for exchange in decision.exchanges)
-            if has_error and not decision.unsent:
+            if has_error and not decision.has_failed_rank:
                 # This rank failed after it had sent everything. With sharded state one more message
                 # reports it before anything is written. Otherwise the other ranks apply the step
                 # and this one does not, as when a collective fails on one rank only.
                 error = None if is_sharded else decision.take_error()
                 if error is not None:
                     raise error
-                decision.unsent = True
+                decision.has_failed_rank = True
             yield from combine_decisions(decision, groups, buckets[-1].device)
             session.overlap.is_stopped |= decision.resent
             if decision.applied and is_sharded:
@@ -324,7 +318,7 @@ class Step:
         session = self.session
         if decision.misplaced:
             raise error_of_misplaced(decision, session.buckets)
-        if decision.unsent:
+        if decision.has_failed_rank:
             self.problem = problem = decision.take_error(self.problem)
             failure = "" if problem is None else f"{type(problem).__name__}: {problem}"
             del problem  # its frames refer to this one
@@ -359,7 +353,7 @@ class Step:
         session, comm, applied = self.session, self.comm, decision.applied
         groups = session.option_groups
         compresses = bool(groups) and all("when" in group for group in groups)
-        is_due = applied and session.is_first("compression") and compresses
+        is_due = applied and session.claim_first("compression") and compresses
         if is_due and comm.rank == 0 == get_rank():
             _show_first_line(session)
         sent = comm.bytes_sent - session.bytes_reported
@@ -406,7 +400,11 @@ def start_in_backward(session: Session, params: Iterable[torch.Tensor]) -> None:
 
     ``params``: those whose gradients backward has just finished.
     """
-    if session.sync is not Sync.VERIFIED or session.has_grad_scaler or session.comm.size == 1:
+    if (
+        session.handshake is not Handshake.VERIFIED
+        or session.has_grad_scaler
+        or session.comm.size == 1
+    ):
         return
     if session.is_joining:  # a rank without data has no backward
         return
@@ -417,104 +415,3 @@ def start_in_backward(session: Session, params: Iterable[torch.Tensor]) -> None:
         return
     finished = [(p, session.bucket_of[p]) for p in params if p in session.bucket_of]
     overlap.start_ready(finished, session.buckets, session.algorithm, session.comm)
-
-
-# Gradients before they are sent
-
-
-def check_gradients(session: Session) -> None:
-    """Raise TypeError if a parameter has changed its size, dtype or device, or has a sparse
-    gradient.
-    """
-    for bucket in session.buckets:
-        for p, n, name in zip(bucket.params, bucket.lengths, bucket.names, strict=True):
-            if p.dtype != bucket.dtype or p.device != bucket.device or to_local(p).numel() != n:
-                raise TypeError(
-                    f"{name} has {to_local(p).numel()} elements of {p.dtype} on {p.device} here, "
-                    f"and had {n} of {bucket.dtype} on {bucket.device} when the optimizer was "
-                    "made: make the optimizer after the model is converted, moved or resized."
-                )
-            if p.grad is not None and p.grad.is_sparse:
-                raise TypeError(
-                    f"{session.name} got a sparse gradient for {name}: use dense "
-                    "gradients (sparse=False)."
-                )
-
-
-def unscale_gradients(session: Session) -> float | None:
-    """Divide the gradients by a GradScaler's scale, which may differ between ranks; return it.
-
-    Returns None if no scaler left one. With a scaler no bucket starts in backward: its gradients
-    are not yet the ones to send.
-    """
-    optimizer = session.optimizer
-    session.has_grad_scaler = hasattr(optimizer, "found_inf")
-    scale = getattr(optimizer, "grad_scale", None)
-    if scale is None:
-        return None
-    _scale_gradients(session, float(scale.double().reciprocal()))
-    return float(scale)
-
-
-def restore_scale(session: Session, scale: float) -> None:
-    """Multiply the gradients by ``scale`` again, so that the step can be repeated."""
-    _scale_gradients(session, scale)
-    drop_scale(session)
-
-
-def drop_scale(session: Session) -> None:
-    """Delete the attributes that a GradScaler sets; it does so itself only if step() succeeds."""
-    for name in ("grad_scale", "found_inf"):
-        if hasattr(session.optimizer, name):
-            delattr(session.optimizer, name)
-
-
-def _scale_gradients(session: Session, factor: float) -> None:
-    params = [p for group in session.option_groups for p in group["params"]]
-    grads = [to_local(p.grad) for p in params if p.requires_grad and p.grad is not None]
-    torch._foreach_mul_(grads, factor)
-
-
-# Signals during a commit
-
-# computed once: valid_signals() takes longer than all the rest
-SIGNALS = tuple(map(int, signal.valid_signals()))
-
-
-@contextlib.contextmanager
-def defer_signals() -> Iterator[None]:
-    """Defer Python signal handlers, KeyboardInterrupt's among them, until the block ends.
-
-    A handler may raise between any two lines. Handlers run in the main thread only, so other
-    threads defer nothing. All handlers run at the end; the first error of any is raised.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    arrived: list[tuple[int, FrameType | None]] = []
-    handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
-    errors: list[BaseException] = []
-    try:
-        for number in SIGNALS:
-            handler = getsignal(number)
-            if callable(handler):
-                handlers[number] = handler
-                signal.signal(number, lambda number, frame: arrived.append((number, frame)))
-        yield
-    finally:
-        replaced = dict(handlers)
-        while replaced:
-            try:
-                while replaced:
-                    number = next(iter(replaced))
-                    signal.signal(number, replaced[number])
-                    del replaced[number]
-            except BaseException as error:  # of a handler that is restored already
-                errors.append(error)
-        for number, frame in arrived:
-            try:
-                handlers[number](number, frame)
-            except BaseException as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]

@@ -1,8 +1,8 @@
 """Updates: an optimizer's step on averaged gradients, of tensors or of this rank's shards.
 
 A generator writes the average of a tensor to the update's memory (``memory_for``), and then calls
-``apply``. ``AdamW`` updates the tensor in ``apply``. ``WrappedUpdate`` steps a torch optimizer once
-per step, after all buckets have committed.
+``apply``. ``AdamWUpdate`` updates the tensor in ``apply``. ``WrappedUpdate`` steps a torch
+optimizer once per step, after all buckets have committed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Update(Protocol):
         """Update tensor i by ``average``, which is in the memory for it."""
 
 
-class AdamW:
+class AdamWUpdate:
     """AdamW, whose moments are state of the bucket."""
 
     def __init__(self, ops: Ops):

@@ -36,7 +36,7 @@ from .combined import (
     list_members,
 )
 from .options import Group, Setting, name_groups
-from .session import Role, Sync
+from .session import Handshake, Role
 from .update import WrappedUpdate
 
 
@@ -223,7 +223,7 @@ class Wrapper(CompressedOptimizer):
                         tensor.zero_()
         for group in self._wrapper_groups:
             group["step"] = 0
-        session.sync, session.consolidated_at = Sync.UNVERIFIED, None
+        session.handshake, session.consolidated_at = Handshake.UNVERIFIED, None
         session.rebuild_buckets()
 
     def _contents(self) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class RoundCounts:
 
 def check_options(group: Group, offload: str | None) -> None:
     """Raise where an option of a group is out of its range."""
-    check_payload(group, has_residual=True)
+    check_payload(group, keeps_all_errors=True)
     check_compress(group)
     for name, least in LEAST.items():
         require(is_count(group[name], least), name, group[name], f"an integer >= {least}")

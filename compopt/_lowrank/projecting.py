@@ -21,9 +21,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .._engine.fsdp_reduce_scatter import ReducingOptimizer, Unsent
+from .._engine.fsdp_reduce_scatter import Unsent
 from .._engine.options import Group, Setting
 from .._engine.reducer import ReduceScatterReducer
+from .._engine.reducing import ReducingOptimizer
 from .._engine.when import dense_steps
 from .._ops.norms import clip_factor
 from .._state.buckets import Bucket
@@ -32,16 +33,9 @@ from .._state.tensors import to_local
 from .._wire.collectives import connect
 from .._wire.warning import warn
 from .matrices import MatrixSource, RandomMatrices, checksum_projection
-from .projections import (
-    Projection,
-    check_options,
-    is_adapt_step,
-    is_clipped,
-    is_reset_step,
-    is_sharded,
-    plan_projection,
-)
-from .reducer import Encoding, ProjectedTensor, ProjectionReducer, TrackedTensor, WholeTensor
+from .options import check_options, is_adapt_step, is_clipped, is_reset_step
+from .projections import Projection, is_sharded, plan_projection
+from .reducer import ProjectedTensor, ProjectionReducer, ReducerInputs, TrackedTensor, WholeTensor
 
 Plan = list[Projection | None]  # of each tensor of a bucket; None: sent whole
 
@@ -140,7 +134,7 @@ class ProjectingOptimizer(ReducingOptimizer):
             plan_tensor(p, bucket.group, self._numbers[p][1], self.replaces_reduce_scatter)
             if c
             else None
-            for p, c in zip(bucket.origins, bucket.compressed, strict=True)
+            for p, c in zip(bucket.model_params, bucket.compressed, strict=True)
         ]
 
     def _plan_next_step(self, bucket: Bucket) -> Plan:
@@ -167,22 +161,21 @@ class ProjectingOptimizer(ReducingOptimizer):
         sends_residuals = bucket.is_rounded or has_due_residual
         whole_reducer = None
         if bucket.is_sharded:
-            whole_reducer = ReduceScatterReducer(bucket, self.ops)
-            whole_reducer.sent_whole = [i for i, q in enumerate(plan) if q is None]
-            whole_reducer.sends_residuals = sends_residuals
+            sent_whole = [i for i, q in enumerate(plan) if q is None]
+            whole_reducer = ReduceScatterReducer(bucket, self.ops, sent_whole, sends_residuals)
         adapts = any(plan) and is_adapt_step(group, group["step"] + 1)
         random = [None if q is None or q.is_tracked else q for q in plan]
-        encoding = Encoding(
+        inputs = ReducerInputs(
             tensors=self._make_tensors(bucket, plan, local_factor, sends_residuals),
             draw_matrices=self._make_draw(bucket, random),
             local_factor=local_factor,
             sends_residuals=sends_residuals,
-            norm_is_exact=any(is_clipped(group, "average") for group in self._option_groups),
+            norm_is_reproducible=any(is_clipped(group, "average") for group in self._option_groups),
             params_with_basis=self._params_with_basis,
             on_cosines=self._cosines.update if adapts else None,
             whole_reducer=whole_reducer,
         )
-        return ProjectionReducer(bucket, self.ops, encoding)
+        return ProjectionReducer(bucket, self.ops, inputs)
 
     def _make_tensors(
         self, bucket: Bucket, plan: Plan, local_factor: float, sends_residuals: bool
@@ -196,7 +189,7 @@ class ProjectingOptimizer(ReducingOptimizer):
             elif q is not None and e is not None:
                 tensors.append(ProjectedTensor(g, e, local_factor, q, self.ops))
             elif bucket.is_sharded:  # sent by another reducer
-                tensors.append(WholeTensor(None, None, 1.0, 0, False, False))
+                tensors.append(WholeTensor(grad=None, residual=None))
             else:
                 length, has_residual = bucket.lengths[i], bucket.has_residual
                 tensors.append(
@@ -213,7 +206,7 @@ class ProjectingOptimizer(ReducingOptimizer):
         tracked = {i: q for i, q in enumerate(plan) if q is not None and q.is_tracked}
         if not tracked:
             return {}
-        has_basis = [p in self._params_with_basis for p in bucket.origins]
+        has_basis = [p in self._params_with_basis for p in bucket.model_params]
         drawn: Plan = [None] * len(plan)
         for i, q in tracked.items():
             drawn[i] = None if has_basis[i] else replace(q, m=q.d, d=q.m)
@@ -227,7 +220,7 @@ class ProjectingOptimizer(ReducingOptimizer):
         optimizer.
         """
         draw = self._matrices.draw
-        numbers = [self._numbers[p][0] for p in bucket.origins]
+        numbers = [self._numbers[p][0] for p in bucket.model_params]
         seed, t = bucket.group["seed"], bucket.group["step"] + 1
         return lambda: draw(bucket, numbers, plan, seed, t)
 

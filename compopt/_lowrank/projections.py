@@ -8,8 +8,6 @@ network, and ``scale * (H R) R^T`` is its reconstruction. The values of ``projec
   contraction: it never enlarges the error.
 - "tracked": R holds orthonormal columns that follow the gradient, see ``reducer.TrackedTensor``.
   Only the first R is drawn at random.
-
-The options of Separate and SeparateAdam, which determine the projections, are here, too.
 """
 
 from __future__ import annotations
@@ -18,20 +16,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from .._engine.options import Group, check_compression, require, require_option
-from .._engine.when import choose_warmup
 from .._ops.reference import one_thread
 from .._state.tensors import to_local
-from .._wire.payload import PayloadDtype
-
-# Steps after which the residual is set to zero, by default, for each value of ``projection=``. The
-# residual of a contraction that follows the gradient is kept.
-RESET_INTERVALS: dict[str, int | None] = {"gaussian": 128, "orthonormal": 128, "tracked": None}
 
 # Fewer rows than this are not projected. Narrower trailing dimensions are joined to one side.
 NARROW = 64
@@ -224,116 +214,3 @@ def orthonormalize_each(matrices: list[Tensor]) -> list[Tensor]:
         columns = orthonormalize(torch.stack([matrices[i] for i in indices]))
         by_index.update(zip(indices, columns, strict=True))
     return [by_index[i] for i in range(len(matrices))]
-
-
-# Options
-
-DEFAULT_RANK, DEFAULT_RATIO = 16, 16.0
-TRACKED_WARMUP_STEPS = 10
-
-
-def resolve_options(
-    projection: str,
-    ratio: float | None,
-    rank: int | None,
-    payload_dtype: PayloadDtype | Literal["auto"],
-    warmup_steps: int | float | None,
-    total_steps: int | None,
-) -> Group:
-    """Return the options whose defaults depend on the projection.
-
-    Raises ValueError for a size that the projection does not use.
-    """
-    is_tracked = projection == "tracked"
-    refuse_unused_size(projection, ratio, rank)
-    if payload_dtype == "auto":
-        payload_dtype = "int8" if is_tracked else None
-    if warmup_steps is None:
-        warmup_steps = TRACKED_WARMUP_STEPS if is_tracked else choose_warmup(None, total_steps, 0)
-    return dict(
-        projection=projection,
-        ratio=DEFAULT_RATIO if ratio is None else ratio,
-        rank=DEFAULT_RANK if rank is None else rank,
-        payload_dtype=payload_dtype,
-        warmup_steps=warmup_steps,
-        total_steps=total_steps,
-    )
-
-
-def refuse_unused_size(projection: str, ratio: float | None, rank: int | None) -> None:
-    """Raise ValueError where a size is given that the projection does not use."""
-    if projection == "tracked" and ratio is not None:
-        raise ValueError(
-            f"ratio={ratio} is for random projections, and this one is tracked: pass rank= in its "
-            "place, or projection='gaussian' with it."
-        )
-    if projection != "tracked" and rank is not None:
-        raise ValueError(
-            f"rank={rank} is for tracked projections, and this one is {projection!r}: pass ratio= "
-            "in its place, or projection='tracked' with it."
-        )
-
-
-def check_group_sizes(group: Group, defaults: Group) -> None:
-    """Raise ValueError where a group gives one size that its projection does not use.
-
-    A group with both sizes has been copied from another optimizer and is accepted.
-    """
-    ratio, rank = group.get("ratio"), group.get("rank")
-    if ratio is None or rank is None:
-        refuse_unused_size(str({**defaults, **group}["projection"]), ratio, rank)
-
-
-def check_options(group: Group) -> None:
-    """Raise ValueError where an option of a group is out of its range."""
-    check_compression(group)
-
-    beta, reset = group["ef_beta"], group["reset_interval"]
-    require_option(group["ratio"] >= 1, group, "ratio", ">= 1")
-    is_weight = beta == "auto" or (not isinstance(beta, str) and 0 <= beta <= 1)
-    require_option(is_weight, group, "ef_beta", '"auto" or in [0, 1]')
-    is_interval = reset in (None, "auto") or is_positive_integer(reset)
-    require_option(is_interval, group, "reset_interval", 'None, "auto" or an integer >= 1')
-    require_option(is_positive_integer(group["rank"]), group, "rank", "an integer >= 1")
-
-    kind, interval, height = group["projection"], group["adapt_interval"], group["block_rows"]
-    is_tracked = kind == "tracked"
-    adapts_rank = is_tracked and group["adaptive"]
-    require(not adapts_rank, "adaptive", True, "False with projection='tracked'")
-    kinds = " or ".join(map(repr, RESET_INTERVALS))
-    require_option(kind in RESET_INTERVALS, group, "projection", kinds)
-    require_option(interval >= 1, group, "adapt_interval", "an integer >= 1")
-    is_height = height in (None, "auto") or (not is_tracked and is_positive_integer(height))
-    wanted = "None, 'auto' or, of a random projection, an integer >= 1"
-    require_option(is_height, group, "block_rows", wanted)
-
-    if group["clip"] == "reconstructed":  # its name in 0.1.0
-        group["clip"] = "average"
-    require_option(group["clip"] in ("average", "local"), group, "clip", "'average' or 'local'")
-    if is_clipped(group, "local") and any(map(is_sharded, group["params"])):
-        raise ValueError(
-            "max_grad_norm with clip='local' would clip every shard by its own norm: leave clip at "
-            "'average', whose norm is of the whole model."
-        )
-
-
-def is_positive_integer(number: Any) -> bool:
-    return not isinstance(number, str) and number >= 1 and int(number) == number
-
-
-def is_clipped(group: Group, where: Literal["local", "average"]) -> bool:
-    """True where the group clips each rank's local gradient, or the averaged gradient."""
-    return group["clip"] == where and group["max_grad_norm"] is not None
-
-
-def is_reset_step(group: Group, t: int) -> bool:
-    """True where residuals are set to zero after step t."""
-    interval = group["reset_interval"]
-    if interval == "auto":
-        interval = RESET_INTERVALS[group["projection"]]
-    return interval is not None and t % interval == 0
-
-
-def is_adapt_step(group: Group, t: int) -> bool:
-    """True where ratios are adapted after step t (G-SEPARATE)."""
-    return bool(group["adaptive"] and t % group["adapt_interval"] == 0)

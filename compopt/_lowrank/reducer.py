@@ -24,16 +24,17 @@ from .._state.tensors import upload
 from .._wire.payload import Payload
 from .._wire.requests import AllReduceMean, RequestGenerator
 from .matrices import RandomMatrices
-from .projections import Projection, is_clipped, is_reset_step, orthonormalize_each
+from .options import is_clipped, is_reset_step
+from .projections import Projection, orthonormalize_each
 
 
 @dataclass(frozen=True)
-class Encoding:
-    """Encoding of the tensors of one bucket at one step.
+class ReducerInputs:
+    """The tensors of one bucket at one step, and how they are reduced.
 
     ``draw_matrices`` draws R of those that are projected on random columns. ``local_factor`` clips
-    the local gradient. ``norm_is_exact`` asks for a norm that does not depend on the number of
-    threads, since every rank clips by the norm that it computes. ``params_with_basis`` are the
+    the local gradient. ``norm_is_reproducible`` asks for a norm that does not depend on the number
+    of threads, since every rank clips by the norm that it computes. ``params_with_basis`` are the
     parameters whose basis has been computed by a step. ``on_cosines`` receives the cosines of
     Algorithm 3 in a step that adapts to them. ``whole_reducer`` reduces what is not projected where
     the bucket is cut into shards.
@@ -43,7 +44,7 @@ class Encoding:
     draw_matrices: Callable[[], RandomMatrices]
     local_factor: float
     sends_residuals: bool
-    norm_is_exact: bool
+    norm_is_reproducible: bool
     params_with_basis: set[Tensor]
     on_cosines: Callable[[dict[Tensor, float]], None] | None = None
     whole_reducer: ReduceScatterReducer | None = None
@@ -52,9 +53,9 @@ class Encoding:
 class ProjectionReducer:
     """Lines 1 to 5 of Algorithm 1, for all tensors of one bucket."""
 
-    def __init__(self, bucket: Bucket, ops: Ops, encoding: Encoding):
-        self.bucket, self.ops, self.encoding = bucket, ops, encoding
-        self.tensors, self.local_factor = encoding.tensors, encoding.local_factor
+    def __init__(self, bucket: Bucket, ops: Ops, inputs: ReducerInputs):
+        self.bucket, self.ops, self.inputs = bucket, ops, inputs
+        self.tensors, self.local_factor = inputs.tensors, inputs.local_factor
         # tensors by their index in the bucket
         pairs = [*enumerate(self.tensors)]
         self.projected = {i: x for i, x in pairs if isinstance(x, ProjectedTensor)}
@@ -67,7 +68,7 @@ class ProjectionReducer:
 
     def reduce(self) -> RequestGenerator[Payload]:
         """Lines 1 to 3. Tracked tensors exchange P first, and compute the next basis from p."""
-        whole_reducer = self.encoding.whole_reducer
+        whole_reducer = self.inputs.whole_reducer
         if whole_reducer is not None and not self.projected:
             self.mean = yield from whole_reducer.reduce()
             return self.mean
@@ -85,7 +86,7 @@ class ProjectionReducer:
                 tensor.p = copy
         mean: Payload = yield AllReduceMean(payload)
         self.mean = mean
-        averages = [x.q.view_as_projected(mean.parts[i]) for i, x in self.tracked.items()]
+        averages = [x.projection.view_as_projected(mean.parts[i]) for i, x in self.tracked.items()]
         self.next_bases = dict(zip(self.tracked, orthonormalize_each(averages), strict=True))
         if whole_reducer is not None and whole_reducer.sent_whole:
             yield from whole_reducer.reduce()
@@ -95,7 +96,7 @@ class ProjectionReducer:
         """Lines 1 and 2 of ``TrackedTensor``: compute R of each. Returns the averaged payload."""
         lengths = [0] * len(self.tensors)
         for i, tensor in self.tracked.items():
-            lengths[i] = tensor.q.d * tensor.q.r
+            lengths[i] = tensor.projection.d * tensor.projection.r
         dtype = self.bucket.group["payload_dtype"]
         payload = self.bucket.make_payload(lengths, dtype, use=1)
         self.ops.write_header(payload, self.bucket.grads())
@@ -111,7 +112,7 @@ class ProjectionReducer:
 
     def draw_matrices(self) -> None:
         """Line 2: draw R, valid until matrices of another bucket are drawn."""
-        for tensor, R in zip(self.tensors, self.encoding.draw_matrices(), strict=True):
+        for tensor, R in zip(self.tensors, self.inputs.draw_matrices(), strict=True):
             if isinstance(tensor, ProjectedTensor) and R is not None:
                 tensor.R = R
 
@@ -120,13 +121,13 @@ class ProjectionReducer:
 
         Its header is copied from ``mean_of_P``, on which all ranks have agreed already.
         """
-        bucket, encoding = self.bucket, self.encoding
+        bucket, inputs = self.bucket, self.inputs
         if not self.projected and self.local_factor == 1:  # one pass, where the backend has one
             residual: list[Tensor | None] = [*bucket.state["residual"]]
-            add = residual if encoding.sends_residuals else None
+            add = residual if inputs.sends_residuals else None
             return self.ops.encode(bucket, bucket.grads(), Mask(bucket), add)
         lengths = [tensor.length for tensor in self.tensors]
-        if encoding.on_cosines:
+        if inputs.on_cosines:
             lengths.append(len(self.tensors))
         payload = bucket.make_payload(lengths, bucket.group["payload_dtype"])
         if mean_of_P is None:
@@ -135,9 +136,11 @@ class ProjectionReducer:
             header_length = len(payload.flat) - len(payload.body)
             payload.flat[:header_length].copy_(mean_of_P.flat[:header_length])
         for i, tensor in self.projected.items():
-            tensor.multiply_h(tensor.R, tensor.q.view_as_projected(payload.unrounded_parts[i]))
+            tensor.multiply_h(
+                tensor.R, tensor.projection.view_as_projected(payload.unrounded_parts[i])
+            )
         self._write_whole_tensors(payload)
-        if encoding.on_cosines:
+        if inputs.on_cosines:
             payload.unrounded_parts[-1].zero_()
             for i, projected in self.projected.items():
                 payload.unrounded_parts[-1][i] = projected.compute_cosine(
@@ -170,9 +173,10 @@ class ProjectionReducer:
         if not self.projected:
             return None
         parts = self.mean.parts[: len(self.tensors)]
-        squares = stacked_squared_norms(parts, self.encoding.norm_is_exact)
+        squares = stacked_squared_norms(parts, self.inputs.norm_is_reproducible)
         scales = [
-            self.projected[i].q.scale if i in self.projected else 1.0 for i in range(len(parts))
+            self.projected[i].projection.scale if i in self.projected else 1.0
+            for i in range(len(parts))
         ]
         if {*scales} == {1.0}:
             return squares
@@ -183,12 +187,12 @@ class ProjectionReducer:
     def read_owned_parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
         """Line 4, for the rows that this rank owns."""
         self.draw_matrices()
-        reducer = self.encoding.whole_reducer
+        reducer = self.inputs.whole_reducer
         uncompressed = iter(() if reducer is None else reducer.read_owned_parts(dtype))
         for i in range(len(self.tensors)):
             if i in self.projected:
                 start, stop = self.bucket.shards.own_ranges[i]
-                tensor, width = self.projected[i], self.projected[i].q.columns
+                tensor, width = self.projected[i], self.projected[i].projection.columns
                 rows = tensor.reconstruct_rows(self.mean.parts[i], start // width, stop // width)
                 yield rows.reshape(-1)
             else:
@@ -196,7 +200,7 @@ class ProjectionReducer:
 
     def feed_back(self, present: list[bool]) -> None:
         """Line 5, where the average is not clipped."""
-        reducer = self.encoding.whole_reducer
+        reducer = self.inputs.whole_reducer
         if reducer is not None and reducer.sent_whole:
             reducer.feed_back(present)
         for i, tensor in self.projected.items():
@@ -222,12 +226,12 @@ class ProjectionReducer:
         if updated:
             state = [bucket.state["basis"][i].view(self.next_bases[i].shape) for i in updated]
             torch._foreach_copy_(state, [self.next_bases[i] for i in updated])
-            self.encoding.params_with_basis.update(bucket.origins[i] for i in updated)
-        remains = not all(present) or (self.encoding.sends_residuals and factor != 1)
+            self.inputs.params_with_basis.update(bucket.model_params[i] for i in updated)
+        remains = not all(present) or (self.inputs.sends_residuals and factor != 1)
         bucket.cache["has_residual"] = bool(self.projected) or (bucket.has_residual and remains)
-        if self.encoding.on_cosines:
+        if self.inputs.on_cosines:
             cosines = self.mean.parts[-1].tolist()  # means over ranks
-            self.encoding.on_cosines(
+            self.inputs.on_cosines(
                 {bucket.params[i]: cosines[i] for i in self.projected if present[i]}
             )
 
@@ -248,7 +252,7 @@ class ProjectionReducer:
         self.tensors[i].feed_back(mean, i, factor)
 
     def error_share(self, factor: float) -> float:
-        shares = [1 - tensor.q.beta for tensor in self.tracked.values()]
+        shares = [1 - tensor.projection.beta for tensor in self.tracked.values()]
         return factor * shares[0] if shares else 0.0
 
 
@@ -267,10 +271,10 @@ class WholeTensor:
 
     grad: Tensor | None
     residual: Tensor | None
-    local_factor: float
-    length: int
-    has_residual: bool
-    sends_residual: bool
+    local_factor: float = 1.0
+    length: int = 0
+    has_residual: bool = False
+    sends_residual: bool = False
 
     def average_in(self, part: Tensor) -> Tensor | None:
         """Return memory that already holds the averaged gradient, if any."""
@@ -286,7 +290,8 @@ class WholeTensor:
     def feed_back(self, mean: Payload, i: int, factor: float) -> None:
         """Set the residual to the rounding error of this rank's payload.
 
-        Where the average was clipped, ``factor`` of both residuals has arrived.
+        ``factor`` has clipped the average. Of the old residual 1 - ``factor`` stays; of the new
+        rounding error ``factor`` is added.
         """
         if self.residual is None or not (self.has_residual or mean.dropped is not None):
             return
@@ -299,42 +304,42 @@ class WholeTensor:
 class ProjectedTensor:
     """A tensor of which p_n = h_n R is averaged: SEPARATE's lines 1, 2, 4 and 5 for one matrix.
 
-    ``residual`` is e_n, ``q`` the projection, ``local_factor`` clips the local gradient. ``R`` is
-    drawn again before each use; ``p`` is a copy of what this rank sends.
+    ``residual`` is e_n, ``projection`` gives R its shape, ``local_factor`` clips the local
+    gradient. ``R`` is drawn again before each use; ``p`` is a copy of what this rank sends.
     """
 
     grad: Tensor | None
     residual: Tensor
     local_factor: float
-    q: Projection
+    projection: Projection
     ops: Ops
     R: Tensor = field(init=False)
     p: Tensor = field(init=False)
 
     @property
     def length(self) -> int:
-        return self.q.m * self.q.r
+        return self.projection.m * self.projection.r
 
     def multiply_h(self, right: Tensor, out: Tensor, transposed: bool = False) -> None:
         """Lines 1 and 2: write ``h right``, or ``h^T right``, to ``out``, with h = e + g.
 
         ``out`` may be of another dtype.
         """
-        q, e, g = self.q, self.residual, self.grad
+        projection, e, g = self.projection, self.residual, self.grad
         if adds_products(e) and (g is None or g.dtype == e.dtype == out.dtype):
-            terms = [(q.view_as_matrix(e), 1.0)]
+            terms = [(projection.view_as_matrix(e), 1.0)]
             if g is not None:
-                terms.append((q.view_as_matrix(g.contiguous()), self.local_factor))
+                terms.append((projection.view_as_matrix(g.contiguous()), self.local_factor))
         else:
             h = self.ops.scratch(e, e.numel()).view(e.shape)
             if g is None:
                 h.copy_(e)
             else:
                 torch.add(e, g, alpha=self.local_factor, out=h)
-            terms = [(q.view_as_matrix(h), 1.0)]
+            terms = [(projection.view_as_matrix(h), 1.0)]
         for n, (matrix, factor) in enumerate(terms):
             matrix = matrix.t() if transposed else matrix
-            for R, rows, out_rows in q.iterate_blocks(right, matrix, out):
+            for R, rows, out_rows in projection.iterate_blocks(right, matrix, out):
                 if n > 0:
                     add_product_(out_rows, rows, R, factor)
                 elif out.dtype == R.dtype:
@@ -344,11 +349,11 @@ class ProjectedTensor:
 
     def compute_cosine(self, part: Tensor) -> Tensor | float:
         """Return the cosine between the local gradient and its reconstruction (Algorithm 3)."""
-        q, R = self.q, self.R
+        projection, R = self.projection, self.R
         if self.grad is None:
             return 0.0
-        g = q.view_as_matrix(self.grad.contiguous()).to(R.dtype)
-        ghat = self._expand(q.view_as_projected(part).to(R.dtype), R, torch.empty_like(g))
+        g = projection.view_as_matrix(self.grad.contiguous()).to(R.dtype)
+        ghat = self._expand(projection.view_as_projected(part).to(R.dtype), R, torch.empty_like(g))
         lengths = torch.linalg.vector_norm(g) * torch.linalg.vector_norm(ghat)
         cosine: Tensor = (g * ghat).sum() / lengths.clamp_min(torch.finfo(R.dtype).tiny)
         return cosine
@@ -358,36 +363,36 @@ class ProjectedTensor:
 
     def reconstruct(self, part: Tensor, factor: float, out: Tensor) -> Tensor:
         """Line 4: write ``factor`` times the averaged gradient to ``out``."""
-        q, R = self.q, self.R
-        p = q.view_as_projected(part).to(R.dtype) * (q.scale * factor)
+        projection, R = self.projection, self.R
+        p = projection.view_as_projected(part).to(R.dtype) * (projection.scale * factor)
         if out.dtype == R.dtype:
-            self._expand(p, R, q.view_as_matrix(out))
+            self._expand(p, R, projection.view_as_matrix(out))
             return out
         wide = self.ops.scratch(R, out.numel()).view(out.shape)
-        self._expand(p, R, q.view_as_matrix(wide))
+        self._expand(p, R, projection.view_as_matrix(wide))
         return out.copy_(wide)
 
     def reconstruct_rows(self, part: Tensor, first: int, last: int) -> Tensor:
         """Line 4 for some rows of the tensor as a matrix."""
-        q, R = self.q, self.R
-        p = q.view_as_projected(part).to(R.dtype)
-        if q.transposes:
-            rows = R.new_empty(last - first, q.m)
+        projection, R = self.projection, self.R
+        p = projection.view_as_projected(part).to(R.dtype)
+        if projection.transposes:
+            rows = R.new_empty(last - first, projection.m)
             self._expand(p, R[..., first:last, :], rows.t())
-            return rows.mul_(q.scale)
-        height = q.block_height
+            return rows.mul_(projection.scale)
+        height = projection.block_height
         if height is None:
             p, first, last = p[first:last], 0, last - first
         else:  # only the blocks that contain these rows
             begin, end = first // height, math.ceil(last / height)
             R, p = R[begin:end], p[begin * height : end * height]
             first, last = first - begin * height, last - begin * height
-        blocks = self._expand(p, R, R.new_empty(len(p), q.d))
-        return blocks[first:last].mul_(q.scale)
+        blocks = self._expand(p, R, R.new_empty(len(p), projection.d))
+        return blocks[first:last].mul_(projection.scale)
 
     def _expand(self, p: Tensor, R: Tensor, out: Tensor) -> Tensor:
         """Write ``p R^T`` to ``out``."""
-        for matrix, rows, out_rows in self.q.iterate_blocks(R, p, out):
+        for matrix, rows, out_rows in self.projection.iterate_blocks(R, p, out):
             torch.matmul(rows, matrix.mT, out=out_rows)
         return out
 
@@ -397,17 +402,17 @@ class ProjectedTensor:
         p is what the other ranks received from this one, after rounding. Where the average was
         clipped by ``factor``, only that share of the new error is taken.
         """
-        e, g, q, R = self.residual, self.grad, self.q, self.R
-        if q.beta == 1:
+        e, g, projection, R = self.residual, self.grad, self.projection, self.R
+        if projection.beta == 1:
             return
-        new = (1 - q.beta) * factor
+        new = (1 - projection.beta) * factor
         if mean.seed is not None:
             self.p.sub_(mean.dropped_parts[i])
-        p = q.view_as_projected(self.p).to(R.dtype)
+        p = projection.view_as_projected(self.p).to(R.dtype)
         if g is not None:
             e.add_(g, alpha=new * self.local_factor)
-        for matrix, rows, e_rows in q.iterate_blocks(R, p, q.view_as_matrix(e)):
-            add_product_(e_rows, rows, matrix.mT, -new * q.scale)
+        for matrix, rows, e_rows in projection.iterate_blocks(R, p, projection.view_as_matrix(e)):
+            add_product_(e_rows, rows, matrix.mT, -new * projection.scale)
 
 
 @dataclass
@@ -438,12 +443,14 @@ class TrackedTensor(ProjectedTensor):
 
     def view_as_P(self, part: Tensor) -> Tensor:
         """View a part of the first payload as P, (d, r); it is stored by columns."""
-        return part.view(self.q.r, self.q.d).t()
+        return part.view(self.projection.r, self.projection.d).t()
 
     def factors(self, i: int, mean: Payload) -> Factored:
         """Return the factors of the averaged gradient, for a fused lines 4 and 5."""
         dropped = None if mean.seed is None else mean.dropped_parts[i]
-        return Factored(i, self.q.rows, self.q.columns, self.R, mean.parts[i], self.p, dropped)
+        return Factored(
+            i, self.projection.rows, self.projection.columns, self.R, mean.parts[i], self.p, dropped
+        )
 
 
 def adds_products(e: Tensor) -> bool:

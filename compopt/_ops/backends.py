@@ -40,7 +40,7 @@ def choose_backend(devices: set[str]) -> Ops:
     if asked == "auto":
         backend = _choose_fastest(devices)
     else:
-        missing = find_missing(asked, devices)
+        missing = explain_missing_backend(asked, devices)
         if missing:
             raise RuntimeError(
                 f"COMPOPT_BACKEND={asked} cannot run here: {missing}. Unset it, or name another "
@@ -70,7 +70,7 @@ def _choose_fastest(devices: set[str]) -> Ops:
     """Return the fastest backend that runs here; its ``reason`` says why no faster one does."""
     reasons = []
     for name in ("native",) if devices <= {"cpu"} else ("triton", "apex"):
-        missing = find_missing(name, devices)
+        missing = explain_missing_backend(name, devices)
         if missing or is_interpreted(name):
             reasons.append(f"no {name}, {missing or 'it is interpreted'}")
             continue
@@ -114,7 +114,7 @@ def is_interpreted(name: str) -> bool:
     return name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def find_missing(name: str, devices: set[str]) -> str:
+def explain_missing_backend(name: str, devices: set[str]) -> str:
     """Return the missing requirement of a backend; an empty string if it can be tried."""
     if name == "native":
         if devices != {"cpu"}:

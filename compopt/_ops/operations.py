@@ -20,14 +20,12 @@ from .._state.bits import find_positions, make_bits, positions_dtype, unpack_bit
 from .._state.buckets import Bucket
 from .._state.masks import Mask, Tensors
 from .._wire import quantization
-from .._wire.payload import Payload, Scratch, block_size
+from .._wire.payload import CACHE_ELEMENTS, Payload, Scratch, block_size
 from .._wire.quantization import QuantizedMean
 from .._wire.requests import RequestGenerator, RunBatched
 from . import norms, reference
 
 HYPER = ("betas", "eps", "weight_decay", "maximize")
-# elements: a few vectors of this length stay in a core's cache from one pass to the next
-BLOCK = 131072
 Group = dict[str, Any]
 Rest = ParamSpec("Rest")
 Result = TypeVar("Result")
@@ -221,10 +219,14 @@ class Ops:
             return index
         return self.scratch(index, index.numel(), torch.int64).copy_(index)
 
-    # int8 and int4
+    # int8, int4 and int2
 
-    def quantized_mean(self, bucket: Bucket) -> Callable[[Payload, int, int], QuantizedMean] | None:
-        """Return what averages the bucket's int8 and int4 payloads; None: ``QuantizedMean``."""
+    def quantized_mean_factory(
+        self, bucket: Bucket
+    ) -> Callable[[Payload, int, int], QuantizedMean] | None:
+        """Return a function that makes the mean of the bucket's quantized payloads; None: that of
+        ``QuantizedMean``.
+        """
         return None
 
     quantize, dequantize = (
@@ -289,7 +291,7 @@ class Ops:
             return reference.adams_(w, g, m, float(step), clip=clip, **hyper)
         hyper |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
         # separate memory: g may be scratch memory too
-        block = block_size(BLOCK, m.view(-1))
+        block = block_size(CACHE_ELEMENTS, m.view(-1))
         square = self.scratch(m, min(block, m.numel()), use="square")
         for w_, g_, m_ in zip(*(x.view(-1).split(block) for x in (w, g, m)), strict=True):
             v = torch.mul(m_, m_, out=square[: m_.numel()])

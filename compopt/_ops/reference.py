@@ -1,5 +1,6 @@
-"""AdamW and AdamS in plain PyTorch, one tensor at a time: the specification of all backends; and
-linear algebra that does not depend on the number of threads.
+"""AdamW and AdamS in plain PyTorch, one tensor at a time: the specification of all backends.
+
+``one_thread`` makes the results of other arithmetic independent of the number of threads.
 """
 
 from __future__ import annotations

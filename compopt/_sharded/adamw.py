@@ -40,14 +40,14 @@ from .._wire.requests import Agree, AllGather, Commit, RequestGenerator
 
 UpdateDtype: TypeAlias = torch.dtype | Literal["int8", "int4", "int2"] | None
 
-USE = 1_000_001  # in seeds: apart from those of payloads
+UPDATE_SEED_SALT = 1_000_001  # in seeds: apart from those of payloads
 
 
 def step_shards(bucket: Bucket, ops: Ops, reducer: ShardReducer) -> RequestGenerator[None]:
     """Average one bucket by ``reducer``; each rank updates its shard of it with AdamW."""
     update = ShardedAdamW(bucket, ops)
     mean = yield from reducer.reduce()
-    norm = yield Agree(mean, reducer.phase, reducer.squared_norm(), sharded=True)
+    norm = yield Agree(mean, reducer.phase, reducer.squared_norm(), covers_shard_only=True)
 
     present = bucket.present(mean)
     reducer.clip(clip_factor(norm, bucket.group["max_grad_norm"]))
@@ -225,7 +225,7 @@ class UpdateCodec:
         bucket, chunk = self.bucket, self.chunks[self.shards.rank]
         own_updates = updates[: sum(self.shards.sizes(self.shards.rank))]
         out = bucket.get_memory("quantized updates", self.size, torch.uint8)
-        seed = (bucket.group["step"], bucket.index, USE, self.shards.rank)
+        seed = (bucket.group["step"], bucket.index, UPDATE_SEED_SALT, self.shards.rank)
         scales, quantized = self._fields(out, chunk)
         self.ops.quantize(own_updates, chunk, scales, quantized, seed, bucket.scratch, self.bits)
         return out

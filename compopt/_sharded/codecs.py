@@ -82,14 +82,17 @@ class Sketch:
         self, layout: ShardLayout, index: Tensor, counts: list[int], ratio: float, seed: int
     ):
         self.layout, self.index, self.counts = layout, index, counts
-        self.thirds = [math.ceil(owned / (3 * ratio)) for owned in layout.owned]
+        self.thirds = [math.ceil(count / (3 * ratio)) for count in layout.compressed_counts]
         self.tables = [3 * third for third in self.thirds]
         self.cells, self.signs = self._draw(seed)
-        self.rounds, unpeeled = peel(self.cells, sum(self.tables))
-        self.unpeeled = unpeeled
-        self.stuck = [int(part.sum()) for part in unpeeled.split(self.counts)]
-        self.leftovers = sum(self.stuck)
-        self.sizes = [cells + stuck for cells, stuck in zip(self.tables, self.stuck, strict=True)]
+        self.rounds, leftover_mask = peel(self.cells, sum(self.tables))
+        self.leftover_mask = leftover_mask
+        self.leftover_counts = [int(part.sum()) for part in leftover_mask.split(self.counts)]
+        self.leftovers = sum(self.leftover_counts)
+        self.sizes = [
+            cells + leftover_counts
+            for cells, leftover_counts in zip(self.tables, self.leftover_counts, strict=True)
+        ]
 
     def _draw(self, seed: int) -> tuple[Tensor, Tensor]:
         """Three cells, a third of the table each, and signs for every element of the index: ``(3,
@@ -113,11 +116,11 @@ class Sketch:
         index.
         """
         tables = values.new_zeros(sum(self.tables))
-        in_table = values.masked_fill(self.unpeeled, 0)
+        in_table = values.masked_fill(self.leftover_mask, 0)
         tables.index_add_(0, self.cells.reshape(-1), (in_table * self.signs).reshape(-1))
-        stuck = values[self.unpeeled].split(self.stuck)
+        leftover_counts = values[self.leftover_mask].split(self.leftover_counts)
         for part, table, leftover_values in zip(
-            parts, tables.split(self.tables), stuck, strict=True
+            parts, tables.split(self.tables), leftover_counts, strict=True
         ):
             part[: len(table)].copy_(table)
             part[len(table) :].copy_(leftover_values)
@@ -130,13 +133,13 @@ class Sketch:
         first, base = sum(self.counts[:rank]), sum(self.tables[:rank])
         shard = slice(first, first + self.counts[rank])
         table = code[: self.tables[rank]].clone()
-        cells, signs, unpeeled = (
+        cells, signs, leftover_mask = (
             self.cells[:, shard] - base,
             self.signs[:, shard].to(code.dtype),
-            self.unpeeled[shard],
+            self.leftover_mask[shard],
         )
         values = code.new_zeros(self.counts[rank])
-        values[unpeeled] = code[self.tables[rank] :]
+        values[leftover_mask] = code[self.tables[rank] :]
         for element, which in self.rounds:
             is_owned = (element >= shard.start) & (element < shard.stop)
             element, which = element[is_owned] - first, which[is_owned]
@@ -157,11 +160,12 @@ def hash_int64(x: Tensor) -> Tensor:
 
 
 def peel(cells: Tensor, total: int) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """The order in which elements come out of a sketch of ``total`` cells, and a mask of those that
-    do not.
+    """Return the order in which elements come out of a sketch of ``total`` cells, in rounds, and a
+    mask of those that do not.
 
-    ``cells``: three different ones for each element, shape ``(3, elements)``. A round is elements,
-    ascending, and for each which of its three cells holds nothing else by then.
+    ``cells``: three different ones for each element, shape ``(3, elements)``. A round is a pair:
+    the elements that come out, ascending, and for each the one of its three cells that holds only
+    it.
     """
     n, device = cells.shape[1], cells.device
     flat, ids = cells.reshape(-1), torch.arange(n, dtype=torch.int64, device=device)
@@ -169,16 +173,16 @@ def peel(cells: Tensor, total: int) -> tuple[list[tuple[Tensor, Tensor]], Tensor
     degree.index_add_(0, flat, torch.ones_like(flat))
     # The sum of the elements in a cell: where one is left, that one.
     id_sums = torch.zeros_like(degree).index_add_(0, flat, ids.repeat(3))
-    unpeeled = torch.ones(n, dtype=torch.bool, device=device)
+    leftover_mask = torch.ones(n, dtype=torch.bool, device=device)
     rounds: list[tuple[Tensor, Tensor]] = []
     touched = flat
     while True:
         element = id_sums[touched[degree[touched] == 1]].unique()
         if not element.numel():
-            return rounds, unpeeled
+            return rounds, leftover_mask
         which = (degree[cells[:, element]] == 1).to(torch.uint8).argmax(0)
         rounds.append((element, which))
-        unpeeled[element] = False
+        leftover_mask[element] = False
         touched = cells[:, element].reshape(-1)
         degree.index_add_(0, touched, torch.full_like(touched, -1))
         id_sums.index_add_(0, touched, -element.repeat(3))

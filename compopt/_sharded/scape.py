@@ -31,7 +31,7 @@ from torch import Tensor
 from .._ops.norms import clip_factor, squared_norm
 from .._ops.operations import Ops
 from .._ops.update_helpers import gradient_weight
-from .._sparse.scape_masks import Selection, exchange_masks, mask_to_send, next_mask_shards
+from .._sparse.scape_masks import Selection, exchange_masks, mask_to_send, next_mask_partition
 from .._state.buckets import Bucket
 from .._state.masks import Mask, Tensors
 from .._wire.payload import Payload
@@ -42,8 +42,8 @@ def sharded_scape(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     """Algorithm 2, one bucket, one step."""
     grads, mask, shards = bucket.grads(), mask_to_send(bucket), bucket.shards
     is_delayed = bucket.group["mask_delay"] == 1
-    mask_shards = next_mask_shards(bucket, shards.ranks)  # cut as the state is
-    selection = Selection(bucket, ops, mask_shards, shards.rank) if mask_shards else None
+    partition = next_mask_partition(bucket, shards.ranks)  # cut as the state is
+    selection = Selection(bucket, ops, partition, shards.rank) if partition else None
     if selection and not is_delayed:
         for i in selection.slices:
             selection.select(i, owned_x(bucket, i, grads[i]))
@@ -56,7 +56,7 @@ def sharded_scape(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     mean = sent[shards.rank].over(row)
     average = averaged_gradients(bucket, owned, mean)  # line 14
     squared = reduce(torch.add, map(squared_norm, average))
-    norm = yield Agree(mean, mask.phase, squared, sharded=True)
+    norm = yield Agree(mean, mask.phase, squared, covers_shard_only=True)
 
     weights, momenta = step_owned(bucket, ops, owned, average, bucket.present(mean), norm)
     gathered, bucket.parameter_bytes = weights.unsqueeze(0), 0
@@ -159,7 +159,7 @@ def step_owned(
     """
     group, rank = bucket.group, bucket.shards.rank
     factor = clip_factor(norm, group["max_grad_norm"])
-    on_average, on_v = (factor, 1.0) if group["clip"] == "consistent" else (1.0, factor)
+    on_average, clip_factor_in_v = (factor, 1.0) if group["clip"] == "consistent" else (1.0, factor)
     weights: list[Tensor] = []
     momenta: list[Tensor | None] = []
     for i, (g, is_present) in enumerate(zip(average, present, strict=True)):
@@ -168,7 +168,7 @@ def step_owned(
         weights.append(w)
         momenta.append(m)
         if m is not None and w.numel():
-            ops.adams(group, w, g * on_average, m, bucket.state["step"][i] + 1, on_v)
+            ops.adams(group, w, g * on_average, m, bucket.state["step"][i] + 1, clip_factor_in_v)
     longest = max(sum(owned.sizes(rank)) for rank in range(bucket.shards.ranks))
     new = torch.cat(weights)
     return torch.nn.functional.pad(new, (0, longest - new.numel())), momenta

@@ -23,13 +23,13 @@ from .._state.bits import count_set_bits, make_bits, set_all_bits_, split_positi
 from .._state.buckets import Bucket
 from .._state.masks import (
     Mask,
-    MaskShards,
+    MaskPartition,
     Tensors,
     assemble_mask,
     bits_by_tensor,
     clear_mask,
     encode_mask,
-    shard_mask,
+    partition_mask,
     store_mask,
 )
 from .._wire.payload import Payload
@@ -49,20 +49,20 @@ def density_at(bucket: Bucket, t: int) -> float:
     return density if ramp == 0 else max(density, density ** (steps / ramp))
 
 
-def mask_shards_at(bucket: Bucket, t: int, ranks: int) -> MaskShards | None:
+def mask_partition_at(bucket: Bucket, t: int, ranks: int) -> MaskPartition | None:
     """Return who selects what of the mask that step t uses; None where that is all ones, or nothing
     is compressed.
     """
     lengths, density = bucket.compressed_lengths, density_at(bucket, t)
-    return shard_mask(lengths, ranks, density) if density < 1 and any(lengths) else None
+    return partition_mask(lengths, ranks, density) if density < 1 and any(lengths) else None
 
 
-def next_mask_shards(bucket: Bucket, ranks: int) -> MaskShards | None:
+def next_mask_partition(bucket: Bucket, ranks: int) -> MaskPartition | None:
     """Return who selects what in the coming step: of the next step's mask, or with ``mask_delay=0``
     of its own.
     """
     group = bucket.group
-    return mask_shards_at(bucket, group["step"] + 1 + group["mask_delay"], ranks)
+    return mask_partition_at(bucket, group["step"] + 1 + group["mask_delay"], ranks)
 
 
 class Selection:
@@ -72,10 +72,10 @@ class Selection:
     one call.
     """
 
-    def __init__(self, bucket: Bucket, ops: Ops, shards: MaskShards, rank: int):
-        self.bucket, self.ops, self.shards, self.rank = bucket, ops, shards, rank
-        self.shard = shards.shards[rank]
-        self.slices = {piece.tensor: piece for piece in self.shard.slices}
+    def __init__(self, bucket: Bucket, ops: Ops, partition: MaskPartition, rank: int):
+        self.bucket, self.ops, self.partition, self.rank = bucket, ops, partition, rank
+        self.own_range = partition.by_rank[rank]
+        self.slices = {piece.tensor: piece for piece in self.own_range.slices}
         # of each tensor, counted from the start of its slice
         self.selected: dict[int, Tensor] = {}
         self.thresholds: dict[int, float] = {}  # guesses for the next step
@@ -105,12 +105,12 @@ class Selection:
 
     def encode(self) -> Tensor:
         """Return this rank's message."""
-        bits = make_bits(self.positions, self.shard.nbytes)
-        return encode_mask(self.positions, bits, self.shards, self.rank)
+        bits = make_bits(self.positions, self.own_range.nbytes)
+        return encode_mask(self.positions, bits, self.partition, self.rank)
 
     def assemble(self, messages: Tensor) -> Mask:
         """Return the mask that all ranks have selected."""
-        bits, positions = assemble_mask(messages, self.shards, self.rank, self.positions)
+        bits, positions = assemble_mask(messages, self.partition, self.rank, self.positions)
         index = split_positions(positions, self.bucket.compressed_lengths)
         return Mask(self.bucket, bits=bits_by_tensor(self.bucket, bits), positions=index)
 
@@ -238,8 +238,10 @@ def _density(buckets: Iterable[Bucket]) -> float:
 def _mask_bytes(bucket: Bucket, applied: bool, ranks: int) -> int:
     """Return the bytes this rank handed over of the bucket's mask in the last step."""
     group = bucket.group
-    shards = mask_shards_at(bucket, group["step"] + (group["mask_delay"] if applied else 1), ranks)
-    return shards.message_bytes if shards and (applied or not group["mask_delay"]) else 0
+    partition = mask_partition_at(
+        bucket, group["step"] + (group["mask_delay"] if applied else 1), ranks
+    )
+    return partition.message_bytes if partition and (applied or not group["mask_delay"]) else 0
 
 
 def mask_values(bucket: Bucket, ranks: int) -> float:

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._ops.operations import BLOCK, Ops
+from .._ops.operations import Ops
 from .._state.masks import SLACK
-from .._wire.payload import block_size
+from .._wire.payload import CACHE_ELEMENTS, block_size
 
 EXACT_BELOW = 16384  # elements: of fewer, topk costs less than the search for a threshold
 # Thresholds aim below what would do, so that after a drift from one step to the next enough
@@ -90,7 +90,7 @@ def select_above(x: Tensor, threshold: float, ops: Ops) -> Tensor:
     """Return the positions, ascending, of |x| > threshold, int64."""
     flags = ops.scratch(x, x.numel() + -x.numel() % 8, torch.bool, "flags")
     flags[x.numel() :] = False
-    block = block_size(BLOCK, x)
+    block = block_size(CACHE_ELEMENTS, x)
     shrunk = ops.scratch(x, min(block, x.numel()))
     for flags_, x_ in zip(flags[: x.numel()].split(block), x.split(block), strict=True):
         # hardshrink is several times faster than a comparison

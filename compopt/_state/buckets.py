@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .._wire.payload import (
+    CACHE_ELEMENTS,
     ControlFields,
     Payload,
     PayloadDtype,
@@ -23,7 +24,7 @@ from .._wire.payload import (
     float_dtype,
     quantized_bits,
 )
-from .layouts import Layout, Member, Sharded
+from .layouts import Layout, Sharded, TensorInfo
 from .offload import Offload
 from .shards import ShardLayout
 from .tensors import CompressionRule, get_grad_dtype, is_compressed, pin, to_local
@@ -32,8 +33,6 @@ from .tensors import CompressionRule, get_grad_dtype, is_compressed, pin, to_loc
 BUCKET_BYTES = 8 * 2**20
 # On a device every bucket costs launches and host waits.
 DEVICE_BUCKET_BYTES = 128 * 2**20
-# Elements: a few vectors of them stay in a core's cache from one pass to the next.
-BLOCK = 131072
 
 # What the optimizer's state shows of one tensor.
 Entry = dict[str, Tensor]
@@ -56,8 +55,9 @@ class Bucket:
     ):
         self.index = index
         self.group, self.params, self.names = group, params, names
-        # The model's parameters. Inside FSDP2 ``params`` are stand-ins that hold gradients only.
-        self.origins = params
+        # The model's parameters. Those of a ``RowBucket`` (FSDP2) differ from its ``params``, which
+        # are stand-ins that hold gradients only.
+        self.model_params = params
         rule = compression_rule or is_compressed
         self.compressed = [rule(p, group, name) for p, name in zip(params, names, strict=True)]
         self.lengths = [to_local(p).numel() for p in params]
@@ -66,7 +66,7 @@ class Bucket:
         self.is_dtensor = any(hasattr(p, "to_local") for p in params)
         self.grad_dtype = get_grad_dtype(params[0])
         self.compute_dtype = torch.promote_types(self.dtype, torch.float32)
-        # True without other ranks: nothing is compressed or rounded.
+        # True without other ranks, unless ``simulate``: nothing is compressed or rounded.
         self.is_single_process = False
         # The number of ranks that hold the same part of these tensors, in one copy of the model.
         self.copies = 1
@@ -102,7 +102,7 @@ class Bucket:
         # Bytes of updated parameters that the last step gathered.
         self.parameter_bytes = 0
         # The backend's own ``QuantizedMean``, if it has one.
-        self.make_mean: Callable[[Payload, int, int], Any] | None = None
+        self.mean_factory: Callable[[Payload, int, int], Any] | None = None
         self._memory: dict[str, Tensor] = {}
 
     @property
@@ -163,10 +163,10 @@ class Bucket:
             self.cache["has_residual"] = residual is not None and bool(residual.any())
         return bool(self.cache["has_residual"])
 
-    def get_member(self, i: int) -> Member:
+    def get_tensor_info(self, i: int) -> TensorInfo:
         """Return tensor i as layouts see it."""
         own_range = self.shards.own_ranges[i] if self.is_sharded else None
-        return Member(self.params[i], self.compressed[i], own_range)
+        return TensorInfo(self.params[i], self.compressed[i], own_range)
 
     def allocate(self, name: str, layout: Layout, entries: Sequence[Mapping[str, Tensor]]) -> None:
         """Allocate one kind of state, zeros, with a view for every tensor that has it.
@@ -175,7 +175,7 @@ class Bucket:
         """
         self.layouts[name] = layout
         self.storage_version += 1
-        members = [self.get_member(i) for i in range(len(self.params))]
+        members = [self.get_tensor_info(i) for i in range(len(self.params))]
         has_state = [member.compressed or not layout.compressed_only for member in members]
         sizes = [
             layout.numel(member, old.get(name)) if has else 0
@@ -206,7 +206,7 @@ class Bucket:
         self.sizes[name] = sizes
         self.flat[name] = self.flat[name].new_empty(sum(sizes))
         views = torch.split(self.flat[name], sizes)
-        members = [self.get_member(i) for i in range(len(self.params))]
+        members = [self.get_tensor_info(i) for i in range(len(self.params))]
         self.state[name] = [
             view.view(layout.stored_shape(member, view))
             for view, member in zip(views, members, strict=True)
@@ -304,10 +304,10 @@ class Bucket:
             return
         self.wait_for_host()
         for i, master in enumerate(self.state["master"]):
-            member = self.get_member(i)
+            member = self.get_tensor_info(i)
             part = self.layouts["master"].cut_shard(to_local(self.params[i].detach()), member)
             values = part.reshape(-1)
-            size = block_size(BLOCK, values)
+            size = block_size(CACHE_ELEMENTS, values)
             blocks = zip(master.view(-1).split(size), values.split(size), strict=True)
             for master_block, new in blocks:
                 update_master(master_block, new.to(master_block.device))
@@ -352,7 +352,7 @@ class Bucket:
             dropped = self._reuse_memory(f"dropped {use}", sum(lengths), self.compute_dtype)
         fields = len(self.params), len(self.control)
         payload = Payload(
-            message, *fields, lengths, seed, dropped, self.scratch, bits or 8, self.make_mean
+            message, *fields, lengths, seed, dropped, self.scratch, bits or 8, self.mean_factory
         )
         self._write_control(payload, marks)
         return payload
@@ -437,7 +437,7 @@ def update_master(master: Tensor, p: Tensor) -> None:
 # Assignment of parameters to buckets
 
 # Parameters of one group, with their names.
-Run = tuple[dict[str, Any], list[Tensor], list[str]]
+UniformParams = tuple[dict[str, Any], list[Tensor], list[str]]
 
 
 def make_buckets(
@@ -451,7 +451,7 @@ def make_buckets(
     ``compression_rule`` decides which parameters are compressed, by default :func:`is_compressed`.
     ``included`` are the parameters to assign, by default all that require a gradient.
     """
-    runs: list[Run] = []
+    runs: list[UniformParams] = []
     for group, params, names in reversed(list(_uniform_runs(groups, included))):
         size = 0
         for p, name in zip(reversed(params), reversed(names), strict=True):
@@ -473,13 +473,13 @@ def bucket_bytes(device: torch.device) -> int:
 
 def _uniform_runs(
     groups: Iterable[dict[str, Any]], included: Container[Tensor] | None
-) -> Iterator[Run]:
+) -> Iterator[UniformParams]:
     """Split each group by dtypes, device and placements, with a name for every parameter."""
     for number, group in enumerate(groups):
         all_names = group.get("param_names") or [
             f"parameter {i} of group {number}" for i in range(len(group["params"]))
         ]
-        runs: dict[tuple[object, ...], Run] = {}
+        runs: dict[tuple[object, ...], UniformParams] = {}
         for p, name in zip(group["params"], all_names, strict=True):
             if not (p.requires_grad if included is None else p in included):
                 continue

@@ -24,7 +24,7 @@ from .tensors import distribute_like, to_local
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class TensorInfo:
     """One tensor of a bucket, as layouts see it."""
 
     param: Tensor
@@ -55,35 +55,35 @@ class Layout:
     compressed_only: bool = False  # only compressed tensors have such state
     optional: bool = False  # a checkpoint without it loads zeros
 
-    def stored_shape(self, of: Member, state: Tensor | None = None) -> tuple[int, ...]:
+    def stored_shape(self, of: TensorInfo, state: Tensor | None = None) -> tuple[int, ...]:
         """Return the shape in which the state is stored; ``state`` is what has been stored so
         far.
         """
         raise NotImplementedError
 
-    def numel(self, of: Member, state: Tensor | None = None) -> int:
+    def numel(self, of: TensorInfo, state: Tensor | None = None) -> int:
         return math.prod(self.stored_shape(of, state))
 
-    def view_for_user(self, view: Tensor, of: Member) -> Tensor:
+    def view_for_user(self, view: Tensor, of: TensorInfo) -> Tensor:
         """Return the entry of ``optimizer.state``."""
         return view
 
-    def expand(self, stored: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
+    def expand(self, stored: Tensor, of: TensorInfo, beside: Mapping[str, Tensor]) -> Tensor:
         """Return the entry of a state dict; ``beside`` is in its stored form."""
         return stored
 
-    def compact(self, saved: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
+    def compact(self, saved: Tensor, of: TensorInfo, beside: Mapping[str, Tensor]) -> Tensor:
         """Invert ``expand``; ``beside`` is in the form of the state dict.
 
         A state that is compact already is returned unchanged.
         """
         return saved
 
-    def cut_shard(self, state: Tensor, of: Member) -> Tensor:
+    def cut_shard(self, state: Tensor, of: TensorInfo) -> Tensor:
         """Return this rank's part of a compact state; one that is cut already is unchanged."""
         return state
 
-    def expected_numel(self, loaded: Tensor, of: Member, beside: Mapping[str, Tensor]) -> int:
+    def expected_numel(self, loaded: Tensor, of: TensorInfo, beside: Mapping[str, Tensor]) -> int:
         """Return the number of elements that a valid loaded, compact state has."""
         return self.numel(of)
 
@@ -94,10 +94,10 @@ class Dense(Layout):
 
     dtype: torch.dtype
 
-    def stored_shape(self, of: Member, state: Tensor | None = None) -> tuple[int, ...]:
+    def stored_shape(self, of: TensorInfo, state: Tensor | None = None) -> tuple[int, ...]:
         return of.shape
 
-    def view_for_user(self, view: Tensor, of: Member) -> Tensor:
+    def view_for_user(self, view: Tensor, of: TensorInfo) -> Tensor:
         return of.laid_out(view)
 
 
@@ -107,7 +107,7 @@ class Unsharded(Layout):
 
     dtype: torch.dtype
 
-    def stored_shape(self, of: Member, state: Tensor | None = None) -> tuple[int, ...]:
+    def stored_shape(self, of: TensorInfo, state: Tensor | None = None) -> tuple[int, ...]:
         return of.param.shape
 
 
@@ -117,7 +117,7 @@ class Scalar(Layout):
 
     dtype: torch.dtype
 
-    def stored_shape(self, of: Member, state: Tensor | None = None) -> tuple[int, ...]:
+    def stored_shape(self, of: TensorInfo, state: Tensor | None = None) -> tuple[int, ...]:
         return ()
 
 
@@ -127,13 +127,13 @@ class Bits(Layout):
 
     dtype: torch.dtype = torch.uint8
 
-    def stored_shape(self, of: Member, state: Tensor | None = None) -> tuple[int, ...]:
+    def stored_shape(self, of: TensorInfo, state: Tensor | None = None) -> tuple[int, ...]:
         return ((of.numel + 7) // 8,)
 
-    def expand(self, stored: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
+    def expand(self, stored: Tensor, of: TensorInfo, beside: Mapping[str, Tensor]) -> Tensor:
         return of.laid_out(unpack_bits(stored)[: of.numel])
 
-    def compact(self, saved: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
+    def compact(self, saved: Tensor, of: TensorInfo, beside: Mapping[str, Tensor]) -> Tensor:
         if saved.dtype != torch.bool:
             return saved
         flags = saved.reshape(-1)
@@ -150,22 +150,22 @@ class OnMask(Layout):
     dtype: torch.dtype
     mask: str
 
-    def stored_shape(self, of: Member, state: Tensor | None = None) -> tuple[int, ...]:
+    def stored_shape(self, of: TensorInfo, state: Tensor | None = None) -> tuple[int, ...]:
         if not of.compressed:
             return of.shape
         return (of.numel if state is None else state.numel(),)
 
-    def view_for_user(self, view: Tensor, of: Member) -> Tensor:
+    def view_for_user(self, view: Tensor, of: TensorInfo) -> Tensor:
         return view if of.compressed else of.laid_out(view)
 
-    def expand(self, stored: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
+    def expand(self, stored: Tensor, of: TensorInfo, beside: Mapping[str, Tensor]) -> Tensor:
         if not of.compressed:
             return stored
         mask = unpack_bits(beside[self.mask])[: of.numel]
         values = torch.zeros(mask.shape, dtype=self.dtype, device=mask.device)
         return of.laid_out(values.masked_scatter_(mask, stored))
 
-    def compact(self, saved: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
+    def compact(self, saved: Tensor, of: TensorInfo, beside: Mapping[str, Tensor]) -> Tensor:
         mask = beside.get(self.mask)
         if not of.compressed or mask is None or mask.dtype != torch.bool:
             return saved
@@ -173,7 +173,7 @@ class OnMask(Layout):
             return saved
         return saved.reshape(-1)[mask.reshape(-1)]
 
-    def expected_numel(self, loaded: Tensor, of: Member, beside: Mapping[str, Tensor]) -> int:
+    def expected_numel(self, loaded: Tensor, of: TensorInfo, beside: Mapping[str, Tensor]) -> int:
         bits = beside.get(self.mask)
         if not of.compressed or bits is None:
             return of.numel
@@ -189,20 +189,20 @@ class Sharded(Layout):
 
     dtype: torch.dtype
 
-    def stored_shape(self, of: Member, state: Tensor | None = None) -> tuple[int, ...]:
+    def stored_shape(self, of: TensorInfo, state: Tensor | None = None) -> tuple[int, ...]:
         if of.own_range is None:
             return (of.numel,)
         start, stop = of.own_range
         return (stop - start,)
 
-    def expand(self, stored: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
+    def expand(self, stored: Tensor, of: TensorInfo, beside: Mapping[str, Tensor]) -> Tensor:
         if of.own_range is None:
             return of.laid_out(stored)
         start, stop = of.own_range
         # zeros in place of the other ranks' elements
         return of.laid_out(pad(stored.reshape(-1), (start, of.numel - stop)))
 
-    def cut_shard(self, state: Tensor, of: Member) -> Tensor:
+    def cut_shard(self, state: Tensor, of: TensorInfo) -> Tensor:
         if of.own_range is None or state.numel() != of.numel:
             return state
         start, stop = of.own_range
@@ -217,20 +217,20 @@ class Prefix(Layout):
     size: Callable[[Tensor], int]  # number of elements for a parameter
     unsharded: bool = False  # state of the global tensor, of which this rank may hold a shard
 
-    def stored_shape(self, of: Member, state: Tensor | None = None) -> tuple[int, ...]:
+    def stored_shape(self, of: TensorInfo, state: Tensor | None = None) -> tuple[int, ...]:
         return (self.size(of.param),)
 
-    def expand(self, stored: Tensor, of: Member, beside: Mapping[str, Tensor]) -> Tensor:
+    def expand(self, stored: Tensor, of: TensorInfo, beside: Mapping[str, Tensor]) -> Tensor:
         long = of.param.numel() if self.unsharded else of.numel
         padded = pad(stored.reshape(-1), (0, long - stored.numel()))
         return padded.view(of.param.shape) if self.unsharded else of.laid_out(padded)
 
-    def cut_shard(self, state: Tensor, of: Member) -> Tensor:
+    def cut_shard(self, state: Tensor, of: TensorInfo) -> Tensor:
         """Return the prefix of a state in either form, and zeros for a state of another size."""
         n = self.numel(of)
         if state.numel() in (n, of.param.numel() if self.unsharded else of.numel):
             return state.reshape(-1)[:n]
         return state.new_zeros(n)
 
-    def expected_numel(self, loaded: Tensor, of: Member, beside: Mapping[str, Tensor]) -> int:
+    def expected_numel(self, loaded: Tensor, of: TensorInfo, beside: Mapping[str, Tensor]) -> int:
         return loaded.numel()  # ``cut_shard`` accepts any number

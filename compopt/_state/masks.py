@@ -137,7 +137,7 @@ class Mask:
         return self._sizes
 
     def with_bits(self, bits: Sequence[Tensor | None]) -> Mask:
-        """Return the same mask over a copy of its bits."""
+        """Return the same mask with its bits in other memory, ``bits``."""
         mask = copy.copy(self)
         mask._bits = bits
         return mask
@@ -214,7 +214,7 @@ class MaskSlice(NamedTuple):
     max_k: int
 
 
-class MaskShard(NamedTuple):
+class SelectionRange(NamedTuple):
     """One rank's range of the mask's bytes, and the slices of tensors in it.
 
     At most ``max_k`` elements are selected. ``low_bits`` of each position are stored as they are; 0
@@ -232,20 +232,20 @@ class MaskShard(NamedTuple):
         return self.last_byte - self.first_byte
 
 
-class MaskShards(NamedTuple):
-    """All ranks' shards.
+class MaskPartition(NamedTuple):
+    """The ranges of all ranks.
 
     ``is_elias_fano``: messages are Elias-Fano codes. ``message_bytes``: the size of every rank's
     message.
     """
 
-    shards: tuple[MaskShard, ...]
+    by_rank: tuple[SelectionRange, ...]
     is_elias_fano: bool
     message_bytes: int
 
 
 @lru_cache(maxsize=256)
-def shard_mask(lengths: tuple[int, ...], ranks: int, density: float) -> MaskShards:
+def partition_mask(lengths: tuple[int, ...], ranks: int, density: float) -> MaskPartition:
     """Cut the mask of tensors of these lengths (0: not compressed) into one equal range a rank."""
     offsets = byte_offsets(lengths)
     cuts = split_bytes(offsets[-1], ranks)
@@ -264,18 +264,18 @@ def shard_mask(lengths: tuple[int, ...], ranks: int, density: float) -> MaskShar
     return _choose_code([*ranges])
 
 
-def _choose_code(ranges: list[tuple[int, int, tuple[MaskSlice, ...]]]) -> MaskShards:
+def _choose_code(ranges: list[tuple[int, int, tuple[MaskSlice, ...]]]) -> MaskPartition:
     """Choose the smaller of bits and codes. A single rank sends nothing and keeps its bits."""
-    shards = []
+    selection_ranges = []
     for first, last, slices in ranges:
         n, k = 8 * (last - first), sum(piece.max_k for piece in slices)
         size, low_bits = min((_code_size(n, k, low), low) for low in range(1, 24))
-        shards.append(MaskShard(first, last, slices, k, low_bits if size < n else 0))
-    is_elias_fano = len(shards) > 1 and all(shard.low_bits for shard in shards)
-    sizes = [shard.nbytes for shard in shards]
+        selection_ranges.append(SelectionRange(first, last, slices, k, low_bits if size < n else 0))
+    is_elias_fano = len(selection_ranges) > 1 and all(one.low_bits for one in selection_ranges)
+    sizes = [byte_range.nbytes for byte_range in selection_ranges]
     if is_elias_fano:
-        sizes = [_code_size(8 * s.nbytes, s.max_k, s.low_bits) // 8 for s in shards]
-    return MaskShards(tuple(shards), is_elias_fano, max(sizes))
+        sizes = [_code_size(8 * s.nbytes, s.max_k, s.low_bits) // 8 for s in selection_ranges]
+    return MaskPartition(tuple(selection_ranges), is_elias_fano, max(sizes))
 
 
 # Elias-Fano codes: a run of high bits in unary, then one row for each low bit
@@ -295,23 +295,25 @@ def _round_up(n: int) -> int:
     return n + -n % 8
 
 
-def code_layout(shard: MaskShard) -> tuple[int, int, int]:
+def code_layout(byte_range: SelectionRange) -> tuple[int, int, int]:
     """Return the bits of the run of high bits, the bits of a row of low bits, and the number of
     rows.
     """
-    high_bits = _high_bits(8 * shard.nbytes, shard.max_k, shard.low_bits)
-    return high_bits, _round_up(shard.max_k), shard.low_bits
+    high_bits = _high_bits(8 * byte_range.nbytes, byte_range.max_k, byte_range.low_bits)
+    return high_bits, _round_up(byte_range.max_k), byte_range.low_bits
 
 
-def encode_mask(positions: Tensor, bits: Tensor, shards: MaskShards, rank: int) -> Tensor:
+def encode_mask(positions: Tensor, bits: Tensor, partition: MaskPartition, rank: int) -> Tensor:
     """Return this rank's message, from the positions and the bits of its range."""
-    code = _encode_positions(positions, shards.shards[rank]) if shards.is_elias_fano else bits
-    return torch.nn.functional.pad(code, (0, shards.message_bytes - code.numel()))
+    code = (
+        _encode_positions(positions, partition.by_rank[rank]) if partition.is_elias_fano else bits
+    )
+    return torch.nn.functional.pad(code, (0, partition.message_bytes - code.numel()))
 
 
-def _encode_positions(positions: Tensor, shard: MaskShard) -> Tensor:
+def _encode_positions(positions: Tensor, byte_range: SelectionRange) -> Tensor:
     k, device = positions.numel(), positions.device
-    high_bits, row_bits, low_bits = code_layout(shard)
+    high_bits, row_bits, low_bits = code_layout(byte_range)
     high = torch.zeros(high_bits, dtype=torch.bool, device=device)
     order = torch.arange(k, dtype=torch.int64, device=device)
     high[(positions >> low_bits).add_(order)] = True
@@ -321,9 +323,9 @@ def _encode_positions(positions: Tensor, shard: MaskShard) -> Tensor:
     return pack_bits(torch.cat([high, low.view(-1)]))
 
 
-def decode_positions(message: Tensor, shard: MaskShard) -> Tensor:
+def decode_positions(message: Tensor, byte_range: SelectionRange) -> Tensor:
     """Return the positions in an encoded range, ascending, int64."""
-    high_bits, row_bits, low_bits = code_layout(shard)
+    high_bits, row_bits, low_bits = code_layout(byte_range)
     high_bytes = high_bits // 8
     positions = find_positions(message[:high_bytes])
     order = torch.arange(positions.numel(), dtype=torch.int64, device=message.device)
@@ -335,7 +337,7 @@ def decode_positions(message: Tensor, shard: MaskShard) -> Tensor:
 
 
 def assemble_mask(
-    messages: Tensor, shards: MaskShards, rank: int, positions: Tensor
+    messages: Tensor, partition: MaskPartition, rank: int, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the bucket's mask, from all ranks' messages, and the positions of its set bits,
     ascending, int64.
@@ -344,18 +346,18 @@ def assemble_mask(
     """
     parts: list[Tensor] = []
     ranges: list[Tensor] = []
-    for r, (message, shard) in enumerate(zip(messages, shards.shards, strict=True)):
+    for r, (message, byte_range) in enumerate(zip(messages, partition.by_rank, strict=True)):
         if r == rank:
             in_range = positions
-        elif shards.is_elias_fano:
-            in_range = decode_positions(message, shard)
+        elif partition.is_elias_fano:
+            in_range = decode_positions(message, byte_range)
         else:
-            in_range = find_positions(message[: shard.nbytes])
-        parts.append(in_range + 8 * shard.first_byte)
-        ranges.append(message[: shard.nbytes])
+            in_range = find_positions(message[: byte_range.nbytes])
+        parts.append(in_range + 8 * byte_range.first_byte)
+        ranges.append(message[: byte_range.nbytes])
     all_positions = torch.cat(parts)
-    if not shards.is_elias_fano:
+    if not partition.is_elias_fano:
         return torch.cat(ranges), all_positions
-    bits = messages.new_empty(shards.shards[-1].last_byte)
+    bits = messages.new_empty(partition.by_rank[-1].last_byte)
     set_bits_(bits, all_positions)
     return bits, all_positions

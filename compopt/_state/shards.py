@@ -60,9 +60,10 @@ class ShardLayout:
     """The owners of the elements of one bucket's tensors.
 
     Rank r owns the elements ``ranges[r][i]`` of flattened tensor i. A mask has a bit for every
-    element of a compressed tensor, those of one rank together. ``cuts`` are the first bytes of the
-    ranks, and the end. ``strided_bits[i]`` are the bits of tensor i, ``gaps`` the bits of no
-    tensor. Rank r owns ``owned[r]`` compressed elements, without padding.
+    element of a compressed tensor. In the mask all bits of rank r are contiguous: bytes
+    ``mask_cuts[r]`` to ``mask_cuts[r + 1]``. ``strided_bits[i]`` are the bits of tensor i, ``gaps``
+    the bits of no tensor. Rank r owns ``compressed_counts[r]`` compressed elements, without
+    padding.
     """
 
     def __init__(
@@ -70,15 +71,16 @@ class ShardLayout:
         lengths: Sequence[int],
         compressed: Sequence[bool],
         ranges: list[list[Range]],
-        cuts: list[int],
+        mask_cuts: list[int],
         strided_bits: list[Strided | None],
         gaps: list[Strided],
-        owned: list[int],
+        compressed_counts: list[int],
         rank: int,
     ):
         self.rank, self.ranks = rank, len(ranges)
         self.lengths, self.compressed, self.ranges = lengths, compressed, ranges
-        self.cuts, self.strided_bits, self.gaps, self.owned = cuts, strided_bits, gaps, owned
+        self.mask_cuts, self.strided_bits, self.gaps = mask_cuts, strided_bits, gaps
+        self.compressed_counts = compressed_counts
         self._segments_on: dict[torch.device, Segments] = {}
 
     @property
@@ -99,12 +101,12 @@ class ShardLayout:
 
     @property
     def mask_bytes(self) -> int:
-        return self.cuts[-1]
+        return self.mask_cuts[-1]
 
     @property
     def own_bits(self) -> Range:
         """This rank's bits of the mask."""
-        return 8 * self.cuts[self.rank], 8 * self.cuts[self.rank + 1]
+        return 8 * self.mask_cuts[self.rank], 8 * self.mask_cuts[self.rank + 1]
 
     def views_in_mask_order(self, x: Tensor) -> list[Tensor | None]:
         """Return a view of each compressed tensor in ``x``, which has one element for each bit of
@@ -127,7 +129,7 @@ class ShardLayout:
 
     def count_by_rank(self, positions: Tensor) -> list[int]:
         """Count the ascending ``positions`` in the mask that each rank owns."""
-        edges = 8 * torch.tensor(self.cuts, dtype=torch.int64, device=positions.device)
+        edges = 8 * torch.tensor(self.mask_cuts, dtype=torch.int64, device=positions.device)
         bounds = torch.searchsorted(positions, edges).tolist()
         return [b - a for a, b in itertools.pairwise(bounds)]
 
@@ -194,19 +196,21 @@ def cut_evenly(lengths: list[int], compressed: list[bool], rank: int, ranks: int
         strided_bits.append(Strided(first, 1, n, n) if c else None)
         if c and first + n < end:
             gaps.append(Strided(first + n, 1, end - first - n, 0))
-    owned = [
+    compressed_counts = [
         sum(stop - start for (start, stop), c in zip(rank_ranges, compressed, strict=True) if c)
         for rank_ranges in ranges
     ]
-    return ShardLayout(lengths, compressed, ranges, cuts, strided_bits, gaps, owned, rank)
+    return ShardLayout(
+        lengths, compressed, ranges, cuts, strided_bits, gaps, compressed_counts, rank
+    )
 
 
 def cut_by_rows(
-    ranges: list[list[Range]], owned: list[int], compressed: list[bool], rank: int
+    ranges: list[list[Range]], compressed_counts: list[int], compressed: list[bool], rank: int
 ) -> ShardLayout:
     """Give every rank an equally long part of each compressed tensor, padded where necessary.
 
-    ``owned`` are the compressed elements of each rank, without padding.
+    ``compressed_counts`` are the compressed elements of each rank, without padding.
     """
     ranks = len(ranges)
     lengths = [max(stop for _, stop in parts) for parts in zip(*ranges, strict=True)]
@@ -220,7 +224,9 @@ def cut_by_rows(
     used = sum(sizes)
     gaps = [Strided(used, ranks, width - used, width)] if used < width else []
     cuts = [r * width // 8 for r in range(ranks + 1)]
-    return ShardLayout(lengths, compressed, ranges, cuts, strided_bits, gaps, owned, rank)
+    return ShardLayout(
+        lengths, compressed, ranges, cuts, strided_bits, gaps, compressed_counts, rank
+    )
 
 
 def unshard(
@@ -310,13 +316,13 @@ def lay_out(params: Iterable[tuple[Tensor, int]], ranks: int) -> list[Piece]:
     """Place parameters in a row, in this order, each with the dimension that FSDP2 shards."""
     pieces, begin = [], 0
     for p, dim in params:
-        size = part_of(p, dim, ranks)
+        size = longest_part_numel(p, dim, ranks)
         pieces.append(Piece(p, dim, begin, size, ranks))
         begin += size
     return pieces
 
 
-def part_of(p: Tensor, dim: int, ranks: int) -> int:
+def longest_part_numel(p: Tensor, dim: int, ranks: int) -> int:
     """Return the elements of the longest rank's part of ``p``, which FSDP2 shards along ``dim``."""
     if not p.numel():
         return 0

@@ -189,6 +189,9 @@ def _first_line(error: RuntimeError) -> str:
 class Communicator:
     """The ranks of one process group. Without a group, or with ``single_process``, one rank."""
 
+    # None: a single process, or ranks that no process group connects
+    group: ProcessGroup | None = None
+
     def __init__(self, group: ProcessGroup | None = None, single_process: bool = False):
         single_process = single_process or not _is_initialized()
         if single_process and group is not None:
@@ -196,7 +199,7 @@ class Communicator:
                 "process_group was given, but torch.distributed is not initialized: call "
                 "init_process_group first."
             )
-        self.group: ProcessGroup | None = None if single_process else group or dist.group.WORLD
+        self.group = None if single_process else group or dist.group.WORLD
         # Exchanges that may still be in flight when this communicator is deleted.
         self.unfinished: set[str] = set()
         self.rank = 0 if single_process else dist.get_rank(self.group)
@@ -378,7 +381,7 @@ class Communicator:
     @functools.cached_property
     def store(self) -> Store | None:
         """The store of the group, for messages beside its collectives; None if there is none."""
-        group = getattr(self, "group", None)  # the tests' simulator has none
+        group = self.group
         if group is None or self.size == 1 or dist.get_backend(group) == "mpi":
             return None
         store: Store = group.get_group_store()
@@ -398,7 +401,7 @@ class Communicator:
     def can_exchange(self, device: torch.device) -> bool:
         """True if a collective can be started for tensors of this device."""
         # A single process, or the tests' simulator, needs no backend.
-        return getattr(self, "group", None) is None or bool(self.get_backend(device))
+        return self.group is None or bool(self.get_backend(device))
 
     def can_poll_store(self, device: torch.device) -> bool:
         """True if a wait may be interrupted to look into the store, and resumed: on gloo only."""
@@ -451,7 +454,7 @@ def _is_initialized() -> bool:
 
 def is_outdated(comm: Communicator) -> bool:
     """True if ``comm`` is of a single process, and torch.distributed was initialized since."""
-    return getattr(comm, "group", comm) is None and _is_initialized()
+    return comm.size == 1 and comm.group is None and _is_initialized()
 
 
 def get_rank() -> int:

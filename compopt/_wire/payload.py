@@ -15,9 +15,10 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-# Values rounded at a time: they stay in a core's cache.
-BLOCK = 131072
-# Quantized values that share a scale: its 4 bytes are 3 % of theirs, with 4 bits 6 %.
+# Elements processed at a time: a few vectors of them stay in a core's cache between two passes.
+CACHE_ELEMENTS = 131072
+# Quantized values that share a scale: its 4 bytes are 3 % of theirs, with 4 bits 6 %, with 2 bits
+# 12.5 %.
 ROW = 128
 
 
@@ -66,10 +67,11 @@ class Payload:
     control fields (see ``ControlFields``).
 
     ``dropped``, as long as the body, is the rounding error of what this rank sends, if compressed
-    tensors are rounded. With a ``seed`` the body is quantized to ``bits`` bits (see
-    ``quantization``) with random numbers that follow from it; ``dropped`` is then known once the
-    payload has been averaged. In a dtype that is too narrow, values are written to
-    ``unrounded_parts``, and ``round`` makes the message of them.
+    tensors are rounded; it stays this rank's own when the payload has been averaged. With a
+    ``seed`` the body is quantized to ``bits`` bits (see ``quantization``) with random numbers that
+    follow from it; ``dropped`` is then known once the payload has been averaged. In a dtype that is
+    too narrow, values are written to ``unrounded_parts``, which are ``dropped`` until ``round``
+    makes the message of them and leaves their errors there.
     """
 
     def __init__(
@@ -82,11 +84,11 @@ class Payload:
         dropped: Tensor | None = None,
         scratch: Scratch | None = None,
         bits: int = 8,
-        make_mean: Callable[[Payload, int, int], Any] | None = None,
+        mean_factory: Callable[[Payload, int, int], Any] | None = None,
     ):
         self.flat, self.seed, self.dropped, self.bits = flat, seed, dropped, bits
         # The backend's own ``QuantizedMean``, if it has one.
-        self.make_mean = make_mean
+        self.mean_factory = mean_factory
         self.scratch = scratch or Scratch()
         self.header = flat[:tensors]
         self.control = flat[tensors : tensors + control]
@@ -122,7 +124,7 @@ class Payload:
     def round(self) -> Payload:
         """Round ``unrounded_parts`` to the message; its rounding error takes its place."""
         if self.is_rounded_later and self.dropped is not None:
-            block = block_size(BLOCK, self.body)
+            block = block_size(CACHE_ELEMENTS, self.body)
             pairs = zip(self.body.split(block), self.dropped.split(block), strict=True)
             for sent, unrounded in pairs:
                 sent.copy_(unrounded)

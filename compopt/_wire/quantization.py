@@ -50,10 +50,10 @@ from .payload import ROW, Payload, Scratch, block_size, count_rows, packed_bytes
 LARGEST = {8: 127.0, 4: 7.0}
 # Of scales: 1 / scale is finite.
 SMALLEST = torch.finfo(torch.float32).tiny
-# Numbers u, one of each 65536th.
+# Length of the table of u: the 65536 midpoints of equal parts of [0, 1).
 NOISE_TABLE = 65536
 # Rows at a time: they stay in a core's cache from one pass to the next.
-BLOCK = NOISE_TABLE // ROW
+BLOCK_ROWS = NOISE_TABLE // ROW
 # From the table offset of one block to that of the next.
 NOISE_STRIDE = 40503
 
@@ -214,7 +214,7 @@ def _round_stochastically(
     bits: int,
 ) -> None:
     offset, noise, most = noise_offset(seed), noise_table(x.dtype, x.device), LARGEST[bits]
-    block = block_size(BLOCK, x)
+    block = block_size(BLOCK_ROWS, x)
     for number, a in enumerate(range(0, len(x), block)):
         x_, scale, drop = x[a : a + block], scales[a : a + block], dropped[a : a + block]
         t = scratch("block", x_.numel(), x.dtype, x.device).view(x_.shape)
@@ -234,7 +234,7 @@ def _round_to_four_levels(
     x: Tensor, values: Tensor, quantized: Tensor, scales: Tensor, dropped: Tensor, scratch: Scratch
 ) -> None:
     """``values``: how many values each row holds, before its zeros."""
-    block = block_size(BLOCK, x)
+    block = block_size(BLOCK_ROWS, x)
     for a in range(0, len(x), block):
         x_, n, level, scale, drop = (
             rows[a : a + block] for rows in (x, values, quantized, scales, dropped)
@@ -284,7 +284,7 @@ def _noise_of(table: Tensor, offset: int, n: int) -> Tensor:
     offset %= NOISE_TABLE
     if n <= NOISE_TABLE:
         return table[offset : offset + n]
-    offsets = torch.arange(count_rows(n) // BLOCK + 1, dtype=torch.int64, device=table.device)
+    offsets = torch.arange(count_rows(n) // BLOCK_ROWS + 1, dtype=torch.int64, device=table.device)
     offsets.mul_(NOISE_STRIDE).add_(offset).remainder_(NOISE_TABLE)
     return table.unfold(0, NOISE_TABLE, 1).index_select(0, offsets).view(-1)[:n]
 
@@ -402,7 +402,7 @@ def dequantize_chunk(
 
 def make_quantized_mean(payload: Payload, rank: int, ranks: int) -> QuantizedMean:
     """Return this rank's part in the mean of a payload, as the payload's back end computes it."""
-    mean: QuantizedMean = (payload.make_mean or QuantizedMean)(payload, rank, ranks)
+    mean: QuantizedMean = (payload.mean_factory or QuantizedMean)(payload, rank, ranks)
     return mean
 
 

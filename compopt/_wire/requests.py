@@ -100,19 +100,21 @@ class Agree:
     change. The generator is closed instead if the step is not applied. ``squared_norm`` defaults to
     that of the payload's body; a vector is summed on the host.
 
-    ``sharded``: the payload, and so the norm, covers only this rank's shard. State may change when
-    ``Commit`` is answered; until then updated parameters are gathered.
+    ``covers_shard_only``: the payload, and so the norm, covers only this rank's shard. State may
+    change when ``Commit`` is answered; until then updated parameters are gathered.
     """
 
     payload: Payload
     phase: str
     squared_norm: Tensor | None = None
-    sharded: bool = False
+    covers_shard_only: bool = False
 
 
 @dataclass(slots=True)
 class Commit:
-    """After a sharded ``Agree``: wait until all buckets' exchanges since then have completed."""
+    """After an ``Agree`` that covers shards only: wait until all buckets' exchanges since then have
+    completed.
+    """
 
 
 @dataclass(slots=True)
@@ -150,7 +152,9 @@ RequestGenerator: TypeAlias = Generator[Request, Answer, Result]
 
 
 class CommunicationError(RuntimeError):
-    """A collective failed. The step it belonged to was not applied on this rank."""
+    """A collective failed. If it was part of a step, or of an exchange of LocalSteps, that was not
+    applied on this rank.
+    """
 
 
 class EncodeError(Exception):

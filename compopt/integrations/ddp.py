@@ -273,7 +273,7 @@ def _check_handover(ddp: DDP, optimizer: CompressedOptimizer) -> None:
     if optimizer._session.role is Role.WRAPPED:
         return
     ddp_ranks = dist.get_process_group_ranks(ddp.process_group)
-    group = getattr(optimizer.comm, "group", None)
+    group = optimizer.comm.group
     ranks = dist.get_process_group_ranks(group) if group is not None else ddp_ranks
     if set(ranks) != set(ddp_ranks):
         raise ValueError(

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from .._engine import base
 from .._engine.base import CompressedOptimizer
-from .._engine.fsdp_reduce_scatter import ReducingOptimizer
+from .._engine.reducing import ReducingOptimizer
 from .._engine.session import Role
-from .._state.shards import part_of
+from .._state.shards import longest_part_numel
 from .._state.tensors import to_local
 from .._wire.collectives import list_mesh_groups
 from .._wire.requests import Broadcast
@@ -66,7 +66,7 @@ def check_meshes(optimizer: CompressedOptimizer) -> None:
     their gradients already, or if a parameter belongs to FSDP1.
     """
     session = optimizer._session
-    group = getattr(session.comm, "group", None)
+    group = session.comm.group
     ranks = set(dist.get_process_group_ranks(group)) if group is not None else set()
     named = (
         (p, name)
@@ -244,7 +244,7 @@ class OptimizerReduceScatter:
         params = [(one.sharded_param, one.fsdp_placement.dim) for one in trainable]
         rows = input_tensor.view(group.size(), -1)
         ranks, length = rows.shape
-        if sum(part_of(p, dim, ranks) for p, dim in params) != length:
+        if sum(longest_part_numel(p, dim, ranks) for p, dim in params) != length:
             raise RuntimeError(
                 "some parameters that one fully_shard averages together had no gradient in this "
                 "backward, and the optimizer cannot tell which: call "

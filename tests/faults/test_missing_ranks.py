@@ -23,7 +23,7 @@ from compopt._engine.missing_ranks import (
     Note,
     RanksMissing,
     explain_failure,
-    find_missing_rank,
+    explain_missing_rank,
     gather_at_store,
     post_lost_masks,
     post_note,
@@ -259,17 +259,19 @@ def test_notes_are_heeded_in_the_steps_that_their_rank_does_not_come_to():
     for session in (here, there):
         session.comm.store = store
     post_note(there, Note.LEFT, "rank 1 was interrupted")
-    assert find_missing_rank(here) == "rank 1 was interrupted" and explain_failure(here) == " (rank 1 was interrupted)"
+    assert (
+        explain_missing_rank(here) == "rank 1 was interrupted" and explain_failure(here) == " (rank 1 was interrupted)"
+    )
     here.option_groups[0]["step"] -= 1  # a step that rank 1 has applied
-    assert find_missing_rank(here) == explain_failure(here) == ""
+    assert explain_missing_rank(here) == explain_failure(here) == ""
     here.option_groups[0]["step"] += 2
-    assert find_missing_rank(here)
+    assert explain_missing_rank(here)
     run_step(there, iter(()))
-    assert find_missing_rank(here) == "", "it has taken a step since"
+    assert explain_missing_rank(here) == "", "it has taken a step since"
 
     post_lost_masks(there)
-    assert find_missing_rank(here) == "rank 1 lost the masks that followed step 3, and others have them"
+    assert explain_missing_rank(here) == "rank 1 lost the masks that followed step 3, and others have them"
     post_lost_masks(here)
-    assert find_missing_rank(here) == find_missing_rank(there) == "", "all have lost them, and choose anew"
+    assert explain_missing_rank(here) == explain_missing_rank(there) == "", "all have lost them, and choose anew"
     post_note(there, Note.CONSOLIDATES, "rank 1 was in consolidate_state()")
-    assert find_missing_rank(here) == "" and "consolidate_state" in explain_failure(here), "it may come later"
+    assert explain_missing_rank(here) == "" and "consolidate_state" in explain_failure(here), "it may come later"

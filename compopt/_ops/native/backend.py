@@ -50,7 +50,9 @@ class NativeOps(NativeUpdates, NativeTopK):
         self.quantize = functools.partial(quantize, self.library)
         self.dequantize = functools.partial(dequantize, self.library)
 
-    def quantized_mean(self, bucket: Bucket) -> Callable[[Payload, int, int], QuantizedMean] | None:
+    def quantized_mean_factory(
+        self, bucket: Bucket
+    ) -> Callable[[Payload, int, int], QuantizedMean] | None:
         return functools.partial(make_mean, self.library) if is_on_cpu(self, bucket) else None
 
     def positions(self, bits: Tensor, n: int, size: int | None = None) -> Tensor:

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from ..._state.buckets import Bucket
-from ..._state.masks import Mask, MaskShard, MaskShards, Tensors, bits_by_tensor, code_layout
+from ..._state.masks import (
+    Mask,
+    MaskPartition,
+    SelectionRange,
+    Tensors,
+    bits_by_tensor,
+    code_layout,
+)
 from ..._wire.requests import CommunicationError
 from ..operations import Ops
 from ..update_helpers import moment_of_slice
@@ -57,13 +64,13 @@ class NativeSelection:
     are known beforehand.
     """
 
-    def __init__(self, bucket: Bucket, ops: NativeTopK, shards: MaskShards, rank: int):
-        self.bucket, self.ops, self.shards = bucket, ops, shards
-        self.shard: MaskShard = shards.shards[rank]
-        self.slices = {piece.tensor: piece for piece in self.shard.slices}
+    def __init__(self, bucket: Bucket, ops: NativeTopK, partition: MaskPartition, rank: int):
+        self.bucket, self.ops, self.partition = bucket, ops, partition
+        self.own_range: SelectionRange = partition.by_rank[rank]
+        self.slices = {piece.tensor: piece for piece in self.own_range.slices}
         # Each tensor's first position among all; the memory that the longest selection needs.
         self.first, self.room, total = {}, 0, 0
-        for piece in self.shard.slices:
+        for piece in self.own_range.slices:
             self.first[piece.tensor], total = total, total + piece.k
             self.room = max(self.room, 2 * ops.library.room_for(piece.k))
         self.positions = torch.empty(total, dtype=torch.int32)
@@ -86,15 +93,15 @@ class NativeSelection:
 
     def _position_addresses(self) -> list[int]:
         """Return where each slice's positions go, counted from the first element of the slice."""
-        sizes = [piece.k for piece in self.shard.slices]
+        sizes = [piece.k for piece in self.own_range.slices]
         return address_in_turn("positions", self.positions, sizes, torch.int32)
 
     def select_all(self, grads: Tensors) -> None:
         """Select by line 10's x of all tensors, before anything is written."""
         for i in self.slices:
-            self.select(i, grads[i])
+            self.select_from_gradient(i, grads[i])
 
-    def select(self, i: int, g: Tensor | None) -> None:
+    def select_from_gradient(self, i: int, g: Tensor | None) -> None:
         """Select by line 10's x of tensor i."""
         if i in self.slices:
             piece, first = self.slices[i], self.first[i]
@@ -106,7 +113,7 @@ class NativeSelection:
 
     def encode(self) -> Tensor:
         """Return this rank's message."""
-        slices, size = self.shard.slices, self.shards.message_bytes
+        slices, size = self.own_range.slices, self.partition.message_bytes
         message = self.bucket.get_memory("mask message", size, torch.uint8).zero_()
         table = Table(
             len(slices),
@@ -114,7 +121,7 @@ class NativeSelection:
             k=[piece.k for piece in slices],
             at=[piece.first_bit for piece in slices],
         )
-        code = code_table(self.shard) if self.shards.is_elias_fano else None
+        code = code_table(self.own_range) if self.partition.is_elias_fano else None
         out = address("a mask", message, size, torch.uint8)
         if self.ops.library.encode(table, len(slices), code, out, size) >= 0:
             raise RuntimeError(
@@ -127,16 +134,16 @@ class NativeSelection:
 
         Raises CommunicationError where a rank selected what was not agreed.
         """
-        bucket, shards = self.bucket, self.shards.shards
+        bucket, byte_ranges = self.bucket, self.partition.by_rank
         sizes = [0] * len(bucket.lengths)
-        for piece in (piece for shard in shards for piece in shard.slices):
+        for piece in (piece for byte_range in byte_ranges for piece in byte_range.slices):
             sizes[piece.tensor] += piece.k
         positions = torch.empty(sum(sizes), dtype=torch.int32)
-        bits = bucket.get_memory("mask bits", shards[-1].last_byte, torch.uint8).zero_()
+        bits = bucket.get_memory("mask bits", byte_ranges[-1].last_byte, torch.uint8).zero_()
         first = 0
-        for rank, (shard, message) in enumerate(zip(shards, messages, strict=True)):
-            k = sum(piece.k for piece in shard.slices)
-            shard_bits = bits[shard.first_byte : shard.last_byte]
+        for rank, (byte_range, message) in enumerate(zip(byte_ranges, messages, strict=True)):
+            k = sum(piece.k for piece in byte_range.slices)
+            shard_bits = bits[byte_range.first_byte : byte_range.last_byte]
             self._decode(rank, message, positions[first : first + k], shard_bits)
             first += k
         rows = zip(positions.split(sizes), bucket.compressed, strict=True)
@@ -144,27 +151,29 @@ class NativeSelection:
         return Mask(bucket, bits=bits_by_tensor(bucket, bits), positions=index)
 
     def _decode(self, rank: int, message: Tensor, positions: Tensor, bits: Tensor) -> None:
-        shard, is_elias_fano = self.shards.shards[rank], self.shards.is_elias_fano
-        if shard is self.shard and not is_elias_fano:
+        byte_range, is_elias_fano = self.partition.by_rank[rank], self.partition.is_elias_fano
+        if byte_range is self.own_range and not is_elias_fano:
             positions.copy_(self.positions)
             bits.copy_(message[: len(bits)])
-            for piece in shard.slices[:1]:  # only the first slice can begin within a tensor
+            for piece in byte_range.slices[:1]:  # only the first slice can begin within a tensor
                 positions[: piece.k] += piece.start
             return
-        k = [piece.k for piece in shard.slices]
+        k = [piece.k for piece in byte_range.slices]
         table = Table(
             len(k),
             found=address_in_turn("positions", positions, k, torch.int32),
             k=k,
-            at=[piece.first_bit for piece in shard.slices],
-            start=[piece.start for piece in shard.slices],
-            stop=[piece.stop for piece in shard.slices],
+            at=[piece.first_bit for piece in byte_range.slices],
+            start=[piece.start for piece in byte_range.slices],
+            stop=[piece.stop for piece in byte_range.slices],
         )
         code, size = (
-            (code_table(shard), self.shards.message_bytes) if is_elias_fano else (None, len(bits))
+            (code_table(byte_range), self.partition.message_bytes)
+            if is_elias_fano
+            else (None, len(bits))
         )
         received = address("a mask of another rank", message, size, torch.uint8)
-        out = address("a mask", bits, shard.nbytes, torch.uint8)
+        out = address("a mask", bits, byte_range.nbytes, torch.uint8)
         count = self.ops.library.decode(received, len(bits), code, table, len(k), out)
         if count != len(positions):
             raise CommunicationError(
@@ -173,7 +182,7 @@ class NativeSelection:
             )
 
 
-def code_table(shard: MaskShard) -> Table:
-    """Return how a shard is encoded, as masks.c reads it."""
-    upper, row, low = code_layout(shard)
+def code_table(byte_range: SelectionRange) -> Table:
+    """Return how a range is encoded, as masks.c reads it."""
+    upper, row, low = code_layout(byte_range)
     return Table(1, low=low, upper=upper, row=row)

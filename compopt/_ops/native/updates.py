@@ -147,7 +147,7 @@ def update_scape(
     ops: NativeUpdates,
     mean: Payload,
     mask: Mask,
-    on_v: float,
+    clip_factor_in_v: float,
     selection: NativeSelection | None,
 ) -> None:
     """Do SCAPE's lines 10, 11 and 16 to 21 for all tensors, and line 15 with a selection."""
@@ -168,11 +168,11 @@ def update_scape(
         **(selection.columns(present) if selection else {}),
     }
     room, longest = selection.room if selection else 0, max(k)
-    _run_scape(bucket, ops, mean, mask, columns, on_v, room, longest)
+    _run_scape(bucket, ops, mean, mask, columns, clip_factor_in_v, room, longest)
     keep_absent_momenta(old, bucket.state["exp_avg"], present)
     for i, is_present in enumerate(present):
         if not is_present and selection:
-            selection.select(i, None)
+            selection.select_from_gradient(i, None)
     feed_back_rounding(bucket, ops, mean, mask, 1 - bucket.group["betas"][0])
 
 
@@ -187,7 +187,7 @@ def _run_scape(
     mean: Payload,
     mask: Mask,
     columns: dict[str, Column],
-    on_v: float = 1.0,
+    clip_factor_in_v: float = 1.0,
     room: int = 0,
     longest: int = 0,
 ) -> None:
@@ -211,7 +211,7 @@ def _run_scape(
         step=step_memory(bucket, present),
         **columns,
     )
-    hyper, like = adams_options(bucket.group, on_v), state["step"][0]
+    hyper, like = adams_options(bucket.group, clip_factor_in_v), state["step"][0]
     threads = torch.get_num_threads()
     candidates = ops.scratch(like, threads * room, torch.int32, "candidates")
     first_candidate = address("candidates", candidates, threads * room, torch.int32)

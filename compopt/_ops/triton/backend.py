@@ -32,7 +32,7 @@ from .tables import (
     mask_key,
     payload_key,
 )
-from .updates import commit_separate, update_adams, update_radius, update_scape
+from .updates import update_adams, update_radius, update_scape, update_separate
 
 MAX_MESSAGE_BYTES = 2**31  # kernels count the bytes of messages in 32 bits
 
@@ -80,7 +80,9 @@ class TritonOps(KernelOps):
             clip=clip,
         )
 
-    def quantized_mean(self, bucket: Bucket) -> Callable[[Payload, int, int], QuantizedMean] | None:
+    def quantized_mean_factory(
+        self, bucket: Bucket
+    ) -> Callable[[Payload, int, int], QuantizedMean] | None:
         return make_mean if is_supported(self, bucket) else None
 
     def encode(
@@ -186,7 +188,7 @@ TritonOps.fused = {
     "radius.update": Fused(is_supported, update_radius, is_batched=True),
     "adams.update": Fused(is_supported, update_adams, is_batched=True),
     "scape.update": Fused(is_supported, update_scape, is_batched=True),
-    "separate.commit": Fused(is_supported, commit_separate, is_batched=True),
+    "separate.update_tensors": Fused(is_supported, update_separate, is_batched=True),
     "_sparse.scape_masks.Selection": Fused(is_supported, TritonSelection),
     "_sparse.scape_masks.store_next_mask": Fused(is_supported, store_next_masks, is_batched=True),
     "_state.masks.store_mask": Fused(is_supported, store_masks, is_batched=True),

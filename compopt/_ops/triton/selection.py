@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from ..._state.buckets import Bucket
-from ..._state.masks import Mask, MaskShard, MaskShards, Tensors, bits_by_tensor, code_layout
+from ..._state.masks import (
+    Mask,
+    MaskPartition,
+    SelectionRange,
+    Tensors,
+    bits_by_tensor,
+    code_layout,
+)
 from .tables import (
     KernelOps,
     Key,
@@ -37,12 +44,12 @@ class TritonSelection:
     The counterpart of ``scape_masks.Selection``, for all tensors of a bucket.
     """
 
-    def __init__(self, bucket: Bucket, ops: KernelOps, shards: MaskShards, rank: int):
-        self.bucket, self.ops, self.shards = bucket, ops, shards
-        self.shard: MaskShard = shards.shards[rank]
-        self.bits = torch.empty(self.shard.nbytes, dtype=torch.uint8, device=bucket.device)
+    def __init__(self, bucket: Bucket, ops: KernelOps, partition: MaskPartition, rank: int):
+        self.bucket, self.ops, self.partition = bucket, ops, partition
+        self.own_range: SelectionRange = partition.by_rank[rank]
+        self.bits = torch.empty(self.own_range.nbytes, dtype=torch.uint8, device=bucket.device)
         self.code = self.bits  # set by the selection where messages are codes
-        self.sizes = _sizes_of(bucket, shards)  # elements of each tensor selected by all ranks
+        self.sizes = _sizes_of(bucket, partition)  # elements of each tensor selected by all ranks
 
     def select_all(self, grads: Sequence[Tensor | None]) -> None:
         """Select by line 10's x of all tensors, before anything is written."""
@@ -53,9 +60,11 @@ class TritonSelection:
 
     def encode(self) -> Tensor:
         """Return this rank's message."""
-        if self.shards.is_elias_fano:
+        if self.partition.is_elias_fano:
             return self.code
-        return torch.nn.functional.pad(self.bits, (0, self.shards.message_bytes - len(self.bits)))
+        return torch.nn.functional.pad(
+            self.bits, (0, self.partition.message_bytes - len(self.bits))
+        )
 
     def assemble(self, messages: Tensor) -> Mask:
         """Return the mask that all ranks have selected."""
@@ -69,15 +78,15 @@ class TritonSelection:
         return Mask(self.bucket, bits=bits, sizes=self.sizes, decode=self.ops.positions)
 
 
-def _sizes_of(bucket: Bucket, shards: MaskShards) -> list[int]:
-    """Return how many elements of each tensor are selected; computed once for these shards."""
-    cached: tuple[MaskShards, list[int]] | None = bucket.cache.get("selected")
-    if cached is not None and cached[0] is shards:
+def _sizes_of(bucket: Bucket, partition: MaskPartition) -> list[int]:
+    """Return how many elements of each tensor are selected; computed once for this partition."""
+    cached: tuple[MaskPartition, list[int]] | None = bucket.cache.get("selected")
+    if cached is not None and cached[0] is partition:
         return cached[1]
     sizes = [0 if c else n for n, c in zip(bucket.lengths, bucket.compressed, strict=True)]
-    for piece in (piece for shard in shards.shards for piece in shard.slices):
+    for piece in (piece for byte_range in partition.by_rank for piece in byte_range.slices):
         sizes[piece.tensor] += piece.k
-    bucket.cache["selected"] = shards, sizes
+    bucket.cache["selected"] = partition, sizes
     return sizes
 
 
@@ -91,7 +100,7 @@ class SelectionInputs(NamedTuple):
     @property
     def tensors(self) -> slice:
         """Return the tensors from the first that this rank selects of to the last."""
-        slices = self.selection.shard.slices
+        slices = self.selection.own_range.slices
         return slice(slices[0].tensor, slices[-1].tensor + 1)
 
     @property
@@ -101,7 +110,7 @@ class SelectionInputs(NamedTuple):
         return make_key(
             bucket,
             bucket.storage_version,
-            selection.shard,
+            selection.own_range,
             selection.bits.data_ptr(),
             addresses(self.old),
             gradients_key(self.grads[self.tensors]),
@@ -113,7 +122,7 @@ def select_all(inputs: Sequence[SelectionInputs]) -> None:
     """Select of buckets with the same options and dtypes, and encode the messages."""
     for batch in _batches(inputs):
         _select_batch(batch)
-    _encode([one.selection for one in inputs if one.selection.shards.is_elias_fano])
+    _encode([one.selection for one in inputs if one.selection.partition.is_elias_fano])
 
 
 def _batches(inputs: Sequence[SelectionInputs]) -> Iterator[list[SelectionInputs]]:
@@ -122,7 +131,7 @@ def _batches(inputs: Sequence[SelectionInputs]) -> Iterator[list[SelectionInputs
     used = 0
     for one in inputs:
         width = one.selection.bucket.flat["residual"].element_size()
-        size = width * sum(piece.stop - piece.start for piece in one.selection.shard.slices)
+        size = width * sum(piece.stop - piece.start for piece in one.selection.own_range.slices)
         if batch and used + size > ROOM:
             yield batch
             batch, used = [], 0
@@ -132,12 +141,12 @@ def _batches(inputs: Sequence[SelectionInputs]) -> Iterator[list[SelectionInputs
 
 
 def _select_batch(inputs: list[SelectionInputs]) -> None:
-    inputs = [one for one in inputs if one.selection.shard.slices]
+    inputs = [one for one in inputs if one.selection.own_range.slices]
     if not inputs:
         return
     ops, bucket = inputs[0].selection.ops, inputs[0].selection.bucket
     group, device, dtype = bucket.group, bucket.device, bucket.flat["residual"].dtype
-    sizes = [p.stop - p.start for one in inputs for p in one.selection.shard.slices]
+    sizes = [p.stop - p.start for one in inputs for p in one.selection.own_range.slices]
     flat = torch.empty(sum(sizes), dtype=dtype, device=device)
     grads: list[Tensors] = []  # copies have to live until kernels have been launched
 
@@ -171,7 +180,7 @@ def _moment_rows(
     """Return the rows of these tensors; ``xs``: where x goes, of each slice."""
     rows, remaining, ahead = [], iter(xs), 0
     for one, selected_grads in zip(inputs, grads, strict=True):
-        bucket, slices = one.selection.bucket, {p.tensor: p for p in one.selection.shard.slices}
+        bucket, slices = one.selection.bucket, {p.tensor: p for p in one.selection.own_range.slices}
         momentum_mask, residual, old = bucket.cache["mask"], bucket.state["residual"], one.old
         counts = blocks_of(bucket).per_tensor
         ahead += sum(counts[: one.tensors.start])
@@ -196,7 +205,7 @@ def _moment_rows(
 
 
 def _top_k_rows(inputs: list[SelectionInputs], xs: Sequence[Tensor]) -> list[kernels.TopKRow]:
-    slices = [(one.selection.bits, p) for one in inputs for p in one.selection.shard.slices]
+    slices = [(one.selection.bits, p) for one in inputs for p in one.selection.own_range.slices]
     return [
         kernels.TopKRow(len(x), piece.k, x, bits[piece.first_bit // 8 :])
         for x, (bits, piece) in zip(xs, slices, strict=True)
@@ -211,16 +220,18 @@ def _encode(selections: list[TritonSelection]) -> None:
     if not selections:
         return
     ops, bucket = selections[0].ops, selections[0].bucket
-    sizes = [selection.shards.message_bytes for selection in selections]
+    sizes = [selection.partition.message_bytes for selection in selections]
 
     def table() -> kernels.Table:
         rows = [
-            kernels.EncodeRow(8 * len(one.bits), one.bits, 8 * start, *code_layout(one.shard))
+            kernels.EncodeRow(8 * len(one.bits), one.bits, 8 * start, *code_layout(one.own_range))
             for one, start in zip(selections, _aligned_starts(sizes), strict=False)
         ]
         return kernels.encode_table(rows, bucket.device)
 
-    key = tuple((one.shard, one.shards.message_bytes, one.bits.data_ptr()) for one in selections)
+    key = tuple(
+        (one.own_range, one.partition.message_bytes, one.bits.data_ptr()) for one in selections
+    )
     rows = ops.tables(("encode", bucket.index), key, table)
     words = _zeros(sizes, bucket.device)
     lengths = tuple(8 * len(one.bits) for one in selections)
@@ -231,18 +242,18 @@ def _encode(selections: list[TritonSelection]) -> None:
 
 def assemble_bits(pairs: Sequence[tuple[TritonSelection, Tensor]]) -> list[Tensor]:
     """Return the bits of buckets on one device, from all ranks' messages for each."""
-    sizes = [selection.shards.shards[-1].last_byte for selection, _ in pairs]
+    sizes = [selection.partition.by_rank[-1].last_byte for selection, _ in pairs]
     bucket = pairs[0][0].bucket
     words = _zeros(sizes, bucket.device)
     flats, elias_fano = _split(words, sizes), []
     for (selection, messages), flat, start in zip(
         pairs, flats, _aligned_starts(sizes), strict=False
     ):
-        if selection.shards.is_elias_fano:
-            elias_fano.append((selection.shards, messages, 8 * start))
+        if selection.partition.is_elias_fano:
+            elias_fano.append((selection.partition, messages, 8 * start))
         else:
-            rows = zip(messages, selection.shards.shards, strict=True)
-            torch.cat([message[: shard.nbytes] for message, shard in rows], out=flat)
+            rows = zip(messages, selection.partition.by_rank, strict=True)
+            torch.cat([message[: byte_range.nbytes] for message, byte_range in rows], out=flat)
     if not elias_fano:
         return flats
 
@@ -252,19 +263,19 @@ def assemble_bits(pairs: Sequence[tuple[TritonSelection, Tensor]]) -> list[Tenso
         return blocks, kernels.decode_table(rows, bucket.device)
 
     key = tuple(
-        (shards, m.data_ptr(), m.stride(), first_bit) for shards, m, first_bit in elias_fano
+        (partition, m.data_ptr(), m.stride(), first_bit) for partition, m, first_bit in elias_fano
     )
     kernels.decode_masks(*pairs[0][0].ops.tables(("decode", bucket.index), key, table), words)
     return flats
 
 
 def _decode_rows(
-    shards: MaskShards, messages: Tensor, first_bit: int
+    partition: MaskPartition, messages: Tensor, first_bit: int
 ) -> Iterator[kernels.DecodeRow]:
     """Yield the rows of a bucket whose bits begin with this one."""
-    for message, shard in zip(messages, shards.shards, strict=True):
-        upper, row_bits, low = code_layout(shard)
-        first = first_bit + 8 * shard.first_byte
+    for message, byte_range in zip(messages, partition.by_rank, strict=True):
+        upper, row_bits, low = code_layout(byte_range)
+        first = first_bit + 8 * byte_range.first_byte
         yield kernels.DecodeRow(upper, message, first, row_bits, low)
 
 

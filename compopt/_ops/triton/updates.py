@@ -220,7 +220,7 @@ class ScapeCall(NamedTuple):
     bucket: Bucket
     mean: Payload
     mask: Mask
-    on_v: float
+    clip_factor_in_v: float
     selection: TritonSelection | None
 
 
@@ -274,7 +274,7 @@ def _update_scape(batch: Batch, momenta: list[list[Tensor]], grads: list[Tensors
     def kernel(table: kernels.Table) -> None:
         names = ("betas", "eps", "weight_decay", "bias_correction", "maximize")
         offsets = [block_offsets_of_all(buckets, chosen) for chosen in (masks, momentum_mask)]
-        hyper = {name: group[name] for name in names} | {"clip": calls[0].on_v}
+        hyper = {name: group[name] for name in names} | {"clip": calls[0].clip_factor_in_v}
         kernels.scape(batch.blocks, *offsets, table, lr=float(group["lr"]), **hyper)
 
     batch.launch(kernel, kernels.scape_table, scape_rows, momenta, grads, keys=keys)
@@ -320,7 +320,7 @@ class SeparateCall(NamedTuple):
     factor: float
 
 
-def commit_separate(ops: KernelOps, calls: Calls) -> list[None]:
+def update_separate(ops: KernelOps, calls: Calls) -> list[None]:
     """Do lines 4 and 5 and AdamW's step: tensors whose average is a product in one launch, tensors
     that were sent whole in another.
     """

@@ -1,0 +1,61 @@
+"""Gradients before they are sent: their checks, and a GradScaler's scale, which a step removes."""
+
+from __future__ import annotations
+
+import torch
+
+from .._state.tensors import to_local
+from .session import Session
+
+
+def check_gradients(session: Session) -> None:
+    """Raise TypeError if a parameter has changed its size, dtype or device, or has a sparse
+    gradient.
+    """
+    for bucket in session.buckets:
+        for p, n, name in zip(bucket.params, bucket.lengths, bucket.names, strict=True):
+            if p.dtype != bucket.dtype or p.device != bucket.device or to_local(p).numel() != n:
+                raise TypeError(
+                    f"{name} has {to_local(p).numel()} elements of {p.dtype} on {p.device} here, "
+                    f"and had {n} of {bucket.dtype} on {bucket.device} when the optimizer was "
+                    "made: make the optimizer after the model is converted, moved or resized."
+                )
+            if p.grad is not None and p.grad.is_sparse:
+                raise TypeError(
+                    f"{session.name} got a sparse gradient for {name}: use dense "
+                    "gradients (sparse=False)."
+                )
+
+
+def unscale_gradients(session: Session) -> float | None:
+    """Divide the gradients by a GradScaler's scale, which may differ between ranks; return it.
+
+    Returns None if no scaler left one. With a scaler no bucket starts in backward: its gradients
+    are not yet the ones to send.
+    """
+    optimizer = session.optimizer
+    session.has_grad_scaler = hasattr(optimizer, "found_inf")
+    scale = getattr(optimizer, "grad_scale", None)
+    if scale is None:
+        return None
+    _scale_gradients(session, float(scale.double().reciprocal()))
+    return float(scale)
+
+
+def restore_scale(session: Session, scale: float) -> None:
+    """Multiply the gradients by ``scale`` again, so that the step can be repeated."""
+    _scale_gradients(session, scale)
+    drop_scale(session)
+
+
+def drop_scale(session: Session) -> None:
+    """Delete the attributes that a GradScaler sets; it does so itself only if step() succeeds."""
+    for name in ("grad_scale", "found_inf"):
+        if hasattr(session.optimizer, name):
+            delattr(session.optimizer, name)
+
+
+def _scale_gradients(session: Session, factor: float) -> None:
+    params = [p for group in session.option_groups for p in group["params"]]
+    grads = [to_local(p.grad) for p in params if p.requires_grad and p.grad is not None]
+    torch._foreach_mul_(grads, factor)

@@ -1,0 +1,92 @@
+"""The base class of optimizers whose reducer averages gradients under DDP and inside FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .._state.buckets import Bucket
+from .._state.layouts import Dense, Layout, Sharded, Unsharded
+from .._wire.collectives import Communicator, ProcessGroup, connect, is_sharded_over
+from .base import CompressedOptimizer
+from .fsdp_reduce_scatter import FSDPReduceScatter, Unsent
+from .reducer import Reducer
+from .session import weak_method
+
+
+class ReducingOptimizer(CompressedOptimizer):
+    """An optimizer whose reducer averages gradients inside FSDP2 as well.
+
+    Where FSDP2 shards the parameters over the optimizer's ranks, ``fsdp_reduce_scatter`` takes the
+    place of its reduce-scatter, and ``algorithm`` is ``apply_shards``.
+    """
+
+    fsdp_reduce_scatter: FSDPReduceScatter | None = None
+
+    def reducer(self, bucket: Bucket) -> Reducer:
+        """Return the reducer of a bucket for the coming step."""
+        raise NotImplementedError
+
+    def list_adamw_state(self, dtype: torch.dtype) -> dict[str, Layout]:
+        """Return the layouts of AdamW's moments and of the residuals of compressed tensors."""
+        moments = Sharded if self.sharded else Dense
+        residual = Unsharded if self.replaces_reduce_scatter else Dense
+        return {
+            "exp_avg": moments(dtype),
+            "exp_avg_sq": moments(dtype),
+            "residual": residual(dtype, compressed_only=True),
+        }
+
+    def keep_unsent(self, bucket: Bucket, i: int, unsent: Unsent, factor: float) -> None:
+        """Commit the residual of tensor i inside FSDP.
+
+        ``factor``, which clipped the average, is ignored here: clipping does not change the
+        residual, and all that was sent counts as sent.
+        """
+        unsent.replace_residual(bucket.state["residual"][i], 1.0)
+
+    def before_layout(self) -> None:
+        super().before_layout()
+        params = [p for group in self._option_groups for p in group["params"]]
+        is_sharded = is_sharded_by_fsdp(params, self._session.group)
+        if is_sharded and any(group.get("when") == "auto" for group in self._option_groups):
+            raise ValueError(
+                "when='auto' times dense steps of its own, and here FSDP reduces: compare two runs."
+            )
+        if self.replaces_reduce_scatter and not is_sharded:
+            raise ValueError(
+                f"FSDP2 shards the parameters over the ranks this {type(self).__name__} was made "
+                "with: make FSDP and the optimizer anew for others, and load a checkpoint."
+            )
+        self.replaces_reduce_scatter = is_sharded
+        if is_sharded:  # FSDP2 has sharded the state
+            self.sharded = False
+
+    def after_layout(self) -> None:
+        super().after_layout()
+        if self.replaces_reduce_scatter and self.fsdp_reduce_scatter is None:
+            self.fsdp_reduce_scatter = FSDPReduceScatter(
+                self._session, weak_method(self.reducer), weak_method(self.keep_unsent)
+            )
+        if self.fsdp_reduce_scatter is not None:
+            self.fsdp_reduce_scatter.forget_layouts()
+
+
+def is_sharded_by_fsdp(params: Sequence[Tensor], group: ProcessGroup | Communicator | None) -> bool:
+    """Return True if FSDP2 shards the parameters over the ranks of ``group``.
+
+    Raises ValueError if it shards only some of them.
+    """
+    if not any(hasattr(p, "device_mesh") for p in params):
+        return False
+    comm = connect(group)
+    flags = [is_sharded_over(p, comm) for p in params]
+    if any(flags) and not all(flags):
+        raise ValueError(
+            f"{flags.count(False)} of {len(flags)} parameters are not among those that FSDP2 "
+            "shards over the ranks of this optimizer: call fully_shard on the whole model before "
+            "the optimizer is made, or give the others an optimizer of their own."
+        )
+    return all(flags)
