@@ -58,7 +58,7 @@ def list_kinds(row: str, steps: int) -> list[str]:
     if not isinstance(make, Local):
         return (["dense"] * DENSE + ["compressed"] * steps)[:steps]
     while len(kinds) < steps:
-        length = round_length({"every": make.every, "every_warmup_steps": steps}, len(kinds))
+        length = round_length({"every": make.every, "every_warmup_steps": make.growth_of(steps)}, len(kinds))
         kinds += ["local"] * (min(length, steps - len(kinds)) - 1) + ["exchanged"]  # the last round ends with the run
     return kinds
 

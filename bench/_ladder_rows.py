@@ -76,19 +76,24 @@ def separate_muon(run: Run, steps: int, views: Views, group: Any) -> torch.optim
 
 @dataclass(frozen=True)
 class Local:
-    """Local steps in int2, whose rounds grow over the whole run."""
+    """Local steps, whose rounds grow over ``growth`` steps (None: the whole run)."""
 
     inner: Make
     every: int
+    growth: int | None = None
+    payload_dtype: str = "int2"
+
+    def growth_of(self, steps: int) -> int:
+        return steps if self.growth is None else self.growth
 
     def __call__(self, run: Run, steps: int, views: Views, group: Any) -> torch.optim.Optimizer:
         return compopt.LocalSteps(
             self.inner(run, steps, views),
             self.every,
-            payload_dtype="int2",
+            payload_dtype=self.payload_dtype,
             outer_lr=run.outer_lr,
             outer_momentum=run.momentum,
-            every_warmup_steps=steps,
+            every_warmup_steps=self.growth_of(steps),
             process_group=group,
         )
 
@@ -118,7 +123,10 @@ ROWS = {
     "LocalSteps(Muon) 140": Row(Local(muon, 140), Lockstep, 8e-3, 0.6),
     "Separate(Muon) 16": Row(separate_muon, Lockstep, 8e-3),
     "SeparateAdam": Row(separate_adam, Lockstep, 8e-3),
+    "LocalSteps(Muon) 30, short start": Row(Local(muon, 30, 100), Lockstep, 8e-3, 0.3),
+    "LocalSteps(Muon) 30, int4, 800": Row(Local(muon, 30, 800, "int4"), Lockstep, 8e-3, 0.3),
     "LocalSteps(AdamW) 30": Row(Local(adamw, 30), Lockstep, 8e-3, 0.6),
+    "LocalSteps(AdamW) 30, int4, 800": Row(Local(adamw, 30, 800, "int4"), Lockstep, 4e-3, 0.6),
     "LocalSteps(AdamW) 140": Row(Local(adamw, 140), Lockstep, 4e-3, 0.6),
     "PowerSGD 4": Row(power_sgd, Threads, 8e-3),
     "DeMo 8": Row(demo, Threads, 1e-3),
