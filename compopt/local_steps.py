@@ -150,7 +150,7 @@ class LocalSteps(Wrapper):
         outer: MakeOuter | None = None,
         payload_dtype: PayloadDtype = "int4",
         outer_lr: float = 0.7,
-        outer_momentum: float = 0.9,
+        outer_momentum: float = 0.6,
         fragments: int = 1,
         delay: int = 0,
         warmup_steps: int = 0,
