@@ -216,6 +216,14 @@ def test_a_checkpoint_of_a_run_that_kept_a_share_of_its_own_is_refused_in_a_sent
         optimizers[0].load_state_dict(saved)
 
 
+def test_anchors_of_another_class_are_refused():
+    _, optimizers = train(2, 6, torch.float32)
+    saved = state_of(optimizers[0])
+    saved["param_groups"][0]["class"] = "DiLoCo"
+    with pytest.raises(ValueError, match="is of DiLoCo, and its anchors are nothing that LocalSteps goes on from"):
+        optimizers[0].load_state_dict(saved)
+
+
 @pytest.mark.parametrize("payload", [None, "int4"])
 @pytest.mark.parametrize("steps", [8, 10])
 def test_consolidated_the_run_that_is_resumed_from_rank_0_is_the_one_that_goes_on(payload, steps):
