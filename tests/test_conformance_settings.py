@@ -93,6 +93,7 @@ def all_inside(rank: int) -> dict[str, tuple[float, str, float, bool]]:
     return {name: (beside_the_reference(rank, name), *compressed(rank, name)) for name in INSIDE}
 
 
+@pytest.mark.long
 def test_inside_fsdp2_lossless_equals_the_reference_a_clip_one_from_outside_and_all_skip_together():
     for answers in run_ranks(all_inside, 2):
         for name, (far, phase, clipped, skipped) in answers.items():

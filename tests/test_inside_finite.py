@@ -108,6 +108,7 @@ def find_mistakes(rank: int, backend: str) -> dict[str, str]:
     return {f"{name}, {what}": mistake for name, of in answers.items() for what, mistake in of.items() if mistake}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_gradient_that_is_not_finite_makes_all_ranks_skip(backend):
     assert run_ranks(find_mistakes, 2, backend) == [{}, {}]
