@@ -4,6 +4,7 @@ Without a GPU Triton's kernels run in its interpreter, which has to be asked for
 """
 
 import gc
+import itertools
 import os
 from collections.abc import Callable
 
@@ -60,11 +61,35 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     gc.unfreeze()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "long: of several workers each begins with some of these tests")
+
+
+def begin_with_long_tests(items: list[pytest.Item], workers: int) -> None:
+    """Put tests that are marked so at the beginnings of the parts that ``--dist worksteal`` gives to the workers.
+
+    A long test that begins late keeps one worker busy when the others have nothing left to take.
+    """
+    long: dict[object, list[pytest.Item]] = {}  # those of one file that share stay together
+    for item in items:
+        if item.get_closest_marker("long"):
+            long.setdefault(item.path if shares(item) else item, []).append(item)
+    others = iter([item for item in items if not item.get_closest_marker("long")])
+    ordered: list[pytest.Item] = []
+    for worker in range(workers):
+        first = [*itertools.chain(*list(long.values())[worker::workers])]
+        size = (len(items) - len(ordered)) // (workers - worker)
+        ordered += [*first, *itertools.islice(others, max(0, size - len(first)))]
+    items[:] = [*ordered, *others]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that share come first: workers are given halves of the list and take from each other's end, and what
+    """Files that share come first: workers are given parts of the list and take from each other's end, and what
     two of them have tests of is made twice."""
     sharing = {item.path for item in items if shares(item)}
     items.sort(key=lambda item: item.path not in sharing)
+    if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
+        begin_with_long_tests(items, workers)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

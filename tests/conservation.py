@@ -69,11 +69,14 @@ def combined(optimizers: Optimizers, name: str) -> list[Tensor]:
 
 
 class Ledger:
-    """The books of one step: opened before it, checked after it on the optimizers that took it."""
+    """The books of one step: opened before it, checked after it on the optimizers that took it.
 
-    def __init__(self, case: Case, optimizers: Optimizers):
+    ``previous``: those of the step before, at whose end nothing else has happened since.
+    """
+
+    def __init__(self, case: Case, optimizers: Optimizers, previous: Ledger | None = None):
         self.case = case
-        self.m, self.r = moments(optimizers), mean_residuals(optimizers)
+        self.m, self.r = previous.end if previous else (moments(optimizers), mean_residuals(optimizers))
         self.alone = len(optimizers) == 1 and not optimizers[0].simulate  # then nothing is projected
         grads = [[p.grad for p in everywhere(optimizer)] for optimizer in optimizers]
         self.g = [self._mean(each) for each in zip(*grads, strict=True)]
@@ -98,8 +101,8 @@ class Ledger:
         groups = [group for group, local in zip(first._option_groups, first.param_groups, strict=True)
                   for _ in local["params"]]  # fmt: skip
         adams = [group for group in first.param_groups for _ in group["params"]]
-        after = zip(everywhere(first), moments(optimizers), mean_residuals(optimizers), strict=True)
-        for n, (p, m, r) in enumerate(after):
+        self.end = moments(optimizers), mean_residuals(optimizers)
+        for n, (p, m, r) in enumerate(zip(everywhere(first), *self.end, strict=True)):
             rounds = bool(groups[n].get("payload_dtype")) and groups[n]["payload_dtype"] != dtype_name(p.dtype)
             if p.numel() and ("residual" in first.state[p] or not rounds):
                 left, right = self._sides(n, groups[n], adams[n], m, r, rounds)

@@ -42,10 +42,11 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.fixture
-def text(tmp_path) -> str:
-    (tmp_path / "text").write_bytes(bytes(range(32, 127)) * 300)
-    return str(tmp_path / "text")
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("data") / "text"
+    path.write_bytes(bytes(range(32, 127)) * 300)
+    return str(path)
 
 
 def a_run(row: str, **others) -> Run:
@@ -137,7 +138,18 @@ def as_one_replica(model):
     return lambda x, y: stacked.backward(x, y)[0], stacked.views(0)
 
 
-def train_batched(text: str) -> dict[str, tuple[list[list[float]], dict[str, Tensor]]]:
+def train_real_ranks_in_both_ways(rank: int, path: str) -> list[dict]:
+    return [train_real_ranks(rank, path, make_model) for make_model in (as_users_have_it, as_one_replica)]
+
+
+@pytest.fixture(scope="module")
+def real(text) -> list[tuple[dict, ...]]:
+    """What real ranks find: one answer a rank, in each of the two ways."""
+    return list(zip(*run_ranks(train_real_ranks_in_both_ways, RANKS, text), strict=True))
+
+
+@pytest.fixture(scope="module")
+def batched(text) -> dict[str, tuple[list[list[float]], dict[str, Tensor]]]:
     found = {}
     for name in ROWS:
         training, losses = a_training(name, text), []
@@ -164,17 +176,15 @@ def check_equal(found: tuple, real: list[dict], name: str, tolerance: float) -> 
             assert [step[rank] for step in losses] == pytest.approx(theirs, rel=tolerance, abs=0), name
 
 
-def test_batched_ranks_are_real_ranks_that_train_the_model_itself(text):
+def test_batched_ranks_are_real_ranks_that_train_the_model_itself(real, batched):
     """Up to the order of sums, which bfloat16 inside of Muon's orthogonalization may make visible."""
-    real, batched = run_ranks(train_real_ranks, RANKS, text, as_users_have_it), train_batched(text)
     for name in ROWS:
-        check_equal(batched[name], real, name, 1e-3 if "Muon" in name else 1e-12)
+        check_equal(batched[name], real[0], name, 1e-3 if "Muon" in name else 1e-12)
 
 
-def test_batched_ranks_are_to_the_bit_real_ranks_with_a_batched_model_of_one(text):
-    real, batched = run_ranks(train_real_ranks, RANKS, text, as_one_replica), train_batched(text)
+def test_batched_ranks_are_to_the_bit_real_ranks_with_a_batched_model_of_one(real, batched):
     for name in ROWS.keys() - set(BASELINES):  # whose batch is whole here
-        check_equal(batched[name], real, name, 0.0)
+        check_equal(batched[name], real[1], name, 0.0)
 
 
 # Runs that go on
@@ -201,12 +211,10 @@ def test_a_run_goes_on_from_its_checkpoint_to_the_bit(name, text, tmp_path):
         assert torch.equal(p, resumed.model.params[name]), name
 
 
-def test_replicas_are_equal_at_the_end(text):
+def test_replicas_are_equal_at_the_end(batched):
     for name in ROWS.keys() - set(BASELINES):
-        training = a_training(name, text)
-        while not training.is_over:
-            training.advance()
-        for p in training.model.params.values():
+        _, params = batched[name]
+        for p in params.values():
             assert torch.equal(p[0], p[1]), name
 
 

@@ -46,11 +46,11 @@ class Audit:
         self.clips = "max_grad_norm" in message
         self.phases: set[str] = set()
 
-    def step(self, grads: list[list[torch.Tensor | None]]) -> None:
+    def step(self, grads: list[list[torch.Tensor | None]], previous: Ledger | None = None) -> Ledger:
         for local, given in zip(self.params, grads, strict=True):
             for p, g in zip(local, given, strict=True):
                 p.grad = g
-        books = Ledger(self.case, self.optimizers)
+        books = Ledger(self.case, self.optimizers, previous)
         step(self.world, self.params, self.optimizers, grads)
         self.t += 1
         phase = self.optimizers[0].stats.phase
@@ -58,12 +58,14 @@ class Audit:
         off = books.check(self.optimizers)
         assert off < TOLERANCE[torch.float32], f"step {self.t}, {phase}: {off:.1e}"
         assert not self.clips or books.factor < 0.8
+        return books
 
     def gradients(self) -> list[list[torch.Tensor | None]]:
         return gradients(self.ranks, self.t, self.shapes, torch.float32)
 
     def train(self, steps: int = 9) -> set[str]:
         """With every tensor absent now and then; the phases it went through."""
+        books = None
         for t in range(steps):
             grads = self.gradients()
             for rank, local in enumerate(grads):
@@ -71,7 +73,7 @@ class Audit:
                     local[(t + rank) % len(local)] = None  # on this rank
                 if t % 4 < (2 if len(local) > 2 else 1):
                     local[t // 2 % len(local)] = None  # on all, for two steps
-            self.step(grads)
+            books = self.step(grads, books)
         return self.phases
 
     def residual(self, n: int) -> torch.Tensor:
@@ -96,7 +98,7 @@ def test_gradients_are_conserved(case, backend, ranks):
 def test_what_a_payload_rounds_off_is_owed(case, backend, payload):
     if "payload_dtype" not in inspect.signature(case.cls).parameters:
         pytest.skip("sends what the gradients are")
-    ranks, shapes = 3, SHAPES
+    ranks, shapes = 3, SHAPES if payload == "int8" or backend == "native" else MEDIUM
     if payload in ("bfloat16", "float16"):  # a sum over ranks is rounded once more, unless owners add up in float32
         exact = case.sharded and case.cls in (compopt.ScapeAdamS, compopt.TagcAdamW)
         ranks, shapes = (3 if exact else 1), MEDIUM
@@ -114,11 +116,11 @@ def test_a_clip_takes_what_was_sent_and_nothing_that_is_owed(case, backend, payl
         pytest.skip("rounding is not a kernel's work")
     if "max_grad_norm" not in inspect.signature(case.cls).parameters:
         pytest.skip("does not clip")
-    # of a norm of 9 to 72 and, of three ranks, 80 to 220; of tracked projections less arrives
-    limit = 6.0 if backend == "triton" or case.form == "tracked" else 40.0
+    # of a norm of 9 to 72 and, of three ranks, 20 to 100
+    limit = 6.0 if backend == "triton" else 12.0
     message = dict(payload_dtype=payload_dtype, max_grad_norm=limit)
     try:
-        Audit(case, *((1, FEW) if backend == "triton" else (3, SHAPES)), **message).train()
+        Audit(case, *((1, FEW) if backend == "triton" else (3, MEDIUM)), **message).train()
     except ValueError as error:
         assert payload_dtype and "payload_dtype" in str(error)
         pytest.skip("refuses int8")

@@ -27,6 +27,7 @@ def both(rank: int, folder: str) -> list[dict]:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.long
 def test_by_default_two_hundred_steps_take_a_tenth_of_the_bytes(tmp_path):
     """Measured: 1.059 times AdamW's loss, 10.27 % of its bytes as they are counted, and on the sockets 3 % more than
     counted, of gloo's own. Without a start the loss is 1.111 times AdamW's, after 30 steps 1.053: what this text asks

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import os
-import subprocess
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from ranks import HANG_GUARD
+from in_place import as_torchrun_would
+from ranks import run_ranks
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
@@ -67,13 +70,23 @@ def test_a_script_is_watched_until_enough_was_seen(script, tmp_path, capsys):
     assert (hooks(), sys.argv, sys.path) == (before, argv, path)
 
 
+def diagnose_on_rank(rank: int, script: str, port: int) -> str:
+    """What a process prints that torchrun started; the script makes the process group, as torchrun's variables say."""
+    torch.distributed.destroy_process_group()
+    as_torchrun_would(rank, 2)
+    os.environ["MASTER_PORT"] = str(port)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        commands(["diagnose", "--steps", "6", "--dense", "2", script, "100", "ranks"])
+    return printed.getvalue()
+
+
 def test_under_torchrun_all_ranks_are_watched(script):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words = ["-m", "compopt", "diagnose", "--steps", "6", "--dense", "2", script, "100", "ranks"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*launcher, *words], env=environment, capture_output=True, text=True, timeout=HANG_GUARD)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("6 steps of AdamW on 2 ranks") == 1
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    first, second = run_ranks(diagnose_on_rank, 2, script, port)
+    assert first.count("6 steps of AdamW on 2 ranks") == 1
+    assert second.count("step ") >= 5 and "6 steps" not in second and "What it means" not in second
 
 
 def test_a_script_that_makes_a_process_group_runs_alone_too(script, capsys, monkeypatch):

@@ -68,18 +68,22 @@ class Run:
 
     def mean_residuals(self) -> dict[str, Tensor]:
         """The mean over ranks of what they hold back."""
-        results = {}
-        for name, p in self.model.named_parameters():
-            results[name] = self.optimizer.state[p].get("residual", torch.zeros(p.shape, dtype=p.dtype)).clone()
-            dist.all_reduce(results[name])
-            results[name] /= self.ranks
-        return results
+        pairs = dict(self.model.named_parameters())
+        zeros = {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in pairs.items()}
+        local = [self.optimizer.state[p].get("residual", zeros[name]) for name, p in pairs.items()]
+        flat = torch.cat([residual.reshape(-1) for residual in local])
+        dist.all_reduce(flat)
+        parts = (flat / self.ranks).split([zero.numel() for zero in zeros.values()])
+        return {name: part.view(zero.shape) for (name, zero), part in zip(zeros.items(), parts, strict=True)}
+
+    def compute_gradients(self) -> None:
+        loss(self.model, self.number, self.rank).backward()
+        self.number += 1
 
     def backward(self) -> dict[str, Tensor]:
         """Backward once more; returns the mean gradient that it computed."""
-        wanted, value = self.mean_gradient(self.number), loss(self.model, self.number, self.rank)
-        value.backward()
-        self.number += 1
+        wanted = self.mean_gradient(self.number)
+        self.compute_gradients()
         return wanted
 
     def applied(self) -> dict[str, Tensor]:
@@ -90,7 +94,7 @@ class Run:
     def train(self, steps: int) -> None:
         for _ in range(steps):
             self.optimizer.zero_grad()
-            self.backward()
+            self.compute_gradients()
             self.optimizer.step()
 
     def lost(self, between: Callable[[], None] = lambda: None, without: str = "none") -> float:
@@ -126,10 +130,9 @@ class Run:
             p.requires_grad_(not on)
 
 
-def frozen(method: str, rank: int) -> dict[str, float]:
+def frozen(run: Run) -> dict[str, float]:
     """A layer that is frozen and unfrozen: between steps, and between a backward and its step."""
-    run, results = Run(method, rank), {}
-    run.train(3)
+    results = {}
     run.freeze()
     results["frozen between steps"] = run.lost(without="down")
     results["frozen"] = run.lost(without="down")
@@ -142,10 +145,9 @@ def frozen(method: str, rank: int) -> dict[str, float]:
     return results
 
 
-def loaded(method: str, rank: int) -> dict[str, float]:
+def loaded(run: Run) -> dict[str, float]:
     """A checkpoint that is loaded, a group that is made anew: between a backward and its step."""
-    run, results = Run(method, rank), {}
-    run.train(3)
+    results = {}
     saved = tree_map_only(Tensor, torch.clone, run.optimizer.state_dict())
     run.train(2)
     results["load_state_dict"] = run.lost(lambda: run.optimizer.load_state_dict(saved))
@@ -157,10 +159,9 @@ def loaded(method: str, rank: int) -> dict[str, float]:
     return results
 
 
-def discarded(method: str, rank: int) -> dict[str, float]:
+def discarded(run: Run) -> dict[str, float]:
     """A backward whose gradients are thrown away, and one whose gradients are added to."""
-    run, results = Run(method, rank), {}
-    run.train(3)
+    results = {}
     for name, clear in {
         "None": run.optimizer.zero_grad,
         "zeros": lambda: run.optimizer.zero_grad(set_to_none=False),
@@ -187,12 +188,11 @@ def discarded(method: str, rank: int) -> dict[str, float]:
     return results
 
 
-def zeroed(method: str, rank: int) -> bool:
+def zeroed(run: Run) -> bool:
     """Gradients that are set to zero between a backward and its step: nothing was sent, nothing is held back."""
-    run = Run(method, rank)
-    run.train(3)
+    run.optimizer.zero_grad()
     before = run.mean_residuals()
-    run.backward()
+    run.compute_gradients()
     run.optimizer.zero_grad(set_to_none=False)
     run.optimizer.step()
     after = run.mean_residuals()
@@ -219,10 +219,9 @@ def in_half(method: str, rank: int) -> float:
     return run.lost_of({n: g + first[n] for n, g in run.backward().items()}, lambda: None)
 
 
-def one_by_one(method: str, rank: int) -> dict[str, float]:
+def one_by_one(run: Run) -> dict[str, float]:
     """Of a module's parameters one without its gradient: before another backward, and before the step."""
-    run, results = Run(method, rank), {}
-    run.train(3)
+    results = {}
     run.optimizer.zero_grad()
     first = run.backward()
     run.model.down.weight.grad = None
@@ -244,7 +243,7 @@ def left_over(method: str, rank: int) -> bool:
         run.train(3)
     runs[0].optimizer.zero_grad()
     for run in runs:
-        run.backward()
+        run.compute_gradients()
         run.optimizer.step()
     mean_residuals = [run.mean_residuals() for run in runs]
     dense = sum(p.numel() * p.element_size() for p in runs[0].uncut.parameters())
@@ -253,8 +252,11 @@ def left_over(method: str, rank: int) -> bool:
 
 
 def all_of(rank: int, method: str) -> dict[str, float]:
-    results = {**frozen(method, rank), **loaded(method, rank), **discarded(method, rank), **one_by_one(method, rank)}
-    results |= {"zeroed": float(not zeroed(method, rank)), "left over is sent": float(not left_over(method, rank))}
+    """All events befall one run, one after the other; a checkpoint is loaded, and the group made anew, at last."""
+    run = Run(method, rank)
+    run.train(3)
+    results = {**frozen(run), **discarded(run), **one_by_one(run), "zeroed": float(not zeroed(run)), **loaded(run)}
+    results |= {"left over is sent": float(not left_over(method, rank))}
     return {**results, "added up in one half": in_half(method, rank)}
 
 
