@@ -207,7 +207,7 @@ def test_a_batched_implementation_names_the_arguments_of_its_reference():
         radius.update: updates.RadiusCall,
         adams.update: updates.AdamsCall,
         scape.update: updates.ScapeCall,
-        separate.commit: updates.SeparateCall,
+        separate.update_tensors: updates.SeparateCall,
     }
     for reference_function, call in calls.items():
         names = [name for name in inspect.signature(reference_function).parameters if name != "ops"]
