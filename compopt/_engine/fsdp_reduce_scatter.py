@@ -351,7 +351,11 @@ class FSDPReduceScatter:
 
 
 class PendingReduction:
-    """The running generator of one bucket's reducer, and the collective that it waits for."""
+    """The running generator of one bucket's reducer, and the collective that it waits for.
+
+    Unlike a ``BucketExchange`` it does not take part without gradients when its generator raises:
+    backward raises on this rank, and the other ranks wait for it until their timeout.
+    """
 
     def __init__(self, generator: RequestGenerator[None], comm: Communicator):
         self.generator, self.comm = generator, comm
