@@ -64,7 +64,7 @@ class StepDecision:
     def take_error(self, known: Exception | None = None) -> Exception | None:
         """Return why this rank could not send its gradients: ``known``, or an exchange's error.
 
-        The exchanges drop their errors, whose frames refer to this object.
+        The exchanges drop their errors, whose tracebacks refer to them (a reference cycle).
         """
         errors = [exchange.error for exchange in self.exchanges if exchange.error is not None]
         for exchange in self.exchanges:

@@ -10,7 +10,8 @@ of a shard with update u and residual e, which only its owner computes::
     e <- u + e - sent             # ``update_residual``, on the owner alone
     w <- w + sent                 # on all ranks, the owner too: replicas stay equal
 
-So parameters are the unrounded ones less e: never further from them than one rounding of one step.
+So w + e is the sum of all unrounded updates, and e is the last rounding error: parameters are never
+further from the unrounded ones than that.
 """
 
 from __future__ import annotations

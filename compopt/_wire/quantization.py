@@ -410,7 +410,7 @@ def dequantize_chunk(
 
 
 def make_quantized_mean(payload: Payload, rank: int, ranks: int) -> QuantizedMean:
-    """Return this rank's part in the mean of a payload, as the payload's back end computes it."""
+    """Return this rank's part in the mean of a payload, as the payload's backend computes it."""
     mean: QuantizedMean = (payload.mean_factory or QuantizedMean)(payload, rank, ranks)
     return mean
 
