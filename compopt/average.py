@@ -117,8 +117,10 @@ class Average(Wrapper, ReducingOptimizer):
         return {"residual": layout(dtype)}
 
     def reducer(self, bucket: Bucket) -> Reducer:
-        """Return the reducer inside FSDP. Quantized values travel by an all-reduce: rows for shards
-        have floating-point values only.
+        """Return the reducer inside FSDP2.
+
+        A reduce-scatter carries floats only; quantized values use an all-reduce, of which each rank
+        keeps its part.
         """
         is_quantized = quantized_bits(bucket.group["payload_dtype"]) is not None
         if is_quantized:

@@ -91,9 +91,9 @@ class LocalSteps(Wrapper):
         every: H, steps of a round; 30 by default.
         round_seconds: instead of ``every``: a round ends on a rank at its first step after this
             time. Each rank takes as many steps as it can, and all are averaged by their weights.
-        weighted: a rank's weight in an average is the number of steps that it took since the last
-            one, without those that it skipped, or of the ``samples`` that it gives ``step()``. So
-            it is with ``round_seconds``. Else weights are equal.
+        weighted: weight ranks by the steps each took since the last average (skipped ones not
+            counted), or by the ``samples`` passed to ``step()``. Always on with
+            ``round_seconds``. Default: equal weights.
         outer: makes the optimizer, one of this package, that steps the anchors it is given, on
             pseudo-gradients; those of further fragments are added to it as groups. None:
             ``Average`` around ``torch.optim.SGD`` with Nesterov's momentum, by ``payload_dtype``,
@@ -516,7 +516,7 @@ class LocalSteps(Wrapper):
             steps = self._options["step"] - self._counts.begun
             exchange = yield from self._prepare_sync(anchors, steps, is_last=True)
             is_applied |= yield from self._perform_sync(exchange)
-            outcome = yield from exchange.turns.finish()  # which it has
+            outcome = yield from exchange.turns.finish()  # it has ended: no further request
             is_last = outcome.mean.is_last == 1
         return is_applied
 

@@ -72,7 +72,10 @@ def radius(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
 
 
 def phase_of(bucket: Bucket) -> str:
-    """Return the phase of the coming step (lines 3, 7 and 12)."""
+    """Return the phase of the coming step (lines 3, 7 and 12).
+
+    Step ``warmup_steps`` is the first resample step.
+    """
     group, t = bucket.group, bucket.group["step"] + 1
     if t < dense_steps(bucket) or not any(bucket.compressed):
         return "dense"

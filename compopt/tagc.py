@@ -187,10 +187,10 @@ class UnionReducer(ReduceScatterReducer):
         """Do line 2: the residual is the values that were not sent, and rounding errors."""
         bucket, grads = self.bucket, self.grads
         if not self.is_sparse:
-            bucket.cache["counts"] = None, 0
+            bucket.cache["union_and_leftovers"] = None, 0
             super().feed_back(present)
             return
-        bucket.cache["counts"] = len(self.union), self.codec.leftovers
+        bucket.cache["union_and_leftovers"] = len(self.union), self.codec.leftovers
         some = [i for i in range(len(grads)) if i not in self.sent_whole and present[i]]
         pairs = [(bucket.state["residual"][i], g) for i in some if (g := grads[i]) is not None]
         if pairs:
@@ -404,7 +404,7 @@ class TagcAdamW(ReducingOptimizer):
         total = sent = leftovers = 0
         for bucket in buckets:
             n = sum(bucket.shards.compressed_counts)
-            union, left = bucket.cache.get("counts", (None, 0))
+            union, left = bucket.cache.get("union_and_leftovers", (None, 0))
             total, sent = total + n, sent + (n if union is None else union)
             leftovers += left
         return TagcStats(**vars(stats), density=sent / max(1, total), leftovers=leftovers)

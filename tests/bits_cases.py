@@ -145,7 +145,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Every form on every back end in every precision, at 1, 2 and 3 ranks.
+    """Every form on every backend in every precision, at 1, 2 and 3 ranks.
 
     Less of what is slow: Triton's interpreter takes a hundred times as long as anything else.
     """

@@ -239,7 +239,7 @@ def run(case: Case) -> dict[str, dict[int, str]]:
 
 
 def why_not(backend: str) -> str:
-    """Why the back end cannot run here; nothing where it can."""
+    """Why the backend cannot run here; nothing where it can."""
     import compopt
 
     with mock.patch.dict(os.environ, COMPOPT_BACKEND=backend):

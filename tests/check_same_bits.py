@@ -4,7 +4,7 @@
 
 The same cases run in processes of their own, once on the package and the simulated ranks of REV,
 once on those of this tree as it lies here. They are compared on one machine and not with stored
-digests, because matrix products differ between processors. Every class, back end, number format
+digests, because matrix products differ between processors. Every class, backend, number format
 and number of ranks is a case; see ``bits_cases.py``. For each that differs a line says in what and from
 which step on:
 
@@ -136,7 +136,7 @@ def compare_answers(a: dict[str, Any], b: dict[str, Any], ignored: set[str]) -> 
         if "raised" in line:
             return f"{side} it raised {line['raised'].splitlines()[-1]}"
     if ("absent" in a) != ("absent" in b):
-        return f"only one tree has the back end: {a.get('absent') or b.get('absent')}"
+        return f"only one tree has the backend: {a.get('absent') or b.get('absent')}"
     if "absent" in a:
         return ""
     return ", ".join(differences(a["found"], b["found"], ignored))

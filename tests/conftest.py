@@ -105,7 +105,7 @@ def device(request) -> torch.device:
 
 @pytest.fixture(params=["torch", "native", "triton"])
 def backend(request, monkeypatch) -> str:
-    """Each back end that float32 parameters on the CPU can have here; Triton's kernels in the interpreter."""
+    """Each backend that float32 parameters on the CPU can have here; Triton's kernels in the interpreter."""
     from compopt._ops.backends import explain_missing_backend
 
     if request.param == "triton" and torch.cuda.is_available():

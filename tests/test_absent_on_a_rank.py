@@ -1,4 +1,4 @@
-"""A tensor without a gradient on one rank, in float32 on the back end chosen by itself: it counts as zeros there.
+"""A tensor without a gradient on one rank, in float32 on the backend chosen by itself: it counts as zeros there.
 
 What the rank owes of the tensor is sent all the same, and its share of the momentum is held back.
 """

@@ -1,4 +1,4 @@
-"""The back ends: which one is chosen, and that all compute the same."""
+"""The backends: which one is chosen, and that all compute the same."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_a_back_end_that_is_installed_but_does_not_run_gives_way(monkeypatch):
 
     monkeypatch.setattr(backends, "make_backend", broken)
     monkeypatch.setattr(backends, "has_triton_driver", lambda: True)
-    with pytest.warns(UserWarning, match="triton back end is installed but does not run.* Failed to find C compiler"):
+    with pytest.warns(UserWarning, match="triton backend is installed but does not run.* Failed to find C compiler"):
         assert backends.choose_backend({"cuda"}).name == "torch"
 
 

@@ -1,4 +1,4 @@
-"""Which back end is chosen on a CPU, what says so, and that ranks agree on one."""
+"""Which backend is chosen on a CPU, what says so, and that ranks agree on one."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def test_one_line_of_log_says_what_and_why(monkeypatch, caplog):
     monkeypatch.setattr(backends, "find_compiler", lambda: None)
     assert "there is no C compiler" in compopt.AdamS(parameters()).backend_reason
     assert [record.getMessage() for record in caplog.records] == [
-        f"back end: native ({isa}): the fastest that runs here",
-        "back end: torch: COMPOPT_BACKEND names it",
-        "back end: torch: no native, there is no C compiler ($CC, cc, gcc, clang)",
+        f"backend: native ({isa}): the fastest that runs here",
+        "backend: torch: COMPOPT_BACKEND names it",
+        "backend: torch: no native, there is no C compiler ($CC, cc, gcc, clang)",
     ]
 
 
@@ -107,11 +107,11 @@ def test_ranks_that_chose_differently_by_themselves_all_take_pytorchs_operators(
     lames = True
     ranks = Ranks(2, Net, make)
     assert [o.backend for o in ranks.optimizers] == ["native", "torch"]
-    with pytest.warns(UserWarning, match="ranks have chosen different back ends") as caught:
+    with pytest.warns(UserWarning, match="ranks have chosen different backends") as caught:
         ranks.train(loss, 3)
-    assert len([w for w in caught if "different back ends" in str(w.message)]) == 1  # rank 0's
+    assert len([w for w in caught if "different backends" in str(w.message)]) == 1  # rank 0's
     assert [o.backend for o in ranks.optimizers] == ["torch", "torch"]
-    assert "ranks had chosen different back ends" in ranks.optimizers[0].backend_reason
+    assert "ranks had chosen different backends" in ranks.optimizers[0].backend_reason
     ranks.assert_replicas_equal()
 
     lames = False
@@ -122,7 +122,7 @@ def test_ranks_that_chose_differently_by_themselves_all_take_pytorchs_operators(
     first.load_state_dict(states[0])
     lame(monkeypatch, lambda: second.load_state_dict(states[1]))
     assert [o.backend for o in ranks.optimizers] == ["native", "torch"]
-    with pytest.warns(UserWarning, match="ranks have chosen different back ends"):
+    with pytest.warns(UserWarning, match="ranks have chosen different backends"):
         ranks.train(loss, 3)
     assert [o.backend for o in ranks.optimizers] == ["torch", "torch"]
     ranks.assert_replicas_equal()

@@ -1,4 +1,4 @@
-"""Conservation, for every class on every back end, in float32: gradients are applied or stay in residuals.
+"""Conservation, for every class on every backend, in float32: gradients are applied or stay in residuals.
 
 Beside the table's lines also forms of the classes that send otherwise: OTHERS.
 """

@@ -1,6 +1,6 @@
 """torch.use_deterministic_algorithms(True): no step asks PyTorch for what it then refuses on CUDA.
 
-Nothing here has a GPU, so what is looked at is which operators a step calls, on PyTorch's own back end.
+Nothing here has a GPU, so what is looked at is which operators a step calls, on PyTorch's own backend.
 """
 
 from __future__ import annotations

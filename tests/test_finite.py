@@ -1,4 +1,4 @@
-"""One rule for gradients that make all ranks skip a step, on every back end: the squared norm in float32 overflows."""
+"""One rule for gradients that make all ranks skip a step, on every backend: the squared norm in float32 overflows."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def run(monkeypatch, name: str, backend: str, options: dict, steps: int = 6) -> 
 
 
 def same(ours: Ranks, theirs: Ranks, tolerance: float) -> None:
-    """As for other back ends; but where to look for a threshold is each one's own affair."""
+    """As for other backends; but where to look for a threshold is each one's own affair."""
     for optimizer in ours.optimizers + theirs.optimizers:
         for bucket in optimizer._buckets:
             if "threshold" in bucket.flat:

@@ -61,7 +61,7 @@ def built(folder: Path) -> Path:
 
 def test_a_compiler_that_fails_gives_way(monkeypatch, cache):
     monkeypatch.setenv("CC", program(cache.parent / "cc", "#!/bin/sh\necho no disk >&2\nexit 1\n"))
-    with pytest.warns(UserWarning, match="native back end is installed but does not run.* no disk"):
+    with pytest.warns(UserWarning, match="native backend is installed but does not run.* no disk"):
         assert backends.choose_backend({"cpu"}).name == "torch"
     assert not list(cache.glob("*"))
 

@@ -140,7 +140,7 @@ def test_gradients_of_another_dtype_than_their_parameters(monkeypatch, case, own
     if own is torch.bfloat16:  # left to PyTorch's operators but for single tensors
         return assert_same(ours, theirs)
     for p, q in zip(ours.models[0].parameters(), theirs.models[0].parameters(), strict=True):
-        assert ((p - q).abs() > 1e-4).sum() <= 0.005 * p.numel()  # of equals, TAGC's two back ends leave different ones
+        assert ((p - q).abs() > 1e-4).sum() <= 0.005 * p.numel()  # of equals, TAGC's two backends leave different ones
 
 
 CHANGES = {

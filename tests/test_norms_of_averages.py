@@ -1,4 +1,4 @@
-"""Norms of averaged gradients: the same on every back end, and finite in every step that is applied."""
+"""Norms of averaged gradients: the same on every backend, and finite in every step that is applied."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def run(cls, options: dict, offload: str | None, dtype: torch.dtype, device: str
 @pytest.mark.parametrize("payload_dtype", [None, torch.int8])
 @pytest.mark.parametrize("cls", [compopt.RadiusAdamW, compopt.ScapeAdamS])
 def test_more_offloaded_tensors_than_buffers_are_sent_as_they_are(cls, payload_dtype):
-    """On the default back end: two buffers hold two tensors, and a pass over all of them would read two."""
+    """On the default backend: two buffers hold two tensors, and a pass over all of them would read two."""
 
     def trained(offload: str | None) -> list[nn.Parameter]:
         params = [nn.Parameter(torch.zeros(64, 64)) for _ in range(5)]

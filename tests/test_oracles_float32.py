@@ -1,4 +1,4 @@
-"""Every class against its oracle in float32, the dtype it trains in, on every back end, above every block's size.
+"""Every class against its oracle in float32, the dtype it trains in, on every backend, above every block's size.
 
 The oracles compute in float64, so results differ by rounding: by some 1e-6 of what moved. A mask that differs at one of
 10,000 elements, or a residual that is wrong by a percent, shows as 1e-2.

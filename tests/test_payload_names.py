@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import get_args
 
 import conformance
 import pytest
@@ -10,6 +11,7 @@ import torch
 from table import CASES, FORMS
 
 import compopt
+from compopt._sharded.adamw import UPDATE_DTYPES, UpdateDtype
 from compopt._wire.payload import FLOAT_DTYPES, QUANTIZED_BITS
 
 SENDING = [case for case in CASES + FORMS if "payload_dtype" in inspect.signature(case.cls).parameters]
@@ -96,3 +98,8 @@ def test_set_by_hand_a_torch_dtype_is_saved_by_its_name_and_ranks_do_not_differ_
     assert [optimizer.state_dict()["param_groups"][0]["payload_dtype"] for optimizer in run.optimizers] == 2 * [
         "float16"
     ]
+
+
+def test_update_dtypes_are_those_of_the_annotation():
+    (literal,) = [one for one in get_args(UpdateDtype) if get_args(one)]
+    assert get_args(literal) == UPDATE_DTYPES

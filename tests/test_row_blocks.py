@@ -52,7 +52,7 @@ SHAPES = [(65, 96), (64, 96), (96, 65), (63, 96), (80, 64, 3, 3), (1, 4096), (13
 @pytest.mark.parametrize("height", [1, 32, 64, 65, "auto"])
 @pytest.mark.parametrize("base", ["SeparateAdam", "Separate"])
 def test_what_is_not_sent_is_owed_in_every_block(height, base):
-    """e_t - e_(t-1) = (1 - beta) (g - ghat), in float32 on the default back end; heights beside numbers of rows."""
+    """e_t - e_(t-1) = (1 - beta) (g - ghat), in float32 on the default backend; heights beside numbers of rows."""
     params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
     message = dict(projection="gaussian", ratio=8, ef_beta=0.9, reset_interval=None, block_rows=height, simulate=True)
     sgd = torch.optim.SGD([{"params": params, "compress": True}], lr=1.0)

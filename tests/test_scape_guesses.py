@@ -13,7 +13,7 @@ SHAPES = [(192, 200), (64, 80)]  # above and below what a threshold is looked fo
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_consolidation_forgets_them_so_that_a_resumed_run_selects_as_the_run_that_went_on(sharded, monkeypatch):
-    monkeypatch.setenv("COMPOPT_BACKEND", "torch")  # which tries thresholds; the native back end counts
+    monkeypatch.setenv("COMPOPT_BACKEND", "torch")  # which tries thresholds; the native backend counts
     world, params, optimizers = replicas(
         2,
         weights(SHAPES, torch.float32),

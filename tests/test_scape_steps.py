@@ -1,4 +1,4 @@
-"""ScapeAdamS step by step: in float32 on the back end chosen by itself, in float64 on PyTorch's operators.
+"""ScapeAdamS step by step: in float32 on the backend chosen by itself, in float64 on PyTorch's operators.
 
 After every step, whatever the options: nothing is lost, and the next masks are what their owners should choose.
 """

@@ -1,4 +1,4 @@
-"""Tensors and shards beside every size at which the code takes another way, in float32, on the back ends there are.
+"""Tensors and shards beside every size at which the code takes another way, in float32, on the backends there are.
 
 Where nothing is dropped a class must equal its reference, whatever the size; where TAGC drops, it drops what it says.
 """

@@ -1,4 +1,4 @@
-"""TagcAdamW step by step: in float32 on the back end chosen by itself, in float64 on PyTorch's operators."""
+"""TagcAdamW step by step: in float32 on the backend chosen by itself, in float64 on PyTorch's operators."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_bytes_are_codes_and_scales_of_the_largest_shard(kind, bits, ranks):
 
 @pytest.mark.parametrize("kind", ALL)
 def test_float32_follows_the_run_that_rounds_nothing(kind):
-    """On the default back end, sparsified, clipped, with a dense start: never further from it than some roundings."""
+    """On the default backend, sparsified, clipped, with a dense start: never further from it than some roundings."""
     options = dict(sparsity=0.9, warmup_steps=2, max_grad_norm=1.0, lr=1e-3)
     runs = {}
     for given in (None, kind):

@@ -86,7 +86,7 @@ def other_back_ends(rank: int) -> list[tuple[str, str, int]]:
     _, optimizer = made(rank)
     for p in optimizer.param_groups[0]["params"]:
         p.grad = torch.full_like(p, 1.0 + rank)
-    return heard(lambda: optimizer.step())  # back ends
+    return heard(lambda: optimizer.step())  # backends
 
 
 def named(name: str):
@@ -105,7 +105,7 @@ def on_two(rank: int) -> dict[str, list[tuple[str, str, int]]]:
         "scaler": changed_after_backward(rank, "scaler"),
         "rebind": lost_a_step(rank),
         "load": loads_another_ranks(rank),
-        "back ends": other_back_ends(rank),
+        "backends": other_back_ends(rank),
     }
 
 
@@ -122,7 +122,7 @@ def ranks():
         ("scaler", "step", "gradients were changed between backward and step", 0),
         ("rebind", "rebind", "rank 1 had not applied step 5, and took it over from rank 0", 0),
         ("load", "load", "holds the residuals of rank 0 of 2 and is loaded on rank 1 of 2", 1),
-        ("back ends", "back ends", "ranks have chosen different back ends", 0),
+        ("backends", "backends", "ranks have chosen different backends", 0),
     ],
 )
 def test_one_rank_says_it_at_the_users_line(ranks, call, mark, says, speaker):
@@ -174,7 +174,7 @@ def test_a_back_end_that_does_not_run(monkeypatch):
     monkeypatch.setattr(backends, "make_backend", fails)
     monkeypatch.setattr(backends, "connect", lambda group: World(2).comms[0])
     ((text, file, _),) = heard(lambda: compopt.AdamS([nn.Parameter(torch.ones(64, 64))]))
-    assert "native back end is installed but does not run" in text and file == str(HERE)
+    assert "native backend is installed but does not run" in text and file == str(HERE)
 
 
 def test_installed_programs_between_are_passed_over():

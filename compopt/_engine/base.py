@@ -52,7 +52,8 @@ class CompressedOptimizer(OptimizerHooks):
 
     A step is all or nothing. If any rank has a non-finite gradient, all ranks skip the step. If a
     collective fails, :class:`CommunicationError` is raised. In both cases parameters, state and
-    step counts do not change.
+    step counts do not change on this rank. A rank that had received everything when a collective
+    failed may have applied the step; :meth:`rebind` then copies from there.
     """
 
     _session: Session
@@ -122,7 +123,8 @@ class CompressedOptimizer(OptimizerHooks):
         """Average gradients over ranks, compressed, and update parameters. All ranks must call it.
 
         Raises CommunicationError if a collective failed, ValueError if ranks differ in settings,
-        RuntimeError if the gradients were averaged before; nothing is applied then.
+        RuntimeError if the gradients were averaged before. The step is then not applied on this
+        rank.
         """
         loss = None
         if closure is not None:

@@ -29,8 +29,8 @@ ELSEWHERE = -1  # the index of a bucket that another rank of the model holds
 class StepDecision:
     """The outcome of one step, which all ranks share, and the reasons for it.
 
-    A step with ``non_finite`` gradients is skipped. It fails if ranks are ``mismatched``, or
-    payloads ``unsent`` or ``misplaced``.
+    A step with ``non_finite`` gradients is skipped. It fails if ranks are ``mismatched``, if it
+    ``has_failed_rank``, or if payloads are ``misplaced``.
     """
 
     exchanges: list[BucketExchange] = field(default_factory=list)
@@ -64,7 +64,7 @@ class StepDecision:
     def take_error(self, known: Exception | None = None) -> Exception | None:
         """Return why this rank could not send its gradients: ``known``, or an exchange's error.
 
-        The exchanges drop their errors, whose frames refer to this object.
+        The exchanges drop their errors, whose tracebacks refer to them (a reference cycle).
         """
         errors = [exchange.error for exchange in self.exchanges if exchange.error is not None]
         for exchange in self.exchanges:

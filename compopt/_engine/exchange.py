@@ -40,8 +40,8 @@ class StalenessCheck:
 
     Version counters do not: ``p.grad.data`` has one of its own, and the Trainer multiplies by 1 to
     learn a norm. Each gradient has two sums: of the bits, which any single change alters; and of
-    the values, for changes that cancel modulo 2^32 (of 512 floats twice as large the bits have the
-    same sum). The host does not wait.
+    the values, for changes that cancel modulo 2^32 (doubling 512 floats adds 512 * 2^23 = 2^32 to
+    the sum of bits, that is 0). The host does not wait.
     """
 
     def __init__(self, bucket: Bucket):
@@ -198,7 +198,8 @@ class BucketExchange:
         elif self.pending is not None:
             self.bucket.release_memory()
         self.close()
-        self.error = None  # whose frames hold this
+        # drop the exception: its traceback refers to this object (a reference cycle)
+        self.error = None
 
     def forget(self) -> None:
         """Close the generator; what is in flight will never arrive, because its group is gone."""
@@ -317,7 +318,8 @@ class ExchangeSchedule:
     def run(self) -> CollectiveGenerator[None]:
         """Run the rest, until every exchange has reached its ``Agree``."""
         if self.error is not None:
-            error, self.error = self.error, None  # not kept: its frames hold this object
+            # drop the exception: its traceback refers to this object (a reference cycle)
+            error, self.error = self.error, None
             raise error
         while self._next is not None:
             if not isinstance(self._next, Bucket):

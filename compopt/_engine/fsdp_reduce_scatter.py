@@ -237,7 +237,10 @@ class FSDPReduceScatter:
         return sum(p.numel() * b.grad_dtype.itemsize for b in buckets for p in b.params)
 
     def forget_layouts(self) -> None:
-        """Lay out anew: parameters came, were frozen, or have their state elsewhere."""
+        """Forget all layouts; the next backward makes new ones.
+
+        Parameters were added or frozen, or have their state elsewhere.
+        """
         self._layouts, self._count = {}, 0
 
     def reduce(
@@ -266,7 +269,7 @@ class FSDPReduceScatter:
             self.finish()
 
     def _average(self, bucket: RowBucket, rows: Tensor, out: Tensor) -> RequestGenerator[None]:
-        """The gradients of one group, from ``rows`` into ``out``."""
+        """Average the gradients of one bucket, from ``rows`` into ``out``."""
         bucket.load_rows(rows, self.unsent)
         reducer = self.make_reducer(bucket)
         self.reduced[bucket.index] = bucket, reducer.phase
@@ -277,7 +280,7 @@ class FSDPReduceScatter:
     def _buckets_of(
         self, params: Params, key: tuple[Tensor, ...], dtype: torch.dtype
     ) -> list[RowBucket]:
-        """One for each parameter group, laid out anew where a reducer needs other shapes now."""
+        """Return a bucket for each parameter group; new ones if a reducer needs other shapes."""
         if key not in self._layouts:
             pieces = lay_out(params, self.session.comm.size)
             positions = [find_in_buckets(p, self.session) for p in key]
@@ -341,17 +344,22 @@ class FSDPReduceScatter:
         averaged gradients, before a clip.
         """
         unsent = self.unsent.get(bucket.params[i])
-        if unsent is not None and norm > 0:  # else they were set to zero before the step
+        # norm 0: the averaged gradients were zeroed before step(), so residuals stay
+        if unsent is not None and norm > 0:
             factor = clip_factor(norm, bucket.group["max_grad_norm"])
             self.on_commit(bucket, i, unsent, factor)
 
     def discard_unsent(self) -> None:
-        """Forget the unsent parts when the step has ended, applied or not."""
+        """Forget the unsent parts: the step was applied or skipped."""
         self.unsent, self.reduced = {}, {}
 
 
 class PendingReduction:
-    """The running generator of one bucket's reducer, and the collective that it waits for."""
+    """The running generator of one bucket's reducer, and the collective that it waits for.
+
+    Unlike a ``BucketExchange`` it does not take part without gradients when its generator raises:
+    backward raises on this rank, and the other ranks wait for it until their timeout.
+    """
 
     def __init__(self, generator: RequestGenerator[None], comm: Communicator):
         self.generator, self.comm = generator, comm

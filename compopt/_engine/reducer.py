@@ -46,7 +46,9 @@ class Reducer(Protocol):
         """
 
     def next_state(self, i: int) -> dict[str, Tensor]:
-        """Return the other new state of tensor i if the step is applied, by name."""
+        """Return state of tensor i beside its residual, by name: the values to commit if the step
+        is applied.
+        """
 
 
 class ShardReducer(Reducer, Protocol):

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor
 
 from .._state.buckets import Bucket
 from .._state.layouts import Dense, Layout, Sharded, Unsharded
-from .._wire.collectives import Communicator, ProcessGroup, connect, is_sharded_over
+from .._wire.collectives import (
+    Communicator,
+    PendingCollective,
+    ProcessGroup,
+    connect,
+    is_sharded_over,
+)
 from .base import CompressedOptimizer
 from .fsdp_reduce_scatter import FSDPReduceScatter, Unsent
 from .reducer import Reducer
@@ -20,7 +26,7 @@ class ReducingOptimizer(CompressedOptimizer):
     """An optimizer whose reducer averages gradients inside FSDP2 as well.
 
     Where FSDP2 shards the parameters over the optimizer's ranks, ``fsdp_reduce_scatter`` takes the
-    place of its reduce-scatter, and ``algorithm`` is ``apply_shards``.
+    place of its reduce-scatter, and a subclass's ``algorithm`` must return ``apply_shards``.
     """
 
     fsdp_reduce_scatter: FSDPReduceScatter | None = None
@@ -46,6 +52,12 @@ class ReducingOptimizer(CompressedOptimizer):
         residual, and all that was sent counts as sent.
         """
         unsent.replace_residual(bucket.state["residual"][i], 1.0)
+
+    def step_as_generator(self) -> Generator[PendingCollective, None, None]:
+        yield from super().step_as_generator()
+        # if the step raised they stay: step() may be called again with the same averages
+        if self.fsdp_reduce_scatter is not None:
+            self.fsdp_reduce_scatter.discard_unsent()
 
     def before_layout(self) -> None:
         super().before_layout()

@@ -196,8 +196,9 @@ def catch_up(
     if oldest < latest - len(counts) or len({count for _, count in rows}) > 1:
         steps = [total // len(counts) for total in totals]
         raise ValueError(
-            f"ranks have taken {steps} steps, but rebind() can make up for one missed step only, "
-            "not for the first: load the same checkpoint on all of them."
+            f"ranks have taken {steps} steps, but rebind() can make up for one missed step, and "
+            "only after the first step was applied on all ranks: load the same checkpoint on all "
+            "of them."
         )
     source = totals.index(latest)
     params = [to_local(p.detach()) for group in optimizer.param_groups for p in group["params"]]

@@ -68,7 +68,8 @@ def step_as_generator(session: Session) -> CollectiveGenerator[None]:
             f"step {step.number} was not applied on rank {comm.rank}: {why}"
         ) from error
     finally:
-        step.problem = None  # its frames refer to this one
+        # drop the exception: its traceback refers to this frame (a reference cycle)
+        step.problem = None
 
 
 def check_can_step(session: Session) -> None:
@@ -321,7 +322,7 @@ class Step:
         if decision.has_failed_rank:
             self.problem = problem = decision.take_error(self.problem)
             failure = "" if problem is None else f"{type(problem).__name__}: {problem}"
-            del problem  # its frames refer to this one
+            del problem  # its traceback refers to this frame (a reference cycle)
             try:
                 yield from raise_failure(session, self.comm, failure)
             except CommunicationError:

@@ -109,7 +109,7 @@ class Wrapper(CompressedOptimizer):
         return options
 
     def add_groups_of_base(self) -> None:
-        """Add the wrapper's options for groups that the base has more."""
+        """Add the wrapper's options for groups that were added to the base."""
         if groups := self.param_groups[len(self._wrapper_groups) :]:
             check_disjoint(list_members(self.base))
             added = [self._options_for(group) for group in groups]

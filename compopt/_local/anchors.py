@@ -102,11 +102,11 @@ class Anchors:
                 base.state[anchor]["momentum_buffer"] = torch.zeros_like(anchor.detach())
 
     def set_outer_share(self, share: float) -> None:
-        """Set rate and momentum of an outer optimizer around SGD, from those that average
-        parameters (0) to its own (1).
+        """Set learning rate and momentum of an outer SGD, from plain averaging of parameters
+        (``share`` 0: rate 1, momentum 0) to the optimizer's own values (1).
         """
         for group, (lr, momentum) in zip(self.outer.param_groups, self._rates, strict=False):
-            # without momentum SGD would not renew v
+            # SGD updates its momentum buffer only if momentum is not zero
             least = torch.finfo(torch.float64).tiny if momentum else 0.0
             group.update(lr=1 + (lr - 1) * share, momentum=max(momentum * share, least))
 

@@ -31,7 +31,8 @@ from .anchors import Anchored, Anchors
 from .distances import count_signs, estimate_products, project_signs
 from .rounds import outer_share
 
-# of a message, in float64: exchanges, checksum of the settings, those of Contribution, squared norm
+# The number of float64 fields of a message: the number of exchanges, the checksum of the settings,
+# the fields of Contribution, the squared norm.
 FIELDS = 7
 
 

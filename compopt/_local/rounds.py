@@ -35,8 +35,9 @@ LEAST = {"every": 1, "fragments": 1, "warmup_steps": 0, "every_warmup_steps": 0,
 class RoundCounts:
     """The running round on this rank, beside its number of steps, which is in the groups.
 
-    ``round`` of them have ended, and it began after step ``begun``, where ranks had taken
-    ``mean_step`` steps on average, if rounds end by time. Since the last exchange this rank has
+    ``round``: rounds that have ended. ``begun``: the step after which the running one began.
+    ``mean_step``: the steps that ranks had taken by then on average, if rounds end by time. Since
+    the last exchange this rank has
     taken steps or samples of ``weight``, and ``seconds``, which count where rounds end by time.
     """
 

@@ -44,25 +44,25 @@ def choose_backend(devices: set[str]) -> Ops:
         if missing:
             raise RuntimeError(
                 f"COMPOPT_BACKEND={asked} cannot run here: {missing}. Unset it, or name another "
-                "back end."
+                "backend."
             )
         backend = make_backend(asked)
         backend.reason = _describe_choice(backend, "COMPOPT_BACKEND names it")
     backend.automatic = asked == "auto"
-    log.info("back end: %s", backend.reason)
+    log.info("backend: %s", backend.reason)
     return backend
 
 
 def fall_back_to_torch(rank: int) -> Ops:
     """Return PyTorch's operators, where ranks have chosen different backends by themselves."""
     backend = make_backend("torch")
-    backend.automatic, backend.reason = True, "torch: ranks had chosen different back ends"
+    backend.automatic, backend.reason = True, "torch: ranks had chosen different backends"
     warn(
-        "ranks have chosen different back ends (a compiler or a processor differs), so all take "
+        "ranks have chosen different backends (a compiler or a processor differs), so all take "
         "PyTorch's operators: COMPOPT_BACKEND=native or torch on all ranks says which.",
         rank,
     )
-    log.info("back end: %s", backend.reason)
+    log.info("backend: %s", backend.reason)
     return backend
 
 
@@ -80,7 +80,7 @@ def _choose_fastest(devices: set[str]) -> Ops:
             raise
         except Exception as error:  # no compiler, another driver: kernels are built here
             warn(
-                f"the {name} back end is installed but does not run, PyTorch's operators take its "
+                f"the {name} backend is installed but does not run, PyTorch's operators take its "
                 f"place: {error}",
                 connect(None).rank,
             )

@@ -10,7 +10,8 @@ of a shard with update u and residual e, which only its owner computes::
     e <- u + e - sent             # ``update_residual``, on the owner alone
     w <- w + sent                 # on all ranks, the owner too: replicas stay equal
 
-So parameters are the unrounded ones less e: never further from them than one rounding of one step.
+So w + e is the sum of all unrounded updates, and e is the last rounding error: parameters are never
+further from the unrounded ones than that.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from .._state.buckets import Bucket
 from .._state.shards import unshard
 from .._state.tensors import to_local
 from .._wire.payload import (
-    QUANTIZED_BITS,
     dtype_name,
     float_dtype,
     packed_bytes,
@@ -39,6 +39,7 @@ from .._wire.quantization import Chunk, row_layout
 from .._wire.requests import Agree, AllGather, Commit, RequestGenerator
 
 UpdateDtype: TypeAlias = torch.dtype | Literal["int8", "int4", "int2"] | None
+UPDATE_DTYPES = ("int8", "int4", "int2")
 
 UPDATE_SEED_SALT = 1_000_001  # in seeds: apart from those of payloads
 
@@ -159,10 +160,12 @@ class ShardedAdamW:
 
 
 def check_updates(group: dict[str, Any]) -> None:
-    """Raise ValueError where ``update_dtype`` is none, or parameters cannot keep what it sends."""
+    """Raise ValueError if ``update_dtype`` is not a known dtype, or parameters are not float32 or
+    float64, to which what it sends can be added.
+    """
     given = dtype_name(group["update_dtype"])
-    is_known = given is None or given in QUANTIZED_BITS
-    wanted = f"None or {', '.join(map(repr, QUANTIZED_BITS))}"
+    is_known = given is None or given in UPDATE_DTYPES
+    wanted = f"None or {', '.join(map(repr, UPDATE_DTYPES))}"
     require_option(is_known, group, "update_dtype", wanted)
     group["update_dtype"] = given
     low = [p.dtype for p in group["params"] if p.dtype.itemsize < 4]
@@ -175,7 +178,7 @@ def check_updates(group: dict[str, Any]) -> None:
 
 
 def check_gathers(replaces_reduce_scatter: bool, groups: Iterable[dict[str, Any]]) -> None:
-    """Raise ValueError where FSDP gathers parameters, and updates never travel."""
+    """Raise ValueError if ``update_dtype`` is set inside FSDP2, which gathers parameters itself."""
     given = [group["update_dtype"] for group in groups if group["update_dtype"] is not None]
     if replaces_reduce_scatter and given:
         raise ValueError(

@@ -90,8 +90,7 @@ class Sketch:
         self.leftover_counts = [int(part.sum()) for part in leftover_mask.split(self.counts)]
         self.leftovers = sum(self.leftover_counts)
         self.sizes = [
-            cells + leftover_counts
-            for cells, leftover_counts in zip(self.tables, self.leftover_counts, strict=True)
+            cells + count for cells, count in zip(self.tables, self.leftover_counts, strict=True)
         ]
 
     def _draw(self, seed: int) -> tuple[Tensor, Tensor]:
@@ -118,12 +117,12 @@ class Sketch:
         tables = values.new_zeros(sum(self.tables))
         in_table = values.masked_fill(self.leftover_mask, 0)
         tables.index_add_(0, self.cells.reshape(-1), (in_table * self.signs).reshape(-1))
-        leftover_counts = values[self.leftover_mask].split(self.leftover_counts)
-        for part, table, leftover_values in zip(
-            parts, tables.split(self.tables), leftover_counts, strict=True
+        leftover_values = values[self.leftover_mask].split(self.leftover_counts)
+        for part, table, leftovers in zip(
+            parts, tables.split(self.tables), leftover_values, strict=True
         ):
             part[: len(table)].copy_(table)
-            part[len(table) :].copy_(leftover_values)
+            part[len(table) :].copy_(leftovers)
 
     def decode(self, code: Tensor) -> Tensor:
         """Values at the index of this rank's shard, peeled out of its table in the order found

@@ -68,7 +68,8 @@ class Bucket:
         self.compute_dtype = torch.promote_types(self.dtype, torch.float32)
         # True without other ranks, unless ``simulate``: nothing is compressed or rounded.
         self.is_single_process = False
-        # The number of ranks that hold the same part of these tensors, in one copy of the model.
+        # The number of ranks of one sharded model that hold the same part of these tensors. Sums
+        # over those ranks count it so many times, so squared norms are divided by it.
         self.copies = 1
         # True while this rank takes part in an exchange without its gradients.
         self.withholds_gradients = False
@@ -384,7 +385,11 @@ class Bucket:
         return rows, flat
 
     def _resolve_dtype(self, dtype: PayloadDtype) -> PayloadDtype:
-        """Return the dtype of a payload; a single process does not round."""
+        """Return the dtype of a payload.
+
+        A single process does not round: its payload has the gradients' dtype (None), or that of the
+        residuals while some are left.
+        """
         if not self.is_single_process:
             return dtype
         return self.compute_dtype if self.has_residual else None

@@ -1,4 +1,5 @@
-"""Collectives of ``torch.distributed``; only integrations and tools call others.
+"""Collectives of ``torch.distributed``. Elsewhere only ``integrations``, ``activations`` and
+``planning`` call it.
 
 ``Communicator.start`` never blocks; ``PendingCollective.wait`` does. All ranks must start
 collectives in the same order, each from one thread at a time: two threads on one gloo group

@@ -37,7 +37,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -340,6 +340,17 @@ def unpack_int2(packed: Tensor, out: Tensor) -> Tensor:
     return out
 
 
+# how values of fewer than 8 bits are packed and unpacked
+PACKING = {4: (pack_int4, unpack_int4), 2: (pack_int2, unpack_int2)}
+
+
+def find_packing(bits: int) -> tuple[Callable[..., None], Callable[..., Tensor]]:
+    """Return the functions that pack and unpack values of so many bits."""
+    if bits not in PACKING:
+        raise ValueError(f"values of {bits} bits cannot be packed: add their functions to PACKING.")
+    return PACKING[bits]
+
+
 # A chunk of rows in a message
 
 
@@ -353,11 +364,8 @@ def write_chunk(rows: Tensor, chunk: Chunk, out: Tensor, scratch: Scratch, bits:
     if len(chunk.spans) > 1:  # with gaps between them
         values = scratch("quantized chunk", n, torch.int8, rows.device)
         rows_to_values(rows, chunk.spans, values)
-    packed = out[: packed_bytes(n, bits)]
-    if bits == 4:
-        pack_int4(values, packed)
-    else:
-        pack_int2(values, packed)
+    pack, _ = find_packing(bits)
+    pack(values, out[: packed_bytes(n, bits)])
 
 
 def read_chunk(message: Tensor, chunk: Chunk, scratch: Scratch, bits: int) -> Tensor:
@@ -366,7 +374,8 @@ def read_chunk(message: Tensor, chunk: Chunk, scratch: Scratch, bits: int) -> Te
     values = message[: packed_bytes(n, bits)]
     if bits < 8:
         out = scratch("quantized chunk", n, torch.int8, message.device)
-        values = unpack_int4(values, out) if bits == 4 else unpack_int2(values, out)
+        _, unpack = find_packing(bits)
+        values = unpack(values, out)
     return values_to_rows(values, chunk.spans, chunk.rows, "quantized", scratch)
 
 
@@ -401,7 +410,7 @@ def dequantize_chunk(
 
 
 def make_quantized_mean(payload: Payload, rank: int, ranks: int) -> QuantizedMean:
-    """Return this rank's part in the mean of a payload, as the payload's back end computes it."""
+    """Return this rank's part in the mean of a payload, as the payload's backend computes it."""
     mean: QuantizedMean = (payload.mean_factory or QuantizedMean)(payload, rank, ranks)
     return mean
 

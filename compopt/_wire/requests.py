@@ -100,8 +100,9 @@ class Agree:
     change. The generator is closed instead if the step is not applied. ``squared_norm`` defaults to
     that of the payload's body; a vector is summed on the host.
 
-    ``covers_shard_only``: the payload, and so the norm, covers only this rank's shard. State may
-    change when ``Commit`` is answered; until then updated parameters are gathered.
+    ``covers_shard_only``: the payload, and so its squared norm, covers only this rank's shard.
+    After ``Agree`` the generator gathers updated parameters and yields ``Commit``; when that is
+    answered, state may change.
     """
 
     payload: Payload
@@ -131,8 +132,9 @@ class RunBatched:
     args: tuple[Any, ...]
 
 
-# A Payload or a Tensor after a collective, the norm after Agree. No type can express which answer
-# follows which request.
+# After a collective: its Payload or Tensor. After ReadToHost: a list of numbers. After Agree: the
+# norm. After Commit: None. After RunBatched: what ``run`` returned for this bucket. No type can
+# express which answer follows which request.
 Answer: TypeAlias = Any
 
 Request = (
@@ -152,8 +154,10 @@ RequestGenerator: TypeAlias = Generator[Request, Answer, Result]
 
 
 class CommunicationError(RuntimeError):
-    """A collective failed. If it was part of a step, or of an exchange of LocalSteps, that was not
-    applied on this rank.
+    """A collective failed.
+
+    If it was part of a step, or of an exchange of LocalSteps, that was not applied on this rank. A
+    rank that had received everything may have applied it; ``rebind()`` then copies from there.
     """
 
 

@@ -176,14 +176,6 @@ def replace_reduce_scatter(optimizer: ReducingOptimizer) -> None:
             "(FSDPModule.set_custom_reduce_scatter): use a later PyTorch (2.13 has it), or "
             "DistributedDataParallel."
         )
-    this = weakref.ref(optimizer)
-
-    def on_step() -> None:
-        optimizer = this()
-        if optimizer is not None and optimizer.fsdp_reduce_scatter is not None:
-            optimizer.fsdp_reduce_scatter.discard_unsent()
-
-    optimizer.step_callbacks.append(on_step)
     ModuleWatch(optimizer, _integrate_modules)
 
 

@@ -94,8 +94,7 @@ def load_library() -> ctypes.CDLL:
     cc = find_compiler()
     if cc is None:
         raise RuntimeError(
-            "the native back end needs a C compiler: install gcc or clang, or name another back "
-            "end."
+            "the native backend needs a C compiler: install gcc or clang, or name another backend."
         )
     return _load(cc, requested_isa())
 
@@ -211,7 +210,7 @@ def _compile(cc: str, targets: list[list[str]], files: list[str], out: Path) -> 
         done = subprocess.run(words, capture_output=True, text=True, timeout=600)
         if not done.returncode:
             return
-    raise RuntimeError(f"{cc} could not build the native back end: {done.stderr.strip()[:500]}")
+    raise RuntimeError(f"{cc} could not build the native backend: {done.stderr.strip()[:500]}")
 
 
 def _name_of(name: str, path: Path) -> str:

@@ -73,7 +73,7 @@ def addresses(
             places.append(t.data_ptr() or EMPTY)
         else:
             raise ValueError(
-                f"the native back end reads {n} contiguous elements of {dtype} on the CPU as "
+                f"the native backend reads {n} contiguous elements of {dtype} on the CPU as "
                 f"{what}, and number {len(places)} is {t.dtype} of shape {tuple(t.shape)} and "
                 f"strides {t.stride()} on {t.device}. Nothing was read. Was a parameter or its "
                 "state converted after the optimizer was made? Make the optimizer after that."

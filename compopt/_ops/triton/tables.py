@@ -120,7 +120,7 @@ def mask_key(bucket: Bucket, mask: Mask) -> Key:
 
 
 def state_name_of(bucket: Bucket, mask: Mask) -> str | None:
-    """Return the bucket's state that the bits of a mask are; None if they are none."""
+    """Return the name of the bucket's state that holds the bits of a mask, or None."""
     return next((name for name, bits in bucket.state.items() if mask.bits is bits), None)
 
 
