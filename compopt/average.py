@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ._engine.combined import OneOrSeveral
 from ._engine.fsdp_reduce_scatter import apply_shards
-from ._engine.options import Group, check_compress, check_payload, ignore_capturable
+from ._engine.options import Group, check_compress, check_payload_and_clip, ignore_capturable
 from ._engine.reducer import AllReduceReducer, Reducer, ReduceScatterReducer
 from ._engine.reducing import ReducingOptimizer
 from ._engine.update import Update
@@ -109,7 +109,7 @@ class Average(Wrapper, ReducingOptimizer):
         super().__init__(base, options, process_group, simulate)
 
     def check_group(self, group: Group) -> None:
-        check_payload(group, keeps_all_errors=True)
+        check_payload_and_clip(group, keeps_all_errors=True)
         check_compress(group)
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:

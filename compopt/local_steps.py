@@ -44,10 +44,10 @@ from ._engine.decision import StepDecision
 from ._engine.gradients import check_gradients, drop_scale, restore_scale, unscale_gradients
 from ._engine.join import JoinHook, follow_ranks_with_data
 from ._engine.missing_ranks import RankLeft
-from ._engine.options import FREE, Group, Setting, require, select_options
+from ._engine.options import OPTIONS_WITHOUT_HANDSHAKE, Group, Setting, require, select_options
 from ._engine.peers import gather_rows, warn_without_gradients
 from ._engine.resharding import average_base, average_state, catch_up, warn_of_lost_residuals
-from ._engine.session import Corrupt, Handshake, weak_method
+from ._engine.session import Handshake, weak_method
 from ._engine.signals import defer_signals
 from ._engine.stats import Stats, show_line
 from ._engine.step import Step, check_can_step
@@ -203,7 +203,11 @@ class LocalSteps(Wrapper):
         settings = [*super()._settings(), ("running round", running)]
         if self._options["round_seconds"] is None:
             return settings
-        unequal = {"begun", "momentum", *FREE}  # ranks differ in steps, and in schedules by them
+        unequal = {
+            "begun",
+            "momentum",
+            *OPTIONS_WITHOUT_HANDSHAKE,
+        }  # ranks differ in steps, and in schedules by them
         return [
             (subject, select_options(value, value.keys() - unequal))
             if isinstance(value, dict)
@@ -292,7 +296,7 @@ class LocalSteps(Wrapper):
             apply_at = t + delay if delay else 0
             exchange = yield from self._prepare_sync(anchors, steps, apply_at)
             if delay:
-                exchange.turns.poll()
+                exchange.communication.poll()
             else:
                 is_applied = yield from self._perform_sync(exchange)
         return is_applied
@@ -331,7 +335,7 @@ class LocalSteps(Wrapper):
         session = self._session
         waited = session.waits.seconds
         try:
-            outcome = yield from exchange.turns.finish()
+            outcome = yield from exchange.communication.finish()
             apart = [outcome.squared, outcome.product]
             squared, product = yield from sum_over_groups(
                 session.shard_communicators, apart, session.device
@@ -378,13 +382,12 @@ class LocalSteps(Wrapper):
         received = exchange.list_received(outcome.is_lost)
         is_late = exchange.apply_at > 0 and not outcome.is_lost
         since = [t.moved_since() if is_late else None for t in received]
-        handshake = session.handshake
-        session.handshake = Corrupt(f"the exchange before step {session.steps + 1} was interrupted")
+        session.corrupt = f"the exchange before step {session.steps + 1} was interrupted"
         if decision is not None:
             exchange.step.commit(decision)  # line 4
         for t, moved in zip(received, since, strict=True):
             t.write_param(moved)  # line 5
-        session.handshake = handshake
+        session.corrupt = ""
         anchors.outer._session.consolidated_at = session.consolidated_at = None
         anchors.clear_gradients()
         counts.weight = 0.0
@@ -516,7 +519,7 @@ class LocalSteps(Wrapper):
             steps = self._options["step"] - self._counts.begun
             exchange = yield from self._prepare_sync(anchors, steps, is_last=True)
             is_applied |= yield from self._perform_sync(exchange)
-            outcome = yield from exchange.turns.finish()  # it has ended: no further request
+            outcome = yield from exchange.communication.finish()  # it has ended: no further request
             is_last = outcome.mean.is_last == 1
         return is_applied
 
@@ -570,7 +573,7 @@ class LocalSteps(Wrapper):
         if self.averages_gradients:
             super().gradients_ready(params)
         elif self._exchange is not None:
-            self._exchange.turns.poll()
+            self._exchange.communication.poll()
 
     # Anchors
 
@@ -736,7 +739,7 @@ class LocalSteps(Wrapper):
         fragments = (
             self._anchors.fragments_of(self._params) if self._anchors else [-1] * len(self._params)
         )
-        exchanges = self._anchors.exchanges if self._anchors else -1
+        exchanges = self._anchors.applied_exchanges if self._anchors else -1
         known = (counts.round, options["step"], counts.begun, counts.mean_step, exchanges)
         due = [n in self._due for n in fragments]
         numbers = [self._anchors is not None, *known, *fragments, *due]
@@ -763,11 +766,11 @@ class LocalSteps(Wrapper):
         """Bring anchors, and parameters of ranks that are new or lack an exchange, to where those
         of the others are.
         """
-        outer, before = anchors.outer._session, anchors.exchanges
+        outer, before = anchors.outer._session, anchors.applied_exchanges
         outer.forget_in_flight()
         outer.forget_masks()
         yield from catch_up(outer, outer.comm, is_new)
-        if is_new or anchors.exchanges > before:
+        if is_new or anchors.applied_exchanges > before:
             self._counts.weight = 0.0
             for t in anchors.tensors:
                 t.write_param()

@@ -400,7 +400,7 @@ class TagcAdamW(ReducingOptimizer):
     def add_to_stats(self, stats: Stats, decision: StepDecision) -> Stats:
         stats, buckets = super().add_to_stats(stats, decision), self._buckets
         if self.fsdp_reduce_scatter is not None:
-            buckets = [bucket for bucket, _ in self.fsdp_reduce_scatter.reduced.values()]
+            buckets = [bucket for bucket, _ in self.fsdp_reduce_scatter.buckets_since_step.values()]
         total = sent = leftovers = 0
         for bucket in buckets:
             n = sum(bucket.shards.compressed_counts)

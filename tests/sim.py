@@ -43,7 +43,7 @@ class SimPending:
     def is_ready(self) -> bool:
         return self.number in self.world.answers
 
-    def forget(self) -> None:
+    def untrack(self) -> None:
         pass
 
     def drain(self) -> None:

@@ -15,7 +15,7 @@ from compopt._engine.decision import StepDecision, combine_decisions
 from compopt._engine.exchange import StalenessCheck
 from compopt._state import buckets as _buckets
 from compopt._state.buckets import Bucket
-from compopt._wire.payload import bits_differ, encode_bits, encode_position
+from compopt._wire.payload import bits_differ, encode_bits, encode_stamp
 
 
 @pytest.fixture
@@ -195,7 +195,7 @@ def test_numbers_that_differ_in_any_bit_are_told_apart():
     for a in range(8):
         for b in range(8):
             assert bits_differ(mean(encode_bits(a, 3), encode_bits(b, 3))) == (a != b)
-    places = [encode_position(index, step) for index in range(4) for step in range(4)]
+    places = [encode_stamp(index, step) for index in range(4) for step in range(4)]
     for a in places:
         for b in places:
             assert bits_differ(mean(a, b)) == (a != b)

@@ -23,7 +23,7 @@ from . import checkpoint, missing_ranks, resharding
 from .hooks import OptimizerHooks
 from .join import JoinHook
 from .options import Group, Setting, check_tensors, name_groups, refuse_unsupported
-from .session import Handshake, Session
+from .session import Session
 from .stats import Stats
 from .step import start_in_backward, step_as_generator
 from .when import TRIAL_OPTIONS
@@ -293,7 +293,8 @@ class CompressedOptimizer(OptimizerHooks):
             after(self)
         session.consolidated_at = None
         session.rebuild_buckets()
-        session.handshake, session.consecutive_skips = Handshake.UNVERIFIED, 0
+        session.consecutive_skips, session.corrupt = 0, ""
+        session.unverify()
 
     @torch.no_grad()
     def consolidate_state(self, patience: float | None = None) -> None:

@@ -62,13 +62,13 @@ def complete_state_dict(session: Session, saved: dict[str, Any]) -> None:
 
 def expand_entry(bucket: Bucket, i: int, layouts: Layouts, entry: dict[str, Any]) -> dict[str, Any]:
     """Return the state of tensor i in the tensor's shape; gathered shards if there are any."""
-    member, expanded = bucket.get_tensor_info(i), dict(entry)
+    info, expanded = bucket.get_tensor_info(i), dict(entry)
     for name in layouts.keys() & entry.keys():
         gathered = bucket.gathered_state[name][i] if name in bucket.gathered_state else None
         if gathered is None:
-            expanded[name] = layouts[name].expand(entry[name], member, entry)
+            expanded[name] = layouts[name].expand(entry[name], info, entry)
         else:
-            expanded[name] = member.laid_out(gathered.to(bucket.device))
+            expanded[name] = info.laid_out(gathered.to(bucket.device))
     return expanded
 
 
@@ -175,7 +175,7 @@ class LoadedTensor:
     """One tensor's entry of a state dict, in the form in which memory keeps it."""
 
     label: str  # its number among all tensors, and its name if it has one
-    member: TensorInfo
+    info: TensorInfo
     layouts: Layouts
     entry: dict[str, Any]
 
@@ -203,7 +203,7 @@ def load_state(session: Session, state_dict: dict[str, Any]) -> None:
             group["step"] = int(counted)
     state = session.optimizer.state
     for tensor in tensors:
-        state[tensor.member.param] = {
+        state[tensor.info.param] = {
             name: value
             if isinstance(value, Tensor)  # other optimizers save some states as numbers
             else torch.tensor(
@@ -212,7 +212,7 @@ def load_state(session: Session, state_dict: dict[str, Any]) -> None:
             for name, value in tensor.entry.items()
         }
     # copy the state of frozen parameters, which is in no bucket
-    layouts = {tensor.member.param: tensor.layouts for tensor in tensors}
+    layouts = {tensor.info.param: tensor.layouts for tensor in tensors}
     for bucket in session.frozen_buckets:
         for p in bucket.params:
             entry = state.pop(p)
@@ -238,7 +238,7 @@ def _read_tensors(
         names = group.get("param_names") or other.get("param_names")
         options = {**group, **other}
         for index, (p, key) in enumerate(zip(group["params"], other["params"], strict=True)):
-            member, layouts = known[p]
+            info, layouts = known[p]
             name = names[index] if names else ""
             label = f"parameter {number}" + (f" ({name})" if name else "")
             entry = state_dict["state"].get(key, {})
@@ -252,10 +252,10 @@ def _read_tensors(
                 if name in layouts or name == "step"
             }
             compact = {
-                name: layouts[name].compact(value, member, local) if name in layouts else value
+                name: layouts[name].compact(value, info, local) if name in layouts else value
                 for name, value in local.items()
             }
-            yield LoadedTensor(label, member, layouts, compact)
+            yield LoadedTensor(label, info, layouts, compact)
             number += 1
 
 
@@ -363,7 +363,7 @@ def _check_tensor(tensor: LoadedTensor) -> None:
     """Raise ValueError if a state has a wrong number of elements, a wrong dtype, or values that
     are not finite.
     """
-    member, label = tensor.member, tensor.label
+    info, label = tensor.info, tensor.label
     for name, value in tensor.entry.items():
         if name == "step" and not (isinstance(value, (Tensor, int, float)) and float(value) >= 0):
             raise ValueError(
@@ -372,11 +372,11 @@ def _check_tensor(tensor: LoadedTensor) -> None:
         if name not in tensor.layouts:
             continue
         layout = tensor.layouts[name]
-        needed = layout.expected_numel(value, member, tensor.entry)
+        needed = layout.expected_numel(value, info, tensor.entry)
         if value.numel() != needed:
             raise ValueError(
                 f"loaded state {name!r} of {label} has {value.numel()} elements, "
-                f"{needed} are needed for shape {tuple(member.param.shape)}."
+                f"{needed} are needed for shape {tuple(info.param.shape)}."
             )
         has_kind = value.is_floating_point() == layout.dtype.is_floating_point
         if not has_kind or (value.is_floating_point() and not value.isfinite().all()):

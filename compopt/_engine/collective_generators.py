@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 CollectiveGenerator = Generator[PendingCollective, None, Result]
 
 
-def ask(
+def exchange_one(
     comm: Communicator, request: AllGather | AllReduceMean | Broadcast
 ) -> CollectiveGenerator[Tensor]:
     """Start one request, and return its answer."""
@@ -76,7 +76,7 @@ def sum_over_groups(
         return [*numbers]
     message = torch.tensor(numbers, dtype=torch.float64, device=device)
     for comm in comms:
-        mean = yield from ask(comm, AllReduceMean(message))
+        mean = yield from exchange_one(comm, AllReduceMean(message))
         message = mean * comm.size
     summed: list[float] = message.tolist()
     return summed

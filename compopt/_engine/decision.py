@@ -100,7 +100,7 @@ def read_decision(exchanges: list[BucketExchange]) -> StepDecision:
         pairs = zip(bucket.names, marks, strict=True)
         decision.non_finite += [name for name, mark in pairs if mark != mark]
         decision.has_failed_rank |= control["failed"][0] > 0
-        decision.misplaced += [bucket.index] if bits_differ(control["position"]) else []
+        decision.misplaced += [bucket.index] if bits_differ(control["stamp"]) else []
         total += squared / bucket.copies
         if any(bucket.compressed):
             decision.phase_of[bucket.index] = exchange.agreement.phase

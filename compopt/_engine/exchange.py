@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._state.buckets import Bucket
 from .._wire.collectives import Communicator, PendingCollective, profiler_range
-from .._wire.payload import ControlFields, FieldValues, Payload, encode_position
+from .._wire.payload import ControlFields, FieldValues, Payload, encode_stamp
 from .._wire.requests import (
     Agree,
     AllReduceMean,
@@ -116,8 +116,8 @@ class BucketExchange:
     def __init__(self, bucket: Bucket, inputs: ExchangeInputs, is_last: bool):
         self.bucket, self.algorithm, self.comm = bucket, inputs.algorithm, inputs.comm
         self.in_backward = inputs.in_backward
-        position = encode_position(bucket.index, bucket.group["step"] + 1)
-        self.fields = {"position": position, **(inputs.fields if is_last else {})}
+        stamp = encode_stamp(bucket.index, bucket.group["step"] + 1)
+        self.fields = {"stamp": stamp, **(inputs.fields if is_last else {})}
         self.control = ControlFields()
         self.pending: PendingCollective | None = None
         self.request: Request | None = None
@@ -204,7 +204,7 @@ class BucketExchange:
     def forget(self) -> None:
         """Close the generator; what is in flight will never arrive, because its group is gone."""
         if self.pending is not None:
-            self.pending.forget()
+            self.pending.untrack()
         self.close()
 
     def close(self) -> None:

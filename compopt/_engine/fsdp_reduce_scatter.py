@@ -31,7 +31,7 @@ from .._state.tensors import to_local
 from .._wire.collectives import Communicator, PendingCollective
 from .._wire.payload import Payload
 from .._wire.requests import Agree, AllReduceMean, Commit, ReadToHost, RequestGenerator
-from .reducer import Reducer
+from .reducer import Reducer, Unsent
 from .session import Session
 from .update import Update
 
@@ -39,33 +39,6 @@ from .update import Update
 Params = Sequence[tuple[Tensor, int]]
 # a bucket of the session, and which of its tensors
 BucketPosition = tuple[Bucket, int]
-
-
-@dataclass
-class Unsent:
-    """The part of a parameter's gradient that the backwards of one step have not sent.
-
-    ``next_residual``: the residual if the step is applied, in place of ``residual``. ``state``:
-    other new state, by name.
-    """
-
-    next_residual: Tensor
-    residual: Tensor
-    state: dict[str, Tensor] = field(default_factory=dict)
-
-    def replace_residual(self, current: Tensor, factor: float) -> None:
-        """Write ``next_residual`` to the ``current`` residual; ``factor``, which clipped the
-        average, scales the change.
-
-        A checkpoint, or another layout, may have replaced ``residual`` since: what this step has
-        not sent is then added to the ``current`` one.
-        """
-        if current is not self.residual:
-            current.add_(self.next_residual.sub_(self.residual), alpha=factor)
-        elif factor == 1:
-            current.copy_(self.next_residual)
-        else:
-            current.lerp_(self.next_residual, factor)
 
 
 UnsentByParam = dict[Tensor, Unsent]  # of parameters whose gradients a backward has reduced
@@ -117,12 +90,12 @@ class RowBucket(Bucket):
         self.shards = cut_by_rows(ranges, owned, compressed, self.rank)
         self.mean_factory = session.ops.quantized_mean_factory(self)
 
-    def load_rows(self, rows: Tensor, unsent: UnsentByParam) -> None:
+    def load_rows(self, rows: Tensor, unsent_by_param: UnsentByParam) -> None:
         """Read this rank's gradients from ``rows``; copy the residuals to be sent."""
         for p, piece, matrix in zip(self.params, self.pieces, self.as_matrix, strict=True):
             values = rows[:, piece.columns].reshape(-1)
             p.grad = piece.in_shape(values) if matrix else values
-        parts = [self._residual_to_send(i, unsent) for i in range(len(self.pieces))]
+        parts = [self._residual_to_send(i, unsent_by_param) for i in range(len(self.pieces))]
         vectors = [vector for part in parts for vector in part]
         empty = torch.empty(0, dtype=torch.float32, device=self.device)
         flat = torch.cat(vectors) if vectors else empty
@@ -135,12 +108,12 @@ class RowBucket(Bucket):
             self.state[name] = [bucket.state[name][i] for bucket, i in positions]
         self.cache["has_residual"] = True
 
-    def _residual_to_send(self, i: int, unsent: UnsentByParam) -> list[Tensor]:
+    def _residual_to_send(self, i: int, unsent_by_param: UnsentByParam) -> list[Tensor]:
         """Return the residual of tensor i as vectors to be concatenated."""
         e = self.residual(i)
         if e is None:
             return []
-        if self.model_params[i] in unsent:
+        if self.model_params[i] in unsent_by_param:
             return [e.new_zeros(self.lengths[i])]
         return [e.reshape(-1)] if self.as_matrix[i] else self.pieces[i].in_shard_order(e)
 
@@ -175,18 +148,18 @@ class RowBucket(Bucket):
         zero_or_nan = (mean.header * 0).to(out.dtype).split(1)
         torch._foreach_add_([shard[:1] for shard in shards], [*zero_or_nan])
 
-    def collect_unsent(self, reducer: Reducer, unsent: UnsentByParam) -> None:
+    def collect_unsent(self, reducer: Reducer, unsent_by_param: UnsentByParam) -> None:
         """Add what this backward has not sent."""
         reducer.feed_back([True] * len(self.pieces))
         for i, (p, piece) in enumerate(zip(self.model_params, self.pieces, strict=True)):
             rest, residual = self.state["residual"][i], self.residual(i)
             if residual is not None:
                 rest = rest if self.as_matrix[i] else piece.in_shape(rest)
-                if p in unsent:
-                    unsent[p].next_residual.add_(rest)
+                if p in unsent_by_param:
+                    unsent_by_param[p].next_residual.add_(rest)
                 else:
-                    unsent[p] = Unsent(rest, residual)
-                unsent[p].state.update(reducer.next_state(i))
+                    unsent_by_param[p] = Unsent(rest, residual)
+                unsent_by_param[p].state.update(reducer.next_state(i))
         for p in self.params:
             p.grad = None
         self.flat, self.state = {}, {}
@@ -205,21 +178,18 @@ class ReduceScatterLayout:
 class FSDPReduceScatter:
     """The optimizer's part in FSDP2's backward: it compresses and averages gradients.
 
-    ``make_reducer`` makes the reducer of a bucket. ``on_commit(bucket, i, unsent, factor)`` writes
-    the residual when a step is applied.
+    ``make_reducer`` makes the reducer of a bucket. The optimizer's ``commit_unsent`` writes the
+    residual when a step is applied.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        make_reducer: Callable[[Bucket], Reducer],
-        on_commit: Callable[[Bucket, int, Unsent, float], None],
-    ):
-        self.session, self.make_reducer, self.on_commit = session, make_reducer, on_commit
+    def __init__(self, session: Session, make_reducer: Callable[[Bucket], Reducer]):
+        self.session, self.make_reducer = session, make_reducer
         # survives a new layout between a backward and its step: the step commits it
-        self.unsent: UnsentByParam = {}
-        self.reduced: dict[int, tuple[Bucket, str]] = {}  # buckets since the last step, and phases
-        self.reductions: list[PendingReduction] = []
+        self.unsent_by_param: UnsentByParam = {}
+        self.buckets_since_step: dict[
+            int, tuple[Bucket, str]
+        ] = {}  # buckets since the last step, and phases
+        self.in_flight: list[PendingReduction] = []
         self._layouts: dict[tuple[Tensor, ...], ReduceScatterLayout] = {}
         self._count = 0  # of buckets
         self._backward = -1  # the running one
@@ -227,7 +197,7 @@ class FSDPReduceScatter:
     @property
     def phase(self) -> str:
         """The phase of the coming step."""
-        phases = [phase for _, phase in self.reduced.values()]
+        phases = [phase for _, phase in self.buckets_since_step.values()]
         return next((phase for phase in phases if phase != "dense"), "dense")
 
     @property
@@ -259,23 +229,23 @@ class FSDPReduceScatter:
             self.finish()  # what a backward has left that raised
             self._discard_unapplied()
         buckets = self._buckets_of(params, key, rows.dtype)
-        for reduction in self.reductions:
+        for reduction in self.in_flight:
             reduction.advance()
         for bucket in buckets:
             generator = self._average(bucket, rows, out)
-            self.reductions.append(PendingReduction(generator, self.session.comm))
-        self.reductions = [one for one in self.reductions if one.pending is not None]
+            self.in_flight.append(PendingReduction(generator, self.session.comm))
+        self.in_flight = [one for one in self.in_flight if one.pending is not None]
         if blocking or any(p.grad is not None for p in key):
             self.finish()
 
     def _average(self, bucket: RowBucket, rows: Tensor, out: Tensor) -> RequestGenerator[None]:
         """Average the gradients of one bucket, from ``rows`` into ``out``."""
-        bucket.load_rows(rows, self.unsent)
+        bucket.load_rows(rows, self.unsent_by_param)
         reducer = self.make_reducer(bucket)
-        self.reduced[bucket.index] = bucket, reducer.phase
+        self.buckets_since_step[bucket.index] = bucket, reducer.phase
         mean = yield from reducer.reduce()
         bucket.write_shard(reducer, mean, out)
-        bucket.collect_unsent(reducer, self.unsent)
+        bucket.collect_unsent(reducer, self.unsent_by_param)
 
     def _buckets_of(
         self, params: Params, key: tuple[Tensor, ...], dtype: torch.dtype
@@ -313,19 +283,23 @@ class FSDPReduceScatter:
         ``zero_grad(set_to_none=False)`` leaves zeros, as one shard may have by chance: one
         all-reduce, for which backward waits, decides whether gradients were discarded.
         """
-        self.unsent = {p: unsent for p, unsent in self.unsent.items() if p.grad is not None}
-        if self.unsent:
+        self.unsent_by_param = {
+            p: unsent for p, unsent in self.unsent_by_param.items() if p.grad is not None
+        }
+        if self.unsent_by_param:
             session = self.session
-            some = any(bool(to_local(p.grad).any()) for p in self.unsent if p.grad is not None)
+            some = any(
+                bool(to_local(p.grad).any()) for p in self.unsent_by_param if p.grad is not None
+            )
             flag = torch.tensor([float(some)], dtype=torch.float32, device=session.device)
             pending = session.comm.start(AllReduceMean(flag))
             pending.wait()
             if not flag.item():
-                self.unsent = {}
+                self.unsent_by_param = {}
 
     def finish(self) -> None:
         """Wait for everything that has begun."""
-        reductions, self.reductions = self.reductions, []
+        reductions, self.in_flight = self.in_flight, []
         while reductions:
             for reduction in reductions:
                 reduction.advance()
@@ -339,19 +313,19 @@ class FSDPReduceScatter:
                 "GradScaler's scale: train in bfloat16, without a scaler."
             )
 
-    def commit_residual(self, bucket: Bucket, i: int, norm: float) -> None:
+    def commit_unsent(self, bucket: Bucket, i: int, norm: float) -> None:
         """Write the residual of tensor i, to which the step is applied. ``norm`` is that of all
         averaged gradients, before a clip.
         """
-        unsent = self.unsent.get(bucket.params[i])
+        unsent = self.unsent_by_param.get(bucket.params[i])
         # norm 0: the averaged gradients were zeroed before step(), so residuals stay
         if unsent is not None and norm > 0:
             factor = clip_factor(norm, bucket.group["max_grad_norm"])
-            self.on_commit(bucket, i, unsent, factor)
+            self.session.optimizer.commit_unsent(bucket, i, unsent, factor)
 
     def discard_unsent(self) -> None:
         """Forget the unsent parts: the step was applied or skipped."""
-        self.unsent, self.reduced = {}, {}
+        self.unsent_by_param, self.buckets_since_step = {}, {}
 
 
 class PendingReduction:
@@ -410,7 +384,7 @@ def apply_shards(
     yield Commit()
     # from here on state changes
     for i in (i for i, is_present in enumerate(present) if is_present):
-        reduce_scatter.commit_residual(bucket, i, norm)
+        reduce_scatter.commit_unsent(bucket, i, norm)
         g = grads[i]
         bucket.state["step"][i].add_(1)
         ghat = update.memory_for(bucket, i, g if factor == 1 else None)

@@ -21,6 +21,7 @@ from .._wire.collectives import PendingCollective
 from .._wire.requests import RequestGenerator
 from .decision import StepDecision
 from .options import Group, Setting
+from .reducer import Unsent
 from .stats import Stats
 
 
@@ -90,6 +91,10 @@ class OptimizerHooks(Optimizer):
         with its elements in any order.
         """
         return False
+
+    def commit_unsent(self, bucket: Bucket, i: int, unsent: Unsent, factor: float) -> None:
+        """Commit the residual of tensor i inside FSDP2; ``factor`` has clipped the average."""
+        raise NotImplementedError
 
     def check_group(self, group: Group) -> None:
         """Raise ValueError if an option of ``group`` is invalid; normalize options in place."""

@@ -24,7 +24,15 @@ Group = dict[str, Any]  # one of torch's parameter groups: "params", and options
 Setting = tuple[str, Any]
 
 # options that may change between steps without a handshake: they change no message's length
-FREE = {"step", "lr", "betas", "eps", "weight_decay", "maximize", "max_grad_norm"}
+OPTIONS_WITHOUT_HANDSHAKE = {
+    "step",
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "maximize",
+    "max_grad_norm",
+}
 
 # The types of most options, tested first: tests for other numbers take ten times as long, and
 # every step describes every option.
@@ -133,7 +141,7 @@ def check_compression(group: dict[str, Any]) -> None:
     for name, value in TRIAL_OPTIONS.items():
         group.setdefault(name, value)
     check_steps(group, "warmup_steps")
-    check_payload(group)
+    check_payload_and_clip(group)
     check_compress(group)
 
 
@@ -153,7 +161,7 @@ def check_steps(group: dict[str, Any], name: str) -> None:
         )
 
 
-def check_payload(group: dict[str, Any], keeps_all_errors: bool = False) -> None:
+def check_payload_and_clip(group: dict[str, Any], keeps_all_errors: bool = False) -> None:
     """Check clip and payload dtype; ``keeps_all_errors``: every tensor keeps its rounding error."""
     norm, dtype = group["max_grad_norm"], group["payload_dtype"]
     require_option(norm is None or norm > 0, group, "max_grad_norm", "None or > 0")
@@ -191,7 +199,7 @@ def name_groups(name: str, groups: list[Group], known: Iterable[str]) -> list[Se
 
 def describe_structure(groups: list[Group], known: Iterable[str]) -> str:
     """Describe the ``known`` options on which the lengths of messages depend."""
-    sizing = set(known) - FREE
+    sizing = set(known) - OPTIONS_WITHOUT_HANDSHAKE
     return repr([select_options(group, sizing) for group in groups])
 
 

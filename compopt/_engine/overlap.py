@@ -15,7 +15,7 @@ from torch import Tensor
 from .._state.buckets import Bucket
 from .._wire.collectives import Communicator
 from .._wire.requests import AllReduceMean, Answer, Broadcast, CommunicationError, RunBatched
-from .collective_generators import CollectiveGenerator, ask
+from .collective_generators import CollectiveGenerator, exchange_one
 from .exchange import Algorithm, BucketExchange, ExchangeSchedule
 
 
@@ -65,7 +65,7 @@ class PostCommitExchanges:
         """Tell all ranks whether any has lost a mask that all must have."""
         if self.unconfirmed and comm.size > 1:
             lost = torch.tensor([float(self.lost)], dtype=torch.float32, device=device)
-            mean = yield from ask(comm, AllReduceMean(lost))
+            mean = yield from exchange_one(comm, AllReduceMean(lost))
             self.lost = float(mean) > 0
         self.unconfirmed = False
 

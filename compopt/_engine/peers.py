@@ -24,7 +24,7 @@ from torch import Tensor
 from .._state.tensors import to_local
 from .._wire.collectives import Communicator
 from .._wire.requests import AllGather, CommunicationError
-from .collective_generators import CollectiveGenerator, ask
+from .collective_generators import CollectiveGenerator, exchange_one
 from .decision import StepDecision
 from .session import Session
 
@@ -277,7 +277,7 @@ def raise_failure(
 
 def gather_rows(tensor: Tensor, comm: Communicator) -> CollectiveGenerator[Tensor]:
     """Gather ``tensor`` of every rank, a row for each."""
-    return (yield from ask(comm, AllGather(tensor)))
+    return (yield from exchange_one(comm, AllGather(tensor)))
 
 
 def gather_json(

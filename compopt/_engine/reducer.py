@@ -12,6 +12,7 @@ average is then this rank's part of every tensor.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -49,6 +50,33 @@ class Reducer(Protocol):
         """Return state of tensor i beside its residual, by name: the values to commit if the step
         is applied.
         """
+
+
+@dataclass
+class Unsent:
+    """The part of a parameter's gradient that the backwards of one step have not sent.
+
+    ``next_residual``: the residual if the step is applied, in place of ``residual``. ``state``:
+    other new state, by name.
+    """
+
+    next_residual: Tensor
+    residual: Tensor
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+    def commit(self, current: Tensor, factor: float) -> None:
+        """Write ``next_residual`` to the ``current`` residual; ``factor``, which clipped the
+        average, scales the change.
+
+        A checkpoint, or another layout, may have replaced ``residual`` since: what this step has
+        not sent is then added to the ``current`` one.
+        """
+        if current is not self.residual:
+            current.add_(self.next_residual.sub_(self.residual), alpha=factor)
+        elif factor == 1:
+            current.copy_(self.next_residual)
+        else:
+            current.lerp_(self.next_residual, factor)
 
 
 class ShardReducer(Reducer, Protocol):
@@ -193,12 +221,12 @@ class AllReduceReducer:
         self.bucket, self.ops, self.mask = bucket, ops, mask
         self.grads = bucket.grads()
         self.residual: list[Tensor | None] = [*bucket.state["residual"]]
-        self.is_whole = all(positions is None for positions in mask.positions)
+        self.selects_all = all(positions is None for positions in mask.positions)
         self.sends_residuals = bucket.is_rounded or bucket.has_residual
 
     @property
     def phase(self) -> str:
-        if not self.is_whole:
+        if not self.selects_all:
             return "sparse"
         return "rounded" if self.bucket.is_rounded else "dense"
 
@@ -244,7 +272,7 @@ class AllReduceReducer:
                 self.ops.clear_at(e, at)
             else:
                 e.zero_()
-        remains = is_rounded or not self.is_whole
+        remains = is_rounded or not self.selects_all
         self.bucket.cache["has_residual"] = remains or (self.sends_residuals and not all(present))
 
     def next_state(self, i: int) -> dict[str, Tensor]:

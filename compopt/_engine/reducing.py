@@ -17,8 +17,8 @@ from .._wire.collectives import (
     is_sharded_over,
 )
 from .base import CompressedOptimizer
-from .fsdp_reduce_scatter import FSDPReduceScatter, Unsent
-from .reducer import Reducer
+from .fsdp_reduce_scatter import FSDPReduceScatter
+from .reducer import Reducer, Unsent
 from .session import weak_method
 
 
@@ -45,13 +45,13 @@ class ReducingOptimizer(CompressedOptimizer):
             "residual": residual(dtype, compressed_only=True),
         }
 
-    def keep_unsent(self, bucket: Bucket, i: int, unsent: Unsent, factor: float) -> None:
+    def commit_unsent(self, bucket: Bucket, i: int, unsent: Unsent, factor: float) -> None:
         """Commit the residual of tensor i inside FSDP.
 
         ``factor``, which clipped the average, is ignored here: clipping does not change the
         residual, and all that was sent counts as sent.
         """
-        unsent.replace_residual(bucket.state["residual"][i], 1.0)
+        unsent.commit(bucket.state["residual"][i], 1.0)
 
     def step_as_generator(self) -> Generator[PendingCollective, None, None]:
         yield from super().step_as_generator()
@@ -79,9 +79,7 @@ class ReducingOptimizer(CompressedOptimizer):
     def after_layout(self) -> None:
         super().after_layout()
         if self.replaces_reduce_scatter and self.fsdp_reduce_scatter is None:
-            self.fsdp_reduce_scatter = FSDPReduceScatter(
-                self._session, weak_method(self.reducer), weak_method(self.keep_unsent)
-            )
+            self.fsdp_reduce_scatter = FSDPReduceScatter(self._session, weak_method(self.reducer))
         if self.fsdp_reduce_scatter is not None:
             self.fsdp_reduce_scatter.forget_layouts()
 

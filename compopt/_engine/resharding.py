@@ -26,7 +26,7 @@ from .._state.tensors import to_local
 from .._wire.collectives import Communicator, ProcessGroup, connect
 from .._wire.requests import AllGather, AllReduceMean, Broadcast
 from .._wire.warning import warn
-from .collective_generators import CollectiveGenerator, ask
+from .collective_generators import CollectiveGenerator, exchange_one
 from .peers import gather_rows
 from .session import Session
 
@@ -36,7 +36,7 @@ def average_state(
 ) -> CollectiveGenerator[None]:
     """Replace a tensor by its mean over ranks."""
     request = AllReduceMean(to_local(tensor).to(device, copy=True))
-    to_local(tensor).copy_((yield from ask(comm, request)))
+    to_local(tensor).copy_((yield from exchange_one(comm, request)))
 
 
 def average_base(
@@ -56,7 +56,7 @@ def average_base(
         checksums = torch.tensor(
             [zlib.crc32(kind.encode()) for kind in kinds], dtype=torch.int64, device=bucket.device
         )
-        rows = yield from ask(comm, AllGather(checksums))
+        rows = yield from exchange_one(comm, AllGather(checksums))
         messages: dict[tuple[bool, torch.dtype], list[Tensor]] = {}
         for p, pairs, are_equal in zip(
             bucket.params, tensors, rows.eq(rows[0]).all(0), strict=True
@@ -66,7 +66,9 @@ def average_base(
                 messages.setdefault((is_mean, value.dtype), []).append(value)
         for (is_mean, _), values in messages.items():
             flat = torch.cat([value.to(bucket.device).reshape(-1) for value in values])
-            flat = yield from ask(comm, AllReduceMean(flat) if is_mean else Broadcast(flat))
+            flat = yield from exchange_one(
+                comm, AllReduceMean(flat) if is_mean else Broadcast(flat)
+            )
             parts = flat.split([value.numel() for value in values])
             for value, part in zip(values, parts, strict=True):
                 value.copy_(part.view(value.shape))
@@ -81,7 +83,7 @@ def gather_shards(
     """
     shards, flat = bucket.shards, bucket.flat[name].to(bucket.device)
     padded = torch.nn.functional.pad(flat, (0, shards.max_numel - flat.numel()))
-    rows = yield from ask(comm, AllGather(padded))
+    rows = yield from exchange_one(comm, AllGather(padded))
     gathered: list[Tensor | None] = []
     for p, n, part in zip(bucket.params, shards.lengths, bucket.state[name], strict=True):
         if name == "master":
@@ -97,7 +99,7 @@ def reshard_state(
 ) -> CollectiveGenerator[None]:
     """Copy the sharded state of ``old`` buckets to ``new`` ones, over the remaining ranks."""
     rank_before = torch.tensor([old[0].shards.rank], dtype=torch.int64, device=old[0].device)
-    owners = (yield from ask(comm, AllGather(rank_before))).view(-1).tolist()
+    owners = (yield from exchange_one(comm, AllGather(rank_before))).view(-1).tolist()
     for before, after in zip(old, new, strict=True):
         for name in before.sharded_names:
             gathered = yield from gather_shards(before, name, comm, owners)
@@ -205,7 +207,7 @@ def catch_up(
     for tensor in [counts, *params, *shared]:
         copied = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
         message = copied.to(session.device).contiguous()
-        copied.copy_((yield from ask(comm, Broadcast(message, source))))
+        copied.copy_((yield from exchange_one(comm, Broadcast(message, source))))
     if totals[comm.rank] < latest:
         _load_without_residuals(session, saved, counts.tolist())
     late = ", ".join(f"rank {rank}" for rank, total in enumerate(totals) if total < latest)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum, auto
 from typing import Any
 
@@ -60,13 +60,6 @@ class Handshake(Enum):
     VERIFIED = auto()  # ranks agree, and nothing has changed since
 
 
-@dataclass(frozen=True)
-class Corrupt:
-    """A step was applied in part, for this ``reason``: parameters and state are inconsistent."""
-
-    reason: str
-
-
 def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a callable that refers weakly to the object of ``method``; once that is deleted, a
     call raises ReferenceError.
@@ -104,7 +97,9 @@ class Session:
         # the other ranks
         self.group = group
         self.connection: Communicator | None = None
-        self.handshake: Handshake | Corrupt = Handshake.UNVERIFIED
+        self.handshake = Handshake.UNVERIFIED
+        # why parameters and state are inconsistent (a step was applied in part), or empty
+        self.corrupt = ""
         # the options that decide what is sent, which all ranks had in the last step
         self.verified_structure = ""
         # the ranks that hold the other parts of this rank's model, by dimensions of its mesh
@@ -138,7 +133,7 @@ class Session:
 
         # results
         self.stats = Stats()
-        self.run = RunTotals()
+        self.totals = RunTotals()
         self.waits = WaitRecord()
         self.bytes_reported = 0  # of the bytes that the connection has sent
         self.consecutive_skips = 0
@@ -213,7 +208,7 @@ class Session:
         )
 
     @property
-    def has_other_trainable(self) -> bool:
+    def trainable_has_changed(self) -> bool:
         """True if other parameters require a gradient than those in buckets."""
         return any(p.requires_grad != (p in self.trainable) for p in self.parameters)
 
@@ -230,14 +225,13 @@ class Session:
 
     def unverify(self) -> None:
         """Begin the next step with a handshake."""
-        if self.handshake is Handshake.VERIFIED:
-            self.handshake = Handshake.UNVERIFIED
+        self.handshake = Handshake.UNVERIFIED
 
     def check_sound(self) -> None:
         """Raise RuntimeError if a step was applied in part."""
-        if isinstance(self.handshake, Corrupt):
+        if self.corrupt:
             raise RuntimeError(
-                f"{self.handshake.reason}: parameters and state are inconsistent. Load a "
+                f"{self.corrupt}: parameters and state are inconsistent. Load a "
                 "checkpoint, of the model and with load_state_dict() of this optimizer, on all "
                 "ranks."
             )
@@ -248,7 +242,7 @@ class Session:
         ``is_step``: False for an exchange that follows the step.
         """
         applied, phases = decision.applied, sorted(set(decision.phase_of.values()))
-        self.run.skipped += is_step and not applied
+        self.totals.skipped += is_step and not applied
         # an outer optimizer's waits are reported by its LocalSteps
         is_outer = self.has_pseudo_gradients
         waited, waited_for_ranks = (0.0, 0.0) if is_outer else self.waits.take_step()
@@ -262,7 +256,7 @@ class Session:
             early_buckets=decision.early_buckets,
             buckets=len(self.buckets),
             resent=decision.resent,
-            skipped=self.run.skipped,
+            skipped=self.totals.skipped,
             reason="" if applied else f"non-finite gradient: {', '.join(decision.non_finite[:3])}",
             residual_norm=weak_method(self.residual_norm),
             when=self.trial_result,
@@ -270,13 +264,13 @@ class Session:
             straggler_seconds=waited_for_ranks,
         )
         stats = self.optimizer.add_to_stats(stats, decision)
-        self.run.add_exchange(stats, is_step)
-        stats.run = replace(self.run)
+        self.totals.add_exchange(stats, is_step)
+        stats.run = replace(self.totals)
         self.stats = stats
         has_summary = self.comm.size > 1 and not is_outer
         if has_summary and self.claim_first("summary") and get_rank() == 0:
             # when the optimizer is deleted, or the program ends
-            weakref.finalize(self.optimizer, show_summary, self.name, self.run)
+            weakref.finalize(self.optimizer, show_summary, self.name, self.totals)
 
     def count_skips(self, is_applied: bool) -> None:
         """Count consecutive skipped steps.
@@ -300,7 +294,7 @@ class Session:
         groups = self.option_groups
         self.ops = choose_backend({p.device.type for group in groups for p in group["params"]})
         self.stats = Stats(
-            skipped=self.run.skipped,
+            skipped=self.totals.skipped,
             run=self.stats.run,
             residual_norm=weak_method(self.residual_norm),
         )
@@ -357,7 +351,7 @@ class Session:
                 count.copy_(old["step"])
         bucket.set_step_counts(counts)
         for i, (p, old) in enumerate(zip(bucket.params, entries, strict=True)):
-            member, entry = bucket.get_tensor_info(i), {"step": bucket.state["step"][i]}
+            info, entry = bucket.get_tensor_info(i), {"step": bucket.state["step"][i]}
             if "master" in layouts:
                 old.setdefault("master", to_local(p.detach()))
             for name, layout in layouts.items():
@@ -365,8 +359,8 @@ class Session:
                 if view is None:
                     continue
                 if name in old:
-                    view.copy_(layout.cut_shard(old[name], member).view(view.shape))
-                entry[name] = layout.view_for_user(view, member)
+                    view.copy_(layout.cut_shard(old[name], info).view(view.shape))
+                entry[name] = layout.view_for_user(view, info)
             state[p] = entry
         bucket.entries = [state[p] for p in bucket.params]
 

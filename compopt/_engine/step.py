@@ -37,7 +37,7 @@ from .peers import (
     warn_if_without_gradients,
 )
 from .resharding import follow_requires_grad
-from .session import Corrupt, Handshake, Role, Session
+from .session import Handshake, Role, Session
 from .signals import defer_signals
 from .stats import describe_compression, show_line
 
@@ -148,9 +148,8 @@ class Step:
         with defer_signals():
             if decision.applied:
                 session.has_local_gradients = False
-                handshake = session.handshake
                 try:
-                    session.handshake = Corrupt(f"step {self.number} was interrupted")
+                    session.corrupt = f"step {self.number} was interrupted"
                     with profiler_range("compopt::commit"):
                         self._commit_buckets(decision)
                 except BaseException as error:
@@ -158,14 +157,14 @@ class Step:
                     where = "after its buckets"
                     if bucket is not None:
                         where = f"in bucket {bucket.index} ({bucket.names[0]}, ...)"
-                    session.handshake = Corrupt(
+                    session.corrupt = (
                         f"step {self.number} was applied in part: {kind} was raised {where} "
                         f"({error})"
                     )
                     for bucket in session.buckets:
                         bucket.cache.clear()  # derived from state, which may be wrong
                     raise
-                session.handshake = handshake
+                session.corrupt = ""
             session.verified_structure = session.structure
             self.is_complete = True
         if decision.applied:
@@ -210,7 +209,7 @@ class Step:
         for bucket in session.buckets:
             bucket.gathered_state = {}
         # without buckets there is no payload to report it
-        is_unfrozen = not self.buckets and session.has_other_trainable
+        is_unfrozen = not self.buckets and session.trainable_has_changed
         has_new_structure = session.verified_structure != session.structure
         if post_commit.lost or is_unfrozen or has_new_structure:
             post_commit.lost = False
@@ -221,7 +220,7 @@ class Step:
         session = self.session
         session.overlap.discard()
         had_gradients = yield from verify_peers(session, self.comm, self.problem is not None)
-        if session.has_other_trainable:  # the same on all ranks: the handshake has compared it
+        if session.trainable_has_changed:  # the same on all ranks: the handshake has compared it
             yield from follow_requires_grad(session, self.comm)
             session.optimizer.before_exchange()
         # without gradients to compare, the next step begins with a handshake too
@@ -303,7 +302,7 @@ class Step:
         if every and self.number % every == 0:
             settings += describe_optimizer(session)
         checksum = zlib.crc32(repr(settings).encode())
-        is_unfrozen = session.has_other_trainable
+        is_unfrozen = session.trainable_has_changed
         if is_unfrozen:  # all ranks learn of a problem, and nothing is applied
             problem = RuntimeError("other parameters require a gradient than before")
             schedule.inputs.problem = problem
@@ -403,6 +402,7 @@ def start_in_backward(session: Session, params: Iterable[torch.Tensor]) -> None:
     """
     if (
         session.handshake is not Handshake.VERIFIED
+        or session.corrupt
         or session.has_grad_scaler
         or session.comm.size == 1
     ):
@@ -411,7 +411,7 @@ def start_in_backward(session: Session, params: Iterable[torch.Tensor]) -> None:
         return
     overlap = session.overlap
     if overlap.is_idle and (
-        session.verified_structure != session.structure or session.has_other_trainable
+        session.verified_structure != session.structure or session.trainable_has_changed
     ):
         return
     finished = [(p, session.bucket_of[p]) for p in params if p in session.bucket_of]

@@ -36,7 +36,7 @@ from .combined import (
     list_members,
 )
 from .options import Group, Setting, name_groups
-from .session import Handshake, Role
+from .session import Role
 from .update import WrappedUpdate
 
 
@@ -223,7 +223,7 @@ class Wrapper(CompressedOptimizer):
                         tensor.zero_()
         for group in self._wrapper_groups:
             group["step"] = 0
-        session.handshake, session.consolidated_at = Handshake.UNVERIFIED, None
+        session.consolidated_at, session.corrupt = None, ""
         session.rebuild_buckets()
 
     def _contents(self) -> dict[str, Any]:

@@ -142,7 +142,7 @@ class Anchors:
         return [g for g in self.outer._option_groups if not anchors.isdisjoint(g["params"])]
 
     @property
-    def exchanges(self) -> int:
+    def applied_exchanges(self) -> int:
         """The number of exchanges that were applied to anchors, counted by group."""
         return sum(group["step"] for group in self.outer._option_groups)
 

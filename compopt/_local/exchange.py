@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._engine.collective_generators import Background, CollectiveGenerator, ask
+from .._engine.collective_generators import Background, CollectiveGenerator, exchange_one
 from .._engine.decision import StepDecision
 from .._engine.peers import raise_mismatch
 from .._engine.session import Session
@@ -86,7 +86,7 @@ class FragmentSync:
     squared: Tensor
     contribution: Contribution
     step: Step
-    turns: Background[Outcome]
+    communication: Background[Outcome]
 
     def list_received(self, is_lost: bool) -> list[Anchored]:
         """Return the parameters that get new anchors: those sent, on a lost rank all."""
@@ -96,12 +96,12 @@ class FragmentSync:
     def drain(self) -> None:
         """Wait until nothing of it is on the wire: the next exchange uses the same group."""
         with contextlib.suppress(Exception):
-            for pending in self.turns.finish():
+            for pending in self.communication.finish():
                 if pending.is_lockstep:  # in the simulator no rank may wait for another here
                     return
 
     def give_up(self) -> None:
-        self.turns.close()
+        self.communication.close()
         self.step.session.forget_in_flight()
         self.anchors.cancel(self.fragments)
 
@@ -117,11 +117,13 @@ def begin_sync(
     """Return the exchange of pseudo-gradients that are set. ``source``: of the inner steps."""
     outer, is_delayed = anchors.outer._session, apply_at > 0
     groups = anchors.groups_of(fragments)
-    step = Step(outer, outer.connect_ranks(), anchors.exchanges + 1, groups)
-    turns = Background(_communicate(source, anchors, step, squared, contribution, is_delayed))
+    step = Step(outer, outer.connect_ranks(), anchors.applied_exchanges + 1, groups)
+    communication = Background(
+        _communicate(source, anchors, step, squared, contribution, is_delayed)
+    )
     if is_delayed:
         outer.comm.unfinished.add("delayed exchange")
-    return FragmentSync(anchors, fragments, apply_at, squared, contribution, step, turns)
+    return FragmentSync(anchors, fragments, apply_at, squared, contribution, step, communication)
 
 
 def _communicate(
@@ -140,9 +142,9 @@ def _communicate(
     comm, device = step.comm, step.session.device
     grads = [to_local(t.anchor.grad) for t in anchors.tensors if t.anchor.grad is not None]
     checksum = zlib.crc32(repr(source.settings).encode())
-    numbers = [anchors.exchanges, checksum, *contribution]
+    numbers = [anchors.applied_exchanges, checksum, *contribution]
     sent = torch.tensor(numbers, dtype=torch.float64).to(device)
-    signs = project_signs(grads, comm.size, anchors.exchanges, device)
+    signs = project_signs(grads, comm.size, anchors.applied_exchanges, device)
     message = torch.cat([torch.cat([sent, squared.to(device).view(1)]).view(torch.uint8), signs])
     if is_delayed:
         pending = comm.start(AllGather(message))
@@ -153,7 +155,7 @@ def _communicate(
         gathered = pending.wait()
         assert isinstance(gathered, Tensor)
     else:
-        gathered = yield from ask(comm, AllGather(message))
+        gathered = yield from exchange_one(comm, AllGather(message))
     rows = gathered.cpu()  # the host waits for the device once
     fields = rows[:, : 8 * FIELDS].contiguous().view(torch.float64)
     exchanges, settings, *contributions, squares = fields.unbind(1)

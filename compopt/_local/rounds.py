@@ -21,14 +21,14 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from .._engine.options import check_compress, check_payload, require
+from .._engine.options import check_compress, check_payload_and_clip, require
 from .._engine.stats import Stats
 from .._wire.collectives import Communicator
 from .._wire.warning import user_location, warn_at
 
 Group = dict[str, Any]
 
-LEAST = {"every": 1, "fragments": 1, "warmup_steps": 0, "every_warmup_steps": 0, "delay": 0}
+MINIMUMS = {"every": 1, "fragments": 1, "warmup_steps": 0, "every_warmup_steps": 0, "delay": 0}
 
 
 @dataclass
@@ -50,9 +50,9 @@ class RoundCounts:
 
 def check_options(group: Group, offload: str | None) -> None:
     """Raise where an option of a group is out of its range."""
-    check_payload(group, keeps_all_errors=True)
+    check_payload_and_clip(group, keeps_all_errors=True)
     check_compress(group)
-    for name, least in LEAST.items():
+    for name, least in MINIMUMS.items():
         require(is_count(group[name], least), name, group[name], f"an integer >= {least}")
     momentum = group["outer_momentum"]
     require(0 <= momentum < 1, "outer_momentum", momentum, "in [0, 1)")

@@ -21,9 +21,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .._engine.fsdp_reduce_scatter import Unsent
 from .._engine.options import Group, Setting
-from .._engine.reducer import ReduceScatterReducer
+from .._engine.reducer import ReduceScatterReducer, Unsent
 from .._engine.reducing import ReducingOptimizer
 from .._engine.when import dense_steps
 from .._ops.norms import clip_factor
@@ -92,14 +91,14 @@ class ProjectingOptimizer(ReducingOptimizer):
             return specs
 
         # the closure must not reference the optimizer: layouts outlive it
-        group, numbers, is_whole = bucket.group, self._numbers, self.replaces_reduce_scatter
+        group, numbers, is_global = bucket.group, self._numbers, self.replaces_reduce_scatter
 
         def basis_size(p: Tensor) -> int:
-            q = plan_tensor(p, group, numbers[p][1], is_whole)
+            q = plan_tensor(p, group, numbers[p][1], is_global)
             return 0 if q is None else q.m * q.r
 
         dtype = specs["residual"].dtype
-        basis = Prefix(dtype, basis_size, is_whole, compressed_only=True, optional=True)
+        basis = Prefix(dtype, basis_size, is_global, compressed_only=True, optional=True)
         return {**specs, "basis": basis}
 
     def restore(self, bucket: Bucket) -> None:
@@ -147,7 +146,7 @@ class ProjectingOptimizer(ReducingOptimizer):
         if not bucket.compressed[i] or bucket.group["step"] < dense_steps(bucket):
             return False
         p = bucket.params[i]
-        return plan_tensor(p, bucket.group, self._numbers[p][1], is_whole=True) is not None
+        return plan_tensor(p, bucket.group, self._numbers[p][1], is_global=True) is not None
 
     # The reducer of the coming step
 
@@ -270,10 +269,10 @@ class ProjectingOptimizer(ReducingOptimizer):
         """Return the factor from the squared norm of a reconstruction to that of the average."""
         return [1.0 if q is None else 1 / q.inflation for q in self._plan_next_step(bucket)]
 
-    def keep_unsent(self, bucket: Bucket, i: int, unsent: Unsent, factor: float) -> None:
+    def commit_unsent(self, bucket: Bucket, i: int, unsent: Unsent, factor: float) -> None:
         """Line 5 of tensor i; ``factor`` has clipped the average."""
         residual, group = bucket.state["residual"][i], bucket.group
-        unsent.replace_residual(residual, factor if is_clipped(group, "average") else 1.0)
+        unsent.commit(residual, factor if is_clipped(group, "average") else 1.0)
         if is_reset_step(group, group["step"] + 1):
             residual.zero_()
         for name, value in unsent.state.items():
@@ -281,13 +280,13 @@ class ProjectingOptimizer(ReducingOptimizer):
             self._params_with_basis.add(bucket.params[i])
 
 
-def plan_tensor(p: Tensor, group: Group, index: int, is_whole: bool) -> Projection | None:
+def plan_tensor(p: Tensor, group: Group, index: int, is_global: bool) -> Projection | None:
     """Plan the projection of a tensor at this place in its group.
 
-    ``is_whole`` plans for the global tensor, of which this rank may hold a shard only.
+    ``is_global`` plans for the global tensor, of which this rank may hold a shard only.
     """
     ratio, beta = adapted_options(group, index)
-    shape, sharded = (p.shape, False) if is_whole else (to_local(p).shape, is_sharded(p))
+    shape, sharded = (p.shape, False) if is_global else (to_local(p).shape, is_sharded(p))
     return plan_projection(
         shape, sharded, ratio, group["projection"], beta, group["rank"], group["block_rows"]
     )

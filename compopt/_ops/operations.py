@@ -137,19 +137,24 @@ class Ops:
         bucket: Bucket,
         grads: Tensors,
         mask: Mask,
-        add: Iterable[Tensor | None] | None = None,
+        residuals: Iterable[Tensor | None] | None = None,
         scale: float = 1.0,
         negate: bool = False,
     ) -> Payload:
-        """Return the bucket's payload: ``grads``, or minus them, plus ``scale * add``, on the mask.
+        """Return the bucket's payload: ``grads``, or minus them, plus ``scale * residuals``, on the
+        mask.
 
-        ``Mask(bucket)`` sends all elements. ``add`` are residuals, in an algorithm with error
-        feedback.
+        ``Mask(bucket)`` sends all elements.
         """
         payload = empty_payload(bucket, mask)
         self.write_header(payload, grads)
-        residuals = add or [None] * len(grads)
-        rows = zip(payload.unrounded_parts, grads, mask.positions, residuals, strict=True)
+        rows = zip(
+            payload.unrounded_parts,
+            grads,
+            mask.positions,
+            residuals or [None] * len(grads),
+            strict=True,
+        )
         for part, g, index, residual in rows:
             if g is None:
                 part.zero_()
@@ -171,11 +176,13 @@ class Ops:
         """Write into the header of which tensors this rank has a gradient, and a finite one."""
         payload.header.copy_(norms.finite_marks(grads, payload.header))
 
-    def add_residuals(self, bucket: Bucket, grads: Tensors, add: Tensors, out: Tensors) -> Tensor:
-        """Write ``grad + add`` into every ``out``; return the marks of all gradients."""
+    def add_residuals(
+        self, bucket: Bucket, grads: Tensors, residuals: Tensors, out: Tensors
+    ) -> Tensor:
+        """Write ``grad + residual`` into every ``out``; return the marks of all gradients."""
         rows = [
             (sums, residual.reshape(sums.shape), None if g is None else g.reshape(sums.shape))
-            for g, residual, sums in zip(grads, add, out, strict=True)
+            for g, residual, sums in zip(grads, residuals, out, strict=True)
             if sums is not None and residual is not None
         ]
         # On a CPU one after the other: each stays in the cache.

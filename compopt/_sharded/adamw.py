@@ -72,8 +72,8 @@ class ShardedAdamW:
         bits, payload = update_bits(bucket), float_dtype(bucket.group["payload_dtype"])
         self.codec = None if bits is None else UpdateCodec(bucket, ops, bits)
         in_half = payload == torch.bfloat16 and bucket.dtype == torch.float32
-        self.sends_halves = bits is None and in_half and not bucket.is_single_process
-        self.sends_updates = self.codec is not None or self.sends_halves
+        self.sends_bfloat16_updates = bits is None and in_half and not bucket.is_single_process
+        self.sends_updates = self.codec is not None or self.sends_bfloat16_updates
 
     @property
     def dtype(self) -> torch.dtype:
@@ -111,7 +111,7 @@ class ShardedAdamW:
         bucket, message = self.bucket, self.gathered
         if self.codec is not None:
             message = self.codec.encode(self.gathered)
-        elif self.sends_halves:
+        elif self.sends_bfloat16_updates:
             message = self.gathered.bfloat16()
         self.rows = message.unsqueeze(0)
         if self.shards.ranks > 1:

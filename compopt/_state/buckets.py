@@ -176,11 +176,11 @@ class Bucket:
         """
         self.layouts[name] = layout
         self.storage_version += 1
-        members = [self.get_tensor_info(i) for i in range(len(self.params))]
-        has_state = [member.compressed or not layout.compressed_only for member in members]
+        infos = [self.get_tensor_info(i) for i in range(len(self.params))]
+        has_state = [info.compressed or not layout.compressed_only for info in infos]
         sizes = [
-            layout.numel(member, old.get(name)) if has else 0
-            for member, has, old in zip(members, has_state, entries, strict=True)
+            layout.numel(info, old.get(name)) if has else 0
+            for info, has, old in zip(infos, has_state, entries, strict=True)
         ]
         self.sizes[name] = sizes
         if self._is_offloaded(name):
@@ -190,8 +190,8 @@ class Bucket:
             self.flat[name] = torch.zeros(sum(sizes), dtype=layout.dtype, device=self.device)
         views = torch.split(self.flat[name], sizes)
         shaped: list[Any] = [
-            view.view(layout.stored_shape(member, view)) if has else None
-            for view, member, has in zip(views, members, has_state, strict=True)
+            view.view(layout.stored_shape(info, view)) if has else None
+            for view, info, has in zip(views, infos, has_state, strict=True)
         ]
         self.state[name] = shaped
 
@@ -207,13 +207,13 @@ class Bucket:
         self.sizes[name] = sizes
         self.flat[name] = self.flat[name].new_empty(sum(sizes))
         views = torch.split(self.flat[name], sizes)
-        members = [self.get_tensor_info(i) for i in range(len(self.params))]
+        infos = [self.get_tensor_info(i) for i in range(len(self.params))]
         self.state[name] = [
-            view.view(layout.stored_shape(member, view))
-            for view, member in zip(views, members, strict=True)
+            view.view(layout.stored_shape(info, view))
+            for view, info in zip(views, infos, strict=True)
         ]
-        for entry, view, member in zip(self.entries, self.state[name], members, strict=False):
-            entry[name] = layout.view_for_user(view, member)
+        for entry, view, info in zip(self.entries, self.state[name], infos, strict=False):
+            entry[name] = layout.view_for_user(view, info)
         return self.state[name]
 
     def set_step_counts(self, counts: Tensor) -> None:
@@ -305,8 +305,8 @@ class Bucket:
             return
         self.wait_for_host()
         for i, master in enumerate(self.state["master"]):
-            member = self.get_tensor_info(i)
-            part = self.layouts["master"].cut_shard(to_local(self.params[i].detach()), member)
+            info = self.get_tensor_info(i)
+            part = self.layouts["master"].cut_shard(to_local(self.params[i].detach()), info)
             values = part.reshape(-1)
             size = block_size(CACHE_ELEMENTS, values)
             blocks = zip(master.view(-1).split(size), values.split(size), strict=True)

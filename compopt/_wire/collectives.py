@@ -107,7 +107,7 @@ class PendingCollective:
                     f"{self.description} failed: {_first_line(error)}"
                 ) from error
             finally:
-                self.forget()
+                self.untrack()
         answer = self._on_completion()
         if isinstance(answer, PendingCollective):
             answer.on_wait = self.on_wait
@@ -146,9 +146,9 @@ class PendingCollective:
         if self.work is not None:
             with contextlib.suppress(RuntimeError):
                 self.work.wait()
-            self.forget()
+            self.untrack()
 
-    def forget(self) -> None:
+    def untrack(self) -> None:
         """Do not wait for this collective at exit: it has ended, or its group has."""
         _in_flight.discard(self)
 

@@ -207,7 +207,7 @@ def bits_differ(mean: list[float]) -> bool:
     return any(a > 0 and b > 0 for a, b in zip(mean[:half], mean[half:], strict=True))
 
 
-def encode_position(index: int, step: int) -> list[float]:
+def encode_stamp(index: int, step: int) -> list[float]:
     """Encode the bucket and the step of a payload: the lowest four bits of each."""
     return encode_bits(index % 16 + 16 * (step % 16), 8)
 

@@ -248,13 +248,13 @@ class OptimizerReduceScatter:
             rows.mul_(predivided)
         postdivided = ranks / predivided if op != dist.ReduceOp.AVG else 1
         is_read = postdivided > 1 or self._is_read_in_backward(trainable, output_tensor)
-        is_idle = not reduce_scatter.reductions
+        is_idle = not reduce_scatter.in_flight
         with torch.no_grad():
             backward = torch._C._current_graph_task_id()
             reduce_scatter.reduce(params, rows, output_tensor, is_read, backward)
             if postdivided > 1:
                 output_tensor.mul_(postdivided)
-        if is_idle and reduce_scatter.reductions:
+        if is_idle and reduce_scatter.in_flight:
             call_after_backward(reduce_scatter.finish)
 
     def _compute_predivision(self, op: Any, rows: Tensor) -> int:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._engine.base import CompressedOptimizer
-from .._engine.collective_generators import ask
+from .._engine.collective_generators import exchange_one
 from .._engine.peers import gather_json
 from .._state.tensors import to_local
 from .._wire.requests import Broadcast
@@ -236,17 +236,17 @@ class Snapshots:
         for tensor in shared:
             copied = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
             message = copied.to(device).contiguous()
-            copied.copy_(_run(ask(comm, Broadcast(message, source))))
+            copied.copy_(_run(exchange_one(comm, Broadcast(message, source))))
         plain = {path: value for path, value in leaves if not isinstance(value, Tensor)}
         raw = _to_bytes(plain)
         size = torch.tensor([raw.numel()], dtype=torch.int64, device=device)
-        size = _run(ask(comm, Broadcast(size, source)))
+        size = _run(exchange_one(comm, Broadcast(size, source)))
         message = (
             raw.to(device)
             if comm.rank == source
             else torch.empty(int(size), dtype=torch.uint8, device=device)
         )
-        received = _run(ask(comm, Broadcast(message, source)))
+        received = _run(exchange_one(comm, Broadcast(message, source)))
         for path, value in _from_bytes(received.cpu()).items():
             _set_leaf(state, path, value)
 

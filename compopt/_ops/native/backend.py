@@ -73,12 +73,12 @@ class NativeOps(NativeUpdates, NativeTopK):
         bucket: Bucket,
         grads: Tensors,
         mask: Mask,
-        add: Iterable[Tensor | None] | None = None,
+        residuals: Iterable[Tensor | None] | None = None,
         scale: float = 1.0,
         negate: bool = False,
     ) -> Payload:
         if not can_read(self, bucket):
-            return super().encode(bucket, grads, mask, add, scale, negate)
+            return super().encode(bucket, grads, mask, residuals, scale, negate)
         lengths, payload = bucket.lengths, empty_payload(bucket, mask)
         header, body = _float32_memory(bucket, self, payload)
         bits, positions = bits_or_positions(mask)
@@ -87,7 +87,7 @@ class NativeOps(NativeUpdates, NativeTopK):
             len(grads),
             n=lengths,
             g=Memory(as_float32(grads), lengths),
-            add=Memory(list(add), lengths) if add else 0,
+            add=Memory(list(residuals), lengths) if residuals else 0,
             index=Memory(positions, sizes),
             mask=Memory(bits, mask_sizes(lengths)),
             k=sizes,
@@ -103,10 +103,12 @@ class NativeOps(NativeUpdates, NativeTopK):
                 payload.body.copy_(body)
         return payload.round()
 
-    def add_residuals(self, bucket: Bucket, grads: Tensors, add: Tensors, out: Tensors) -> Tensor:
-        tensors = [x for x in (*grads, *add, *out) if x is not None]
+    def add_residuals(
+        self, bucket: Bucket, grads: Tensors, residuals: Tensors, out: Tensors
+    ) -> Tensor:
+        tensors = [x for x in (*grads, *residuals, *out) if x is not None]
         if bucket.device.type != "cpu" or not is_plain(*tensors):
-            return super().add_residuals(bucket, grads, add, out)
+            return super().add_residuals(bucket, grads, residuals, out)
         lengths, library = bucket.lengths, self.library
         marks = torch.empty(len(grads), dtype=torch.float32)
         none = torch.empty(0, dtype=torch.int32)  # the positions of a tensor without ``out``
@@ -114,7 +116,7 @@ class NativeOps(NativeUpdates, NativeTopK):
             len(grads),
             n=lengths,
             g=Memory(grads, lengths),
-            add=Memory(add, lengths),
+            add=Memory(residuals, lengths),
             index=Memory([none if sums is None else None for sums in out], [0] * len(out)),
             k=[0 if sums is None else n for n, sums in zip(lengths, out, strict=True)],
             out=Memory(out, lengths),

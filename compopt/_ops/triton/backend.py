@@ -90,24 +90,24 @@ class TritonOps(KernelOps):
         bucket: Bucket,
         grads: Tensors,
         mask: Mask,
-        add: Iterable[Tensor | None] | None = None,
+        residuals: Iterable[Tensor | None] | None = None,
         scale: float = 1.0,
         negate: bool = False,
     ) -> Payload:
         if not is_supported(self, bucket):
-            return super().encode(bucket, grads, mask, add, scale, negate)
+            return super().encode(bucket, grads, mask, residuals, scale, negate)
         payload = empty_payload(bucket, mask, [float(g is not None) for g in grads])
         blocks, offsets = blocks_of(bucket), block_offsets(bucket, mask)
-        residuals = [None] * len(grads) if add is None else list(add)
+        to_add = [None] * len(grads) if residuals is None else list(residuals)
         flat: list[Tensor | None] = []  # copies in it have to live until the kernel was launched
 
         def table() -> kernels.Table:
             flat.extend(flatten(grads))
             return kernels.compact_table(
-                blocks, mask.bits, flat, payload.unrounded_parts, payload.header, residuals
+                blocks, mask.bits, flat, payload.unrounded_parts, payload.header, to_add
             )
 
-        inputs = make_key(gradients_key(grads), mask_key(bucket, mask), addresses(residuals))
+        inputs = make_key(gradients_key(grads), mask_key(bucket, mask), addresses(to_add))
         key = make_key(bucket, inputs, payload_key(payload))
         rows = self.tables(("encode payload", bucket.index), key, table)
         sign = -1.0 if negate else 1.0
