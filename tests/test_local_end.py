@@ -18,7 +18,7 @@ def train(ranks: int, steps: int, dtype=torch.float64, **options):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_round_that_ends_early_has_the_outer_step_of_its_length(ranks):
-    """Half of a round of 4, by the logarithm: rate and momentum are half way from 1 and 0 to .7 and .6."""
+    """Half of a round of 4, by the logarithm: rate and momentum are half way from 1 and 0 to .7 and .9."""
     _, at_round, _ = train(ranks, 4)
     _, params, optimizers = train(ranks, 6)
     start = weights()
@@ -28,7 +28,7 @@ def test_a_round_that_ends_early_has_the_outer_step_of_its_length(ranks):
     end_round(optimizers)
     assert are_equal(params)
     assert (optimizers[0].stats.round, optimizers[0].stats.steps_into_round) == (2, 0)
-    lr, mu = 0.85, 0.3
+    lr, mu = 0.85, 0.45
     for i, p in enumerate(params[0]):
         mean = sum(own[i] for own in moved) / ranks
         v = mu * d1[i] + mean

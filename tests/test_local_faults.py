@@ -439,7 +439,7 @@ def test_options_that_change_are_compared_where_ranks_exchange():
     params, optimizers = train(2, 5)
     world = optimizers[0].comm.world
     optimizers[1]._option_groups[0]["outer_momentum"] = 0.25
-    with pytest.raises(ValueError, match=r"group 0, outer_momentum: rank 0 has 0\.6, rank 1 has 0\.25"):
+    with pytest.raises(ValueError, match=r"group 0, outer_momentum: rank 0 has 0\.9, rank 1 has 0\.25"):
         for t in range(5, 8):
             step(world, params, optimizers, gradients(2, t))
 

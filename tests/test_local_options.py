@@ -98,3 +98,19 @@ def test_an_exchange_sends_its_fragment_alone():
     (whole,) = filter(None, sent[1])
     parts = [n for n in sent[2] if n]
     assert len(parts) == 2 and sum(parts) < whole + 10_000 and max(parts) < 0.8 * whole
+
+
+def momentum_of(optimizer: compopt.LocalSteps) -> float:
+    return optimizer.state_dict()["param_groups"][0]["outer_momentum"]
+
+
+def test_the_outer_momentum_is_smaller_with_a_muon_inside():
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("torch has no Muon before 2.9")
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    muon = torch.optim.Muon([model[0].weight])
+    rest = torch.optim.AdamW([model[0].bias, *model[1].parameters()])
+    both = compopt.MuonAdamW(model.named_parameters())
+    for inner, wanted in ((rest, 0.9), (muon, 0.6), ([muon, rest], 0.6), (both, 0.6)):
+        assert momentum_of(compopt.LocalSteps(inner)) == wanted
+    assert momentum_of(compopt.LocalSteps(muon, outer_momentum=0.25)) == 0.25

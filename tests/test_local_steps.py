@@ -53,7 +53,7 @@ def test_a_delay_loses_no_exchange_while_rounds_grow():
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_outer_optimizer_grows_with_the_rounds(ranks):
     """Rounds of 1, 1, 1, 2, 3, 4, 6 and 8 steps; by hand, without a codec."""
-    lengths, every, lr, mu = [1, 1, 1, 2, 3, 4, 6, 8], 8, 0.7, 0.6
+    lengths, every, lr, mu = [1, 1, 1, 2, 3, 4, 6, 8], 8, 0.7, 0.9
     params, optimizers = train(ranks, sum(lengths), every=every, every_warmup_steps=15)
     assert optimizers[0].stats.round == len(lengths)
     w = [[torch.nn.Parameter(x.clone()) for x in weights()] for _ in range(ranks)]

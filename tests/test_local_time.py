@@ -270,7 +270,7 @@ def test_rounds_grow_with_the_mean_of_the_ranks_steps(clock):
     exchange()
     outer = optimizers[0]._anchors.outer.param_groups[0]
     share = math.log(2.5) / math.log(2.5 / 0.101)
-    assert outer["lr"] == pytest.approx(1 - 0.3 * share) and outer["momentum"] == pytest.approx(0.6 * share)
+    assert outer["lr"] == pytest.approx(1 - 0.3 * share) and outer["momentum"] == pytest.approx(0.9 * share)
     assert [optimizer._counts.mean_step for optimizer in optimizers] == [4.5, 4.5]
     clock.now += 10 * 4.5 / 20 - 0.01
     take_alone(clock, world, params, optimizers, 1, 30)
@@ -281,7 +281,7 @@ def test_rounds_grow_with_the_mean_of_the_ranks_steps(clock):
     clock.now += 0.11
     exchange()
     outer = optimizers[0]._anchors.outer.param_groups[0]
-    assert (outer["lr"], outer["momentum"]) == (pytest.approx(0.7), pytest.approx(0.6))
+    assert (outer["lr"], outer["momentum"]) == (pytest.approx(0.7), pytest.approx(0.9))
 
 
 def test_the_end_of_a_round_waits_for_all_ranks_and_follows_their_rounds(clock):

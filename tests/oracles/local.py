@@ -24,7 +24,7 @@ def train(
     every: int,
     inner: Callable[[list[Tensor]], torch.optim.Optimizer],
     outer_lr: float = 0.7,
-    outer_momentum: float = 0.6,
+    outer_momentum: float = 0.9,
     parts: list[list[int]] | None = None,
     delay: int = 0,
     codecs: list[Codec] | None = None,
@@ -94,7 +94,7 @@ def train_rounds(
     inner: Callable[[list[Tensor]], torch.optim.Optimizer],
     weights: list[list[float]] | None = None,
     outer_lr: float = 0.7,
-    outer_momentum: float = 0.6,
+    outer_momentum: float = 0.9,
 ) -> list[Tensor]:
     """All ranks' tensors after rounds in which rank k takes ``counts[round][k]`` steps, and has that weight or one of
     ``weights``. ``gradients(rank, t)``: of the rank's step t, from 0.
