@@ -55,8 +55,8 @@ class Measurement:
         )
 
 
-# The GPTs of bench/: width 128 for 800, 2,000 and 8,000 steps, width 512 for 1,500.
-SMALL, WIDE = 861_312, 12_882_432
+# The GPTs of bench/: width 128 for 800, 2,000 and 8,000 steps, width 512 for 1,500; of the ladder.
+SMALL, WIDE, LADDER = 861_312, 12_882_432, 184_768
 SHORT, MEDIUM, LONG = 0.95, 4.8, 9.5
 WIDE_SHORT = 0.12
 DILOCO = "DiLoCo at H = 30, arXiv 2503.09799"
@@ -92,6 +92,7 @@ LOSSES: dict[str, tuple[Measurement, ...]] = {
     "LocalSteps": (
         Measurement(1.017, SMALL, 4, MEDIUM),
         Measurement(1.120, WIDE, 2, WIDE_SHORT),
+        Measurement(1.013, LADDER, 4, TOKENS_PER_PARAMETER),
         *published(
             DILOCO,
             {
