@@ -19,6 +19,7 @@ from compopt.planning.gradient_statistics import (
     find_eligible_tensors,
     sample_tensors,
 )
+from compopt.planning.methods import Workload
 
 
 def brute_force(rows: list[torch.Tensor], density: float, lag: int, every: int) -> tuple[float, float]:
@@ -94,6 +95,19 @@ def test_residuals_are_in_units_of_the_gradient():
     run = records.runs.runs["SCAPE"]
     assert run.residual_norm() == pytest.approx(run.optimizer.stats.residual_norm() / 0.1)
     assert {row.method: row.share for row in records.rows}["dense"] == 1.0
+
+
+def test_bytes_are_those_on_the_network():
+    """An all-reduce sends each value twice; TAGC's reduce-scatter and gather send each once, and its bitmaps go there
+    and back.
+    """
+    work = Workload(parameters=1000, compressed=1.0, side=10, perimeter=20, large=0.8)
+    union = 1 - 0.9**2  # of two ranks' selections
+    sent = 4 * (union * 800 + 200) + 2 * 800 / 8 + 4 * 1000
+    assert CANDIDATES["TAGC 0.9"].share_of_bytes(work, 2) == pytest.approx(sent / (2 * 4 * 1000))
+    mask = 1000 / 8 / 20  # a broadcast, every 20 steps
+    sent = 2 * 4 * 1000 * (0.4 * 19 / 20 + 1 / 20) + mask
+    assert CANDIDATES["Radius 0.4"].share_of_bytes(work, 2) == pytest.approx(sent / (2 * 4 * 1000))
 
 
 def updates_of(rows: list[torch.Tensor], betas: tuple[float, float] = (0.9, 0.999)) -> list[torch.Tensor]:

@@ -61,11 +61,14 @@ class Candidate:
         return f"compopt.{self.class_name}(params, lr=...{words})"
 
     def share_of_bytes(self, work: Workload, ranks: int) -> float | None:
-        """Bytes of a compressed step over those of a dense one; None without a formula."""
+        """Bytes on the network in a compressed step over those of a dense one; None without a
+        formula.
+        """
         if not self.cost_row:
             return None
         options = self.options if self.cost_options is None else self.cost_options
-        return METHODS[self.cost_row](work, ranks, **options).sent / (4 * work.parameters)
+        cost = METHODS[self.cost_row](work, ranks, **options)
+        return cost.as_all_reduced / (4 * work.parameters)
 
     def make_optimizer(self, groups: Iterable[dict[str, Any]], start: int) -> CompressedOptimizer:
         """Construct the optimizer; it is dense for ``start`` steps."""

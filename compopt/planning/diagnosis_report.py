@@ -122,7 +122,8 @@ def format_methods(rows: Sequence[Row]) -> list[str]:
         *align_columns([("", "kept", "by layer", "residual ", "bytes"), *cells]),
         "  kept: cosine of the method's update and AdamW's at the same gradients, mean over steps",
         "  residual: not sent yet, in multiples of the gradient's norm; + where it still grows",
-        "  bytes: share of a dense step's, after the start; *: no row with fewer bytes keeps more",
+        "  bytes: on the network, share of a dense step's, after the start",
+        "  *: no row with fewer bytes keeps more",
         "  TAGC selects on each rank; its rows are of a single rank",
     ]
 

@@ -144,6 +144,14 @@ class Cost:
         """Bytes that a rank hands to collectives in a step, as a mean."""
         return self.reduced + self.quantized + self.gathered + self.after_commit + self.hidden
 
+    @property
+    def as_all_reduced(self) -> float:
+        """Bytes of an all-reduce that loads the network as much. It sends each value twice, a
+        gather or a reduce-scatter once.
+        """
+        all_reduced = self.reduced + self.quantized
+        return all_reduced + (self.sent - all_reduced) / 2
+
 
 def call_seconds(work: Workload, step: float, tensor: float) -> float:
     """Seconds of calls from milliseconds a step and a tensor, as one core took them."""

@@ -49,8 +49,7 @@ def sent_bytes(machine: Machine, cost: Cost) -> float:
     """Return the bytes that a rank sends in a step: 2 (N-1)/N of all-reduced bytes, (N-1)/N of
     gathered ones.
     """
-    twice, once = cost.reduced + cost.quantized, cost.gathered + cost.after_commit + cost.hidden
-    return (machine.ranks - 1) / machine.ranks * (2 * twice + once)
+    return (machine.ranks - 1) / machine.ranks * 2 * cost.as_all_reduced
 
 
 def exchange_seconds(machine: Machine, cost: Cost) -> float:
