@@ -54,7 +54,7 @@ def make_runner(job: str, size: str, products: str, steps: int, batch: Any) -> R
     if job == row:  # torch's hook needs one bucket: with more, ranks pair wrong messages over gloo
         module = DistributedDataParallel(module, bucket_cap_mb=4096 if row == POWERSGD else None)
     if isinstance(make, Local):
-        make = replace(make, every=steps + 1)
+        make = replace(make, every=steps + 1, growth=0)
     run, stats = ROWS[row].start(size)._replace(lr=LEARNING_RATE), None
     if row == POWERSGD:
         import baselines

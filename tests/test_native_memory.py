@@ -69,7 +69,7 @@ def test_a_message_is_what_plain_operators_make_of_it(ops, bucket, every, negate
     bits = torch.zeros((N + 7) // 8, dtype=torch.uint8)
     _bits.set_bits_(bits, index[0].long())
     add = [p.detach() for p in bucket.params] if residuals else None
-    options = {"add": add, "scale": 0.5, "negate": negate}
+    options = {"residuals": add, "scale": 0.5, "negate": negate}
     expected = Ops().encode(bucket, grads, Mask(bucket, positions=index), **options).flat.clone()
     assert torch.equal(ops.encode(bucket, grads, Mask(bucket, bits=[bits] * 2), **options).flat, expected)
 
