@@ -80,7 +80,7 @@ def diagnose_on_rank(rank: int, script: str, port: int) -> str:
     return printed.getvalue()
 
 
-def test_under_torchrun_all_ranks_are_watched(script):
+def test_all_ranks_are_watched(script):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
