@@ -62,13 +62,13 @@ FOUR_RANKS = [
 
 
 LADDER = {  # row: offset of its label in the right panel
-    "DDP + AdamW": (-75, 6),
+    "DDP + AdamW": (-75, -14),
     "DDP + Muon": (-62, 6),
     "PowerSGD 4": (7, 2),
-    "SeparateAdam": (7, -10),
-    "LocalSteps(Muon) 30": (-40, 9),
+    "SeparateAdam": (7, 4),
+    "LocalSteps(Muon) 30": (7, -12),
 }
-BESIDE = {"LocalSteps(Muon) 140": (-8, -15)}  # in the right panel, once it has run
+BESIDE = {"LocalSteps(Muon) 140": (-8, 13)}  # in the right panel, once it has run
 
 
 def load_ladder() -> list[dict[str, Any]]:
@@ -164,7 +164,7 @@ def draw(path: Path = PICTURE) -> None:
         title="The end of each run",
         xscale="log",
         xlabel="bytes of the whole run, % of DDP's in float32",
-        ylabel="loss, in times DDP + AdamW's",
+        ylabel="final loss / DDP + AdamW's",
     )
     if lines := load_ladder():
         draw_ladder(left, right, lines)
