@@ -79,6 +79,8 @@ def main():
                 share = stats.bytes_sent / stats.bytes_dense
                 print(f"step {step} loss {mean.item() / world:.3f} {stats.phase}, {share:.3f} of the bytes", flush=True)
 
+    if args.every:
+        optimizer.end_round()  # on all ranks: all nodes have the same model then
     if args.checkpoint:
         optimizer.consolidate_state()  # on all ranks: the checkpoint then loads on any mesh
         weights, state = get_state_dict(model, optimizer)
