@@ -27,7 +27,7 @@ TIMED = [row for row in ROWS if row not in NOT_TIMED]
 
 
 class Timing(NamedTuple):
-    """What a measurement is known by."""
+    """The key of a measurement."""
 
     row: str
     size: str
@@ -51,7 +51,7 @@ def base_of(row: str) -> str:
 
 
 def list_kinds(row: str, steps: int) -> list[str]:
-    """What each step of a run does: "dense", "compressed", "local", or "exchanged": local, and an exchange after it."""
+    """The kind of each step: "dense", "compressed", "local", or "exchanged": local, and an exchange after it."""
     if row in BASELINES:
         return ["dense"] * steps
     make, kinds = ROWS[row].make, []

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from ._engine.checkpoint import check_groups, warn_of_missing_state
 from ._engine.collective_generators import CollectiveGenerator, sum_over_groups
-from ._engine.combined import OneOrSeveral, list_members
+from ._engine.combined import OneOrSeveral, combine_optimizers, describe_members
 from ._engine.decision import StepDecision
 from ._engine.gradients import check_gradients, drop_scale, restore_scale, unscale_gradients
 from ._engine.join import JoinHook, follow_ranks_with_data
@@ -74,10 +74,9 @@ from ._wire.requests import CommunicationError, RequestGenerator
 from .average import average, outer_sgd
 
 
-def default_momentum(inner: OneOrSeveral) -> float:
+def default_outer_momentum(inner: torch.optim.Optimizer) -> float:
     """Return the outer momentum that ended lowest at 20 tokens per parameter (docs/local.md)."""
-    members = list_members(inner) if isinstance(inner, torch.optim.Optimizer) else list(inner)
-    return 0.6 if any("Muon" in type(member).__name__ for member in members) else 0.9
+    return 0.6 if "Muon" in describe_members(inner) else 0.9
 
 
 class LocalSteps(Wrapper):
@@ -88,8 +87,8 @@ class LocalSteps(Wrapper):
         optimizer = compopt.LocalSteps(adamw, every=30)
 
     ``param_groups`` are the inner optimizer's own, so LR schedulers act on it. Between exchanges
-    nothing crosses the network and parameters differ from rank to rank; they are equal when a round
-    ends, where all fragments are exchanged then and nothing is delayed. Moments stay on their rank.
+    nothing crosses the network and parameters differ from rank to rank. They are equal at the end
+    of a round if ``fragments=1`` and ``delay=0``. Moments stay on their rank.
 
     Args:
         inner: an optimizer over the model's parameters, or a list of several over disjoint ones;
@@ -166,7 +165,9 @@ class LocalSteps(Wrapper):
         offload: Literal["outer"] | None = None,
         simulate: bool = False,
     ):
-        self.offload = offload
+        self.offload, inner = offload, combine_optimizers(inner)
+        if outer_momentum is None:
+            outer_momentum = default_outer_momentum(inner)
         if every is not None and round_seconds is not None:
             raise ValueError(
                 f"a round has every={every} steps or round_seconds={round_seconds}: pass one of "
@@ -177,7 +178,7 @@ class LocalSteps(Wrapper):
             round_seconds=round_seconds,
             weighted=weighted or round_seconds is not None,
             outer_lr=outer_lr,
-            outer_momentum=default_momentum(inner) if outer_momentum is None else outer_momentum,
+            outer_momentum=outer_momentum,
             fragments=fragments,
             delay=delay,
             warmup_steps=warmup_steps,
@@ -209,11 +210,8 @@ class LocalSteps(Wrapper):
         settings = [*super()._settings(), ("running round", running)]
         if self._options["round_seconds"] is None:
             return settings
-        unequal = {
-            "begun",
-            "momentum",
-            *OPTIONS_WITHOUT_HANDSHAKE,
-        }  # ranks differ in steps, and in schedules by them
+        # ranks differ in steps, and in schedules by them
+        unequal = {"begun", "momentum", *OPTIONS_WITHOUT_HANDSHAKE}
         return [
             (subject, select_options(value, value.keys() - unequal))
             if isinstance(value, dict)

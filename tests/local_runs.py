@@ -33,7 +33,7 @@ def end_round(optimizers) -> None:
 
 
 def are_equal(params) -> bool:
-    """Whether all ranks hold the same parameters, to the bit."""
+    """Return True if all ranks hold the same parameters, to the bit."""
     return all(torch.equal(p, q) for other in params[1:] for p, q in zip(params[0], other, strict=True))
 
 

@@ -144,7 +144,7 @@ def train_real_ranks_in_both_ways(rank: int, path: str) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def real(text) -> list[tuple[dict, ...]]:
-    """What real ranks find: one answer a rank, in each of the two ways."""
+    """The answers of real ranks, one a rank, in each of the two ways."""
     return list(zip(*run_ranks(train_real_ranks_in_both_ways, RANKS, text), strict=True))
 
 

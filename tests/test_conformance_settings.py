@@ -40,7 +40,7 @@ def test_a_reducer_works_in_every_setting():
 
 @functools.cache
 def reference_run(rank: int, reference: Callable[..., torch.optim.Optimizer], lr: float) -> torch.nn.Module:
-    """What several classes are compared with is trained once."""
+    """The reference that several classes are compared with, trained once."""
     model = cut(make())
     train(model, reference(model.parameters(), lr=lr), range(6), rank, clip=0.5)
     return model

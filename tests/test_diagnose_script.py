@@ -71,7 +71,7 @@ def test_a_script_is_watched_until_enough_was_seen(script, tmp_path, capsys):
 
 
 def diagnose_on_rank(rank: int, script: str, port: int) -> str:
-    """What a process prints that torchrun started; the script makes the process group, as torchrun's variables say."""
+    """The output of a process with torchrun's variables, by which the script makes the process group."""
     torch.distributed.destroy_process_group()
     as_torchrun_would(rank, 2)
     os.environ["MASTER_PORT"] = str(port)

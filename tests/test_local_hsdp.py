@@ -112,7 +112,7 @@ def test_a_checkpoint_of_sites_goes_on_to_the_bit(sites):
 
 
 def groups_of(rank: int) -> list[bool]:
-    """Whether the exchange and the decision of shards run over groups in which training sends nothing."""
+    """Return True if the exchange and the decision of shards run over groups in which training sends nothing."""
     model, optimizer = sharded(delay=1)
     train(model, optimizer, rank, range(1))
     outer, session = optimizer._anchors.outer._session, optimizer._session

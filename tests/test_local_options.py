@@ -114,3 +114,9 @@ def test_the_outer_momentum_is_smaller_with_a_muon_inside():
     for inner, wanted in ((rest, 0.9), (muon, 0.6), ([muon, rest], 0.6), (both, 0.6)):
         assert momentum_of(compopt.LocalSteps(inner)) == wanted
     assert momentum_of(compopt.LocalSteps(muon, outer_momentum=0.25)) == 0.25
+
+
+@pytest.mark.parametrize("inner", [None, 5])
+def test_what_is_no_optimizer_inside_is_refused_in_a_sentence(inner):
+    with pytest.raises(TypeError, match="must be a torch optimizer, got"):
+        compopt.LocalSteps(inner)

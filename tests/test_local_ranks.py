@@ -80,7 +80,7 @@ def test_real_ranks_apply_a_delayed_exchange_at_the_same_step():
 
 
 def train_on(ddp, optimizer, rank: int, steps: int) -> tuple[bool, int]:
-    """Whether replicas are equal after so many steps, and what was received in the last of them."""
+    """Return whether replicas are equal after so many steps, and what was received in the last of them."""
     for t in range(steps):
         got = stepped(ddp, optimizer, rank, t)
     weights = torch.cat([p.detach().view(-1) for p in ddp.module.parameters()])

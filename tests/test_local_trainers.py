@@ -294,7 +294,7 @@ def driven(rank: int, way: str, folder: str) -> dict:
 
 @pytest.fixture(scope="module")
 def ranks(request, tmp_path_factory) -> list[dict]:
-    """What both ranks found, on one of the ways."""
+    """The results of both ranks, on one of the ways."""
     found = run_ranks(driven, 2, request.param, str(tmp_path_factory.mktemp("driven")))
     if "missing" in found[0]:
         pytest.skip(found[0]["missing"])
