@@ -13,7 +13,6 @@ import frontier
 import length
 import quality
 import quality_per_byte
-import readme
 import width
 
 DENSE, OURS = "AdamW (DDP)", "SeparateAdam tracked 16, int8"
@@ -60,13 +59,3 @@ def test_the_runs_that_are_kept_make_every_table():
     assert len(quality_per_byte.rows(2, 800)) > 15 and len(frontier.rows(4, 2000, 128)) > 5
     assert len(width.rows(512)) >= 9
     assert all(len(quality.best_of(name)) > 2 for name in quality.TABLES)
-
-
-def test_the_runs_of_the_readme_picture_are_kept_and_timed():
-    two, four = readme.load_two_ranks(), readme.load_four_ranks()
-    assert all("seconds" in two[run]["evals"][-1] for run in readme.CURVES)
-    assert {point.run for point in readme.TWO_RANKS} <= set(two) and {point.run for point in readme.FOUR_RANKS} <= set(
-        four
-    )
-    assert round(two["SeparateAdam tracked 16, int8"]["evals"][-1]["seconds"]) == 83
-    assert round(two["AdamW (DDP)"]["evals"][-1]["seconds"]) == 269
