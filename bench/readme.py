@@ -20,14 +20,13 @@ from _clock import RATE
 from _ladder_model import SIZES
 
 PICTURE = Path(__file__).parent / "results" / "readme.png"
-LADDER = {  # row: offset of its label in the right panel
-    "DDP + AdamW": (-75, -14),
-    "DDP + Muon": (-62, 6),
-    "PowerSGD 4": (7, 2),
-    "SeparateAdam": (7, 4),
-    "LocalSteps(Muon) 30": (7, -12),
+LADDER = {  # row: its label, and the label's offset in the right panel
+    "DDP + AdamW": ("DDP + AdamW", (-75, -14)),
+    "DDP + Muon": ("DDP + Muon", (-62, 6)),
+    "PowerSGD 4": ("PowerSGD 4", (7, 2)),
+    "SeparateAdam": ("SeparateAdam", (7, 4)),
+    "LocalSteps(Muon) 30, int4, 800": ("LocalSteps(Muon)", (7, -12)),  # the defaults
 }
-BESIDE = {"LocalSteps(Muon) 140": (-8, 13)}  # in the right panel, once it has run
 
 
 def load_ladder() -> list[dict[str, Any]]:
@@ -47,15 +46,15 @@ def draw_ladder(left: Any, right: Any, lines: list[dict[str, Any]]) -> None:
     """Draw loss over seconds, and the last loss, the mean over seeds, over the bytes of the run."""
     first = lines[0]
     for line in lines:
-        row, color = line["row"], _ladder_clock.color_of(line["row"])
-        if row in LADDER:
-            points = [[point[key] for point in line["evals"]] for key in ("seconds", "val_loss")]
-            left.plot(*points, color=color, label=row, linewidth=2)
-            left.plot(points[0][-1], points[1][-1], "o", color=color)
-        if offset := (LADDER | BESIDE).get(row):
-            at = (line["bytes_percent"], line["to_adamw"])
-            right.plot(*at, "o", color=color)
-            right.annotate(row, at, offset, textcoords="offset points", fontsize=9, color=color)
+        if line["row"] not in LADDER:
+            continue
+        (label, offset), color = LADDER[line["row"]], _ladder_clock.color_of(line["row"])
+        points = [[point[key] for point in line["evals"]] for key in ("seconds", "val_loss")]
+        left.plot(*points, color=color, label=label, linewidth=2)
+        left.plot(points[0][-1], points[1][-1], "o", color=color)
+        at = (line["bytes_percent"], line["to_adamw"])
+        right.plot(*at, "o", color=color)
+        right.annotate(label, at, offset, textcoords="offset points", fontsize=9, color=color)
     about = "{ranks} ranks, {:.2g} M parameters, {tokens_per_parameter:g} tokens per parameter"
     left.set(title=about.format(first["parameters"] / 1e6, **first), xlim=(0, None))
     left.set(ylim=(None, first["evals"][1]["val_loss"]))  # all fall alike before

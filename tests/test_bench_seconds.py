@@ -146,7 +146,7 @@ def a_line(row: str, size: str, losses: list[float], **others) -> dict:
 LOSSES = {
     "DDP + AdamW": [3.0, 2.0, 1.6, 1.5],
     "DDP + Muon": [2.8, 1.6, 1.4, 1.3],
-    "LocalSteps(Muon) 30": [3.0, 1.8, 1.6, 1.4],
+    "LocalSteps(Muon) 30, int4, 800": [3.0, 1.8, 1.6, 1.4],
     "SeparateAdam": [3.0, 2.1, 1.7, 1.5],
     "PowerSGD 4": [3.0, 2.2, 1.9, 1.7],
 }
@@ -180,8 +180,8 @@ def test_seconds_to_the_loss_of_ddp_with_adamw(kept):
     assert by_row["DDP + Muon"]["seconds_to_adamw"] == pytest.approx(25)  # halfway from 1.6 to 1.4
     assert by_row["SeparateAdam"]["to_adamw"] == pytest.approx((10 * 1.0 + 30 * 0.25) / 40)
     assert by_row["PowerSGD 4"]["seconds_to_adamw"] is by_row["PowerSGD 4"]["to_adamw"] is None
-    local = by_row["LocalSteps(Muon) 30"]
-    exchanges = list_kinds("LocalSteps(Muon) 30", 40).count("exchanged")
+    local = by_row["LocalSteps(Muon) 30, int4, 800"]
+    exchanges = list_kinds("LocalSteps(Muon) 30, int4, 800", 40).count("exchanged")
     assert local["run_seconds"] == pytest.approx(40 * 0.2 + exchanges * 0.1)
     assert local["network_percent"] == pytest.approx(100 * (1 - 0.2 * 40 / local["run_seconds"]))
     assert by_row["DDP + AdamW"]["compute_percent"] == pytest.approx(20)
@@ -204,7 +204,7 @@ def test_the_command_shows_what_is_kept_and_says_never(kept, monkeypatch, capsys
 
 def test_the_picture_of_the_readme_needs_the_rows_of_the_ladder_and_their_times(kept, tmp_path):
     lines = readme.load_ladder()
-    assert [line["row"] for line in lines] == list(LOSSES) and set(LOSSES) == set(readme.LADDER)
+    assert {line["row"] for line in lines} == set(LOSSES) == set(readme.LADDER)
     assert lines[-1]["to_adamw"] == pytest.approx(1.7 / 1.5, abs=1e-4)
     assert lines[0]["evals"][-1]["seconds"] == pytest.approx(40)
     readme.draw(tmp_path / "ladder.png")
