@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import cut, loss, make
+from fsdp_models import cut, loss, make, whole
 from ranks import run_ranks
 from table import CASES, FORMS, Case
 from torch import Tensor, nn
@@ -251,11 +251,25 @@ def left_over(method: str, rank: int) -> bool:
     return all(torch.equal(mean_residuals[0][name], mean_residuals[1][name]) for name in mean_residuals[0])
 
 
+def continues_as_its_copy(run: Run, method: str) -> bool:
+    """A copy of model and optimizer, laid out for the first time, takes the same steps: residuals are the current ones."""
+    copy = Run(method, run.rank)
+    for p, q in zip(copy.model.parameters(), run.model.parameters(), strict=True):
+        p.data.copy_(q.data)
+    copy.optimizer.load_state_dict(tree_map_only(Tensor, torch.clone, run.optimizer.state_dict()))
+    copy.number = run.number
+    for one in (run, copy):
+        one.train(2)
+    return torch.equal(whole(run.model), whole(copy.model))
+
+
 def all_of(rank: int, method: str) -> dict[str, float]:
     """All events befall one run, one after the other; a checkpoint is loaded, and the group made anew, at last."""
     run = Run(method, rank)
     run.train(3)
-    results = {**frozen(run), **discarded(run), **one_by_one(run), "zeroed": float(not zeroed(run)), **loaded(run)}
+    results = frozen(run)
+    results["residuals after it are stale"] = float(not continues_as_its_copy(run, method))
+    results |= {**discarded(run), **one_by_one(run), "zeroed": float(not zeroed(run)), **loaded(run)}
     results |= {"left over is sent": float(not left_over(method, rank))}
     return {**results, "added up in one half": in_half(method, rank)}
 

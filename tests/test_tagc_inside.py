@@ -8,6 +8,7 @@ import torch.distributed as dist
 from fsdp_models import Two, apart, cut, loss, make, train
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import compopt
@@ -20,9 +21,29 @@ def tagc(model: nn.Module, **options) -> compopt.TagcAdamW:
 def beside_ddp(rank: int, **options) -> dict[str, float]:
     """Beside the form under DistributedDataParallel, its buckets FSDP's modules."""
     fsdp, ddp = cut(make(Two)), DistributedDataParallel(make(Two))
-    inside = tagc(fsdp, warmup_steps=2, **options)
-    groups = [{"params": list(part.named_parameters())} for part in (ddp.module.down, ddp.module.flat)]
-    outside = compopt.TagcAdamW(groups, lr=1e-2, **{"sparsity": 0.9, "warmup_steps": 2, **options})
+    options = {"sparsity": 0.9, "warmup_steps": 2, **options}
+    return compare_runs(rank, fsdp, ddp, tagc(fsdp, **options), tagc_in_groups(ddp.module, **options))
+
+
+def groups_of_one_module(rank: int) -> dict[str, float]:
+    """Two groups with other options, whose gradients FSDP reduces together."""
+    fsdp, ddp = fully_shard(make(Two)), DistributedDataParallel(make(Two))
+    options = {"sparsities": (0.9, 0.5), "warmup_steps": 2}
+    return compare_runs(rank, fsdp, ddp, tagc_in_groups(fsdp, **options), tagc_in_groups(ddp.module, **options))
+
+
+def tagc_in_groups(
+    model: Two, sparsity: float = 0.9, sparsities: tuple[float, ...] = (), **options
+) -> compopt.TagcAdamW:
+    sparsities = sparsities or (sparsity, sparsity)
+    groups = [
+        {"params": list(part.named_parameters()), "sparsity": share}
+        for part, share in zip((model.down, model.flat), sparsities, strict=True)
+    ]
+    return compopt.TagcAdamW(groups, lr=1e-2, **options)
+
+
+def compare_runs(rank: int, fsdp: nn.Module, ddp: nn.Module, inside: compopt.TagcAdamW, outside: compopt.TagcAdamW):
     train(fsdp, inside, range(8), rank)
     train(ddp, outside, range(8), rank)
     pairs = zip(fsdp.parameters(), ddp.parameters(), strict=True)
@@ -112,6 +133,7 @@ def all_of(rank: int) -> dict[str, object]:
         "ddp": beside_ddp(rank),
         "ddp, sketch": beside_ddp(rank, codec="sketch", sketch_ratio=4),
         "ddp, float32": beside_ddp(rank, payload_dtype="float32"),
+        "ddp, groups": groups_of_one_module(rank),
         "oracle": beside_oracle(rank),
     }
 
@@ -121,7 +143,7 @@ def runs(request):
     return run_ranks(all_of, request.param)
 
 
-@pytest.mark.parametrize("name", ["ddp", "ddp, sketch"])
+@pytest.mark.parametrize("name", ["ddp", "ddp, sketch", "ddp, groups"])
 def test_it_is_what_it_is_under_ddp(runs, name):
     assert max(value for rank in runs for value in rank[name].values()) < 1e-12
 
