@@ -122,9 +122,9 @@ def format_methods(rows: Sequence[Row]) -> list[str]:
         *align_columns([("", "kept", "by layer", "residual ", "bytes"), *cells]),
         "  kept: cosine of the method's update and AdamW's at the same gradients, mean over steps",
         "  residual: not sent yet, in multiples of the gradient's norm; + where it still grows",
-        "  bytes: on the network, share of a dense step's, after the start",
+        "  bytes: on the network after the dense start, as a share of DDP's",
         "  *: no row with fewer bytes keeps more",
-        "  TAGC selects on each rank; its rows are of a single rank",
+        "  TAGC: its rows simulate a single rank",
     ]
 
 
@@ -211,7 +211,7 @@ def describe_recommendation(best: Row) -> str:
     share = best.share or 0.0
     text = (
         f"Start with {best.line}: it keeps {best.kept:.2f} of AdamW's update with {share:.1%} of "
-        f"the bytes. No method with at most {FEW_BYTES:.0%} of the bytes keeps {NEGLIGIBLE} more."
+        f"the bytes. No method with at most {FEW_BYTES:.0%} of the bytes is better by {NEGLIGIBLE}."
         if share <= FEW_BYTES
         else f"No method sends at most {FEW_BYTES:.0%} of the bytes. Start with {best.line}: "
         f"it keeps {best.kept:.2f} of AdamW's update with {share:.0%} of the bytes. No other "
