@@ -252,7 +252,7 @@ def left_over(method: str, rank: int) -> bool:
 
 
 def continues_as_its_copy(run: Run, method: str) -> bool:
-    """A copy of model and optimizer, laid out for the first time, takes the same steps: residuals are the current ones."""
+    """Return True if a copy, which lays its buckets out anew, takes the same steps: no stale residual is sent."""
     copy = Run(method, run.rank)
     for p, q in zip(copy.model.parameters(), run.model.parameters(), strict=True):
         p.data.copy_(q.data)
