@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 from conformance import through_a_file
-from local_runs import adamw, are_equal, end_round, single, train
+from local_runs import adamw, are_equal, copies, end_round, single, train
 from problems import gradients, replicas, step, weights
 from sim import World
 
@@ -155,6 +155,7 @@ DAMAGES = {
     "anchor": lambda saved: saved["state"][0]["outer"].update(anchor="x"),
     "not finite": lambda saved: saved["state"][0]["outer"]["anchor"].view(-1)[:1].fill_(float("nan")),
     "shape": lambda saved: saved["state"][0]["outer"].update(anchor=torch.zeros(3)),
+    "shape that broadcasts": lambda saved: saved["state"][0]["outer"].update(anchor=torch.zeros(80)),
     "optimizer": lambda saved: saved["state"][0]["outer"].update(optimizer={}),
     "moved": lambda saved: saved["state"][0]["outer"].update(has_moved=torch.zeros(2)),
     "due": lambda saved: saved["state"][0]["outer"].pop("is_due"),
@@ -252,16 +253,20 @@ def test_consolidated_the_run_that_is_resumed_from_rank_0_is_the_one_that_goes_o
 
 
 def test_from_the_inner_optimizers_own_checkpoint_all_begins_anew():
+    """As in an optimizer that is new: from the parameters there are, not from the anchors of before."""
     params, optimizers = train(2, 9, torch.float32)
-    for optimizer in optimizers:
-        optimizer.load_state_dict(copy.deepcopy(optimizer.inner.state_dict()))
+    new_params, new = train(2, 0, torch.float32)
+    start = copies(params)[0]
+    for rank, optimizer in zip(params + new_params, optimizers + new, strict=True):
+        optimizer.load_state_dict(copy.deepcopy(optimizers[0].inner.state_dict()))
         assert optimizer.stats.round == 0
-    for own in params:
-        for p, q in zip(own, params[0], strict=True):
+        for p, q in zip(rank, start, strict=True):
             p.data.copy_(q)
     for t in range(4):
         step(optimizers[0].comm.world, params, optimizers, single(2, t))
+        step(new[0].comm.world, new_params, new, single(2, t))
         assert are_equal(params) == (t == 3) and optimizers[0].stats.round == (t == 3)
+    assert all(map(torch.equal, params[0], new_params[0]))
 
 
 def test_a_state_that_only_some_ranks_keep_stays_as_it_is():

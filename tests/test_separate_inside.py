@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 import compopt
 
 KINDS = {
-    "gaussian": {"projection": "gaussian", "ratio": 4, "block_rows": 24},  # which divides no number of rows
+    # blocks of rows that divide no number of rows; residuals are set to zero after the fourth of five steps
+    "gaussian": {"projection": "gaussian", "ratio": 4, "block_rows": 24, "reset_interval": 4},
     "orthonormal": {"projection": "orthonormal", "ratio": 16},  # at 4 the QR of the wide matrix takes all the time
     "tracked": {"projection": "tracked", "rank": 4},
 }
@@ -99,6 +100,22 @@ def cut_otherwise(rank: int) -> float:
     return apart(*models)
 
 
+def cleared_on_one_rank(rank: int) -> float:
+    """A gradient that is cleared on one rank only: that rank's shard takes the step of a gradient of zeros."""
+    models = [cut(make(Two)), cut(make(Two))]
+    for model, is_none in zip(models, (True, False), strict=True):
+        optimizer, weight = around(list(model.named_parameters()), **KINDS["tracked"]), model.down.weight
+        train(model, optimizer, range(3), rank)
+        optimizer.zero_grad()
+        loss(model, 3, rank).backward()
+        if rank == 1 and is_none:
+            weight.grad = None
+        elif rank == 1:
+            weight.grad.to_local().zero_()
+        optimizer.step()
+    return apart(*models)
+
+
 def refused(rank: int) -> dict[str, str]:
     results, model = {}, cut(make())
     params = list(model.named_parameters())
@@ -129,6 +146,7 @@ def used(rank: int) -> dict[str, object]:
     return {
         "conserved": conserved(rank),
         "otherwise": cut_otherwise(rank),
+        "cleared": cleared_on_one_rank(rank),
         "refused": refused(rank),
     }
 
@@ -162,6 +180,10 @@ def test_nothing_is_lost(uses):
 
 def test_other_dimensions_may_be_cut_and_groups_have_their_own_options(uses):
     assert max(rank["otherwise"] for rank in uses) < 1e-12
+
+
+def test_a_gradient_cleared_on_one_rank_is_zeros_there(uses):
+    assert [rank["cleared"] for rank in uses] == [0, 0]
 
 
 def test_refusals_say_what_to_do(uses):
