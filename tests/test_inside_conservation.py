@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from fsdp_models import cut, loss, make
 from ranks import run_ranks
-from table import CASES, FORMS, Case
+from table import CASES, FORMS, Case, muon
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -48,6 +48,8 @@ def build(method: str, model: nn.Module) -> torch.optim.Optimizer:
         size = {"rank": 4} if kind == "tracked" else {"ratio": 64}
         options = dict(size, projection=kind, warmup_steps=0, payload_dtype=payload_dtype)
         return compopt.SeparateAdam(model.parameters(), lr=1e-2, **options)
+    if kind == "Average, Muon":  # one iteration of Newton-Schulz is enough: it averages nothing
+        return compopt.Average(muon(model.parameters(), lr=1e-2, ns_steps=1), payload_dtype=payload_dtype)
     return CASES_INSIDE[kind].make(model.parameters(), payload_dtype=payload_dtype)
 
 
