@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from fsdp_models import cut, loss, make, whole
 from ranks import run_ranks
-from table import CASES, FORMS, Case
+from table import CASES, FORMS, Case, muon
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -48,6 +48,8 @@ def build(method: str, model: nn.Module) -> torch.optim.Optimizer:
         size = {"rank": 4} if kind == "tracked" else {"ratio": 64}
         options = dict(size, projection=kind, warmup_steps=0, payload_dtype=payload_dtype)
         return compopt.SeparateAdam(model.parameters(), lr=1e-2, **options)
+    if kind == "Average, Muon":  # one iteration of Newton-Schulz is enough: it averages nothing
+        return compopt.Average(muon(model.parameters(), lr=1e-2, ns_steps=1), payload_dtype=payload_dtype)
     return CASES_INSIDE[kind].make(model.parameters(), payload_dtype=payload_dtype)
 
 
@@ -60,11 +62,24 @@ class Run:
         self.optimizer = build(method, self.model)
 
     def mean_gradient(self, number: int) -> dict[str, Tensor]:
-        for p, q in zip(self.uncut.parameters(), self.model.parameters(), strict=True):
-            p.data.copy_(q.full_tensor().detach())
+        shards = [p.detach().to_local() for p in self.model.parameters()]
+        for p, weight in zip(self.uncut.parameters(), self.put_together(shards), strict=True):
+            p.data.copy_(weight)
         total = sum(loss(self.uncut, number, who) for who in range(self.ranks)) / self.ranks
         names = [name for name, _ in self.uncut.named_parameters()]
         return dict(zip(names, torch.autograd.grad(total, list(self.uncut.parameters())), strict=True))
+
+    def put_together(self, shards: list[Tensor]) -> list[Tensor]:
+        """Return whole tensors, for all of which one collective is enough: FSDP2 cuts as ``chunk`` does."""
+        shapes = [p.shape for p in self.uncut.parameters()]
+        flat = torch.zeros(sum(shape.numel() for shape in shapes), dtype=shards[0].dtype)
+        parts = flat.split([shape.numel() for shape in shapes])
+        results = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        for result, shard in zip(results, shards, strict=True):
+            if shard.numel():
+                result.chunk(self.ranks)[self.rank].copy_(shard)
+        dist.all_reduce(flat)
+        return results
 
     def mean_residuals(self) -> dict[str, Tensor]:
         """The mean over ranks of what they hold back."""
@@ -88,8 +103,9 @@ class Run:
 
     def applied(self) -> dict[str, Tensor]:
         """Return what the step takes for the averaged gradient."""
-        pairs = self.model.named_parameters()
-        return {name: torch.zeros(p.shape) if p.grad is None else p.grad.full_tensor() for name, p in pairs}
+        pairs = dict(self.model.named_parameters())
+        shards = [torch.zeros_like(p).to_local() if p.grad is None else p.grad.to_local() for p in pairs.values()]
+        return dict(zip(pairs, self.put_together(shards), strict=True))
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -236,12 +252,10 @@ def one_by_one(run: Run) -> dict[str, float]:
     return results
 
 
-def left_over(method: str, rank: int) -> bool:
+def left_over(run: Run, other: Run) -> bool:
     """Gradients that nobody sets to zero after their step: the next backward sends residuals all the same."""
-    runs = [Run(method, rank), Run(method, rank)]
-    for run in runs:
-        run.train(3)
-    runs[0].optimizer.zero_grad()
+    run.optimizer.zero_grad()
+    runs = [run, other]
     for run in runs:
         run.compute_gradients()
         run.optimizer.step()
@@ -265,12 +279,11 @@ def continues_as_its_copy(run: Run, method: str) -> bool:
 
 def all_of(rank: int, method: str) -> dict[str, float]:
     """All events befall one run, one after the other; a checkpoint is loaded, and the group made anew, at last."""
-    run = Run(method, rank)
-    run.train(3)
-    results = frozen(run)
+    run, other = Run(method, rank), Run(method, rank)
+    run.train(3), other.train(3)
+    results = {"left over is sent": float(not left_over(run, other)), **frozen(run)}
     results["residuals after it are stale"] = float(not continues_as_its_copy(run, method))
     results |= {**discarded(run), **one_by_one(run), "zeroed": float(not zeroed(run)), **loaded(run)}
-    results |= {"left over is sent": float(not left_over(method, rank))}
     return {**results, "added up in one half": in_half(method, rank)}
 
 

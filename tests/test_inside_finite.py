@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ import compopt.tagc
 
 INSIDE = {case.name: case for case in CASES + FORMS + OTHERS if case.works_inside}
 BACKENDS = ("torch", "native")
+SELECT = "select_top_k_of_each"
 FILLS = {  # which elements of one rank's gradient are replaced, and by what
     "the first is NaN": ((0, 0), math.nan),
     "the last is NaN": ((-1, -1), math.nan),
@@ -96,19 +98,20 @@ def mistakes_of(rank: int, name: str) -> dict[str, str]:
     optimizer = INSIDE[name].make(model.parameters())
     if optimizer.backend != os.environ["COMPOPT_BACKEND"]:
         return {"any": f"runs on {optimizer.backend}"}
-    train(model, optimizer, range(4), rank)
-    return {what: mistake_of(rank, model, optimizer, FILLS[what], 4 + 2 * n) for n, what in enumerate(FILLS)}
+    train(model, optimizer, range(3), rank)  # two of a dense start, and one that leaves residuals
+    return {what: mistake_of(rank, model, optimizer, FILLS[what], 3 + 2 * n) for n, what in enumerate(FILLS)}
 
 
-def find_mistakes(rank: int, backend: str) -> dict[str, str]:
-    os.environ["COMPOPT_BACKEND"] = backend
-    answers = {name: mistakes_of(rank, name) for name in INSIDE}
-    compopt.tagc.select_top_k_of_each = select_finite_top_k(compopt.tagc.select_top_k_of_each)
-    answers["TagcAdamW without NaN among the largest"] = mistakes_of(rank, "TagcAdamW")
+def find_mistakes(rank: int) -> dict[str, str]:
+    answers = {}
+    for backend in BACKENDS:
+        os.environ["COMPOPT_BACKEND"] = backend
+        answers |= {f"{name}, {backend}": mistakes_of(rank, name) for name in INSIDE}
+        with mock.patch.object(compopt.tagc, SELECT, select_finite_top_k(getattr(compopt.tagc, SELECT))):
+            answers[f"TagcAdamW without NaN among the largest, {backend}"] = mistakes_of(rank, "TagcAdamW")
     return {f"{name}, {what}": mistake for name, of in answers.items() for what, mistake in of.items() if mistake}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_gradient_that_is_not_finite_makes_all_ranks_skip(backend):
-    assert run_ranks(find_mistakes, 2, backend) == [{}, {}]
+def test_a_gradient_that_is_not_finite_makes_all_ranks_skip():
+    assert run_ranks(find_mistakes, 2) == [{}, {}]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from unittest import mock
+
 import pytest
 import torch
 from sim import World
@@ -24,10 +27,16 @@ OPTIONS = {
 }
 
 
-def trained(case: str, backend: str, monkeypatch, ranks: int = 1, steps: int = 6) -> list[torch.Tensor]:
+def train(case: str, backend: str, ranks: int = 1, steps: int = 5) -> list[torch.Tensor]:
     """Parameters of rank 0 after some steps of several buckets in two groups."""
-    monkeypatch.setenv("COMPOPT_BACKEND", backend)
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 20_000)
+    with mock.patch.dict("os.environ", COMPOPT_BACKEND=backend), mock.patch.object(buckets, "BUCKET_BYTES", 20_000):
+        return train_buckets(case, ranks, steps)
+
+
+trained = functools.cache(train)
+
+
+def train_buckets(case: str, ranks: int, steps: int) -> list[torch.Tensor]:
     world, random = World(ranks), torch.Generator().manual_seed(0)
     shapes = [*((64, 70 + k) for k in range(4)), (37,)]
     start = [torch.randn(shape, generator=random) for shape in shapes]
@@ -58,8 +67,8 @@ def interpreted() -> None:
 
 
 @pytest.mark.parametrize("case", OPTIONS)
-def test_buckets_and_groups_step_as_one_after_the_other(monkeypatch, interpreted, case):
-    ours, theirs = (trained(case, backend, monkeypatch) for backend in ("triton", "torch"))
+def test_buckets_and_groups_step_as_one_after_the_other(interpreted, case):
+    ours, theirs = (trained(case, backend) for backend in ("triton", "torch"))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)
 
@@ -67,14 +76,14 @@ def test_buckets_and_groups_step_as_one_after_the_other(monkeypatch, interpreted
 def test_where_there_is_little_room_a_few_buckets_select_at_a_time(monkeypatch, interpreted):
     from compopt._ops.triton import selection
 
-    together = trained("ScapeAdamS", "triton", monkeypatch)
+    together = trained("ScapeAdamS", "triton")
     monkeypatch.setattr(selection, "ROOM", 4 * 64 * 73)  # one bucket's
-    apart = trained("ScapeAdamS", "triton", monkeypatch)
+    apart = train("ScapeAdamS", "triton")
     assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
 
 
 @pytest.mark.parametrize("case", ["ScapeAdamS", "ScapeAdamS, bits"])
-def test_what_other_ranks_select_is_read_for_all_buckets_together(monkeypatch, interpreted, case):
-    ours, theirs = (trained(case, backend, monkeypatch, ranks=2, steps=4) for backend in ("triton", "torch"))
+def test_what_other_ranks_select_is_read_for_all_buckets_together(interpreted, case):
+    ours, theirs = (train(case, backend, ranks=2, steps=4) for backend in ("triton", "torch"))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)
