@@ -36,27 +36,48 @@ def patch_language_once() -> None:
     interpreter._patch_lang = patch_if_not_yet
 
 
-def look_up_types_once() -> None:
-    """A twelfth of the interpreter's time: for every value it builds a table of NumPy's types, to look up one."""
+def remember_types() -> None:
+    """A third of what is left: every operator makes a table of NumPy's types, and unwraps and wraps shapes."""
     try:
+        from triton.language import core
         from triton.runtime import interpreter
 
-        look_up = interpreter._get_np_dtype
-    except (ImportError, AttributeError):  # no Triton, or one that is built differently
+        find_dtype, constexpr = interpreter._get_np_dtype, core.constexpr
+        make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
+    except (ImportError, AttributeError):
         return
-    known: dict[str, object] = {}
+    dtypes: dict[str, object] = {}
+    blocks: dict[tuple, dict[str, object]] = {}
+    shapes: dict[tuple, tuple] = {}
 
-    def get_np_dtype(dtype: object) -> object:
-        if dtype.name not in known:
-            known[dtype.name] = look_up(dtype)
-        return known[dtype.name]
+    def find_dtype_once(dtype: object) -> object:
+        name = dtype.scalar.name
+        if name not in dtypes:
+            dtypes[name] = find_dtype(dtype)
+        return dtypes[name]
 
-    interpreter._get_np_dtype = get_np_dtype
+    def make_block_as_before(self: object, element_ty: object, shape: list) -> None:
+        key = element_ty.name, *[x.value if isinstance(x, constexpr) else x for x in shape]
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = {name: value for name, value in vars(self).items() if name != "element_ty"}
+        vars(self).update(blocks[key], element_ty=element_ty)
+
+    def make_tensor_as_before(self: object, handle: object, type: object) -> None:
+        key = (*type.shape,) if type.is_block() else ()
+        if key not in shapes:
+            make_tensor(self, handle, type)
+            shapes[key] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[key]
+
+    interpreter._get_np_dtype = find_dtype_once
+    core.block_type.__init__, core.tensor.__init__ = make_block_as_before, make_tensor_as_before
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     patch_language_once()
-    look_up_types_once()
+    remember_types()
 
 
 def shares(item: pytest.Item) -> bool:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -47,11 +48,18 @@ def place() -> str:
     return ""
 
 
+@functools.cache
+def results_of(function: Any) -> tuple[bool, bool, bool]:
+    """Return whether its result, or its shape, is a matter of numbers on the device, and whether it takes an index."""
+    knows, sized = torch.Tag.data_dependent_output in function.tags, torch.Tag.dynamic_output_shape in function.tags
+    return knows, sized, function.overloadpacket is aten.index
+
+
 def waits(function: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Return True if the host would wait for what this operator, which is no copy, finds on the device."""
-    knows = torch.Tag.data_dependent_output in function.tags
-    sized = torch.Tag.dynamic_output_shape in function.tags and kwargs.get("output_size") is None
-    if function.overloadpacket is aten.index:
+    knows, sized, is_index = results_of(function)
+    sized = sized and kwargs.get("output_size") is None
+    if is_index:
         sized = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
     return knows or sized
 

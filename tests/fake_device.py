@@ -14,6 +14,7 @@ A process that has registered the device keeps it: use a child.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
@@ -36,6 +37,12 @@ def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
         elif isinstance(x, list | tuple):
             results += tensors_of(x)
     return results
+
+
+@functools.cache
+def kind_of(packet: Any) -> tuple[bool, bool]:
+    """Return whether operators of this name pin memory, or ask for it, and whether they copy."""
+    return packet in (aten._pin_memory, aten.is_pinned), packet in COPIES
 
 
 def mapped(change: Callable[[Any], Any], x: Any) -> Any:
@@ -120,20 +127,21 @@ class Device(TorchDispatchMode):
         return self.compute(function, args, kwargs or {})
 
     def compute(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        given = tensors_of((*args, *kwargs.values()))
+        given = tensors_of((*args, *kwargs.values()) if kwargs else args)
         ours = [x for x in given if isinstance(x, OnDevice)]
         packet = function.overloadpacket
-        if packet in (aten._pin_memory, aten.is_pinned):
+        is_pin, is_copy = kind_of(packet)
+        if is_pin:
             return self._pin(packet, given[0])
         to = kwargs.get("device")
         on_device = to.type == NAME if to is not None else bool(ours)
-        if packet in COPIES:
+        if is_copy:
             on_device = self._copied(packet, args, kwargs)
         elif ours:
             self._look(function, packet, args, kwargs, given, ours)
         if not ours and not on_device:
             return function(*args, **kwargs)
-        inner = {name: mapped(_held, x) for name, x in kwargs.items() if name != "pin_memory"}
+        inner = {name: mapped(_held, x) for name, x in kwargs.items() if name != "pin_memory"} if kwargs else kwargs
         result = function(*mapped(_held, args), **inner)
         for x in ours:
             assert x.shape == x.held.shape, f"{function} changed a shape in place"
@@ -165,9 +173,11 @@ class Device(TorchDispatchMode):
         """Count where this operator would make the host wait, and refuse what a real device would not take."""
         if waits(function, args, kwargs):
             self._note(self.accesses)
+        if len(ours) == len(given):
+            return
         hosts = [x for x in given if not isinstance(x, OnDevice)]
         number = all(x.dim() == 0 for x in hosts) and isinstance(args[0], OnDevice | float | int)
-        if hosts and not (number and not packet.__name__.startswith(("_fused", "_foreach"))):
+        if not (number and not packet.__name__.startswith(("_fused", "_foreach"))):
             self._note(self.mixed)
             raise RuntimeError(f"Expected all tensors to be on the same device, but {packet} was given two.")
 

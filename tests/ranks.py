@@ -26,10 +26,20 @@ WAITING = 0.005  # of a processor that a rank may use while it waits: gloo's thr
 FOREVER = timedelta(seconds=2 * HANG_GUARD)  # a process group's timeout, where no test is about it
 
 _context = multiprocessing.get_context("forkserver")
-PRELOADED = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch._dynamo", "compopt", "pytest"]
-if "PYTEST_XDIST_WORKER" in os.environ:  # ranks of several files train with these; one file would not need all
-    PRELOADED += ["transformers.trainer", "accelerate", "lightning.pytorch", "lightning.fabric"]
-_context.set_forkserver_preload(PRELOADED)
+PRELOADED = ["tests.without_collections"]  # found from the root, where pytest runs
+PRELOADED += ["torch", "torch.distributed", "torch.distributed.fsdp", "torch._dynamo", "compopt", "pytest"]
+
+
+def preload(*modules: str) -> None:
+    """Import these too before ranks are forked: for files whose ranks would each import them, for a second or more.
+
+    It has to be called while tests are collected.
+    """
+    PRELOADED.extend(modules)
+    _context.set_forkserver_preload(PRELOADED)
+
+
+preload()
 
 
 def be_patient() -> None:
@@ -54,6 +64,7 @@ def _work(rank: int, size: int, file: str, results: Any, function: Callable[...,
     import torch.distributed as dist
 
     gc.freeze()  # what was imported before the fork stays: a collection would look through it, and copy its pages
+    gc.enable()
     be_patient()
     try:
         dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=FOREVER)

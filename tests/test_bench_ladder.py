@@ -102,7 +102,7 @@ def test_sizes_have_about_the_parameters_of_their_names():
 # Batched ranks and real ones
 
 
-def train_real_ranks(rank: int, path: str, make_model) -> dict[str, tuple[list[float], list[list[float]]]]:
+def train_real_ranks(rank: int, path: str, make_model) -> dict[str, tuple[list[float], list[Tensor]]]:
     """Every row on this rank: its losses, and its parameters at the end."""
     found = {}
     for name, row in ROWS.items():
@@ -119,7 +119,7 @@ def train_real_ranks(rank: int, path: str, make_model) -> dict[str, tuple[list[f
                 group["lr"] = scheduled(run.lr, step, STEPS)
             optimizer.step()
         getattr(optimizer, "end_round", lambda: None)()
-        found[name] = losses, [p.detach().flatten().tolist() for p in params.values()]
+        found[name] = losses, [p.detach().clone() for p in params.values()]
     return found
 
 
@@ -169,8 +169,7 @@ def check_equal(found: tuple, real: list[dict], name: str, tolerance: float) -> 
     for rank in range(RANKS):
         theirs, weights = real[rank][name]
         replica = rank if len(losses[0]) > 1 else 0
-        for p, values in zip(params.values(), weights, strict=True):
-            expected = torch.tensor(values, dtype=torch.float64).view(p[replica].shape)
+        for p, expected in zip(params.values(), weights, strict=True):
             torch.testing.assert_close(p[replica].detach(), expected, rtol=tolerance, atol=tolerance, msg=name)
         if len(losses[0]) > 1:
             assert [step[rank] for step in losses] == pytest.approx(theirs, rel=tolerance, abs=0), name

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import preload, run_ranks
 from table import CASES, Case, by_name
 from test_scripts import as_torchrun_would
 from torch.nn.utils import parameters_to_vector
 
 if not all(map(find_spec, ("transformers", "accelerate"))):  # to import them takes seconds, of each worker
     pytest.skip("needs transformers and accelerate", allow_module_level=True)
+preload("transformers.trainer", "accelerate")
 SAMPLED = dataclasses.replace(by_name["ScapeAdamS"], compressed=dict(density=0.1, density_warmup_steps=0))
 CASE = {case.name: case for case in CASES} | {"ScapeAdamS, sampled": SAMPLED}  # that one on tensors worth a sample
 STEPS, AT = 9, 5

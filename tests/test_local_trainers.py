@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from in_place import as_torchrun_would, in_place
-from ranks import HANG_GUARD, run_ranks
+from ranks import HANG_GUARD, preload, run_ranks
 from test_hf import gpt2, trainer
 from test_saving_places import blocks, loss, net, run
 from torch import nn
@@ -26,6 +26,7 @@ from user_scripts import CHANGED
 
 import compopt
 
+preload("lightning.pytorch", "lightning.fabric")
 EVERY, STEPS, SAVED = 4, 10, 5  # the last step and the saved one are within a round
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from in_place import as_torchrun_would
-from ranks import run_ranks
+from ranks import preload, run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -19,6 +19,7 @@ from torch.nn.utils import parameters_to_vector
 
 import compopt
 
+preload("transformers.trainer", "accelerate", "lightning.pytorch", "lightning.fabric")
 PAGE = (Path(__file__).parents[1] / "docs" / "checkpoints.md").read_text()
 RADIUS = dict(lr=1e-2, density=0.3, interval=3, warmup_steps=1)
 BEFORE, AFTER = 5, 3

@@ -16,8 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from in_place import as_torchrun_would, example, in_place
-from ranks import run_ranks
+from ranks import preload, run_ranks
 from user_scripts import CHANGED
+
+preload("transformers.trainer", "accelerate", "lightning.pytorch", "lightning.fabric")
 
 
 def sent_through_sockets() -> int:

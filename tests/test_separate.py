@@ -75,12 +75,12 @@ def as_drawn(ratio: float, kind: str, height: int | str | None):
 
 
 OPTIONS = {
-    "auto": dict(ratio=8, reset_interval=9),
+    "auto": dict(ratio=8, reset_interval=4),
     "clipped": dict(ratio=4, ef_beta=0.95, reset_interval=None, warmup_steps=3, max_grad_norm=20.0),
     "clipped locally": dict(ratio=8, warmup_steps=2, max_grad_norm=20.0, clip="local"),
     "no error feedback": dict(ratio=16, ef_beta=1.0, max_grad_norm=20.0),
     "orthonormal": dict(ratio=8, projection="orthonormal", ef_beta=0.5, reset_interval=None),
-    "blocks": dict(ratio=8, block_rows=48, reset_interval=9, max_grad_norm=20.0, warmup_steps=2),
+    "blocks": dict(ratio=8, block_rows=48, reset_interval=4, max_grad_norm=20.0, warmup_steps=2),
     "orthonormal blocks": dict(ratio=8, block_rows=100, projection="orthonormal", ef_beta=0.5, reset_interval=None),
     "blocks by themselves": dict(ratio=8, block_rows="auto"),
 }
@@ -106,7 +106,7 @@ def test_equals_the_oracle(ranks, base, options):
     compress = [random(1, i) is not None for i in range(len(turned(weights())))]
     oracle = SeparateOracle(turned(weights()), ranks, inner, random, compress=compress, **message)
     phases = set()
-    for t in range(20 if options.get("reset_interval") else 12):
+    for t in range(10 if options.get("reset_interval") else 8):
         grads = gradients(ranks, t)
         step(world, params, optimizers, grads)
         oracle.step([turned(local) for local in grads])

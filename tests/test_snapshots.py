@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -117,9 +119,26 @@ def resumes(rank: int, folder: str, kind: str, options: dict, is_shared: bool) -
 KINDS = [("rounds", OPTIONS[0]), ("rounds", OPTIONS[1]), ("Radius", {})]
 
 
+@pytest.fixture(scope="module")
+def begin(tmp_path_factory) -> Callable[..., list[dict[str, torch.Tensor]]]:
+    """Run what two ranks begin with, once for each way; copy the snapshots of it into a folder, return its parts."""
+
+    @functools.cache
+    def run_once(kind: str, number: int, is_shared: bool) -> tuple[Path, list[dict[str, torch.Tensor]]]:
+        folder = tmp_path_factory.mktemp("begun")
+        return folder, run_ranks(begins, 2, str(folder), kind, OPTIONS[number], is_shared)
+
+    def begin(folder: Path, kind: str, options: dict, is_shared: bool = False) -> list[dict[str, torch.Tensor]]:
+        source, parts = run_once(kind, OPTIONS.index(options), is_shared)
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+        return parts
+
+    return begin
+
+
 @pytest.mark.parametrize(("kind", "options"), KINDS)
-def test_the_same_ranks_go_on_to_the_bit(kind, options, tmp_path):
-    before = run_ranks(begins, 2, str(tmp_path), kind, options, False)
+def test_the_same_ranks_go_on_to_the_bit(kind, options, begin, tmp_path):
+    before = begin(tmp_path, kind, options)
     after = run_ranks(resumes, 2, str(tmp_path), kind, options, False)
     for was, now in zip(before, after, strict=True):
         assert was.keys() == now.keys()
@@ -132,9 +151,9 @@ def is_own(name: str) -> bool:
 
 @pytest.mark.parametrize(("kind", "options"), KINDS[::2])
 @pytest.mark.parametrize(("ranks", "is_shared"), [(3, False), (3, True), (1, True)])
-def test_other_ranks_go_on_from_the_mean(kind, options, ranks, is_shared, tmp_path):
+def test_other_ranks_go_on_from_the_mean(kind, options, ranks, is_shared, begin, tmp_path):
     """Common state is the same on all ranks, and state of single ranks becomes its mean."""
-    before = run_ranks(begins, 2, str(tmp_path), kind, options, is_shared)
+    before = begin(tmp_path, kind, options, is_shared)
     after = run_ranks(resumes, ranks, str(tmp_path), kind, options, is_shared)
     for now in after:
         for name, value in now.items():
@@ -150,8 +169,8 @@ def test_other_ranks_go_on_from_the_mean(kind, options, ranks, is_shared, tmp_pa
                 assert torch.equal(value, was[0]), name
 
 
-def test_a_rank_that_is_gone_takes_only_its_own_part_with_it(tmp_path):
-    before = run_ranks(begins, 2, str(tmp_path), "rounds", {}, False)
+def test_a_rank_that_is_gone_takes_only_its_own_part_with_it(begin, tmp_path):
+    before = begin(tmp_path, "rounds", {})
     shutil.rmtree(tmp_path / "node 0")
     (tmp_path / "node 1").rename(tmp_path / "node 0")
     (now,) = run_ranks(resumes, 1, str(tmp_path), "rounds", {}, False)
@@ -159,8 +178,8 @@ def test_a_rank_that_is_gone_takes_only_its_own_part_with_it(tmp_path):
         torch.testing.assert_close(now[name], before[1][name])
 
 
-def test_what_is_not_complete_is_passed_over(tmp_path):
-    run_ranks(begins, 2, str(tmp_path), "rounds", {}, False)
+def test_what_is_not_complete_is_passed_over(begin, tmp_path):
+    begin(tmp_path, "rounds", {})
     torn = tmp_path / "node 0" / "step-00000008" / "replica-0-of-2"
     torn.mkdir(parents=True)
     (torn / "__0_0.distcp").write_bytes(b"torn")

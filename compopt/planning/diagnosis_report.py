@@ -211,7 +211,8 @@ def describe_recommendation(best: Row) -> str:
     share = best.share or 0.0
     text = (
         f"Start with {best.line}: it keeps {best.kept:.2f} of AdamW's update with {share:.1%} of "
-        f"the bytes. No method with at most {FEW_BYTES:.0%} of the bytes is better by {NEGLIGIBLE} or more."
+        f"the bytes. No method with at most {FEW_BYTES:.0%} of the bytes is better by "
+        f"{NEGLIGIBLE} or more."
         if share <= FEW_BYTES
         else f"No method sends at most {FEW_BYTES:.0%} of the bytes. Start with {best.line}: "
         f"it keeps {best.kept:.2f} of AdamW's update with {share:.0%} of the bytes. No other "
