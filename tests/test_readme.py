@@ -1,4 +1,4 @@
-"""README.md is short and its links work; docs/launch.md runs as it stands; docs/choosing.md counts bytes rightly."""
+"""README.md is short and its links work; docs/launch.md runs as it stands; docs/settings.md counts bytes rightly."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import compopt
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 LAUNCH = (ROOT / "docs" / "launch.md").read_text()
-CHOOSING = (ROOT / "docs" / "choosing.md").read_text()
+SETTINGS = (ROOT / "docs" / "settings.md").read_text()
 LINK = re.compile(r"\]\(([^)#]+)\)")
 
 
@@ -109,10 +109,10 @@ def share(rank: int) -> float:
 
 
 def test_the_stated_share_of_bytes_is_what_is_counted():
-    rows = dict(re.findall(r"^\| (128|768|4096) \| ([\d.]+) %", CHOOSING, re.M))
+    rows = dict(re.findall(r"^\| (128|768|4096) \| ([\d.]+) %", SETTINGS, re.M))
     assert len(rows) == 3
     for width, percent in rows.items():  # rank * (rows + columns) values of 1 + 4 / 128 bytes, of 4 * rows * columns
         by_formula = 100 * 16 * 16 * int(width) * (1 + 4 / 128) / (4 * 12 * int(width) ** 2)
         assert float(percent) == pytest.approx(by_formula, rel=0.04)
-    counted = float(re.search(r"\(([\d.]+) % counted", CHOOSING)[1])
+    counted = float(re.search(r"\(([\d.]+) % counted", SETTINGS)[1])
     assert [round(100 * of, 1) for of in run_ranks(share, 2)] == [counted, counted]
