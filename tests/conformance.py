@@ -34,7 +34,7 @@ OTHERS = [
     other("TagcAdamW", "sketch", codec="sketch", sketch_ratio=4),
     projected(
         "SeparateAdam", "orthonormal", ratio=32
-    ),  # at 8 the QR of 512 columns takes most of the time inside FSDP2
+    ),  # at 8 a QR of 512 columns takes most of the time
     projected("SeparateAdam", "tracked"),
     projected("Separate", "tracked"),
 ]

@@ -31,9 +31,9 @@ def both(rank: int, folder: str) -> list[dict]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.long
 def test_by_default_two_hundred_steps_take_a_tenth_of_the_bytes(tmp_path):
-    """Measured: 1.060 and 1.063 times AdamW's loss, 10.2 % of its bytes as they are counted, and on the sockets 3 % more than
-    counted, of gloo's own. Without a start the loss is 1.10 to 1.11 times AdamW's, after 30 steps 1.05: what this text
-    asks for, a permutation of 64 tokens, is of full rank."""
+    """Measured: 1.060 and 1.063 times AdamW's loss, 10.2 % of its bytes as they are counted, and on the sockets 3 %
+    more than counted, of gloo's own. Without a start the loss is 1.10 to 1.11 times AdamW's, after 30 steps 1.05: what
+    this text asks for, a permutation of 64 tokens, is of full rank."""
     for rank, (adamw, ours) in enumerate(run_ranks(both, 2, str(tmp_path))):
         losses = [sum(one["losses"][-20:]) / 20 for one in (adamw, ours)]
         assert ours["class"] == "SeparateAdam" and ours["equal"] and len(ours["losses"]) == 200
