@@ -32,9 +32,7 @@ def projected(name: str, projection: str, **options) -> Case:
 OTHERS = [
     other("ScapeAdamS", "no delay", mask_delay=0),
     other("TagcAdamW", "sketch", codec="sketch", sketch_ratio=4),
-    projected(
-        "SeparateAdam", "orthonormal", ratio=32
-    ),  # at 8 a QR of 512 columns takes most of the time
+    projected("SeparateAdam", "orthonormal", ratio=32),  # at 8 a QR of 512 columns takes most of the time
     projected("SeparateAdam", "tracked"),
     projected("Separate", "tracked"),
 ]
