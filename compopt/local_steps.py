@@ -75,7 +75,7 @@ from .average import average, outer_sgd
 
 
 def default_outer_momentum(inner: torch.optim.Optimizer) -> float:
-    """Return the outer momentum that ended lowest at 20 tokens per parameter (docs/local_settings.md)."""
+    """Return the outer momentum with the lowest loss (docs/local_settings.md)."""
     return 0.6 if "Muon" in describe_members(inner) else 0.9
 
 
