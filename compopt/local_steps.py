@@ -41,7 +41,12 @@ from ._engine.checkpoint import check_groups, warn_of_missing_state
 from ._engine.collective_generators import CollectiveGenerator, sum_over_groups
 from ._engine.combined import OneOrSeveral, combine_optimizers, describe_members
 from ._engine.decision import StepDecision
-from ._engine.gradients import check_gradients, drop_scale, restore_scale, unscale_gradients
+from ._engine.gradients import (
+    check_gradients,
+    drop_scale_on_error,
+    restore_scale,
+    unscale_gradients,
+)
 from ._engine.join import JoinHook, follow_ranks_with_data
 from ._engine.missing_ranks import RankLeft
 from ._engine.options import OPTIONS_WITHOUT_HANDSHAKE, Group, Setting, require, select_options
@@ -247,6 +252,11 @@ class LocalSteps(Wrapper):
         if self.averages_gradients:
             yield from super().step_as_generator()
             return
+        with drop_scale_on_error(self._session):
+            yield from self._step_locally()
+
+    def _step_locally(self) -> CollectiveGenerator[None]:
+        """Take this rank's own step, and perform what is due after it."""
         session = self._session
         check_can_step(session)
         self._check_not_hidden()
@@ -262,7 +272,6 @@ class LocalSteps(Wrapper):
         try:
             is_applied = yield from self._synchronize()
         except (CommunicationError, RankLeft) as error:
-            drop_scale(session)
             advice = "It is tried again after the next step."
             if isinstance(error, RankLeft):
                 advice = "Make a new process group on all ranks and call rebind()."

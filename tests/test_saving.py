@@ -20,6 +20,7 @@ COMPRESSED = (0, 2, 3)
 RADIUS = functools.partial(compopt.RadiusAdamW, lr=1e-2, density=0.3, interval=100, warmup_steps=0)
 TAGC = functools.partial(compopt.TagcAdamW, lr=1e-2, sparsity=0.9)
 SCAPE = functools.partial(compopt.ScapeAdamS, lr=1e-2, density=0.2, density_warmup_steps=0)
+SHARDED_SCAPE = functools.partial(SCAPE, sharded=True, warmup_steps=0)
 
 
 class Run:
@@ -28,9 +29,12 @@ class Run:
         self.world, self.params, self.optimizers = replicas(ranks, weights(SHAPES, dtype), make)
         self.t = 0
 
+    def gradients(self) -> list[list[Tensor]]:
+        return gradients(self.world.size, self.t, SHAPES, self.dtype)
+
     def train(self, steps: int) -> Run:
         for _ in range(steps):
-            step(self.world, self.params, self.optimizers, gradients(self.world.size, self.t, SHAPES, self.dtype))
+            step(self.world, self.params, self.optimizers, self.gradients())
             self.t += 1
         return self
 
@@ -125,6 +129,58 @@ def test_a_copy_averages_over_the_same_group_and_one_with_a_group_is_not_pickled
     assert optimizer._session.group is comm
     with pytest.raises(TypeError, match="cannot be pickled: save its state_dict"):
         pickle.dumps(optimizer)
+
+
+def test_a_copy_has_the_limits_that_users_have_set():
+    optimizer = compopt.SeparateAdam([nn.Parameter(torch.zeros(64, 64))])
+    optimizer.max_skipped, optimizer.check_replicas_every = 7, 5
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert (other.max_skipped, other.check_replicas_every) == (7, 5)
+
+
+@pytest.mark.parametrize("make", [RADIUS, TAGC, SCAPE, SHARDED_SCAPE], ids=["Radius", "TAGC", "SCAPE", "sharded SCAPE"])
+def test_consolidation_between_a_backward_and_its_step_sends_residuals_once(make, monkeypatch):
+    """Payloads that were sent during backward hold the residuals of before: they are sent again."""
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 20_000)
+    early, late = Run(make, dtype=torch.float64).train(6), Run(make, dtype=torch.float64).train(6)
+    for run in (early, late):
+        for params, optimizer, grads in zip(run.params, run.optimizers, run.gradients(), strict=True):
+            for p, g in zip(params, grads, strict=True):
+                p.grad = g.clone()
+            if run is early:
+                optimizer._session.has_local_gradients = True  # as DDP's hook says
+                optimizer.gradients_ready(reversed(params))
+                optimizer.backward_done()
+        run.world.consolidate(run.optimizers)
+        run.world.step(run.optimizers)
+        run.t += 1
+        run.train(2)
+    for p, q in zip(early.params[0], late.params[0], strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-12)
+
+
+def test_state_loads_as_the_saved_options_need_it():
+    """They replace those of the constructor, as in torch: state that only they need is loaded too."""
+    tracked = functools.partial(compopt.SeparateAdam, rank=4, warmup_steps=0)
+    random = functools.partial(compopt.SeparateAdam, projection="gaussian", ratio=4)
+    updates = functools.partial(TAGC, update_dtype="int2")
+    for make, other, name in ((tracked, random, "basis"), (updates, TAGC, "update_residual")):
+        run, again = Run(make).train(4), Run(other)
+        run.world.consolidate(run.optimizers)
+        saved = copy.deepcopy(run.optimizers[0].state_dict())
+        for optimizer in again.optimizers:
+            optimizer.load_state_dict(saved)
+        again.world.consolidate(again.optimizers)
+        loaded = again.optimizers[0].state_dict()["state"]
+        pairs = [(loaded[i][name], saved["state"][i][name]) for i in COMPRESSED]
+        assert all(torch.equal(*pair) for pair in pairs) and any(pair[0].any() for pair in pairs)
+    before = copy.deepcopy(again.optimizers[1].param_groups)
+    del saved["state"][0]["exp_avg"]
+    with pytest.raises(ValueError, match="lacks exp_avg"):
+        again.optimizers[1].load_state_dict(saved)
+    assert [{**group, "params": 0} for group in again.optimizers[1].param_groups] == [
+        {**group, "params": 0} for group in before
+    ]
 
 
 def test_a_sharded_optimizer_does_not_go_to_more_ranks():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +17,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import compopt
+from compopt._state.tensors import to_local
 
 KINDS = {
     # blocks of rows that divide no number of rows; residuals are set to zero after the fourth of five steps
@@ -116,6 +120,17 @@ def cleared_on_one_rank(rank: int) -> float:
     return apart(*models)
 
 
+def copied() -> bool:
+    """A state dict is copied and saved by torch: the local parts of its DTensors begin their storages."""
+    model = cut(make(Two))
+    optimizer = separate(list(model.named_parameters()), **KINDS["tracked"])
+    train(model, optimizer, range(4), dist.get_rank())
+    state, file = optimizer.state_dict(), io.BytesIO()
+    torch.save(state, file)
+    pairs = zip(state["state"].values(), copy.deepcopy(state)["state"].values(), strict=True)
+    return all(torch.equal(to_local(one[name]), to_local(other[name])) for one, other in pairs for name in one)
+
+
 def refused(rank: int) -> dict[str, str]:
     results, model = {}, cut(make())
     params = list(model.named_parameters())
@@ -147,6 +162,7 @@ def used(rank: int) -> dict[str, object]:
         "conserved": conserved(rank),
         "otherwise": cut_otherwise(rank),
         "cleared": cleared_on_one_rank(rank),
+        "copied": copied(),
         "refused": refused(rank),
     }
 
@@ -184,6 +200,10 @@ def test_other_dimensions_may_be_cut_and_groups_have_their_own_options(uses):
 
 def test_a_gradient_cleared_on_one_rank_is_zeros_there(uses):
     assert [rank["cleared"] for rank in uses] == [0, 0]
+
+
+def test_state_dicts_are_copied_and_saved_by_torch(uses):
+    assert all(rank["copied"] for rank in uses)
 
 
 def test_refusals_say_what_to_do(uses):

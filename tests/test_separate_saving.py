@@ -12,6 +12,13 @@ from test_separate_base import Net, adamw, assert_same, loss, wrapped
 import compopt
 
 
+@pytest.mark.parametrize(("name", "value"), [("rank", 8.0), ("block_rows", 8.0), ("ratio", float("inf"))])
+def test_a_size_of_another_kind_is_refused(name, value):
+    options = {} if name == "rank" else {"projection": "gaussian"}
+    with pytest.raises(ValueError, match=f"{name} must be .*, got {value}"):
+        compopt.SeparateAdam([torch.nn.Parameter(torch.zeros(64, 64))], **options, **{name: value})
+
+
 def test_a_checkpoint_carries_both_and_continues_to_the_bit():
     whole = wrapped(adamw, adaptive=True, adapt_interval=4)
     whole.train(loss, 6)

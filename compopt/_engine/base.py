@@ -20,6 +20,7 @@ from .._ops.operations import Ops
 from .._state.buckets import Bucket
 from .._wire.collectives import Communicator, PendingCollective, ProcessGroup, notify_join
 from . import checkpoint, missing_ranks, resharding
+from .gradients import drop_scale_on_error
 from .hooks import OptimizerHooks
 from .join import JoinHook
 from .options import Group, Setting, check_tensors, name_groups, refuse_unsupported
@@ -139,7 +140,8 @@ class CompressedOptimizer(OptimizerHooks):
 
     def step_as_generator(self) -> Generator[PendingCollective, None, None]:
         """The step as a generator, which yields each collective it is about to wait for."""
-        yield from step_as_generator(self._session)
+        with drop_scale_on_error(self._session):
+            yield from step_as_generator(self._session)
 
     # step() unscales and skips instead of GradScaler, so that all ranks agree
     _step_supports_amp_scaling = True
@@ -345,6 +347,8 @@ class CompressedOptimizer(OptimizerHooks):
             "sharded": self.sharded,
             "offload": self.offload,
             "simulate": self.simulate,
+            "max_skipped": self.max_skipped,
+            "check_replicas_every": self.check_replicas_every,
             "_parameters": self._session.parameters,
             "_trainable": self._session.trainable,
         }

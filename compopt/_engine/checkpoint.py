@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +109,7 @@ def consolidate_as_generator(session: Session) -> CollectiveGenerator[None]:
     dict.
     """
     settle_for_saving(session)
+    session.overlap.discard()  # payloads of a backward hold the residuals of before
     for bucket in session.buckets:
         for name in session.optimizer.averaged_state:
             if bucket.flat[name].numel():
@@ -191,14 +193,14 @@ def load_state(session: Session, state_dict: dict[str, Any]) -> None:
     options = [
         _read_options(session, group, other) for group, other in zip(groups, saved, strict=True)
     ]
-    tensors = list(_read_tensors(session, state_dict, class_name))
-    for tensor in tensors:
-        _check_tensor(tensor)
-    _warn_of_lost_residuals(session, saved, tensors)
+    with _apply_options(groups, options):  # they determine which state there is
+        tensors = list(_read_tensors(session, state_dict, class_name))
+        for tensor in tensors:
+            _check_tensor(tensor)
+        _warn_of_lost_residuals(session, saved, tensors)
 
     counted = max([float(tensor.entry.get("step", 0)) for tensor in tensors], default=0.0)
-    for group, other, loaded_options in zip(groups, saved, options, strict=True):
-        group.update(loaded_options)
+    for group, other in zip(groups, saved, strict=True):
         if "step" not in other:  # torch.optim counts steps by parameter only
             group["step"] = int(counted)
     state = session.optimizer.state
@@ -220,6 +222,21 @@ def load_state(session: Session, state_dict: dict[str, Any]) -> None:
             dtypes["step"] = torch.float32
             if entry:
                 state[p] = {k: v.to(bucket.device, dtypes[k], copy=True) for k, v in entry.items()}
+
+
+@contextmanager
+def _apply_options(groups: list[Group], options: list[Group]) -> Iterator[None]:
+    """Update ``groups`` by ``options``; if an error is raised in this context, restore them."""
+    previous = [dict(group) for group in groups]
+    try:
+        for group, loaded in zip(groups, options, strict=True):
+            group.update(loaded)
+        yield
+    except BaseException:
+        for group, old in zip(groups, previous, strict=True):
+            group.clear()
+            group.update(old)
+        raise
 
 
 def _read_tensors(

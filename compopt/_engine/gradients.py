@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from .._state.tensors import to_local
@@ -45,7 +48,18 @@ def unscale_gradients(session: Session) -> float | None:
 def restore_scale(session: Session, scale: float) -> None:
     """Multiply the gradients by ``scale`` again, so that the step can be repeated."""
     _scale_gradients(session, scale)
-    drop_scale(session)
+
+
+@contextmanager
+def drop_scale_on_error(session: Session) -> Iterator[None]:
+    """Drop a GradScaler's scale if the step in this context raises: the next one would multiply its
+    own scale by it.
+    """
+    try:
+        yield
+    except BaseException:
+        drop_scale(session)
+        raise
 
 
 def drop_scale(session: Session) -> None:
@@ -58,4 +72,5 @@ def drop_scale(session: Session) -> None:
 def _scale_gradients(session: Session, factor: float) -> None:
     params = [p for group in session.option_groups for p in group["params"]]
     grads = [to_local(p.grad) for p in params if p.requires_grad and p.grad is not None]
-    torch._foreach_mul_(grads, factor)
+    if grads:
+        torch._foreach_mul_(grads, factor)

@@ -27,8 +27,12 @@ from .._wire.collectives import Communicator, ProcessGroup, connect
 from .._wire.requests import AllGather, AllReduceMean, Broadcast
 from .._wire.warning import warn
 from .collective_generators import CollectiveGenerator, exchange_one
-from .peers import gather_rows
+from .options import Group
+from .peers import gather_json, gather_rows
 from .session import Session
+
+# options that a commit sets, alike on all ranks
+LEARNED_OPTIONS = ("adapted", "pays", "dense_until")
 
 
 def average_state(
@@ -208,8 +212,13 @@ def catch_up(
         copied = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
         message = copied.to(session.device).contiguous()
         copied.copy_((yield from exchange_one(comm, Broadcast(message, source))))
+    results = [
+        {name: group[name] for name in LEARNED_OPTIONS if name in group}
+        for group in session.option_groups
+    ]
+    learned = (yield from gather_json(results, session.device, comm))[source]
     if totals[comm.rank] < latest:
-        _load_without_residuals(session, saved, counts.tolist())
+        _load_without_residuals(session, saved, counts.tolist(), learned)
     late = ", ".join(f"rank {rank}" for rank, total in enumerate(totals) if total < latest)
     warn(
         f"{late} had not applied step {int(counts.max())}, and took it over from rank {source}: "
@@ -218,11 +227,15 @@ def catch_up(
     )
 
 
-def _load_without_residuals(session: Session, saved: dict[str, Any], steps: list[int]) -> None:
-    """Load a state dict that holds the tensors of a rank that is ahead; clear its residuals."""
+def _load_without_residuals(
+    session: Session, saved: dict[str, Any], steps: list[int], learned: list[Group]
+) -> None:
+    """Load a state dict that holds the tensors of a rank that is ahead, with the options that this
+    rank has ``learned``; clear its residuals.
+    """
     optimizer = session.optimizer
-    for group, step in zip(saved["param_groups"], steps, strict=True):
-        group.update(step=step, residuals="mean")
+    for group, step, options in zip(saved["param_groups"], steps, learned, strict=True):
+        group.update(_to_tuples(options), step=step, residuals="mean")
     for entry in saved["state"].values():
         for name in set(optimizer.averaged_state) & entry.keys():
             entry[name] = torch.zeros_like(entry[name])
@@ -230,6 +243,13 @@ def _load_without_residuals(session: Session, saved: dict[str, Any], steps: list
     for bucket in session.buckets_to_reshard or session.buckets:
         for name in set(optimizer.owner_only_state) & bucket.flat.keys():
             bucket.flat[name].zero_()
+
+
+def _to_tuples(value: Any) -> Any:
+    """Return a value from JSON with tuples for its lists, as options have them."""
+    if isinstance(value, dict):
+        return {name: _to_tuples(entry) for name, entry in value.items()}
+    return tuple(map(_to_tuples, value)) if isinstance(value, list) else value
 
 
 def warn_of_lost_residuals(

@@ -278,7 +278,7 @@ class Session:
         Raises FloatingPointError if they reach ``max_skipped``.
         """
         self.consecutive_skips = 0 if is_applied else self.consecutive_skips + 1
-        if self.consecutive_skips >= self.optimizer.max_skipped:
+        if not is_applied and self.consecutive_skips >= self.optimizer.max_skipped:
             raise FloatingPointError(
                 f"{self.consecutive_skips} steps in a row were skipped, the last because of "
                 f"{self.stats.reason}: lower the learning rate or look for what makes the loss "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from numbers import Integral
 from typing import Any, Literal
 
 from .._engine.options import Group, check_compression, require, require_option
@@ -74,7 +76,7 @@ def check_options(group: Group) -> None:
     check_compression(group)
 
     beta, reset = group["ef_beta"], group["reset_interval"]
-    require_option(group["ratio"] >= 1, group, "ratio", ">= 1")
+    require_option(1 <= group["ratio"] < math.inf, group, "ratio", "finite and >= 1")
     is_weight = beta == "auto" or (not isinstance(beta, str) and 0 <= beta <= 1)
     require_option(is_weight, group, "ef_beta", '"auto" or in [0, 1]')
     is_interval = reset in (None, "auto") or is_positive_integer(reset)
@@ -103,7 +105,7 @@ def check_options(group: Group) -> None:
 
 
 def is_positive_integer(number: Any) -> bool:
-    return not isinstance(number, str) and number >= 1 and int(number) == number
+    return isinstance(number, Integral) and int(number) >= 1
 
 
 def is_clipped(group: Group, where: Literal["local", "average"]) -> bool:

@@ -101,7 +101,7 @@ class Projection:
             yield R[count], left[rows:], right[rows:]
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096, typed=True)
 def plan_projection(
     shape: torch.Size,
     is_sharded: bool,

@@ -35,7 +35,7 @@ def distribute_like(p: Tensor, local: Tensor) -> Tensor:
     # Importing DTensor for its type would cost every user seconds.
     dtensor: Any = p
     result: Tensor = type(dtensor).from_local(
-        local,
+        alias_without_offset(local),
         dtensor.device_mesh,
         dtensor.placements,
         run_check=False,
@@ -43,6 +43,18 @@ def distribute_like(p: Tensor, local: Tensor) -> Tensor:
         stride=p.stride(),
     )
     return result
+
+
+def alias_without_offset(tensor: Tensor) -> Tensor:
+    """Return the same memory as a storage of its own: torch neither copies nor saves a DTensor
+    whose local part begins within a storage.
+    """
+    if not tensor.storage_offset() or not tensor.is_contiguous():
+        return tensor
+    begin = tensor.storage_offset() * tensor.element_size()
+    storage = tensor.untyped_storage()[begin : begin + tensor.numel() * tensor.element_size()]
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(storage, 0, tensor.shape, tensor.stride())
 
 
 def get_grad_dtype(p: Tensor) -> torch.dtype:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from conformance import assert_same, every, every_average, loss, make_ranks, snapshot
@@ -57,6 +59,25 @@ def test_ranks_behind_take_the_step_over(case, at):
         assert ranks.optimizers[0].sharded or torch.equal(a[key][name], b[key][name])
     assert ranks.optimizers[1].stats.residual_norm() == 0
     ranks.train(loss, 6)
+    ranks.assert_replicas_equal()
+
+
+ADAPTIVE = dict(projection="gaussian", ratio=4, adaptive=True, adapt_interval=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "options"), [("SeparateAdam", 3, ADAPTIVE), ("RadiusAdamW", 24, {"when": "auto"})]
+)
+def test_ranks_behind_take_over_what_the_missed_step_has_chosen(name, at, options):
+    """The ratios of G-SEPARATE after step 4; whether compression pays, or how long to time it, after step 25."""
+    ranks = make_ranks(by_name[name], 3, warmup_steps=0, **options)
+    ranks.train(loss, at)
+    late = copy.deepcopy((ranks.models[1], ranks.optimizers[1]))
+    ranks.train(loss, 1)
+    ranks.models[1], ranks.optimizers[1] = late
+    with pytest.warns(UserWarning, match="rank 1 had not applied step"):
+        ranks.shrink([0, 1, 2])
+    ranks.train(loss, 2)
     ranks.assert_replicas_equal()
 
 
