@@ -9,9 +9,9 @@ import dataclasses
 import itertools
 import math
 import re
-import time
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -337,16 +337,25 @@ def test_it_says_whether_the_advice_names_the_same_class():
     assert other.startswith("compopt-advise does not name TagcAdamW, for") and "ended at a lower loss" in other
 
 
-def test_the_step_that_the_advice_goes_by_is_the_training_s_own():
+def test_the_step_that_the_advice_goes_by_is_the_training_s_own(monkeypatch):
+    """By a clock on which a step takes a quarter of a second, and its record ten seconds."""
+    clock = SimpleNamespace(now=0.0)
+    clock.perf_counter = lambda: clock.now
+    monkeypatch.setattr("compopt.planning.diagnosis.time", clock)
     model = nn.Sequential(nn.Linear(64, 64), Square())
     optimizer = torch.optim.AdamW(model.parameters())
     with compopt.diagnose(model, optimizer, steps=8, start=2) as records:
-        began = time.perf_counter()
+        record_step = records.runs.record_step
+
+        def record_slowly(*args):
+            clock.now += 10
+            return record_step(*args)
+
+        monkeypatch.setattr(records.runs, "record_step", record_slowly)
         for _ in range(8):
-            time.sleep(0.05)
+            clock.now += 0.25
             train(optimizer, model, 1)
-        took = time.perf_counter() - began
-    assert 0.05 <= records.training.compute_s <= took - records.seconds
+    assert records.training.compute_s == 0.25 and records.seconds == 80
     assert records.training.machine.ranks == 2 and "2 ranks and" in str(records)
 
 
