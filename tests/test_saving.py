@@ -174,13 +174,11 @@ def test_state_loads_as_the_saved_options_need_it():
         loaded = again.optimizers[0].state_dict()["state"]
         pairs = [(loaded[i][name], saved["state"][i][name]) for i in COMPRESSED]
         assert all(torch.equal(*pair) for pair in pairs) and any(pair[0].any() for pair in pairs)
-    before = copy.deepcopy(again.optimizers[1].param_groups)
+    fresh = Run(TAGC).optimizers[0]
     del saved["state"][0]["exp_avg"]
     with pytest.raises(ValueError, match="lacks exp_avg"):
-        again.optimizers[1].load_state_dict(saved)
-    assert [{**group, "params": 0} for group in again.optimizers[1].param_groups] == [
-        {**group, "params": 0} for group in before
-    ]
+        fresh.load_state_dict(saved)
+    assert fresh.param_groups[0]["update_dtype"] is None
 
 
 def test_a_sharded_optimizer_does_not_go_to_more_ranks():
