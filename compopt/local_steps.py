@@ -44,6 +44,7 @@ from ._engine.decision import StepDecision
 from ._engine.gradients import (
     check_gradients,
     drop_scale_on_error,
+    hide_gradients,
     restore_scale,
     unscale_gradients,
 )
@@ -265,12 +266,16 @@ class LocalSteps(Wrapper):
             yield from self._follow_ranks_with_data()
             yield from Step(session, session.comm, session.steps + 1).verify_peers()
         self._connect()
+        is_applied = False
         if self._anchors is not None:
+            # new anchors lay out the buckets of a running exchange anew: it is applied before
+            if self._exchange is not None and self._anchors.list_new(self._params):
+                is_applied = yield from self._perform_sync(self._exchange)
             self._anchors.note_training(self._params)
             self._read_clock()
         norm = yield from self._step_inner()  # line 1
         try:
-            is_applied = yield from self._synchronize()
+            is_applied |= yield from self._synchronize()
         except (CommunicationError, RankLeft) as error:
             advice = "It is tried again after the next step."
             if isinstance(error, RankLeft):
@@ -426,7 +431,9 @@ class LocalSteps(Wrapper):
         session = self._session
         check_gradients(session)
         scale = unscale_gradients(session)
-        grads = {p: to_local(p.grad) for p in self._params if p.grad is not None}
+        grads = {
+            p: to_local(p.grad) for p in self._params if p.requires_grad and p.grad is not None
+        }
         if not grads and session.comm.size > 1 and session.trainable and session.has_data:
             step = self._options["step"] + 1
             warn_without_gradients(session, step, "adds nothing to the average of its round")
@@ -439,7 +446,8 @@ class LocalSteps(Wrapper):
         with defer_signals():
             if math.isfinite(norm):
                 scale_all_([*grads.values()], clip_factor(norm, self._options["max_grad_norm"]))
-                self.base.step()
+                with hide_gradients([p for p in self._params if not p.requires_grad]):
+                    self.base.step()
                 entries = [self.state.get(p, {}) for p in grads]
                 if counts := [entry["step"] for entry in entries if "step" in entry]:
                     torch._foreach_add_(counts, 1)
@@ -486,6 +494,7 @@ class LocalSteps(Wrapper):
         self._counts.seconds += now - (now if self._clock is None else self._clock)
         self._clock = now
 
+    @torch.inference_mode(False)  # its memory is used in later steps
     @torch.no_grad()
     def end_round(self) -> None:
         """End the running round: exchange what ranks have moved, and apply it.
@@ -800,15 +809,28 @@ class LocalSteps(Wrapper):
         if self._exchange is not None:
             yield from self._perform_sync(self._exchange)
         if anchors is not None and self.round_is_open:
+            share = yield from self._share_of_average()
             for t in anchors.tensors:
                 if not bool(to_local(t.param.detach()).isfinite().all()):
                     t.write_param()
                     reset_moments(self.base, [t])
+                to_local(t.param.detach()).mul_(share)
                 yield from average_state(t.param.detach(), session.device, session.comm)
         if anchors is not None:
             yield from anchors.outer.consolidate_as_generator()
             yield from average_base(self.base, session.buckets, session.comm)
         yield from super().consolidate_as_generator()
+
+    def _share_of_average(self) -> CollectiveGenerator[float]:
+        """Return the factor of this rank's parameters in a mean over ranks: 1 unless ranks are
+        weighted.
+        """
+        if not self._options["weighted"]:
+            return 1.0
+        weight = torch.tensor([self._counts.weight], dtype=torch.float64)
+        rows = yield from gather_rows(weight.to(self._session.device), self._session.comm)
+        total = float(rows.sum())
+        return self._counts.weight * len(rows) / total if total else 1.0
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, of our own options. The entry of a parameter has the inner optimizer's state
@@ -910,6 +932,9 @@ class LocalSteps(Wrapper):
                 group["step"] = saved.step
         if anchors is not None and saved is not None and saved.exchange:
             self._exchange = begin_sync(self._session, anchors, **saved.exchange)
+        if self._open_round is not None:
+            self._open_round.restart(self._counts.begun)
+        self._note_open_round()
         self._session.stats = self.add_to_stats(self._session.stats)
 
     def _begin_anew(self) -> None:

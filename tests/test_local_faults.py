@@ -462,3 +462,86 @@ def test_all_ranks_but_one_are_lost():
         step(optimizers[0].comm.world, params, optimizers, gradients(2, 7))
     assert (optimizers[0].stats.cosine, optimizers[0].stats.spread) == before
     assert are_equal(params) and optimizers[0].stats.round == 2
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=1.0)
+
+
+@pytest.mark.parametrize("at", [8, 9, 10])
+@pytest.mark.parametrize("change", ["unfrozen", "added"])
+def test_what_is_trained_for_the_first_time_during_an_exchange_loses_nothing_of_it(at, change):
+    """The exchange of 8 steps is applied at step 11: after all, parameters have moved by the mean of all gradients."""
+    params, optimizers = train(2, 0, inner=lambda p: sgd(p[:-1]), every=8, delay=3, outer_lr=1.0, outer_momentum=0.0)
+    world, before = optimizers[0].comm.world, params[0][0].detach().clone()
+    moved = torch.zeros_like(before)
+    for own, optimizer in zip(params, optimizers, strict=True):
+        own[-1].requires_grad_(change == "added")
+        if change == "unfrozen":
+            optimizer.add_param_group({"params": [own[-1]]})
+    for t in range(24):
+        for own, optimizer in zip(params, optimizers, strict=True):
+            if t == at and change == "added":
+                optimizer.add_param_group({"params": [own[-1]]})
+            own[-1].requires_grad_(t >= at or change == "added")
+        grads = gradients(2, t)
+        for local in grads if t < at else ():
+            local[-1] = None
+        moved += sum(local[0] for local in grads) / 2
+        step(world, params, optimizers, grads)
+    end_round(optimizers)
+    torch.testing.assert_close(params[0][0].detach(), before - moved, rtol=0, atol=1e-9)
+    assert are_equal(params)
+
+
+def test_a_frozen_layer_with_gradients_left_is_not_stepped():
+    params, optimizers = train(2, 4)
+    frozen = params[0][0].detach().clone()
+    for own in params:
+        own[0].requires_grad_(False)
+    for t in range(4, 10):
+        step(optimizers[0].comm.world, params, optimizers, gradients(2, t))  # also of the frozen layer
+    assert all(own[0].grad is not None for own in params)
+    end_round(optimizers)
+    assert torch.equal(params[0][0], frozen) and are_equal(params)
+
+
+def test_consolidation_within_a_round_weighs_ranks_as_the_round_does():
+    params, optimizers = train(2, 0, inner=sgd, weighted=True, outer_lr=1.0, outer_momentum=0.0)
+    world, before = optimizers[0].comm.world, params[0][0].detach().clone()
+    for t in range(4):
+        for rank, (own, optimizer) in enumerate(zip(params, optimizers, strict=True)):
+            for p in own:
+                p.grad = torch.full_like(p, float(rank))
+            optimizer._samples = (3.0, 1.0)[rank]  # as step(samples=) sets it
+        world.step(optimizers)
+        if t == 2:
+            world.consolidate(optimizers)
+    torch.testing.assert_close(params[0][0].detach(), before - 4 / 4, rtol=0, atol=1e-12)
+
+
+def test_a_round_that_is_ended_in_inference_mode_leaves_memory_that_can_be_trained():
+    parameter = torch.nn.Parameter(torch.ones(64, 64))
+    optimizer = compopt.LocalSteps(adamw([parameter]), 4, every_warmup_steps=0, simulate=True)
+    for t in range(12):
+        parameter.grad = torch.full_like(parameter, t - 5.0)
+        optimizer.step()
+        if t == 1:
+            with torch.inference_mode():
+                optimizer.end_round()
+                optimizer.consolidate_state()
+
+
+@pytest.mark.parametrize(("at", "steps"), [(8, 0), (6, 2)])
+def test_the_warning_of_an_open_round_counts_from_the_round_of_a_checkpoint(at, steps):
+    """Rounds end at steps 4 and 8."""
+    params, optimizers = train(2, at)
+    saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+    for t in range(at, 11):
+        step(optimizers[0].comm.world, params, optimizers, gradients(2, t))
+    assert optimizers[0]._open_round._steps == 3
+    for optimizer, state in zip(optimizers, saved, strict=True):
+        optimizer.load_state_dict(state)
+    assert optimizers[0]._open_round._steps == steps
+    step(optimizers[0].comm.world, params, optimizers, gradients(2, at))
+    assert optimizers[0]._open_round._steps == steps + 1

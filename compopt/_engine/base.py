@@ -298,6 +298,7 @@ class CompressedOptimizer(OptimizerHooks):
         session.consecutive_skips, session.corrupt = 0, ""
         session.unverify()
 
+    @torch.inference_mode(False)  # its memory is used in later steps
     @torch.no_grad()
     def consolidate_state(self, patience: float | None = None) -> None:
         """Replace each rank's residuals by their mean over ranks, and gather sharded state. All

@@ -115,11 +115,15 @@ class Anchors:
         """Note that those of all ``params`` that are trainable may move. Those that are trained for
         the first time become a fragment.
         """
-        known = {t.param for t in self.tensors}
-        if new := [p for p in params if p.requires_grad and p not in known]:
+        if new := self.list_new(params):
             self._add_fragment(max(self.count, 1 + max(self.fragments)), new)
         for t in self.tensors:
             t.has_moved |= t.param.requires_grad
+
+    def list_new(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Return those of ``params`` that are trainable and have no anchor yet."""
+        known = {t.param for t in self.tensors}
+        return [p for p in params if p.requires_grad and p not in known]
 
     # Fragments
 

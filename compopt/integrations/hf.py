@@ -56,6 +56,7 @@ class CompoptCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self._steps: list[Stats] = []  # since the last log
+        self._max_grad_norm: float | None = None  # of the arguments, while it is set to 0
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
@@ -66,8 +67,12 @@ class CompoptCallback(TrainerCallback):
             for group in options:
                 if group["max_grad_norm"] is None:
                     group["max_grad_norm"] = args.max_grad_norm
-            args.max_grad_norm = 0.0
+            self._max_grad_norm, args.max_grad_norm = args.max_grad_norm, 0.0
         move_before_reporters(LogStats(self), inspect.currentframe())
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._max_grad_norm is not None:  # another Trainer may have the same arguments
+            args.max_grad_norm, self._max_grad_norm = self._max_grad_norm, None
 
     def on_step_end(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
