@@ -151,6 +151,13 @@ def test_one_rank_waits_for_nobody(name):
     assert step_seconds(machine, METHODS[name](Workload.of_size(10_000_000), 1), 1.0).exchange == 0.0
 
 
+def test_local_work_is_passes_over_memory_and_products_and_fewer_passes_are_not_credited():
+    machine = Machine(1, 1e6, memory_bytes_per_s=1e9, flops_per_s=1e9)
+    costs = [Cost(0.0), Cost(0.0, traffic=5e8), Cost(0.0, traffic=-5e8), Cost(0.0, flops=5e8)]
+    seconds = [step_seconds(machine, cost, 1.0).local for cost in costs]
+    assert seconds == pytest.approx([0.0, 0.5, 0.0, 0.5])
+
+
 def test_an_exchange_costs_what_ranks_wait_for_each_other_and_what_it_takes_from_computation():
     machine = Machine(2, 1e6, latency_s=0.0, wait_share=0.1, lost_s_per_byte=2e-7)
     hidden = step_seconds(machine, Cost(reduced=1e6), 2.0, overlap_s=1.5)
