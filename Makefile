@@ -38,7 +38,7 @@ demo:  ## the same small GPT with DDP + AdamW and with each of compopt's optimiz
 
 # Three: there is one to work while another waits for ranks. Bytecode is kept also where the environment says otherwise:
 # tests start some hundred processes.
-test: .venv/ready  ## everything, in about eleven minutes on two cores
+test: .venv/ready  ## everything, in about ten minutes on two cores
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q -n 3 --dist worksteal
 
 properties: .venv/ready  ## 2000 new examples of models, options and faults, 500 of advice; every toy problem on 1 and 4 ranks
