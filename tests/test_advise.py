@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import builtins
 import contextlib
+import dataclasses
 import io
 import json
 import math
@@ -18,6 +19,7 @@ from ranks import run_ranks
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from compopt.costmodel import METHODS, Workload, advise
+from compopt.planning import advice_report
 from compopt.planning.advise_command import main
 from compopt.planning.decision import pays_below
 from compopt.planning.formatting import parse_quantity
@@ -92,6 +94,25 @@ def test_the_loss_budget_and_memory_decide_what_may_be_advised():
     assert "does not fit" in tight.format(all_rows=True)
     roomy = asked(memory_bytes=1.3 * least / 0.6, shard=1)
     assert roomy.method == "SeparateAdam, rank 16, int4"  # there is no room for anchors
+
+
+def test_a_row_is_beaten_by_one_that_fits_and_is_no_slower_with_no_higher_loss():
+    row = asked().rows[0]
+    rows = [
+        dataclasses.replace(row, run_s=seconds, expected_loss=loss, fits=True)
+        for seconds, loss in ((1.0, 1.0), (2.0, 1.01), (3.0, 0.9))
+    ]
+    assert [advice_report.is_beaten(row, rows) for row in rows] == [False, True, False]
+    rows[0] = dataclasses.replace(rows[0], fits=False)
+    assert not any(advice_report.is_beaten(row, rows) for row in rows[1:])
+
+
+def test_an_alternative_over_the_loss_budget_is_named_with_a_but(monkeypatch):
+    advice = asked()
+    for loss, link in ((1.2, ", but its loss was "), (1.0, "; its loss was ")):
+        other = dataclasses.replace(advice.rows[0], expected_loss=loss, fits=True)
+        monkeypatch.setattr(advice_report, "choose_alternative", lambda *_, other=other: other)
+        assert link in advice_report.describe_alternative(advice.situation, advice.rows, advice.rows[1])
 
 
 def test_a_close_call_is_called_one():
