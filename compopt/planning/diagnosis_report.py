@@ -123,7 +123,7 @@ def format_methods(rows: Sequence[Row]) -> list[str]:
         "  kept: cosine of the method's update and AdamW's at the same gradients, mean over steps",
         "  residual: not sent yet, in multiples of the gradient's norm; + where it still grows",
         "  bytes: on the network after the dense start, as a share of DDP's",
-        "  *: only rows with more bytes keep more",
+        "  *: no row with as few bytes keeps more",
         "  TAGC: its rows simulate a single rank",
     ]
 
