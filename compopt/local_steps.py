@@ -44,7 +44,6 @@ from ._engine.decision import StepDecision
 from ._engine.gradients import (
     check_gradients,
     drop_scale_on_error,
-    hide_gradients,
     restore_scale,
     unscale_gradients,
 )
@@ -57,6 +56,7 @@ from ._engine.session import Handshake, weak_method
 from ._engine.signals import defer_signals
 from ._engine.stats import Stats, show_line
 from ._engine.step import Step, check_can_step
+from ._engine.update import replace_gradients
 from ._engine.wrapper import Wrapper
 from ._local import rounds
 from ._local.anchors import Anchors, MakeOuter, assign_to_fragments, reset_moments
@@ -270,25 +270,34 @@ class LocalSteps(Wrapper):
         if self._anchors is not None:
             # new anchors lay out the buckets of a running exchange anew: it is applied before
             if self._exchange is not None and self._anchors.list_new(self._params):
-                is_applied = yield from self._perform_sync(self._exchange)
+                with self._explain_failed_exchange():
+                    is_applied = yield from self._perform_sync(self._exchange)
             self._anchors.note_training(self._params)
             self._read_clock()
         norm = yield from self._step_inner()  # line 1
         try:
-            is_applied |= yield from self._synchronize()
-        except (CommunicationError, RankLeft) as error:
-            advice = "It is tried again after the next step."
-            if isinstance(error, RankLeft):
-                advice = "Make a new process group on all ranks and call rebind()."
-            raise CommunicationError(
-                f"step {session.steps} was taken on rank {session.comm.rank}, but not the exchange "
-                f"that follows it: {error}. {advice}"
-            ) from error
+            with self._explain_failed_exchange():
+                is_applied |= yield from self._synchronize()
         finally:
             session.has_local_gradients = False
             self._note_open_round()
         self._report(norm, is_applied)
         session.count_skips(math.isfinite(norm))
+
+    @contextmanager
+    def _explain_failed_exchange(self) -> Iterator[None]:
+        """Name the step, the rank, and what to do in the error of an exchange."""
+        try:
+            yield
+        except (CommunicationError, RankLeft) as error:
+            advice = "It is tried again after the next step."
+            if isinstance(error, RankLeft):
+                advice = "Make a new process group on all ranks and call rebind()."
+            session = self._session
+            raise CommunicationError(
+                f"step {session.steps} was taken on rank {session.comm.rank}, but not the exchange "
+                f"that follows it: {error}. {advice}"
+            ) from error
 
     # Exchanges
 
@@ -446,7 +455,8 @@ class LocalSteps(Wrapper):
         with defer_signals():
             if math.isfinite(norm):
                 scale_all_([*grads.values()], clip_factor(norm, self._options["max_grad_norm"]))
-                with hide_gradients([p for p in self._params if not p.requires_grad]):
+                # a frozen parameter may have a gradient left
+                with replace_gradients({p: None for p in self._params if not p.requires_grad}):
                     self.base.step()
                 entries = [self.state.get(p, {}) for p in grads]
                 if counts := [entry["step"] for entry in entries if "step" in entry]:
@@ -809,28 +819,25 @@ class LocalSteps(Wrapper):
         if self._exchange is not None:
             yield from self._perform_sync(self._exchange)
         if anchors is not None and self.round_is_open:
-            share = yield from self._share_of_average()
+            weight = yield from self._weight_in_mean()
             for t in anchors.tensors:
                 if not bool(to_local(t.param.detach()).isfinite().all()):
                     t.write_param()
                     reset_moments(self.base, [t])
-                to_local(t.param.detach()).mul_(share)
-                yield from average_state(t.param.detach(), session.device, session.comm)
+                yield from average_state(t.param.detach(), session.device, session.comm, weight)
         if anchors is not None:
             yield from anchors.outer.consolidate_as_generator()
             yield from average_base(self.base, session.buckets, session.comm)
         yield from super().consolidate_as_generator()
 
-    def _share_of_average(self) -> CollectiveGenerator[float]:
-        """Return the factor of this rank's parameters in a mean over ranks: 1 unless ranks are
-        weighted.
-        """
+    def _weight_in_mean(self) -> CollectiveGenerator[float]:
+        """Return this rank's weight in the running round, divided by the mean over ranks."""
         if not self._options["weighted"]:
             return 1.0
         weight = torch.tensor([self._counts.weight], dtype=torch.float64)
         rows = yield from gather_rows(weight.to(self._session.device), self._session.comm)
-        total = float(rows.sum())
-        return self._counts.weight * len(rows) / total if total else 1.0
+        mean = float(rows.mean())
+        return self._counts.weight / mean if mean else 1.0
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, of our own options. The entry of a parameter has the inner optimizer's state
@@ -933,7 +940,7 @@ class LocalSteps(Wrapper):
         if anchors is not None and saved is not None and saved.exchange:
             self._exchange = begin_sync(self._session, anchors, **saved.exchange)
         if self._open_round is not None:
-            self._open_round.restart(self._counts.begun)
+            self._open_round.update(False, self._counts.begun, self.comm)
         self._note_open_round()
         self._session.stats = self.add_to_stats(self._session.stats)
 

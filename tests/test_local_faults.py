@@ -494,6 +494,29 @@ def test_what_is_trained_for_the_first_time_during_an_exchange_loses_nothing_of_
     assert are_equal(params)
 
 
+def test_an_exchange_that_fails_before_new_parameters_get_anchors_is_tried_again():
+    params, optimizers = train(2, 0, inner=sgd, every=8, delay=3, outer_lr=1.0, outer_momentum=0.0)
+    world, before, moved = optimizers[0].comm.world, params[0][0].detach().clone(), 0.0
+    for own in params:
+        own[-1].requires_grad_(False)
+    for t in range(20):
+        for own in params if t == 9 else ():
+            own[-1].requires_grad_(True)
+        grads = gradients(2, t)
+        if t == 7:  # the payload of the exchange that this step begins, behind a handshake
+            world.beside.failing_everywhere.add(2)
+        if t == 9:
+            with pytest.raises(compopt.CommunicationError, match="step 9 was taken on rank 0, but not the exchange"):
+                step(world, params, optimizers, grads)
+            world.beside.failing_everywhere.clear()
+            continue
+        moved += sum(local[0] for local in grads) / 2
+        step(world, params, optimizers, grads)
+    end_round(optimizers)
+    assert are_equal(params)
+    torch.testing.assert_close(params[0][0].detach(), before - moved, rtol=0, atol=1e-9)
+
+
 def test_a_frozen_layer_with_gradients_left_is_not_stepped():
     params, optimizers = train(2, 4)
     frozen = params[0][0].detach().clone()
@@ -516,6 +539,14 @@ def test_consolidation_within_a_round_weighs_ranks_as_the_round_does():
             optimizer._samples = (3.0, 1.0)[rank]  # as step(samples=) sets it
         world.step(optimizers)
         if t == 2:
+            kept = [[p.detach().clone() for p in own] for own in params]
+            world.failing_everywhere.add(world.comms[0].started + 1)  # after the weights
+            with pytest.raises(compopt.CommunicationError):
+                world.consolidate(optimizers)
+            world.failing_everywhere.clear()
+            assert all(
+                torch.equal(p, q) for own, old in zip(params, kept, strict=True) for p, q in zip(own, old, strict=True)
+            )
             world.consolidate(optimizers)
     torch.testing.assert_close(params[0][0].detach(), before - 4 / 4, rtol=0, atol=1e-12)
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from .._state.tensors import to_local
 from .session import Session
@@ -49,19 +48,6 @@ def unscale_gradients(session: Session) -> float | None:
 def restore_scale(session: Session, scale: float) -> None:
     """Multiply the gradients by ``scale`` again, so that the step can be repeated."""
     _scale_gradients(session, scale)
-
-
-@contextmanager
-def hide_gradients(params: list[Tensor]) -> Iterator[None]:
-    """Set the gradients of ``params`` to None in this context: frozen ones may have some left."""
-    grads = [p.grad for p in params]
-    try:
-        for p in params:
-            p.grad = None
-        yield
-    finally:
-        for p, g in zip(params, grads, strict=True):
-            p.grad = g
 
 
 @contextmanager

@@ -36,10 +36,12 @@ LEARNED_OPTIONS = ("adapted", "pays", "dense_until")
 
 
 def average_state(
-    tensor: Tensor, device: torch.device, comm: Communicator
+    tensor: Tensor, device: torch.device, comm: Communicator, weight: float = 1.0
 ) -> CollectiveGenerator[None]:
-    """Replace a tensor by its mean over ranks."""
-    request = AllReduceMean(to_local(tensor).to(device, copy=True))
+    """Replace a tensor by its mean over ranks, in which this rank has a ``weight``; the mean weight
+    is 1.
+    """
+    request = AllReduceMean(to_local(tensor).to(device, copy=True).mul_(weight))
     to_local(tensor).copy_((yield from exchange_one(comm, request)))
 
 

@@ -7,6 +7,8 @@ optimizer once per step, after all buckets have committed.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -77,12 +79,20 @@ class WrappedUpdate:
 
         Meanwhile ``p.grad`` is the average, or None if no rank had a gradient.
         """
-        gradients = {p: p.grad for group in self.base.param_groups for p in group["params"]}
+        params = [p for group in self.base.param_groups for p in group["params"]]
         applied, self._applied = self._applied, set()
-        try:
-            for p in gradients:
-                p.grad = self._averages[p] if p in applied else None
+        with replace_gradients({p: self._averages[p] if p in applied else None for p in params}):
             self.base.step()
-        finally:
-            for p, gradient in gradients.items():
-                p.grad = gradient
+
+
+@contextmanager
+def replace_gradients(gradients: Mapping[Tensor, Tensor | None]) -> Iterator[None]:
+    """Set ``p.grad`` to these gradients in this context; restore the previous ones after it."""
+    previous = {p: p.grad for p in gradients}
+    try:
+        for p, gradient in gradients.items():
+            p.grad = gradient
+        yield
+    finally:
+        for p, gradient in previous.items():
+            p.grad = gradient

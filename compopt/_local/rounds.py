@@ -180,10 +180,6 @@ class OpenRound:
         self._location = user_location()
         weakref.finalize(optimizer, self._on_end)
 
-    def restart(self, equal_at: int) -> None:
-        """Continue from a checkpoint, of a round that began after this step."""
-        self._equal_at, self._steps = equal_at, 0
-
     def update(self, is_open: bool, step: int, comm: Communicator) -> None:
         """Note whether parameters may differ from rank to rank after a step."""
         if not is_open:
