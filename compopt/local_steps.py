@@ -795,18 +795,20 @@ class LocalSteps(Wrapper):
         return fragments
 
     def _rejoin(self, anchors: Anchors, is_new: bool) -> CollectiveGenerator[None]:
-        """Bring anchors, and parameters of ranks that are new or lack an exchange, to where those
-        of the others are.
+        """Bring anchors to where those of the other ranks are. On a rank that is new or lacks an
+        exchange, the parameters of the exchanged fragments follow; the others keep their moves.
         """
-        outer, before = anchors.outer._session, anchors.applied_exchanges
+        outer, before = anchors.outer._session, anchors.count_exchanges()
         outer.forget_in_flight()
         outer.forget_masks()
         yield from catch_up(outer, outer.comm, is_new)
-        if is_new or anchors.applied_exchanges > before:
+        applied = anchors.count_exchanges()
+        late = {n for n in anchors.fragments if is_new or applied[n] > before[n]}
+        if late:
             self._counts.weight = 0.0
-            for t in anchors.tensors:
-                t.write_param()
-                t.has_moved = False
+        for t in anchors.list_members(late):
+            t.write_param()
+            t.has_moved = False
 
     # Checkpoints
 

@@ -64,7 +64,7 @@ def test_a_script_is_watched_until_enough_was_seen(script, tmp_path, capsys):
     commands(words)
     report = capsys.readouterr().out
     assert report.count("step ") >= 5 and "step 6" not in report and "caught" not in report
-    assert "6 steps of AdamW on 1 rank, the first 2 dense; 2 tensors looked at" in report
+    assert "6 steps of AdamW on 1 rank; methods compress from step 3 on.\n2 tensors looked at" in report
     assert "0.weight" in report and "2.weight" in report and "What it means" in report
     assert (tmp_path / "seen.png").exists()
     assert (hooks(), sys.argv, sys.path) == (before, argv, path)

@@ -340,6 +340,26 @@ def test_a_rank_that_lacks_an_exchange_of_the_second_fragment_takes_it_over():
     assert are_equal(params)
 
 
+@pytest.mark.parametrize("payload_dtype", [None, "int4"])
+def test_a_rank_that_takes_an_exchange_over_keeps_moves_and_residuals_of_other_fragments(payload_dtype):
+    """Fragment 1 is exchanged after steps 2 and 6, fragment 0 after 4 and 8. The rank has made the step that fails."""
+    options = dict(every=4, fragments=2, payload_dtype=payload_dtype)
+    expected, _ = train(2, 8, **options)
+    params, optimizers = train(2, 5, **options)
+    world = optimizers[0].comm.world
+    world.failing.add((1, world.comms[1].started + 1))  # behind the message in front
+    with pytest.raises(compopt.CommunicationError, match="rank 1, but not the exchange"):
+        step(world, params, optimizers, gradients(2, 5))
+    rebind(optimizers, World(2))
+    for t in (6, 7):
+        step(optimizers[0].comm.world, params, optimizers, gradients(2, t))
+    fragment_of = [int(entry["outer"]["fragment"]) for entry in optimizers[0].state_dict()["state"].values()]
+    first = [i for i, n in enumerate(fragment_of) if n == 0]
+    assert 0 < len(first) < len(fragment_of)
+    for actual, undisturbed in zip(params, expected, strict=True):
+        assert all(torch.equal(actual[i], undisturbed[i]) for i in first)
+
+
 def test_ranks_an_exchange_apart_are_told_to_rebind():
     params, optimizers = train(2, 3, every=1)
     world = optimizers[0].comm.world

@@ -233,14 +233,15 @@ def _load_without_residuals(
     session: Session, saved: dict[str, Any], steps: list[int], learned: list[Group]
 ) -> None:
     """Load a state dict that holds the tensors of a rank that is ahead, with the options that this
-    rank has ``learned``; clear its residuals.
+    rank has ``learned``; clear the residuals of the groups that are ahead there.
     """
     optimizer = session.optimizer
     for group, step, options in zip(saved["param_groups"], steps, learned, strict=True):
+        entries = [saved["state"].get(key, {}) for key in group["params"] if group["step"] != step]
+        for entry in entries:
+            for name in set(optimizer.averaged_state) & entry.keys():
+                entry[name] = torch.zeros_like(entry[name])
         group.update(_to_tuples(options), step=step, residuals="mean")
-    for entry in saved["state"].values():
-        for name in set(optimizer.averaged_state) & entry.keys():
-            entry[name] = torch.zeros_like(entry[name])
     optimizer.load_state_dict(saved)
     for bucket in session.buckets_to_reshard or session.buckets:
         for name in set(optimizer.owner_only_state) & bucket.flat.keys():

@@ -145,6 +145,10 @@ class Anchors:
         anchors = {t.anchor for t in self.list_members(fragments)}
         return [g for g in self.outer._option_groups if not anchors.isdisjoint(g["params"])]
 
+    def count_exchanges(self) -> dict[int, int]:
+        """Return the number of exchanges that were applied to each fragment."""
+        return {n: sum(group["step"] for group in self.groups_of({n})) for n in self.fragments}
+
     @property
     def applied_exchanges(self) -> int:
         """The number of exchanges that were applied to anchors, counted by group."""

@@ -205,9 +205,10 @@ class Diagnosis:
         elements = sum(tensor.numel for tensor in self.sampled)
         base, size, tensors = type(self.optimizer).__name__, self._comm.size, len(self.sampled)
         lines = [
-            f"{self.steps} steps of {base} on {size} {'rank' if size == 1 else 'ranks'}, the first "
-            f"{self.start} dense; {tensors} {'tensor' if tensors == 1 else 'tensors'} looked at, "
-            f"{elements / 1e6:.3g} M of {self._work.parameters / 1e6:.3g} M elements."
+            f"{self.steps} steps of {base} on {size} {'rank' if size == 1 else 'ranks'}; methods "
+            f"compress from step {self.start + 1} on.",
+            f"{tensors} {'tensor' if tensors == 1 else 'tensors'} looked at, "
+            f"{elements / 1e6:.3g} M of {self._work.parameters / 1e6:.3g} M elements.",
         ]
         if self.skipped:
             lines.append(

@@ -118,12 +118,12 @@ def format_methods(rows: Sequence[Row]) -> list[str]:
         for row in rows
     ]
     return [
-        "Methods, in the order in which their losses are expected",
+        "Methods, the largest kept first",
         *align_columns([("", "kept", "by layer", "residual ", "bytes"), *cells]),
         "  kept: cosine of the method's update and AdamW's at the same gradients, mean over steps",
         "  residual: not sent yet, in multiples of the gradient's norm; + where it still grows",
         "  bytes: on the network after the dense start, as a share of DDP's",
-        "  *: no row with as few bytes keeps more",
+        "  *: no row with fewer bytes keeps as much",
         "  TAGC: its rows simulate a single rank",
     ]
 
