@@ -265,26 +265,20 @@ def format_grid(grid: Grid) -> str:
 
 def format_layer_table(rows: list[LayerRow], chosen: str) -> str:
     """A line a compressor, the fastest step first."""
-    rows = sorted(rows, key=lambda row: row.step.total)
-    lines = align_columns([HEAD, *(format_layer_row(row, chosen) for row in rows)], left=2)
-    return "\n".join(
-        [*lines, textwrap.fill(f"> advised. Accuracy: percent, on {MEASURED_ON}.", 100)]
-    )
-
-
-def format_layer_row(row: LayerRow, chosen: str) -> tuple[str, ...]:
-    step = row.step
-    return (
-        f"{'>' if row.compressor == chosen else ' '} {row.compressor}",
-        row.where,
-        *(f"{size / 1e6:.1f}" for size in (row.inside, row.between)),
-        *(
-            f"{1e3 * seconds:.1f}"
-            for seconds in (step.compute, step.local, step.exchange, step.total)
-        ),
-        f"{row.speedup:.2f}x",
-        f"{row.accuracy:.1f}",
-    )
+    table: list[tuple[str, ...]] = [HEAD]
+    for row in sorted(rows, key=lambda row: row.step.total):
+        step = row.step
+        cells = (
+            f"{'>' if row.compressor == chosen else ' '} {row.compressor}",
+            row.where,
+            *(f"{size / 1e6:.1f}" for size in (row.inside, row.between)),
+            *(f"{1e3 * s:.1f}" for s in (step.compute, step.local, step.exchange, step.total)),
+            f"{row.speedup:.2f}x",
+            f"{row.accuracy:.1f}",
+        )
+        table.append(cells)
+    note = textwrap.fill(f"> advised. Accuracy: percent, on {MEASURED_ON}.", 100)
+    return "\n".join([*align_columns(table, left=2), note])
 
 
 def make_lines(grid: Grid, name: str, where: Where) -> str:
