@@ -58,7 +58,9 @@ class _Boundary(nn.Module):
 
     codec = ""  # the compressor's name in the state dict
 
-    def __init__(self, stage: nn.Module, compressor: Compressor, pair: ProcessGroup | None) -> None:
+    def __init__(
+        self, stage: nn.Module, compressor: Compressor, *, pair: ProcessGroup | None = None
+    ) -> None:
         if not isinstance(compressor, Compressor):
             raise TypeError(
                 "compressor must be a Compressor, as in TopK(0.1); got "
@@ -128,11 +130,6 @@ class SendCompressed(_Boundary):
 
     codec = "outgoing"
 
-    def __init__(
-        self, stage: nn.Module, compressor: Compressor, *, pair: ProcessGroup | None = None
-    ) -> None:
-        super().__init__(stage, compressor, pair)
-
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         return self._encode_output(self.stage(*args, **kwargs))
 
@@ -175,7 +172,7 @@ class ReceiveCompressed(_Boundary):
             raise ValueError(
                 f"shape must be that of one micro-batch's activation; got {tuple(shape)}."
             )
-        super().__init__(stage, compressor, pair)
+        super().__init__(stage, compressor, pair=pair)
         self.shape = tuple(shape)
 
     def forward(self, *payload: Tensor, **kwargs: Any) -> Any:

@@ -19,17 +19,6 @@ def is_recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _may_be_recomputed() -> bool:
-    """True if this forward may be checkpointed: it runs without a graph, or with hooks on saved
-    tensors.
-    """
-    if not torch.is_grad_enabled():
-        return True
-    # missing in the oldest supported torch
-    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return hooks is None or hooks(True) is not None
-
-
 @dataclass
 class _Draw(Generic[Drawn]):
     value: Drawn
@@ -51,7 +40,10 @@ class Replay(Generic[Drawn]):
         key = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
         if is_recomputing():
             return self._repeat_draw(key)
-        if not _may_be_recomputed():
+        # missing in the oldest supported torch
+        hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+        # A checkpointed forward runs without a graph, or with hooks on saved tensors.
+        if torch.is_grad_enabled() and hooks is not None and hooks(True) is None:
             return draw()
         for old in [key for key, drawn in self._draws.items() if drawn.repeated]:
             del self._draws[old]

@@ -144,11 +144,9 @@ def advise_layers(
     codecs = count_codecs(work, tensor)
     rows = predict_layer_rows(grid, codecs)
     best = choose_layer_row(grid, rows)
-    if best is None:
-        why, line = explain_none(grid, rows, codecs), make_lines(grid, NONE, "")
-        return LayersAdvice(grid, rows, NONE, line, why)
-    line = make_lines(grid, best.compressor, best.where)
-    return LayersAdvice(grid, rows, best.compressor, line, explain_compressor(rows[0], best))
+    row, why = best or rows[0], explain_layer_choice(grid, rows, codecs, best)
+    line = make_lines(grid, row.compressor, row.where)
+    return LayersAdvice(grid, rows, row.compressor, line, why)
 
 
 def _check_link(dimension: str, ranks: int, name: str, rate: float | None) -> None:
@@ -169,26 +167,28 @@ def choose_layer_row(grid: Grid, rows: list[LayerRow]) -> LayerRow | None:
     return best if best.speedup >= WORTH_IT else None
 
 
-def explain_compressor(none: LayerRow, best: LayerRow) -> str:
-    before, after = format_seconds(none.step.total), format_seconds(best.step.total)
-    certainty = (
-        "Half of that gain would still be worth it."
-        if best.speedup >= 2 * WORTH_IT
-        else "That is a close call: time both."
-        if best.speedup < 1.2 * WORTH_IT
-        else "No close call, but time both."
-    )
-    return (
-        f"a step takes {after} instead of {before}, {best.speedup:.2f} times as fast. Accuracy was "
-        f"{best.accuracy:.1f} % instead of {UNCOMPRESSED} % on {MEASURED_ON}; harder tasks lose "
-        f"more. {certainty}"
-    )
-
-
-def explain_none(grid: Grid, rows: list[LayerRow], codecs: dict[str, CodecCosts]) -> str:
+def explain_layer_choice(
+    grid: Grid, rows: list[LayerRow], codecs: dict[str, CodecCosts], best: LayerRow | None
+) -> str:
+    """The reasons for a row, or for sending activations as they are where there is none."""
+    dense = rows[0].step
+    if best is not None:
+        before, after = format_seconds(dense.total), format_seconds(best.step.total)
+        certainty = (
+            "Half of that gain would still be worth it."
+            if best.speedup >= 2 * WORTH_IT
+            else "That is a close call: time both."
+            if best.speedup < 1.2 * WORTH_IT
+            else "No close call, but time both."
+        )
+        return (
+            f"a step takes {after} instead of {before}, {best.speedup:.2f} times as fast. Accuracy "
+            f"was {best.accuracy:.1f} % instead of {UNCOMPRESSED} % on {MEASURED_ON}; harder tasks "
+            f"lose more. {certainty}"
+        )
     if not compressible_places(grid):
         return "one rank computes all layers, so that no activation crosses a link."
-    waiting = 100 * rows[0].step.exchange / rows[0].step.total
+    waiting = 100 * dense.exchange / dense.total
     because = (
         f"a step waits {waiting:.0f} % of its time for them, and no compressor that loses at most "
         f"{100 * grid.loss_budget:g} % of the accuracy makes it 5 % faster."
@@ -265,26 +265,20 @@ def format_grid(grid: Grid) -> str:
 
 def format_layer_table(rows: list[LayerRow], chosen: str) -> str:
     """A line a compressor, the fastest step first."""
-    rows = sorted(rows, key=lambda row: row.step.total)
-    lines = align_columns([HEAD, *(format_layer_row(row, chosen) for row in rows)], left=2)
-    return "\n".join(
-        [*lines, textwrap.fill(f"> advised. Accuracy: percent, on {MEASURED_ON}.", 100)]
-    )
-
-
-def format_layer_row(row: LayerRow, chosen: str) -> tuple[str, ...]:
-    step = row.step
-    return (
-        f"{'>' if row.compressor == chosen else ' '} {row.compressor}",
-        row.where,
-        *(f"{size / 1e6:.1f}" for size in (row.inside, row.between)),
-        *(
-            f"{1e3 * seconds:.1f}"
-            for seconds in (step.compute, step.local, step.exchange, step.total)
-        ),
-        f"{row.speedup:.2f}x",
-        f"{row.accuracy:.1f}",
-    )
+    table: list[tuple[str, ...]] = [HEAD]
+    for row in sorted(rows, key=lambda row: row.step.total):
+        step = row.step
+        cells = (
+            f"{'>' if row.compressor == chosen else ' '} {row.compressor}",
+            row.where,
+            *(f"{size / 1e6:.1f}" for size in (row.inside, row.between)),
+            *(f"{1e3 * s:.1f}" for s in (step.compute, step.local, step.exchange, step.total)),
+            f"{row.speedup:.2f}x",
+            f"{row.accuracy:.1f}",
+        )
+        table.append(cells)
+    note = textwrap.fill(f"> advised. Accuracy: percent, on {MEASURED_ON}.", 100)
+    return "\n".join([*align_columns(table, left=2), note])
 
 
 def make_lines(grid: Grid, name: str, where: Where) -> str:

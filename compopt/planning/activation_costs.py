@@ -29,11 +29,6 @@ MEASURED_ON = (
 )
 
 
-def low_rank(tokens: int, hidden: int, ratio: int) -> int:
-    """The rank whose factors are ``ratio`` times smaller than the activation."""
-    return max(1, min(hidden, round(tokens * hidden / ratio / (tokens + hidden))))
-
-
 @dataclass(frozen=True)
 class Kind:
     """One row: a compressor, and its settings for a number of tokens and a width.
@@ -73,7 +68,11 @@ def code_width(ratio: int) -> Callable[[int, int], tuple[int, ...]]:
 
 
 def factor_ranks(ratio: int) -> Callable[[int, int], tuple[int, ...]]:
-    return lambda tokens, hidden: (low_rank(tokens, hidden, ratio), hidden)
+    """The rank whose factors are ``ratio`` times smaller than the activation, and the width."""
+    return lambda tokens, hidden: (
+        max(1, min(hidden, round(tokens * hidden / ratio / (tokens + hidden)))),
+        hidden,
+    )
 
 
 COMPRESSORS: dict[str, Kind] = {
@@ -191,13 +190,9 @@ class _WorkCounter(TorchDispatchMode):
             return out
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         outputs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        self._add_operator(name, inputs, outputs)
-        return out
-
-    def _add_operator(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         if name == "aten::topk":
             self.work.traffic += TOP_K_PASSES * inputs[0].nbytes
-            return
+            return out
         if name == "aten::index":
             # Only the selected elements are read.
             inputs = [*inputs[1:], *outputs]
@@ -211,6 +206,7 @@ class _WorkCounter(TorchDispatchMode):
                 self.work.half_flops += flops
             else:
                 self.work.flops += flops
+        return out
 
 
 class _RecordingRanks(Alone):
@@ -242,10 +238,6 @@ def _count_work() -> Iterator[Work]:
         yield counter.work
 
 
-def empty_activation(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-
-
 def _count_backward(
     y: Tensor, x: Tensor, codec: Compressor, gradient: Tensor
 ) -> tuple[Tensor, Work]:
@@ -265,7 +257,8 @@ def exchange_of(
         codec: made on the meta device, ``with torch.device("meta")``.
         shape, dtype: of the activation, (sequences, tokens, hidden).
     """
-    x, group = empty_activation(shape, dtype), _RecordingRanks(ranks)
+    x = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+    group = _RecordingRanks(ranks)
     # A codec's random numbers must not come from the caller's generator.
     with torch.random.fork_rng(devices=[]), _count_work() as forward:
         y = codec(x, group)
@@ -282,7 +275,7 @@ def crossing_of(codec: Compressor, shape: tuple[int, ...], dtype: torch.dtype) -
         codec: made on the meta device.
         shape, dtype: of one micro-batch's activation.
     """
-    x = empty_activation(shape, dtype)
+    x = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     is_separate = codec.straight_through and not codec.fits_payload()
     with torch.random.fork_rng(devices=[]), _count_work() as send:
         values, side = codec.compress(x.detach() if is_separate else x)

@@ -27,35 +27,35 @@ def explain_choice(situation: Situation, rows: list[Row], best: Row | None) -> s
     """The reasons for a row, or for staying with AdamW where there is none."""
     if best is None:
         parts = [explain_dense(situation, rows), explain_memory(situation, rows)]
-    else:
-        parts = [
-            compare_runs(situation, rows[0], best),
-            describe_loss(best),
-            describe_certainty(best) if rows[0].fits else "",
-            explain_memory(situation, rows),
-            describe_limits(situation, best),
-            describe_alternative(situation, rows, best),
-        ]
+        return " ".join(part for part in parts if part)
+    run = f"a run of {situation.steps:,} steps takes {format_seconds(best.run_s)}"
+    certainty = ""
+    if rows[0].fits:
+        run += (
+            f" instead of {format_seconds(rows[0].run_s)}, {format_factor(best.run)} times as "
+            f"fast, with {format_percent(best.run_bytes)} of the bytes"
+        )
+        if best.run < 1.2 * WORTH_IT:
+            certainty = (
+                "That is a close call: time both."
+                if is_local(best)
+                else 'That is a close call: when="auto" times dense and compressed steps, and '
+                "decides."
+            )
+    conditions = best.measurement.conditions if best.measurement else ""
+    parts = [
+        f"{run}.",
+        f"Its loss was {compare_loss(best)} AdamW's in the nearest measurement ({conditions}).",
+        certainty,
+        explain_memory(situation, rows),
+        describe_limits(situation, best),
+        describe_alternative(situation, rows, best),
+    ]
     return " ".join(part for part in parts if part)
-
-
-def compare_runs(situation: Situation, baseline: Row, best: Row) -> str:
-    text = f"a run of {situation.steps:,} steps takes {format_seconds(best.run_s)}"
-    if not baseline.fits:
-        return f"{text}."
-    return (
-        f"{text} instead of {format_seconds(baseline.run_s)}, {format_factor(best.run)} times as "
-        f"fast, with {format_percent(best.run_bytes)} of the bytes."
-    )
 
 
 def format_factor(factor: float) -> str:
     return f"{factor:.2f}" if factor < 2 else f"{factor:.3g}"
-
-
-def describe_loss(row: Row) -> str:
-    where = row.measurement.conditions if row.measurement else ""
-    return f"Its loss was {compare_loss(row)} AdamW's in the nearest measurement ({where})."
 
 
 def compare_loss(row: Row) -> str:
@@ -63,14 +63,6 @@ def compare_loss(row: Row) -> str:
     if abs(loss - 1) < 5e-4:
         return "level with"
     return f"{abs(100 * (loss - 1)):.1f} % {'above' if loss > 1 else 'below'}"
-
-
-def describe_certainty(row: Row) -> str:
-    if row.run >= 1.2 * WORTH_IT:
-        return ""
-    if is_local(row):
-        return "That is a close call: time both."
-    return 'That is a close call: when="auto" times dense and compressed steps, and decides.'
 
 
 def is_local(row: Row) -> bool:
@@ -125,18 +117,16 @@ def describe_alternative(situation: Situation, rows: list[Row], best: Row) -> st
     if not other.fits:
         return f"{text}, but does not fit into memory."
     loss = f"its loss was {compare_loss(other)} AdamW's"
-    if (other.expected_loss or 1.0) > 1 + situation.loss_budget:
-        return f"{text}, but {loss}{name_distant_measurement(other)}."
+    expected = other.expected_loss or 1.0
+    if expected > 1 + situation.loss_budget:
+        if other.measurement is not None and expected - (other.loss or 1.0) >= 0.01:
+            # The distance of the measurement decides against the row.
+            size = format_count(other.measurement.parameters)
+            loss += f" where it was measured, with {size} parameters"
+        return f"{text}, but {loss}."
     if is_local(other):
         loss += ", and it waits for the network once in a round, which suits a link that varies"
     return f"{text}; {loss}."
-
-
-def name_distant_measurement(row: Row) -> str:
-    """The size of a measurement whose distance decides against a row."""
-    if row.measurement is None or (row.expected_loss or 1.0) - (row.loss or 1.0) < 0.01:
-        return ""
-    return f" where it was measured, with {format_count(row.measurement.parameters)} parameters"
 
 
 def explain_dense(situation: Situation, rows: list[Row]) -> str:
@@ -231,7 +221,22 @@ def format_table(situation: Situation, rows: list[Row], chosen: str, all_rows: b
     shown.sort(key=lambda row: row.run_s)
     measured = dict.fromkeys(row.measurement.conditions for row in shown if row.measurement)
     letters = {text: chr(ord("a") + i) for i, text in enumerate(measured)}
-    lines = align_columns([HEAD, *(format_row(row, chosen, letters) for row in shown)])
+    table: list[tuple[str, ...]] = [HEAD]
+    for row in shown:
+        loss = "?" if row.loss is None else f"{row.loss:.3f}"
+        seconds = row.step.total, row.step.local, row.step.exchange
+        cells = (
+            f"{'>' if row.method == chosen else ' '} {row.method}{'' if row.ours else ' *'}",
+            format_seconds(row.run_s),
+            f"{format_factor(row.run)}x",
+            f"{loss} {letters[row.measurement.conditions] if row.measurement else ' '}",
+            *(f"{1e3 * s:,.0f}" if s >= 0.1 else f"{1e3 * s:.1f}" for s in seconds),
+            f"{row.sent / 1e6:,.{0 if row.sent >= 1e8 else 2}f}",
+            format_percent(row.run_bytes),
+            f"{row.held_bytes / 1e9:.3g}{'' if row.fits else ' (does not fit)'}",
+            str(row.shard),
+        )
+        table.append(cells)
     notes = [
         "> advised, * not ours. run, bytes: of all steps. step ms: after the warm-up. loss:",
         "  relative to AdamW's, in the nearest measurement (letters). The advice adds "
@@ -242,28 +247,7 @@ def format_table(situation: Situation, rows: list[Row], chosen: str, all_rows: b
     hidden = len(rows) - len(shown)
     if hidden:
         notes.append(f"{hidden} more methods do not fit, or are slower and lose more: --all.")
-    return "\n".join([*lines, *notes])
-
-
-def format_row(row: Row, chosen: str, letters: dict[str, str]) -> tuple[str, ...]:
-    mark = ">" if row.method == chosen else " "
-    loss = "?" if row.loss is None else f"{row.loss:.3f}"
-    step = row.step
-    return (
-        f"{mark} {row.method}" + ("" if row.ours else " *"),
-        format_seconds(row.run_s),
-        f"{format_factor(row.run)}x",
-        f"{loss} {letters[row.measurement.conditions] if row.measurement else ' '}",
-        *(format_milliseconds(s) for s in (step.total, step.local, step.exchange)),
-        f"{row.sent / 1e6:,.{0 if row.sent >= 1e8 else 2}f}",
-        format_percent(row.run_bytes),
-        f"{row.held_bytes / 1e9:.3g}" + ("" if row.fits else " (does not fit)"),
-        str(row.shard),
-    )
-
-
-def format_milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.1f}"
+    return "\n".join([*align_columns(table), *notes])
 
 
 def format_situation(situation: Situation) -> str:

@@ -226,30 +226,24 @@ class CandidateRuns:
         """Step every candidate, compare after the start; returns AdamW's updates."""
         self.step += 1
         reference = self.adamw.compute_updates(weights, grads)
-        reference_products = [dot_products(u, u) for u in reference]
+        dense_squares = [float(dot_products(u, u)[1]) for u in reference]
         for name, run in self.runs.items():
             updates = run.compute_updates(weights, grads)
             if self.step <= self.start:
                 continue
             pairs = zip(updates, reference, strict=True)
             products = torch.stack([dot_products(a, b) for a, b in pairs]).tolist()
-            self._append_cosines(name, products, torch.stack(reference_products).tolist())
+            cosines, totals = [], [0.0, 0.0, 0.0]
+            for tensor, (dot, square), dense in zip(
+                self.sampled, products, dense_squares, strict=True
+            ):
+                cosines.append(dot / max(TINY, (square * dense) ** 0.5))
+                for i, value in enumerate((dot, square, dense)):
+                    totals[i] += tensor.weight * value
+            dot, square, dense = totals
+            self.cosines[name].append([*cosines, dot / max(TINY, (square * dense) ** 0.5)])
             self.residuals[name].append(run.residual_norm())
         return reference
-
-    def _append_cosines(
-        self, name: str, products: list[list[float]], reference: list[list[float]]
-    ) -> None:
-        totals = [0.0, 0.0, 0.0]
-        cosines = []
-        for tensor, (dot, square), (_, dense) in zip(
-            self.sampled, products, reference, strict=True
-        ):
-            cosines.append(dot / max(TINY, (square * dense) ** 0.5))
-            for i, value in enumerate((dot, square, dense)):
-                totals[i] += tensor.weight * value
-        dot, square, dense = totals
-        self.cosines[name].append([*cosines, dot / max(TINY, (square * dense) ** 0.5)])
 
 
 def dot_products(a: Tensor, b: Tensor) -> Tensor:

@@ -111,8 +111,14 @@ class _ScriptWatcher:
 
     def before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if self.diagnosis is None:
+            mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
             with self._stop_on_error():
-                model = self.find_model(optimizer)
+                # The outermost of the modules that hold most of these parameters.
+                model = max(
+                    self.modules.values(),
+                    key=lambda module: sum(id(p) in mine for p in module.parameters()),
+                    default=nn.Module(),
+                )
                 self.diagnosis = diagnose(model, optimizer, **self.options).__enter__()
             self.modules.clear()
 
@@ -130,16 +136,6 @@ class _ScriptWatcher:
         except (ValueError, RuntimeError) as error:
             self.error = error
             raise StopScriptError from error
-
-    def find_model(self, optimizer: Optimizer) -> nn.Module:
-        """The outermost of the modules that hold most of an optimizer's parameters."""
-        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        most, model = -1, nn.Module()
-        for module in self.modules.values():
-            held = sum(id(p) in mine for p in module.parameters())
-            if held > most:
-                most, model = held, module
-        return model
 
 
 def diagnose_script(script: str, arguments: Sequence[str], options: dict[str, Any]) -> Diagnosis:

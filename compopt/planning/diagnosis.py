@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -111,31 +112,30 @@ class Diagnosis:
         began = time.perf_counter()
         if self._ended is not None:
             self._step_seconds.append(began - self._ended)
-        grads = [extract_dense_gradient(tensor) for tensor in self.sampled]
+        grads = [
+            tensor.extract(grad)
+            if (grad := tensor.param.grad) is not None and grad.layout == torch.strided
+            else None
+            for tensor in self.sampled
+        ]
         weights = [tensor.extract(tensor.param) for tensor in self.sampled]
         if was_skipped(optimizer, [*grads, *weights]):
             self.skipped += 1
         elif any(g is not None for g in grads):
-            self._record_step(weights, grads)
+            self.steps += 1
+            # On one thread: its result must not depend on their number, and on tensors of this size
+            # more threads are slower where others want the cores too.
+            with one_thread():
+                updates = self.runs.record_step(weights, grads)
+                self.stability.record_step(
+                    [None if g is None else u for g, u in zip(grads, updates, strict=True)]
+                )
+                squares = [float(g.square().sum()) for g in grads if g is not None]
+                self.gradient_norms.append(sum(squares) ** 0.5)
         if self.steps == self.limit:
             self.remove_hook()
         self._ended = time.perf_counter()
         self.seconds += self._ended - began
-
-    def _record_step(self, weights: list[Tensor], grads: list[Tensor | None]) -> None:
-        """Record the sampled weights and gradients of a step.
-
-        It runs on one thread: its result must not depend on their number, and on tensors of this
-        size more threads are slower where others want the cores too.
-        """
-        self.steps += 1
-        with one_thread():
-            updates = self.runs.record_step(weights, grads)
-            self.stability.record_step(
-                [None if g is None else u for g, u in zip(grads, updates, strict=True)]
-            )
-            squares = [float(g.square().sum()) for g in grads if g is not None]
-            self.gradient_norms.append(sum(squares) ** 0.5)
 
     # Results
 
@@ -152,23 +152,22 @@ class Diagnosis:
                 "dozens to tell anything. Step the optimizer inside its block, or lower start=."
             )
         began = time.perf_counter()
-        self.findings = self._collect_findings()
-        ranks = max(2, self._comm.size)
-        self.rows = diagnosis_report.make_rows(
-            self.findings, self.candidates, self._work, ranks, self.sampled
-        )
-        self.seconds += time.perf_counter() - began
-
-    def _collect_findings(self) -> Findings:
-        """All findings, the same on all ranks; collective."""
-        comm, sampled = self._comm, self.sampled
+        comm, device = self._comm, self._device
         findings = summarize_runs(self.runs, self._gradient_norm)
         findings["seconds", "step"] = median(self._step_seconds)
-        findings |= summarize_stability(self.stability, sampled)
+        findings |= summarize_stability(self.stability, self.sampled)
         if comm.size > 1:
-            check_same_on_all_ranks(map(str, sorted(findings)), self.steps, comm, self._device)
-            findings = average_findings(findings, comm, self._device)
-        return findings
+            names = sorted(findings)
+            check_same_on_all_ranks(map(str, names), self.steps, comm, device)
+            numbers = [findings[name] for name in names]
+            means = torch.tensor(numbers, dtype=torch.float32, device=device)
+            comm.start(AllReduceMean(means)).wait()
+            findings = dict(zip(names, means.tolist(), strict=True))
+        self.findings = findings
+        self.rows = diagnosis_report.make_rows(
+            findings, self.candidates, self._work, max(2, comm.size), self.sampled
+        )
+        self.seconds += time.perf_counter() - began
 
     @property
     def _gradient_norm(self) -> float:
@@ -179,10 +178,19 @@ class Diagnosis:
         if not self.rows:
             return f"compopt.diagnose: {self.steps} steps seen; it tells when its block has ended."
         findings = self.findings
-        sentences = diagnosis_report.conclude(findings, self.rows, self.training)
+        items = [
+            textwrap.fill(
+                f"- {sentence}",
+                100,
+                subsequent_indent="  ",
+                break_on_hyphens=False,
+                break_long_words=False,
+            )
+            for sentence in diagnosis_report.conclude(findings, self.rows, self.training)
+        ]
         blocks = [
             self._summarize_sample(),
-            ["What it means", *map(diagnosis_report.format_item, sentences)],
+            ["What it means", *items],
             diagnosis_report.format_methods(self.rows),
             diagnosis_report.format_stability(findings),
             diagnosis_report.format_layers(findings, self.rows, self.sampled),
@@ -243,11 +251,6 @@ def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
     return unwrap_optimizer(inner) if isinstance(inner, Optimizer) else optimizer
 
 
-def extract_dense_gradient(tensor: SampledTensor) -> Tensor | None:
-    grad = tensor.param.grad
-    return None if grad is None or grad.layout != torch.strided else tensor.extract(grad)
-
-
 def was_skipped(optimizer: Optimizer, tensors: list[Tensor | None]) -> bool:
     """True if the step was not applied, or some gradient or weight is not finite."""
     if isinstance(optimizer, CompressedOptimizer) and optimizer.stats.phase == "skipped":
@@ -266,13 +269,6 @@ def weighted_mean(sampled: Sequence[SampledTensor], values: Mapping[int, float])
     """The mean over sampled tensors, each weighted by the elements that it stands for."""
     sizes = {i: sampled[i].weight * sampled[i].numel for i in values}
     return sum(sizes[i] * value for i, value in values.items()) / sum(sizes.values())
-
-
-def name_by_layer(
-    head: tuple[str, ...], sampled: Sequence[SampledTensor], values: Mapping[int, float]
-) -> Findings:
-    findings: Findings = {(*head, sampled[i].name): value for i, value in values.items()}
-    return findings | {(*head, ""): weighted_mean(sampled, values)} if values else findings
 
 
 def summarize_runs(runs: CandidateRuns, gradient_norm: float) -> Findings:
@@ -301,7 +297,9 @@ def summarize_stability(stability: TopKStability, sampled: Sequence[SampledTenso
     for kind, table in (("overlap", stability.overlaps), ("norm", stability.norms)):
         for density, lag in sorted({(density, lag) for density, lag, _ in table}):
             means = {i: mean(v) for (d, g, i), v in table.items() if (d, g) == (density, lag)}
-            findings |= name_by_layer((kind, str(density), str(lag)), sampled, means)
+            for i, value in means.items():
+                findings[kind, str(density), str(lag), sampled[i].name] = value
+            findings[kind, str(density), str(lag), ""] = weighted_mean(sampled, means)
     rows = [v for (d, lag, _), v in stability.overlaps.items() if (d, lag) == (DENSITIES[1], 1)]
     if rows and min(map(len, rows)) >= 6:
         findings["settling", "first"] = mean(mean(row[: len(row) // 3]) for row in rows)
@@ -328,11 +326,3 @@ def check_same_on_all_ranks(
             "ranks have looked at different tensors: give compopt.diagnose the same model and the "
             "same optimizer on all ranks."
         )
-
-
-def average_findings(findings: Findings, comm: Communicator, device: torch.device) -> Findings:
-    """The mean of each finding over ranks."""
-    names = sorted(findings)
-    numbers = torch.tensor([findings[name] for name in names], dtype=torch.float32, device=device)
-    comm.start(AllReduceMean(numbers)).wait()
-    return dict(zip(names, numbers.tolist(), strict=True))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
 
 from .candidates import Candidate
 from .decision import at_link_rate, choose_row
@@ -95,12 +93,14 @@ def make_rows(
         rows.append(row)
     rows.sort(key=lambda row: -row.kept)
     counted = [(row.share, row.kept) for row in rows if row.share is not None]
-
-    def is_in_front(row: Row) -> bool:
-        share, kept = row.share, row.kept
-        return share is not None and not any(s < share and k >= kept for s, k in counted)
-
-    return [replace(row, front=is_in_front(row)) for row in rows]
+    return [
+        replace(
+            row,
+            front=row.share is not None
+            and not any(share < row.share and kept >= row.kept for share, kept in counted),
+        )
+        for row in rows
+    ]
 
 
 # Tables
@@ -170,26 +170,28 @@ def format_layers(
 # Conclusions
 
 
-def format_item(sentence: str) -> str:
-    """An item of a list, in lines of at most 100 characters."""
-    return textwrap.fill(
-        f"- {sentence}", 100, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
-    )
-
-
 def conclude(findings: Findings, rows: Sequence[Row], training: Situation) -> list[str]:
     """All sentences that follow from the findings, the most important first.
 
     ``training`` is as the advice sees it.
     """
     best = recommend_row(rows)
+    settings = [row for row in rows if row.family == best.family]
+    settings.sort(key=lambda row: row.share or 0.0)
+    listed = ", ".join(f"{row.kept:.2f} ({row.method})" for row in settings)
+    is_enough = max(row.kept for row in settings) < best.kept + NEGLIGIBLE
+    gain = f"at most {NEGLIGIBLE} more" if is_enough else "more"
+    growing = "; ".join(row.method for row in rows if row.grows)
     sentences = [
         describe_recommendation(best),
-        describe_settings(rows, best),
+        f"Settings of this method keep {listed}. More bytes than {best.method} sends keep {gain}.",
         compare_with_advice(training, best.class_name),
         assess_interval(findings),
         assess_start(findings),
-        list_growing_residuals(rows),
+        f"Residuals that still grow: {growing}. Such a method sends less than it adds to its "
+        "residual, so its `kept` is not final: diagnose more steps."
+        if growing
+        else "No residual still grows.",
         "This ranks the methods by these steps alone. It does not predict the value of a loss.",
     ]
     return [sentence for sentence in sentences if sentence]
@@ -226,18 +228,6 @@ def describe_recommendation(best: Row) -> str:
     return text
 
 
-def describe_settings(rows: Sequence[Row], best: Row) -> str:
-    """Describe the shares that other settings of the recommended method keep."""
-    family = [row for row in rows if row.family == best.family]
-    family.sort(key=lambda row: row.share or 0.0)
-    listed = ", ".join(f"{row.kept:.2f} ({row.method})" for row in family)
-    is_enough = max(row.kept for row in family) < best.kept + NEGLIGIBLE
-    gain = f"at most {NEGLIGIBLE} more" if is_enough else "more"
-    return (
-        f"Settings of this method keep {listed}. More bytes than {best.method} sends keep {gain}."
-    )
-
-
 def compare_with_advice(training: Situation, class_name: str) -> str:
     """Compare with what `compopt-advise` recommends for this training, over all links."""
     named: list[tuple[float, str]] = []
@@ -248,9 +238,11 @@ def compare_with_advice(training: Situation, class_name: str) -> str:
         named.append((rate, row.method.split(",")[0] if row else STAY_DENSE))
     parts = []
     for name, group in groupby(named, key=lambda pair: pair[1]):
-        rates = [rate for rate, _ in group]
+        rates = [format_rate(rate) for rate, _ in group]
+        low, high = rates[0], rates[-1]
+        span = f"at {low}" if low == high else f"from {low} to {high}"
         reason = "" if name == class_name else REASONS.get(name, "whose runs ended at a lower loss")
-        parts.append(f"{format_span(rates)} {name}{f', {reason}' if reason else ''}")
+        parts.append(f"{span} {name}{f', {reason}' if reason else ''}")
     agrees = any(name == class_name for _, name in named)
     comparison = f"also names {class_name}" if agrees else f"does not name {class_name}"
     seconds, ranks = format_seconds(training.compute_s), training.machine.ranks
@@ -259,11 +251,6 @@ def compare_with_advice(training: Situation, class_name: str) -> str:
         f"{'; '.join(parts)}. "
         "compopt-advise judges by the time and the loss of whole runs."
     )
-
-
-def format_span(rates: Sequence[float]) -> str:
-    low, high = format_rate(rates[0]), format_rate(rates[-1])
-    return f"at {low}" if low == high else f"from {low} to {high}"
 
 
 def assess_interval(findings: Findings) -> str:
@@ -309,16 +296,6 @@ def assess_start(findings: Findings) -> str:
     return f"Dense start: {numbers}. A longer one would change little of what is selected."
 
 
-def list_growing_residuals(rows: Sequence[Row]) -> str:
-    growing = [row.method for row in rows if row.grows]
-    if not growing:
-        return "No residual still grows."
-    return (
-        f"Residuals that still grow: {'; '.join(growing)}. Such a method sends less than it adds "
-        "to its residual, so its `kept` is not final: diagnose more steps."
-    )
-
-
 # Picture
 
 
@@ -329,39 +306,27 @@ def draw(
 
     Raises ValueError where its folder is missing or matplotlib is not installed.
     """
-    figure, axes = make_figure(f"plot({path!r})", path, columns=3)
-    _draw_overlaps(axes[0], findings)
-    _draw_methods(axes[1], rows)
-    _draw_residuals(axes[2], residuals)
-    save_figure(figure, path)
-
-
-def _draw_overlaps(axis: Any, findings: Findings) -> None:
+    figure, (overlaps, methods, norms) = make_figure(f"plot({path!r})", path, columns=3)
     for density in DENSITIES:
         points = [(lag, findings.get(("overlap", str(density), str(lag), ""))) for lag in LAGS]
         seen = [(lag, share) for lag, share in points if share is not None]
         if seen:
             x, y = zip(*seen, strict=True)
-            axis.plot(x, y, marker="o", label=f"density {density}")
-    axis.set(xscale="log", xlabel="steps between", ylim=(0, 1))
-    axis.set_title("share of AdamW's largest updates that stay")
-    axis.legend(fontsize=7, frameon=False)
-
-
-def _draw_methods(axis: Any, rows: Sequence[Row]) -> None:
+            overlaps.plot(x, y, marker="o", label=f"density {density}")
+    overlaps.set(xscale="log", xlabel="steps between", ylim=(0, 1))
+    overlaps.set_title("share of AdamW's largest updates that stay")
+    overlaps.legend(fontsize=7, frameon=False)
     for row in rows:
         if row.share is not None:
-            axis.plot(row.share, row.kept, "o", color="C0" if row.front else "C7")
-            axis.annotate(f" {row.method}", (row.share, row.kept), fontsize=7, va="center")
-    axis.set(xscale="log", xlabel="share of a dense step's bytes", ylim=(0, 1.02))
-    axis.set_title("kept of AdamW's update")
-    axis.set_xmargin(0.3)
-
-
-def _draw_residuals(axis: Any, residuals: Mapping[str, Sequence[float]]) -> None:
+            methods.plot(row.share, row.kept, "o", color="C0" if row.front else "C7")
+            methods.annotate(f" {row.method}", (row.share, row.kept), fontsize=7, va="center")
+    methods.set(xscale="log", xlabel="share of a dense step's bytes", ylim=(0, 1.02))
+    methods.set_title("kept of AdamW's update")
+    methods.set_xmargin(0.3)
     for number, (name, values) in enumerate(residuals.items()):
         if any(values):
             style = "-" if number < 10 else "--"
-            axis.plot(range(1, len(values) + 1), values, style, label=name, lw=1.2)
-    axis.set(xlabel="step after the start", title="residual, in multiples of the gradient's norm")
-    axis.legend(fontsize=6, frameon=False, ncols=2)
+            norms.plot(range(1, len(values) + 1), values, style, label=name, lw=1.2)
+    norms.set(xlabel="step after the start", title="residual, in multiples of the gradient's norm")
+    norms.legend(fontsize=6, frameon=False, ncols=2)
+    save_figure(figure, path)

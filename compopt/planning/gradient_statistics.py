@@ -162,29 +162,24 @@ class TopKStability:
                 continue
             x = value.reshape(-1)[:: self.strides[i]].abs()
             now.append(chosen := top_k_masks(x, self.densities))
+            squares = x.double().square()
+            fresh = (squares * chosen).sum(1).clamp_min(torch.finfo(torch.float64).tiny)
             for lag in LAGS:
                 before = self.masks.get(self.step - lag, [None] * len(values))[i]
-                if before is not None:
-                    self._compare(i, lag, x, chosen, before)
+                if before is None:
+                    continue
+                shared = (chosen & before).sum(1) / chosen.sum(1)
+                old = ((squares * before).sum(1) / fresh).sqrt()
+                sums = torch.stack([shared.double(), old]).tolist()
+                for density, overlap, norm in zip(self.densities, *sums, strict=True):
+                    self.overlaps.setdefault((density, lag, i), []).append(overlap)
+                    self.norms.setdefault((density, lag, i), []).append(norm)
         self.masks[self.step] = now
-        self._drop_old_masks()
-
-    def _drop_old_masks(self) -> None:
         # The next step compares itself with masks that are newer than this.
         expired = self.step - max(LAGS)
         for step in list(self.masks):
             if step <= expired or (step < self.step and step % MASK_INTERVAL):
                 del self.masks[step]
-
-    def _compare(self, i: int, lag: int, x: Tensor, now: Tensor, before: Tensor) -> None:
-        squares = x.double().square()
-        shared = (now & before).sum(1) / now.sum(1)
-        fresh = (squares * now).sum(1)
-        old = ((squares * before).sum(1) / fresh.clamp_min(torch.finfo(torch.float64).tiny)).sqrt()
-        sums = torch.stack([shared.double(), old]).tolist()
-        for density, overlap, norm in zip(self.densities, *sums, strict=True):
-            self.overlaps.setdefault((density, lag, i), []).append(overlap)
-            self.norms.setdefault((density, lag, i), []).append(norm)
 
 
 def top_k_masks(x: Tensor, densities: Sequence[float]) -> Tensor:

@@ -25,13 +25,6 @@ def check_positive(**values: float) -> None:
             raise ValueError(f"{name} must be positive and finite; got {value}.")
 
 
-def check_not_negative(**values: float) -> None:
-    """Raise ValueError for the first value that is negative or not finite."""
-    for name, value in values.items():
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name} must not be negative, and finite; got {value}.")
-
-
 @dataclass(frozen=True)
 class Speed:
     """The speed of one rank.
@@ -151,11 +144,9 @@ class Machine:
             memory_bytes_per_s=self.memory_bytes_per_s,
             flops_per_s=self.flops_per_s,
         )
-        check_not_negative(
-            latency_s=self.latency_s,
-            wait_share=self.wait_share,
-            lost_s_per_byte=self.lost_s_per_byte,
-        )
+        for name in ("latency_s", "wait_share", "lost_s_per_byte"):
+            if not 0 <= (value := getattr(self, name)) < math.inf:
+                raise ValueError(f"{name} must not be negative, and finite; got {value}.")
 
     @property
     def nodes(self) -> int:
@@ -168,7 +159,9 @@ def all_reduce_seconds(machine: Machine, size: float) -> float:
     """
     if not size:
         return 0.0
-    return transfer_seconds(machine, size) + message_seconds(machine)
+    rate = machine.ranks_per_node * machine.link_bytes_per_s
+    transfer_s = 2 * (machine.nodes - 1) / machine.nodes * size / rate
+    return transfer_s + message_seconds(machine)
 
 
 def all_gather_seconds(machine: Machine, size: float) -> float:
@@ -176,12 +169,6 @@ def all_gather_seconds(machine: Machine, size: float) -> float:
     equation 4).
     """
     return all_reduce_seconds(machine, size) / 2
-
-
-def transfer_seconds(machine: Machine, size: float) -> float:
-    """Seconds that the bytes of an all-reduce of `size` occupy a rank's link."""
-    rate = machine.ranks_per_node * machine.link_bytes_per_s
-    return 2 * (machine.nodes - 1) / machine.nodes * size / rate
 
 
 def message_seconds(machine: Machine) -> float:

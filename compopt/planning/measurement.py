@@ -21,19 +21,12 @@ def measure_local(device: torch.device) -> tuple[float, float]:
     """
     vector = torch.ones(1 << 23, dtype=torch.float32, device=device)
     copy = torch.empty_like(vector)
-    memory = 2 * vector.nbytes / median_seconds(lambda: copy.copy_(vector), device)
-    return memory, measure_thin_products(device)
-
-
-def measure_thin_products(device: torch.device) -> float:
-    """FLOPs a second of H Q and H^T P, with H of 1024 x 1024 and 16 columns."""
+    copy_s = median_seconds(lambda: copy.copy_(vector), device)
+    # H Q and H^T P, with H of 1024 x 1024 and 16 columns.
     matrix = torch.ones(1024, 1024, dtype=torch.float32, device=device)
     columns = torch.ones(1024, 16, dtype=torch.float32, device=device)
-
-    def project() -> None:
-        torch.mm(matrix.t(), torch.mm(matrix, columns))
-
-    return 2 * 2 * 1024**2 * 16 / median_seconds(project, device)
+    product_s = median_seconds(lambda: torch.mm(matrix.t(), torch.mm(matrix, columns)), device)
+    return 2 * vector.nbytes / copy_s, 2 * 2 * 1024**2 * 16 / product_s
 
 
 def measure_products(device: torch.device, dtype: torch.dtype) -> float:
@@ -142,18 +135,13 @@ def fit_communication(
             f"At least two (elements, seconds) pairs are needed; got {len(elements)} and "
             f"{len(seconds)}."
         )
-    candidates = [_fit_with_threshold(d, elements, seconds) for d in sorted(set(elements))]
-    return min(candidates, key=lambda pieces: sum(r * r for r in pieces[3]))
-
-
-def _fit_with_threshold(
-    threshold: float, elements: Sequence[float], seconds: Sequence[float]
-) -> tuple[float, float, int, list[float]]:
-    """(beta, C, d, residuals) where d is ``threshold``."""
     points = list(zip(elements, seconds, strict=True))
-    below = [t for n, t in points if n < threshold]
-    above = [(n, t) for n, t in points if n >= threshold]
-    constant = sum(below) / len(below) if below else 0.0
-    beta = fit([{"n": n} for n, _ in above], [t for _, t in above]).coefficients["n"]
-    residuals = [(constant if n < threshold else beta * n) / t - 1 for n, t in points]
-    return beta, constant, int(threshold), residuals
+    candidates = []
+    for d in sorted(set(elements)):
+        below = [t for n, t in points if n < d]
+        above = [(n, t) for n, t in points if n >= d]
+        constant = sum(below) / len(below) if below else 0.0
+        beta = fit([{"n": n} for n, _ in above], [t for _, t in above]).coefficients["n"]
+        residuals = [(constant if n < d else beta * n) / t - 1 for n, t in points]
+        candidates.append((beta, constant, int(d), residuals))
+    return min(candidates, key=lambda pieces: sum(r * r for r in pieces[3]))

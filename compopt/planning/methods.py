@@ -389,17 +389,16 @@ class Method:
 
 @lru_cache
 def count_round_lengths(every: int, growth: int, steps: int) -> tuple[tuple[int, int], ...]:
-    """Of every length of a round in a run, how many rounds have it."""
-    return tuple(sorted(Counter(round_lengths(every, growth, steps)).items()))
-
-
-def round_lengths(every: int, growth: int, steps: int) -> list[int]:
-    """Lengths of the rounds of a run of so many steps; ``end_round()`` ends the last one."""
-    options, lengths, since = {"every": every, "every_warmup_steps": growth}, [], 0
+    """Of every length of a round in a run of so many steps, how many rounds have it;
+    ``end_round()`` ends the last one.
+    """
+    options, since = {"every": every, "every_warmup_steps": growth}, 0
+    counts: Counter[int] = Counter()
     while since < steps:
-        lengths.append(min(rounds.round_length(options, since), steps - since))
-        since += lengths[-1]
-    return lengths
+        length = min(rounds.round_length(options, since), steps - since)
+        counts[length] += 1
+        since += length
+    return tuple(sorted(counts.items()))
 
 
 # A dense start of 15 % is what the runs had in which losses were measured.

@@ -101,12 +101,14 @@ def step_seconds(
         # bytes takes time from computation.
         waited = machine.wait_share * compute_s / (cost.every or 1)
         waited += machine.lost_s_per_byte * sent_bytes(machine, cost)
-    if cost.every is not None:
-        waited += _round_seconds(machine, cost, compute_s, buckets)
-        waited += _exposed(shared_link_s, 0.0, 0.0, compute_s)
-        return Step(compute_s, local, waited)
     nbytes_s = exchange_seconds(machine, cost)
     latency_s = cost.exchanges * message_seconds(machine) if nbytes_s else 0.0
+    if cost.every is not None:
+        # A mean over a round: the part of its exchange that the steps of its delay do not hide.
+        round_s = cost.every * nbytes_s + buckets * latency_s
+        waited += max(0.0, round_s - cost.delay * compute_s) / cost.every
+        waited += _exposed(shared_link_s, 0.0, 0.0, compute_s)
+        return Step(compute_s, local, waited)
     if shared_link_s:
         overlap_s = min(compute_s, overlap_s + (1 - LAST_BUCKET) * (1 - BACKWARD) * compute_s)
     waited += _exposed(nbytes_s + shared_link_s, latency_s, (buckets - 1) * latency_s, overlap_s)
@@ -124,16 +126,6 @@ def _exposed(nbytes_s: float, last_s: float, others_s: float, overlap_s: float) 
         overlap_s: seconds that hide all but the last bucket.
     """
     return max(LAST_BUCKET * nbytes_s + last_s, nbytes_s + last_s + others_s - overlap_s)
-
-
-def _round_seconds(machine: Machine, cost: Cost, compute_s: float, buckets: int) -> float:
-    """Seconds a step, as a mean over a round: the part of its exchange that the steps of its delay
-    do not hide.
-    """
-    every = cost.every or 1
-    nbytes_s = every * exchange_seconds(machine, cost)
-    latency_s = buckets * cost.exchanges * message_seconds(machine) if nbytes_s else 0.0
-    return max(0.0, nbytes_s + latency_s - cost.delay * compute_s) / every
 
 
 @dataclass(frozen=True)

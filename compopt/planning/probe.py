@@ -190,8 +190,7 @@ def measure_layers(
     )
     layer_s, encode_s, *local = average_over_ranks(
         [
-            time_layer(tensor, hidden, tokens, dtype, device),
-            time_encoder(hidden, tokens, dtype, device),
+            *time_computation(tensor, hidden, tokens, dtype, device),
             *measure_local(device),
             measure_products(device, torch.bfloat16),
         ],
@@ -262,35 +261,29 @@ def send_and_return(
         dist.send(message, group=group, group_dst=peer)
 
 
-def time_layer(
+def time_computation(
     tensor: int, hidden: int, tokens: int, dtype: torch.dtype, device: torch.device
-) -> float:
-    """Seconds of this rank's part of a layer's perceptron, forward and backward."""
+) -> list[float]:
+    """Seconds of this rank's part of a layer's perceptron, and of an auto-encoder to a tenth,
+    forward and backward.
+    """
     options: dict[str, Any] = {"bias": False, "dtype": dtype, "device": device}
-    part = nn.Sequential(
+    perceptron = nn.Sequential(
         nn.Linear(hidden, 4 * hidden // tensor, **options),
         nn.GELU(),
         nn.Linear(4 * hidden // tensor, hidden, **options),
     )
-    return time_forward_backward(part, hidden, tokens, dtype, device)
-
-
-def time_encoder(hidden: int, tokens: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Seconds of an auto-encoder to a tenth, forward and backward."""
     codec = activations.AutoEncoder(hidden, max(1, hidden // 10)).to(device=device, dtype=dtype)
-    return time_forward_backward(codec, hidden, tokens, dtype, device)
-
-
-def time_forward_backward(
-    part: nn.Module, hidden: int, tokens: int, dtype: torch.dtype, device: torch.device
-) -> float:
     x = torch.ones(tokens, hidden, dtype=dtype, device=device, requires_grad=True)
     gradient = torch.ones_like(x)
 
-    def call() -> tuple[Tensor, ...]:
+    def pass_through(part: nn.Module) -> tuple[Tensor, ...]:
         return torch.autograd.grad(part(x), [x, *part.parameters()], gradient)
 
-    return median_seconds(call, device)
+    return [
+        median_seconds(functools.partial(pass_through, part), device)
+        for part in (perceptron, codec)
+    ]
 
 
 # Files
