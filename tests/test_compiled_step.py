@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +10,6 @@ from torch import nn
 
 import compopt
 
-COMPILER = pytest.param("inductor", marks=pytest.mark.skipif(not shutil.which("cc"), reason="no compiler"))
 MAKES = {
     "Radius": lambda ps: compopt.RadiusAdamW(ps, lr=1e-2, density=0.3, warmup_steps=1, interval=2, simulate=True),
     "tracked": lambda ps: compopt.SeparateAdam(ps, lr=1e-2, rank=4, warmup_steps=0, payload_dtype=None, simulate=True),
@@ -35,17 +33,16 @@ def trained(make: Callable, around: Callable[[Callable], Callable]) -> list[torc
     return [p.detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("backend", ["eager", COMPILER])
 @pytest.mark.parametrize("how", ["step", "a function that calls it"])
 @pytest.mark.parametrize("name", MAKES)
-def test_nothing_of_a_step_is_compiled(name, how, backend):
+def test_nothing_of_a_step_is_compiled(name, how):
     def around(step: Callable) -> Callable:
         def calls() -> torch.Tensor:
             scale = torch.ones(3) * 2
             step()
             return scale + 1
 
-        return torch.compile(step if how == "step" else calls, backend=backend)
+        return torch.compile(step if how == "step" else calls, backend="eager")
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -54,7 +54,7 @@ def test_payloads_without_values_are_averaged_all_the_same(case, model, dtype):
     if not takes(case, dtype):
         pytest.skip(f"{case.name} does not take it")
     options = {} if dtype is None else {"payload_dtype": dtype}
-    for size, compress in ((1, None), (2, True), (3, None), (3, True)):
+    for size, compress in ((1, None), (2, True), (3, None)) if dtype is None else ((2, True),):
         ours = Ranks(
             size,
             lambda: Shapes(MODELS[model]),
