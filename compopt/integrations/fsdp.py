@@ -45,8 +45,8 @@ ADVICE = (
 
 
 def _on_construction(optimizer: CompressedOptimizer) -> None:
-    """Check a new optimizer's DTensors, set them to those of the first rank of its group, and
-    connect it to FSDP2.
+    """Check a new optimizer's DTensors, copy those of the first rank of its group to the others,
+    and connect it to FSDP2.
     """
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if isinstance(optimizer, ReducingOptimizer) and optimizer.replaces_reduce_scatter:

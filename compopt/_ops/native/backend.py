@@ -80,8 +80,8 @@ class NativeOps(NativeUpdates, NativeTopK):
         if not can_read(self, bucket):
             return super().encode(bucket, grads, mask, residuals, scale, negate)
         lengths, payload = bucket.lengths, empty_payload(bucket, mask)
-        header, body = payload.header, payload.body  # or memory in float32, if they are of another
-        if payload.flat.dtype != torch.float32:
+        header, body = payload.header, payload.body
+        if payload.flat.dtype != torch.float32:  # the pass writes float32
             like = bucket.params[0]
             header = self.scratch(like, len(header), torch.float32, "marks")
             if payload.dropped is None:
