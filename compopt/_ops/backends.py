@@ -86,7 +86,8 @@ def _choose_fastest(devices: set[str]) -> Ops:
             )
             reasons.append(f"{name} does not run")
             continue
-        if is_slower_than_torch(backend):
+        has_vectors = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "NO AVX")
+        if getattr(backend, "isa", "") == "portable" and has_vectors:
             reasons.append(
                 "no native, it has no vectors here (portable) and PyTorch's operators do"
             )
@@ -101,12 +102,6 @@ def _choose_fastest(devices: set[str]) -> Ops:
 def _describe_choice(backend: Ops, reason: str) -> str:
     isa = getattr(backend, "isa", "")
     return f"{backend.name}{isa and f' ({isa})'}: {reason}"
-
-
-def is_slower_than_torch(backend: Ops) -> bool:
-    """True for C passes without vectors, where PyTorch's operators have some."""
-    has_vectors = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "NO AVX")
-    return getattr(backend, "isa", "") == "portable" and has_vectors
 
 
 def is_interpreted(name: str) -> bool:

@@ -56,27 +56,22 @@ def reproducible_squared_norm(x: Tensor) -> Tensor:
     """
     if x.device.type != "cpu":
         return squared_norm(x)
-    total = _add_halves(_add_strided(x, torch.promote_types(x.dtype, torch.float32)))
-    return total if total.isfinite() else _add_halves(_add_strided(x, torch.float64))
-
-
-def _add_strided(x: Tensor, dtype: torch.dtype) -> Tensor:
-    sums = torch.zeros(min(WIDTH, x.numel()), dtype=dtype, device=x.device)
-    memory = torch.empty_like(sums)
-    for part in x.split(WIDTH):
-        wide, square = part.to(dtype), memory[: part.numel()]
-        # not addcmul: a fused one rounds once, not twice
-        sums[: part.numel()].add_(torch.mul(wide, wide, out=square))
-    return sums.double()
-
-
-def _add_halves(sums: Tensor) -> Tensor:
-    n = sums.numel()
-    while n > 1:
-        half = (n + 1) // 2
-        sums[: n - half].add_(sums[half:n])
-        n = half
-    return sums[:1].sum()
+    for dtype in (torch.promote_types(x.dtype, torch.float32), torch.float64):
+        sums = torch.zeros(min(WIDTH, x.numel()), dtype=dtype, device=x.device)
+        memory = torch.empty_like(sums)
+        for part in x.split(WIDTH):
+            wide, square = part.to(dtype), memory[: part.numel()]
+            # not addcmul: a fused one rounds once, not twice
+            sums[: part.numel()].add_(torch.mul(wide, wide, out=square))
+        sums, n = sums.double(), sums.numel()
+        while n > 1:
+            half = (n + 1) // 2
+            sums[: n - half].add_(sums[half:n])
+            n = half
+        total = sums[:1].sum()
+        if total.isfinite():
+            break
+    return total
 
 
 def squared_norms(xs: Sequence[Tensor], reproducible: bool = False) -> list[Tensor]:

@@ -92,15 +92,6 @@ def resize_momenta(bucket: Bucket, mean: Payload, mask: Mask) -> list[Tensor]:
     return old
 
 
-def separate_momenta(bucket: Bucket, old: list[Tensor]) -> list[Tensor]:
-    """Return the momenta before this step, in other memory than the new ones."""
-    if old is not bucket.state["exp_avg"]:
-        return old
-    flat = bucket.flat["exp_avg"]
-    before = bucket.get_memory("the momentum of before", flat.numel(), flat.dtype).copy_(flat)
-    return list(before.split([m.numel() for m in old]))
-
-
 def keep_absent_momenta(old: list[Tensor], new: list[Tensor], present: list[bool]) -> None:
     """Copy the momenta of tensors that no rank has a gradient of."""
     for before, after, is_present in zip(old, new, present, strict=True):

@@ -20,11 +20,6 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def has_open_round(optimizer: Any) -> bool:
-    """Return True if parameters may differ between ranks: within a round of LocalSteps."""
-    return bool(getattr(optimizer, "round_is_open", False))
-
-
 def end_open_rounds(optimizers: Iterable[Any]) -> None:
     """End the open rounds of ``optimizers``. All ranks must call it."""
     for optimizer in optimizers:

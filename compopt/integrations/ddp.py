@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.distributed.distributed_c10d import _get_default_group
@@ -133,11 +132,8 @@ class Handover:
         this = weakref.ref(self)
         if not any(ref() is optimizer for ref in self._since):
             optimizer.step_callbacks.append(lambda: _call_if_alive(this, Handover.on_step))
-
-        def on_deletion(_: object) -> None:
-            _call_if_alive(this, Handover.collect_gradients)
-
-        self._since[weakref.ref(optimizer, on_deletion)] = since
+        ref = weakref.ref(optimizer, lambda _: _call_if_alive(this, Handover.collect_gradients))
+        self._since[ref] = since
         self._required_grad = []
         self.register_parameter_hooks()
         optimizer._session.role = Role.ACTIVE
@@ -235,13 +231,8 @@ class Handover:
 
 # DDP requires these names, and no annotations that are strings, as they would be here
 def _hook(state, bucket):  # type: ignore[no-untyped-def]
-    return _return_bucket(state, bucket)
-
-
-def _return_bucket(
-    handover: Handover | None, bucket: GradBucket
-) -> torch.futures.Future[torch.Tensor]:
     """Return DDP's bucket unchanged; averaged as by DDP if no optimizer of compopt is left."""
+    handover: Handover | None = state
     optimizers = [] if handover is None else list(handover.iterate_optimizers())
     if handover is None or not optimizers:
         group = _get_default_group() if handover is None else handover.ddp.process_group

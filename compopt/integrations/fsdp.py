@@ -20,7 +20,7 @@ FSDP2 modules are found at their first forward.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,9 @@ ADVICE = (
 
 
 def _on_construction(optimizer: CompressedOptimizer) -> None:
-    """Check a new optimizer's DTensors, and connect it to FSDP2."""
+    """Check a new optimizer's DTensors, copy those of the first rank of its group to the others,
+    and connect it to FSDP2.
+    """
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if isinstance(optimizer, ReducingOptimizer) and optimizer.replaces_reduce_scatter:
         replace_reduce_scatter(optimizer)
@@ -53,9 +55,14 @@ def _on_construction(optimizer: CompressedOptimizer) -> None:
     is_sharded = any(hasattr(p, "device_mesh") for p in params)
     if is_sharded or any(map(_is_flat_parameter, params)):
         check_meshes(optimizer)
-    if is_sharded:
-        broadcast_parameters(optimizer)
-        register_gradient_hooks(optimizer)
+    if not is_sharded:
+        return
+    session = optimizer._session
+    with torch.no_grad():
+        for bucket in [*session.buckets, *session.frozen_buckets]:
+            for p in bucket.params:
+                session.comm.start(Broadcast(to_local(p.detach()))).wait()
+    register_gradient_hooks(optimizer)
 
 
 # Hybrid sharding
@@ -101,19 +108,6 @@ def check_meshes(optimizer: CompressedOptimizer) -> None:
 def _is_flat_parameter(p: Tensor) -> bool:
     """Return True for a part of a flat parameter of FullyShardedDataParallel, by its own mark."""
     return getattr(p, "_fsdp_flattened", False)
-
-
-@torch.no_grad()
-def broadcast_parameters(optimizer: CompressedOptimizer) -> None:
-    """Set the parameters of all ranks of the optimizer's group to those of its first rank.
-
-    All ranks must call it.
-    """
-    session = optimizer._session
-    comm = session.comm
-    for bucket in [*session.buckets, *session.frozen_buckets]:
-        for p in bucket.params:
-            comm.start(Broadcast(to_local(p.detach()))).wait()
 
 
 class GradientHook:
@@ -187,27 +181,18 @@ def _integrate_modules(
     params = {p for group in optimizer.param_groups for p in group["params"]}
     integrated = []
     for module in modules:
-        for group in _list_param_groups(module):
-            if not params.isdisjoint(one.sharded_param for one in group.fsdp_params):
+        if not hasattr(module, "set_custom_reduce_scatter"):  # it is not sharded
+            continue
+        # private: torch has no public access to the order of parameters in a reduce-scatter
+        state: Any = module._get_fsdp_state()  # type: ignore[operator]
+        has_groups = hasattr(state, "_fsdp_param_groups")
+        groups = state._fsdp_param_groups if has_groups else [state._fsdp_param_group]
+        for group in groups:
+            if group and not params.isdisjoint(one.sharded_param for one in group.fsdp_params):
                 reduce_scatter = OptimizerReduceScatter(group, optimizer)
                 module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[operator]
                 integrated.append(module)
     return integrated
-
-
-def _list_param_groups(module: nn.Module) -> Iterable[Any]:
-    """Return FSDP2's groups of parameters that are reduced together; none if it is not sharded.
-
-    They are private to torch, which has no public access to the order of parameters in a
-    reduce-scatter.
-    """
-    if not hasattr(module, "set_custom_reduce_scatter"):
-        return ()
-    state: Any = module._get_fsdp_state()  # type: ignore[operator]
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    group = state._fsdp_param_group
-    return [] if group is None else [group]
 
 
 class OptimizerReduceScatter:

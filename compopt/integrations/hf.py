@@ -14,14 +14,13 @@ before all ranks need the same model.
 from __future__ import annotations
 
 import inspect
-from types import FrameType
 from typing import Any
 
 from .._engine.base import CompressedOptimizer
 from .._engine.checkpoint import find_owner_of_residuals
 from .._engine.stats import Stats
 from .._wire.warning import warn
-from ._shared import end_open_rounds, has_open_round
+from ._shared import end_open_rounds
 
 try:
     from transformers import TrainerCallback
@@ -68,7 +67,15 @@ class CompoptCallback(TrainerCallback):
                 if group["max_grad_norm"] is None:
                     group["max_grad_norm"] = args.max_grad_norm
             self._max_grad_norm, args.max_grad_norm = args.max_grad_norm, 0.0
-        move_before_reporters(LogStats(self), inspect.currentframe())
+        # Log before the reporters: the Trainer appends a user's callbacks after them, and events do
+        # not get the handler, so it is found in the callers' frames.
+        frame = inspect.currentframe()
+        while frame and (frame := frame.f_back):
+            handler = frame.f_locals.get("self")
+            if isinstance(handler, CallbackHandler):
+                others = [c for c in handler.callbacks if not isinstance(c, LogStats)]
+                handler.callbacks[:] = [LogStats(self), *others]
+                return
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._max_grad_norm is not None:  # another Trainer may have the same arguments
@@ -107,7 +114,7 @@ class CompoptCallback(TrainerCallback):
     def on_save(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        if has_open_round(unwrap_optimizer(optimizer)):
+        if getattr(unwrap_optimizer(optimizer), "round_is_open", False):
             warn(
                 f"the checkpoint of step {state.global_step} holds the model of rank 0 within a "
                 "round, because another callback requested it after CompoptCallback ran: put "
@@ -123,26 +130,6 @@ class CompoptCallback(TrainerCallback):
                 int(not state.is_world_process_zero),
             )
 
-    def add_to_logs(self, state: Any, logs: dict[str, Any]) -> None:
-        """Add the values of the steps since the last log."""
-        if "loss" not in logs or not self._steps:
-            return
-        stats, count = self._steps[-1], len(self._steps)
-        ours = {
-            "grad_norm": stats.grad_norm,
-            "bytes_sent": round(sum(one.bytes_sent for one in self._steps) / count),
-            "bytes_dense": stats.bytes_dense,
-            "share": stats.run.share,
-            "wait_seconds": sum(one.wait_seconds for one in self._steps) / count,
-            "straggler_seconds": sum(one.straggler_seconds for one in self._steps) / count,
-            "phase": stats.phase,
-            "skipped_steps": stats.skipped,
-            "residual_norm": stats.residual_norm(),
-        }
-        self._steps.clear()
-        logs.update(ours)
-        state.log_history[-1].update(ours)
-
 
 class LogStats(TrainerCallback):
     """Adds the values of a :class:`CompoptCallback` to logs, before a reporter reads them."""
@@ -151,23 +138,24 @@ class LogStats(TrainerCallback):
         self._source = source
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if logs is not None:
-            self._source.add_to_logs(state, logs)
-
-
-def move_before_reporters(callback: LogStats, frame: FrameType | None) -> None:
-    """Put ``callback`` first in the list of the calling handler, in place of an earlier one.
-
-    The Trainer appends a user's callbacks after its reporters, and events do not get the handler:
-    it is found in the callers' frames.
-    """
-    while frame is not None:
-        handler = frame.f_locals.get("self")
-        if isinstance(handler, CallbackHandler):
-            others = [c for c in handler.callbacks if not isinstance(c, LogStats)]
-            handler.callbacks[:] = [callback, *others]
+        steps = self._source._steps
+        if logs is None or "loss" not in logs or not steps:
             return
-        frame = frame.f_back
+        stats, count = steps[-1], len(steps)
+        ours = {
+            "grad_norm": stats.grad_norm,
+            "bytes_sent": round(sum(one.bytes_sent for one in steps) / count),
+            "bytes_dense": stats.bytes_dense,
+            "share": stats.run.share,
+            "wait_seconds": sum(one.wait_seconds for one in steps) / count,
+            "straggler_seconds": sum(one.straggler_seconds for one in steps) / count,
+            "phase": stats.phase,
+            "skipped_steps": stats.skipped,
+            "residual_norm": stats.residual_norm(),
+        }
+        steps.clear()
+        logs.update(ours)
+        state.log_history[-1].update(ours)
 
 
 def unwrap_optimizer(optimizer: Any) -> CompressedOptimizer:

@@ -121,7 +121,13 @@ class Snapshots:
         snapshot = Snapshot(self._optimizer._session.steps, comm.rank, comm.size)
         path, group = self.folder / snapshot.name, self._get_group()
         if group is None or dist.get_rank(group) == 0:
-            self._remove_old(snapshot)
+            # remove what is in its place, and all steps but the last complete
+            shutil.rmtree(path, ignore_errors=True)
+            steps = sorted({complete.step for complete in self.find()} - {snapshot.step})
+            kept_steps = {snapshot.step, *steps[len(steps) - self._keep + 1 :]}
+            for old in self.folder.glob("step-*"):
+                if int(old.name.removeprefix("step-")) not in kept_steps:
+                    shutil.rmtree(old, ignore_errors=True)
         if group is not None:
             dist.barrier(group)
         with _without_warning(self._optimizer):
@@ -152,15 +158,6 @@ class Snapshots:
             ranks = [rank for rank, n in enumerate(replicas) if n == self._optimizer.comm.rank]
             self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         return self._group
-
-    def _remove_old(self, new: Snapshot) -> None:
-        """Remove what is in the place of the new snapshot, and all steps but the last complete."""
-        shutil.rmtree(self.folder / new.name, ignore_errors=True)
-        steps = sorted({snapshot.step for snapshot in self.find()} - {new.step})
-        kept_steps = {new.step, *steps[len(steps) - self._keep + 1 :]}
-        for path in self.folder.glob("step-*"):
-            if int(path.name.removeprefix("step-")) not in kept_steps:
-                shutil.rmtree(path, ignore_errors=True)
 
     # Resuming
 
@@ -238,7 +235,9 @@ class Snapshots:
             message = copied.to(device).contiguous()
             copied.copy_(_run(exchange_one(comm, Broadcast(message, source))))
         plain = {path: value for path, value in leaves if not isinstance(value, Tensor)}
-        raw = _to_bytes(plain)
+        file = io.BytesIO()
+        torch.save(plain, file)
+        raw = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
         size = torch.tensor([raw.numel()], dtype=torch.int64, device=device)
         size = _run(exchange_one(comm, Broadcast(size, source)))
         message = (
@@ -247,8 +246,13 @@ class Snapshots:
             else torch.empty(int(size), dtype=torch.uint8, device=device)
         )
         received = _run(exchange_one(comm, Broadcast(message, source)))
-        for path, value in _from_bytes(received.cpu()).items():
-            _set_leaf(state, path, value)
+        file = io.BytesIO(bytes(received.cpu().tolist()))
+        # weights_only: it runs no code, whatever another rank has sent
+        for path, value in torch.load(file, weights_only=True).items():
+            entry: Any = state
+            for key in path[:-1]:
+                entry = entry[key]
+            entry[path[-1]] = value
 
     def _write_state(self, state: State) -> None:
         from torch.distributed.checkpoint.state_dict import set_state_dict
@@ -337,23 +341,6 @@ def iterate_leaves(state: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
             yield from iterate_leaves(value, (*path, key))
         else:
             yield (*path, key), value
-
-
-def _set_leaf(state: Any, path: Path_, value: Any) -> None:
-    for key in path[:-1]:
-        state = state[key]
-    state[path[-1]] = value
-
-
-def _to_bytes(value: object) -> Tensor:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-
-
-def _from_bytes(raw: Tensor) -> Any:
-    """Return the value; it runs no code, whatever another rank has sent."""
-    return torch.load(io.BytesIO(bytes(raw.tolist())), weights_only=True)
 
 
 def _run(turns: Generator[Any, None, Result]) -> Result:

@@ -53,7 +53,7 @@ class NativeOps(NativeUpdates, NativeTopK):
     def quantized_mean_factory(
         self, bucket: Bucket
     ) -> Callable[[Payload, int, int], QuantizedMean] | None:
-        return functools.partial(make_mean, self.library) if is_on_cpu(self, bucket) else None
+        return functools.partial(make_mean, self.library) if bucket.device.type == "cpu" else None
 
     def positions(self, bits: Tensor, n: int, size: int | None = None) -> Tensor:
         if not fits(bits, 0, torch.uint8) or n >= 2**31:
@@ -80,7 +80,14 @@ class NativeOps(NativeUpdates, NativeTopK):
         if not can_read(self, bucket):
             return super().encode(bucket, grads, mask, residuals, scale, negate)
         lengths, payload = bucket.lengths, empty_payload(bucket, mask)
-        header, body = _float32_memory(bucket, self, payload)
+        header, body = payload.header, payload.body
+        if payload.flat.dtype != torch.float32:  # the pass writes float32
+            like = bucket.params[0]
+            header = self.scratch(like, len(header), torch.float32, "marks")
+            if payload.dropped is None:
+                body = self.scratch(like, len(body), torch.float32, "payload")
+            else:
+                body = payload.dropped
         bits, positions = bits_or_positions(mask)
         sizes = [part.numel() for part in payload.parts]
         table = PACK.table(
@@ -127,17 +134,6 @@ class NativeOps(NativeUpdates, NativeTopK):
         return marks
 
 
-def _float32_memory(bucket: Bucket, ops: Ops, payload: Payload) -> tuple[Tensor, Tensor]:
-    """Return where header and body are written in float32: in the payload, if it is of that."""
-    if payload.flat.dtype == torch.float32:
-        return payload.header, payload.body
-    like, body = bucket.params[0], payload.dropped
-    header = ops.scratch(like, len(payload.header), torch.float32, "marks")
-    if body is None:
-        body = ops.scratch(like, len(payload.body), torch.float32, "payload")
-    return header, body
-
-
 def bits_or_positions(mask: Mask) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
     """Return for each tensor its bits or its positions, whichever is read faster; neither where all
     elements are sent.
@@ -149,10 +145,6 @@ def bits_or_positions(mask: Mask) -> tuple[Sequence[Tensor | None], Sequence[Ten
     if all(kept is b for kept, b in zip(bits, mask.bits, strict=True)):
         return bits, [None] * len(bits)
     return bits, [p if b is None else None for p, b in zip(mask.positions, bits, strict=True)]
-
-
-def is_on_cpu(ops: Ops, bucket: Bucket) -> bool:
-    return bucket.device.type == "cpu"
 
 
 def can_read(ops: Ops, bucket: Bucket) -> bool:

@@ -74,19 +74,9 @@ def find_compiler() -> str | None:
     return None
 
 
-def requested_isa() -> str:
-    """Return the instruction set that COMPOPT_NATIVE_ISA names, to run with less than there is; "":
-    all that the processor has.
-    """
-    isa = os.environ.get("COMPOPT_NATIVE_ISA", "")
-    if isa not in TARGETS:
-        names = ", ".join(name for name in TARGETS if name)
-        raise UnknownISA(f"COMPOPT_NATIVE_ISA must be one of {names}, got {isa!r}.")
-    return isa
-
-
 def load_library() -> ctypes.CDLL:
-    """Return the library, built if it is not there yet.
+    """Return the library, built if it is not there yet: for all that the processor has, or for the
+    instruction set that COMPOPT_NATIVE_ISA names.
 
     Raises RuntimeError where there is no compiler, or it fails; ValueError where COMPOPT_NATIVE_ISA
     names what this processor does not have.
@@ -96,7 +86,11 @@ def load_library() -> ctypes.CDLL:
         raise RuntimeError(
             "the native backend needs a C compiler: install gcc or clang, or name another backend."
         )
-    return _load(cc, requested_isa())
+    isa = os.environ.get("COMPOPT_NATIVE_ISA", "")
+    if isa not in TARGETS:
+        names = ", ".join(name for name in TARGETS if name)
+        raise UnknownISA(f"COMPOPT_NATIVE_ISA must be one of {names}, got {isa!r}.")
+    return _load(cc, isa)
 
 
 @lru_cache(maxsize=8)
@@ -168,16 +162,6 @@ def _cache_folder() -> Path:
     return folder
 
 
-def _is_trusted(path: Path) -> bool:
-    """True if this is a file of this user's, not a symbolic link, that nobody else may write."""
-    status = path.lstat()
-    return (
-        stat.S_ISREG(status.st_mode)
-        and status.st_uid == os.geteuid()
-        and not status.st_mode & 0o022
-    )
-
-
 def build_library(cc: str, isa: str, folder: Path) -> Path:
     """Return the library in this folder; compile it if there is none, or none to be trusted."""
     # Not imported: that would need triton.
@@ -187,12 +171,23 @@ def build_library(cc: str, isa: str, folder: Path) -> Path:
     sources = sorted((Path(package.origin).parent / "native").glob("*.[ch]"))
     made_of = [
         *(path.read_bytes() for path in sources),
-        *_machine(cc),
+        # machines that need different libraries may share a home folder
+        cc.encode(),
+        subprocess.run([cc, "--version"], capture_output=True, timeout=600).stdout,
+        " ".join(platform.libc_ver()).encode(),
+        platform.machine().encode(),
+        _processor(),
         str([TARGETS[isa], FLAGS]).encode(),
     ]
     name = f"native-{isa or 'own'}-{hashlib.sha256(b'|'.join(made_of)).hexdigest()[:16]}"
     for path in sorted(folder.glob(f"{name}-*.so")):
-        if _is_trusted(path) and path.name == _name_of(name, path):
+        status = path.lstat()
+        is_trusted = (  # this user's, not a symbolic link, and nobody else may write it
+            stat.S_ISREG(status.st_mode)
+            and status.st_uid == os.geteuid()
+            and not status.st_mode & 0o022
+        )
+        if is_trusted and path.name == _name_of(name, path):
             return path
     # Ranks build at the same time: each compiles in a folder of its own and moves the result.
     with tempfile.TemporaryDirectory(dir=folder) as private:
@@ -216,20 +211,6 @@ def _compile(cc: str, targets: list[list[str]], files: list[str], out: Path) -> 
 def _name_of(name: str, path: Path) -> str:
     """Return the file name of a library with these contents."""
     return f"{name}-{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}.so"
-
-
-def _machine(cc: str) -> list[bytes]:
-    """Return what distinguishes machines that need different libraries: they may share a home
-    folder.
-    """
-    version = subprocess.run([cc, "--version"], capture_output=True, timeout=600).stdout
-    return [
-        cc.encode(),
-        version,
-        " ".join(platform.libc_ver()).encode(),
-        platform.machine().encode(),
-        _processor(),
-    ]
 
 
 def _processor() -> bytes:

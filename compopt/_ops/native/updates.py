@@ -23,7 +23,6 @@ from ..update_helpers import (
     keep_absent_momenta,
     resize_momenta,
     score_memory,
-    separate_momenta,
     update_magnitudes,
 )
 from .passes import (
@@ -153,8 +152,10 @@ def update_scape(
     """Do SCAPE's lines 10, 11 and 16 to 21 for all tensors, and line 15 with a selection."""
     lengths, present, momentum_mask = bucket.lengths, bucket.present(mean), bucket.cache["mask"]
     old = resize_momenta(bucket, mean, mask)
-    if mask.is_sparse or momentum_mask.is_sparse:  # positions change: not in the same memory
-        old = separate_momenta(bucket, old)
+    if old is bucket.state["exp_avg"] and (mask.is_sparse or momentum_mask.is_sparse):
+        flat = bucket.flat["exp_avg"]  # positions change: not in the same memory
+        before = bucket.get_memory("the momentum of before", flat.numel(), flat.dtype).copy_(flat)
+        old = list(before.split([m.numel() for m in old]))
     holding, k = sizes_of(momentum_mask.positions), sizes_of(mask.positions)
     rows = zip(momentum_mask.positions, holding, lengths, strict=True)
     columns: dict[str, Column] = {

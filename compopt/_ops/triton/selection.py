@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -49,7 +49,14 @@ class TritonSelection:
         self.own_range: SelectionRange = partition.by_rank[rank]
         self.bits = torch.empty(self.own_range.nbytes, dtype=torch.uint8, device=bucket.device)
         self.code = self.bits  # set by the selection where messages are codes
-        self.sizes = _sizes_of(bucket, partition)  # elements of each tensor selected by all ranks
+        # elements of each tensor selected by all ranks, computed once for this partition
+        cached: tuple[MaskPartition, list[int]] | None = bucket.cache.get("selected")
+        if cached is None or cached[0] is not partition:
+            sizes = [0 if c else n for n, c in zip(bucket.lengths, bucket.compressed, strict=True)]
+            for piece in (piece for byte_range in partition.by_rank for piece in byte_range.slices):
+                sizes[piece.tensor] += piece.k
+            bucket.cache["selected"] = cached = partition, sizes
+        self.sizes = cached[1]
 
     def select_all(self, grads: Sequence[Tensor | None]) -> None:
         """Select by line 10's x of all tensors, before anything is written."""
@@ -76,18 +83,6 @@ class TritonSelection:
     def mask_over(self, bits: Sequence[Tensor | None]) -> Mask:
         """Return the mask that has these bits."""
         return Mask(self.bucket, bits=bits, sizes=self.sizes, decode=self.ops.positions)
-
-
-def _sizes_of(bucket: Bucket, partition: MaskPartition) -> list[int]:
-    """Return how many elements of each tensor are selected; computed once for this partition."""
-    cached: tuple[MaskPartition, list[int]] | None = bucket.cache.get("selected")
-    if cached is not None and cached[0] is partition:
-        return cached[1]
-    sizes = [0 if c else n for n, c in zip(bucket.lengths, bucket.compressed, strict=True)]
-    for piece in (piece for byte_range in partition.by_rank for piece in byte_range.slices):
-        sizes[piece.tensor] += piece.k
-    bucket.cache["selected"] = partition, sizes
-    return sizes
 
 
 class SelectionInputs(NamedTuple):
@@ -119,25 +114,21 @@ class SelectionInputs(NamedTuple):
 
 
 def select_all(inputs: Sequence[SelectionInputs]) -> None:
-    """Select of buckets with the same options and dtypes, and encode the messages."""
-    for batch in _batches(inputs):
-        _select_batch(batch)
-    _encode([one.selection for one in inputs if one.selection.partition.is_elias_fano])
-
-
-def _batches(inputs: Sequence[SelectionInputs]) -> Iterator[list[SelectionInputs]]:
-    """Yield as many inputs at a time as there is ``ROOM`` for x."""
+    """Select of buckets with the same options and dtypes, as many at a time as there is ``ROOM``
+    for x, and encode the messages.
+    """
     batch: list[SelectionInputs] = []
     used = 0
     for one in inputs:
         width = one.selection.bucket.flat["residual"].element_size()
         size = width * sum(piece.stop - piece.start for piece in one.selection.own_range.slices)
         if batch and used + size > ROOM:
-            yield batch
+            _select_batch(batch)
             batch, used = [], 0
         batch.append(one)
         used += size
-    yield batch
+    _select_batch(batch)
+    _encode([one.selection for one in inputs if one.selection.partition.is_elias_fano])
 
 
 def _select_batch(inputs: list[SelectionInputs]) -> None:
@@ -146,32 +137,30 @@ def _select_batch(inputs: list[SelectionInputs]) -> None:
         return
     ops, bucket = inputs[0].selection.ops, inputs[0].selection.bucket
     group, device, dtype = bucket.group, bucket.device, bucket.flat["residual"].dtype
-    sizes = [p.stop - p.start for one in inputs for p in one.selection.own_range.slices]
+    slices = [(one.selection.bits, p) for one in inputs for p in one.selection.own_range.slices]
+    sizes = [piece.stop - piece.start for _, piece in slices]
     flat = torch.empty(sum(sizes), dtype=dtype, device=device)
     grads: list[Tensors] = []  # copies have to live until kernels have been launched
+    # the blocks of the tensors that are selected of, and of those between them
+    lengths = [n for one in inputs for n in one.selection.bucket.lengths[one.tensors]]
+    blocks = kernels.make_blocks(tuple(lengths), device)
 
     def tables() -> tuple[kernels.Table, kernels.Table]:
         grads[:] = [flatten([*one.grads[one.tensors]]) for one in inputs]
         xs = flat.split(sizes)
-        return (
-            kernels.moment_table(_blocks(inputs), _moment_rows(inputs, grads, xs)),
-            kernels.top_k_table(_top_k_rows(inputs, xs)),
-        )
+        rows = _moment_rows(inputs, grads, xs)
+        top_k_rows = [
+            kernels.TopKRow(len(x), piece.k, x, bits[piece.first_bit // 8 :])
+            for x, (bits, piece) in zip(xs, slices, strict=True)
+        ]
+        return kernels.moment_table(blocks, rows), kernels.top_k_table(top_k_rows)
 
     key = make_key(flat.data_ptr(), *(one.key for one in inputs))
     moment, top_k = ops.tables(("selection", bucket.index), key, tables)
     buckets = [one.selection.bucket for one in inputs]
     offsets = block_offsets_of_all(buckets, [bucket.cache["mask"] for bucket in buckets])
-    kernels.moment(
-        _blocks(inputs), offsets, moment, betas=group["betas"], maximize=group["maximize"]
-    )
+    kernels.moment(blocks, offsets, moment, betas=group["betas"], maximize=group["maximize"])
     kernels.top_k(kernels.make_blocks(tuple(sizes), device), top_k)
-
-
-def _blocks(inputs: list[SelectionInputs]) -> kernels.Blocks:
-    """Return the blocks of the tensors that are selected of, and of those between them."""
-    lengths = [n for one in inputs for n in one.selection.bucket.lengths[one.tensors]]
-    return kernels.make_blocks(tuple(lengths), inputs[0].selection.bucket.device)
 
 
 def _moment_rows(
@@ -204,14 +193,6 @@ def _moment_rows(
     return rows
 
 
-def _top_k_rows(inputs: list[SelectionInputs], xs: Sequence[Tensor]) -> list[kernels.TopKRow]:
-    slices = [(one.selection.bits, p) for one in inputs for p in one.selection.own_range.slices]
-    return [
-        kernels.TopKRow(len(x), piece.k, x, bits[piece.first_bit // 8 :])
-        for x, (bits, piece) in zip(xs, slices, strict=True)
-    ]
-
-
 # Messages
 
 
@@ -221,11 +202,12 @@ def _encode(selections: list[TritonSelection]) -> None:
         return
     ops, bucket = selections[0].ops, selections[0].bucket
     sizes = [selection.partition.message_bytes for selection in selections]
+    words, starts, codes = _allocate(sizes, bucket.device)
 
     def table() -> kernels.Table:
         rows = [
             kernels.EncodeRow(8 * len(one.bits), one.bits, 8 * start, *code_layout(one.own_range))
-            for one, start in zip(selections, _aligned_starts(sizes), strict=False)
+            for one, start in zip(selections, starts, strict=True)
         ]
         return kernels.encode_table(rows, bucket.device)
 
@@ -233,10 +215,9 @@ def _encode(selections: list[TritonSelection]) -> None:
         (one.own_range, one.partition.message_bytes, one.bits.data_ptr()) for one in selections
     )
     rows = ops.tables(("encode", bucket.index), key, table)
-    words = _zeros(sizes, bucket.device)
     lengths = tuple(8 * len(one.bits) for one in selections)
     kernels.encode_masks(kernels.make_blocks(lengths, bucket.device), rows, words)
-    for selection, code in zip(selections, _split(words, sizes), strict=True):
+    for selection, code in zip(selections, codes, strict=True):
         selection.code = code
 
 
@@ -244,11 +225,9 @@ def assemble_bits(pairs: Sequence[tuple[TritonSelection, Tensor]]) -> list[Tenso
     """Return the bits of buckets on one device, from all ranks' messages for each."""
     sizes = [selection.partition.by_rank[-1].last_byte for selection, _ in pairs]
     bucket = pairs[0][0].bucket
-    words = _zeros(sizes, bucket.device)
-    flats, elias_fano = _split(words, sizes), []
-    for (selection, messages), flat, start in zip(
-        pairs, flats, _aligned_starts(sizes), strict=False
-    ):
+    words, starts, flats = _allocate(sizes, bucket.device)
+    elias_fano = []
+    for (selection, messages), flat, start in zip(pairs, flats, starts, strict=True):
         if selection.partition.is_elias_fano:
             elias_fano.append((selection.partition, messages, 8 * start))
         else:
@@ -258,7 +237,12 @@ def assemble_bits(pairs: Sequence[tuple[TritonSelection, Tensor]]) -> list[Tenso
         return flats
 
     def table() -> tuple[kernels.Blocks, kernels.Table]:
-        rows = [row for one in elias_fano for row in _decode_rows(*one)]
+        rows = []
+        for partition, messages, first_bit in elias_fano:
+            for message, byte_range in zip(messages, partition.by_rank, strict=True):
+                upper, row_bits, low = code_layout(byte_range)
+                first = first_bit + 8 * byte_range.first_byte
+                rows.append(kernels.DecodeRow(upper, message, first, row_bits, low))
         blocks = kernels.make_blocks(tuple(row.upper for row in rows), bucket.device)
         return blocks, kernels.decode_table(rows, bucket.device)
 
@@ -269,31 +253,15 @@ def assemble_bits(pairs: Sequence[tuple[TritonSelection, Tensor]]) -> list[Tenso
     return flats
 
 
-def _decode_rows(
-    partition: MaskPartition, messages: Tensor, first_bit: int
-) -> Iterator[kernels.DecodeRow]:
-    """Yield the rows of a bucket whose bits begin with this one."""
-    for message, byte_range in zip(messages, partition.by_rank, strict=True):
-        upper, row_bits, low = code_layout(byte_range)
-        first = first_bit + 8 * byte_range.first_byte
-        yield kernels.DecodeRow(upper, message, first, row_bits, low)
-
-
-def _aligned_starts(sizes: Sequence[int]) -> list[int]:
-    """Return where each of these many bytes begins in shared memory; at last, where they end."""
-    return [0, *accumulate(n + -n % ALIGNMENT for n in sizes)]
-
-
-def _zeros(sizes: Sequence[int], device: torch.device) -> Tensor:
-    """Return words for all of them."""
-    return torch.zeros(_aligned_starts(sizes)[-1] // 4, dtype=torch.int32, device=device)
-
-
-def _split(words: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Return the bytes of each."""
+def _allocate(sizes: Sequence[int], device: torch.device) -> tuple[Tensor, list[int], list[Tensor]]:
+    """Return zeros for messages or masks of these many bytes: the words of all, the first byte of
+    each, and the bytes of each.
+    """
+    *starts, end = accumulate((n + -n % ALIGNMENT for n in sizes), initial=0)
+    words = torch.zeros(end // 4, dtype=torch.int32, device=device)
     flat = words.view(torch.uint8)
-    starts = _aligned_starts(sizes)
-    return [flat[start : start + n] for start, n in zip(starts, sizes, strict=False)]
+    parts = [flat[start : start + n] for start, n in zip(starts, sizes, strict=True)]
+    return words, starts, parts
 
 
 # Masks of all buckets, a launch for each operation

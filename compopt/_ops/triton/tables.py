@@ -73,22 +73,6 @@ class KernelOps(Ops):
         positions: list[Tensor] = kernels.positions(blocks, [bits], offsets, [size])
         return positions[0]
 
-    def top_k_masks(self, xs: Iterable[Tensor], ks: Iterable[int]) -> list[Tensor]:
-        """Return for each tensor the packed mask of its k elements of largest magnitude."""
-        rows = [
-            kernels.TopKRow(
-                x.numel(),
-                k,
-                x,
-                torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device),
-            )
-            for x, k in zip(xs, ks, strict=True)
-        ]
-        if rows:
-            lengths = tuple(row.n for row in rows)
-            kernels.top_k(kernels.make_blocks(lengths, rows[0].x.device), rows)
-        return [row.bits for row in rows]
-
 
 # Keys
 

@@ -5,6 +5,7 @@ A bucket's arguments are a named tuple with the parameters of the reference.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -144,20 +145,24 @@ def _update_radius(batch: Batch) -> list[list[Tensor]]:
         make_key(call.phase, mask_key(call.bucket, call.mask), gradients_key(call.grads))
         for call in calls
     ]
-
-    def kernel(table: kernels.Table) -> None:
-        offsets = block_offsets_of_all(batch.buckets, [call.mask for call in calls])
-        hyper = {name: group[name] for name in HYPER}
-        kernels.adamw(batch.blocks, offsets, table, lr=float(group["lr"]), **hyper)
-
     if any(scores):  # in scratch memory: the table is not cached
         keys = [None]
+    offsets = block_offsets_of_all(batch.buckets, [call.mask for call in calls])
+    hyper = {name: group[name] for name in HYPER} | {"lr": float(group["lr"])}
+    kernel = functools.partial(kernels.adamw, batch.blocks, offsets, **hyper)
     batch.launch(kernel, kernels.adamw_table, radius_rows, scores, keys=keys)
     masks = []
     for call, score in zip(calls, scores, strict=True):
         feed_back_rounding(call.bucket, ops, call.mean, call.mask)
-        ks = [selection_size(group["density"], len(x)) for x in score.values()]
-        masks.append(ops.top_k_masks(score.values(), ks))
+        rows = []
+        for x in score.values():
+            n, k = len(x), selection_size(group["density"], len(x))
+            bits = torch.empty((n + 7) // 8, dtype=torch.uint8, device=x.device)
+            rows.append(kernels.TopKRow(n, k, x, bits))
+        if rows:
+            blocks = kernels.make_blocks(tuple(row.n for row in rows), rows[0].x.device)
+            kernels.top_k(blocks, rows)
+        masks.append([row.bits for row in rows])
     return masks
 
 
@@ -190,19 +195,13 @@ class AdamsCall(NamedTuple):
 
 def update_adams(ops: KernelOps, calls: Calls) -> list[None]:
     """Do AdamS (equation 2) for all tensors."""
+    names = ("betas", "eps", "weight_decay", "bias_correction")
     for batch in batches_of(ops, [AdamsCall(*call) for call in calls]):
-        _update_adams(batch)
+        group, firsts = batch.group, batch.blocks.firsts
+        hyper = {name: group[name] for name in names} | {"lr": float(group["lr"])}
+        kernel = functools.partial(kernels.scape, batch.blocks, firsts, firsts, **hyper)
+        batch.launch(kernel, kernels.scape_table, adams_rows, keys=[()] * len(batch.calls))
     return [None] * len(calls)
-
-
-def _update_adams(batch: Batch) -> None:
-    group, blocks = batch.group, batch.blocks
-
-    def kernel(table: kernels.Table) -> None:
-        hyper = {name: group[name] for name in ("betas", "eps", "weight_decay", "bias_correction")}
-        kernels.scape(blocks, blocks.firsts, blocks.firsts, table, lr=float(group["lr"]), **hyper)
-
-    batch.launch(kernel, kernels.scape_table, adams_rows, keys=[()] * len(batch.calls))
 
 
 def adams_rows(call: AdamsCall, present: list[bool]) -> Iterator[kernels.ScapeRow]:
@@ -226,14 +225,27 @@ class ScapeCall(NamedTuple):
 
 def update_scape(ops: KernelOps, calls: Calls) -> list[None]:
     """Do SCAPE's lines 10, 11 and 16 to 21 for all tensors, and line 15 with selections."""
+    names = ("betas", "eps", "weight_decay", "bias_correction", "maximize")
     for batch in batches_of(ops, [ScapeCall(*call) for call in calls]):
-        momenta, grads = _old_momenta(batch), [bucket.grads() for bucket in batch.buckets]
+        group, buckets = batch.group, batch.buckets
+        momenta, grads = _old_momenta(batch), [bucket.grads() for bucket in buckets]
         rows = zip(batch.calls, grads, momenta, strict=True)
         inputs = [SelectionInputs(call.selection, g, m) for call, g, m in rows if call.selection]
         if inputs:
             select_all(inputs)
-        _update_scape(batch, momenta, grads)
-        for bucket, old, present in zip(batch.buckets, momenta, batch.present, strict=True):
+        masks = [call.mask for call in batch.calls]
+        momentum_masks = [bucket.cache["mask"] for bucket in buckets]
+        columns = zip(momenta, grads, buckets, masks, momentum_masks, strict=True)
+        keys = [
+            make_key(addresses(m), gradients_key(g), mask_key(bucket, new), mask_key(bucket, last))
+            for m, g, bucket, new, last in columns
+        ]
+        offsets = [block_offsets_of_all(buckets, chosen) for chosen in (masks, momentum_masks)]
+        hyper = {name: group[name] for name in names} | {"lr": float(group["lr"])}
+        hyper["clip"] = batch.calls[0].clip_factor_in_v
+        kernel = functools.partial(kernels.scape, batch.blocks, *offsets, **hyper)
+        batch.launch(kernel, kernels.scape_table, scape_rows, momenta, grads, keys=keys)
+        for bucket, old, present in zip(buckets, momenta, batch.present, strict=True):
             if not all(present):
                 keep_absent_momenta(old, bucket.state["exp_avg"], present)
     return [None] * len(calls)
@@ -256,28 +268,6 @@ def _old_momenta(batch: Batch) -> list[list[Tensor]]:
     for n, copy in zip(moved, copies, strict=True):
         old[n] = list(copy.split(batch.buckets[n].sizes["exp_avg"]))
     return old
-
-
-def _update_scape(batch: Batch, momenta: list[list[Tensor]], grads: list[Tensors]) -> None:
-    """Do all but the selection."""
-    group, calls, buckets = batch.group, batch.calls, batch.buckets
-    masks, momentum_mask = (
-        [call.mask for call in calls],
-        [bucket.cache["mask"] for bucket in buckets],
-    )
-    rows = zip(momenta, grads, buckets, masks, momentum_mask, strict=True)
-    keys = [
-        make_key(addresses(old), gradients_key(g), mask_key(bucket, new), mask_key(bucket, before))
-        for old, g, bucket, new, before in rows
-    ]
-
-    def kernel(table: kernels.Table) -> None:
-        names = ("betas", "eps", "weight_decay", "bias_correction", "maximize")
-        offsets = [block_offsets_of_all(buckets, chosen) for chosen in (masks, momentum_mask)]
-        hyper = {name: group[name] for name in names} | {"clip": calls[0].clip_factor_in_v}
-        kernels.scape(batch.blocks, *offsets, table, lr=float(group["lr"]), **hyper)
-
-    batch.launch(kernel, kernels.scape_table, scape_rows, momenta, grads, keys=keys)
 
 
 def scape_rows(
