@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 import weakref
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.optim import Optimizer
 from .._engine.options import check_compress, check_payload_and_clip, require
 from .._engine.stats import Stats
 from .._wire.collectives import Communicator
-from .._wire.warning import user_location, warn_at
+from .._wire.warning import user_location
 
 Group = dict[str, Any]
 
@@ -131,13 +132,6 @@ def is_due(fragment: int, at: int, steps: int, fragments: int) -> bool:
     return at == (place * steps // fragments or steps)
 
 
-def delay_within(options: Group, steps: int) -> int:
-    """Steps from an exchange's beginning to its application, in a round of this many ``steps``:
-    never more than lie between two exchanges.
-    """
-    return min(int(options["delay"]), steps // int(options["fragments"]))
-
-
 @dataclass
 class LocalStats(Stats):
     """The last step, and the rounds so far.
@@ -158,15 +152,6 @@ class LocalStats(Stats):
     round_steps: int = 0
     weight: float = 0.0
     round_wait_seconds: float = 0.0
-
-
-def with_rounds(
-    stats: Stats, options: Group, counts: RoundCounts, exchanged: dict[str, Any]
-) -> LocalStats:
-    """``stats``, with the rounds that ``counts`` count, and values of the last exchange."""
-    known = {field.name: getattr(stats, field.name) for field in fields(Stats)}
-    at = max(0, options["step"] - max(counts.begun, options["warmup_steps"]))
-    return LocalStats(**known, round=counts.round, steps_into_round=at, **exchanged)
 
 
 class OpenRound:
@@ -193,9 +178,10 @@ class OpenRound:
         if not self._steps or not self._warns or hasattr(sys, "last_value"):
             return
         steps = "1 step" if self._steps == 1 else f"{self._steps} steps"
-        warn_at(
-            self._location,
+        warnings.warn_explicit(
             f"{self._name} ended within a round: ranks took {steps} since parameters were last "
             "equal, and each holds a model of its own. Call end_round() on all ranks after the "
             "last step.",
+            UserWarning,
+            *self._location,
         )
