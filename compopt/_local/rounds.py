@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
 import weakref
 from dataclasses import dataclass
 from numbers import Real
@@ -25,7 +24,7 @@ from torch.optim import Optimizer
 from .._engine.options import check_compress, check_payload_and_clip, require
 from .._engine.stats import Stats
 from .._wire.collectives import Communicator
-from .._wire.warning import user_location
+from .._wire.warning import user_location, warn_at
 
 Group = dict[str, Any]
 
@@ -178,10 +177,9 @@ class OpenRound:
         if not self._steps or not self._warns or hasattr(sys, "last_value"):
             return
         steps = "1 step" if self._steps == 1 else f"{self._steps} steps"
-        warnings.warn_explicit(
+        warn_at(
+            self._location,
             f"{self._name} ended within a round: ranks took {steps} since parameters were last "
             "equal, and each holds a model of its own. Call end_round() on all ranks after the "
             "last step.",
-            UserWarning,
-            *self._location,
         )

@@ -54,3 +54,8 @@ def _find_user_frame() -> FrameType:
             other = other or frame
         frame = frame.f_back
     return other or last
+
+
+def warn_at(location: tuple[str, int], message: str) -> None:
+    """Warn of something that this file and line began."""
+    warnings.warn_explicit(message, UserWarning, *location)
