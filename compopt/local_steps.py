@@ -30,6 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial
 from time import monotonic
 from typing import Any, Literal
@@ -63,7 +64,7 @@ from ._local.anchors import Anchors, MakeOuter, assign_to_fragments, reset_momen
 from ._local.checkpoint import Entry, SavedRounds, read_rounds, save_rounds, split_rounds
 from ._local.distances import cosine_and_spread
 from ._local.exchange import Contribution, FragmentSync, Outcome, begin_sync
-from ._local.rounds import OpenRound, RoundCounts
+from ._local.rounds import LocalStats, OpenRound, RoundCounts
 from ._ops.norms import clip_factor, scale_all_
 from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout, Prefix
@@ -78,11 +79,6 @@ from ._wire.collectives import (
 from ._wire.payload import PayloadDtype
 from ._wire.requests import CommunicationError, RequestGenerator
 from .average import average, outer_sgd
-
-
-def default_outer_momentum(inner: torch.optim.Optimizer) -> float:
-    """Return the outer momentum with the lowest loss (docs/local_settings.md)."""
-    return 0.6 if "Muon" in describe_members(inner) else 0.9
 
 
 class LocalSteps(Wrapper):
@@ -172,8 +168,8 @@ class LocalSteps(Wrapper):
         simulate: bool = False,
     ):
         self.offload, inner = offload, combine_optimizers(inner)
-        if outer_momentum is None:
-            outer_momentum = default_outer_momentum(inner)
+        if outer_momentum is None:  # of the lowest loss (docs/local_settings.md)
+            outer_momentum = 0.6 if "Muon" in describe_members(inner) else 0.9
         if every is not None and round_seconds is not None:
             raise ValueError(
                 f"a round has every={every} steps or round_seconds={round_seconds}: pass one of "
@@ -253,36 +249,31 @@ class LocalSteps(Wrapper):
         if self.averages_gradients:
             yield from super().step_as_generator()
             return
-        with drop_scale_on_error(self._session):
-            yield from self._step_locally()
-
-    def _step_locally(self) -> CollectiveGenerator[None]:
-        """Take this rank's own step, and perform what is due after it."""
-        session = self._session
-        check_can_step(session)
-        self._check_not_hidden()
-        self._see_ranks_and_groups()
-        if session.handshake is not Handshake.VERIFIED and not session.is_single_process:
-            yield from self._follow_ranks_with_data()
-            yield from Step(session, session.comm, session.steps + 1).verify_peers()
-        self._connect()
-        is_applied = False
-        if self._anchors is not None:
-            # new anchors lay out the buckets of a running exchange anew: it is applied before
-            if self._exchange is not None and self._anchors.list_new(self._params):
+        session, is_applied = self._session, False
+        with drop_scale_on_error(session):
+            check_can_step(session)
+            self._check_not_hidden()
+            self._see_ranks_and_groups()
+            if session.handshake is not Handshake.VERIFIED and not session.is_single_process:
+                yield from self._follow_ranks_with_data()
+                yield from Step(session, session.comm, session.steps + 1).verify_peers()
+            self._connect()
+            if self._anchors is not None:
+                # new anchors lay out the buckets of a running exchange anew: it is applied before
+                if self._exchange is not None and self._anchors.list_new(self._params):
+                    with self._explain_failed_exchange():
+                        is_applied = yield from self._perform_sync(self._exchange)
+                self._anchors.note_training(self._params)
+                self._read_clock()
+            norm = yield from self._step_inner()  # line 1
+            try:
                 with self._explain_failed_exchange():
-                    is_applied = yield from self._perform_sync(self._exchange)
-            self._anchors.note_training(self._params)
-            self._read_clock()
-        norm = yield from self._step_inner()  # line 1
-        try:
-            with self._explain_failed_exchange():
-                is_applied |= yield from self._synchronize()
-        finally:
-            session.has_local_gradients = False
-            self._note_open_round()
-        self._report(norm, is_applied)
-        session.count_skips(math.isfinite(norm))
+                    is_applied |= yield from self._synchronize()
+            finally:
+                session.has_local_gradients = False
+                self._note_open_round()
+            self._report(norm, is_applied)
+            session.count_skips(math.isfinite(norm))
 
     @contextmanager
     def _explain_failed_exchange(self) -> Iterator[None]:
@@ -319,7 +310,8 @@ class LocalSteps(Wrapper):
         if self._exchange is not None and (self._due or t >= self._exchange.apply_at):
             is_applied = yield from self._perform_sync(self._exchange)
         if self._due:
-            delay = rounds.delay_within(options, steps)
+            # never longer than between two exchanges
+            delay = min(int(options["delay"]), steps // int(options["fragments"]))
             apply_at = t + delay if delay else 0
             exchange = yield from self._prepare_sync(anchors, steps, apply_at)
             if delay:
@@ -426,7 +418,9 @@ class LocalSteps(Wrapper):
         """Give up the exchange on its way: it is due again."""
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
-            exchange.give_up()
+            exchange.communication.close()
+            exchange.step.session.forget_in_flight()
+            exchange.anchors.cancel(exchange.fragments)
             self._due |= exchange.fragments
 
     # Line 1: a rank's own step
@@ -527,7 +521,17 @@ class LocalSteps(Wrapper):
         if self._exchange is not None:
             is_applied = yield from self._perform_sync(self._exchange)
         if self._options["round_seconds"] is not None:
-            is_applied = yield from self._follow_rounds(anchors)
+            # take part in the rounds of ranks that go on, until all have come to their end
+            is_applied = is_last = False
+            while not is_last:
+                self._read_clock()
+                anchors.note_training(self._params)
+                self._due |= anchors.fragments
+                steps = self._options["step"] - self._counts.begun
+                exchange = yield from self._prepare_sync(anchors, steps, is_last=True)
+                is_applied |= yield from self._perform_sync(exchange)
+                outcome = yield from exchange.communication.finish()  # without a further request
+                is_last = outcome.mean.is_last == 1
         elif at > 0:
             counts.round, counts.begun = counts.round + 1, t
         self._due |= {moved.fragment for moved in anchors.tensors if moved.has_moved}
@@ -538,22 +542,6 @@ class LocalSteps(Wrapper):
         if is_applied or at > 0:
             self._report(last.grad_norm, is_applied, is_step=False)
             self._session.stats.bytes_sent += last.bytes_sent
-
-    def _follow_rounds(self, anchors: Anchors) -> CollectiveGenerator[bool]:
-        """Take part in the rounds of ranks that go on, until all have come to their end. Returns
-        whether an exchange was applied.
-        """
-        is_applied = is_last = False
-        while not is_last:
-            self._read_clock()
-            anchors.note_training(self._params)
-            self._due |= anchors.fragments
-            steps = self._options["step"] - self._counts.begun
-            exchange = yield from self._prepare_sync(anchors, steps, is_last=True)
-            is_applied |= yield from self._perform_sync(exchange)
-            outcome = yield from exchange.communication.finish()  # it has ended: no further request
-            is_last = outcome.mean.is_last == 1
-        return is_applied
 
     # Join: ranks that run out of data
 
@@ -680,8 +668,14 @@ class LocalSteps(Wrapper):
         if self._anchors is None or self._hidden is not None:
             yield
             return
+        # parameters that may have moved
+        moved = [t for t in self._anchors.tensors if t.has_moved or t.anchor.grad is not None]
         with torch.no_grad():
-            self._hidden = self._anchors.copy_into_model()
+            local_parts = [to_local(t.param.detach()) for t in moved]
+            hidden = [(p, p.clone()) for p in local_parts]
+            for t in moved:
+                t.write_param()
+            self._hidden = hidden
         try:
             yield
         finally:
@@ -730,9 +724,12 @@ class LocalSteps(Wrapper):
             show_line(f"{session.name}: {text}")
 
     def add_to_stats(self, stats: Stats, decision: StepDecision | None = None) -> Stats:
+        options, counts = self._options, self._counts
         if self._anchors is not None:
             stats.residual_norm = weak_method(self._anchors.outer._session.residual_norm)
-        return rounds.with_rounds(stats, self._options, self._counts, self._exchanged)
+        known = {field.name: getattr(stats, field.name) for field in fields(Stats)}
+        at = max(0, options["step"] - max(counts.begun, options["warmup_steps"]))
+        return LocalStats(**known, round=counts.round, steps_into_round=at, **self._exchanged)
 
     # Other ranks
 
@@ -768,9 +765,9 @@ class LocalSteps(Wrapper):
         round if it lacks one.
         """
         session, options, counts = self._session, self._options, self._counts
-        fragments = (
-            self._anchors.fragments_of(self._params) if self._anchors else [-1] * len(self._params)
-        )
+        anchored = self._anchors.tensors if self._anchors else []
+        fragment_of = {t.param: t.fragment for t in anchored}
+        fragments = [fragment_of.get(p, -1) for p in self._params]
         exchanges = self._anchors.applied_exchanges if self._anchors else -1
         known = (counts.round, options["step"], counts.begun, counts.mean_step, exchanges)
         due = [n in self._due for n in fragments]
@@ -821,7 +818,12 @@ class LocalSteps(Wrapper):
         if self._exchange is not None:
             yield from self._perform_sync(self._exchange)
         if anchors is not None and self.round_is_open:
-            weight = yield from self._weight_in_mean()
+            weight = 1.0
+            if self._options["weighted"]:  # of this rank in the round, by the mean over ranks
+                message = torch.tensor([self._counts.weight], dtype=torch.float64)
+                rows = yield from gather_rows(message.to(session.device), session.comm)
+                mean = float(rows.mean())
+                weight = self._counts.weight / mean if mean else 1.0
             for t in anchors.tensors:
                 if not bool(to_local(t.param.detach()).isfinite().all()):
                     t.write_param()
@@ -831,15 +833,6 @@ class LocalSteps(Wrapper):
             yield from anchors.outer.consolidate_as_generator()
             yield from average_base(self.base, session.buckets, session.comm)
         yield from super().consolidate_as_generator()
-
-    def _weight_in_mean(self) -> CollectiveGenerator[float]:
-        """Return this rank's weight in the running round, divided by the mean over ranks."""
-        if not self._options["weighted"]:
-            return 1.0
-        weight = torch.tensor([self._counts.weight], dtype=torch.float64)
-        rows = yield from gather_rows(weight.to(self._session.device), self._session.comm)
-        mean = float(rows.mean())
-        return self._counts.weight / mean if mean else 1.0
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, of our own options. The entry of a parameter has the inner optimizer's state

@@ -131,11 +131,6 @@ class Anchors:
     def fragments(self) -> set[int]:
         return {t.fragment for t in self.tensors}
 
-    def fragments_of(self, params: Iterable[Tensor]) -> list[int]:
-        """Return the fragment of every parameter, -1 where it has no anchor."""
-        fragment_of = {t.param: t.fragment for t in self.tensors}
-        return [fragment_of.get(p, -1) for p in params]
-
     def list_members(self, fragments: Collection[int]) -> list[Anchored]:
         """Return the parameters of these fragments."""
         return [t for t in self.tensors if t.fragment in fragments]
@@ -181,16 +176,6 @@ class Anchors:
         for t in self.list_sent(fragments):
             t.has_moved = True
         self.clear_gradients()
-
-    def copy_into_model(self) -> list[tuple[Tensor, Tensor]]:
-        """Write anchors into the parameters that may have moved. Returns each of these with its
-        value before.
-        """
-        moved = [t for t in self.tensors if t.has_moved or t.anchor.grad is not None]
-        before = [(to_local(t.param.detach()), to_local(t.param.detach()).clone()) for t in moved]
-        for t in moved:
-            t.write_param()
-        return before
 
 
 def copy_wide(p: Tensor, on_host: bool) -> Tensor:

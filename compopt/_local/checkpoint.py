@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._state.tensors import distribute_like, to_local
-from .anchors import Anchored, Anchors
+from .anchors import Anchors
 from .exchange import Contribution, FragmentSync
 from .rounds import RoundCounts, is_number
 
@@ -50,26 +50,21 @@ def save_rounds(
         }
         entry = {"anchor": t.anchor.detach(), "optimizer": states.get(place, {})}
         if options["delay"] or exchange is not None:
-            entry["exchange"] = _save_exchange(t, exchange)
+            underway: dict[str, float] = dict(is_underway=False, apply_at=0, steps=0, squared=0.0)
+            if exchange is not None and t.fragment in exchange.fragments:
+                underway = {
+                    "is_underway": True,
+                    "apply_at": exchange.apply_at,
+                    "steps": exchange.contribution.steps,
+                    "squared": float(exchange.squared),
+                }
+            d = t.anchor.grad
+            entry["exchange"] = {
+                "pseudo_gradient": torch.zeros_like(t.anchor.detach()) if d is None else d,
+                **_as_tensors(underway),
+            }
         entries[t.param] = {**entry, **_as_tensors(numbers)}
     return [entries.get(p) for p in params]
-
-
-def _save_exchange(t: Anchored, exchange: FragmentSync | None) -> Entry:
-    """Return the part of the parameter in the exchange on its way."""
-    numbers: dict[str, float] = {"is_underway": False, "apply_at": 0, "steps": 0, "squared": 0.0}
-    if exchange is not None and t.fragment in exchange.fragments:
-        numbers = {
-            "is_underway": True,
-            "apply_at": exchange.apply_at,
-            "steps": exchange.contribution.steps,
-            "squared": float(exchange.squared),
-        }
-    d = t.anchor.grad
-    return {
-        "pseudo_gradient": torch.zeros_like(t.anchor.detach()) if d is None else d,
-        **_as_tensors(numbers),
-    }
 
 
 def _as_tensors(numbers: dict[str, float]) -> dict[str, Tensor]:
@@ -120,7 +115,23 @@ class SavedRounds:
         """
         entries, saved = self.anchored, anchors.outer._saved()
         for t, entry in zip(anchors.tensors, entries, strict=True):
-            _load_anchor(t, entry)
+            exchange = entry.get("exchange", {})
+            tensors = [entry["anchor"], exchange.get("pseudo_gradient", entry["anchor"])]
+            for value in tensors:
+                if value.shape != t.param.shape:
+                    raise ValueError(
+                        f"an anchor has shape {tuple(value.shape)}, its parameter "
+                        f"{tuple(t.param.shape)}"
+                    )
+            anchor, d = map(to_local, tensors)
+            if not bool(anchor.isfinite().all()):
+                raise ValueError("an anchor is not finite")
+            to_local(t.anchor.detach()).copy_(anchor)
+            t.has_moved = bool(entry["has_moved"])
+            t.anchor.requires_grad_(bool(entry["is_sent"]))
+            if exchange and bool(exchange["is_underway"]) and t.anchor.requires_grad:
+                d = d.to(to_local(t.anchor).device, copy=True)
+                t.anchor.grad = distribute_like(t.anchor.detach(), d)
         saved.pop("base", None)  # entries have it too
         saved["state"] = {place: entry["optimizer"] for place, entry in enumerate(entries)}
         for group in saved["param_groups"]:
@@ -142,47 +153,17 @@ def read_rounds(entries: Sequence[Entry | None]) -> SavedRounds | None:
     fragments = [-1 if e is None else _read_number(e, "fragment", least=-1) for e in entries]
     pairs = [(n, e) for n, e in zip(fragments, entries, strict=True) if e is not None and n >= 0]
     anchored = [entry for _, entry in sorted(pairs, key=lambda pair: pair[0])]
-    return SavedRounds(
-        step=step,
-        counts=counts,
-        fragments=fragments,
-        anchored=anchored,
-        due=frozenset(_read_number(e, "fragment") for e in anchored if bool(e["is_due"])),
-        exchange=_read_exchange(anchored),
-    )
-
-
-def _read_exchange(anchored: Sequence[Entry]) -> dict[str, Any] | None:
-    parts = [e for e in anchored if "exchange" in e and bool(e["exchange"]["is_underway"])]
-    if not parts:
-        return None
-    first = parts[0]["exchange"]
-    return {
-        "fragments": frozenset(_read_number(e, "fragment") for e in parts),
-        "apply_at": _read_number(first, "apply_at"),
-        "squared": torch.tensor(float(first["squared"]), dtype=torch.float64),
-        "contribution": Contribution(steps=_read_number(first, "steps")),
-    }
-
-
-def _load_anchor(t: Anchored, entry: Entry) -> None:
-    exchange = entry.get("exchange", {})
-    tensors = [entry["anchor"], exchange.get("pseudo_gradient", entry["anchor"])]
-    for value in tensors:
-        if value.shape != t.param.shape:
-            raise ValueError(
-                f"an anchor has shape {tuple(value.shape)}, its parameter {tuple(t.param.shape)}"
-            )
-    anchor, d = map(to_local, tensors)
-    if not bool(anchor.isfinite().all()):
-        raise ValueError("an anchor is not finite")
-    to_local(t.anchor.detach()).copy_(anchor)
-    t.has_moved = bool(entry["has_moved"])
-    t.anchor.requires_grad_(bool(entry["is_sent"]))
-    if exchange and bool(exchange["is_underway"]) and t.anchor.requires_grad:
-        t.anchor.grad = distribute_like(
-            t.anchor.detach(), d.to(to_local(t.anchor).device, copy=True)
-        )
+    due = frozenset(_read_number(e, "fragment") for e in anchored if bool(e["is_due"]))
+    exchange: dict[str, Any] | None = None
+    if parts := [e for e in anchored if "exchange" in e and bool(e["exchange"]["is_underway"])]:
+        first = parts[0]["exchange"]
+        exchange = {
+            "fragments": frozenset(_read_number(e, "fragment") for e in parts),
+            "apply_at": _read_number(first, "apply_at"),
+            "squared": torch.tensor(float(first["squared"]), dtype=torch.float64),
+            "contribution": Contribution(steps=_read_number(first, "steps")),
+        }
+    return SavedRounds(step, counts, fragments, anchored, due, exchange)
 
 
 def _read_counts(entry: Entry) -> tuple[int, RoundCounts]:

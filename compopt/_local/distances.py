@@ -41,8 +41,12 @@ def project_signs(vector: Sequence[Tensor], ranks: int, seed: int, device: torch
         place = noise_offset((seed, number))
         signed = block.to(device).mul_(signs[place : place + len(block)])
         sums += signed.view(-1, count).sum(0)
+    # the Hadamard transform of 2^k numbers, in two products: of them as a matrix
+    rows = 2 ** (int(math.log2(count)) // 2)
+    left, right = _hadamard(rows, device), _hadamard(count // rows, device)
     for place in (0, count):
-        sums = _transform(sums * signs[place : place + count])
+        matrix = (sums * signs[place : place + count]).view(rows, -1)
+        sums = (left @ matrix @ right).view(-1)
     return pack_bits(sums >= 0)
 
 
@@ -67,14 +71,6 @@ def _random_signs(device: torch.device) -> Tensor:
     generator, size = torch.Generator().manual_seed(0), (BLOCK + NOISE_TABLE,)
     drawn = torch.randint(2, size, generator=generator, dtype=torch.int64)
     return drawn.mul_(2).sub_(1).float().to(device)
-
-
-def _transform(sums: Tensor) -> Tensor:
-    """Return the Hadamard transform, in two products: that of 2^k numbers as a matrix."""
-    rows = 2 ** (int(math.log2(len(sums))) // 2)
-    columns, device = len(sums) // rows, sums.device
-    matrix = sums.view(rows, columns)
-    return (_hadamard(rows, device) @ matrix @ _hadamard(columns, device)).view(-1)
 
 
 @lru_cache(maxsize=8)

@@ -100,11 +100,6 @@ class FragmentSync:
                 if pending.is_lockstep:  # in the simulator no rank may wait for another here
                     return
 
-    def give_up(self) -> None:
-        self.communication.close()
-        self.step.session.forget_in_flight()
-        self.anchors.cancel(self.fragments)
-
 
 def begin_sync(
     source: Session,

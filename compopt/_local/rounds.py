@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -131,13 +131,6 @@ def is_due(fragment: int, at: int, steps: int, fragments: int) -> bool:
     return at == (place * steps // fragments or steps)
 
 
-def delay_within(options: Group, steps: int) -> int:
-    """Steps from an exchange's beginning to its application, in a round of this many ``steps``:
-    never more than lie between two exchanges.
-    """
-    return min(int(options["delay"]), steps // int(options["fragments"]))
-
-
 @dataclass
 class LocalStats(Stats):
     """The last step, and the rounds so far.
@@ -158,15 +151,6 @@ class LocalStats(Stats):
     round_steps: int = 0
     weight: float = 0.0
     round_wait_seconds: float = 0.0
-
-
-def with_rounds(
-    stats: Stats, options: Group, counts: RoundCounts, exchanged: dict[str, Any]
-) -> LocalStats:
-    """``stats``, with the rounds that ``counts`` count, and values of the last exchange."""
-    known = {field.name: getattr(stats, field.name) for field in fields(Stats)}
-    at = max(0, options["step"] - max(counts.begun, options["warmup_steps"]))
-    return LocalStats(**known, round=counts.round, steps_into_round=at, **exchanged)
 
 
 class OpenRound:

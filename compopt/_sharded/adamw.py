@@ -69,7 +69,15 @@ class ShardedAdamW:
     def __init__(self, bucket: Bucket, ops: Ops):
         self.bucket, self.ops, self.shards = bucket, ops, bucket.shards
         self.weights = bucket.weights
-        bits, payload = update_bits(bucket), float_dtype(bucket.group["payload_dtype"])
+        group, state = bucket.group, bucket.state
+        rounded_to = None if bucket.is_single_process else group.get("update_dtype")
+        if rounded_to is not None and "update_residual" not in state:
+            raise ValueError(
+                f"update_dtype={rounded_to!r} was set in a group of an optimizer that was made "
+                "without it, and keeps no update_residual: give it to the constructor, or to one "
+                "group of it."
+            )
+        bits, payload = quantized_bits(rounded_to), float_dtype(group["payload_dtype"])
         self.codec = None if bits is None else UpdateCodec(bucket, ops, bits)
         in_half = payload == torch.bfloat16 and bucket.dtype == torch.float32
         self.sends_bfloat16_updates = bits is None and in_half and not bucket.is_single_process
@@ -103,8 +111,11 @@ class ShardedAdamW:
             torch._foreach_copy_([outs[i] for i in stay], [self.weights[i] for i in stay])
         if self.sends_updates and owned:
             torch._foreach_sub_([outs[i] for i in owned], [self.weights[i] for i in owned])
-        if self.codec is not None:
-            self.codec.add_residual(outs, present)
+        if self.codec is not None and self.stepped:
+            residual = bucket.state["update_residual"]
+            torch._foreach_add_(
+                [outs[i] for i in self.stepped], [residual[i] for i in self.stepped]
+            )
 
     def gather(self) -> RequestGenerator[None]:
         """Hand this rank's shard to all others; resumed when all ranks are to write theirs."""
@@ -138,8 +149,13 @@ class ShardedAdamW:
                 adamw_batched_(bucket.group, tensors)
             else:  # the parameters themselves are gathered
                 self.ops.update_adamw_moments(bucket.group, tensors)
-        if self.codec is not None:
-            self.codec.keep_residual(self.gathered, present)
+        if self.codec is not None and self.stepped:
+            sizes = self.shards.sizes(self.shards.rank)
+            errors = self.gathered[: sum(sizes)].split(sizes)  # of rounding, left by ``encode``
+            residual = state["update_residual"]
+            torch._foreach_copy_(
+                [residual[i] for i in self.stepped], [errors[i] for i in self.stepped]
+            )
         params = [to_local(p.detach()) for p in bucket.params]
         flats: list[Tensor | None] = []
         for p in params:
@@ -187,22 +203,6 @@ def check_gathers(replaces_reduce_scatter: bool, groups: Iterable[dict[str, Any]
         )
 
 
-def update_bits(bucket: Bucket) -> int | None:
-    """Return the number of bits that updates are rounded to, or None.
-
-    Raises ValueError if the rounding error would not be kept.
-    """
-    given = bucket.group.get("update_dtype")
-    if bucket.is_single_process or given is None:
-        return None
-    if "update_residual" not in bucket.state:
-        raise ValueError(
-            f"update_dtype={given!r} was set in a group of an optimizer that was made without it, "
-            "and keeps no update_residual: give it to the constructor, or to one group of it."
-        )
-    return quantized_bits(given)
-
-
 class UpdateCodec:
     """Quantizes the shards of updates of one bucket: each rank's message holds its scales, then its
     quantized values, in as many bytes for all.
@@ -215,13 +215,6 @@ class UpdateCodec:
         self.quantized_at = 4 * max(chunk.rows for chunk in self.chunks)
         quantized = packed_bytes(max(chunk.stop for chunk in self.chunks), bits)
         self.size = max(4, self.quantized_at + quantized + -quantized % 4)
-
-    def add_residual(self, updates: Sequence[Tensor], present: list[bool]) -> None:
-        """Add what earlier steps have left of the tensors that this one updates."""
-        residual = self.bucket.state["update_residual"]
-        some = [i for i, is_present in enumerate(present) if is_present]
-        if some:
-            torch._foreach_add_([updates[i] for i in some], [residual[i] for i in some])
 
     def encode(self, updates: Tensor) -> Tensor:
         """This rank's message; its shard of ``updates`` is left with what rounding took off."""
@@ -244,15 +237,6 @@ class UpdateCodec:
                 scales, quantized, chunk, out[: chunk.stop], bucket.scratch, self.bits
             )
         return rows
-
-    def keep_residual(self, rounding_errors: Tensor, present: list[bool]) -> None:
-        """Commit what ``encode`` has left of tensors that were updated."""
-        sizes = self.shards.sizes(self.shards.rank)
-        parts = rounding_errors[: sum(sizes)].split(sizes)
-        residual = self.bucket.state["update_residual"]
-        some = [i for i, is_present in enumerate(present) if is_present]
-        if some:
-            torch._foreach_copy_([residual[i] for i in some], [parts[i] for i in some])
 
     def _fields(self, message: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Return a rank's scales, and its quantized values as bytes."""

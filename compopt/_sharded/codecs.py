@@ -84,7 +84,23 @@ class Sketch:
         self.layout, self.index, self.counts = layout, index, counts
         self.thirds = [math.ceil(count / (3 * ratio)) for count in layout.compressed_counts]
         self.tables = [3 * third for third in self.thirds]
-        self.cells, self.signs = self._draw(seed)
+        size, device = sum(counts), index.device
+        sizes = upload(counts, torch.int64, device)
+        third, base = (
+            upload(numbers, torch.int64, device).repeat_interleave(sizes, output_size=size)
+            for numbers in (self.thirds, [sum(self.tables[:r]) for r in range(layout.ranks)])
+        )
+        three = torch.arange(3, dtype=torch.int64, device=device)
+        salts = three.add(3 * seed).mul_(GOLDEN).unsqueeze(1)
+        hashed = index.unsqueeze(0) ^ salts
+        # alike on every device: by multiplications that wrap, and shifts
+        for factor, shift in ((ODD, 31), (GOLDEN, 29)):
+            hashed = hashed * factor
+            hashed = hashed ^ ((hashed >> shift) & ((1 << (64 - shift)) - 1))
+        number = (hashed >> 1) & 0x7FFFFFFF  # bits that the sign does not use
+        # three cells of every element of the index, a third of the table each, and its signs there
+        self.cells = number % third.clamp(min=1) + third * three.unsqueeze(1) + base
+        self.signs = 1 - 2 * (hashed & 1)
         self.rounds, leftover_mask = peel(self.cells, sum(self.tables))
         self.leftover_mask = leftover_mask
         self.leftover_counts = [int(part.sum()) for part in leftover_mask.split(self.counts)]
@@ -92,23 +108,6 @@ class Sketch:
         self.sizes = [
             cells + count for cells, count in zip(self.tables, self.leftover_counts, strict=True)
         ]
-
-    def _draw(self, seed: int) -> tuple[Tensor, Tensor]:
-        """Three cells, a third of the table each, and signs for every element of the index: ``(3,
-        elements)`` both.
-        """
-        device = self.index.device
-        size, counts = sum(self.counts), upload(self.counts, torch.int64, device)
-        third, base = (
-            upload(numbers, torch.int64, device).repeat_interleave(counts, output_size=size)
-            for numbers in (self.thirds, [sum(self.tables[:r]) for r in range(self.layout.ranks)])
-        )
-        three = torch.arange(3, dtype=torch.int64, device=device)
-        salts = three.add(3 * seed).mul_(GOLDEN).unsqueeze(1)
-        hashed = hash_int64(self.index.unsqueeze(0) ^ salts)
-        number = (hashed >> 1) & 0x7FFFFFFF  # bits that the sign does not use
-        cells = number % third.clamp(min=1) + third * three.unsqueeze(1) + base
-        return cells, 1 - 2 * (hashed & 1)
 
     def encode(self, parts: list[Tensor], values: Tensor) -> None:
         """Write for every owner the table and the leftovers of ``values``, this rank's at the
@@ -148,14 +147,6 @@ class Sketch:
                 0, cells[:, element].reshape(-1), (-value * signs[:, element]).reshape(-1)
             )
         return values
-
-
-def hash_int64(x: Tensor) -> Tensor:
-    """Hash int64 numbers, alike on every device: by multiplications that wrap, and shifts."""
-    for factor, shift in ((ODD, 31), (GOLDEN, 29)):
-        x = x * factor
-        x = x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))
-    return x
 
 
 def peel(cells: Tensor, total: int) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:

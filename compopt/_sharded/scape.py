@@ -183,7 +183,7 @@ def update(
     selection: Selection | None,
 ) -> None:
     """Write weights, momenta and residuals of every tensor with a gradient on any rank."""
-    state, grads, shards = bucket.state, bucket.grads(), bucket.shards
+    group, state, grads, shards = bucket.group, bucket.state, bucket.grads(), bucket.shards
     lengths = map(owned.sizes, range(shards.ranks))
     rows = [
         row.split([*sizes, len(row) - sum(sizes)])
@@ -200,22 +200,15 @@ def update(
         if bucket.compressed[i]:
             update_residuals(bucket, owned, sent, i, e.view(-1), grads[i], selects)
         state["exp_avg"][i].zero_()[owned.of_shard(i)] = m
-        write_weights(bucket, w, torch.cat([row[i] for row in rows]), owned.positions[i])
+        values, index = torch.cat([row[i] for row in rows]), owned.positions[i]
+        if index is None:
+            w.copy_(values.view(w.shape))  # line 4
+        else:
+            flat = w.mul_(1 - float(group["lr"]) * group["weight_decay"]).reshape(-1)  # line 5
+            flat.scatter_(0, index.long(), values)  # line 4
+            if not w.is_contiguous():  # then ``flat`` is a copy
+                w.copy_(flat.view(w.shape))
         bucket.publish_master(i, w)
-
-
-def write_weights(bucket: Bucket, w: Tensor, values: Tensor, index: Tensor | None) -> None:
-    """Write gathered values at ``index`` (None: everywhere; line 4); elsewhere weights decay
-    (line 5).
-    """
-    group = bucket.group
-    if index is None:
-        w.copy_(values.view(w.shape))
-        return
-    flat = w.mul_(1 - float(group["lr"]) * group["weight_decay"]).reshape(-1)
-    flat.scatter_(0, index.long(), values)
-    if not w.is_contiguous():  # then ``flat`` is a copy
-        w.copy_(flat.view(w.shape))
 
 
 def update_residuals(

@@ -94,13 +94,8 @@ def make_bits(positions: Tensor, size: int, flags: Tensor | None = None) -> Tens
 
 def count_set_bits(bits: Tensor, positions: Tensor) -> Tensor:
     """Count the set bits at ``positions``."""
-    return read_bits(bits, positions).sum()
-
-
-def read_bits(bits: Tensor, positions: Tensor) -> Tensor:
-    """Return the bits at ``positions``, 1 or 0 each, uint8."""
     shifts = (positions & 7).to(torch.uint8)
-    return bits.index_select(0, positions >> 3).bitwise_right_shift_(shifts).bitwise_and_(1)
+    return bits.index_select(0, positions >> 3).bitwise_right_shift_(shifts).bitwise_and_(1).sum()
 
 
 def split_positions(positions: Tensor, lengths: tuple[int, ...]) -> list[Tensor | None]:

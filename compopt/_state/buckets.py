@@ -183,7 +183,7 @@ class Bucket:
             for info, has, old in zip(infos, has_state, entries, strict=True)
         ]
         self.sizes[name] = sizes
-        if self._is_offloaded(name):
+        if self.offload is not None and name in self.offload.names:
             zeros = torch.zeros(sum(sizes), dtype=layout.dtype, device="cpu")
             self.flat[name] = pin(zeros, self.device)
         else:
@@ -229,7 +229,7 @@ class Bucket:
         An offloaded tensor is valid until the next one is requested; with ``write`` it is then
         stored.
         """
-        if self.offload is None or not self._is_offloaded(name):
+        if self.offload is None or name not in self.offload.names:
             return iter(self.state[name])
         return self.offload.iterate(name, self.state[name], self.device, write)
 
@@ -243,9 +243,6 @@ class Bucket:
         """Wait until copies to host memory have ended."""
         if self.offload is not None:
             self.offload.finish()
-
-    def _is_offloaded(self, name: str) -> bool:
-        return self.offload is not None and name in self.offload.names
 
     # Weights: what a step updates, parameters or their float32 masters
 
@@ -310,8 +307,13 @@ class Bucket:
             values = part.reshape(-1)
             size = block_size(CACHE_ELEMENTS, values)
             blocks = zip(master.view(-1).split(size), values.split(size), strict=True)
-            for master_block, new in blocks:
-                update_master(master_block, new.to(master_block.device))
+            for block, new in blocks:
+                value = new.to(block.device)
+                rounded = block.to(value.dtype)
+                # On a device the comparison would cost more than the copy.
+                if block.device.type == "cpu" and torch.equal(rounded, value):
+                    continue
+                block.copy_(torch.where(rounded == value, block, value))
 
     # Messages
 
@@ -399,8 +401,9 @@ class Bucket:
             numbers = torch.tensor([*marks, *self.control.numbers], dtype=payload.flat.dtype)
             fields = payload.flat[len(payload.header) - len(marks) :][: len(numbers)]
             fields.copy_(pin(numbers, self.device), non_blocking=True)
-        for at, values in self.control.on_device:
-            payload.control[at].copy_(values)
+        for (_, at), values in zip(self.control.slices, self.control.fields.values(), strict=True):
+            if isinstance(values, Tensor):
+                payload.control[at].copy_(values)
 
     def present(self, payload: Payload) -> list[bool]:
         """Return for each tensor whether any rank had a gradient, from an averaged payload."""
@@ -428,15 +431,6 @@ class Bucket:
         if memory is None or memory.numel() != size or memory.dtype != dtype:
             memory = self._memory[name] = torch.empty(size, dtype=dtype, device=self.device)
         return memory
-
-
-def update_master(master: Tensor, p: Tensor) -> None:
-    """Copy the elements of ``p`` to ``master`` that are not its rounded value."""
-    rounded = master.to(p.dtype)
-    # On a device the comparison would cost more than the copy.
-    if master.device.type == "cpu" and torch.equal(rounded, p):
-        return
-    master.copy_(torch.where(rounded == p, master, p))
 
 
 # Assignment of parameters to buckets

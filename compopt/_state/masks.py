@@ -260,22 +260,17 @@ def partition_mask(lengths: tuple[int, ...], ranks: int, density: float) -> Mask
             first_bit = 8 * (offset - cuts[rank]) + start
             slices[rank].append(MaskSlice(i, start, stop, first_bit, k, max_k))
             rank += 1
-    ranges = zip(cuts, cuts[1:], map(tuple, slices), strict=False)
-    return _choose_code([*ranges])
-
-
-def _choose_code(ranges: list[tuple[int, int, tuple[MaskSlice, ...]]]) -> MaskPartition:
-    """Choose the smaller of bits and codes. A single rank sends nothing and keeps its bits."""
-    selection_ranges = []
-    for first, last, slices in ranges:
-        n, k = 8 * (last - first), sum(piece.max_k for piece in slices)
+    ranges: list[SelectionRange] = []
+    for first, last, parts in zip(cuts, cuts[1:], slices, strict=False):
+        n, k = 8 * (last - first), sum(piece.max_k for piece in parts)
         size, low_bits = min((_code_size(n, k, low), low) for low in range(1, 24))
-        selection_ranges.append(SelectionRange(first, last, slices, k, low_bits if size < n else 0))
-    is_elias_fano = len(selection_ranges) > 1 and all(one.low_bits for one in selection_ranges)
-    sizes = [byte_range.nbytes for byte_range in selection_ranges]
+        ranges.append(SelectionRange(first, last, tuple(parts), k, low_bits if size < n else 0))
+    # The smaller of bits and codes. A single rank sends nothing and keeps its bits.
+    is_elias_fano = ranks > 1 and all(one.low_bits for one in ranges)
+    sizes = [one.nbytes for one in ranges]
     if is_elias_fano:
-        sizes = [_code_size(8 * s.nbytes, s.max_k, s.low_bits) // 8 for s in selection_ranges]
-    return MaskPartition(tuple(selection_ranges), is_elias_fano, max(sizes))
+        sizes = [_code_size(8 * one.nbytes, one.max_k, one.low_bits) // 8 for one in ranges]
+    return MaskPartition(tuple(ranges), is_elias_fano, max(sizes))
 
 
 # Elias-Fano codes: a run of high bits in unary, then one row for each low bit
@@ -305,22 +300,18 @@ def code_layout(byte_range: SelectionRange) -> tuple[int, int, int]:
 
 def encode_mask(positions: Tensor, bits: Tensor, partition: MaskPartition, rank: int) -> Tensor:
     """Return this rank's message, from the positions and the bits of its range."""
-    code = (
-        _encode_positions(positions, partition.by_rank[rank]) if partition.is_elias_fano else bits
-    )
-    return torch.nn.functional.pad(code, (0, partition.message_bytes - code.numel()))
-
-
-def _encode_positions(positions: Tensor, byte_range: SelectionRange) -> Tensor:
-    k, device = positions.numel(), positions.device
-    high_bits, row_bits, low_bits = code_layout(byte_range)
-    high = torch.zeros(high_bits, dtype=torch.bool, device=device)
-    order = torch.arange(k, dtype=torch.int64, device=device)
-    high[(positions >> low_bits).add_(order)] = True
-    low = torch.zeros(low_bits, row_bits, dtype=torch.bool, device=device)
-    for bit, row in enumerate(low):
-        row[:k] = (positions >> bit) & 1
-    return pack_bits(torch.cat([high, low.view(-1)]))
+    message = bits
+    if partition.is_elias_fano:
+        k, device = positions.numel(), positions.device
+        high_bits, row_bits, low_bits = code_layout(partition.by_rank[rank])
+        high = torch.zeros(high_bits, dtype=torch.bool, device=device)
+        order = torch.arange(k, dtype=torch.int64, device=device)
+        high[(positions >> low_bits).add_(order)] = True
+        low = torch.zeros(low_bits, row_bits, dtype=torch.bool, device=device)
+        for bit, row in enumerate(low):
+            row[:k] = (positions >> bit) & 1
+        message = pack_bits(torch.cat([high, low.view(-1)]))
+    return torch.nn.functional.pad(message, (0, partition.message_bytes - message.numel()))
 
 
 def decode_positions(message: Tensor, byte_range: SelectionRange) -> Tensor:

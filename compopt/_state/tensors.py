@@ -32,10 +32,17 @@ def distribute_like(p: Tensor, local: Tensor) -> Tensor:
     """
     if not hasattr(p, "to_local"):
         return local
+    if local.storage_offset() and local.is_contiguous():
+        # The same memory as a storage of its own: torch neither copies nor saves a DTensor whose
+        # local part begins within a storage.
+        begin = local.storage_offset() * local.element_size()
+        storage = local.untyped_storage()[begin : begin + local.numel() * local.element_size()]
+        empty = torch.empty(0, dtype=local.dtype, device=local.device)
+        local = empty.set_(storage, 0, local.shape, local.stride())
     # Importing DTensor for its type would cost every user seconds.
     dtensor: Any = p
     result: Tensor = type(dtensor).from_local(
-        alias_without_offset(local),
+        local,
         dtensor.device_mesh,
         dtensor.placements,
         run_check=False,
@@ -43,18 +50,6 @@ def distribute_like(p: Tensor, local: Tensor) -> Tensor:
         stride=p.stride(),
     )
     return result
-
-
-def alias_without_offset(tensor: Tensor) -> Tensor:
-    """Return the same memory as a storage of its own: torch neither copies nor saves a DTensor
-    whose local part begins within a storage.
-    """
-    if not tensor.storage_offset() or not tensor.is_contiguous():
-        return tensor
-    begin = tensor.storage_offset() * tensor.element_size()
-    storage = tensor.untyped_storage()[begin : begin + tensor.numel() * tensor.element_size()]
-    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return empty.set_(storage, 0, tensor.shape, tensor.stride())
 
 
 def get_grad_dtype(p: Tensor) -> torch.dtype:

@@ -246,23 +246,22 @@ class Communicator:
         size = count_bytes(request)
         self.bytes_sent += size
         description = f"{type(request).__name__} of {size} bytes over {self.size} ranks"
-        pending = self._start(request, description)
-        pending.on_wait = self.on_wait
-        return pending
-
-    def _start(self, request: Request, description: str) -> PendingCollective:
         match request:
             case AllReduceMean():
-                return self._all_reduce_mean(request, description)
+                pending = self._all_reduce_mean(request, description)
             case AllGather(tensor, into):
-                return self._all_gather(tensor, into, description)
+                pending = self._all_gather(tensor, into, description)
             case Broadcast(tensor, source):
-                return self._broadcast(tensor, source, description)
+                pending = self._broadcast(tensor, source, description)
             case ReduceScatterMean(tensor, sizes):
-                return self._reduce_scatter_mean(tensor, sizes, description)
+                pending = self._reduce_scatter_mean(tensor, sizes, description)
             case BitOr(tensor):
-                return self._bit_or(tensor, description)
-        raise TypeError(f"{type(request).__name__} is not a request a communicator can answer.")
+                pending = self._bit_or(tensor, description)
+            case _:
+                name = type(request).__name__
+                raise TypeError(f"{name} is not a request a communicator can answer.")
+        pending.on_wait = self.on_wait
+        return pending
 
     def _all_reduce_mean(self, request: AllReduceMean, description: str) -> PendingCollective:
         if isinstance(request.message, Payload) and request.message.seed is not None:

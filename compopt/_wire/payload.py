@@ -172,15 +172,6 @@ class ControlFields:
             for number in ([0.0] * len(values) if isinstance(values, Tensor) else values)
         ]
 
-    @property
-    def on_device(self) -> list[tuple[slice, Tensor]]:
-        """The fields on the device, and their slices of the control part."""
-        return [
-            (at, values)
-            for (_, at), values in zip(self.slices, self.fields.values(), strict=True)
-            if isinstance(values, Tensor)
-        ]
-
     def split(self, mean: list[float]) -> dict[str, list[float]]:
         """Return the mean over ranks of all fields by name."""
         return {name: mean[at] for name, at in self.slices}

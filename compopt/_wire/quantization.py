@@ -37,9 +37,9 @@ from __future__ import annotations
 import functools
 import hashlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -96,58 +96,33 @@ def row_layout(lengths: tuple[int, ...], ranks: int) -> RowLayout:
     Every tensor begins a new row, so that no two tensors share a scale. Chunks are cut between
     rows.
     """
-    ends, row_ends = list(accumulate(lengths)), list(accumulate(map(count_rows, lengths)))
-    values, rows = (ends[-1], row_ends[-1]) if lengths else (0, 0)
-    tensors = (
-        RowSpan(end - n, row - count_rows(n), n)
-        for n, end, row in zip(lengths, ends, row_ends, strict=True)
-        if n
-    )
-    spans = tuple(_merge_full_rows(tensors))
-    cuts = [
-        (0, 0),
-        *(_first_row_from(values * rank // ranks, spans) for rank in range(1, ranks)),
-        (values, rows),
-    ]
-    chunks = tuple(
-        Chunk(start, stop, first, last - first, tuple(_spans_between(spans, start, stop, first)))
-        for (start, first), (stop, last) in pairwise(cuts)
-    )
+    values = rows = 0
+    spans: list[RowSpan] = []
+    for n in filter(None, lengths):
+        if spans and spans[-1].n % ROW == 0:  # it ends with a full row, so this tensor follows
+            at, row, before = spans.pop()
+            spans.append(RowSpan(at, row, before + n))
+        else:
+            spans.append(RowSpan(values, rows, n))
+        values, rows = values + n, rows + count_rows(n)
+    ends, cuts = [at + n for at, _, n in spans], [(0, 0)]
+    for rank in range(1, ranks):  # its chunk begins with the first row from an equal share on
+        share = values * rank // ranks
+        at, row, n = spans[bisect_left(ends, share)] if spans else (0, 0, 0)
+        before = count_rows(max(0, share - at))
+        cuts.append((at + min(ROW * before, n), row + before))
+    cuts.append((values, rows))
+    chunks: list[Chunk] = []
+    for (start, first), (stop, last) in pairwise(cuts):
+        parts: list[RowSpan] = []
+        for at, row, n in spans:
+            a, b = max(at, start), min(at + n, stop)
+            if a < b:
+                parts.append(RowSpan(a - start, row + (a - at) // ROW - first, b - a))
+        chunks.append(Chunk(start, stop, first, last - first, tuple(parts)))
     max_values = max(chunk.stop - chunk.start for chunk in chunks)
-    return RowLayout(rows, spans, chunks, max_values, max(chunk.rows for chunk in chunks))
-
-
-def _merge_full_rows(spans: Iterable[RowSpan]) -> Iterator[RowSpan]:
-    """Merge each span that ends with a full row with the next one."""
-    last: RowSpan | None = None
-    for span in spans:
-        if last is not None and last.n % ROW == 0:
-            last = RowSpan(last.at, last.row, last.n + span.n)
-            continue
-        if last is not None:
-            yield last
-        last = span
-    if last is not None:
-        yield last
-
-
-def _first_row_from(value: int, spans: tuple[RowSpan, ...]) -> tuple[int, int]:
-    """Return the first value from ``value`` on that begins a row, and the number of that row."""
-    i = bisect_left([span.at + span.n for span in spans], value)
-    if i == len(spans):
-        return 0, 0
-    span = spans[i]
-    row = count_rows(max(0, value - span.at))
-    return span.at + min(ROW * row, span.n), span.row + row
-
-
-def _spans_between(
-    spans: tuple[RowSpan, ...], start: int, stop: int, first_row: int
-) -> Iterator[RowSpan]:
-    for at, row, n in spans:
-        a, b = max(at, start), min(at + n, stop)
-        if a < b:
-            yield RowSpan(a - start, row + (a - at) // ROW - first_row, b - a)
+    max_rows = max(chunk.rows for chunk in chunks)
+    return RowLayout(rows, tuple(spans), tuple(chunks), max_values, max_rows)
 
 
 def values_to_rows(
@@ -198,21 +173,8 @@ def quantize_rows(
     bits is not random and ignores ``seed``.
     """
     if bits == 2:
-        values = _values_per_row(len(x), spans, x)
-        _round_to_four_levels(x, values, quantized, scales, dropped, scratch)
-    else:
-        _round_stochastically(x, quantized, scales, dropped, seed, scratch, bits)
-
-
-def _round_stochastically(
-    x: Tensor,
-    quantized: Tensor,
-    scales: Tensor,
-    dropped: Tensor,
-    seed: tuple[int, ...],
-    scratch: Scratch,
-    bits: int,
-) -> None:
+        _round_to_four_levels(x, spans, quantized, scales, dropped, scratch)
+        return
     offset, noise, most = noise_offset(seed), noise_table(x.dtype, x.device), LARGEST[bits]
     block = block_size(BLOCK_ROWS, x)
     for number, a in enumerate(range(0, len(x), block)):
@@ -231,9 +193,17 @@ def _round_stochastically(
 
 
 def _round_to_four_levels(
-    x: Tensor, values: Tensor, quantized: Tensor, scales: Tensor, dropped: Tensor, scratch: Scratch
+    x: Tensor,
+    spans: tuple[RowSpan, ...],
+    quantized: Tensor,
+    scales: Tensor,
+    dropped: Tensor,
+    scratch: Scratch,
 ) -> None:
-    """``values``: how many values each row holds, before its zeros."""
+    values = x.new_full((len(x),), ROW)  # that each row holds: fewer where a tensor ends within it
+    for _, row, length in spans:
+        if length % ROW:
+            values[row + count_rows(length) - 1] = length % ROW
     block = block_size(BLOCK_ROWS, x)
     for a in range(0, len(x), block):
         x_, n, level, scale, drop = (
@@ -257,15 +227,6 @@ def _round_to_four_levels(
         # inf becomes NaN.
         scale.add_(scale - scale)
         torch.sub(x_, torch.mul(level, scale.to(x.dtype).unsqueeze(1), out=t), out=drop)
-
-
-def _values_per_row(rows: int, spans: Iterable[RowSpan], like: Tensor) -> Tensor:
-    """Return how many values each row holds: 128, or fewer where a tensor ends within it."""
-    values = like.new_full((rows,), ROW)
-    for _, row, n in spans:
-        if n % ROW:
-            values[row + count_rows(n) - 1] = n % ROW
-    return values
 
 
 def dequantize_rows(quantized: Tensor, scales: Tensor, out: Tensor) -> Tensor:
@@ -467,7 +428,8 @@ class QuantizedMean:
         _, scales, values = self._split_messages(out, 0)
         rows = self.scratch("quantized", chunk.rows * ROW, torch.int8, received.device)
         rows = rows.view(-1, ROW)
-        self._quantize(total, chunk.spans, rows, scales[0, : chunk.rows], total, stage=2)
+        seed, own_scales = (*self.seed, self.rank, 2), scales[0, : chunk.rows]  # stage 2
+        quantize_rows(total, chunk.spans, rows, own_scales, total, seed, self.scratch, self.bits)
         write_chunk(rows, chunk, values[0], self.scratch, self.bits)
         dropped = self.dropped[chunk.start : chunk.stop]
         for at, row, n in chunk.spans:
@@ -494,21 +456,10 @@ class QuantizedMean:
         dropped = self.dropped.view(-1, ROW) if x.data_ptr() == body.data_ptr() else x
         quantized = self.scratch("quantized", rows * ROW, torch.int8, body.device).view(-1, ROW)
         scales = self.scratch("scales", rows, torch.float32, body.device)
-        self._quantize(x, spans, quantized, scales, dropped, stage=1)
+        seed = (*self.seed, self.rank, 1)  # stage 1
+        quantize_rows(x, spans, quantized, scales, dropped, seed, self.scratch, self.bits)
         rows_to_values(dropped, spans, self.dropped)
         return quantized, scales
-
-    def _quantize(
-        self,
-        x: Tensor,
-        spans: tuple[RowSpan, ...],
-        quantized: Tensor,
-        scales: Tensor,
-        dropped: Tensor,
-        stage: int,
-    ) -> None:
-        seed = (*self.seed, self.rank, stage)
-        quantize_rows(x, spans, quantized, scales, dropped, seed, self.scratch, self.bits)
 
     def _message_bytes(self, fields: int) -> int:
         """Return a multiple of 4, and at least 4: a message without bytes could not be viewed as
