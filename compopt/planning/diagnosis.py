@@ -38,7 +38,7 @@ class Diagnosis:
     """The result of :func:`diagnose`; ``print`` shows it when its block has ended.
 
     Attributes:
-        rows: the methods, those with the lowest expected loss first, each with ``method``, ``line``
+        rows: the methods, those with the largest ``kept`` first, each with ``method``, ``line``
             (the constructor call), ``kept``, ``residual`` and ``share`` (of the bytes).
         findings: every number, by its name.
         steps: steps that were recorded.
@@ -85,7 +85,7 @@ class Diagnosis:
 
     @property
     def order(self) -> list[str]:
-        """The methods' names, the one with the lowest expected loss first."""
+        """The methods' names, the one with the largest ``kept`` first."""
         return [row.method for row in self.rows]
 
     def __enter__(self) -> Diagnosis:
