@@ -32,7 +32,7 @@ from .._state.tensors import to_local
 from .._wire.collectives import connect
 from .._wire.warning import warn
 from .matrices import MatrixSource, RandomMatrices, checksum_projection
-from .options import check_options, is_adapt_step, is_clipped, is_reset_step
+from .options import check_options, is_clipped, is_reset_step
 from .projections import Projection, is_sharded, plan_projection
 from .reducer import ProjectedTensor, ProjectionReducer, ReducerInputs, TrackedTensor, WholeTensor
 
@@ -162,7 +162,8 @@ class ProjectingOptimizer(ReducingOptimizer):
         if bucket.is_sharded:
             sent_whole = [i for i, q in enumerate(plan) if q is None]
             whole_reducer = ReduceScatterReducer(bucket, self.ops, sent_whole, sends_residuals)
-        adapts = any(plan) and is_adapt_step(group, group["step"] + 1)
+        t = group["step"] + 1
+        adapts = any(plan) and group["adaptive"] and t % group["adapt_interval"] == 0
         random = [None if q is None or q.is_tracked else q for q in plan]
         inputs = ReducerInputs(
             tensors=self._make_tensors(bucket, plan, local_factor, sends_residuals),
