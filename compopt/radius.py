@@ -27,7 +27,6 @@ undefined until T divides t), all ranks use rank 0's mask (equal by construction
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -57,16 +56,28 @@ from ._wire.requests import Agree, AllReduceMean, Broadcast, RequestGenerator
 
 def radius(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     """Algorithm 1, one bucket, one step."""
-    phase, grads = phase_of(bucket), bucket.grads()  # lines 3, 7, 12
+    group, phase, grads = bucket.group, phase_of(bucket), bucket.grads()  # lines 3, 7, 12
     mask = bucket.cache["mask"] if phase == "sparse" else Mask(bucket)
-    residuals, scale = residuals_to_send(bucket, phase)
+    # A resample step sends residuals, and a dense one that follows sparse ones (the warm-up was
+    # prolonged). Every step does where payloads are rounded: there they hold the rounding errors.
+    residuals = None
+    if phase == "resample" or bucket.is_rounded or (phase == "dense" and bucket.has_residual):
+        residuals = bucket.iterate_state("residual")
+    scale = group["residual_scale"] if phase == "resample" else 1.0
     sent = ops.encode(bucket, grads, mask, residuals, scale)  # lines 8, 13
     mean = yield AllReduceMean(sent)  # lines 4, 9, 14
     norm = yield Agree(mean, phase)  # from here on state changes
-    scale_(mean.body, clip_factor(norm, bucket.group["max_grad_norm"]))  # line 20
+    scale_(mean.body, clip_factor(norm, group["max_grad_norm"]))  # line 20
     # lines 10, 15, 16 and 21 to 25
     masks = yield from ops.run_batched(update, bucket, mean, phase, mask, grads)
-    note_residuals(bucket, mean, phase)
+    present = bucket.present(mean)
+    if phase == "dense" and bucket.has_residual and not bucket.is_rounded:  # all have been sent
+        for e, is_present in zip(
+            bucket.iterate_state("residual", write=True), present, strict=True
+        ):
+            if is_present and e is not None:
+                e.zero_()
+    bucket.cache["has_residual"] = phase == "sparse" or (bucket.has_residual and not all(present))
     if phase == "resample":
         yield from broadcast_mask(bucket, ops, mean, masks)  # line 22
 
@@ -80,19 +91,6 @@ def phase_of(bucket: Bucket) -> str:
     if t < dense_steps(bucket) or not any(bucket.compressed):
         return "dense"
     return "resample" if "mask" not in bucket.cache or t % group["interval"] == 0 else "sparse"
-
-
-def residuals_to_send(bucket: Bucket, phase: str) -> tuple[Iterator[Tensor | None] | None, float]:
-    """Return the residuals that this step sends, if any, and the factor on them (line 8).
-
-    A resample step sends them, and a dense one that follows sparse ones (the warm-up was
-    prolonged). Every step sends them where payloads are rounded: there they hold the rounding
-    errors.
-    """
-    if not (phase == "resample" or bucket.is_rounded or (phase == "dense" and bucket.has_residual)):
-        return None, 1.0
-    scale = bucket.group["residual_scale"] if phase == "resample" else 1.0
-    return bucket.iterate_state("residual"), scale
 
 
 def update(
@@ -130,18 +128,6 @@ def update(
     return masks
 
 
-def note_residuals(bucket: Bucket, mean: Payload, phase: str) -> None:
-    """Note whether any residual is left, beside rounding errors; a dense step has sent them all."""
-    present = bucket.present(mean)
-    if phase == "dense" and bucket.has_residual and not bucket.is_rounded:
-        for residual, is_present in zip(
-            bucket.iterate_state("residual", write=True), present, strict=True
-        ):
-            if is_present and residual is not None:
-                residual.zero_()
-    bucket.cache["has_residual"] = phase == "sparse" or (bucket.has_residual and not all(present))
-
-
 def broadcast_mask(
     bucket: Bucket, ops: Ops, mean: Payload, masks: list[Tensor]
 ) -> RequestGenerator[None]:
@@ -163,13 +149,6 @@ def broadcast_mask(
     flat = yield Broadcast(torch.cat(new), confirm=True)
     bucket.flat["mask"].copy_(flat)
     bucket.cache["mask"] = Mask(bucket, bits=state, sizes=sizes, decode=ops.positions)
-
-
-def restore_mask(bucket: Bucket, ops: Ops) -> None:
-    """Restore the mask from the bucket's state, which was laid out or loaded, if it has one."""
-    bits = bucket.state["mask"]
-    if any(bucket.compressed) and all(b is None or not b.numel() or b.any() for b in bits):
-        bucket.cache["mask"] = Mask(bucket, bits=bits, decode=ops.positions)
 
 
 class RadiusAdamW(CompressedOptimizer):
@@ -300,4 +279,6 @@ class RadiusAdamW(CompressedOptimizer):
 
     def restore(self, bucket: Bucket) -> None:
         bucket.cache.clear()
-        restore_mask(bucket, self.ops)
+        bits = bucket.state["mask"]
+        if any(bucket.compressed) and all(b is None or not b.numel() or b.any() for b in bits):
+            bucket.cache["mask"] = Mask(bucket, bits=bits, decode=self.ops.positions)

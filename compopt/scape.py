@@ -59,15 +59,14 @@ from ._sharded.scape import add_common_residual, sharded_scape
 from ._sparse.scape_masks import (
     ScapeStats,
     Selection,
-    count_overlaps,
     exchange_masks,
     mask_to_send,
     mask_values,
     next_mask_partition,
-    overlap_share,
     restore_masks,
     scape_stats,
 )
+from ._state.bits import count_set_bits
 from ._state.buckets import Bucket
 from ._state.layouts import Bits, Dense, Layout, OnMask, Scalar, Sharded
 from ._state.masks import Mask, sizes_at_density
@@ -336,7 +335,9 @@ class ScapeAdamS(CompressedOptimizer):
         return scape_stats(stats, self._buckets, decision.applied, ranks, overlap)
 
     def _mask_overlap(self) -> float:
-        return overlap_share(self.mask_overlaps())
+        """Return the share of all newest masks that was in the masks before them."""
+        pairs = self.mask_overlaps().values()
+        return sum(shared for shared, _ in pairs) / max(1, sum(size for _, size in pairs))
 
     def mask_overlaps(self) -> dict[str, tuple[int, int]]:
         """Return for each compressed tensor, by name, how many elements its newest mask shares with
@@ -346,7 +347,16 @@ class ScapeAdamS(CompressedOptimizer):
         masks are left out.
         """
         self._session.post_commit.finish()
-        return {name: pair for b in self._buckets for name, pair in count_overlaps(b).items()}
+        overlaps: dict[str, tuple[int, int]] = {}
+        for bucket in self._buckets:
+            newest, momentum_mask = bucket.cache.get("next_mask"), bucket.cache["mask"]
+            for i, name in enumerate(bucket.names):
+                positions = momentum_mask.positions[i]
+                if noted := bucket.cache["overlap"][i]:
+                    overlaps[name] = noted
+                elif newest and newest.bits[i] is not None and positions is not None:
+                    overlaps[name] = int(count_set_bits(newest.bits[i], positions)), newest.sizes[i]
+        return overlaps
 
     def consolidate_as_generator(self) -> CollectiveGenerator[None]:
         """Replace residuals by their mean, and drop each rank's guesses of thresholds: a run that

@@ -96,7 +96,8 @@ class UnionReducer(ReduceScatterReducer):
         yield from self.find_union(bits)  # line 4
         flat = self.encode(marks)  # line 5
         mean = yield from self.exchange(flat)  # lines 6 and 9
-        self.decode(mean)  # line 10
+        *dense, encoded = mean.parts
+        self.values = [*dense, self.codec.decode(encoded)]  # line 10
         return mean
 
     def add_residuals(self) -> tuple[Tensor, Tensor]:
@@ -164,11 +165,6 @@ class UnionReducer(ReduceScatterReducer):
     def payload_dtype(self) -> PayloadDtype:
         needs_float32 = self.is_sparse and self.codec.needs_float32
         return self.bucket.compute_dtype if needs_float32 else super().payload_dtype
-
-    def decode(self, mean: Payload) -> None:
-        """Do line 10 for this rank's shard."""
-        *dense, encoded = mean.parts
-        self.values = [*dense, self.codec.decode(encoded)]
 
     def read_owned_parts(self, dtype: torch.dtype) -> list[Tensor]:
         if not self.is_sparse:

@@ -27,7 +27,7 @@ from .collective_generators import CollectiveGenerator
 from .options import Group, refuse_unsupported
 from .resharding import average_state, gather_shards
 from .session import Session
-from .when import upgrade_options
+from .when import FOREVER, TRIAL_OPTIONS
 
 FORMAT = 1  # of state dicts, written into every group beside the class; 0 if a group has none
 
@@ -283,7 +283,13 @@ def _read_options(session: Session, group: Group, other: Group) -> Group:
     ValueError if an option is invalid.
     """
     saved_options = {name: value for name, value in other.items() if name not in NOT_OPTIONS}
-    saved_options = copy.deepcopy(upgrade_options(saved_options))
+    if "when" in saved_options and "pays" not in saved_options:  # of version 0.1.0
+        saved_options |= TRIAL_OPTIONS
+        if saved_options.get("warmup_steps") == FOREVER:  # "dense" was a warm-up without end
+            saved_options |= {"when": "auto", "pays": False}
+            # the user's warm-up was not saved: keep the optimizer's
+            del saved_options["warmup_steps"]
+    saved_options = copy.deepcopy(saved_options)
     step = saved_options.get("step", 0)
     if not isinstance(step, int) or step < 0:
         raise ValueError(

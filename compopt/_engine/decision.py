@@ -15,10 +15,8 @@ from itertools import islice
 import torch
 
 from .._ops.norms import squared_norms, stacked_squared_norms
-from .._state.buckets import Bucket
 from .._wire.collectives import Communicator, profiler_range
 from .._wire.payload import bits_differ
-from .._wire.requests import CommunicationError
 from .collective_generators import CollectiveGenerator, sum_over_groups
 from .exchange import BucketExchange
 
@@ -70,19 +68,6 @@ class StepDecision:
         for exchange in self.exchanges:
             exchange.error = None
         return known or (errors[0] if errors else None)
-
-
-def error_of_misplaced(decision: StepDecision, buckets: Sequence[Bucket]) -> CommunicationError:
-    """Return the error to raise if payloads of different buckets or steps were averaged."""
-    where = ", ".join(
-        f"bucket {i}, of {buckets[i].names[0]}" if i >= 0 else "another shard"
-        for i in decision.misplaced
-    )
-    return CommunicationError(
-        f"payloads of different buckets or steps met ({where}): ranks start their "
-        "collectives in different order, or are steps apart. Run backward and step() "
-        "equally often on all ranks."
-    )
 
 
 def read_decision(exchanges: list[BucketExchange]) -> StepDecision:

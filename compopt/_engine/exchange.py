@@ -75,21 +75,16 @@ class StalenessCheck:
                 if g is None or not g.numel()
                 else g.detach().contiguous().view(-1)
             )
-            integers.append(sum_of_bits(flat))
             numbers.append(flat.sum(dtype=torch.promote_types(flat.dtype, torch.float32)).double())
+            # the bits as integers of the elements' width, at least 32
+            size = flat.itemsize
+            if size < 4 and (len(flat) * size % 4 or flat.storage_offset() * size % 4):
+                flat = torch.nn.functional.pad(flat, (0, -len(flat) % (4 // size))).clone()
+            dtype = torch.int64 if size == 8 else torch.int32
+            integers.append(flat.view(dtype).sum(dtype=dtype).long())
         return self._list_present(), torch.stack(
             [torch.stack(integers), torch.stack(numbers).view(torch.int64)]
         )
-
-
-def sum_of_bits(flat: Tensor) -> Tensor:
-    """The sum of a vector's bits, as integers of its elements' width, at least 32."""
-    if flat.itemsize < 4 and (
-        len(flat) * flat.itemsize % 4 or flat.storage_offset() * flat.itemsize % 4
-    ):
-        flat = torch.nn.functional.pad(flat, (0, -len(flat) % (4 // flat.itemsize))).clone()
-    dtype = torch.int64 if flat.itemsize == 8 else torch.int32
-    return flat.view(dtype).sum(dtype=dtype).long()
 
 
 @dataclass
@@ -303,17 +298,17 @@ class ExchangeSchedule:
         In the simulator ranks take turns, so none may wait for another here.
         """
         self.inputs.in_backward = True
-        while self.error is None and self._can_continue(is_ready):
+        while self.error is None and self._next is not None:
+            if isinstance(self._next, Bucket):
+                if self._next is self.buckets[-1] or not is_ready(self._next):
+                    break
+            elif self._next.is_lockstep:
+                break
             try:
                 self._next = next(self._order, None)
             except CommunicationError as error:
                 self.error = error
         self.inputs.in_backward = False
-
-    def _can_continue(self, is_ready: Callable[[Bucket], bool]) -> bool:
-        if isinstance(self._next, Bucket):
-            return self._next is not self.buckets[-1] and is_ready(self._next)
-        return self._next is not None and not self._next.is_lockstep
 
     def run(self) -> CollectiveGenerator[None]:
         """Run the rest, until every exchange has reached its ``Agree``."""
@@ -325,18 +320,6 @@ class ExchangeSchedule:
             if not isinstance(self._next, Bucket):
                 yield self._next
             self._next = next(self._order, None)
-
-    def complete_backward(self) -> None:
-        """Run all that may run in backward, and abandon it: another backward replaces it.
-
-        It runs to the same place on all ranks, of which one may have come further.
-        """
-        self.run_in_backward(lambda bucket: True)
-        self.abandon()
-
-    def measure_staleness(self) -> list[Tensor]:
-        """For each exchange that started in backward, 1 where its gradients have changed since."""
-        return [one.measure_staleness() for one in self.exchanges if one.in_backward]
 
     def abandon(self, waits: bool = True) -> None:
         """Give up what has started; by default wait for what is in flight."""

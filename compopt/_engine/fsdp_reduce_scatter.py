@@ -95,7 +95,17 @@ class RowBucket(Bucket):
         for p, piece, matrix in zip(self.params, self.pieces, self.as_matrix, strict=True):
             values = rows[:, piece.columns].reshape(-1)
             p.grad = piece.in_shape(values) if matrix else values
-        parts = [self._residual_to_send(i, unsent_by_param) for i in range(len(self.pieces))]
+        parts: list[list[Tensor]] = []  # the residual of each tensor, as vectors
+        for i, (p, piece, matrix) in enumerate(
+            zip(self.model_params, self.pieces, self.as_matrix, strict=True)
+        ):
+            e = self.residual(i)
+            if e is None:
+                parts.append([])
+            elif p in unsent_by_param:  # an earlier backward has sent it
+                parts.append([e.new_zeros(self.lengths[i])])
+            else:
+                parts.append([e.reshape(-1)] if matrix else piece.in_shard_order(e))
         vectors = [vector for part in parts for vector in part]
         empty = torch.empty(0, dtype=torch.float32, device=self.device)
         flat = torch.cat(vectors) if vectors else empty
@@ -103,19 +113,12 @@ class RowBucket(Bucket):
         for i, (p, part) in enumerate(zip(self.params, parts, strict=True)):
             views[i] = views[i].view(p.shape) if part else None
         self.flat, self.state = {"residual": flat}, {"residual": views}
-        for name in self.other_state:
-            positions = filter(None, self.bucket_positions)
-            self.state[name] = [bucket.state[name][i] for bucket, i in positions]
+        first = self.bucket_positions[0]
+        for name, layout in ({} if first is None else first[0].layouts).items():
+            if isinstance(layout, Prefix):  # it is kept of whole tensors
+                positions = filter(None, self.bucket_positions)
+                self.state[name] = [bucket.state[name][i] for bucket, i in positions]
         self.cache["has_residual"] = True
-
-    def _residual_to_send(self, i: int, unsent_by_param: UnsentByParam) -> list[Tensor]:
-        """Return the residual of tensor i as vectors to be concatenated."""
-        e = self.residual(i)
-        if e is None:
-            return []
-        if self.model_params[i] in unsent_by_param:
-            return [e.new_zeros(self.lengths[i])]
-        return [e.reshape(-1)] if self.as_matrix[i] else self.pieces[i].in_shard_order(e)
 
     def residual(self, i: int) -> Tensor | None:
         """Return the optimizer's residual of tensor i."""
@@ -124,14 +127,6 @@ class RowBucket(Bucket):
         bucket, number = position
         residual: Tensor | None = bucket.state["residual"][number]
         return residual
-
-    @property
-    def other_state(self) -> list[str]:
-        """The names of other state that is kept of whole tensors."""
-        first = self.bucket_positions[0]
-        layouts = {} if first is None else first[0].layouts
-        prefixes = (name for name, layout in layouts.items() if isinstance(layout, Prefix))
-        return list(prefixes)
 
     def write_shard(self, reducer: Reducer, mean: Payload, out: Tensor) -> None:
         """Write this rank's shard of the average to FSDP's output.
@@ -253,7 +248,11 @@ class FSDPReduceScatter:
         """Return a bucket for each parameter group; new ones if a reducer needs other shapes."""
         if key not in self._layouts:
             pieces = lay_out(params, self.session.comm.size)
-            positions = [find_in_buckets(p, self.session) for p in key]
+            positions: list[BucketPosition | None] = [None] * len(key)
+            for n, p in enumerate(key):
+                if (bucket := self.session.bucket_of.get(p)) is not None:
+                    i = next(i for i, other in enumerate(bucket.params) if other is p)
+                    positions[n] = bucket, i
             self._layouts[key] = ReduceScatterLayout(pieces, positions)
         layout, needs = self._layouts[key], self.session.optimizer.reduces_as_matrix
         positions = layout.bucket_positions
@@ -323,10 +322,6 @@ class FSDPReduceScatter:
             factor = clip_factor(norm, bucket.group["max_grad_norm"])
             self.session.optimizer.commit_unsent(bucket, i, unsent, factor)
 
-    def discard_unsent(self) -> None:
-        """Forget the unsent parts: the step was applied or skipped."""
-        self.unsent_by_param, self.buckets_since_step = {}, {}
-
 
 class PendingReduction:
     """The running generator of one bucket's reducer, and the collective that it waits for.
@@ -393,11 +388,3 @@ def apply_shards(
         elif ghat.data_ptr() != g.data_ptr():
             ghat.copy_(g).mul_(factor)
         update.apply(bucket, i, ghat)
-
-
-def find_in_buckets(p: Tensor, session: Session) -> BucketPosition | None:
-    """Return the bucket that holds the state of ``p``, and which of its tensors ``p`` is."""
-    bucket = session.bucket_of.get(p)
-    if bucket is None:
-        return None
-    return bucket, next(i for i, other in enumerate(bucket.params) if other is p)

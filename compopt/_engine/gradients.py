@@ -58,15 +58,10 @@ def drop_scale_on_error(session: Session) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        drop_scale(session)
+        for name in ("grad_scale", "found_inf"):  # a scaler deletes them only if step() succeeds
+            if hasattr(session.optimizer, name):
+                delattr(session.optimizer, name)
         raise
-
-
-def drop_scale(session: Session) -> None:
-    """Delete the attributes that a GradScaler sets; it does so itself only if step() succeeds."""
-    for name in ("grad_scale", "found_inf"):
-        if hasattr(session.optimizer, name):
-            delattr(session.optimizer, name)
 
 
 def _scale_gradients(session: Session, factor: float) -> None:

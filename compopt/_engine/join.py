@@ -9,8 +9,6 @@ options of their groups, because a rank that has finished no longer calls its sc
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +16,7 @@ from torch import Tensor
 from .._wire.collectives import Communicator
 from .collective_generators import CollectiveGenerator
 from .missing_ranks import run_step
-from .options import Group, to_plain
+from .options import to_plain
 from .peers import gather_json
 from .session import Session
 
@@ -51,38 +49,29 @@ def follow_ranks_with_data(session: Session, comm: Communicator) -> CollectiveGe
     """Give a rank without data the options of the first rank that has some, and all ranks the
     factor by which gradients are multiplied where the mean is over ranks with data only.
     """
-    groups = list(_iterate_groups(session))
+    groups = [*session.optimizer.param_groups]
+    if session.option_groups is not session.optimizer.param_groups:
+        groups += session.option_groups
     options = [{n: to_plain(v) for n, v in g.items() if n not in KEEP} for g in groups]
     options = [{n: v for n, v in g.items() if _is_number(v)} for g in options]
     rows = yield from gather_json([session.has_data, options], session.device, comm)
     with_data = [rank_options for has_data, rank_options in rows if has_data]
     if not session.has_data and with_data:
         for group, rank_options in zip(groups, with_data[0], strict=True):
-            _adopt_options(group, rank_options)
+            for name, value in rank_options.items():
+                current = group.get(name)
+                if json.loads(json.dumps(to_plain(current))) == value:
+                    continue
+                if isinstance(current, Tensor):
+                    current.fill_(value)
+                else:
+                    group[name] = tuple(value) if isinstance(value, list) else value
     factor = 1.0 if session.divides_by_all else comm.size / max(1, len(with_data))
     for bucket in session.buckets:
         bucket.gradient_factor = factor
-
-
-def _iterate_groups(session: Session) -> Iterator[Group]:
-    """Yield the groups of the optimizer, and those of its own options."""
-    yield from session.optimizer.param_groups
-    if session.option_groups is not session.optimizer.param_groups:
-        yield from session.option_groups
 
 
 def _is_number(value: object) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_number, value))
     return isinstance(value, int | float)
-
-
-def _adopt_options(group: Group, rank_options: dict[str, Any]) -> None:
-    for name, value in rank_options.items():
-        current = group.get(name)
-        if json.loads(json.dumps(to_plain(current))) == value:
-            continue
-        if isinstance(current, Tensor):
-            current.fill_(value)
-        else:
-            group[name] = tuple(value) if isinstance(value, list) else value

@@ -197,12 +197,6 @@ def name_groups(name: str, groups: list[Group], known: Iterable[str]) -> list[Se
     return [(f"{name} {number}", select_options(group, known)) for number, group in numbered]
 
 
-def describe_structure(groups: list[Group], known: Iterable[str]) -> str:
-    """Describe the ``known`` options on which the lengths of messages depend."""
-    sizing = set(known) - OPTIONS_WITHOUT_HANDSHAKE
-    return repr([select_options(group, sizing) for group in groups])
-
-
 def select_options(group: Group, known: Iterable[str]) -> dict[str, object]:
     """Return the ``known`` options of a group as plain values."""
     return {name: to_plain(group[name]) for name in sorted(known) if name in group}

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-import torch
 from torch import Tensor
 
 from .._state.buckets import Bucket
 from .._wire.collectives import Communicator
-from .._wire.requests import AllReduceMean, Answer, Broadcast, CommunicationError, RunBatched
-from .collective_generators import CollectiveGenerator, exchange_one
+from .._wire.requests import Answer, Broadcast, CommunicationError, RunBatched
 from .exchange import Algorithm, BucketExchange, ExchangeSchedule
 
 
@@ -60,14 +58,6 @@ class PostCommitExchanges:
                 exchange.close()
                 self.lost = True
         run_batched_requests(exchanges, BucketExchange.resume_after_commit)
-
-    def confirm(self, comm: Communicator, device: torch.device) -> CollectiveGenerator[None]:
-        """Tell all ranks whether any has lost a mask that all must have."""
-        if self.unconfirmed and comm.size > 1:
-            lost = torch.tensor([float(self.lost)], dtype=torch.float32, device=device)
-            mean = yield from exchange_one(comm, AllReduceMean(lost))
-            self.lost = float(mean) > 0
-        self.unconfirmed = False
 
     def forget(self) -> None:
         """Drop all exchanges without waiting: their group is gone."""
@@ -135,7 +125,9 @@ class BackwardOverlap:
                 post_commit.finish()
                 if not (post_commit.lost or post_commit.unconfirmed):
                     if self.schedule is not None:
-                        self.schedule.complete_backward()
+                        # to the same place on all ranks, of which one may have come further
+                        self.schedule.run_in_backward(lambda bucket: True)
+                        self.schedule.abandon()
                     self.schedule = ExchangeSchedule(buckets, algorithm, comm)
                     self._is_same_backward = True
             if self.schedule is not None:

@@ -63,10 +63,12 @@ def verify_peers(
     Raises ValueError if ranks differ, RuntimeError if something else has averaged the gradients.
     """
     dense_time, compressed_time = (session.trial and session.trial.compute_medians()) or (0, 0)
+    names = session.optimizer.mask_state
+    masks = [bucket.flat[name] for bucket in session.buckets for name in names]
     local_checksums = Checksums(
         description=_checksum_text(describe_optimizer(session)),
         gradients=0 if has_problem else _checksum_gradients(session),
-        masks=_checksum_masks(session),
+        masks=_checksum_text([_checksum(flat) for flat in masks]),
         backend=_checksum_text(session.ops.name),
         is_backend_automatic=session.ops.automatic,
         dense_time=dense_time,
@@ -204,13 +206,6 @@ def _checksum_gradients(session: Session) -> int:
         counts = g is not None and bool(g.any()) and bool(g.isfinite().all())
         sums.append(_checksum(g) or 1 if counts and g is not None else 0)
     return _checksum_text(sums) + 1 if any(sums) else 0
-
-
-def _checksum_masks(session: Session) -> int:
-    """Compute a number that is equal on ranks with equal masks."""
-    names = session.optimizer.mask_state
-    flats = (bucket.flat[name] for bucket in session.buckets for name in names)
-    return _checksum_text([_checksum(flat) for flat in flats])
 
 
 # Errors that all ranks raise

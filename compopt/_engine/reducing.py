@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 
 import torch
-from torch import Tensor
 
 from .._state.buckets import Bucket
 from .._state.layouts import Dense, Layout, Sharded, Unsharded
-from .._wire.collectives import (
-    Communicator,
-    PendingCollective,
-    ProcessGroup,
-    connect,
-    is_sharded_over,
-)
+from .._wire.collectives import PendingCollective, connect, is_sharded_over
 from .base import CompressedOptimizer
 from .fsdp_reduce_scatter import FSDPReduceScatter
 from .reducer import Reducer, Unsent
@@ -57,12 +50,24 @@ class ReducingOptimizer(CompressedOptimizer):
         yield from super().step_as_generator()
         # if the step raised they stay: step() may be called again with the same averages
         if self.fsdp_reduce_scatter is not None:
-            self.fsdp_reduce_scatter.discard_unsent()
+            self.fsdp_reduce_scatter.unsent_by_param = {}
+            self.fsdp_reduce_scatter.buckets_since_step = {}
 
     def before_layout(self) -> None:
         super().before_layout()
         params = [p for group in self._option_groups for p in group["params"]]
-        is_sharded = is_sharded_by_fsdp(params, self._session.group)
+        is_sharded = False  # True if FSDP2 shards the parameters over the optimizer's ranks
+        if any(hasattr(p, "device_mesh") for p in params):
+            comm = connect(self._session.group)
+            flags = [is_sharded_over(p, comm) for p in params]
+            is_sharded = all(flags)
+            if any(flags) and not is_sharded:
+                raise ValueError(
+                    f"{flags.count(False)} of {len(flags)} parameters are not among those that "
+                    "FSDP2 shards over the ranks of this optimizer: call fully_shard on the whole "
+                    "model before the optimizer is made, or give the others an optimizer of their "
+                    "own."
+                )
         if is_sharded and any(group.get("when") == "auto" for group in self._option_groups):
             raise ValueError(
                 "when='auto' times dense steps of its own, and here FSDP reduces: compare two runs."
@@ -82,21 +87,3 @@ class ReducingOptimizer(CompressedOptimizer):
             self.fsdp_reduce_scatter = FSDPReduceScatter(self._session, weak_method(self.reducer))
         if self.fsdp_reduce_scatter is not None:
             self.fsdp_reduce_scatter.forget_layouts()
-
-
-def is_sharded_by_fsdp(params: Sequence[Tensor], group: ProcessGroup | Communicator | None) -> bool:
-    """Return True if FSDP2 shards the parameters over the ranks of ``group``.
-
-    Raises ValueError if it shards only some of them.
-    """
-    if not any(hasattr(p, "device_mesh") for p in params):
-        return False
-    comm = connect(group)
-    flags = [is_sharded_over(p, comm) for p in params]
-    if any(flags) and not all(flags):
-        raise ValueError(
-            f"{flags.count(False)} of {len(flags)} parameters are not among those that FSDP2 "
-            "shards over the ranks of this optimizer: call fully_shard on the whole model before "
-            "the optimizer is made, or give the others an optimizer of their own."
-        )
-    return all(flags)

@@ -37,7 +37,7 @@ from .._wire.collectives import (
 from .._wire.warning import warn
 from .decision import StepDecision
 from .hooks import OptimizerHooks
-from .options import Group, Setting, describe_structure
+from .options import OPTIONS_WITHOUT_HANDSHAKE, Group, Setting, select_options
 from .overlap import BackwardOverlap, PostCommitExchanges
 from .stats import RunTotals, Stats, WaitRecord, show_summary
 from .when import Trial, begin_trial
@@ -195,7 +195,8 @@ class Session:
     @property
     def structure(self) -> str:
         """The options that decide what is sent, and so the lengths of messages."""
-        return describe_structure(self.option_groups, self.optimizer._known_options)
+        sizing = self.optimizer._known_options - OPTIONS_WITHOUT_HANDSHAKE
+        return repr([select_options(group, sizing) for group in self.option_groups])
 
     @property
     def has_foreign_state(self) -> bool:

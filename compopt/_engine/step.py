@@ -20,9 +20,9 @@ import torch
 from .._state.buckets import Bucket
 from .._wire.collectives import Communicator, get_rank, profiler_range
 from .._wire.payload import FieldValues, encode_bits
-from .._wire.requests import CommunicationError
-from .collective_generators import CollectiveGenerator
-from .decision import StepDecision, combine_decisions, error_of_misplaced, read_decision
+from .._wire.requests import AllReduceMean, CommunicationError
+from .collective_generators import CollectiveGenerator, exchange_one
+from .decision import StepDecision, combine_decisions, read_decision
 from .exchange import BucketExchange, ExchangeSchedule
 from .gradients import check_gradients, restore_scale, unscale_gradients
 from .join import follow_ranks_with_data
@@ -205,7 +205,13 @@ class Step:
         post_commit.finish()
         if post_commit.lost and not post_commit.unconfirmed:
             post_lost_masks(session)
-        yield from post_commit.confirm(self.comm, session.device)
+        if post_commit.unconfirmed and self.comm.size > 1:
+            # tell all ranks whether any has lost a mask that all must have
+            flag = [float(post_commit.lost)]
+            lost = torch.tensor(flag, dtype=torch.float32, device=session.device)
+            mean = yield from exchange_one(self.comm, AllReduceMean(lost))
+            post_commit.lost = float(mean) > 0
+        post_commit.unconfirmed = False
         for bucket in session.buckets:
             bucket.gathered_state = {}
         # without buckets there is no payload to report it
@@ -273,51 +279,56 @@ class Step:
     def _run_schedule(self, schedules: list[ExchangeSchedule]) -> CollectiveGenerator[StepDecision]:
         """Run the schedule, and another one if any rank's payloads from backward are stale."""
         (schedule,) = schedules
-        stale = schedule.measure_staleness()
+        session, comm, exchanges = self.session, self.comm, schedule.exchanges
+        stale = [one.measure_staleness() for one in exchanges if one.in_backward]
         any_stale: FieldValues = [0.0]
         if stale:
             device = schedule.buckets[-1].device
             any_stale = torch.cat([one.to(device) for one in stale]).amax(0, keepdim=True)
+        settings: list[object] = [*session.settings]
+        every = session.optimizer.check_replicas_every
+        if every and self.number % every == 0:
+            settings += describe_optimizer(session)
+        is_unfrozen = session.trainable_has_changed
         schedule.inputs.problem = self.problem
-        schedule.inputs.fields = {"stale": any_stale, **self._control_fields(schedule)}
+        if is_unfrozen:  # all ranks learn of a problem, and nothing is applied
+            schedule.inputs.problem = RuntimeError(
+                "other parameters require a gradient than before"
+            )
+        schedule.inputs.fields = {
+            "stale": any_stale,
+            # the mean over ranks of these bits shows any difference
+            "settings": encode_bits(zlib.crc32(repr(settings).encode()), 16),
+            "waits": session.waits.make_field(self.number, comm.rank, comm.size),
+            "unfrozen": [float(is_unfrozen)],
+        }
         yield from schedule.run()
-        exchanges = schedule.exchanges
         decision = read_decision(exchanges)
         if decision.agreed["stale"][0] == 0 or len(exchanges) == 1:
             decision.early_buckets = len(stale)
             return decision
         for exchange in exchanges[:-1]:
             exchange.abandon()
-        again = ExchangeSchedule(schedule.buckets[:-1], schedule.inputs.algorithm, self.comm)
+        again = ExchangeSchedule(schedule.buckets[:-1], schedule.inputs.algorithm, comm)
         schedules.append(again)
         yield from again.run()
         decision = read_decision([*again.exchanges, exchanges[-1]])
         decision.resent = True
         return decision
 
-    def _control_fields(self, schedule: ExchangeSchedule) -> dict[str, FieldValues]:
-        """Return the control fields of the last bucket's payload, by name."""
-        session, comm, every = self.session, self.comm, self.session.optimizer.check_replicas_every
-        settings: list[object] = [*session.settings]
-        if every and self.number % every == 0:
-            settings += describe_optimizer(session)
-        checksum = zlib.crc32(repr(settings).encode())
-        is_unfrozen = session.trainable_has_changed
-        if is_unfrozen:  # all ranks learn of a problem, and nothing is applied
-            problem = RuntimeError("other parameters require a gradient than before")
-            schedule.inputs.problem = problem
-        return {
-            # the mean over ranks of these bits shows any difference
-            "settings": encode_bits(checksum, 16),
-            "waits": session.waits.make_field(self.number, comm.rank, comm.size),
-            "unfrozen": [float(is_unfrozen)],
-        }
-
     def _raise_if_failed(self, decision: StepDecision) -> CollectiveGenerator[None]:
         """Raise the same error on all ranks if the step failed."""
         session = self.session
         if decision.misplaced:
-            raise error_of_misplaced(decision, session.buckets)
+            where = ", ".join(
+                f"bucket {i}, of {session.buckets[i].names[0]}" if i >= 0 else "another shard"
+                for i in decision.misplaced
+            )
+            raise CommunicationError(
+                f"payloads of different buckets or steps met ({where}): ranks start their "
+                "collectives in different order, or are steps apart. Run backward and step() "
+                "equally often on all ranks."
+            )
         if decision.has_failed_rank:
             self.problem = problem = decision.take_error(self.problem)
             failure = "" if problem is None else f"{type(problem).__name__}: {problem}"
@@ -351,11 +362,19 @@ class Step:
     def _report(self, decision: StepDecision) -> None:
         """Update ``stats``, and show the first line once on rank 0."""
         session, comm, applied = self.session, self.comm, decision.applied
-        groups = session.option_groups
+        groups, buckets, optimizer = session.option_groups, session.buckets, session.optimizer
         compresses = bool(groups) and all("when" in group for group in groups)
         is_due = applied and session.claim_first("compression") and compresses
         if is_due and comm.rank == 0 == get_rank():
-            _show_first_line(session)
+            text = (
+                "there are no other ranks, so every step is the base's and nothing is sent "
+                "(simulate=True compresses all the same)."
+            )
+            if not session.is_single_process:
+                values_sent = [optimizer.values_sent(bucket, comm.size) for bucket in buckets]
+                usual = "a reduce-scatter" if optimizer.replaces_reduce_scatter else "an all-reduce"
+                text = describe_compression(buckets, values_sent, usual)
+            show_line(f"{session.name}: {text}")
         sent = comm.bytes_sent - session.bytes_reported
         session.bytes_reported = comm.bytes_sent
         session.waits.note_field(self.number, comm.size, decision.agreed["waits"][0])
@@ -364,21 +383,6 @@ class Step:
         if trial and trial.time_step(decision.phase_of, applied, session.device):
             session.unverify()  # ranks compare their times in the next step's handshake
         session.count_skips(applied)
-
-
-def _show_first_line(session: Session) -> None:
-    """Show which tensors are compressed, and how many bytes a step sends."""
-    if session.is_single_process:
-        text = (
-            "there are no other ranks, so every step is the base's and nothing is sent "
-            "(simulate=True compresses all the same)."
-        )
-    else:
-        optimizer, buckets = session.optimizer, session.buckets
-        values_sent = [optimizer.values_sent(bucket, session.comm.size) for bucket in buckets]
-        usual = "a reduce-scatter" if optimizer.replaces_reduce_scatter else "an all-reduce"
-        text = describe_compression(buckets, values_sent, usual)
-    show_line(f"{session.name}: {text}")
 
 
 def _gather_parameters(decision: StepDecision) -> CollectiveGenerator[None]:

@@ -68,20 +68,6 @@ def choose_warmup(given: int | float | None, total_steps: int | None, steps: int
     return steps if total_steps is None else DEFAULT_WARMUP_SHARE
 
 
-def upgrade_options(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved group's options, also if version 0.1.0 wrote them: there "dense" was a warm-up
-    without end.
-    """
-    if "when" not in saved or "pays" in saved:
-        return saved
-    now = {**saved, **TRIAL_OPTIONS}
-    if saved.get("warmup_steps") == FOREVER:
-        now |= {"when": "auto", "pays": False}
-        # the user's warm-up was not saved: keep the optimizer's
-        del now["warmup_steps"]
-    return now
-
-
 def begin_trial(groups: list[dict[str, Any]], buckets: list[Bucket]) -> Trial | None:
     """Return a trial if a group with compressed tensors has "auto" and no result yet."""
     compressing = [g for g in groups if any(b.group is g and any(b.compressed) for b in buckets)]

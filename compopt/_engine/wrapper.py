@@ -161,16 +161,25 @@ class Wrapper(CompressedOptimizer):
     def _saved(self) -> dict[str, Any]:
         """Return the merged state dict, with the base's own under "base"."""
         self._show_base()
-        saved = super()._saved()
-        known = self._known_options
-        options = [
-            {
-                **{name: group[name] for name in known if name in group},
-                **describe_group(self._session, group),
-            }
-            for group in self._wrapper_groups
-        ]
-        return merge_state_dicts(saved, self.base, options)
+        saved, base_saved = super()._saved(), self.base.state_dict()
+        for merged, group, wrapper_group in zip(
+            saved["param_groups"], base_saved["param_groups"], self._wrapper_groups, strict=True
+        ):
+            options = {n: wrapper_group[n] for n in self._known_options if n in wrapper_group}
+            options |= describe_group(self._session, wrapper_group)
+            shared = group.keys() & options.keys() - {"params"}
+            hidden = {PREFIX + name: group[name] for name in shared}
+            numbers = merged["params"]
+            merged.clear()
+            merged.update({**group, **hidden, **options, "params": numbers})
+        params = [(p, group) for group in self.base.param_groups for p in group["params"]]
+        for number, (p, group) in enumerate(params):
+            if number in saved["state"]:
+                entry = base_saved["state"].get(number)
+                begun = torch.tensor(float(bool(entry)), dtype=torch.float32)
+                base_entry = {**(entry or _make_first_state(self.base, p, group)), "begun": begun}
+                saved["state"][number] = {**saved["state"][number], "base": base_entry}
+        return {**saved, "base": base_saved}
 
     def _show_base(self) -> None:
         """Add the base's to ``state``, where torch.distributed.checkpoint looks for names."""
@@ -260,32 +269,6 @@ def check_base(base: object) -> None:
 # Merged state dicts
 
 PREFIX = "base."  # of an option of the base that has the name of one of the wrapper's
-
-
-def merge_state_dicts(
-    saved: dict[str, Any], base: Optimizer, options: list[Group]
-) -> dict[str, Any]:
-    """Return the wrapper's state dict ``saved`` with the base's merged in.
-
-    ``options``: the wrapper's, by group.
-    """
-    base_saved = base.state_dict()
-    for merged, group, wrapper_options in zip(
-        saved["param_groups"], base_saved["param_groups"], options, strict=True
-    ):
-        shared = group.keys() & wrapper_options.keys() - {"params"}
-        hidden = {PREFIX + name: group[name] for name in shared}
-        numbers = merged["params"]
-        merged.clear()
-        merged.update({**group, **hidden, **wrapper_options, "params": numbers})
-    params = [(p, group) for group in base.param_groups for p in group["params"]]
-    for number, (p, group) in enumerate(params):
-        if number in saved["state"]:
-            entry = base_saved["state"].get(number)
-            begun = torch.tensor(float(bool(entry)), dtype=torch.float32)
-            base_entry = {**(entry or _make_first_state(base, p, group)), "begun": begun}
-            saved["state"][number] = {**saved["state"][number], "base": base_entry}
-    return {**saved, "base": base_saved}
 
 
 def _make_first_state(base: Optimizer, p: Tensor, group: Group) -> dict[str, Any]:

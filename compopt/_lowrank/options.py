@@ -119,8 +119,3 @@ def is_reset_step(group: Group, t: int) -> bool:
     if interval == "auto":
         interval = RESET_INTERVALS[group["projection"]]
     return interval is not None and t % interval == 0
-
-
-def is_adapt_step(group: Group, t: int) -> bool:
-    """True where ratios are adapted after step t (G-SEPARATE)."""
-    return bool(group["adaptive"] and t % group["adapt_interval"] == 0)

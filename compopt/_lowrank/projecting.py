@@ -32,7 +32,7 @@ from .._state.tensors import to_local
 from .._wire.collectives import connect
 from .._wire.warning import warn
 from .matrices import MatrixSource, RandomMatrices, checksum_projection
-from .options import check_options, is_adapt_step, is_clipped, is_reset_step
+from .options import check_options, is_clipped, is_reset_step
 from .projections import Projection, is_sharded, plan_projection
 from .reducer import ProjectedTensor, ProjectionReducer, ReducerInputs, TrackedTensor, WholeTensor
 
@@ -162,7 +162,8 @@ class ProjectingOptimizer(ReducingOptimizer):
         if bucket.is_sharded:
             sent_whole = [i for i, q in enumerate(plan) if q is None]
             whole_reducer = ReduceScatterReducer(bucket, self.ops, sent_whole, sends_residuals)
-        adapts = any(plan) and is_adapt_step(group, group["step"] + 1)
+        t = group["step"] + 1
+        adapts = any(plan) and group["adaptive"] and t % group["adapt_interval"] == 0
         random = [None if q is None or q.is_tracked else q for q in plan]
         inputs = ReducerInputs(
             tensors=self._make_tensors(bucket, plan, local_factor, sends_residuals),
@@ -180,7 +181,18 @@ class ProjectingOptimizer(ReducingOptimizer):
         self, bucket: Bucket, plan: Plan, local_factor: float, sends_residuals: bool
     ) -> list[WholeTensor | ProjectedTensor]:
         grads, residual = bucket.grads(), bucket.state["residual"]
-        bases = self._start_bases(bucket, plan)
+        bases: dict[int, Tensor] = {}
+        if tracked := {i: q for i, q in enumerate(plan) if q is not None and q.is_tracked}:
+            # that of the last step, at first random numbers, which are valid until the next draw
+            has_basis = [p in self._params_with_basis for p in bucket.model_params]
+            drawn: Plan = [None] * len(plan)
+            for i in tracked:
+                m, d = tracked[i].m, tracked[i].d
+                drawn[i] = None if has_basis[i] else replace(tracked[i], m=d, d=m)
+            random, stored = self._make_draw(bucket, drawn)(), bucket.state["basis"]
+            for i in tracked:
+                if (Q := stored[i] if has_basis[i] else random[i]) is not None:
+                    bases[i] = Q.view(tracked[i].m, -1)
         tensors: list[WholeTensor | ProjectedTensor] = []
         for i, (q, g, e) in enumerate(zip(plan, grads, residual, strict=True)):
             if q is not None and e is not None and q.is_tracked:
@@ -195,24 +207,6 @@ class ProjectingOptimizer(ReducingOptimizer):
                     WholeTensor(g, e, local_factor, length, has_residual, sends_residuals)
                 )
         return tensors
-
-    def _start_bases(self, bucket: Bucket, plan: Plan) -> dict[int, Tensor]:
-        """Return the basis of each tracked tensor by its index in the bucket: that of the last
-        step, at first random numbers.
-
-        Random ones are valid until matrices are drawn.
-        """
-        tracked = {i: q for i, q in enumerate(plan) if q is not None and q.is_tracked}
-        if not tracked:
-            return {}
-        has_basis = [p in self._params_with_basis for p in bucket.model_params]
-        drawn: Plan = [None] * len(plan)
-        for i, q in tracked.items():
-            drawn[i] = None if has_basis[i] else replace(q, m=q.d, d=q.m)
-        random = self._make_draw(bucket, drawn)()
-        stored = bucket.state["basis"]
-        bases = {i: stored[i] if has_basis[i] else random[i] for i in tracked}
-        return {i: Q.view(tracked[i].m, -1) for i, Q in bases.items() if Q is not None}
 
     def _make_draw(self, bucket: Bucket, plan: Plan) -> Callable[[], RandomMatrices]:
         """Return a function that draws the matrices of the coming step, without a reference to the

@@ -243,7 +243,12 @@ class ProjectionReducer:
         return len(self.projected) == len(self.tracked)
 
     def list_factored(self, mean: Payload, present: Sequence[int]) -> list[Factored]:
-        return [self.tracked[i].factors(i, mean) for i in present if i in self.tracked]
+        factored = []
+        for i in (i for i in present if i in self.tracked):
+            x, dropped = self.tracked[i], None if mean.seed is None else mean.dropped_parts[i]
+            rows, columns = x.projection.rows, x.projection.columns
+            factored.append(Factored(i, rows, columns, x.R, mean.parts[i], x.p, dropped))
+        return factored
 
     def list_whole(self, present: Sequence[int]) -> list[int]:
         return [i for i in present if i not in self.projected]
@@ -444,13 +449,6 @@ class TrackedTensor(ProjectedTensor):
     def view_as_P(self, part: Tensor) -> Tensor:
         """View a part of the first payload as P, (d, r); it is stored by columns."""
         return part.view(self.projection.r, self.projection.d).t()
-
-    def factors(self, i: int, mean: Payload) -> Factored:
-        """Return the factors of the averaged gradient, for a fused lines 4 and 5."""
-        dropped = None if mean.seed is None else mean.dropped_parts[i]
-        return Factored(
-            i, self.projection.rows, self.projection.columns, self.R, mean.parts[i], self.p, dropped
-        )
 
 
 def adds_products(e: Tensor) -> bool:

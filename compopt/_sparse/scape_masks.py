@@ -8,7 +8,7 @@ sends; it is gathered after the commit, while the ranks train on.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -155,7 +155,10 @@ def _store_current_mask(
     """Note that the momenta of tensors with a gradient on any rank are on this mask now."""
     present, momentum_mask = bucket.present(mean), bucket.cache["mask"]
     if bucket.group["mask_delay"] == 0:  # the mask of before is not kept
-        _note_overlap(bucket, mask, momentum_mask, present)
+        for i, is_present in enumerate(present):
+            bits, index = mask.bits[i], momentum_mask.positions[i]
+            if is_present and bits is not None and index is not None:
+                bucket.cache["overlap"][i] = int(count_set_bits(bits, index)), mask.sizes[i]
     if all(present) and mask.is_sparse:
         bucket.cache["mask"] = yield from ops.run_batched(store_mask, bucket, mask, "mask")
         return
@@ -216,32 +219,21 @@ def scape_stats(
     stats: Stats, buckets: Sequence[Bucket], applied: bool, ranks: int, overlap: Callable[[], float]
 ) -> ScapeStats:
     """Add SCAPE's own numbers to what all optimizers report of a step."""
-    masks = sum(_mask_bytes(bucket, applied, ranks) for bucket in buckets)
-    return ScapeStats(
-        **vars(stats),
-        density=_density(buckets),
-        mask_bytes=masks,
-        payload_bytes=stats.bytes_sent - masks - stats.parameter_bytes,
-        mask_overlap=overlap,
-    )
-
-
-def _density(buckets: Iterable[Bucket]) -> float:
-    """Return the share of the compressed elements that momenta are on."""
-    selected, total = 0, 0
+    selected = total = mask_bytes = 0
     for bucket in buckets:
         for n, size in zip(bucket.compressed_lengths, bucket.cache["mask"].sizes, strict=True):
             selected, total = selected + (size if n else 0), total + n
-    return selected / max(1, total)
-
-
-def _mask_bytes(bucket: Bucket, applied: bool, ranks: int) -> int:
-    """Return the bytes this rank handed over of the bucket's mask in the last step."""
-    group = bucket.group
-    partition = mask_partition_at(
-        bucket, group["step"] + (group["mask_delay"] if applied else 1), ranks
+        delay, t = bucket.group["mask_delay"], bucket.group["step"]
+        partition = mask_partition_at(bucket, t + (delay if applied else 1), ranks)
+        if partition and (applied or not delay):
+            mask_bytes += partition.message_bytes
+    return ScapeStats(
+        **vars(stats),
+        density=selected / max(1, total),
+        mask_bytes=mask_bytes,
+        payload_bytes=stats.bytes_sent - mask_bytes - stats.parameter_bytes,
+        mask_overlap=overlap,
     )
-    return partition.message_bytes if partition and (applied or not group["mask_delay"]) else 0
 
 
 def mask_values(bucket: Bucket, ranks: int) -> float:
@@ -249,31 +241,3 @@ def mask_values(bucket: Bucket, ranks: int) -> float:
     d: float = bucket.group["density"]
     bits = min(1.0, d * math.log2(math.e / d))
     return bits * sum(bucket.compressed_lengths) / 32 / ranks
-
-
-def count_overlaps(bucket: Bucket) -> dict[str, tuple[int, int]]:
-    """Return for each compressed tensor, by name, how many elements its newest mask shares with the
-    one before, and how many it has.
-    """
-    overlaps: dict[str, tuple[int, int]] = {}
-    newest, momentum_mask = bucket.cache.get("next_mask"), bucket.cache["mask"]
-    for i, name in enumerate(bucket.names):
-        positions = momentum_mask.positions[i]
-        if noted := bucket.cache["overlap"][i]:
-            overlaps[name] = noted
-        elif newest and newest.bits[i] is not None and positions is not None:
-            overlaps[name] = int(count_set_bits(newest.bits[i], positions)), newest.sizes[i]
-    return overlaps
-
-
-def _note_overlap(bucket: Bucket, mask: Mask, momentum_mask: Mask, present: list[bool]) -> None:
-    for i, is_present in enumerate(present):
-        bits, positions = mask.bits[i], momentum_mask.positions[i]
-        if is_present and bits is not None and positions is not None:
-            bucket.cache["overlap"][i] = int(count_set_bits(bits, positions)), mask.sizes[i]
-
-
-def overlap_share(overlaps: dict[str, tuple[int, int]]) -> float:
-    """Return the share of all newest masks that was in the masks before them."""
-    pairs = overlaps.values()
-    return sum(shared for shared, _ in pairs) / max(1, sum(size for _, size in pairs))

@@ -124,8 +124,12 @@ def _search_threshold(x: Tensor, k: int, ops: Ops, guess: float) -> tuple[Tensor
             return positions, threshold * AIM_BELOW * (k / count) ** (1 / power)
         if threshold == 0 and count < k:
             return positions, 0.0
-        if k < count <= 4 * k and (refined := _refine(x, positions, k, ops)):
-            return refined
+        if k < count <= 4 * k:
+            values = x.index_select(0, positions)
+            higher = _threshold_of_sample(values, k)
+            selected = positions.index_select(0, select_above(values, higher, ops))
+            if abs(len(selected) - k) <= SLACK * k:
+                return selected, AIM_BELOW * higher
         # The guess is too far off, or most of x is 0.
         if threshold == 0 or (look == 0 and guess and not k / 4 < count < 4 * k):
             threshold = AIM_BELOW * (_threshold_of_sample(x, k) or float(x.abs().mean()))
@@ -135,16 +139,6 @@ def _search_threshold(x: Tensor, k: int, ops: Ops, guess: float) -> tuple[Tensor
             power = min(-0.5, (looks[-1][1] - looks[-2][1]) / (looks[-1][0] - looks[-2][0]))
         threshold *= (k / max(count, 0.5)) ** (1 / power)
     return None
-
-
-def _refine(x: Tensor, positions: Tensor, k: int, ops: Ops) -> tuple[Tensor, float] | None:
-    """Return those of ``positions`` with about the k largest |x|, and a guess; None where no
-    threshold separates them.
-    """
-    values = x.index_select(0, positions)
-    threshold = _threshold_of_sample(values, k)
-    selected = positions.index_select(0, select_above(values, threshold, ops))
-    return (selected, AIM_BELOW * threshold) if abs(len(selected) - k) <= SLACK * k else None
 
 
 def _threshold_of_sample(x: Tensor, k: int) -> float:
