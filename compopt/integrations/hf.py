@@ -67,8 +67,9 @@ class CompoptCallback(TrainerCallback):
                 if group["max_grad_norm"] is None:
                     group["max_grad_norm"] = args.max_grad_norm
             self._max_grad_norm, args.max_grad_norm = args.max_grad_norm, 0.0
-        # Log before the reporters: the Trainer appends a user's callbacks after them, and events do
-        # not get the handler, so it is found in the callers' frames.
+        # Log before the reporters, in place of an earlier LogStats: the Trainer appends a user's
+        # callbacks after them, and events do not get the handler, so it is found in the callers'
+        # frames.
         frame = inspect.currentframe()
         while frame and (frame := frame.f_back):
             handler = frame.f_locals.get("self")

@@ -153,7 +153,8 @@ def update_scape(
     lengths, present, momentum_mask = bucket.lengths, bucket.present(mean), bucket.cache["mask"]
     old = resize_momenta(bucket, mean, mask)
     if old is bucket.state["exp_avg"] and (mask.is_sparse or momentum_mask.is_sparse):
-        flat = bucket.flat["exp_avg"]  # positions change: not in the same memory
+        # positions change: not in the same memory
+        flat = bucket.flat["exp_avg"]
         before = bucket.get_memory("the momentum of before", flat.numel(), flat.dtype).copy_(flat)
         old = list(before.split([m.numel() for m in old]))
     holding, k = sizes_of(momentum_mask.positions), sizes_of(mask.positions)
