@@ -310,7 +310,7 @@ class LocalSteps(Wrapper):
         if self._exchange is not None and (self._due or t >= self._exchange.apply_at):
             is_applied = yield from self._perform_sync(self._exchange)
         if self._due:
-            # never longer than between two exchanges
+            # never more steps than lie between two exchanges
             delay = min(int(options["delay"]), steps // int(options["fragments"]))
             apply_at = t + delay if delay else 0
             exchange = yield from self._prepare_sync(anchors, steps, apply_at)
@@ -530,7 +530,7 @@ class LocalSteps(Wrapper):
                 steps = self._options["step"] - self._counts.begun
                 exchange = yield from self._prepare_sync(anchors, steps, is_last=True)
                 is_applied |= yield from self._perform_sync(exchange)
-                outcome = yield from exchange.communication.finish()  # without a further request
+                outcome = yield from exchange.communication.finish()  # it has ended
                 is_last = outcome.mean.is_last == 1
         elif at > 0:
             counts.round, counts.begun = counts.round + 1, t

@@ -41,7 +41,7 @@ def project_signs(vector: Sequence[Tensor], ranks: int, seed: int, device: torch
         place = noise_offset((seed, number))
         signed = block.to(device).mul_(signs[place : place + len(block)])
         sums += signed.view(-1, count).sum(0)
-    # the Hadamard transform of 2^k numbers, in two products: of them as a matrix
+    # the Hadamard transform of 2^k numbers: two products with them as a matrix
     rows = 2 ** (int(math.log2(count)) // 2)
     left, right = _hadamard(rows, device), _hadamard(count // rows, device)
     for place in (0, count):

@@ -101,6 +101,7 @@ class Sketch:
         # three cells of every element of the index, a third of the table each, and its signs there
         self.cells = number % third.clamp(min=1) + third * three.unsqueeze(1) + base
         self.signs = 1 - 2 * (hashed & 1)
+        del hashed, number, third, base  # peeling takes as much memory again
         self.rounds, leftover_mask = peel(self.cells, sum(self.tables))
         self.leftover_mask = leftover_mask
         self.leftover_counts = [int(part.sum()) for part in leftover_mask.split(self.counts)]

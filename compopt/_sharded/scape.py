@@ -208,6 +208,8 @@ def update(
             flat.scatter_(0, index.long(), values)  # line 4
             if not w.is_contiguous():  # then ``flat`` is a copy
                 w.copy_(flat.view(w.shape))
+            del flat
+        del values
         bucket.publish_master(i, w)
 
 

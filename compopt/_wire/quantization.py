@@ -109,8 +109,8 @@ def row_layout(lengths: tuple[int, ...], ranks: int) -> RowLayout:
     for rank in range(1, ranks):  # its chunk begins with the first row from an equal share on
         share = values * rank // ranks
         at, row, n = spans[bisect_left(ends, share)] if spans else (0, 0, 0)
-        before = count_rows(max(0, share - at))
-        cuts.append((at + min(ROW * before, n), row + before))
+        full_rows = count_rows(max(0, share - at))
+        cuts.append((at + min(ROW * full_rows, n), row + full_rows))
     cuts.append((values, rows))
     chunks: list[Chunk] = []
     for (start, first), (stop, last) in pairwise(cuts):
