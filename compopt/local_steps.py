@@ -718,8 +718,8 @@ class LocalSteps(Wrapper):
         decision = StepDecision(norm=norm, phase_of={0: phase}, non_finite=non_finite)
         session.update_stats(decision, sent, is_step)
         is_shown = is_applied and session.comm.rank == 0 == get_rank() and session.comm.size > 1
-        if is_shown and session.claim_first("compression"):
-            stats = session.stats
+        stats = session.stats
+        if is_shown and stats.bytes_dense and session.claim_first("compression"):
             text = rounds.describe_rounds(self._options, stats.bytes_sent / stats.bytes_dense)
             show_line(f"{session.name}: {text}")
 

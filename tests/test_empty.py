@@ -69,6 +69,20 @@ def test_payloads_without_values_are_averaged_all_the_same(case, model, dtype):
         assert ours.optimizers[0].stats.skipped == 0 and ours.optimizers[0].stats.step == 5
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_rounds_of_local_steps_end(model):
+    """Their first exchange shows its share of DDP's bytes, which may be 0."""
+
+    def make(params, process_group):
+        adamw = torch.optim.AdamW(list(params))
+        return compopt.LocalSteps(adamw, every=2, every_warmup_steps=0, process_group=process_group)
+
+    ours = Ranks(2, lambda: Shapes(MODELS[model]), make)
+    ours.train(slope, 4)
+    ours.assert_replicas_equal()
+    assert ours.optimizers[0].stats.round == 2
+
+
 def train(rank: int) -> list[float]:
     results = []
     for shapes in MODELS.values():
