@@ -130,6 +130,8 @@ def rounding(example: Example, p: torch.Tensor, steps: int) -> torch.Tensor:
     of_parameter = of_step * (steps if example.case.build or example.dtype not in LOW else 1)
     if example.case.build:
         of_gradient = max(of_gradient, torch.finfo(example.dtype).eps)
+    if example.case.form == "Muon":  # torch's orthogonalizes in bfloat16: four of its roundings a step
+        of_gradient = max(of_gradient, torch.finfo(torch.bfloat16).eps / 8)
     return p.abs() * of_parameter + example.case.lr * steps * 32 * of_gradient
 
 
