@@ -69,8 +69,8 @@ class Average(Wrapper, ReducingOptimizer):
     after it is this rank's own.
 
     Args:
-        base: an optimizer over the model's parameters, or a list of several over disjoint ones; one
-            of this package (AdamS) is stopped from averaging.
+        base: an optimizer over the model's parameters, or a list of several over disjoint ones; it
+            may be of this package (AdamS), which then averages nothing itself.
         payload_dtype: dtype on the wire (None: the gradient's), as a name, "int8", or as the
             torch.dtype of that name; groups keep the name. "int4" sends half a byte a value and
             "int2" a quarter. What rounding takes off stays in ``residual``, and is sent with the
@@ -117,7 +117,7 @@ class Average(Wrapper, ReducingOptimizer):
         return {"residual": layout(dtype)}
 
     def reducer(self, bucket: Bucket) -> Reducer:
-        """Return the reducer inside FSDP2.
+        """Return the reducer that is used inside FSDP2.
 
         A reduce-scatter carries floats only; quantized values use an all-reduce, of which each rank
         keeps its part.

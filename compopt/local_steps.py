@@ -94,7 +94,7 @@ class LocalSteps(Wrapper):
 
     Args:
         inner: an optimizer over the model's parameters, or a list of several over disjoint ones;
-            one of this package (AdamS) is stopped from averaging.
+            may be of this package (AdamS), which then averages nothing itself.
         every: H, steps of a round; 30 by default.
         round_seconds: instead of ``every``: a round ends on a rank at its first step after this
             time. Each rank takes as many steps as it can, and all are averaged by their weights.
@@ -259,7 +259,7 @@ class LocalSteps(Wrapper):
                 yield from Step(session, session.comm, session.steps + 1).verify_peers()
             self._connect()
             if self._anchors is not None:
-                # new anchors lay out the buckets of a running exchange anew: it is applied before
+                # new anchors rebuild the outer optimizer's buckets: apply a running exchange before
                 if self._exchange is not None and self._anchors.list_new(self._params):
                     with self._explain_failed_exchange():
                         is_applied = yield from self._perform_sync(self._exchange)

@@ -124,7 +124,7 @@ class SeparateAdam(ProjectingOptimizer):
             smaller side (the last dimension where rows are sharded, or fewer than 64) shrinks from
             d to ceil(d / ratio); 1 averages dense. Tracked projections refuse it.
         block_rows: rows of a randomly projected tensor that share one random matrix (columns, if
-            rows are projected). None: all. "auto": 4 times the length of the projected side; one
+            rows are projected). None: all. "auto": 4 * ceil(d / ratio); one
             random number is drawn per 4 elements. Smaller blocks send as many bytes, have a smaller
             error for gradients of low rank, and draw more numbers. 1 is nearest to the paper.
         ef_beta: weight of the old error in the error feedback. "auto": the most stable, w / (1 + w)

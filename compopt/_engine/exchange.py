@@ -38,10 +38,10 @@ class StalenessCheck:
     """Sums of a bucket's gradients, which tell whether these are the same, to the bit, when the
     step begins.
 
-    Version counters do not: ``p.grad.data`` has one of its own, and the Trainer multiplies by 1 to
-    learn a norm. Each gradient has two sums: of the bits, which any single change alters; and of
-    the values, for changes that cancel modulo 2^32 (doubling 512 floats adds 512 * 2^23 = 2^32 to
-    the sum of bits, that is 0). The host does not wait.
+    Version counters cannot tell: they miss changes through ``p.grad.data``, and they count the
+    Trainer's multiplication by 1, which changes nothing. Each gradient has two sums: of the bits,
+    which any single change alters; and of the values, for changes that cancel modulo 2^32 (doubling
+    512 floats adds 512 * 2^23 = 2^32 to the sum of bits, that is 0). The host does not wait.
     """
 
     def __init__(self, bucket: Bucket):

@@ -43,12 +43,12 @@ class OptimizerHooks(Optimizer):
 
     # per-rank state of which only the mean over ranks matters
     averaged_state: tuple[str, ...] = ()
-    # sharded state that only its owner has; consolidate_state() gathers it
+    # sharded error feedback, which only the owner of a shard has; consolidate_state() gathers it
     owner_only_state: tuple[str, ...] = ()
     # masks that the next step chooses anew if they are all zero
     mask_state: tuple[str, ...] = ()
     # each rank keeps the state of its own shards, and the step gathers parameters; False inside
-    # FSDP2, which shards both itself
+    # FSDP2, where the parameters are shards already, and their state is as large
     sharded = False
     # FSDP2 shards the parameters over this optimizer's ranks, and the optimizer replaces its
     # reduce-scatter

@@ -108,8 +108,8 @@ class BackwardOverlap:
     ) -> None:
         """Start the exchanges of complete buckets, in the order that all ranks share.
 
-        ``finished``: parameters whose gradients backward has just finished, with their buckets. A
-        later backward that completes the first bucket again replaces all payloads.
+        ``finished``: parameters whose gradients backward has just finished, with their buckets. If
+        a later backward of the same step completes the first bucket, all payloads are sent anew.
         """
         for p, bucket in finished:
             self._finished.setdefault(bucket.index, set()).add(p)

@@ -41,8 +41,8 @@ class ReducingOptimizer(CompressedOptimizer):
     def commit_unsent(self, bucket: Bucket, i: int, unsent: Unsent, factor: float) -> None:
         """Commit the residual of tensor i inside FSDP.
 
-        ``factor``, which clipped the average, is ignored here: clipping does not change the
-        residual, and all that was sent counts as sent.
+        ``factor``, which clipped the average, is ignored here: all that was sent counts as sent.
+        (With projections the clip changes the residual: see ``ProjectingOptimizer``.)
         """
         unsent.commit(bucket.state["residual"][i], 1.0)
 

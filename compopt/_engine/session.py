@@ -439,8 +439,7 @@ class Session:
         for bucket in self.buckets:
             if bucket.is_single_process != self.is_single_process:
                 bucket.is_single_process = self.is_single_process
-                # Recompute: the cached value leaves out rounding errors, which a single process
-                # must still apply.
+                # Recompute: residuals may hold rounding errors from when there were other ranks.
                 bucket.cache.pop("has_residual", None)
         return comm
 

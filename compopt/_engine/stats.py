@@ -64,9 +64,9 @@ class Stats:
     applied), or a phase of the class.
 
     ``wait_seconds`` is how long this rank's host waited for collectives. ``straggler_seconds`` is
-    the part of it that the rank which waits least did not have to wait: it was spent on slower
-    ranks, not on the network. Ranks report their waits in turn, one rank per step, so the latter is
-    0 at first. ``run`` has the totals.
+    this wait less the shortest wait of any rank: it was spent on slower ranks, not on the network.
+    Ranks report their waits in turn, one rank per step, so it is 0 at first. ``run`` has the
+    totals.
     """
 
     step: int = 0

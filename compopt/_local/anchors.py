@@ -40,7 +40,9 @@ class Anchored:
         return start - to_local(self.param.detach()).to(anchor.device)
 
     def moved_since(self) -> Tensor:
-        """Return what the rank moved since its exchange began: line 2 of then, less that of now."""
+        """Return what the rank moved since its exchange began: the pseudo-gradient of then, less
+        the present one.
+        """
         assert self.anchor.grad is not None
         return to_local(self.anchor.grad) - self.pseudo_gradient()
 

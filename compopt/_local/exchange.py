@@ -191,7 +191,9 @@ def message_bytes(ranks: int) -> int:
 def _send_pseudo_gradients(
     source: Session, anchors: Anchors, step: Step, squared: float, mean: Contribution
 ) -> CollectiveGenerator[StepDecision | None]:
-    """Exchange payloads, up to the decision; ``mean``: of the ranks' contributions."""
+    """Exchange payloads, up to the decision; ``mean``: of the ranks' contributions, which
+    with a delay are all equal.
+    """
     share = outer_share(source.option_groups[0], mean.steps, mean.seconds)
     anchors.set_outer_share(share)
     if not math.isfinite(squared):

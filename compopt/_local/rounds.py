@@ -36,9 +36,9 @@ class RoundCounts:
     """The running round on this rank, beside its number of steps, which is in the groups.
 
     ``round``: rounds that have ended. ``begun``: the step after which the running one began.
-    ``mean_step``: the steps that ranks had taken by then on average, if rounds end by time. Since
-    the last exchange this rank has
-    taken steps or samples of ``weight``, and ``seconds``, which count where rounds end by time.
+    ``mean_step``: the steps that ranks had taken by then on average, if rounds end by time.
+    ``weight``: steps or samples of this rank since the last exchange. ``seconds``: the time since
+    then, used only if rounds end by time.
     """
 
     round: int = 0

@@ -69,7 +69,7 @@ class Bucket:
         # True without other ranks, unless ``simulate``: nothing is compressed or rounded.
         self.is_single_process = False
         # The number of ranks of one sharded model that hold the same part of these tensors. Sums
-        # over those ranks count it so many times, so squared norms are divided by it.
+        # over those ranks count the part ``copies`` times: squared norms are divided by ``copies``.
         self.copies = 1
         # True while this rank takes part in an exchange without its gradients.
         self.withholds_gradients = False
@@ -319,8 +319,8 @@ class Bucket:
 
     @property
     def is_rounded(self) -> bool:
-        """True if the values sent of tensors with a residual are rounded; the residual then keeps
-        the rounding error.
+        """True if a message rounds the values of tensors that have a residual, which then keeps the
+        rounding error.
         """
         if self.is_single_process or all(e is None for e in self.state.get("residual", ())):
             return False

@@ -66,12 +66,14 @@ class Payload:
     gradient is not finite; averaging makes it a decision that all ranks share. ``control`` has the
     control fields (see ``ControlFields``).
 
-    ``dropped``, as long as the body, is the rounding error of what this rank sends, if compressed
-    tensors are rounded; it stays this rank's own when the payload has been averaged. With a
-    ``seed`` the body is quantized to ``bits`` bits (see ``quantization``) with random numbers that
-    follow from it; ``dropped`` is then known once the payload has been averaged. In a dtype that is
-    too narrow, values are written to ``unrounded_parts``, which are ``dropped`` until ``round``
-    makes the message of them and leaves their errors there.
+    ``dropped``, as long as the body, is the rounding error of what this rank sends. The average
+    does not change it. There are three cases:
+
+    - The values fit the payload's dtype: ``dropped`` is None.
+    - The dtype is narrower: values are written to ``unrounded_parts``, which are views of
+      ``dropped``. ``round`` writes the message and leaves the errors in ``dropped``.
+    - There is a ``seed``: the exchange quantizes the body to ``bits`` bits (see ``quantization``),
+      with random numbers that follow from the seed, and then writes ``dropped``.
     """
 
     def __init__(

@@ -13,8 +13,8 @@ the error of a row is shorter than the row: with error feedback it dies out. Wit
 the result is biased. Sums over a row depend in their last bit on the processor; all ranks read the
 same quantized values and scales.
 
-With any number of bits a row of zeros dequantizes to zeros, so does a row whose scale is below
-1.2e-38 (of 2 bits: its largest value), and a row that is not finite becomes NaN.
+With any number of bits, rows of zeros stay zeros. Rows whose scale (of 2 bits: whose largest value)
+is below 1.2e-38 become zeros. Rows with a value that is not finite become NaN.
 
 ``QuantizedMean`` is the mean over ranks of a quantized payload, in two stages. The rows of a
 payload are divided among the N ranks in chunks. Every rank quantizes its payload and sends each

@@ -101,8 +101,8 @@ class Agree:
     that of the payload's body; a vector is summed on the host.
 
     ``covers_shard_only``: the payload, and so its squared norm, covers only this rank's shard.
-    After ``Agree`` the generator gathers updated parameters and yields ``Commit``; when that is
-    answered, state may change.
+    After ``Agree`` the generator may gather updated parameters, and then yields ``Commit``. When
+    that is answered, state may change.
     """
 
     payload: Payload
@@ -156,7 +156,7 @@ RequestGenerator: TypeAlias = Generator[Request, Answer, Result]
 class CommunicationError(RuntimeError):
     """A collective failed.
 
-    If it was part of a step, or of an exchange of LocalSteps, that was not applied on this rank. A
+    If it belonged to a step, or to an exchange of LocalSteps, this rank has not applied that. A
     rank that had received everything may have applied it; ``rebind()`` then copies from there.
     """
 
