@@ -257,7 +257,7 @@ class LocalSteps(Wrapper):
             if session.handshake is not Handshake.VERIFIED and not session.is_single_process:
                 yield from self._follow_ranks_with_data()
                 yield from Step(session, session.comm, session.steps + 1).verify_peers()
-            self._connect()
+            self._ensure_anchors()
             if self._anchors is not None:
                 # new anchors rebuild the outer optimizer's buckets: apply a running exchange before
                 if self._exchange is not None and self._anchors.list_new(self._params):
@@ -607,7 +607,7 @@ class LocalSteps(Wrapper):
         if any(bucket.flat["residual"].numel() for bucket in session.buckets):
             session.rebuild_buckets()
 
-    def _connect(self) -> None:
+    def _ensure_anchors(self) -> None:
         """Make anchors once there are other ranks, and something to train."""
         session, options, counts = self._session, self._options, self._counts
         if self.offload and not session.comm.can_exchange(HOST):
@@ -748,7 +748,7 @@ class LocalSteps(Wrapper):
             self._see_ranks_and_groups()
             is_new = self._anchors is None
             self._anchors = self._anchors or self._make_anchors(self._options, fragments)
-            self._connect()
+            self._ensure_anchors()
             if self._anchors is not None:
                 yield from self._rejoin(self._anchors, is_new)
         else:

@@ -313,7 +313,7 @@ class FSDPReduceScatter:
                 "GradScaler's scale: train in bfloat16, without a scaler."
             )
 
-    def commit_unsent(self, bucket: Bucket, i: int, norm: float) -> None:
+    def commit_residual(self, bucket: Bucket, i: int, norm: float) -> None:
         """Write the residual of tensor i, to which the step is applied. ``norm`` is that of all
         averaged gradients, before a clip.
         """
@@ -380,7 +380,7 @@ def apply_shards(
     yield Commit()
     # from here on state changes
     for i in (i for i, is_present in enumerate(present) if is_present):
-        reduce_scatter.commit_unsent(bucket, i, norm)
+        reduce_scatter.commit_residual(bucket, i, norm)
         g = grads[i]
         bucket.state["step"][i].add_(1)
         ghat = update.memory_for(bucket, i, g if factor == 1 else None)
