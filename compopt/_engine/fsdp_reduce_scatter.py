@@ -50,10 +50,10 @@ class RowBucket(Bucket):
     Its tensors have the parameters' global shapes and no memory; only their ``grad`` is real. A
     tensor that the reducer needs ``as_matrix`` keeps the parameter's shape, and ranks own the rows
     of it that FSDP gives them. Any other tensor is a vector in the order of FSDP's shards, padded
-    so that all ranks own equally many elements. ``bucket_positions`` say
-    where the parameters are in the session's buckets, which hold their state. The position of a
-    parameter that was unfrozen since the last step is None: it is in no bucket and has no residual
-    yet, and its gradient is sent unrounded.
+    so that all ranks own equally many elements. ``bucket_positions`` say where the parameters are
+    in the session's buckets, which hold their state. The position of a parameter that was unfrozen
+    since the last step is None: it is in no bucket and has no residual yet, and its gradient is
+    sent unrounded.
     """
 
     def __init__(

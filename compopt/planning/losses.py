@@ -92,7 +92,7 @@ LOSSES: dict[str, tuple[Measurement, ...]] = {
     "LocalSteps": (
         Measurement(1.017, SMALL, 4, MEDIUM),
         Measurement(1.120, WIDE, 2, WIDE_SHORT),
-        Measurement(1.013, LADDER, 4, TOKENS_PER_PARAMETER),
+        Measurement(1.016, LADDER, 4, TOKENS_PER_PARAMETER),
         *published(
             DILOCO,
             {

@@ -202,7 +202,7 @@ def _encode(selections: list[TritonSelection]) -> None:
         return
     ops, bucket = selections[0].ops, selections[0].bucket
     sizes = [selection.partition.message_bytes for selection in selections]
-    words, starts, codes = _allocate(sizes, bucket.device)
+    words, starts, codes = _allocate_aligned_zeros(sizes, bucket.device)
 
     def table() -> kernels.Table:
         rows = [
@@ -225,7 +225,7 @@ def assemble_bits(pairs: Sequence[tuple[TritonSelection, Tensor]]) -> list[Tenso
     """Return the bits of buckets on one device, from all ranks' messages for each."""
     sizes = [selection.partition.by_rank[-1].last_byte for selection, _ in pairs]
     bucket = pairs[0][0].bucket
-    words, starts, flats = _allocate(sizes, bucket.device)
+    words, starts, flats = _allocate_aligned_zeros(sizes, bucket.device)
     elias_fano = []
     for (selection, messages), flat, start in zip(pairs, flats, starts, strict=True):
         if selection.partition.is_elias_fano:
@@ -253,7 +253,9 @@ def assemble_bits(pairs: Sequence[tuple[TritonSelection, Tensor]]) -> list[Tenso
     return flats
 
 
-def _allocate(sizes: Sequence[int], device: torch.device) -> tuple[Tensor, list[int], list[Tensor]]:
+def _allocate_aligned_zeros(
+    sizes: Sequence[int], device: torch.device
+) -> tuple[Tensor, list[int], list[Tensor]]:
     """Return zeros for messages or masks of these many bytes: the words of all, the first byte of
     each, and the bytes of each.
     """
