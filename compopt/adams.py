@@ -42,10 +42,10 @@ def adams(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
 def update(bucket: Bucket, ops: Ops, mean: Payload) -> None:
     """Update v, m and w of every tensor with a gradient on any rank."""
     group, m, step = bucket.group, bucket.state["exp_avg"], bucket.state["step"]
-    present = bucket.present(mean)
-    count_steps(step, present)
-    for i, (w, is_present) in enumerate(zip(bucket.weights, present, strict=True)):
-        if is_present:
+    have_gradients = bucket.have_gradients(mean)
+    count_steps(step, have_gradients)
+    for i, (w, has_gradient) in enumerate(zip(bucket.weights, have_gradients, strict=True)):
+        if has_gradient:
             average = ops.decode(mean.parts[i], None, w)
             ops.adams(group, w, average, m[i], step[i])
             bucket.publish_master(i)
@@ -111,7 +111,7 @@ class AdamS(CompressedOptimizer):
         check_adams(group)
         check_compress(group)
 
-    def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
+    def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:
         return {"exp_avg": Dense(dtype)}
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:

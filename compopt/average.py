@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ._engine.combined import OneOrSeveral
-from ._engine.fsdp_reduce_scatter import apply_shards
+from ._engine.fsdp_backward import apply_shards
 from ._engine.options import Group, check_compress, check_payload_and_clip, ignore_capturable
 from ._engine.reducer import AllReduceReducer, Reducer, ReduceScatterReducer
 from ._engine.reducing import ReducingOptimizer
@@ -44,9 +44,9 @@ def average(bucket: Bucket, ops: Ops, update: Update) -> RequestGenerator[None]:
 
     # from here on state changes
     factor = clip_factor(norm, bucket.group["max_grad_norm"])
-    present = bucket.present(mean)
-    count_steps(bucket.state["step"], present)
-    indices = [i for i, is_present in enumerate(present) if is_present]
+    have_gradients = bucket.have_gradients(mean)
+    count_steps(bucket.state["step"], have_gradients)
+    indices = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
     if indices:
         to = [update.memory_for(bucket, i, mean.parts[i]) for i in indices]
         means = [mean.parts[i].view(g.shape) for i, g in zip(indices, to, strict=True)]
@@ -54,7 +54,7 @@ def average(bucket: Bucket, ops: Ops, update: Update) -> RequestGenerator[None]:
         scale_all_(to, factor)  # line 4
         for i, g in zip(indices, to, strict=True):
             update.apply(bucket, i, g)
-    reducer.feed_back(present)  # line 5
+    reducer.feed_back(have_gradients)  # line 5
 
 
 class Average(Wrapper, ReducingOptimizer):
@@ -112,7 +112,7 @@ class Average(Wrapper, ReducingOptimizer):
         check_payload_and_clip(group, keeps_all_errors=True)
         check_compress(group)
 
-    def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
+    def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:
         layout = Unsharded if self.replaces_reduce_scatter else Dense
         return {"residual": layout(dtype)}
 
@@ -128,8 +128,8 @@ class Average(Wrapper, ReducingOptimizer):
         return ReduceScatterReducer(bucket, self.ops)
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
-        if self.fsdp_reduce_scatter is not None:
-            return apply_shards(bucket, self.ops, self.fsdp_reduce_scatter, self._update)
+        if self.fsdp_backward is not None:
+            return apply_shards(bucket, self.ops, self.fsdp_backward, self._update)
         return average(bucket, self.ops, self._update)
 
 

@@ -73,7 +73,7 @@ from ._wire.collectives import (
     Communicator,
     PendingCollective,
     ProcessGroup,
-    count_copies,
+    count_replicas,
     get_rank,
 )
 from ._wire.payload import PayloadDtype
@@ -469,9 +469,9 @@ class LocalSteps(Wrapper):
         shards = self._session.shard_communicators
         by_copies: dict[int, list[Tensor]] = {}
         for p, g in grads.items():
-            by_copies.setdefault(count_copies(p, shards), []).append(g)
+            by_copies.setdefault(count_replicas(p, shards), []).append(g)
         norms = {n: float(torch.nn.utils.get_total_norm(gs)) for n, gs in by_copies.items()}
-        squared = sum(norm**2 / copies for copies, norm in norms.items())
+        squared = sum(norm**2 / replicas for replicas, norm in norms.items())
         if getattr(self, "found_inf", None):
             squared = math.nan
         numbers = [squared, self._counts.seconds]
@@ -569,12 +569,12 @@ class LocalSteps(Wrapper):
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         return average(bucket, self.ops, self._update)
 
-    def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
+    def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:
         return {"residual": Dense(dtype, optional=True)}
 
-    def _specs(self, bucket: Bucket) -> dict[str, Layout]:
+    def _bucket_layouts(self, bucket: Bucket) -> dict[str, Layout]:
         if self.averages_gradients:
-            return super()._specs(bucket)
+            return super()._bucket_layouts(bucket)
         return {
             "residual": Prefix(bucket.compute_dtype, lambda p: 0, optional=True)  # of the start
         }
@@ -645,7 +645,7 @@ class LocalSteps(Wrapper):
         outer.simulate = self.simulate
         if options["delay"]:  # what runs beside training has a process group of its own
             comm = comm.with_own_group()
-            outer._session.own_shard_communicators = [
+            outer._session.given_shard_communicators = [
                 shards.with_own_group() for shards in self._session.shard_communicators
             ]
         if outer._session.group is not comm and not self._session.is_single_process:

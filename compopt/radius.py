@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._engine.base import CompressedOptimizer
+from ._engine.dense_start import choose_warmup, dense_steps
 from ._engine.options import (
     Group,
     check_adam,
@@ -42,7 +43,6 @@ from ._engine.options import (
     require,
     require_option,
 )
-from ._engine.when import choose_warmup, dense_steps
 from ._ops.norms import clip_factor, scale_
 from ._ops.operations import Ops
 from ._ops.update_helpers import count_steps, update_magnitudes
@@ -70,14 +70,16 @@ def radius(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     scale_(mean.body, clip_factor(norm, group["max_grad_norm"]))  # line 20
     # lines 10, 15, 16 and 21 to 25
     masks = yield from ops.run_batched(update, bucket, mean, phase, mask, grads)
-    present = bucket.present(mean)
+    have_gradients = bucket.have_gradients(mean)
     if phase == "dense" and bucket.has_residual and not bucket.is_rounded:  # all have been sent
-        for e, is_present in zip(
-            bucket.iterate_state("residual", write=True), present, strict=True
+        for e, has_gradient in zip(
+            bucket.iterate_state("residual", write=True), have_gradients, strict=True
         ):
-            if is_present and e is not None:
+            if has_gradient and e is not None:
                 e.zero_()
-    bucket.cache["has_residual"] = phase == "sparse" or (bucket.has_residual and not all(present))
+    bucket.cache["has_residual"] = phase == "sparse" or (
+        bucket.has_residual and not all(have_gradients)
+    )
     if phase == "resample":
         yield from broadcast_mask(bucket, ops, mean, masks)  # line 22
 
@@ -100,23 +102,23 @@ def update(
     masks of line 22.
     """
     group, state, masks, weights = bucket.group, bucket.state, [], bucket.weights
-    is_rounded, present = mean.dropped is not None, bucket.present(mean)
+    is_rounded, have_gradients = mean.rounding_errors is not None, bucket.have_gradients(mean)
     residuals = iter(state["residual"])
     if is_rounded or phase != "dense":
         residuals = bucket.iterate_state("residual", write=True)
-    count_steps(state["step"], present)
-    for i, (is_present, residual) in enumerate(zip(present, residuals, strict=True)):
+    count_steps(state["step"], have_gradients)
+    for i, (has_gradient, residual) in enumerate(zip(have_gradients, residuals, strict=True)):
         index, resamples = mask.positions[i], phase == "resample" and bucket.compressed[i]
         g, w, step = grads[i], weights[i], state["step"][i]
         m, v = state["exp_avg"][i], state["exp_avg_sq"][i]
         before = w.clone() if resamples else w
-        if is_present:
+        if has_gradient:
             average = ops.decode(mean.parts[i], index, w)  # line 15
             ops.adamw(group, w, average, m, v, step)  # lines 21, 25
             if index is not None and g is not None:
                 residual.add_(g)  # line 16
             if bucket.compressed[i] and is_rounded:
-                ops.write_at(residual, index, mean.dropped_parts[i])
+                ops.write_at(residual, index, mean.rounding_error_parts[i])
             elif resamples:
                 residual.zero_()  # line 10
             elif index is not None:
@@ -136,11 +138,11 @@ def broadcast_mask(
     A tensor without a gradient on any rank keeps its mask: its residual is zero at the
     positions of the old mask, but not at those of a new one.
     """
-    state, present = bucket.state["mask"], bucket.present(mean)
+    state, have_gradients = bucket.state["mask"], bucket.have_gradients(mean)
     sizes: list[int | None] = [*sizes_at_density(bucket, bucket.group["density"])]
     new, compressed = [], [i for i, c in enumerate(bucket.compressed) if c]
     for i, bits in zip(compressed, masks, strict=True):
-        keeps = not present[i] and bool(state[i].any())
+        keeps = not have_gradients[i] and bool(state[i].any())
         new.append(state[i].clone() if keeps else bits)
         sizes[i] = None if keeps else sizes[i]
     # until the new mask has arrived the bucket has none
@@ -260,7 +262,7 @@ class RadiusAdamW(CompressedOptimizer):
         require_option(is_count, group, "interval", "an integer >= 1")
         require_option(0 <= scale <= 1, group, "residual_scale", "in [0, 1]")
 
-    def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
+    def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:
         return {
             "exp_avg": Dense(dtype),
             "exp_avg_sq": Dense(dtype),
@@ -277,7 +279,7 @@ class RadiusAdamW(CompressedOptimizer):
         sparse = sum(sizes_at_density(bucket, bucket.group["density"]))
         return sparse + (bucket.numel - sparse) / interval
 
-    def restore(self, bucket: Bucket) -> None:
+    def rebuild_cache(self, bucket: Bucket) -> None:
         bucket.cache.clear()
         bits = bucket.state["mask"]
         if any(bucket.compressed) and all(b is None or not b.numel() or b.any() for b in bits):

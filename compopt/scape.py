@@ -35,6 +35,7 @@ from torch.optim.optimizer import ParamsT
 from ._engine.base import CompressedOptimizer
 from ._engine.collective_generators import CollectiveGenerator
 from ._engine.decision import StepDecision
+from ._engine.dense_start import choose_warmup
 from ._engine.options import (
     Group,
     check_adams,
@@ -46,7 +47,6 @@ from ._engine.options import (
 )
 from ._engine.session import weak_method
 from ._engine.stats import Stats
-from ._engine.when import choose_warmup
 from ._ops.norms import clip_factor, scale_
 from ._ops.operations import Ops
 from ._ops.update_helpers import (
@@ -118,13 +118,13 @@ def update(
     ``clip_factor_in_v`` is a factor on G in v alone.
     """
     group, state, grads = bucket.group, bucket.state, bucket.grads()
-    momentum_positions, present = bucket.cache["mask"].positions, bucket.present(mean)
+    momentum_positions, have_gradients = bucket.cache["mask"].positions, bucket.have_gradients(mean)
     old = resize_momenta(bucket, mean, mask)
-    keep_absent_momenta(old, state["exp_avg"], present)
+    keep_absent_momenta(old, state["exp_avg"], have_gradients)
     residuals, weights = bucket.iterate_state("residual", write=True), bucket.iterate_weights()
-    for i, (is_present, e, w) in enumerate(zip(present, residuals, weights, strict=True)):
+    for i, (has_gradient, e, w) in enumerate(zip(have_gradients, residuals, weights, strict=True)):
         piece = selection.slices.get(i) if selection else None
-        if not is_present:
+        if not has_gradient:
             if selection and piece:
                 selection.select(i, moment_of_slice(bucket, i, piece, None))
             continue
@@ -139,9 +139,9 @@ def update(
             e.zero_() if index is None else ops.clear_at(e, index)  # line 11
         m = state["exp_avg"][i].copy_(m)
         update_weights(group, ops, w, m, index, mean.parts[i], step, clip_factor_in_v)
-        if e is not None and mean.dropped is not None:
+        if e is not None and mean.rounding_errors is not None:
             # The residual is 0 on the mask: the rounding error goes there.
-            ops.write_at(e, index, mean.dropped_parts[i].mul_(1 - group["betas"][0]))
+            ops.write_at(e, index, mean.rounding_error_parts[i].mul_(1 - group["betas"][0]))
         bucket.publish_master(i, w)
 
 
@@ -317,7 +317,7 @@ class ScapeAdamS(CompressedOptimizer):
         wanted = "None or a floating-point dtype where state is sharded"
         require_option(is_float or not self.sharded, group, "payload_dtype", wanted)
 
-    def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
+    def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:
         momentum: dict[str, Layout] = {"exp_avg": OnMask(dtype, "mask")}
         if self.sharded:
             common = Sharded(dtype, compressed_only=True, optional=True)
@@ -377,6 +377,6 @@ class ScapeAdamS(CompressedOptimizer):
         gathered = values / ranks if self.sharded else 0  # updated parameters
         return values + gathered + mask_values(bucket, ranks)
 
-    def restore(self, bucket: Bucket) -> None:
+    def rebuild_cache(self, bucket: Bucket) -> None:
         bucket.cache.clear()
         restore_masks(bucket, self.ops.positions)

@@ -39,10 +39,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._engine.combined import OneOrSeveral
-from ._engine.fsdp_reduce_scatter import apply_shards
+from ._engine.dense_start import TRIAL_OPTIONS
+from ._engine.fsdp_backward import apply_shards
 from ._engine.options import Group, check_adam, check_torch_options, ignore_capturable
 from ._engine.update import AdamWUpdate, Update
-from ._engine.when import TRIAL_OPTIONS
 from ._engine.wrapper import Wrapper
 from ._lowrank.options import check_group_sizes, resolve_options
 from ._lowrank.projecting import ProjectingOptimizer
@@ -66,14 +66,14 @@ def separate(
     # from here on state changes; large matrices are drawn again instead of kept during the exchange
     reducer.draw_matrices()
     factor = reducer.clip_factor(norm)
-    present = bucket.present(mean)
+    have_gradients = bucket.have_gradients(mean)
     if isinstance(update, AdamWUpdate) and reducer.has_factors:
         yield from ops.run_batched(  # lines 4 and 5
-            update_tensors, bucket, mean, reducer, update, present, factor
+            update_tensors, bucket, mean, reducer, update, have_gradients, factor
         )
     else:
-        update_tensors(bucket, ops, mean, reducer, update, present, factor)
-    reducer.commit_state(present, factor)
+        update_tensors(bucket, ops, mean, reducer, update, have_gradients, factor)
+    reducer.commit_state(have_gradients, factor)
 
 
 def update_tensors(
@@ -82,13 +82,13 @@ def update_tensors(
     mean: Payload,
     reducer: ProjectionReducer,
     update: Update,
-    present: list[bool],
+    have_gradients: list[bool],
     factor: float,
 ) -> None:
     """Do lines 4 and 5 and the update for all tensors with a gradient on any rank."""
-    count_steps(bucket.state["step"], present)
-    for i, (tensor, is_present) in enumerate(zip(reducer.tensors, present, strict=True)):
-        if not is_present:
+    count_steps(bucket.state["step"], have_gradients)
+    for i, (tensor, has_gradient) in enumerate(zip(reducer.tensors, have_gradients, strict=True)):
+        if not has_gradient:
             continue
         part = mean.parts[i]
         memory = update.memory_for(bucket, i, tensor.average_in(part))
@@ -221,18 +221,18 @@ class SeparateAdam(ProjectingOptimizer):
         check_adam(group)
         super().check_group(group)
 
-    def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
+    def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:
         return {
             "exp_avg": Dense(dtype),
             "exp_avg_sq": Dense(dtype),
-            **super().state_specs(dtype),
+            **super().state_layouts(dtype),
         }
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         update = AdamWUpdate(self.ops)
-        if self.fsdp_reduce_scatter is not None:
+        if self.fsdp_backward is not None:
             return apply_shards(
-                bucket, self.ops, self.fsdp_reduce_scatter, update, self.scales(bucket)
+                bucket, self.ops, self.fsdp_backward, update, self.squared_norm_factors(bucket)
             )
         return separate(bucket, self.ops, self.reducer(bucket), update)
 
@@ -310,8 +310,12 @@ class Separate(Wrapper, ProjectingOptimizer):
         return super()._options_for(group)
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
-        if self.fsdp_reduce_scatter is not None:
+        if self.fsdp_backward is not None:
             return apply_shards(
-                bucket, self.ops, self.fsdp_reduce_scatter, self._update, self.scales(bucket)
+                bucket,
+                self.ops,
+                self.fsdp_backward,
+                self._update,
+                self.squared_norm_factors(bucket),
             )
         return separate(bucket, self.ops, self.reducer(bucket), self._update)

@@ -39,13 +39,13 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._engine.decision import StepDecision
-from ._engine.fsdp_reduce_scatter import apply_shards
+from ._engine.dense_start import choose_warmup, dense_steps
+from ._engine.fsdp_backward import apply_shards
 from ._engine.options import check_adam, check_compression, check_torch_options, require_option
 from ._engine.reducer import ReduceScatterReducer
 from ._engine.reducing import ReducingOptimizer
 from ._engine.stats import Stats
 from ._engine.update import AdamWUpdate
-from ._engine.when import choose_warmup, dense_steps
 from ._ops.operations import Ops
 from ._sharded.adamw import UpdateDtype, check_gathers, check_updates, step_shards
 from ._sharded.codecs import CODECS, Codec
@@ -179,27 +179,27 @@ class UnionReducer(ReduceScatterReducer):
         parts = layout.own_parts_of_mask
         return [next(dense).to(dtype) if at is None else average[slice(*at)] for at in parts]
 
-    def feed_back(self, present: list[bool]) -> None:
+    def feed_back(self, have_gradients: list[bool]) -> None:
         """Do line 2: the residual is the values that were not sent, and rounding errors."""
         bucket, grads = self.bucket, self.grads
         if not self.is_sparse:
             bucket.cache["union_and_leftovers"] = None, 0
-            super().feed_back(present)
+            super().feed_back(have_gradients)
             return
         bucket.cache["union_and_leftovers"] = len(self.union), self.codec.leftovers
-        some = [i for i in range(len(grads)) if i not in self.sent_whole and present[i]]
+        some = [i for i in range(len(grads)) if i not in self.sent_whole and have_gradients[i]]
         pairs = [(bucket.state["residual"][i], g) for i in some if (g := grads[i]) is not None]
         if pairs:
             torch._foreach_add_([e for e, _ in pairs], [g for _, g in pairs])
         sent = self.selected
-        if self.owner_payloads[0].dropped is not None:
+        if self.owner_payloads[0].rounding_errors is not None:
             rest = self._scratch().index_fill_(0, self.positions, 0)
-            errors = [payload.dropped_parts[-1] for payload in self.owner_payloads]
+            errors = [payload.rounding_error_parts[-1] for payload in self.owner_payloads]
             rest.index_copy_(0, self.union, torch.cat(errors))
             sent = sent - rest.index_select(0, self.positions)
-        if not all(present):
-            is_present = torch.tensor(present, dtype=torch.bool, device=sent.device)
-            sent = sent * is_present.index_select(0, self.layout.tensors_at(self.positions))
+        if not all(have_gradients):
+            has_gradient = torch.tensor(have_gradients, dtype=torch.bool, device=sent.device)
+            sent = sent * has_gradient.index_select(0, self.layout.tensors_at(self.positions))
         at = self.layout.map_to_tensors(self.positions)
         bucket.flat["residual"].index_add_(0, at, sent, alpha=-1)
         bucket.cache["has_residual"] = True
@@ -367,18 +367,18 @@ class TagcAdamW(ReducingOptimizer):
         super().before_layout()
         check_gathers(self.replaces_reduce_scatter, self.param_groups)
 
-    def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
-        specs = self.list_adamw_state(dtype)
+    def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:
+        layouts = self.list_adamw_state(dtype)
         if any(group["update_dtype"] for group in self.param_groups):
-            specs["update_residual"] = Sharded(dtype, optional=True)
-        return specs
+            layouts["update_residual"] = Sharded(dtype, optional=True)
+        return layouts
 
     def reducer(self, bucket: Bucket) -> UnionReducer:
         return UnionReducer(bucket, self.ops)
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
-        if self.fsdp_reduce_scatter is not None:
-            return apply_shards(bucket, self.ops, self.fsdp_reduce_scatter, AdamWUpdate(self.ops))
+        if self.fsdp_backward is not None:
+            return apply_shards(bucket, self.ops, self.fsdp_backward, AdamWUpdate(self.ops))
         return tagc(bucket, self.ops)
 
     def values_sent(self, bucket: Bucket, ranks: int) -> float:
@@ -395,8 +395,8 @@ class TagcAdamW(ReducingOptimizer):
 
     def add_to_stats(self, stats: Stats, decision: StepDecision) -> Stats:
         stats, buckets = super().add_to_stats(stats, decision), self._buckets
-        if self.fsdp_reduce_scatter is not None:
-            buckets = [bucket for bucket, _ in self.fsdp_reduce_scatter.buckets_since_step.values()]
+        if self.fsdp_backward is not None:
+            buckets = [bucket for bucket, _ in self.fsdp_backward.buckets_since_step.values()]
         total = sent = leftovers = 0
         for bucket in buckets:
             n = sum(bucket.shards.compressed_counts)

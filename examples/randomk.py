@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compopt._engine.fsdp_reduce_scatter import apply_shards
+from compopt._engine.dense_start import dense_steps
+from compopt._engine.fsdp_backward import apply_shards
 from compopt._engine.options import check_adam, check_compression, require
 from compopt._engine.reducer import AllReduceReducer
 from compopt._engine.reducing import ReducingOptimizer
 from compopt._engine.update import AdamWUpdate
-from compopt._engine.when import dense_steps
 from compopt._ops.norms import clip_factor
 from compopt._ops.update_helpers import count_steps
 from compopt._sharded.adamw import step_shards
@@ -42,11 +42,11 @@ def randomk(bucket: Bucket, reducer: AllReduceReducer, update: AdamWUpdate) -> R
     # From here on state may change.
     reducer.clip(clip_factor(norm, bucket.group["max_grad_norm"]))  # line 4
     # Of a tensor without a gradient on any rank all stays as it was.
-    present = bucket.present(mean)
-    count_steps(bucket.state["step"], present)
-    for i in (i for i, is_present in enumerate(present) if is_present):
+    have_gradients = bucket.have_gradients(mean)
+    count_steps(bucket.state["step"], have_gradients)
+    for i in (i for i, has_gradient in enumerate(have_gradients) if has_gradient):
         update.apply(bucket, i, reducer.average(i, bucket.weight(i)))  # line 6
-    reducer.feed_back(present)  # line 5
+    reducer.feed_back(have_gradients)  # line 5
 
 
 def draw(bucket: Bucket, t: int) -> Mask:
@@ -102,7 +102,7 @@ class RandomK(ReducingOptimizer):
         check_compression(group)
         require(0 < group["density"] <= 1, "density", group["density"], "in (0, 1]")
 
-    def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
+    def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:
         return self.list_adamw_state(dtype)
 
     def reducer(self, bucket: Bucket) -> AllReduceReducer:
@@ -111,8 +111,8 @@ class RandomK(ReducingOptimizer):
         return AllReduceReducer(bucket, self.ops, Mask(bucket) if dense else draw(bucket, t))  # line 1
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
-        if self.fsdp_reduce_scatter is not None:
-            return apply_shards(bucket, self.ops, self.fsdp_reduce_scatter, AdamWUpdate(self.ops))
+        if self.fsdp_backward is not None:
+            return apply_shards(bucket, self.ops, self.fsdp_backward, AdamWUpdate(self.ops))
         if self.sharded:
             return step_shards(bucket, self.ops, self.reducer(bucket))
         return randomk(bucket, self.reducer(bucket), AdamWUpdate(self.ops))

@@ -38,7 +38,8 @@ class FactoredRow(NamedTuple):
 
     The averaged gradient is ``R p^T``: R of shape (rows, r), whose elements lie ``down`` apart
     along a column and ``across`` along a row; p column by column. ``own`` is what this rank sent of
-    p, ``dropped`` the rounding error of that. ``public``: a copy of ``w`` in lower precision.
+    p, ``rounding_errors`` the rounding error of that. ``public``: a copy of ``w`` in lower
+    precision.
     """
 
     rows: int
@@ -54,7 +55,7 @@ class FactoredRow(NamedTuple):
     v: Tensor
     step: Tensor
     residual: Tensor
-    dropped: Tensor | None = None
+    rounding_errors: Tensor | None = None
     grad: Tensor | None = None
     public: Tensor | None = None
 
@@ -155,7 +156,7 @@ def factored(
 ) -> None:
     """Do one AdamW step of all tensors on ``of_average R p^T``; each ``step`` already counts it.
 
-    ``of_grad grad - of_sent R (own - dropped)^T`` is added to ``residual``.
+    ``of_grad grad - of_sent R (own - rounding_errors)^T`` is added to ``residual``.
     """
     device = rows[0].w.device
     tiles = tiles_of(tuple(row[:2] for row in rows), device, *tile)
@@ -173,7 +174,7 @@ def factored(
                 VT=TYPES[rows[0].p.dtype],
                 GT=TYPES[grads[0] if grads else torch.float32],
                 PT=TYPES[public[0] if public else torch.float32],
-                ROUNDS=any(row.dropped is not None for row in rows),
+                ROUNDS=any(row.rounding_errors is not None for row in rows),
                 ALIGN=alignment_of(
                     [row.columns for row in rows],
                     *([getattr(row, name) for row in rows] for name in names),

@@ -155,7 +155,7 @@ def _quantize(
     rows_of,
     chunks,
     body,
-    dropped,
+    rounding_errors,
     noise,
     message,
     codes,
@@ -174,7 +174,7 @@ def _quantize(
     _store_codes(
         own, codes, scales_at, codes_at, start, at, row, i, in_range, n, t, scale, BITS, ROWS
     )
-    tl.store(dropped + start + at + i, x - t * scale[:, None], mask=in_range)
+    tl.store(rounding_errors + start + at + i, x - t * scale[:, None], mask=in_range)
 
 
 @triton.jit
@@ -182,7 +182,7 @@ def _mean(
     rows_of,
     chunks,
     received,
-    dropped,
+    rounding_errors,
     noise,
     message,
     codes,
@@ -208,7 +208,7 @@ def _mean(
     _store_codes(
         message, codes, 0, own_codes_at, start, at, row, i, in_range, n, t, scale, BITS, ROWS
     )
-    mine = dropped + start + at + i
+    mine = rounding_errors + start + at + i
     rest = total - t * scale[:, None]
     tl.store(mine, tl.load(mine, mask=in_range, other=0) + rest * ranks, mask=in_range)
 
@@ -250,7 +250,7 @@ def _words(received, out, count, stride, ranks, BLOCK: tl.constexpr):
 def quantize(
     cut: Programs,
     body: Tensor,
-    dropped: Tensor,
+    rounding_errors: Tensor,
     noise: Tensor,
     place: int,
     messages: Tensor,
@@ -259,7 +259,7 @@ def quantize(
     bits: int,
 ) -> None:
     """Round all of ``body`` into the ranks' ``messages``, shape (ranks, bytes); write the rounding
-    errors to ``dropped``.
+    errors to ``rounding_errors``.
 
     ``noise``: the table of numbers u, twice; ``place``: where it is entered. ``scales_at``,
     ``codes_at``: bytes of a message in front of scales and codes.
@@ -268,7 +268,7 @@ def quantize(
     cut.launch(
         _quantize,
         body,
-        dropped,
+        rounding_errors,
         noise,
         messages,
         codes,
@@ -286,7 +286,7 @@ def mean_of_codes(
     cut: Programs,
     rank: int,
     received: Tensor,
-    dropped: Tensor,
+    rounding_errors: Tensor,
     noise: Tensor,
     place: int,
     message: Tensor,
@@ -296,13 +296,13 @@ def mean_of_codes(
     bits: int,
 ) -> None:
     """Average all ranks' codes of chunk ``rank`` and round the mean into one ``message`` for all;
-    add ranks times the rounding error to its part of ``dropped``.
+    add ranks times the rounding error to its part of ``rounding_errors``.
     """
-    codes, stride = _code_memory(dropped, bits), received.stride(0)
+    codes, stride = _code_memory(rounding_errors, bits), received.stride(0)
     cut.launch(
         _mean,
         received,
-        dropped,
+        rounding_errors,
         noise,
         message,
         codes,

@@ -36,9 +36,9 @@ class ScapeRow(NamedTuple):
     ``values``: the averaged gradient at ``bits`` (None: everywhere). ``old``: the momentum at
     ``held`` (None: everywhere); ``m``: memory for the new one, at ``bits``. ``update``: 0 leaves
     everything unchanged. ``x``: memory for line 10's x of the elements ``begin`` to ``end``.
-    ``public``: a copy of ``w`` in lower precision. ``dropped``: the rounding error of the payload,
-    at ``bits``. ``ahead``, for ``moment``: how many blocks before this tensor ``held_starts`` has
-    and the launch has not.
+    ``public``: a copy of ``w`` in lower precision. ``rounding_errors``: the rounding error of the
+    payload, at ``bits``. ``ahead``, for ``moment``: how many blocks before this tensor
+    ``held_starts`` has and the launch has not.
     """
 
     n: int
@@ -56,7 +56,7 @@ class ScapeRow(NamedTuple):
     x: Tensor | None = None
     begin: int = 0
     end: int = 0
-    dropped: Tensor | None = None
+    rounding_errors: Tensor | None = None
     ahead: int = 0
 
 
@@ -198,7 +198,7 @@ def scape_table(blocks: Blocks, rows: Sequence[ScapeRow]) -> Table:
         blocks.where.device,
         VT=TYPES[values[0]],
         PT=TYPES[public[0] if public else torch.float32],
-        ROUNDS=any(row.dropped is not None for row in rows),
+        ROUNDS=any(row.rounding_errors is not None for row in rows),
         ALIGN=alignment(blocks, *([getattr(row, name) for row in rows] for name in WHOLE)),
         **_types(rows),
     )

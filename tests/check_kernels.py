@@ -26,7 +26,7 @@ POINTERS = {
     "bounds": "*i64",
     "bins": "*i64",
     "counts": "*i32", "words": "*i32", "prefix": "*i32", "mask": "*u8", "bits": "*u8", "n": "i64",
-    "rows_of": "*i32", "chunks": "*i32", "body": "*fp32", "dropped": "*fp32", "noise": "*fp32",
+    "rows_of": "*i32", "chunks": "*i32", "body": "*fp32", "rounding_errors": "*fp32", "noise": "*fp32",
     "message": "*u8", "received": "*u8", "gathered": "*u8", "codes": "*i8", "out": "*fp32", "place": "i32",
     "stride": "i32", "scales_at": "i32", "codes_at": "i32", "own_codes_at": "i32", "ranks": "i32", "count": "i32",
     "header": "*fp32", "factors": "*i64", "said": "*fp32",

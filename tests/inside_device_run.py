@@ -21,7 +21,7 @@ from fake_device import Device, OnDevice
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from compopt._engine.fsdp_reduce_scatter import RowBucket, UnsentByParam
+from compopt._engine.fsdp_backward import RowBucket, UnsentByParam
 from compopt._ops.operations import Ops
 from compopt._state.buckets import Bucket
 from compopt._state.shards import lay_out

@@ -65,10 +65,10 @@ LOOKS = {
     "_engine.peers _checksum_gradients": ("AdamS", "the handshake: gradients are not averaged already"),
     "_lowrank.matrices checksum_projection": ("SeparateAdam", "the handshake: matrices are alike on all ranks, once"),
     "_state.buckets has_residual": ("SeparateAdam", "whether a residual was loaded"),
-    "radius restore": ("RadiusAdamW", "whether a mask was loaded"),
+    "radius rebuild_cache": ("RadiusAdamW", "whether a mask was loaded"),
     "_sparse.scape_masks restore_masks": ("ScapeAdamS", "whether the next mask was loaded"),
     "_sparse.scape_masks _has_dense_momentum": ("ScapeAdamS, sharded", "whether a mask was loaded"),
-    "_lowrank.projecting restore": ("SeparateAdam, tracked", "whether a basis was loaded"),
+    "_lowrank.projecting rebuild_cache": ("SeparateAdam, tracked", "whether a basis was loaded"),
     # when it is asked for
     "_engine.session residual_norm": ("RadiusAdamW", "stats.residual_norm()"),
     "_engine.gradients unscale_gradients": ("AdamS", "a GradScaler's scale"),

@@ -30,7 +30,7 @@ def uses_the_backend(rank: int) -> bool:
     optimizer = average(model, payload_dtype="int8")
     optimizer.zero_grad()
     loss(model, 0, rank, torch.float32).backward()
-    buckets = [bucket for bucket, _ in optimizer.fsdp_reduce_scatter.buckets_since_step.values()]
+    buckets = [bucket for bucket, _ in optimizer.fsdp_backward.buckets_since_step.values()]
     has_mean = [bucket.mean_factory is not None for bucket in buckets]
     return bool(buckets) and has_mean == [
         optimizer.ops.quantized_mean_factory(bucket) is not None for bucket in buckets

@@ -91,7 +91,7 @@ def test_payloads_of_one_step_have_memory_and_random_numbers_of_their_own():
     bucket, other = one(torch.float32, (3, 4)), one(torch.float32, (3, 4), index=1)
     payloads = [bucket.make_payload([12], torch.int8), bucket.make_payload([12], torch.int8, use=1)]
     assert payloads[0].flat.data_ptr() != payloads[1].flat.data_ptr()
-    assert payloads[0].dropped.data_ptr() != payloads[1].dropped.data_ptr()
+    assert payloads[0].rounding_errors.data_ptr() != payloads[1].rounding_errors.data_ptr()
     payloads.append(other.make_payload([12], torch.int8))
     bucket.group["step"] = 1
     payloads.append(bucket.make_payload([12], torch.int8))
@@ -102,7 +102,7 @@ def test_a_tensor_is_present_where_any_rank_has_a_gradient():
     bucket = one(torch.float32, (3,), (4,), (5,))
     payload = bucket.make_payload([5, 4, 3], None)
     payload.header.copy_(torch.tensor([0.0, 1.0 / 64, 1.0]))
-    assert bucket.present(payload) == [False, True, True]
+    assert bucket.have_gradients(payload) == [False, True, True]
 
 
 def test_a_mask_has_whole_bytes():

@@ -53,7 +53,7 @@ def beside_the_reference(rank: int, name: str) -> float:
     ours, theirs = cut(make()), reference_run(rank, case.reference, case.lr)
     optimizer = case.make(ours.parameters(), **case.lossless)
     train(ours, optimizer, STEPS, rank, clip=0.5)
-    assert optimizer.fsdp_reduce_scatter is not None
+    assert optimizer.fsdp_backward is not None
     return apart(ours, theirs) / apart(make(), theirs)
 
 

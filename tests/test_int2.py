@@ -34,9 +34,13 @@ def by_definition(x: torch.Tensor) -> torch.Tensor:
 
 def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return rows of x as they arrive, the quantized values, and the rounding errors."""
-    quantized, scales, dropped = torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x)), torch.empty_like(x)
-    quantize_rows(x, (RowSpan(0, 0, x.numel()),), quantized, scales, dropped, (), Scratch(), 2)
-    return dequantize_rows(quantized, scales, torch.empty_like(x)), quantized, dropped
+    quantized, scales, rounding_errors = (
+        torch.empty(x.shape, dtype=torch.int8),
+        torch.empty(len(x)),
+        torch.empty_like(x),
+    )
+    quantize_rows(x, (RowSpan(0, 0, x.numel()),), quantized, scales, rounding_errors, (), Scratch(), 2)
+    return dequantize_rows(quantized, scales, torch.empty_like(x)), quantized, rounding_errors
 
 
 def gaussian(rows: int) -> torch.Tensor:
@@ -47,26 +51,26 @@ def gaussian(rows: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_levels_and_scales_are_those_of_the_definition(rows, dtype):
     x = (gaussian(rows) * torch.logspace(-20, 20, rows).unsqueeze(1)).to(dtype)
-    got, quantized, dropped = rounded(x)
+    got, quantized, rounding_errors = rounded(x)
     wanted = torch.stack([by_definition(row) for row in x])
     assert set(quantized.unique().tolist()) == {-3, -1, 1, 3}
     near = x.abs() - x.double().square().mean(1, keepdim=True).sqrt()  # a last bit may decide which level it is
     clear = (near.abs() > 1e-5 * x.abs()).all(1)
     assert clear.float().mean() > 0.9
     torch.testing.assert_close(got[clear].double(), wanted[clear], rtol=1e-5, atol=0)
-    assert ((got + dropped - x).abs() <= 2e-7 * x.abs().amax(1, keepdim=True)).all()
+    assert ((got + rounding_errors - x).abs() <= 2e-7 * x.abs().amax(1, keepdim=True)).all()
 
 
 def test_little_of_a_normal_row_is_taken_off_and_never_more_than_there_is():
     x = gaussian(1000)
-    _, _, dropped = rounded(x)
-    assert float(dropped.square().sum() / x.square().sum()) == pytest.approx(0.1175, abs=0.003)
+    _, _, rounding_errors = rounded(x)
+    assert float(rounding_errors.square().sum() / x.square().sum()) == pytest.approx(0.1175, abs=0.003)
     odd = torch.zeros(5, ROW)
     odd[0, 3], odd[1, :64], odd[2], odd[3, ::2] = 7.0, 1.0, torch.logspace(-30, 30, ROW), -1.0
     odd[4] = 5.0
-    _, _, dropped = rounded(odd)
-    assert (dropped.double().norm(dim=1) <= odd.double().norm(dim=1)).all()
-    assert dropped[4].abs().max() < 1e-5, "equal values are exact"
+    _, _, rounding_errors = rounded(odd)
+    assert (rounding_errors.double().norm(dim=1) <= odd.double().norm(dim=1)).all()
+    assert rounding_errors[4].abs().max() < 1e-5, "equal values are exact"
 
 
 def test_rows_out_of_the_ordinary():
@@ -75,11 +79,11 @@ def test_rows_out_of_the_ordinary():
     x[1, 5], x[1, 6] = 3e38, 1.0
     x[2], x[3] = tiny / 4, 0.1 * tiny * torch.arange(ROW)
     x[4, 7], x[5, 9] = float("inf"), float("nan")
-    got, _, dropped = rounded(x)
-    assert not got[0].any() and not dropped[0].any()
+    got, _, rounding_errors = rounded(x)
+    assert not got[0].any() and not rounding_errors[0].any()
     assert got[1].isfinite().all() and got[1, 5] > 1e36
-    assert not got[2].any() and torch.equal(dropped[2], x[2])
-    torch.testing.assert_close(got[3] + dropped[3], x[3], rtol=1e-3, atol=0)
+    assert not got[2].any() and torch.equal(rounding_errors[2], x[2])
+    torch.testing.assert_close(got[3] + rounding_errors[3], x[3], rtol=1e-3, atol=0)
     assert got[4].isnan().all() and got[5].isnan().all()
     wide, *_ = rounded(x.double() * 1e30)
     assert wide[1].isnan().all(), "beyond float32 it is not finite"
@@ -90,16 +94,16 @@ def test_a_row_whose_scale_is_too_small_becomes_zeros(dtype):
     """Its values are normal numbers; the scale, a third of the largest, would not be one."""
     tiny = torch.finfo(torch.float32).tiny
     x = torch.tensor([[2 * tiny], [4 * tiny]], dtype=dtype) * torch.tensor([1, -1] * (ROW // 2), dtype=dtype)
-    got, _, dropped = rounded(x)
-    assert not got[0].any() and torch.equal(dropped[0], x[0])
-    assert got[1].any() and not torch.equal(dropped[1], x[1])
+    got, _, rounding_errors = rounded(x)
+    assert not got[0].any() and torch.equal(rounding_errors[0], x[0])
+    assert got[1].any() and not torch.equal(rounding_errors[1], x[1])
 
 
 def test_zeros_have_the_level_of_their_sign():
     x = torch.tensor([[5.0, -5.0, 0.0, -0.0] * (ROW // 4)])
-    got, quantized, dropped = rounded(x)
+    got, quantized, rounding_errors = rounded(x)
     assert quantized.view(-1, 4).unique(dim=0).tolist() == [[3, -3, 1, -1]]
-    assert got[0, 2] == -got[0, 3] > 0 and torch.equal(dropped, x - got)
+    assert got[0, 2] == -got[0, 3] > 0 and torch.equal(rounding_errors, x - got)
 
 
 @every_length
@@ -137,12 +141,12 @@ def test_the_mean_beside_every_length(n, ranks):
     if ranks > 1:
         QuantizedMean(sent[0], 0, ranks).encode_for_owners()
         wanted = torch.cat([by_definition(row) for row in rows]).float()
-        share = ((meant[0] - sent[0].dropped - wanted).abs() <= 1e-5).float().mean()
+        share = ((meant[0] - sent[0].rounding_errors - wanted).abs() <= 1e-5).float().mean()
         assert share > 0.999, "but for values a last bit from a level's edge"
         sent = payloads(ranks, lengths, bits=2)
     answer(sent)
     assert all(torch.equal(payload.flat, sent[0].flat) for payload in sent)
-    lost = torch.stack([payload.dropped for payload in sent]).mean(0)
+    lost = torch.stack([payload.rounding_errors for payload in sent]).mean(0)
     torch.testing.assert_close(sent[0].body + lost, torch.stack(meant).mean(0), rtol=1e-5, atol=1e-5)
 
 
@@ -156,7 +160,7 @@ def test_what_is_owed_stays_bounded(ranks):
         for rank, payload in enumerate(sent):
             payload.body.copy_(meant[rank] if residuals is None else meant[rank] + residuals[rank])
         answer(sent)
-        residuals = [payload.dropped.clone() for payload in sent]
+        residuals = [payload.rounding_errors.clone() for payload in sent]
         arrived += sent[0].body
     mean = torch.stack(meant).mean(0)
     assert float((arrived / 60 - mean).norm() / mean.norm()) < 0.05

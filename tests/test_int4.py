@@ -62,11 +62,11 @@ def test_what_a_message_says_and_what_was_dropped_are_what_was_meant(n, ranks):
     mean = QuantizedMean(payload, ranks - 1, ranks)
     sent = mean.encode_for_owners()
     got = torch.cat([arrived(message, mean, number) for number, message in enumerate(sent)])
-    torch.testing.assert_close(got + payload.dropped, meant)
+    torch.testing.assert_close(got + payload.rounding_errors, meant)
     largest = torch.cat(
         [row.abs().max().repeat(len(row)) for part in meant.split(lengths) for row in part.split(ROW) if len(row)]
     )
-    assert bool((payload.dropped.abs() <= 1.001 * largest / 7).all()), "less than one step of the scale"
+    assert bool((payload.rounding_errors.abs() <= 1.001 * largest / 7).all()), "less than one step of the scale"
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -76,7 +76,7 @@ def test_the_mean_beside_every_length(n, ranks):
     meant = torch.stack([payload.flat.clone() for payload in sent]).mean(0)
     answer(sent)
     assert all(torch.equal(payload.flat, sent[0].flat) for payload in sent)
-    lost = torch.stack([payload.dropped for payload in sent]).mean(0)
+    lost = torch.stack([payload.rounding_errors for payload in sent]).mean(0)
     torch.testing.assert_close(sent[0].body + lost, meant[5:], rtol=1e-6, atol=1e-6)
 
 
@@ -99,7 +99,7 @@ def test_the_same_seed_gives_the_same_bits_whatever_the_threads_and_defaults(mon
     def mean() -> torch.Tensor:
         sent = payloads(3, [70_001, 300], bits=4)
         answer(sent)
-        return torch.cat([sent[0].flat, *(payload.dropped for payload in sent)])
+        return torch.cat([sent[0].flat, *(payload.rounding_errors for payload in sent)])
 
     before, threads = mean(), torch.get_num_threads()
     try:

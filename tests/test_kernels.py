@@ -161,13 +161,13 @@ def test_scape(device, grad, bias_correction, clip, maximize):
     options = dict(bias_correction=bias_correction, clip=clip, maximize=maximize)
     ours_w, ours_e = [x.clone() for x in w], [x.clone() for x in residual]
     new = [torch.zeros(k, device=device) for k in sizes]
-    dropped = [draw.one(k) * 1e-3 for k in sizes] if clip == 0.5 else [None] * len(sizes)
+    rounding_errors = [draw.one(k) * 1e-3 for k in sizes] if clip == 0.5 else [None] * len(sizes)
     part = [(n // 4 // 8 * 8, n // 2) for n in LENGTHS]
     x = [torch.zeros(b - a, device=device) for a, b in part]
     rows = [
         kernels.ScapeRow(
             n, bits[i], held_bits[i], old[i], values[i], ours_w[i], new[i], steps[i], int(i != 3), ours_e[i], grads[i],
-            None, x[i], *part[i], dropped[i],
+            None, x[i], *part[i], rounding_errors[i],
         )
         for i, n in enumerate(LENGTHS)
     ]  # fmt: skip
@@ -184,8 +184,8 @@ def test_scape(device, grad, bias_correction, clip, maximize):
                 w[i], residual[i], grads[i], old[i], held[i], values[i], index[i], float(steps[i]), **HYPER, **options
             )
             close([new[i]], [expected], 1e-5)
-            if dropped[i] is not None:
-                residual[i][index[i].long()] = dropped[i] * (1 - HYPER["betas"][0])
+            if rounding_errors[i] is not None:
+                residual[i][index[i].long()] = rounding_errors[i] * (1 - HYPER["betas"][0])
     close(ours_w, w, 1e-5)
     close(ours_e, residual)
 
@@ -201,16 +201,16 @@ def test_factored(device, tile, grad, rounds):
         R = R.contiguous() if n == 1 else R
         w, m, e = (draw.one(height * width) for _ in range(3))
         v, g = draw.one(height * width).square(), None if n == 2 else draw.one(height * width, grad)
-        dropped = draw.one(width * r) * 0.1 if rounds else None
+        rounding_errors = draw.one(width * r) * 0.1 if rounds else None
         public, step = w.bfloat16(), torch.tensor(3.0, device=device)
         state = [x.clone() for x in (w, m, v, e)]
         rows.append(
             kernels.FactoredRow(
                 height, width, r, R, *R.stride(), p.t().contiguous().view(-1), local.t().contiguous().view(-1),
-                w, m, v, step, e, dropped, g, public,
+                w, m, v, step, e, rounding_errors, g, public,
             )
         )  # fmt: skip
-        sent = local if dropped is None else local - dropped.view(r, width).t()
+        sent = local if rounding_errors is None else local - rounding_errors.view(r, width).t()
         average = -0.5 * (R @ p.t()).reshape(-1)
         was = 0 if g is None else g.float()
         reference.adamw_(state[0], average, state[1], state[2], 3.0, **HYPER)

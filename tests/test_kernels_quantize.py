@@ -50,23 +50,25 @@ def exchanged(make: Callable, device: torch.device, lengths: tuple, ranks: int, 
             body[:ROW], body[3 * ROW], body[5 * ROW + 1] = 0, torch.inf, torch.nan
             body[7 * ROW : 8 * ROW] *= 1e-41
             body[8 * ROW :] *= 1e-37  # the scale, and not the values, has no inverse
-        dropped = torch.empty(sum(lengths), device=device)
-        payloads.append(Payload(flat.to(device), *WORDS, list(lengths), (5, 1), dropped, None, bits))
+        rounding_errors = torch.empty(sum(lengths), device=device)
+        payloads.append(Payload(flat.to(device), *WORDS, list(lengths), (5, 1), rounding_errors, None, bits))
     parts = [make(payload, rank, ranks) for rank, payload in enumerate(payloads)]
     sent = torch.stack([part.encode_for_owners() for part in parts])
     gathered = torch.stack([part.average_own_chunk(sent[:, rank]) for rank, part in enumerate(parts)])
     for part in parts:
         part.decode_mean(gathered)
-    return [payload.flat for payload in payloads], [payload.dropped for payload in payloads], (sent, gathered)
+    return [payload.flat for payload in payloads], [payload.rounding_errors for payload in payloads], (sent, gathered)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_the_mean_has_the_references_bits(mean, device, lengths, ranks, bits):
-    (ours, rest, _), (theirs, dropped, _) = (exchanged(c, device, lengths, ranks, bits) for c in (mean, QuantizedMean))
+    (ours, rest, _), (theirs, rounding_errors, _) = (
+        exchanged(c, device, lengths, ranks, bits) for c in (mean, QuantizedMean)
+    )
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    for a, b in zip(rest, dropped, strict=True):  # the reference adds 3 x in one rounding
+    for a, b in zip(rest, rounding_errors, strict=True):  # the reference adds 3 x in one rounding
         assert torch.equal(a, b) if ranks != 3 else torch.allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
@@ -91,10 +93,12 @@ def test_messages_have_the_references_bytes(isa, memory_is_full, lengths, bits):
 @pytest.mark.parametrize("bits", [8, 4])
 def test_rows_out_of_the_ordinary(mean, device, bits):
     makes = mean, QuantizedMean
-    (ours, rest, _), (theirs, dropped, _) = (exchanged(make, device, (9 * ROW,), 2, bits, True) for make in makes)
+    (ours, rest, _), (theirs, rounding_errors, _) = (
+        exchanged(make, device, (9 * ROW,), 2, bits, True) for make in makes
+    )
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a.nan_to_num(7), b.nan_to_num(7)) and a.isnan().any() and (a[sum(WORDS) :][:ROW] == 0).all()
-    for a, b in zip(rest, dropped, strict=True):
+    for a, b in zip(rest, rounding_errors, strict=True):
         assert torch.equal(a.nan_to_num(7), b.nan_to_num(7))
         assert not a[:ROW].any() and a[3 * ROW : 4 * ROW].isnan().all() and (a[8 * ROW :] != 0).any()
 
@@ -112,10 +116,10 @@ def test_threads_change_nothing(mean, device, bits):
 
 
 def test_what_they_cannot_take_is_left_to_the_reference(mean, device):
-    flat, dropped = torch.zeros(8, dtype=torch.float64, device=device), torch.zeros(7, device=device)
+    flat, rounding_errors = torch.zeros(8, dtype=torch.float64, device=device), torch.zeros(7, device=device)
 
     def is_references(flat: torch.Tensor, **options: int) -> bool:
-        return type(mean(Payload(flat, 1, 0, [7], (1,), dropped, **options), 0, 2)) is QuantizedMean
+        return type(mean(Payload(flat, 1, 0, [7], (1,), rounding_errors, **options), 0, 2)) is QuantizedMean
 
     assert is_references(flat) and is_references(flat.float(), bits=2) and not is_references(flat.float())
 

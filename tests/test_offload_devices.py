@@ -82,7 +82,9 @@ def test_consolidation_mixes_no_devices(form):
             for i, entry in enumerate(bucket.entries):
                 fake = tree_map_only(torch.Tensor, mode.from_tensor, dict(entry))
                 shown = {name: bucket.state[name][i] for name in fake if name in bucket.flat}
-                saved = compopt._engine.checkpoint.expand_entry(bucket, i, optimizer._specs(bucket), {**fake, **shown})
+                saved = compopt._engine.checkpoint.expand_entry(
+                    bucket, i, optimizer._bucket_layouts(bucket), {**fake, **shown}
+                )
                 hosted = {name for name in saved if name in bucket.flat and saved[name].device.type == "cpu"}
                 assert hosted == set(bucket.offload.names) & saved.keys()
 

@@ -7,7 +7,7 @@ import torch
 
 from compopt._lowrank.matrices import MatrixSource, gaussian_quantiles
 from compopt._lowrank.options import RESET_INTERVALS
-from compopt._lowrank.projections import is_sharded, plan_projection
+from compopt._lowrank.projections import is_dtensor, plan_projection
 from compopt._state.buckets import Bucket
 
 
@@ -17,7 +17,7 @@ def bucket_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, inde
 
 
 def plan_of(bucket: Bucket, ratio: float, kind: str = "gaussian") -> list:
-    return [plan_projection(p.shape, is_sharded(p), ratio, kind, "auto") for p in bucket.params]
+    return [plan_projection(p.shape, is_dtensor(p), ratio, kind, "auto") for p in bucket.params]
 
 
 def draw(shape: tuple[int, ...], ratio: float, kind: str = "gaussian", seed: int = 0, step: int = 1, number: int = 0):

@@ -54,10 +54,14 @@ of_bits = pytest.mark.parametrize("bits", [8, 4])
 
 def rounded(x: torch.Tensor, *seed: int, bits: int = 8) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return rows of x as they arrive, their scales, and the rounding errors."""
-    quantized, scales, dropped = torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x)), torch.empty_like(x)
-    quantize_rows(x, (), quantized, scales, dropped, seed, Scratch(), bits)
+    quantized, scales, rounding_errors = (
+        torch.empty(x.shape, dtype=torch.int8),
+        torch.empty(len(x)),
+        torch.empty_like(x),
+    )
+    quantize_rows(x, (), quantized, scales, rounding_errors, seed, Scratch(), bits)
     assert int(quantized.abs().max()) == 2 ** (bits - 1) - 1, "the largest of a row is the largest code"
-    return dequantize_rows(quantized, scales, torch.empty_like(x)), scales, dropped
+    return dequantize_rows(quantized, scales, torch.empty_like(x)), scales, rounding_errors
 
 
 @of_bits
@@ -65,9 +69,9 @@ def test_rounding_is_unbiased_and_misses_by_less_than_a_unit(bits):
     x = torch.randn(6, ROW, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 4, 6).unsqueeze(1)
     errors = []
     for seed in range(800):
-        got, scales, dropped = rounded(x, seed, bits=bits)
+        got, scales, rounding_errors = rounded(x, seed, bits=bits)
         errors.append((got - x) / scales.unsqueeze(1))
-        assert ((got + dropped - x).abs() <= 2e-7 * x.abs().amax(1, keepdim=True)).all()
+        assert ((got + rounding_errors - x).abs() <= 2e-7 * x.abs().amax(1, keepdim=True)).all()
     errors = torch.stack(errors)
     assert errors.abs().max() < 1.001
     shifting = errors.std(0) > 1e-2  # the largest of a row is exact
@@ -85,11 +89,11 @@ def test_rows_out_of_the_ordinary(bits):
     x[4] = torch.linspace(-1, 1, ROW)
     x[4, 7] = float("inf")
     x[5, 9] = float("nan")
-    got, scales, dropped = rounded(x, 0, bits=bits)
-    assert not got[0].any() and not dropped[0].any()
+    got, scales, rounding_errors = rounded(x, 0, bits=bits)
+    assert not got[0].any() and not rounding_errors[0].any()
     assert got[1, 5] == pytest.approx(3e38, rel=1e-5) and got[1].isfinite().all() and scales[1] > 2e36
     for row in (2, 3):
-        assert not got[row].any() and torch.equal(dropped[row], x[row])
+        assert not got[row].any() and torch.equal(rounding_errors[row], x[row])
     assert got[4].isnan().all() and got[5].isnan().all()
     wide, *_ = rounded(x.double() * 1e30, 0, bits=bits)
     assert wide[1].isnan().all(), "beyond float32 it is not finite"
@@ -117,8 +121,8 @@ def payloads(ranks: int, lengths: list[int], dtype: torch.dtype = torch.float32,
     made = []
     for rank in range(ranks):
         flat = torch.randn(5 + sum(lengths), generator=torch.Generator().manual_seed(rank), dtype=dtype)
-        dropped = torch.empty(sum(lengths), dtype=dtype)
-        made.append(Payload(flat, 3, 2, lengths, (4, 0), dropped, bits=bits))
+        rounding_errors = torch.empty(sum(lengths), dtype=dtype)
+        made.append(Payload(flat, 3, 2, lengths, (4, 0), rounding_errors, bits=bits))
     return made
 
 
@@ -139,7 +143,7 @@ def test_the_mean_and_what_was_dropped_are_what_was_sent(ranks, dtype, bits):
     answer(sent)
     assert all(torch.equal(payload.flat, sent[0].flat) for payload in sent)
     torch.testing.assert_close(sent[0].flat[:5], meant[:5].float().to(dtype))
-    lost = torch.stack([payload.dropped for payload in sent]).mean(0)
+    lost = torch.stack([payload.rounding_errors for payload in sent]).mean(0)
     torch.testing.assert_close(sent[0].body + lost, meant[5:], rtol=1e-6, atol=1e-6)
     assert 0 < lost.abs().max() < 12.7 / 2 ** (bits - 1)
 
@@ -169,14 +173,16 @@ def real_mean(rank: int, bits: int) -> list[list[float]]:
     payload = payloads(3, [1000, 3, 0, 640], bits=bits)[rank]
     pending = Communicator().start(AllReduceMean(payload))
     pending.wait().wait()
-    return [payload.flat.tolist(), payload.dropped.tolist()]
+    return [payload.flat.tolist(), payload.rounding_errors.tolist()]
 
 
 @of_bits
 def test_real_ranks_give_the_simulators_bits(bits):
     sent = payloads(3, [1000, 3, 0, 640], bits=bits)
     answer(sent)
-    assert run_ranks(real_mean, 3, bits) == [[payload.flat.tolist(), payload.dropped.tolist()] for payload in sent]
+    assert run_ranks(real_mean, 3, bits) == [
+        [payload.flat.tolist(), payload.rounding_errors.tolist()] for payload in sent
+    ]
 
 
 @every

@@ -42,8 +42,8 @@ def test_ranks_round_with_numbers_of_their_own():
     x = torch.randn(1024, generator=torch.Generator().manual_seed(0))
     first, second, third, _ = same_on_all(x, 4, 0)
     local = slice(768, 1024)  # the last rank's: the first three hold there what their own rounding took off
-    assert not torch.equal(first.dropped[local], second.dropped[local])
-    assert not torch.equal(second.dropped[local], third.dropped[local])
+    assert not torch.equal(first.rounding_errors[local], second.rounding_errors[local])
+    assert not torch.equal(second.rounding_errors[local], third.rounding_errors[local])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -102,7 +102,7 @@ def _in_the_table(cls: type[CompressedOptimizer], table: Sequence[Case]) -> list
     if not cases:
         return [f"{name} is in no line of tests/table.py: add one, and it takes the tests of conformance"]
     results, optimizer = [], cases[0].make([nn.Parameter(torch.zeros(64, 64))])
-    for state in sorted(optimizer.state_specs(torch.float32).keys() - TWO_MOMENTS):
+    for state in sorted(optimizer.state_layouts(torch.float32).keys() - TWO_MOMENTS):
         if f"``{state}``" not in cls.__doc__ and state not in cls.__doc__.split("State")[-1]:
             results.append(f"the docstring of {name} says nothing of its state {state!r}")
         if state == "residual" and state not in cls.averaged_state:

@@ -20,14 +20,14 @@ from .._ops.operations import Ops
 from .._state.buckets import Bucket
 from .._wire.collectives import Communicator, PendingCollective, ProcessGroup, notify_join
 from . import checkpoint, missing_ranks, resharding
+from .dense_start import TRIAL_OPTIONS
 from .gradients import drop_scale_on_error
 from .hooks import OptimizerHooks
 from .join import JoinHook
 from .options import Group, Setting, check_tensors, name_groups, refuse_unsupported
 from .session import Session
 from .stats import Stats
-from .step import start_in_backward, step_as_generator
-from .when import TRIAL_OPTIONS
+from .step import exchange_and_commit, start_in_backward
 
 # called with every new optimizer, by the integrations
 construction_callbacks: list[Callable[[CompressedOptimizer], None]] = []
@@ -141,7 +141,7 @@ class CompressedOptimizer(OptimizerHooks):
     def step_as_generator(self) -> Generator[PendingCollective, None, None]:
         """The step as a generator, which yields each collective it is about to wait for."""
         with drop_scale_on_error(self._session):
-            yield from step_as_generator(self._session)
+            yield from exchange_and_commit(self._session)
 
     # step() unscales and skips instead of GradScaler, so that all ranks agree
     _step_supports_amp_scaling = True

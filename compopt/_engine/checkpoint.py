@@ -24,10 +24,10 @@ from .._state.tensors import to_local
 from .._wire.payload import dtype_name
 from .._wire.warning import warn
 from .collective_generators import CollectiveGenerator
+from .dense_start import FOREVER, TRIAL_OPTIONS
 from .options import Group, refuse_unsupported
 from .resharding import average_state, gather_shards
 from .session import Session
-from .when import FOREVER, TRIAL_OPTIONS
 
 FORMAT = 1  # of state dicts, written into every group beside the class; 0 if a group has none
 
@@ -53,7 +53,7 @@ def complete_state_dict(session: Session, saved: dict[str, Any]) -> None:
     params = [p for group in groups for p in group["params"]]
     number = {p: n for n, p in enumerate(params)}
     for bucket in [*session.buckets, *session.frozen_buckets]:
-        layouts = session.optimizer._specs(bucket)
+        layouts = session.optimizer._bucket_layouts(bucket)
         for i, p in enumerate(bucket.params):
             if entry := saved["state"].get(number[p]):
                 saved["state"][number[p]] = expand_entry(bucket, i, layouts, entry)
@@ -249,7 +249,7 @@ def _read_tensors(
     known: dict[Tensor, tuple[TensorInfo, Layouts]] = {}
     for bucket in [*session.buckets, *session.frozen_buckets]:
         for p, compressed in zip(bucket.params, bucket.compressed, strict=True):
-            known[p] = TensorInfo(p, compressed), session.optimizer._specs(bucket)
+            known[p] = TensorInfo(p, compressed), session.optimizer._bucket_layouts(bucket)
     is_same_class, number = class_name == session.name, 0
     for group, other in zip(session.option_groups, state_dict["param_groups"], strict=True):
         names = group.get("param_names") or other.get("param_names")

@@ -46,24 +46,24 @@ class StalenessCheck:
 
     def __init__(self, bucket: Bucket):
         self.bucket = bucket
-        self.present, self.sums = self._sum_gradients()
+        self.has_grad, self.sums = self._sum_gradients()
 
     def accept_filled(self) -> None:
         """Accept the zeros that DDP gives, at the end of backward, to a tensor that other ranks use
         and this one does not.
         """
-        self.present = [
-            now or before for now, before in zip(self._list_present(), self.present, strict=True)
+        self.has_grad = [
+            now or before for now, before in zip(self._list_with_grad(), self.has_grad, strict=True)
         ]
 
     def measure(self) -> Tensor:
         """1 where a gradient has changed, else 0, on the bucket's device."""
-        present, sums = self._sum_gradients()
-        if present != self.present:
+        has_grad, sums = self._sum_gradients()
+        if has_grad != self.has_grad:
             return torch.ones(1, dtype=torch.float32, device=self.bucket.device)
         return (sums != self.sums).any().view(1).float()
 
-    def _list_present(self) -> list[bool]:
+    def _list_with_grad(self) -> list[bool]:
         return [p.grad is not None for p in self.bucket.params]
 
     def _sum_gradients(self) -> tuple[list[bool], Tensor]:
@@ -82,7 +82,7 @@ class StalenessCheck:
                 flat = torch.nn.functional.pad(flat, (0, -len(flat) % (4 // size))).clone()
             dtype = torch.int64 if size == 8 else torch.int32
             integers.append(flat.view(dtype).sum(dtype=dtype).long())
-        return self._list_present(), torch.stack(
+        return self._list_with_grad(), torch.stack(
             [torch.stack(integers), torch.stack(numbers).view(torch.int64)]
         )
 
@@ -164,7 +164,7 @@ class BucketExchange:
         self._answers.append(answer)
         self._start_or_withhold(lambda: self._resume_generator(answer))
 
-    def resume(self, answer: Answer) -> None:
+    def resume_after_agree(self, answer: Answer) -> None:
         """Resume the generator up to its next request, and start that."""
         self._start(self._resume_generator(answer))
 

@@ -1,6 +1,6 @@
 """The hooks through which a session drives its optimizer.
 
-A class must define its state (``state_specs``), the step of one bucket (``algorithm``) and the
+A class must define its state (``state_layouts``), the step of one bucket (``algorithm``) and the
 checks of its options (``check_group``). Most other hooks have a default; the base classes define
 the rest (``CompressedOptimizer``, ``Wrapper``).
 """
@@ -21,13 +21,12 @@ from .._wire.collectives import PendingCollective
 from .._wire.requests import RequestGenerator
 from .decision import StepDecision
 from .options import Group, Setting
-from .reducer import Unsent
 from .stats import Stats
 
 
-class ReduceScatterReplacement(Protocol):
+class BackwardReduction(Protocol):
     """Averages gradients in backward, in place of FSDP2's reduce-scatter (see
-    ``fsdp_reduce_scatter``).
+    ``fsdp_backward``).
     """
 
     @property
@@ -54,7 +53,7 @@ class OptimizerHooks(Optimizer):
     # reduce-scatter
     replaces_reduce_scatter = False
     # averages gradients in backward if replaces_reduce_scatter
-    fsdp_reduce_scatter: ReduceScatterReplacement | None = None
+    fsdp_backward: BackwardReduction | None = None
     # every rank updates all masters, although other state is sharded
     whole_masters = False
     # set by torch's Join: whether it is enabled, and whether this optimizer is the first in it
@@ -78,7 +77,7 @@ class OptimizerHooks(Optimizer):
         """True if parameters are equal on all ranks between steps."""
         return not self.replaces_reduce_scatter
 
-    def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
+    def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:
         """Return the layout of each state, by name; ``dtype`` is that of the computation."""
         raise NotImplementedError
 
@@ -91,10 +90,6 @@ class OptimizerHooks(Optimizer):
         with its elements in any order.
         """
         return False
-
-    def commit_unsent(self, bucket: Bucket, i: int, unsent: Unsent, factor: float) -> None:
-        """Commit the residual of tensor i inside FSDP2; ``factor`` has clipped the average."""
-        raise NotImplementedError
 
     def check_group(self, group: Group) -> None:
         """Raise ValueError if an option of ``group`` is invalid; normalize options in place."""
@@ -113,7 +108,7 @@ class OptimizerHooks(Optimizer):
     def after_layout(self) -> None:
         """Called after buckets and state are laid out."""
 
-    def restore(self, bucket: Bucket) -> None:
+    def rebuild_cache(self, bucket: Bucket) -> None:
         """Rebuild ``bucket.cache`` from the bucket's state, which was just laid out or loaded."""
 
     def values_sent(self, bucket: Bucket, ranks: int) -> float | None:
@@ -122,16 +117,16 @@ class OptimizerHooks(Optimizer):
 
     def before_exchange(self) -> None:
         """Called at the start of a step, after gradients are unscaled."""
-        if self.fsdp_reduce_scatter is not None:
-            self.fsdp_reduce_scatter.check()
+        if self.fsdp_backward is not None:
+            self.fsdp_backward.check()
 
     def after_commit(self) -> None:
         """Called after all buckets have committed a step, before it is counted."""
 
     def add_to_stats(self, stats: Stats, decision: StepDecision) -> Stats:
         """Return ``stats`` of the step that has just ended, with additions of the class."""
-        if self.fsdp_reduce_scatter is not None:
-            stats.bytes_dense = self.fsdp_reduce_scatter.dense_bytes
+        if self.fsdp_backward is not None:
+            stats.bytes_dense = self.fsdp_backward.dense_bytes
         return stats
 
     def on_fallback(self) -> None:
@@ -153,14 +148,14 @@ class OptimizerHooks(Optimizer):
         """Return the settings that must be equal on all ranks in every step."""
         raise NotImplementedError
 
-    def _specs(self, bucket: Bucket) -> dict[str, Layout]:
+    def _bucket_layouts(self, bucket: Bucket) -> dict[str, Layout]:
         """Return the layouts of a bucket's state: the class's, and masters for low precision."""
         low = bucket.dtype.itemsize < 4
-        specs = self.state_specs(torch.float32 if low else bucket.dtype)
+        layouts = self.state_layouts(torch.float32 if low else bucket.dtype)
         if not low:
-            return specs
+            return layouts
         layout = Sharded if self.sharded and not self.whole_masters else Dense
-        return {**specs, "master": layout(torch.float32)}
+        return {**layouts, "master": layout(torch.float32)}
 
     def step_as_generator(self) -> Generator[PendingCollective, None, None]:
         """Return the step as a generator, which yields each collective that it waits for."""

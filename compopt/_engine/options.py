@@ -17,7 +17,7 @@ from torch import Tensor
 from .._wire.collectives import get_rank
 from .._wire.payload import PAYLOAD_DTYPE_NAMES, dtype_name, is_payload_dtype, quantized_bits
 from .._wire.warning import warn
-from .when import TRIAL_OPTIONS
+from .dense_start import TRIAL_OPTIONS
 
 Group = dict[str, Any]  # one of torch's parameter groups: "params", and options by name
 # the name of a group, a class or a base in a message, and its options or its name

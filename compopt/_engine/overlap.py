@@ -33,7 +33,7 @@ class PostCommitExchanges:
         """
         try:
             # Unsharded: resumed at Agree with the norm. Sharded: at Commit, which has no answer.
-            exchange.resume(answer)
+            exchange.resume_after_agree(answer)
         except StopIteration:
             return
         except CommunicationError:  # the step is applied; only the exchange after it is lost

@@ -120,13 +120,13 @@ def _report_equal_gradients(session: Session, comm: Communicator) -> None:
 
 def warn_if_without_gradients(session: Session, decision: StepDecision) -> None:
     """Warn once on a rank without gradients in a step in which other ranks had some."""
-    reads_grad = session.optimizer.fsdp_reduce_scatter is None and not session.has_pseudo_gradients
+    reads_grad = session.optimizer.fsdp_backward is None and not session.has_pseudo_gradients
     if session.comm.size == 1 or not reads_grad or not session.has_data:
         return
     if any(p.grad is not None for bucket in session.buckets for p in bucket.params):
         return
     exchanges = decision.exchanges
-    if any(any(one.bucket.present(one.agreement.payload)) for one in exchanges):
+    if any(any(one.bucket.have_gradients(one.agreement.payload)) for one in exchanges):
         warn_without_gradients(session, session.steps, "counts as zeros in the mean over ranks")
 
 

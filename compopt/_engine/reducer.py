@@ -12,7 +12,6 @@ average is then this rank's part of every tensor.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -41,42 +40,15 @@ class Reducer(Protocol):
     def read_owned_parts(self, dtype: torch.dtype) -> Iterable[Tensor]:
         """The averaged gradient of what this rank owns of every tensor, as vectors."""
 
-    def feed_back(self, present: list[bool]) -> None:
+    def feed_back(self, have_gradients: list[bool]) -> None:
         """Replace the bucket's residuals by what was not sent of gradient and residual; of tensors
-        that are not ``present`` they stay.
+        that are not ``have_gradients`` they stay.
         """
 
     def next_state(self, i: int) -> dict[str, Tensor]:
         """Return state of tensor i beside its residual, by name: the values to commit if the step
         is applied.
         """
-
-
-@dataclass
-class Unsent:
-    """The part of a parameter's gradient that the backwards of one step have not sent.
-
-    ``next_residual``: the residual if the step is applied, in place of ``residual``. ``state``:
-    other new state, by name.
-    """
-
-    next_residual: Tensor
-    residual: Tensor
-    state: dict[str, Tensor] = field(default_factory=dict)
-
-    def commit(self, current: Tensor, factor: float) -> None:
-        """Write ``next_residual`` to the ``current`` residual; ``factor``, which clipped the
-        average, scales the change.
-
-        A checkpoint, or another layout, may have replaced ``residual`` since: what this step has
-        not sent is then added to the ``current`` one.
-        """
-        if current is not self.residual:
-            current.add_(self.next_residual.sub_(self.residual), alpha=factor)
-        elif factor == 1:
-            current.copy_(self.next_residual)
-        else:
-            current.lerp_(self.next_residual, factor)
 
 
 class ShardReducer(Reducer, Protocol):
@@ -140,18 +112,20 @@ class ReduceScatterReducer:
     def read_owned_parts(self, dtype: torch.dtype) -> list[Tensor]:
         return [part.to(dtype) for part in self.values]
 
-    def feed_back(self, present: list[bool]) -> None:
-        bucket, is_rounded = self.bucket, self.owner_payloads[0].dropped is not None
+    def feed_back(self, have_gradients: list[bool]) -> None:
+        bucket, is_rounded = self.bucket, self.owner_payloads[0].rounding_errors is not None
         for part, i in enumerate(self.sent_whole):
             e = bucket.state["residual"][i]
-            if e is None or not present[i]:
+            if e is None or not have_gradients[i]:
                 continue
             if is_rounded:
-                errors = [payload.dropped_parts[part] for payload in self.owner_payloads]
+                errors = [payload.rounding_error_parts[part] for payload in self.owner_payloads]
                 e.view(-1).copy_(torch.cat(errors))
             elif bucket.has_residual:
                 e.zero_()
-        bucket.cache["has_residual"] = is_rounded or (bucket.has_residual and not all(present))
+        bucket.cache["has_residual"] = is_rounded or (
+            bucket.has_residual and not all(have_gradients)
+        )
 
     def next_state(self, i: int) -> dict[str, Tensor]:
         return {}
@@ -258,22 +232,24 @@ class AllReduceReducer:
             part.copy_(self.average(i, like)[start:stop])
         return parts
 
-    def feed_back(self, present: list[bool]) -> None:
-        mean, is_rounded = self.mean, self.mean.dropped is not None
-        for i, (e, is_present) in enumerate(zip(self.residual, present, strict=True)):
-            if e is None or not is_present:
+    def feed_back(self, have_gradients: list[bool]) -> None:
+        mean, is_rounded = self.mean, self.mean.rounding_errors is not None
+        for i, (e, has_gradient) in enumerate(zip(self.residual, have_gradients, strict=True)):
+            if e is None or not has_gradient:
                 continue
             g, at = self.grads[i], self.mask.positions[i]
             if g is not None and at is not None:
                 e.add_(g)
             if is_rounded:
-                self.ops.write_at(e, at, mean.dropped_parts[i])
+                self.ops.write_at(e, at, mean.rounding_error_parts[i])
             elif at is not None:
                 self.ops.clear_at(e, at)
             else:
                 e.zero_()
         remains = is_rounded or not self.selects_all
-        self.bucket.cache["has_residual"] = remains or (self.sends_residuals and not all(present))
+        self.bucket.cache["has_residual"] = remains or (
+            self.sends_residuals and not all(have_gradients)
+        )
 
     def next_state(self, i: int) -> dict[str, Tensor]:
         return {}

@@ -10,19 +10,19 @@ from .._state.buckets import Bucket
 from .._state.layouts import Dense, Layout, Sharded, Unsharded
 from .._wire.collectives import PendingCollective, connect, is_sharded_over
 from .base import CompressedOptimizer
-from .fsdp_reduce_scatter import FSDPReduceScatter
-from .reducer import Reducer, Unsent
+from .fsdp_backward import FSDPBackward, Unsent
+from .reducer import Reducer
 from .session import weak_method
 
 
 class ReducingOptimizer(CompressedOptimizer):
     """An optimizer whose reducer averages gradients inside FSDP2 as well.
 
-    Where FSDP2 shards the parameters over the optimizer's ranks, ``fsdp_reduce_scatter`` takes the
+    Where FSDP2 shards the parameters over the optimizer's ranks, ``fsdp_backward`` takes the
     place of its reduce-scatter, and a subclass's ``algorithm`` must return ``apply_shards``.
     """
 
-    fsdp_reduce_scatter: FSDPReduceScatter | None = None
+    fsdp_backward: FSDPBackward | None = None
 
     def reducer(self, bucket: Bucket) -> Reducer:
         """Return the reducer of a bucket for the coming step."""
@@ -49,41 +49,43 @@ class ReducingOptimizer(CompressedOptimizer):
     def step_as_generator(self) -> Generator[PendingCollective, None, None]:
         yield from super().step_as_generator()
         # if the step raised they stay: step() may be called again with the same averages
-        if self.fsdp_reduce_scatter is not None:
-            self.fsdp_reduce_scatter.unsent_by_param = {}
-            self.fsdp_reduce_scatter.buckets_since_step = {}
+        if self.fsdp_backward is not None:
+            self.fsdp_backward.unsent_by_param = {}
+            self.fsdp_backward.buckets_since_step = {}
 
     def before_layout(self) -> None:
         super().before_layout()
         params = [p for group in self._option_groups for p in group["params"]]
-        is_sharded = False  # True if FSDP2 shards the parameters over the optimizer's ranks
+        fsdp_shards_params = False  # True if FSDP2 shards the parameters over the optimizer's ranks
         if any(hasattr(p, "device_mesh") for p in params):
             comm = connect(self._session.group)
             flags = [is_sharded_over(p, comm) for p in params]
-            is_sharded = all(flags)
-            if any(flags) and not is_sharded:
+            fsdp_shards_params = all(flags)
+            if any(flags) and not fsdp_shards_params:
                 raise ValueError(
                     f"{flags.count(False)} of {len(flags)} parameters are not among those that "
                     "FSDP2 shards over the ranks of this optimizer: call fully_shard on the whole "
                     "model before the optimizer is made, or give the others an optimizer of their "
                     "own."
                 )
-        if is_sharded and any(group.get("when") == "auto" for group in self._option_groups):
+        if fsdp_shards_params and any(group.get("when") == "auto" for group in self._option_groups):
             raise ValueError(
                 "when='auto' times dense steps of its own, and here FSDP reduces: compare two runs."
             )
-        if self.replaces_reduce_scatter and not is_sharded:
+        if self.replaces_reduce_scatter and not fsdp_shards_params:
             raise ValueError(
                 f"FSDP2 shards the parameters over the ranks this {type(self).__name__} was made "
                 "with: make FSDP and the optimizer anew for others, and load a checkpoint."
             )
-        self.replaces_reduce_scatter = is_sharded
-        if is_sharded:  # FSDP2 has sharded the state
+        self.replaces_reduce_scatter = fsdp_shards_params
+        if fsdp_shards_params:  # FSDP2 has sharded the state
             self.sharded = False
 
     def after_layout(self) -> None:
         super().after_layout()
-        if self.replaces_reduce_scatter and self.fsdp_reduce_scatter is None:
-            self.fsdp_reduce_scatter = FSDPReduceScatter(self._session, weak_method(self.reducer))
-        if self.fsdp_reduce_scatter is not None:
-            self.fsdp_reduce_scatter.forget_layouts()
+        if self.replaces_reduce_scatter and self.fsdp_backward is None:
+            self.fsdp_backward = FSDPBackward(
+                self._session, weak_method(self.reducer), weak_method(self.commit_unsent)
+            )
+        if self.fsdp_backward is not None:
+            self.fsdp_backward.forget_layouts()

@@ -28,19 +28,19 @@ from .._wire.collectives import (
     Communicator,
     ProcessGroup,
     connect,
-    count_copies,
     count_launched_ranks,
+    count_replicas,
     get_rank,
     is_outdated,
     make_shard_communicators,
 )
 from .._wire.warning import warn
 from .decision import StepDecision
+from .dense_start import Trial, begin_trial
 from .hooks import OptimizerHooks
 from .options import OPTIONS_WITHOUT_HANDSHAKE, Group, Setting, select_options
 from .overlap import BackwardOverlap, PostCommitExchanges
 from .stats import RunTotals, Stats, WaitRecord, show_summary
-from .when import Trial, begin_trial
 
 OFFLOADED = {"residual": ("residual",), "all": ("residual", "master")}
 
@@ -105,7 +105,7 @@ class Session:
         # the ranks that hold the other parts of this rank's model, by dimensions of its mesh
         self.shard_communicators: list[Communicator] = []
         # those to use in place of the mesh's, for collectives that run beside training
-        self.own_shard_communicators: list[Communicator] = []
+        self.given_shard_communicators: list[Communicator] = []
         self.posted_note = ""  # the kind of note that this rank has left for the others
 
         # buckets and backend
@@ -317,27 +317,27 @@ class Session:
         self.offload = Offload(OFFLOADED.get(optimizer.offload or "", ()))
         # inside FSDP2 the optimizer's own ranks hold the other shards
         parted = () if optimizer.replaces_reduce_scatter else self.buckets
-        self.shard_communicators = self.own_shard_communicators or make_shard_communicators(
+        self.shard_communicators = self.given_shard_communicators or make_shard_communicators(
             p for bucket in parted for p in bucket.params
         )
         self.is_built = True
         for bucket in self.buckets:
             bucket.is_single_process = self.is_single_process
-            bucket.copies = count_copies(bucket.params[0], self.shard_communicators)
+            bucket.replicas = count_replicas(bucket.params[0], self.shard_communicators)
             bucket.offload = self.offload if self.offload.names else None
             if optimizer.sharded:
                 comm = self.comm
                 bucket.shards = cut_evenly(bucket.lengths, bucket.compressed, comm.rank, comm.size)
             bucket.mean_factory = self.ops.quantized_mean_factory(bucket)
             self._fill_state(bucket)
-            optimizer.restore(bucket)
+            optimizer.rebuild_cache(bucket)
         optimizer.after_layout()
 
     def _fill_state(self, bucket: Bucket) -> None:
         """Allocate the bucket's state, copy that of ``optimizer.state`` into it, and replace that
         by views of it.
         """
-        layouts, state = self.optimizer._specs(bucket), self.optimizer.state
+        layouts, state = self.optimizer._bucket_layouts(bucket), self.optimizer.state
         entries = [
             {name: to_local(value) for name, value in state.get(p, {}).items()}
             for p in bucket.params
@@ -388,7 +388,7 @@ class Session:
         self.ops = fall_back_to_torch(self.comm.rank)
         for bucket in self.buckets:
             bucket.mean_factory = self.ops.quantized_mean_factory(bucket)
-            optimizer.restore(bucket)
+            optimizer.rebuild_cache(bucket)
         optimizer.on_fallback()
 
     def forget_masks(self) -> None:

@@ -42,7 +42,7 @@ from .signals import defer_signals
 from .stats import describe_compression, show_line
 
 
-def step_as_generator(session: Session) -> CollectiveGenerator[None]:
+def exchange_and_commit(session: Session) -> CollectiveGenerator[None]:
     """Take a step, as a generator that yields each collective it is about to wait for."""
     check_can_step(session)
     comm = session.connect_ranks()  # first: state may have to be resharded
@@ -246,24 +246,24 @@ class Step:
         try:
             schedules.append(session.overlap.take_schedule(buckets, session.algorithm, comm))
             decision = yield from self._run_schedule(schedules)
-            is_sharded = any(
+            covers_shard_only = any(
                 exchange.agreement.covers_shard_only for exchange in decision.exchanges
             )
             groups = session.shard_communicators
-            if is_sharded:
+            if covers_shard_only:
                 groups = [comm, *groups]
             has_error = any(exchange.error is not None for exchange in decision.exchanges)
             if has_error and not decision.has_failed_rank:
                 # This rank failed after it had sent everything. With sharded state one more message
                 # reports it before anything is written. Otherwise the other ranks apply the step
                 # and this one does not, as when a collective fails on one rank only.
-                error = None if is_sharded else decision.take_error()
+                error = None if covers_shard_only else decision.take_error()
                 if error is not None:
                     raise error
                 decision.has_failed_rank = True
             yield from combine_decisions(decision, groups, buckets[-1].device)
             session.overlap.is_stopped |= decision.resent
-            if decision.applied and is_sharded:
+            if decision.applied and covers_shard_only:
                 yield from _gather_parameters(decision)
         except GeneratorExit:
             raise
@@ -391,11 +391,11 @@ def _gather_parameters(decision: StepDecision) -> CollectiveGenerator[None]:
     """
     exchanges: list[BucketExchange] = decision.exchanges
     for exchange in exchanges:
-        exchange.resume(decision.norm)
+        exchange.resume_after_agree(decision.norm)
     while waiting := [exchange for exchange in exchanges if not exchange.is_ready_to_commit]:
         for exchange in waiting:
             yield exchange.in_flight
-            exchange.resume(exchange.in_flight.wait())
+            exchange.resume_after_agree(exchange.in_flight.wait())
 
 
 @torch.no_grad()

@@ -139,10 +139,10 @@ class Wrapper(CompressedOptimizer):
             inner._session.role, inner._session.connection = Role.WRAPPED, None
         self._update = WrappedUpdate(self.base)
 
-    def _specs(self, bucket: Bucket) -> dict[str, Layout]:
-        specs = super()._specs(bucket)
-        specs.pop("master", None)  # the base handles parameters of low precision
-        return specs
+    def _bucket_layouts(self, bucket: Bucket) -> dict[str, Layout]:
+        layouts = super()._bucket_layouts(bucket)
+        layouts.pop("master", None)  # the base handles parameters of low precision
+        return layouts
 
     def on_fallback(self) -> None:
         for inner in self._compressed_members:

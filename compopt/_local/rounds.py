@@ -62,12 +62,12 @@ def check_options(group: Group, offload: str | None) -> None:
     for name, least in (("delay", 0), ("fragments", 1)) if group["weighted"] else ():
         # a payload is made when the weights of all ranks are known
         require(group[name] == least, name, group[name], f"{least} where ranks are weighted")
-    is_sharded = any(hasattr(p, "device_mesh") for p in group["params"])
+    has_dtensors = any(hasattr(p, "device_mesh") for p in group["params"])
     delay, limit = group["delay"], group["every"] // group["fragments"]
     require(delay <= limit, "delay", delay, f"at most every / fragments, {limit}")
     require(offload in (None, "outer"), "offload", offload, "None or 'outer'")
     # a DTensor's part is on the device of its mesh
-    require(not (is_sharded and offload), "offload", offload, "None where parameters are sharded")
+    require(not (has_dtensors and offload), "offload", offload, "None where parameters are sharded")
 
 
 def is_number(value: Any) -> bool:

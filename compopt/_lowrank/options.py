@@ -6,10 +6,10 @@ import math
 from numbers import Integral
 from typing import Any, Literal
 
+from .._engine.dense_start import choose_warmup
 from .._engine.options import Group, check_compression, require, require_option
-from .._engine.when import choose_warmup
 from .._wire.payload import PayloadDtype
-from .projections import is_sharded
+from .projections import is_dtensor
 
 # Steps after which the residual is set to zero, by default, for each value of ``projection=``. The
 # residual of a contraction that follows the gradient is kept.
@@ -97,7 +97,7 @@ def check_options(group: Group) -> None:
     if group["clip"] == "reconstructed":  # its name in 0.1.0
         group["clip"] = "average"
     require_option(group["clip"] in ("average", "local"), group, "clip", "'average' or 'local'")
-    if is_clipped(group, "local") and any(map(is_sharded, group["params"])):
+    if is_clipped(group, "local") and any(map(is_dtensor, group["params"])):
         raise ValueError(
             "max_grad_norm with clip='local' would clip every shard by its own norm: leave clip at "
             "'average', whose norm is of the whole model."

@@ -21,10 +21,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from .._engine.dense_start import dense_steps
+from .._engine.fsdp_backward import Unsent
 from .._engine.options import Group, Setting
-from .._engine.reducer import ReduceScatterReducer, Unsent
+from .._engine.reducer import ReduceScatterReducer
 from .._engine.reducing import ReducingOptimizer
-from .._engine.when import dense_steps
 from .._ops.norms import clip_factor
 from .._state.buckets import Bucket
 from .._state.layouts import Dense, Layout, Prefix, Unsharded
@@ -33,7 +34,7 @@ from .._wire.collectives import connect
 from .._wire.warning import warn
 from .matrices import MatrixSource, RandomMatrices, checksum_projection
 from .options import check_options, is_clipped, is_reset_step
-from .projections import Projection, is_sharded, plan_projection
+from .projections import Projection, is_dtensor, plan_projection
 from .reducer import ProjectedTensor, ProjectionReducer, ReducerInputs, TrackedTensor, WholeTensor
 
 Plan = list[Projection | None]  # of each tensor of a bucket; None: sent whole
@@ -81,27 +82,27 @@ class ProjectingOptimizer(ReducingOptimizer):
                         connect(self._session.group).rank,
                     )
 
-    def state_specs(self, dtype: torch.dtype) -> dict[str, Layout]:
+    def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:
         layout = Unsharded if self.replaces_reduce_scatter else Dense
         return {"residual": layout(dtype, compressed_only=True)}
 
-    def _specs(self, bucket: Bucket) -> dict[str, Layout]:
-        specs = super()._specs(bucket)
+    def _bucket_layouts(self, bucket: Bucket) -> dict[str, Layout]:
+        layouts = super()._bucket_layouts(bucket)
         if bucket.group["projection"] != "tracked":
-            return specs
+            return layouts
 
         # the closure must not reference the optimizer: layouts outlive it
-        group, numbers, is_global = bucket.group, self._numbers, self.replaces_reduce_scatter
+        group, numbers, unsharded = bucket.group, self._numbers, self.replaces_reduce_scatter
 
         def basis_size(p: Tensor) -> int:
-            q = plan_tensor(p, group, numbers[p][1], is_global)
+            q = plan_tensor(p, group, numbers[p][1], unsharded)
             return 0 if q is None else q.m * q.r
 
-        dtype = specs["residual"].dtype
-        basis = Prefix(dtype, basis_size, is_global, compressed_only=True, optional=True)
-        return {**specs, "basis": basis}
+        dtype = layouts["residual"].dtype
+        basis = Prefix(dtype, basis_size, unsharded, compressed_only=True, optional=True)
+        return {**layouts, "basis": basis}
 
-    def restore(self, bucket: Bucket) -> None:
+    def rebuild_cache(self, bucket: Bucket) -> None:
         """Mark the tensors whose basis has been computed by a step: it is not zero."""
         for p, basis in zip(bucket.params, bucket.state.get("basis", ()), strict=False):
             if basis is not None and bool(basis.any()):
@@ -146,7 +147,7 @@ class ProjectingOptimizer(ReducingOptimizer):
         if not bucket.compressed[i] or bucket.group["step"] < dense_steps(bucket):
             return False
         p = bucket.params[i]
-        return plan_tensor(p, bucket.group, self._numbers[p][1], is_global=True) is not None
+        return plan_tensor(p, bucket.group, self._numbers[p][1], unsharded=True) is not None
 
     # The reducer of the coming step
 
@@ -250,7 +251,7 @@ class ProjectingOptimizer(ReducingOptimizer):
                     ratio = max(2.0, ratio * growth)
                     if not isinstance(beta, str):
                         shape, kind = to_local(p).shape, group["projection"]
-                        q = plan_projection(shape, is_sharded(p), ratio, kind, beta)
+                        q = plan_projection(shape, is_dtensor(p), ratio, kind, beta)
                         least_beta = q.least_beta if q else 0.0
                         beta = max(min(beta * growth, 0.99), 0.90, least_beta)
                 adapted.append((ratio, beta))
@@ -259,7 +260,7 @@ class ProjectingOptimizer(ReducingOptimizer):
 
     # Inside FSDP2
 
-    def scales(self, bucket: Bucket) -> list[float]:
+    def squared_norm_factors(self, bucket: Bucket) -> list[float]:
         """Return the factor from the squared norm of a reconstruction to that of the average."""
         return [1.0 if q is None else 1 / q.inflation for q in self._plan_next_step(bucket)]
 
@@ -274,13 +275,13 @@ class ProjectingOptimizer(ReducingOptimizer):
             self._params_with_basis.add(bucket.params[i])
 
 
-def plan_tensor(p: Tensor, group: Group, index: int, is_global: bool) -> Projection | None:
+def plan_tensor(p: Tensor, group: Group, index: int, unsharded: bool) -> Projection | None:
     """Plan the projection of a tensor at this place in its group.
 
-    ``is_global`` plans for the global tensor, of which this rank may hold a shard only.
+    ``unsharded`` plans for the global tensor, of which this rank may hold a shard only.
     """
     ratio, beta = adapted_options(group, index)
-    shape, sharded = (p.shape, False) if is_global else (to_local(p).shape, is_sharded(p))
+    shape, sharded = (p.shape, False) if unsharded else (to_local(p).shape, is_dtensor(p))
     return plan_projection(
         shape, sharded, ratio, group["projection"], beta, group["rank"], group["block_rows"]
     )

@@ -104,7 +104,7 @@ class Projection:
 @lru_cache(maxsize=4096, typed=True)
 def plan_projection(
     shape: torch.Size,
-    is_sharded: bool,
+    is_dtensor: bool,
     ratio: float,
     kind: str,
     ef_beta: float | str,
@@ -129,7 +129,7 @@ def plan_projection(
     else:
         is_narrow = rows < NARROW
         is_too_wide = is_narrow and columns * math.ceil(columns / ratio) > MAX_NUMBERS
-        transposes = rows < columns and (not is_narrow or is_too_wide) and not is_sharded
+        transposes = rows < columns and (not is_narrow or is_too_wide) and not is_dtensor
         r = math.ceil((rows if transposes else columns) / ratio)
         if r >= (rows if transposes else columns) or (is_too_wide and not transposes):
             return None
@@ -166,7 +166,7 @@ def matrix_shape(shape: torch.Size) -> tuple[int, int]:
     return math.prod(shape[:split]), math.prod(shape[split:])
 
 
-def is_sharded(p: Tensor) -> bool:
+def is_dtensor(p: Tensor) -> bool:
     return to_local(p) is not p
 
 

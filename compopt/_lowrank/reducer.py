@@ -151,10 +151,10 @@ class ProjectionReducer:
     def _write_whole_tensors(self, payload: Payload) -> None:
         pairs = zip(self.tensors, payload.unrounded_parts, strict=False)
         uncompressed = [(tensor, part) for tensor, part in pairs if isinstance(tensor, WholeTensor)]
-        present = [(part, x.grad.reshape(-1)) for x, part in uncompressed if x.grad is not None]
-        if present:
-            parts = [part for part, _ in present]
-            torch._foreach_copy_(parts, [g for _, g in present])
+        with_grad = [(part, x.grad.reshape(-1)) for x, part in uncompressed if x.grad is not None]
+        if with_grad:
+            parts = [part for part, _ in with_grad]
+            torch._foreach_copy_(parts, [g for _, g in with_grad])
             if self.local_factor != 1:
                 torch._foreach_mul_(parts, self.local_factor)
         for tensor, part in uncompressed:
@@ -198,13 +198,13 @@ class ProjectionReducer:
             else:
                 yield next(uncompressed)
 
-    def feed_back(self, present: list[bool]) -> None:
+    def feed_back(self, have_gradients: list[bool]) -> None:
         """Line 5, where the average is not clipped."""
         reducer = self.inputs.whole_reducer
         if reducer is not None and reducer.sent_whole:
-            reducer.feed_back(present)
+            reducer.feed_back(have_gradients)
         for i, tensor in self.projected.items():
-            if present[i]:
+            if have_gradients[i]:
                 tensor.feed_back(self.mean, i, 1.0)
 
     def next_state(self, i: int) -> dict[str, Tensor]:
@@ -217,22 +217,22 @@ class ProjectionReducer:
         group = self.bucket.group
         return clip_factor(norm, group["max_grad_norm"]) if is_clipped(group, "average") else 1.0
 
-    def commit_state(self, present: list[bool], factor: float) -> None:
+    def commit_state(self, have_gradients: list[bool], factor: float) -> None:
         """Reset residuals where they are due, store the next bases, and report the cosines."""
         bucket, group = self.bucket, self.bucket.group
         if is_reset_step(group, group["step"] + 1):
             bucket.flat["residual"].zero_()
-        updated = [i for i in self.next_bases if present[i]]
+        updated = [i for i in self.next_bases if have_gradients[i]]
         if updated:
             state = [bucket.state["basis"][i].view(self.next_bases[i].shape) for i in updated]
             torch._foreach_copy_(state, [self.next_bases[i] for i in updated])
             self.inputs.params_with_basis.update(bucket.model_params[i] for i in updated)
-        remains = not all(present) or (self.inputs.sends_residuals and factor != 1)
+        remains = not all(have_gradients) or (self.inputs.sends_residuals and factor != 1)
         bucket.cache["has_residual"] = bool(self.projected) or (bucket.has_residual and remains)
         if self.inputs.on_cosines:
             cosines = self.mean.parts[-1].tolist()  # means over ranks
             self.inputs.on_cosines(
-                {bucket.params[i]: cosines[i] for i in self.projected if present[i]}
+                {bucket.params[i]: cosines[i] for i in self.projected if have_gradients[i]}
             )
 
     # For fused implementations of lines 4 and 5 with AdamW (see ``_ops.update_helpers``)
@@ -242,16 +242,19 @@ class ProjectionReducer:
         """True where every averaged gradient is whole, or a product of narrow matrices."""
         return len(self.projected) == len(self.tracked)
 
-    def list_factored(self, mean: Payload, present: Sequence[int]) -> list[Factored]:
+    def list_factored(self, mean: Payload, indices: Sequence[int]) -> list[Factored]:
         factored = []
-        for i in (i for i in present if i in self.tracked):
-            x, dropped = self.tracked[i], None if mean.seed is None else mean.dropped_parts[i]
+        for i in (i for i in indices if i in self.tracked):
+            x, rounding_errors = (
+                self.tracked[i],
+                None if mean.seed is None else mean.rounding_error_parts[i],
+            )
             rows, columns = x.projection.rows, x.projection.columns
-            factored.append(Factored(i, rows, columns, x.R, mean.parts[i], x.p, dropped))
+            factored.append(Factored(i, rows, columns, x.R, mean.parts[i], x.p, rounding_errors))
         return factored
 
-    def list_whole(self, present: Sequence[int]) -> list[int]:
-        return [i for i in present if i not in self.projected]
+    def list_whole(self, indices: Sequence[int]) -> list[int]:
+        return [i for i in indices if i not in self.projected]
 
     def feed_back_whole(self, i: int, mean: Payload, factor: float) -> None:
         self.tensors[i].feed_back(mean, i, factor)
@@ -298,11 +301,11 @@ class WholeTensor:
         ``factor`` has clipped the average. Of the old residual 1 - ``factor`` stays; of the new
         rounding error ``factor`` is added.
         """
-        if self.residual is None or not (self.has_residual or mean.dropped is not None):
+        if self.residual is None or not (self.has_residual or mean.rounding_errors is not None):
             return
         self.residual.mul_(1 - factor if self.sends_residual else 0.0)
-        if mean.dropped is not None:
-            self.residual.view(-1).add_(mean.dropped_parts[i], alpha=factor)
+        if mean.rounding_errors is not None:
+            self.residual.view(-1).add_(mean.rounding_error_parts[i], alpha=factor)
 
 
 @dataclass
@@ -412,7 +415,7 @@ class ProjectedTensor:
             return
         new = (1 - projection.beta) * factor
         if mean.seed is not None:
-            self.p.sub_(mean.dropped_parts[i])
+            self.p.sub_(mean.rounding_error_parts[i])
         p = projection.view_as_projected(self.p).to(R.dtype)
         if g is not None:
             e.add_(g, alpha=new * self.local_factor)

@@ -15,9 +15,11 @@ from . import reference
 from .operations import Group, Ops
 
 
-def count_steps(steps: list[Tensor], present: list[bool]) -> None:
+def count_steps(steps: list[Tensor], have_gradients: list[bool]) -> None:
     """Count one step more of each tensor that any rank has a gradient of."""
-    counted = [step for step, is_present in zip(steps, present, strict=True) if is_present]
+    counted = [
+        step for step, has_gradient in zip(steps, have_gradients, strict=True) if has_gradient
+    ]
     if counted:
         torch._foreach_add_(counted, 1)
 
@@ -28,13 +30,13 @@ def feed_back_rounding(
     """Write the rounding errors of the payload, times ``factor``, to the residuals, which are 0 on
     the mask.
     """
-    if mean.dropped is None:
+    if mean.rounding_errors is None:
         return
-    for i, is_present in enumerate(bucket.present(mean)):
-        if is_present and bucket.compressed[i]:
-            dropped = mean.dropped_parts[i]
-            dropped = dropped if factor == 1 else dropped.mul_(factor)
-            ops.write_at(bucket.state["residual"][i], mask.positions[i], dropped)
+    for i, has_gradient in enumerate(bucket.have_gradients(mean)):
+        if has_gradient and bucket.compressed[i]:
+            rounding_errors = mean.rounding_error_parts[i]
+            rounding_errors = rounding_errors if factor == 1 else rounding_errors.mul_(factor)
+            ops.write_at(bucket.state["residual"][i], mask.positions[i], rounding_errors)
 
 
 # Radius
@@ -85,17 +87,17 @@ def resize_momenta(bucket: Bucket, mean: Payload, mask: Mask) -> list[Tensor]:
     the mask of the step before.
     """
     old = bucket.state["exp_avg"]
-    rows = zip(bucket.present(mean), mask.sizes, bucket.sizes["exp_avg"], strict=True)
+    rows = zip(bucket.have_gradients(mean), mask.sizes, bucket.sizes["exp_avg"], strict=True)
     bucket.resize_state(
-        "exp_avg", [size if is_present else old_size for is_present, size, old_size in rows]
+        "exp_avg", [size if has_gradient else old_size for has_gradient, size, old_size in rows]
     )
     return old
 
 
-def keep_absent_momenta(old: list[Tensor], new: list[Tensor], present: list[bool]) -> None:
+def keep_absent_momenta(old: list[Tensor], new: list[Tensor], have_gradients: list[bool]) -> None:
     """Copy the momenta of tensors that no rank has a gradient of."""
-    for before, after, is_present in zip(old, new, present, strict=True):
-        if not is_present and after is not before:
+    for before, after, has_gradient in zip(old, new, have_gradients, strict=True):
+        if not has_gradient and after is not before:
             after.copy_(before.view_as(after))
 
 
@@ -106,7 +108,7 @@ class Factored(NamedTuple):
     """Tensor ``i``, as a contiguous matrix of ``rows`` rows.
 
     Its averaged gradient is ``R p^T``, R of shape (rows, r), p of (columns, r), stored column by
-    column; ``sent`` is this rank's part of p, ``dropped`` its rounding error.
+    column; ``sent`` is this rank's part of p, ``rounding_errors`` its rounding error.
     """
 
     i: int
@@ -115,7 +117,7 @@ class Factored(NamedTuple):
     R: Tensor
     p: Tensor
     sent: Tensor
-    dropped: Tensor | None
+    rounding_errors: Tensor | None
 
 
 class FactoredAverages(Protocol):
@@ -123,10 +125,10 @@ class FactoredAverages(Protocol):
 
     local_factor: float  # clips this rank's gradient
 
-    def list_factored(self, mean: Payload, present: Sequence[int]) -> list[Factored]:
-        """Return those of ``present`` whose averaged gradient is a product."""
+    def list_factored(self, mean: Payload, indices: Sequence[int]) -> list[Factored]:
+        """Return those of ``indices`` whose averaged gradient is a product."""
 
-    def list_whole(self, present: Sequence[int]) -> list[int]:
+    def list_whole(self, indices: Sequence[int]) -> list[int]:
         """Return the others."""
 
     def feed_back_whole(self, i: int, mean: Payload, factor: float) -> None:

@@ -50,13 +50,13 @@ def step_shards(bucket: Bucket, ops: Ops, reducer: ShardReducer) -> RequestGener
     mean = yield from reducer.reduce()
     norm = yield Agree(mean, reducer.phase, reducer.squared_norm(), covers_shard_only=True)
 
-    present = bucket.present(mean)
+    have_gradients = bucket.have_gradients(mean)
     reducer.clip(clip_factor(norm, bucket.group["max_grad_norm"]))
-    update.compute(reducer.read_owned_parts(update.dtype), present)
+    update.compute(reducer.read_owned_parts(update.dtype), have_gradients)
     yield from update.gather()
     # from here on state changes
-    update.commit(present)
-    reducer.feed_back(present)
+    update.commit(have_gradients)
+    reducer.feed_back(have_gradients)
 
 
 class ShardedAdamW:
@@ -88,12 +88,12 @@ class ShardedAdamW:
         """The dtype of the weights, to which gradients are converted."""
         return self.weights[0].dtype
 
-    def compute(self, grads: Sequence[Tensor], present: list[bool]) -> None:
+    def compute(self, grads: Sequence[Tensor], have_gradients: list[bool]) -> None:
         """Compute from averaged ``grads`` what is gathered; nothing else is written."""
         bucket, self.grads = self.bucket, grads
         owned = [i for i, w in enumerate(self.weights) if w.numel()]
-        self.stepped = [i for i in owned if present[i]]
-        stay = [i for i in owned if not present[i]]
+        self.stepped = [i for i in owned if have_gradients[i]]
+        stay = [i for i in owned if not have_gradients[i]]
         sizes = self.shards.sizes(self.shards.rank)
         self.gathered = bucket.get_memory("new parameters", self.shards.max_numel, bucket.dtype)
         self.gathered[sum(sizes) :].zero_()
@@ -135,10 +135,10 @@ class ShardedAdamW:
             self.rows = self.codec.decode(self.rows)
         yield Commit()
 
-    def commit(self, present: list[bool]) -> None:
+    def commit(self, have_gradients: list[bool]) -> None:
         """Write moments and masters of this rank's shard, step counts, and all parameters."""
         bucket, state = self.bucket, self.bucket.state
-        elsewhere = [i for i, is_present in enumerate(present) if is_present]
+        elsewhere = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
         elsewhere = [i for i in elsewhere if i not in self.stepped]
         if elsewhere:
             torch._foreach_add_([state["step"][i] for i in elsewhere], 1)

@@ -58,7 +58,7 @@ def sharded_scape(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     squared = reduce(torch.add, map(squared_norm, average))
     norm = yield Agree(mean, mask.phase, squared, covers_shard_only=True)
 
-    weights, momenta = step_owned(bucket, ops, owned, average, bucket.present(mean), norm)
+    weights, momenta = step_owned(bucket, ops, owned, average, bucket.have_gradients(mean), norm)
     gathered, bucket.parameter_bytes = weights.unsqueeze(0), 0
     if shards.ranks > 1:
         gathered = yield AllGather(weights)  # line 4
@@ -148,7 +148,7 @@ def step_owned(
     ops: Ops,
     owned: OwnedElements,
     average: list[Tensor],
-    present: list[bool],
+    have_gradients: list[bool],
     norm: float,
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Return what the owned weights and momenta become (line 15); nothing that outlives the step is
@@ -162,9 +162,9 @@ def step_owned(
     on_average, clip_factor_in_v = (factor, 1.0) if group["clip"] == "consistent" else (1.0, factor)
     weights: list[Tensor] = []
     momenta: list[Tensor | None] = []
-    for i, (g, is_present) in enumerate(zip(average, present, strict=True)):
+    for i, (g, has_gradient) in enumerate(zip(average, have_gradients, strict=True)):
         w = bucket.fetch_weight(i, owned.of_tensor(i, rank))
-        m = bucket.state["exp_avg"][i][owned.of_shard(i)].clone() if is_present else None
+        m = bucket.state["exp_avg"][i][owned.of_shard(i)].clone() if has_gradient else None
         weights.append(w)
         momenta.append(m)
         if m is not None and w.numel():
@@ -236,14 +236,16 @@ def update_residuals(
     else:
         e.scatter_(0, index.long(), 0)
         c.scatter_(0, own_index.long(), 0)
-    if sent[0].dropped is None:
+    if sent[0].rounding_errors is None:
         return
     # The residual is 0 on the mask: the rounding error goes there.
-    dropped = torch.cat([payload.dropped_parts[i] for payload in sent]).mul_(1 - group["betas"][0])
+    rounding_errors = torch.cat([payload.rounding_error_parts[i] for payload in sent]).mul_(
+        1 - group["betas"][0]
+    )
     if index is None:
-        e.copy_(dropped)
+        e.copy_(rounding_errors)
     else:
-        e.scatter_(0, index.long(), dropped)
+        e.scatter_(0, index.long(), rounding_errors)
 
 
 def add_common_residual(bucket: Bucket) -> None:

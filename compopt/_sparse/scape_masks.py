@@ -15,8 +15,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from .._engine.dense_start import dense_steps, ramp_of
 from .._engine.stats import Stats
-from .._engine.when import dense_steps, ramp_of
 from .._ops.operations import Ops
 from .._ops.update_helpers import moment_of_slice
 from .._state.bits import count_set_bits, make_bits, set_all_bits_, split_positions
@@ -153,18 +153,18 @@ def _store_current_mask(
     bucket: Bucket, ops: Ops, mask: Mask, mean: Payload
 ) -> RequestGenerator[None]:
     """Note that the momenta of tensors with a gradient on any rank are on this mask now."""
-    present, momentum_mask = bucket.present(mean), bucket.cache["mask"]
+    have_gradients, momentum_mask = bucket.have_gradients(mean), bucket.cache["mask"]
     if bucket.group["mask_delay"] == 0:  # the mask of before is not kept
-        for i, is_present in enumerate(present):
+        for i, has_gradient in enumerate(have_gradients):
             bits, index = mask.bits[i], momentum_mask.positions[i]
-            if is_present and bits is not None and index is not None:
+            if has_gradient and bits is not None and index is not None:
                 bucket.cache["overlap"][i] = int(count_set_bits(bits, index)), mask.sizes[i]
-    if all(present) and mask.is_sparse:
+    if all(have_gradients) and mask.is_sparse:
         bucket.cache["mask"] = yield from ops.run_batched(store_mask, bucket, mask, "mask")
         return
     state, positions = bucket.state["mask"], [*momentum_mask.positions]
     for i, bits in enumerate(mask.bits):
-        if not present[i]:
+        if not have_gradients[i]:
             continue
         positions[i] = mask.positions[i]
         if bits is not None:

@@ -69,8 +69,9 @@ class Bucket:
         # True without other ranks, unless ``simulate``: nothing is compressed or rounded.
         self.is_single_process = False
         # The number of ranks of one sharded model that hold the same part of these tensors. Sums
-        # over those ranks count the part ``copies`` times: squared norms are divided by ``copies``.
-        self.copies = 1
+        # over those ranks count the part ``replicas`` times: squared norms are divided by
+        # ``replicas``.
+        self.replicas = 1
         # True while this rank takes part in an exchange without its gradients.
         self.withholds_gradients = False
         # Factor on this rank's gradients, in a Join that averages over ranks with data.
@@ -350,12 +351,21 @@ class Bucket:
         seed = (self.group["step"], self.index, use) if bits else None
         memory_dtype = self.compute_dtype if seed else float_dtype(dtype) or self.grad_dtype
         message = self._reuse_memory(f"message {use}", size, memory_dtype)
-        dropped = None
+        rounding_errors = None
         if seed or self.is_rounded:
-            dropped = self._reuse_memory(f"dropped {use}", sum(lengths), self.compute_dtype)
+            rounding_errors = self._reuse_memory(
+                f"rounding_errors {use}", sum(lengths), self.compute_dtype
+            )
         fields = len(self.params), len(self.control)
         payload = Payload(
-            message, *fields, lengths, seed, dropped, self.scratch, bits or 8, self.mean_factory
+            message,
+            *fields,
+            lengths,
+            seed,
+            rounding_errors,
+            self.scratch,
+            bits or 8,
+            self.mean_factory,
         )
         self._write_control(payload, marks)
         return payload
@@ -372,13 +382,15 @@ class Bucket:
         bodies = [sum(row) for row in lengths]
         sizes = [header + control + body for body in bodies]
         flat = torch.empty(sum(sizes), dtype=memory_dtype, device=self.device)
-        dropped: Sequence[Tensor | None] = [None] * len(lengths)
+        rounding_errors: Sequence[Tensor | None] = [None] * len(lengths)
         is_narrow = torch.promote_types(memory_dtype, self.compute_dtype) != memory_dtype
         if self.is_rounded and is_narrow:
-            dropped = self.get_memory("dropped", sum(bodies), self.compute_dtype).split(bodies)
+            rounding_errors = self.get_memory(
+                "rounding_errors", sum(bodies), self.compute_dtype
+            ).split(bodies)
         rows = [
-            Payload(row, header, control, parts, dropped=error)
-            for row, parts, error in zip(flat.split(sizes), lengths, dropped, strict=True)
+            Payload(row, header, control, parts, rounding_errors=error)
+            for row, parts, error in zip(flat.split(sizes), lengths, rounding_errors, strict=True)
         ]
         self._write_control(rows[0])
         first, *others = [row.control for row in rows]
@@ -405,7 +417,7 @@ class Bucket:
             if isinstance(values, Tensor):
                 payload.control[at].copy_(values)
 
-    def present(self, payload: Payload) -> list[bool]:
+    def have_gradients(self, payload: Payload) -> list[bool]:
         """Return for each tensor whether any rank had a gradient, from an averaged payload."""
         marks = payload.header.tolist() if payload.marks is None else payload.marks
         return [mark > 0 for mark in marks]

@@ -66,14 +66,15 @@ class Payload:
     gradient is not finite; averaging makes it a decision that all ranks share. ``control`` has the
     control fields (see ``ControlFields``).
 
-    ``dropped``, as long as the body, is the rounding error of what this rank sends. The average
-    does not change it. There are three cases:
+    ``rounding_errors``, as long as the body, is the rounding error of what this rank sends. The
+    average does not change it. There are three cases:
 
-    - The values fit the payload's dtype: ``dropped`` is None.
+    - The values fit the payload's dtype: ``rounding_errors`` is None.
     - The dtype is narrower: values are written to ``unrounded_parts``, which are views of
-      ``dropped``. ``round`` writes the message and leaves the errors in ``dropped``.
+      ``rounding_errors``. ``round`` writes the message and leaves the errors in
+      ``rounding_errors``.
     - There is a ``seed``: the exchange quantizes the body to ``bits`` bits (see ``quantization``),
-      with random numbers that follow from the seed, and then writes ``dropped``.
+      with random numbers that follow from the seed, and then writes ``rounding_errors``.
     """
 
     def __init__(
@@ -83,12 +84,12 @@ class Payload:
         control: int,
         lengths: list[int],
         seed: tuple[int, ...] | None = None,
-        dropped: Tensor | None = None,
+        rounding_errors: Tensor | None = None,
         scratch: Scratch | None = None,
         bits: int = 8,
         mean_factory: Callable[[Payload, int, int], Any] | None = None,
     ):
-        self.flat, self.seed, self.dropped, self.bits = flat, seed, dropped, bits
+        self.flat, self.seed, self.rounding_errors, self.bits = flat, seed, rounding_errors, bits
         # The backend's own ``QuantizedMean``, if it has one.
         self.mean_factory = mean_factory
         self.scratch = scratch or Scratch()
@@ -107,27 +108,29 @@ class Payload:
         return list(self.body.split(self.lengths))
 
     @cached_property
-    def dropped_parts(self) -> list[Tensor]:
-        """``dropped``, a tensor at a time; an empty list where nothing is rounded."""
-        return [] if self.dropped is None else list(self.dropped.split(self.lengths))
+    def rounding_error_parts(self) -> list[Tensor]:
+        """``rounding_errors``, a tensor at a time; an empty list where nothing is rounded."""
+        return (
+            [] if self.rounding_errors is None else list(self.rounding_errors.split(self.lengths))
+        )
 
     @property
     def unrounded_parts(self) -> list[Tensor]:
         """The parts to which values are written, in the gradients' precision."""
-        return self.dropped_parts if self.is_rounded_later else self.parts
+        return self.rounding_error_parts if self.is_rounded_later else self.parts
 
     @property
     def is_rounded_later(self) -> bool:
-        """True if values are written to ``dropped`` first; ``round`` then writes the message, and
-        leaves the rounding errors there.
+        """True if values are written to ``rounding_errors`` first; ``round`` then writes the
+        message, and leaves the rounding errors there.
         """
-        return self.dropped is not None and self.seed is None
+        return self.rounding_errors is not None and self.seed is None
 
     def round(self) -> Payload:
         """Round ``unrounded_parts`` to the message; its rounding error takes its place."""
-        if self.is_rounded_later and self.dropped is not None:
+        if self.is_rounded_later and self.rounding_errors is not None:
             block = block_size(CACHE_ELEMENTS, self.body)
-            pairs = zip(self.body.split(block), self.dropped.split(block), strict=True)
+            pairs = zip(self.body.split(block), self.rounding_errors.split(block), strict=True)
             for sent, unrounded in pairs:
                 sent.copy_(unrounded)
                 unrounded.sub_(sent)

@@ -22,9 +22,9 @@ chunk to the rank that owns it. The owner adds the N chunks in floating point an
 mean; then all ranks gather the means. So 1 byte a value (int8), half of one (int4) or a quarter
 (int2), and the scales, travel each way, and all ranks hold the same bits.
 
-Rounding errors are kept for error feedback: ``Payload.dropped`` holds, on every rank, the payload
-less what the others received of it. The owner of a chunk also holds there N times the rounding
-error of the mean, so that over all ranks::
+Rounding errors are kept for error feedback: ``Payload.rounding_errors`` holds, on every rank, the
+payload less what the others received of it. The owner of a chunk also holds there N times the
+rounding error of the mean, so that over all ranks::
 
     mean of the payloads = the result + mean of the rounding errors
 
@@ -161,7 +161,7 @@ def quantize_rows(
     spans: tuple[RowSpan, ...],
     quantized: Tensor,
     scales: Tensor,
-    dropped: Tensor,
+    rounding_errors: Tensor,
     seed: tuple[int, ...],
     scratch: Scratch,
     bits: int,
@@ -169,16 +169,16 @@ def quantize_rows(
     """Quantize (rows, 128) values, which ``spans`` fill, to ``quantized`` (int8, one value each) in
     units of ``scales`` (float32).
 
-    ``dropped``, which may be x itself, gets the rounding error x - quantized * scale. Rounding to 2
-    bits is not random and ignores ``seed``.
+    ``rounding_errors``, which may be x itself, gets the rounding error x - quantized * scale.
+    Rounding to 2 bits is not random and ignores ``seed``.
     """
     if bits == 2:
-        _round_to_four_levels(x, spans, quantized, scales, dropped, scratch)
+        _round_to_four_levels(x, spans, quantized, scales, rounding_errors, scratch)
         return
     offset, noise, most = noise_offset(seed), noise_table(x.dtype, x.device), LARGEST[bits]
     block = block_size(BLOCK_ROWS, x)
     for number, a in enumerate(range(0, len(x), block)):
-        x_, scale, drop = x[a : a + block], scales[a : a + block], dropped[a : a + block]
+        x_, scale, drop = x[a : a + block], scales[a : a + block], rounding_errors[a : a + block]
         t = scratch("block", x_.numel(), x.dtype, x.device).view(x_.shape)
         unit = torch.abs(x_, out=t).amax(1).div_(most)
         scale.copy_(unit.masked_fill_(unit < SMALLEST, 0))
@@ -197,7 +197,7 @@ def _round_to_four_levels(
     spans: tuple[RowSpan, ...],
     quantized: Tensor,
     scales: Tensor,
-    dropped: Tensor,
+    rounding_errors: Tensor,
     scratch: Scratch,
 ) -> None:
     values = x.new_full((len(x),), ROW)  # that each row holds: fewer where a tensor ends within it
@@ -207,7 +207,7 @@ def _round_to_four_levels(
     block = block_size(BLOCK_ROWS, x)
     for a in range(0, len(x), block):
         x_, n, level, scale, drop = (
-            rows[a : a + block] for rows in (x, values, quantized, scales, dropped)
+            rows[a : a + block] for rows in (x, values, quantized, scales, rounding_errors)
         )
         t, q = (
             scratch(use, x_.numel(), x.dtype, x.device).view(x_.shape) for use in ("block", "level")
@@ -386,17 +386,21 @@ class QuantizedMean:
     """
 
     def __init__(self, payload: Payload, rank: int, ranks: int):
-        if payload.seed is None or payload.dropped is None:
+        if payload.seed is None or payload.rounding_errors is None:
             raise ValueError("payload has no seed, or no memory for the rounding error: give both.")
         self.payload, self.rank, self.ranks, self.scratch = payload, rank, ranks, payload.scratch
-        self.seed, self.dropped, self.bits = payload.seed, payload.dropped, payload.bits
+        self.seed, self.rounding_errors, self.bits = (
+            payload.seed,
+            payload.rounding_errors,
+            payload.bits,
+        )
         self.layout = row_layout(tuple(payload.lengths), ranks)
         self.fields = len(payload.header) + len(payload.control)
 
     def round_payload(self) -> None:
         """Leave the payload as one rank would receive it."""
         self._quantize_body()
-        self.payload.body.sub_(self.dropped)
+        self.payload.body.sub_(self.rounding_errors)
 
     def encode_for_owners(self) -> Tensor:
         quantized, scales = self._quantize_body()
@@ -431,9 +435,11 @@ class QuantizedMean:
         seed, own_scales = (*self.seed, self.rank, 2), scales[0, : chunk.rows]  # stage 2
         quantize_rows(total, chunk.spans, rows, own_scales, total, seed, self.scratch, self.bits)
         write_chunk(rows, chunk, values[0], self.scratch, self.bits)
-        dropped = self.dropped[chunk.start : chunk.stop]
+        rounding_errors = self.rounding_errors[chunk.start : chunk.stop]
         for at, row, n in chunk.spans:
-            dropped[at : at + n].add_(total.view(-1)[ROW * row : ROW * row + n], alpha=self.ranks)
+            rounding_errors[at : at + n].add_(
+                total.view(-1)[ROW * row : ROW * row + n], alpha=self.ranks
+            )
         return out[0]
 
     def decode_mean(self, gathered: Tensor) -> None:
@@ -453,12 +459,14 @@ class QuantizedMean:
         body, rows, spans = self.payload.body, self.layout.rows, self.layout.spans
         x = values_to_rows(body, spans, rows, "value", self.scratch)
         # Rows that are a view of the body must stay as they are.
-        dropped = self.dropped.view(-1, ROW) if x.data_ptr() == body.data_ptr() else x
+        rounding_errors = (
+            self.rounding_errors.view(-1, ROW) if x.data_ptr() == body.data_ptr() else x
+        )
         quantized = self.scratch("quantized", rows * ROW, torch.int8, body.device).view(-1, ROW)
         scales = self.scratch("scales", rows, torch.float32, body.device)
         seed = (*self.seed, self.rank, 1)  # stage 1
-        quantize_rows(x, spans, quantized, scales, dropped, seed, self.scratch, self.bits)
-        rows_to_values(dropped, spans, self.dropped)
+        quantize_rows(x, spans, quantized, scales, rounding_errors, seed, self.scratch, self.bits)
+        rows_to_values(rounding_errors, spans, self.rounding_errors)
         return quantized, scales
 
     def _message_bytes(self, fields: int) -> int:

@@ -13,7 +13,7 @@ averages between nodes is checked here, and its parameters are set to those of t
 ``process_group``, as DistributedDataParallel does.
 
 If FSDP2 shards the parameters over the optimizer's own ranks, the optimizer takes the place of
-FSDP2's reduce-scatter in backward, for classes that can (see ``_engine.fsdp_reduce_scatter``).
+FSDP2's reduce-scatter in backward, for classes that can (see ``_engine.fsdp_backward``).
 FSDP2 modules are found at their first forward.
 """
 
@@ -52,10 +52,10 @@ def _on_construction(optimizer: CompressedOptimizer) -> None:
     if isinstance(optimizer, ReducingOptimizer) and optimizer.replaces_reduce_scatter:
         replace_reduce_scatter(optimizer)
         return
-    is_sharded = any(hasattr(p, "device_mesh") for p in params)
-    if is_sharded or any(map(_is_flat_parameter, params)):
+    has_dtensors = any(hasattr(p, "device_mesh") for p in params)
+    if has_dtensors or any(map(_is_flat_parameter, params)):
         check_meshes(optimizer)
-    if not is_sharded:
+    if not has_dtensors:
         return
     session = optimizer._session
     with torch.no_grad():
@@ -213,7 +213,7 @@ class OptimizerReduceScatter:
         async_op: bool = False,
     ) -> None:
         optimizer = self._optimizer()
-        reduce_scatter = None if optimizer is None else optimizer.fsdp_reduce_scatter
+        reduce_scatter = None if optimizer is None else optimizer.fsdp_backward
         if optimizer is None or reduce_scatter is None or optimizer._session.role is Role.REPLACED:
             dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group)
             return

@@ -84,10 +84,10 @@ class NativeOps(NativeUpdates, NativeTopK):
         if payload.flat.dtype != torch.float32:  # the pass writes float32
             like = bucket.params[0]
             header = self.scratch(like, len(header), torch.float32, "marks")
-            if payload.dropped is None:
+            if payload.rounding_errors is None:
                 body = self.scratch(like, len(body), torch.float32, "payload")
             else:
-                body = payload.dropped
+                body = payload.rounding_errors
         bits, positions = bits_or_positions(mask)
         sizes = [part.numel() for part in payload.parts]
         table = PACK.table(
@@ -106,7 +106,7 @@ class NativeOps(NativeUpdates, NativeTopK):
         raise_bad_row(bucket, bad_row)
         if payload.flat.dtype != torch.float32:
             payload.header.copy_(header)
-            if payload.dropped is None:
+            if payload.rounding_errors is None:
                 payload.body.copy_(body)
         return payload.round()
 

@@ -39,7 +39,7 @@ class NativeMean(QuantizedMean):
     def encode_for_owners(self) -> Tensor:
         chunks, size = self.layout.chunks, self.payload.body.numel()
         body = address("a payload", self.payload.body, size)
-        dropped = address("rounding errors", self.dropped, size)
+        rounding_errors = address("rounding errors", self.rounding_errors, size)
         out, fields, scales, packed = self._empty_messages(chunks, self.fields)
         fields.copy_(self.payload.flat[: self.fields])
         unpacked = unpacked_memory(packed, chunks, self.bits, self.scratch)
@@ -49,7 +49,7 @@ class NativeMean(QuantizedMean):
                 body + 4 * chunk.start,
                 scale.data_ptr(),
                 values.data_ptr(),
-                dropped + 4 * chunk.start,
+                rounding_errors + 4 * chunk.start,
                 chunk.first_row,
             )
             for chunk, scale, values in zip(chunks, scales, unpacked, strict=True)
@@ -64,8 +64,10 @@ class NativeMean(QuantizedMean):
         self._average_fields(self._split_messages(received, self.fields)[0])
         out, _, scales, packed = self._empty_messages([chunk], 0)
         unpacked = unpacked_memory(packed, [chunk], self.bits, self.scratch)
-        dropped = address("rounding errors", self.dropped, self.payload.body.numel())
-        places = scales.data_ptr(), unpacked[0].data_ptr(), dropped + 4 * chunk.start
+        rounding_errors = address(
+            "rounding errors", self.rounding_errors, self.payload.body.numel()
+        )
+        places = scales.data_ptr(), unpacked[0].data_ptr(), rounding_errors + 4 * chunk.start
         messages = Table(
             1,
             messages=address("messages", received, received.numel(), torch.uint8),
@@ -168,7 +170,7 @@ class ChunkMemory(NamedTuple):
     values: int
     scales: int
     quantized: int
-    dropped: int = 0
+    rounding_errors: int = 0
     first_row: int = 0
 
 
@@ -191,7 +193,7 @@ def run_over_chunks(chunks: Iterable[ChunkMemory], run: Callable[[Table, int, in
         values=[memory.values + 4 * at for memory, at, _, _ in parts],
         scales=[memory.scales + 4 * row for memory, _, row, _ in parts],
         codes=[memory.quantized for memory, *_ in parts],
-        dropped=[memory.dropped + 4 * at for memory, at, _, _ in parts],
+        rounding_errors=[memory.rounding_errors + 4 * at for memory, at, _, _ in parts],
         at=[at for _, at, _, _ in parts],
         row=[memory.first_row + row for memory, _, row, _ in parts],
         n=lengths,

@@ -75,17 +75,18 @@ class NativeSelection:
             self.room = max(self.room, 2 * ops.library.room_for(piece.k))
         self.positions = torch.empty(total, dtype=torch.int32)
 
-    def columns(self, present: list[bool]) -> dict[str, Column]:
+    def columns(self, have_gradients: list[bool]) -> dict[str, Column]:
         """Return what scape.c needs to select: a guess of the threshold, the slice, how many
         elements, and memory for their positions; for tensors with a gradient on any rank.
         """
         thresholds = self.bucket.state["threshold"]
         guesses = addresses("thresholds", thresholds, [1] * len(thresholds), torch.float64)
         columns = {
-            name: [0] * len(present) for name in ("guess", "start", "stop", "wanted", "chosen")
+            name: [0] * len(have_gradients)
+            for name in ("guess", "start", "stop", "wanted", "chosen")
         }
         for (i, piece), chosen in zip(self.slices.items(), self._position_addresses(), strict=True):
-            if present[i]:
+            if have_gradients[i]:
                 row = (guesses[i], piece.start, piece.stop, piece.k, chosen)
                 for column, number in zip(columns.values(), row, strict=True):
                     column[i] = number

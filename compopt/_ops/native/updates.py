@@ -114,9 +114,9 @@ def update_radius(
 ) -> list[Tensor]:
     """Do Radius's lines 10, 15, 16 and 21 to 25 for all tensors; return the masks of line 22."""
     group, state, lengths = bucket.group, bucket.state, bucket.lengths
-    present, scores = bucket.present(mean), score_memory(bucket, ops, phase)
+    have_gradients, scores = bucket.have_gradients(mean), score_memory(bucket, ops, phase)
     for i, score in scores.items():
-        if not present[i]:
+        if not have_gradients[i]:
             w, m, v = bucket.weight(i), state["exp_avg"][i], state["exp_avg_sq"][i]
             score.copy_(update_magnitudes(group, w, m, v, state["step"][i]).view(-1))
     sizes = mask.sizes
@@ -126,7 +126,7 @@ def update_radius(
         w=Memory(bucket.weights, lengths),
         m=state_addresses(bucket, "exp_avg"),
         v=state_addresses(bucket, "exp_avg_sq"),
-        step=step_memory(bucket, present),
+        step=step_memory(bucket, have_gradients),
         mean=Memory(averages_in_float32(mean), sizes),
         mask=Memory(mask.bits, mask_sizes(lengths)) if mask.is_sparse else 0,
         k=sizes,
@@ -150,7 +150,11 @@ def update_scape(
     selection: NativeSelection | None,
 ) -> None:
     """Do SCAPE's lines 10, 11 and 16 to 21 for all tensors, and line 15 with a selection."""
-    lengths, present, momentum_mask = bucket.lengths, bucket.present(mean), bucket.cache["mask"]
+    lengths, have_gradients, momentum_mask = (
+        bucket.lengths,
+        bucket.have_gradients(mean),
+        bucket.cache["mask"],
+    )
     old = resize_momenta(bucket, mean, mask)
     if old is bucket.state["exp_avg"] and (mask.is_sparse or momentum_mask.is_sparse):
         # positions change: not in the same memory
@@ -167,13 +171,13 @@ def update_scape(
         "old": Memory(old, [n if index is None else size for index, size, n in rows]),
         "index": Memory(mask.positions, k),
         "k": k,
-        **(selection.columns(present) if selection else {}),
+        **(selection.columns(have_gradients) if selection else {}),
     }
     room, longest = selection.room if selection else 0, max(k)
     _run_scape(bucket, ops, mean, mask, columns, clip_factor_in_v, room, longest)
-    keep_absent_momenta(old, bucket.state["exp_avg"], present)
-    for i, is_present in enumerate(present):
-        if not is_present and selection:
+    keep_absent_momenta(old, bucket.state["exp_avg"], have_gradients)
+    for i, has_gradient in enumerate(have_gradients):
+        if not has_gradient and selection:
             selection.select_from_gradient(i, None)
     feed_back_rounding(bucket, ops, mean, mask, 1 - bucket.group["betas"][0])
 
@@ -197,20 +201,20 @@ def _run_scape(
 
     A thread has memory for ``room`` candidates, and for the ``longest`` list of exchanged elements.
     """
-    state, lengths, present = bucket.state, bucket.lengths, bucket.present(mean)
-    rows = zip(lengths, mask.positions, state["exp_avg"], present, strict=True)
+    state, lengths, have_gradients = bucket.state, bucket.lengths, bucket.have_gradients(mean)
+    rows = zip(lengths, mask.positions, state["exp_avg"], have_gradients, strict=True)
     sizes = [
-        m.numel() if not is_present else n if index is None else index.numel()
-        for n, index, m, is_present in rows
+        m.numel() if not has_gradient else n if index is None else index.numel()
+        for n, index, m, has_gradient in rows
     ]
-    averages = zip(averages_in_float32(mean), present, strict=True)
+    averages = zip(averages_in_float32(mean), have_gradients, strict=True)
     table = SCAPE.table(
-        len(present),
+        len(have_gradients),
         n=lengths,
         w=Memory([to_local(p) for p in bucket.params], lengths),
-        mean=Memory([values if is_present else None for values, is_present in averages], sizes),
+        mean=Memory([values if has_gradient else None for values, has_gradient in averages], sizes),
         m=Memory(state["exp_avg"], sizes),
-        step=step_memory(bucket, present),
+        step=step_memory(bucket, have_gradients),
         **columns,
     )
     hyper, like = adams_options(bucket.group, clip_factor_in_v), state["step"][0]
@@ -237,10 +241,10 @@ def state_addresses(bucket: Bucket, name: str) -> list[int]:
     return [0 if view is None else place for view, place in zip(views, places, strict=True)]
 
 
-def step_memory(bucket: Bucket, present: list[bool]) -> Memory:
+def step_memory(bucket: Bucket, have_gradients: list[bool]) -> Memory:
     """Return the step counts of tensors that take part in a step; 0 for others."""
-    rows = zip(bucket.state["step"], present, strict=True)
-    steps = [step if is_present else None for step, is_present in rows]
+    rows = zip(bucket.state["step"], have_gradients, strict=True)
+    steps = [step if has_gradient else None for step, has_gradient in rows]
     return Memory(steps, [1] * len(steps))
 
 

@@ -149,12 +149,12 @@ class TritonMean(QuantizedMean):
         return 4 * words, 4 * (words + self.layout.max_rows)
 
     def encode_for_owners(self) -> Tensor:
-        flat, body, dropped = self.payload.flat, self.payload.body, self.dropped
+        flat, body, rounding_errors = self.payload.flat, self.payload.body, self.rounding_errors
         shape = self.ranks, self._message_bytes(self.fields)
         out = torch.empty(shape, dtype=torch.uint8, device=flat.device)
         self._split_messages(out, self.fields)[0].copy_(flat[: self.fields])
         noise, offsets = self._noise(1), self._offsets(self.fields)
-        kernels.quantize(self._programs, body, dropped, *noise, out, *offsets, self.bits)
+        kernels.quantize(self._programs, body, rounding_errors, *noise, out, *offsets, self.bits)
         return out
 
     def average_own_chunk(self, received: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ class TritonMean(QuantizedMean):
             self._programs,
             self.rank,
             received,
-            self.dropped,
+            self.rounding_errors,
             *self._noise(2),
             out,
             *self._offsets(self.fields),

@@ -121,9 +121,9 @@ def gradients_key(grads: Sequence[Tensor | None]) -> Key:
 
 def payload_key(payload: Payload) -> Key:
     """Return the address of a payload, and what its layout follows from."""
-    flat, dropped = payload.flat, payload.dropped
-    dropped_address = -1 if dropped is None else dropped.data_ptr()
-    return flat.data_ptr(), flat.dtype, dropped_address, tuple(payload.lengths)
+    flat, rounding_errors = payload.flat, payload.rounding_errors
+    errors_address = -1 if rounding_errors is None else rounding_errors.data_ptr()
+    return flat.data_ptr(), flat.dtype, errors_address, tuple(payload.lengths)
 
 
 # Blocks, and how many elements are selected before each

@@ -55,7 +55,7 @@ class Batch:
         self.buckets: list[Bucket] = [call.bucket for call in calls]
         self.group = self.buckets[0].group
         self.blocks = blocks_of_all(self.buckets)
-        self.present = [call.bucket.present(call.mean) for call in calls]
+        self.have_gradients = [call.bucket.have_gradients(call.mean) for call in calls]
 
     def launch(
         self,
@@ -65,8 +65,8 @@ class Batch:
         *columns: Sequence[Any],
         keys: Iterable[Key],
     ) -> None:
-        """Count the steps, and launch the kernel on a table of ``rows_of(call, present, ...)`` of
-        all buckets; ``columns`` are the further arguments, one for each bucket.
+        """Count the steps, and launch the kernel on a table of ``rows_of(call, have_gradients,
+        ...)`` of all buckets; ``columns`` are the further arguments, one for each bucket.
 
         The table of the step before serves again if all that it holds is in the same place: a
         bucket's state, parameters and average, and what its key tells.
@@ -74,14 +74,18 @@ class Batch:
         rows: list[Row] = []  # copies in them have to live until the kernel was launched
 
         def table() -> kernels.Table:
-            arguments = zip(self.calls, self.present, *columns, strict=True)
+            arguments = zip(self.calls, self.have_gradients, *columns, strict=True)
             rows.extend(row for bucket in arguments for row in rows_of(*bucket))
             return make_table(self.blocks, rows)
 
         key = make_key(
             *(
-                make_key(bucket_key(call.bucket), payload_key(call.mean), tuple(present), key)
-                for call, present, key in zip(self.calls, self.present, keys, strict=True)
+                make_key(
+                    bucket_key(call.bucket), payload_key(call.mean), tuple(have_gradients), key
+                )
+                for call, have_gradients, key in zip(
+                    self.calls, self.have_gradients, keys, strict=True
+                )
             )
         )
         cached = self.ops.tables((rows_of.__name__, self.buckets[0].index), key, table)
@@ -95,13 +99,15 @@ class Batch:
 
     def count_steps(self) -> None:
         """Count one step more of each tensor that any rank has a gradient of."""
-        present = [is_present for bucket in self.present for is_present in bucket]
+        have_gradients = [has_gradient for bucket in self.have_gradients for has_gradient in bucket]
         counts = [bucket.step_counts for bucket in self.buckets]
         flat = [count for count in counts if count is not None]
-        if len(flat) == len(counts) and all(present):
+        if len(flat) == len(counts) and all(have_gradients):
             torch._foreach_add_(flat, 1)
             return
-        count_steps([step for bucket in self.buckets for step in bucket.state["step"]], present)
+        count_steps(
+            [step for bucket in self.buckets for step in bucket.state["step"]], have_gradients
+        )
 
 
 def batches_of(ops: KernelOps, calls: Sequence[Any]) -> list[Batch]:
@@ -167,7 +173,7 @@ def _update_radius(batch: Batch) -> list[list[Tensor]]:
 
 
 def radius_rows(
-    call: RadiusCall, present: list[bool], score: dict[int, Tensor]
+    call: RadiusCall, have_gradients: list[bool], score: dict[int, Tensor]
 ) -> Iterator[kernels.AdamWRow]:
     bucket, state, grads = call.bucket, call.bucket.state, flatten(call.grads)
     m, v, steps = state["exp_avg"], state["exp_avg_sq"], state["step"]
@@ -177,7 +183,7 @@ def radius_rows(
         yield kernels.AdamWRow(
             bucket.lengths[i],
             *tensors,
-            update=int(present[i]),
+            update=int(have_gradients[i]),
             residual=state["residual"][i] if has_residual else None,
             grad=grads[i],
             score=score.get(i),
@@ -204,12 +210,14 @@ def update_adams(ops: KernelOps, calls: Calls) -> list[None]:
     return [None] * len(calls)
 
 
-def adams_rows(call: AdamsCall, present: list[bool]) -> Iterator[kernels.ScapeRow]:
+def adams_rows(call: AdamsCall, have_gradients: list[bool]) -> Iterator[kernels.ScapeRow]:
     bucket, momenta, steps = call.bucket, call.bucket.state["exp_avg"], call.bucket.state["step"]
     for i, (m, weight) in enumerate(zip(momenta, contiguous_weights(bucket), strict=True)):
         tensors = None, None, m, call.mean.parts[i], weight, m, steps[i]
         public = published_parameter(bucket, i)
-        yield kernels.ScapeRow(bucket.lengths[i], *tensors, update=int(present[i]), public=public)
+        yield kernels.ScapeRow(
+            bucket.lengths[i], *tensors, update=int(have_gradients[i]), public=public
+        )
 
 
 # SCAPE
@@ -245,9 +253,9 @@ def update_scape(ops: KernelOps, calls: Calls) -> list[None]:
         hyper["clip"] = batch.calls[0].clip_factor_in_v
         kernel = functools.partial(kernels.scape, batch.blocks, *offsets, **hyper)
         batch.launch(kernel, kernels.scape_table, scape_rows, momenta, grads, keys=keys)
-        for bucket, old, present in zip(buckets, momenta, batch.present, strict=True):
-            if not all(present):
-                keep_absent_momenta(old, bucket.state["exp_avg"], present)
+        for bucket, old, have_gradients in zip(buckets, momenta, batch.have_gradients, strict=True):
+            if not all(have_gradients):
+                keep_absent_momenta(old, bucket.state["exp_avg"], have_gradients)
     return [None] * len(calls)
 
 
@@ -271,11 +279,11 @@ def _old_momenta(batch: Batch) -> list[list[Tensor]]:
 
 
 def scape_rows(
-    call: ScapeCall, present: list[bool], old: list[Tensor], grads: Tensors
+    call: ScapeCall, have_gradients: list[bool], old: list[Tensor], grads: Tensors
 ) -> Iterator[kernels.ScapeRow]:
     bucket, mask, mean, momentum_mask = call.bucket, call.mask, call.mean, call.bucket.cache["mask"]
     state, grads = bucket.state, flatten(grads)
-    dropped: Tensors = [*mean.dropped_parts] or [None] * len(grads)
+    rounding_errors: Tensors = [*mean.rounding_error_parts] or [None] * len(grads)
     rows = zip(contiguous_weights(bucket), old, state["exp_avg"], strict=True)
     for i, (weight, before, m) in enumerate(rows):
         tensors = (
@@ -290,11 +298,11 @@ def scape_rows(
         yield kernels.ScapeRow(
             bucket.lengths[i],
             *tensors,
-            update=int(present[i]),
+            update=int(have_gradients[i]),
             residual=state["residual"][i],
             grad=grads[i],
             public=published_parameter(bucket, i),
-            dropped=dropped[i],
+            rounding_errors=rounding_errors[i],
         )
 
 
@@ -306,7 +314,7 @@ class SeparateCall(NamedTuple):
     mean: Payload
     reducer: FactoredAverages
     update: Any
-    present: list[bool]
+    have_gradients: list[bool]
     factor: float
 
 
@@ -327,14 +335,14 @@ def _update_factored(batch: Batch) -> None:
     for call in batch.calls:
         bucket, state, grads = call.bucket, call.bucket.state, flatten(call.bucket.grads())
         weights = contiguous_weights(bucket)
-        for product in call.reducer.list_factored(call.mean, _numbers_of(call.present)):
+        for product in call.reducer.list_factored(call.mean, _numbers_of(call.have_gradients)):
             i, R = product.i, product.R
             row = kernels.FactoredRow(
                 *(product.rows, product.columns, R.shape[1]),
                 *(R, *R.stride(), product.p, product.sent),
                 *(weights[i], state["exp_avg"][i], state["exp_avg_sq"][i], state["step"][i]),
                 residual=state["residual"][i],
-                dropped=product.dropped,
+                rounding_errors=product.rounding_errors,
                 grad=grads[i],
                 public=published_parameter(bucket, i),
             )
@@ -364,7 +372,7 @@ def _update_whole(batch: Batch) -> None:
     for call in batch.calls:
         bucket, mean, state = call.bucket, call.mean, call.bucket.state
         weights = contiguous_weights(bucket)
-        tensors = call.reducer.list_whole(_numbers_of(call.present))
+        tensors = call.reducer.list_whole(_numbers_of(call.have_gradients))
         if call.factor != 1 and tensors:
             torch._foreach_mul_([mean.parts[i] for i in tensors], call.factor)
         for i in tensors:

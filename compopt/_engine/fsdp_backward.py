@@ -31,7 +31,7 @@ from .._state.tensors import to_local
 from .._wire.collectives import Communicator, PendingCollective
 from .._wire.payload import Payload
 from .._wire.requests import Agree, AllReduceMean, Commit, ReadToHost, RequestGenerator
-from .reducer import Reducer, Unsent
+from .reducer import Reducer
 from .session import Session
 from .update import Update
 
@@ -41,7 +41,36 @@ Params = Sequence[tuple[Tensor, int]]
 BucketPosition = tuple[Bucket, int]
 
 
+@dataclass
+class Unsent:
+    """The part of a parameter's gradient that the backwards of one step have not sent.
+
+    ``next_residual``: the residual if the step is applied, in place of ``residual``. ``state``:
+    other new state, by name.
+    """
+
+    next_residual: Tensor
+    residual: Tensor
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+    def commit(self, current: Tensor, factor: float) -> None:
+        """Write ``next_residual`` to the ``current`` residual; ``factor``, which clipped the
+        average, scales the change.
+
+        A checkpoint, or another layout, may have replaced ``residual`` since: what this step has
+        not sent is then added to the ``current`` one.
+        """
+        if current is not self.residual:
+            current.add_(self.next_residual.sub_(self.residual), alpha=factor)
+        elif factor == 1:
+            current.copy_(self.next_residual)
+        else:
+            current.lerp_(self.next_residual, factor)
+
+
 UnsentByParam = dict[Tensor, Unsent]  # of parameters whose gradients a backward has reduced
+# writes the residual of tensor i of a bucket; the factor has clipped the average
+CommitUnsent = Callable[[Bucket, int, Unsent, float], None]
 
 
 class RowBucket(Bucket):
@@ -162,7 +191,7 @@ class RowBucket(Bucket):
 
 
 @dataclass
-class ReduceScatterLayout:
+class FSDPUnit:
     """One reduce-scatter: whose gradients, where their state is, and the buckets they are in."""
 
     pieces: list[Piece]
@@ -171,22 +200,28 @@ class ReduceScatterLayout:
     buckets: list[RowBucket] = field(default_factory=list)
 
 
-class FSDPReduceScatter:
+class FSDPBackward:
     """The optimizer's part in FSDP2's backward: it compresses and averages gradients.
 
-    ``make_reducer`` makes the reducer of a bucket. The optimizer's ``commit_unsent`` writes the
-    residual when a step is applied.
+    ``make_reducer`` makes the reducer of a bucket. ``commit_unsent`` writes a residual when a step
+    is applied.
     """
 
-    def __init__(self, session: Session, make_reducer: Callable[[Bucket], Reducer]):
+    def __init__(
+        self,
+        session: Session,
+        make_reducer: Callable[[Bucket], Reducer],
+        commit_unsent: CommitUnsent,
+    ):
         self.session, self.make_reducer = session, make_reducer
+        self.commit_unsent = commit_unsent
         # survives a new layout between a backward and its step: the step commits it
         self.unsent_by_param: UnsentByParam = {}
         self.buckets_since_step: dict[
             int, tuple[Bucket, str]
         ] = {}  # buckets since the last step, and phases
         self.in_flight: list[PendingReduction] = []
-        self._layouts: dict[tuple[Tensor, ...], ReduceScatterLayout] = {}
+        self._layouts: dict[tuple[Tensor, ...], FSDPUnit] = {}
         self._count = 0  # of buckets
         self._backward = -1  # the running one
 
@@ -254,7 +289,7 @@ class FSDPReduceScatter:
                 if (bucket := self.session.bucket_of.get(p)) is not None:
                     i = next(i for i, other in enumerate(bucket.params) if other is p)
                     positions[n] = bucket, i
-            self._layouts[key] = ReduceScatterLayout(pieces, positions)
+            self._layouts[key] = FSDPUnit(pieces, positions)
         layout, needs = self._layouts[key], self.session.optimizer.reduces_as_matrix
         positions = layout.bucket_positions
         as_matrix = [position is not None and needs(*position) for position in positions]
@@ -321,7 +356,7 @@ class FSDPReduceScatter:
         # norm 0: the averaged gradients were zeroed before step(), so residuals stay
         if unsent is not None and norm > 0:
             factor = clip_factor(norm, bucket.group["max_grad_norm"])
-            self.session.optimizer.commit_unsent(bucket, i, unsent, factor)
+            self.commit_unsent(bucket, i, unsent, factor)
 
 
 class PendingReduction:
@@ -356,30 +391,31 @@ class PendingReduction:
 def apply_shards(
     bucket: Bucket,
     ops: Ops,
-    reduce_scatter: FSDPReduceScatter,
+    reduce_scatter: FSDPBackward,
     update: Update,
-    scales: Iterable[float] | None = None,
+    squared_norm_factors: Iterable[float] | None = None,
 ) -> RequestGenerator[None]:
     """The step: ``update`` takes this rank's shards of the gradient that backward has left.
 
-    ``scales``: factors on the squared norm of each gradient, for reducers whose reconstruction has
-    a larger norm than the average.
+    ``squared_norm_factors``: factors on the squared norm of each gradient, for reducers whose
+    reconstruction has a larger norm than the average.
     """
     grads = bucket.grads()
     message = bucket.make_payload([0] * len(grads), None)
     ops.write_header(message, grads)
     mean = yield AllReduceMean(message)
     squared = torch.zeros(1, dtype=torch.float64, device=bucket.device)
-    for g, scale in zip(grads, scales or [1.0] * len(grads), strict=True):
+    norm_factors = squared_norm_factors or [1.0] * len(grads)
+    for g, norm_factor in zip(grads, norm_factors, strict=True):
         if g is not None:
-            squared += squared_norm(g.reshape(-1)) * scale
+            squared += squared_norm(g.reshape(-1)) * norm_factor
     norm = yield Agree(mean, reduce_scatter.phase, squared, covers_shard_only=True)
 
     factor = clip_factor(norm, bucket.group["max_grad_norm"])
-    present = bucket.present(mean)
+    have_gradients = bucket.have_gradients(mean)
     yield Commit()
     # from here on state changes
-    for i in (i for i, is_present in enumerate(present) if is_present):
+    for i in (i for i, has_gradient in enumerate(have_gradients) if has_gradient):
         reduce_scatter.commit_residual(bucket, i, norm)
         g = grads[i]
         bucket.state["step"][i].add_(1)
