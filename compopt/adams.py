@@ -28,7 +28,7 @@ from ._state.layouts import Dense, Layout
 from ._state.masks import Mask
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload
-from ._wire.requests import Agree, AllReduceMean, RequestGenerator
+from ._wire.requests import Agree, AllReduceMean, RequestGenerator, RunBatched
 
 
 def adams(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
@@ -36,7 +36,7 @@ def adams(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     sent = ops.encode(bucket, bucket.grads(), Mask(bucket), negate=bucket.group["maximize"])
     mean = yield AllReduceMean(sent)
     yield Agree(mean, "dense")  # from here on state changes
-    yield from ops.run_batched(update, bucket, mean)
+    yield RunBatched(update, bucket, ops, mean)
 
 
 def update(bucket: Bucket, ops: Ops, mean: Payload) -> None:

@@ -51,7 +51,7 @@ from ._state.layouts import Bits, Dense, Layout
 from ._state.masks import Mask, Tensors, selection_size, sizes_at_density
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype
-from ._wire.requests import Agree, AllReduceMean, Broadcast, RequestGenerator
+from ._wire.requests import Agree, AllReduceMean, Broadcast, RequestGenerator, RunBatched
 
 
 def radius(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
@@ -69,7 +69,7 @@ def radius(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     norm = yield Agree(mean, phase)  # from here on state changes
     scale_(mean.body, clip_factor(norm, group["max_grad_norm"]))  # line 20
     # lines 10, 15, 16 and 21 to 25
-    masks = yield from ops.run_batched(update, bucket, mean, phase, mask, grads)
+    masks = yield RunBatched(update, bucket, ops, mean, phase, mask, grads)
     have_gradients = bucket.have_gradients(mean)
     if phase == "dense" and bucket.has_residual and not bucket.is_rounded:  # all have been sent
         for e, has_gradient in zip(

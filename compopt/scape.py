@@ -72,7 +72,7 @@ from ._state.layouts import Bits, Dense, Layout, OnMask, Scalar, Sharded
 from ._state.masks import Mask, sizes_at_density
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype, quantized_bits
-from ._wire.requests import Agree, AllGather, AllReduceMean, RequestGenerator
+from ._wire.requests import Agree, AllGather, AllReduceMean, RequestGenerator, RunBatched
 
 CHOICES: dict[str, tuple[object, ...]] = {
     "mask_delay": (0, 1),
@@ -101,7 +101,7 @@ def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> RequestGenerator[N
         clip_factor_in_v = 1.0
     to_select = selection if is_delayed else None
     # lines 10, 11 and 15 to 21
-    yield from ops.run_batched(update, bucket, mean, mask, clip_factor_in_v, to_select)
+    yield RunBatched(update, bucket, ops, mean, mask, clip_factor_in_v, to_select)
     yield from exchange_masks(bucket, ops, mask, mean, selection)  # line 15
 
 

@@ -53,7 +53,7 @@ from ._state.buckets import Bucket
 from ._state.layouts import Dense, Layout
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype
-from ._wire.requests import Agree, RequestGenerator
+from ._wire.requests import Agree, RequestGenerator, RunBatched
 
 
 def separate(
@@ -68,8 +68,8 @@ def separate(
     factor = reducer.clip_factor(norm)
     have_gradients = bucket.have_gradients(mean)
     if isinstance(update, AdamWUpdate) and reducer.has_factors:
-        yield from ops.run_batched(  # lines 4 and 5
-            update_tensors, bucket, mean, reducer, update, have_gradients, factor
+        yield RunBatched(  # lines 4 and 5
+            update_tensors, bucket, ops, mean, reducer, update, have_gradients, factor
         )
     else:
         update_tensors(bucket, ops, mean, reducer, update, have_gradients, factor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -96,6 +98,14 @@ def test_payloads_of_one_step_have_memory_and_random_numbers_of_their_own():
     bucket.group["step"] = 1
     payloads.append(bucket.make_payload([12], torch.int8))
     assert len({payload.seed for payload in payloads}) == 4
+
+
+def test_a_payload_of_another_size_frees_the_memory_of_the_last_one():
+    bucket = one(torch.float32, (3, 4))
+    dense = weakref.ref(bucket.make_payload([12], None).flat.untyped_storage())
+    assert bucket.make_payload([12], None).flat.untyped_storage() is dense()
+    sparse = bucket.make_payload([4], torch.bfloat16).flat
+    assert dense() is None and sparse.untyped_storage().nbytes() == 2 * sparse.numel()
 
 
 def test_a_tensor_is_present_where_any_rank_has_a_gradient():

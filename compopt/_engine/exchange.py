@@ -257,6 +257,11 @@ class BucketExchange:
         generator = self._generator
         assert generator is not None
         request = self._withhold_if_failed(lambda: generator.send(answer))
+        while isinstance(request, RunBatched):
+            ops, reference, bucket = request.ops, request.reference, request.bucket
+            if ops.find_batched(reference, bucket) is not None:
+                break  # run with those of the other buckets, by ``run_batched_requests``
+            request = generator.send(ops.run(reference, bucket, *request.args))
         self.request = request
         return request
 

@@ -69,11 +69,16 @@ class PostCommitExchanges:
 def run_batched_requests(
     exchanges: Sequence[BucketExchange], resume: Callable[[BucketExchange, Answer], None]
 ) -> None:
-    """Run batched work of buckets until none requests more; ``resume`` passes answers on."""
+    """Run what buckets have requested, all of one function in one launch, until none requests more;
+    ``resume`` passes answers on.
+    """
     while pairs := [(e, e.request) for e in exchanges if isinstance(e.request, RunBatched)]:
-        name = pairs[0][1].name
-        waiting = [(exchange, request) for exchange, request in pairs if request.name == name]
-        answers = waiting[0][1].run([request for _, request in waiting])
+        first = pairs[0][1]
+        waiting = [(e, request) for e, request in pairs if request.reference is first.reference]
+        fused = first.ops.find_batched(first.reference, first.bucket)
+        assert fused is not None
+        calls = [(request.bucket, *request.args) for _, request in waiting]
+        answers = fused.run(first.ops, calls)
         for (exchange, _), answer in zip(waiting, answers, strict=True):
             exchange.request = None
             resume(exchange, answer)

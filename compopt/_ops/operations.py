@@ -2,8 +2,8 @@
 
 A backend speeds an algorithm up in two ways. It overrides an operation on one tensor, such as
 ``adamw``. Or it registers a fused implementation of a reference function, such as a paper's
-``update``, in its table ``fused``; the algorithm calls the reference by ``run`` or ``run_batched``
-and does not know which backend runs.
+``update``, in its table ``fused``; the algorithm calls the reference by ``run``, or requests it by
+``RunBatched``, and does not know which backend runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from .._state.masks import Mask, Tensors
 from .._wire import quantization
 from .._wire.payload import CACHE_ELEMENTS, Payload, Scratch, block_size
 from .._wire.quantization import QuantizedMean
-from .._wire.requests import RequestGenerator, RunBatched
 from . import norms, reference
 
 HYPER = ("betas", "eps", "weight_decay", "maximize")
@@ -71,7 +70,7 @@ class Ops:
     The reducer's side: ``encode`` makes a bucket's payload, ``decode`` reads the average, and
     ``write_at`` and ``clear_at`` change residuals. The update's side: ``adamw``, ``adams``.
     Selection: ``top_k_mask``, ``top_k_positions``, ``positions``. Fused implementations: ``run``,
-    ``run_batched``.
+    ``find_batched``.
     """
 
     name = "torch"
@@ -98,29 +97,12 @@ class Ops:
             return result
         return reference(bucket, self, *args, **options)
 
-    def run_batched(
-        self,
-        reference: Callable[Concatenate[Bucket, Any, Rest], Result],
-        bucket: Bucket,
-        *args: Rest.args,
-        **options: Rest.kwargs,
-    ) -> RequestGenerator[Result]:
-        """Do as ``run``; a batched implementation runs once for all buckets. Only after
-        ``Agree``.
-        """
-        key = reference_key(reference)
-        fused = self.fused.get(key)
+    def find_batched(self, reference: Callable[..., Any], bucket: Bucket) -> Fused | None:
+        """Return the implementation of ``reference`` that serves all buckets in one launch."""
+        fused = self.fused.get(reference_key(reference))
         if fused is None or not fused.is_batched or not fused.supports(self, bucket):
-            return self.run(reference, bucket, *args, **options)
-
-        def run(requests: list[RunBatched]) -> list[Any]:
-            results: list[Any] = fused.run(
-                self, [(request.bucket, *request.args) for request in requests]
-            )
-            return results
-
-        result: Result = yield RunBatched(key, run, bucket, args)
-        return result
+            return None
+        return fused
 
     def scratch(
         self, like: Tensor, n: int, dtype: torch.dtype | None = None, use: str = ""

@@ -33,7 +33,7 @@ from .._state.masks import (
     store_mask,
 )
 from .._wire.payload import Payload
-from .._wire.requests import AllGather, RequestGenerator
+from .._wire.requests import AllGather, RequestGenerator, RunBatched
 from .top_k import select_top_k
 
 # Who selects what
@@ -137,10 +137,10 @@ def exchange_masks(
         return
     # until the next mask has arrived the bucket has none
     bucket.cache.pop("next_mask", None)
-    yield from ops.run_batched(clear_mask, bucket, "next_mask")
+    yield RunBatched(clear_mask, bucket, ops, "next_mask")
     if selection:
         messages = yield AllGather(selection.encode())  # awaited when the next step needs it
-        next_mask = yield from ops.run_batched(store_next_mask, bucket, selection, messages)
+        next_mask = yield RunBatched(store_next_mask, bucket, ops, selection, messages)
         bucket.cache["next_mask"] = next_mask
 
 
@@ -160,7 +160,7 @@ def _store_current_mask(
             if has_gradient and bits is not None and index is not None:
                 bucket.cache["overlap"][i] = int(count_set_bits(bits, index)), mask.sizes[i]
     if all(have_gradients) and mask.is_sparse:
-        bucket.cache["mask"] = yield from ops.run_batched(store_mask, bucket, mask, "mask")
+        bucket.cache["mask"] = yield RunBatched(store_mask, bucket, ops, mask, "mask")
         return
     state, positions = bucket.state["mask"], [*momentum_mask.positions]
     for i, bits in enumerate(mask.bits):

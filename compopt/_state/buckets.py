@@ -105,7 +105,7 @@ class Bucket:
         self.parameter_bytes = 0
         # The backend's own ``QuantizedMean``, if it has one.
         self.mean_factory: Callable[[Payload, int, int], Any] | None = None
-        self._memory: dict[str, Tensor] = {}
+        self._memory = Scratch()
 
     @property
     def numel(self) -> int:
@@ -350,11 +350,11 @@ class Bucket:
         bits = quantized_bits(dtype)
         seed = (self.group["step"], self.index, use) if bits else None
         memory_dtype = self.compute_dtype if seed else float_dtype(dtype) or self.grad_dtype
-        message = self._reuse_memory(f"message {use}", size, memory_dtype)
+        message = self._memory.exactly(f"message {use}", size, memory_dtype, self.device)
         rounding_errors = None
         if seed or self.is_rounded:
-            rounding_errors = self._reuse_memory(
-                f"rounding_errors {use}", sum(lengths), self.compute_dtype
+            rounding_errors = self._memory.exactly(
+                f"rounding_errors {use}", sum(lengths), self.compute_dtype, self.device
             )
         fields = len(self.params), len(self.control)
         payload = Payload(
@@ -432,17 +432,11 @@ class Bucket:
         """
         if self.device.type != "cpu":
             return torch.empty(size, dtype=dtype, device=self.device)
-        return self._reuse_memory(name, size, dtype)
+        return self._memory.exactly(name, size, dtype, self.device)
 
     def release_memory(self) -> None:
         """Do not reuse memory to which an abandoned collective may still write."""
-        self._memory = {}
-
-    def _reuse_memory(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
-        memory = self._memory.get(name)
-        if memory is None or memory.numel() != size or memory.dtype != dtype:
-            memory = self._memory[name] = torch.empty(size, dtype=dtype, device=self.device)
-        return memory
+        self._memory = Scratch()
 
 
 # Assignment of parameters to buckets

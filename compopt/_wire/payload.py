@@ -42,6 +42,14 @@ class Scratch:
             memory = self._memory[key] = torch.empty(n, dtype=dtype, device=device)
         return memory[:n]
 
+    def exactly(self, use: str, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory of n elements, and free that which had another size for this ``use``."""
+        key = (use, dtype, device)
+        if key not in self._memory or self._memory[key].numel() != n:
+            self._memory = {other: x for other, x in self._memory.items() if other[0] != use}
+            self._memory[key] = torch.empty(n, dtype=dtype, device=device)
+        return self._memory[key]
+
     @property
     def tensors(self) -> list[Tensor]:
         """All memory allocated so far."""

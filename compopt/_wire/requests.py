@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from .payload import Payload
+
+Rest = ParamSpec("Rest")
 
 
 @dataclass(slots=True)
@@ -118,23 +120,27 @@ class Commit:
     """
 
 
-@dataclass(slots=True)
 class RunBatched:
-    """After ``Agree``: call ``run`` with the requests of this ``name`` of all buckets, so that one
-    launch serves them all. ``run`` returns an answer for each.
+    """After ``Agree``, or after the post-commit exchange: call ``reference(bucket, ops, *args)`` or
+    the backend's fused implementation of it, which may serve all buckets in one launch.
 
-    A bucket may request this once more when its post-commit exchange has completed.
+    Answered with the result.
     """
 
-    name: str
-    run: Callable[[list[RunBatched]], list[Any]]
-    bucket: Any
-    args: tuple[Any, ...]
+    def __init__(
+        self,
+        reference: Callable[Concatenate[Any, Any, Rest], Any],
+        bucket: Any,
+        ops: Any,
+        *args: Rest.args,
+        **options: Rest.kwargs,
+    ):
+        self.reference, self.bucket, self.ops, self.args = reference, bucket, ops, args
 
 
 # After a collective: its Payload or Tensor. After ReadToHost: a list of numbers. After Agree: the
-# norm. After Commit: None. After RunBatched: what ``run`` returned for this bucket. No type can
-# express which answer follows which request.
+# norm. After Commit: None. After RunBatched: the result of its function. No type can express which
+# answer follows which request.
 Answer: TypeAlias = Any
 
 Request = (

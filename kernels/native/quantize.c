@@ -1,6 +1,6 @@
-// int8 and int4 codes: rounding into messages, the mean of all ranks' messages, and back.
-Reference: compopt/_wire/quantization.py, // between whose functions its QuantizedMean moves rows.
-The bits are the same, except where the reference adds // ranks * x in one rounding.
+// int8 and int4 codes: rounding into messages, the mean of all ranks' messages, and back. Reference: compopt/_wire/quantization.py,
+// between whose functions its QuantizedMean moves rows. The bits are the same, except where the reference adds
+// ranks * x in one rounding.
 
 #include "common.h"
 #include <float.h>
@@ -63,9 +63,9 @@ static const float *numbers_of(const Rounding *how, int64_t row) {
     return how->numbers + (how->place + STRIDE * (row / BLOCK_ROWS)) % TABLE + ROW * (row % BLOCK_ROWS);
 }
 
-// Returns n codes of a chunk from `at` on, one a byte. A byte of int4 holds a code of the chunk's
-first half and 16 times one of // the second. static const int8_t *read_codes(const int8_t *codes,
-int64_t at, int n, int64_t size, int64_t bits, int8_t *restrict out) {
+// Returns n codes of a chunk from `at` on, one a byte. A byte of int4 holds a code of the chunk's first half and 16 times one of
+// the second.
+static const int8_t *read_codes(const int8_t *codes, int64_t at, int n, int64_t size, int64_t bits, int8_t *restrict out) {
     if (bits == 8) return codes + at;
     const int64_t half = (size + 1) / 2;
     const int first = at < half ? (int)smaller(half - at, n) : 0;
@@ -89,9 +89,8 @@ int64_t quantize(const Piece *pieces, int64_t first, int64_t last, const Roundin
     return -1;
 }
 
-// Averages all ranks' codes of a chunk and rounds the mean; adds ranks times the rounding error to
-`rounding_errors`. int64_t mean_of_codes(const Piece *pieces, int64_t first, int64_t last, const
-Rounding *how, const Received *from) {
+// Averages all ranks' codes of a chunk and rounds the mean; adds ranks times the rounding error to `rounding_errors`.
+int64_t mean_of_codes(const Piece *pieces, int64_t first, int64_t last, const Rounding *how, const Received *from) {
     const float most = most_of(how), ranks = (float)from->ranks;
     for (const Piece *p = pieces + first; p < pieces + last; p++)
         for (int64_t a = 0, r = 0; a < p->n; a += ROW, r++) {
