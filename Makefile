@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 ANSWERS = $(BIN)/python -c 'import urllib.request as u; u.urlopen("$(TORCH_INDEX)/torch/", timeout=3)' 2>/dev/null
 
-.PHONY: demo test properties fuzz soak elastic sanitize neon mutants lint types wheel docs bench clean
+.PHONY: demo test slow properties fuzz soak elastic sanitize neon mutants lint types wheel docs bench clean
 
 .venv/demo: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -38,8 +38,13 @@ demo:  ## the same small GPT with DDP + AdamW and with each of compopt's optimiz
 
 # Three: there is one to work while another waits for ranks. Bytecode is kept also where the environment says otherwise:
 # tests start some hundred processes.
-test: .venv/ready  ## everything, in about ten minutes on two cores
-	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q -n 3 --dist worksteal
+TEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q -n 3 --dist worksteal
+
+test: .venv/ready  ## all tests but the slow ones, in about eight minutes on two cores
+	$(TEST) -m "not slow"
+
+slow: .venv/ready  ## the slow tests: killed torchrun agents, kernels compiled for GPUs, a simulated device, the benchmarks
+	$(TEST) -m slow
 
 properties: .venv/ready  ## 2000 new examples of models, options and faults, 500 of advice; every toy problem on 1 and 4 ranks
 	COMPOPT_EXAMPLES=2000 $(BIN)/pytest -q tests/faults/test_properties.py

@@ -106,6 +106,7 @@ def found(name, request) -> dict:
     return found
 
 
+@pytest.mark.slow
 def test_steps_saving_and_faults_have_the_bits_of_the_cpu(name, found):
     assert found["differs"] == []
     if not RUNS[name].averaging and RUNS[name].cls.__name__ != "LocalSteps":
@@ -117,15 +118,18 @@ def test_steps_saving_and_faults_have_the_bits_of_the_cpu(name, found):
     assert compressed or RUNS[name].cls.__name__ == "AdamS", "no step of this run is compressed"
 
 
+@pytest.mark.slow
 def test_no_operator_is_given_tensors_of_two_devices(found):
     assert found["mixed"] == {}
 
 
+@pytest.mark.slow
 def test_no_message_is_in_host_memory(name, found):
     """But those of local steps whose anchors are there."""
     assert bool(found["hosts"]) == (RUNS[name].compressed.get("offload") == "outer")
 
 
+@pytest.mark.slow
 def test_the_host_waits_only_where_it_is_said(name, found):
     places = {place for looks in found["looks"].values() for place in looks}
     assert places - LOOKS.keys() == set()
@@ -143,6 +147,7 @@ def in_docs() -> dict[str, tuple[float, float]]:
     return {name: (float(least), float(most or least)) for name, least, most in rows}
 
 
+@pytest.mark.slow
 def test_the_docs_say_how_often(name, found):
     steps = [sum(looks.values()) / SIZE for phase, looks in found["looks"].items() if phase.startswith("steady")]
     least, most = in_docs()[name]

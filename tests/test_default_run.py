@@ -28,6 +28,7 @@ def both(rank: int, folder: str) -> list[dict]:
     return [run(source, rank, folder), run(source.replace(LINE, SWAPPED), rank, folder)]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.long
 def test_by_default_two_hundred_steps_take_a_tenth_of_the_bytes(tmp_path):

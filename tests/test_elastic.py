@@ -17,6 +17,7 @@ def fleet(tmp_path):
     fleet.end()
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_killed_worker_costs_at_most_the_round_and_the_snapshot_that_were_underway(fleet):
     fleet.add(0)

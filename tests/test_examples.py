@@ -96,6 +96,7 @@ def test_train_gpt_on_one_process(tmp_path):
     check(tmp_path, "radius", ranks=1)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_train_gpt_under_torchrun(tmp_path):
     finish(start(TORCHRUN, tmp_path, "radius"))

@@ -90,6 +90,7 @@ def test_names_of_parameters_stay_the_optimizers_own():
         assert optimizer.param_groups[0]["param_names"] == [name for name, _ in named]
 
 
+@pytest.mark.slow
 def test_what_is_compared_reads_the_same_in_every_process():
     numpy = pytest.importorskip("numpy")
     values = [numpy.float64(0.25), numpy.int64(3), numpy.bool_(True), torch.tensor(0.25), torch.tensor([1.0, 2.0])]

@@ -293,6 +293,7 @@ def test_offsets_beyond_two_to_the_31(device):
     assert results.dtype == torch.int64 and torch.equal(results, index + 2**31)
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_for_a_gpu():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).parent / "check_kernels.py"

@@ -410,6 +410,7 @@ if fails:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["ends", "fails"])
 def test_a_process_that_ends_within_a_round_says_so_once(tmp_path, end):
     """Where it ends as it should; else there is another message to read."""

@@ -34,6 +34,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "name", "ranks"), RUNS)
 def test_reaches_the_stated_loss(case: Case, name: str, ranks: int):
     toy = problems.problem(name)

@@ -126,6 +126,7 @@ def test_a_dense_step_sends_what_compressed_ones_held_back():
     assert optimizers[0].stats.phase == "dense" and optimizers[0].stats.residual_norm() == 0
 
 
+@pytest.mark.slow
 def test_the_file_runs():
     file = Path(__file__).parents[1] / "examples" / "randomk.py"
     done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=HANG_GUARD)

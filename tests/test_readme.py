@@ -65,6 +65,7 @@ def test_the_command_for_one_machine_starts_two_ranks(tmp_path):
     assert sorted(output.splitlines()) == ["0 2", "1 2"]
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_the_commands_for_two_machines_train_on_this_one(tmp_path):
     with socket.socket() as free:

@@ -169,11 +169,13 @@ def errors_of_mypy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[s
     return {script.name: [line for line in errors if f"/{script.name}:" in line] for script in scripts}
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_right_script_passes_strict_checking(errors_of_mypy):
     assert errors_of_mypy["right.py"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_wrong_words_are_found_on_their_lines(errors_of_mypy):
     lines = [int(re.search(r"wrong\.py:(\d+)", line)[1]) for line in errors_of_mypy["wrong.py"]]

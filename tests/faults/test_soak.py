@@ -98,6 +98,7 @@ def prompt_collector() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_soak(case, capsys, prompt_collector):
     dice = random.Random(0)

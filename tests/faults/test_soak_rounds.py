@@ -70,6 +70,7 @@ class Rounds(Soak):
         self.assert_equal_replicas(step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"every": 6, "fragments": 2, "delay": 2}], ids=["plain", "streamed"])
 def test_soak_of_rounds(options, capsys):
     dice = random.Random(0)
