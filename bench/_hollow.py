@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from device_calls import COPIES, aten, bytes_of, launches, moves, place, waits
 
-import compopt._engine.base as base
 import compopt._engine.decision as decision
+import compopt._engine.optimizer as base
 import compopt._engine.step as step
 import compopt._ops.backends as backends
 from compopt._engine.collective_generators import CollectiveGenerator

@@ -125,7 +125,7 @@ def measure(name: str, ranks: int) -> dict:
         p.grad = torch.zeros_like(p)
     with fleet(ranks, 1 - (1 - LEFT_BY_OTHERS) ** (ranks - 1)) as comm, Allocations() as results:
         optimizer = ROWS[name](params, comm)
-        if isinstance(optimizer, compopt._engine.base.CompressedOptimizer):
+        if isinstance(optimizer, compopt._engine.optimizer.CompressedOptimizer):
             comm.follow(optimizer)
         for step in range(STEPS):
             with results.mark(str(step)):

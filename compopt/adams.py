@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ._engine.base import CompressedOptimizer
+from ._engine.optimizer import CompressedOptimizer
 from ._engine.options import Group, check_adams, check_compress, check_torch_options
 from ._ops.operations import Ops
 from ._ops.update_helpers import count_steps
 from ._state.buckets import Bucket
-from ._state.layouts import Dense, Layout
+from ._state.layouts import Layout, LocalShape
 from ._state.masks import Mask
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload
@@ -112,7 +112,7 @@ class AdamS(CompressedOptimizer):
         check_compress(group)
 
     def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:
-        return {"exp_avg": Dense(dtype)}
+        return {"exp_avg": LocalShape(dtype)}
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         return adams(bucket, self.ops)

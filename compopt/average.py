@@ -19,17 +19,17 @@ import torch
 from torch import Tensor
 
 from ._engine.combined import OneOrSeveral
-from ._engine.fsdp_backward import apply_shards
+from ._engine.fsdp_backward import step_fsdp_shards
 from ._engine.options import Group, check_compress, check_payload_and_clip, ignore_capturable
 from ._engine.reducer import AllReduceReducer, Reducer, ReduceScatterReducer
-from ._engine.reducing import ReducingOptimizer
+from ._engine.reducing_optimizer import ReducingOptimizer
 from ._engine.update import Update
 from ._engine.wrapper import Wrapper
 from ._ops.norms import clip_factor, scale_all_
 from ._ops.operations import Ops
 from ._ops.update_helpers import count_steps
 from ._state.buckets import Bucket
-from ._state.layouts import Dense, Layout, Unsharded
+from ._state.layouts import GlobalShape, Layout, LocalShape
 from ._state.masks import Mask
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import PayloadDtype, quantized_bits
@@ -92,7 +92,7 @@ class Average(Wrapper, ReducingOptimizer):
             out of its range.
     """
 
-    averaged_state = ("residual",)
+    rank_local_state = ("residual",)
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Average(Wrapper, ReducingOptimizer):
         check_compress(group)
 
     def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:
-        layout = Unsharded if self.replaces_reduce_scatter else Dense
+        layout = GlobalShape if self.replaces_reduce_scatter else LocalShape
         return {"residual": layout(dtype)}
 
     def reducer(self, bucket: Bucket) -> Reducer:
@@ -129,7 +129,7 @@ class Average(Wrapper, ReducingOptimizer):
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         if self.fsdp_backward is not None:
-            return apply_shards(bucket, self.ops, self.fsdp_backward, self._update)
+            return step_fsdp_shards(bucket, self.ops, self.fsdp_backward, self._update)
         return average(bucket, self.ops, self._update)
 
 

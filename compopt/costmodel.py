@@ -19,6 +19,8 @@ from .planning.hardware import (
     all_gather_seconds,
     all_reduce_seconds,
 )
+from .planning.layer_prediction import Grid, LayerRow, Layers
+from .planning.layer_prediction import predict_layer_rows as rows_of_layers
 from .planning.losses import LOSSES, Measurement
 from .planning.measurement import Fit, fit, fit_communication
 from .planning.methods import METHODS, Cost, Method, Workload
@@ -29,8 +31,6 @@ from .planning.model_parallel import (
     layer_seconds,
     speedup,
 )
-from .planning.pipeline import Grid, LayerRow, Layers
-from .planning.pipeline import predict_layer_rows as rows_of_layers
 from .planning.prediction import Row, Situation, Step, step_seconds
 from .planning.prediction import predict_rows as rows_of
 

@@ -67,7 +67,7 @@ from ._local.exchange import Contribution, FragmentSync, Outcome, begin_sync
 from ._local.rounds import LocalStats, OpenRound, RoundCounts
 from ._ops.norms import clip_factor, scale_all_
 from ._state.buckets import Bucket
-from ._state.layouts import Dense, Layout, Prefix
+from ._state.layouts import Layout, LocalShape, Prefix
 from ._state.tensors import HOST, to_local
 from ._wire.collectives import (
     Communicator,
@@ -136,7 +136,7 @@ class LocalSteps(Wrapper):
             out of its range.
     """
 
-    averaged_state = ("residual",)
+    rank_local_state = ("residual",)
     _anchors: Anchors | None = None  # from the first local step on, where there are other ranks
     _exchange: FragmentSync | None = None  # on its way
     _due: frozenset[int] = frozenset()  # fragments that wait for an exchange
@@ -570,7 +570,7 @@ class LocalSteps(Wrapper):
         return average(bucket, self.ops, self._update)
 
     def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:
-        return {"residual": Dense(dtype, optional=True)}
+        return {"residual": LocalShape(dtype, optional=True)}
 
     def _bucket_layouts(self, bucket: Bucket) -> dict[str, Layout]:
         if self.averages_gradients:

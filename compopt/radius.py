@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ._engine.base import CompressedOptimizer
 from ._engine.dense_start import choose_warmup, dense_steps
+from ._engine.optimizer import CompressedOptimizer
 from ._engine.options import (
     Group,
     check_adam,
@@ -47,7 +47,7 @@ from ._ops.norms import clip_factor, scale_
 from ._ops.operations import Ops
 from ._ops.update_helpers import count_steps, update_magnitudes
 from ._state.buckets import Bucket
-from ._state.layouts import Bits, Dense, Layout
+from ._state.layouts import Bits, Layout, LocalShape
 from ._state.masks import Mask, Tensors, selection_size, sizes_at_density
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype
@@ -157,8 +157,8 @@ class RadiusAdamW(CompressedOptimizer):
     r"""AdamW that averages gradients itself, in most steps only at a top-k mask shared by all ranks
     (Radius, Algorithm 1).
 
-    It replaces ``torch.optim.AdamW`` in a DistributedDataParallel script; the first forward pass
-    replaces DDP's all-reduce.
+    It replaces ``torch.optim.AdamW`` in a DistributedDataParallel script; at the first forward pass
+    it takes over from DDP's all-reduce.
 
     Args:
         params: parameters, named parameters or groups, as torch takes them. A group may override
@@ -204,7 +204,7 @@ class RadiusAdamW(CompressedOptimizer):
         TypeError: complex parameters, or sparse gradients at a step.
     """
 
-    averaged_state = ("residual",)
+    rank_local_state = ("residual",)
     mask_state = ("mask",)
 
     def __init__(
@@ -264,9 +264,9 @@ class RadiusAdamW(CompressedOptimizer):
 
     def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:
         return {
-            "exp_avg": Dense(dtype),
-            "exp_avg_sq": Dense(dtype),
-            "residual": Dense(dtype, compressed_only=True),
+            "exp_avg": LocalShape(dtype),
+            "exp_avg_sq": LocalShape(dtype),
+            "residual": LocalShape(dtype, compressed_only=True),
             "mask": Bits(compressed_only=True),
         }
 

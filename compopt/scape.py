@@ -19,9 +19,9 @@ rounds G only, not the momentum.
 
 Differences from the paper: its line 20 lacks a square root. As printed (``clip="scape"``), line 18
 scales G in v only, so that an outlier makes a *larger* step; by default ("consistent") m is made of
-the clipped G too. If a mask is lost in transit, the next step is dense. ``mask_delay=0``
-gathers the masks of a step before its payload. As in the paper, M depends on the number of ranks:
-each rank selects in its shard by its own x_n, not by the mean.
+the clipped G too. If a mask is lost in transit, the next step is dense. With ``mask_delay=0`` a
+step first gathers its own masks, and then sends its payload. As in the paper, M depends on the
+number of ranks: each rank selects in its shard by its own x_n, not by the mean.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ._engine.base import CompressedOptimizer
 from ._engine.collective_generators import CollectiveGenerator
 from ._engine.decision import StepDecision
 from ._engine.dense_start import choose_warmup
+from ._engine.optimizer import CompressedOptimizer
 from ._engine.options import (
     Group,
     check_adams,
@@ -68,7 +68,7 @@ from ._sparse.scape_masks import (
 )
 from ._state.bits import count_set_bits
 from ._state.buckets import Bucket
-from ._state.layouts import Bits, Dense, Layout, OnMask, Scalar, Sharded
+from ._state.layouts import Bits, Layout, LocalShape, OnMask, Scalar, Sharded
 from ._state.masks import Mask, sizes_at_density
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype, quantized_bits
@@ -203,8 +203,8 @@ class ScapeAdamS(CompressedOptimizer):
     r"""AdamS that averages gradients itself, at a sparse mask of its largest momenta (SCAPE,
     Algorithm 1).
 
-    It replaces ``torch.optim.AdamW`` in a DistributedDataParallel script; the first forward pass
-    replaces DDP's all-reduce.
+    It replaces ``torch.optim.AdamW`` in a DistributedDataParallel script; at the first forward pass
+    it takes over from DDP's all-reduce.
 
     Args:
         params: parameters, named parameters or groups, as torch takes them. A group may override
@@ -248,7 +248,7 @@ class ScapeAdamS(CompressedOptimizer):
         TypeError: complex parameters, or sparse gradients at a step.
     """
 
-    averaged_state = ("residual",)
+    rank_local_state = ("residual",)
     mask_state = ("next_mask",)
     whole_masters = True
 
@@ -324,7 +324,7 @@ class ScapeAdamS(CompressedOptimizer):
             momentum = {"exp_avg": Sharded(dtype), "common": common}
         return {
             **momentum,
-            "residual": Dense(dtype, compressed_only=True),
+            "residual": LocalShape(dtype, compressed_only=True),
             "mask": Bits(compressed_only=True),
             "next_mask": Bits(compressed_only=True),
             "threshold": Scalar(torch.float64, compressed_only=True),

@@ -40,17 +40,17 @@ from torch.optim.optimizer import ParamsT
 
 from ._engine.combined import OneOrSeveral
 from ._engine.dense_start import TRIAL_OPTIONS
-from ._engine.fsdp_backward import apply_shards
+from ._engine.fsdp_backward import step_fsdp_shards
 from ._engine.options import Group, check_adam, check_torch_options, ignore_capturable
 from ._engine.update import AdamWUpdate, Update
 from ._engine.wrapper import Wrapper
 from ._lowrank.options import check_group_sizes, resolve_options
-from ._lowrank.projecting import ProjectingOptimizer
+from ._lowrank.projecting_optimizer import ProjectingOptimizer
 from ._lowrank.reducer import ProjectionReducer
 from ._ops.operations import Ops
 from ._ops.update_helpers import count_steps
 from ._state.buckets import Bucket
-from ._state.layouts import Dense, Layout
+from ._state.layouts import Layout, LocalShape
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype
 from ._wire.requests import Agree, RequestGenerator, RunBatched
@@ -100,9 +100,9 @@ def update_tensors(
 class SeparateAdam(ProjectingOptimizer):
     r"""AdamW on gradients averaged through a low-rank projection (SEPARATE, Algorithm 1).
 
-    It replaces ``torch.optim.AdamW`` in a DistributedDataParallel script; the first forward pass
-    replaces DDP's all-reduce. If ``fully_shard`` shards the parameters over these ranks, it
-    replaces FSDP2's reduce-scatter (docs/fsdp.md).
+    It replaces ``torch.optim.AdamW`` in a DistributedDataParallel script; at the first forward pass
+    it takes over from DDP's all-reduce. If ``fully_shard`` shards the parameters over these ranks,
+    it replaces FSDP2's reduce-scatter (docs/fsdp.md).
 
     Args:
         params: parameters, named parameters or groups, as torch takes them. A group may override
@@ -223,15 +223,15 @@ class SeparateAdam(ProjectingOptimizer):
 
     def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:
         return {
-            "exp_avg": Dense(dtype),
-            "exp_avg_sq": Dense(dtype),
+            "exp_avg": LocalShape(dtype),
+            "exp_avg_sq": LocalShape(dtype),
             **super().state_layouts(dtype),
         }
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         update = AdamWUpdate(self.ops)
         if self.fsdp_backward is not None:
-            return apply_shards(
+            return step_fsdp_shards(
                 bucket, self.ops, self.fsdp_backward, update, self.squared_norm_factors(bucket)
             )
         return separate(bucket, self.ops, self.reducer(bucket), update)
@@ -311,7 +311,7 @@ class Separate(Wrapper, ProjectingOptimizer):
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         if self.fsdp_backward is not None:
-            return apply_shards(
+            return step_fsdp_shards(
                 bucket,
                 self.ops,
                 self.fsdp_backward,

@@ -40,14 +40,14 @@ from torch.optim.optimizer import ParamsT
 
 from ._engine.decision import StepDecision
 from ._engine.dense_start import choose_warmup, dense_steps
-from ._engine.fsdp_backward import apply_shards
+from ._engine.fsdp_backward import step_fsdp_shards
 from ._engine.options import check_adam, check_compression, check_torch_options, require_option
 from ._engine.reducer import ReduceScatterReducer
-from ._engine.reducing import ReducingOptimizer
+from ._engine.reducing_optimizer import ReducingOptimizer
 from ._engine.stats import Stats
 from ._engine.update import AdamWUpdate
 from ._ops.operations import Ops
-from ._sharded.adamw import UpdateDtype, check_gathers, check_updates, step_shards
+from ._sharded.adamw import UpdateDtype, check_gathers, check_updates, step_zero1_shards
 from ._sharded.codecs import CODECS, Codec
 from ._sparse.top_k import select_top_k_of_each
 from ._state.bits import make_bits, unpack_bits
@@ -70,7 +70,7 @@ ATTENTION = re.compile(
 
 def tagc(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     """Algorithm 1 with AdamW, all shards of one bucket, one step."""
-    return step_shards(bucket, ops, UnionReducer(bucket, ops))
+    return step_zero1_shards(bucket, ops, UnionReducer(bucket, ops))
 
 
 class UnionReducer(ReduceScatterReducer):
@@ -234,20 +234,20 @@ class TagcAdamW(ReducingOptimizer):
     r"""AdamW with sharded state on gradients that are sparsified, and reduced to the owner of each
     shard (TAGC).
 
-    It replaces ``torch.optim.AdamW`` in a DistributedDataParallel script; the first forward pass
-    replaces DDP's all-reduce. Each rank keeps the moments of 1/N of the elements, and float32
-    masters if parameters are of lower precision; the step gathers updated parameters at its end. If
-    ``fully_shard`` shards the parameters over these ranks, it replaces FSDP2's reduce-scatter, and
-    FSDP2 gathers parameters (docs/fsdp.md).
+    It replaces ``torch.optim.AdamW`` in a DistributedDataParallel script; at the first forward pass
+    it takes over from DDP's all-reduce. Each rank keeps the moments of 1/N of the elements, and
+    float32 masters if parameters are of lower precision; the step gathers updated parameters at its
+    end. If ``fully_shard`` shards the parameters over these ranks, it replaces FSDP2's
+    reduce-scatter, and FSDP2 gathers parameters (docs/fsdp.md).
 
     Args:
         params: parameters, named parameters or groups, as torch takes them. A group may override
             every option below and say ``compress=False`` or ``True``.
         lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`, with its defaults.
         foreach, fused, capturable: accepted and ignored: the backend decides how to compute.
-        amsgrad, differentiable: False; True is refused.
-        sparsity: the least share of each shard's compressed elements that a rank does not select,
-            in [0, 1). Ranks send the union of their selections, so bytes grow with the number of
+        amsgrad, differentiable: False; True is refused. sparsity: share of each shard's compressed
+        elements that a rank leaves out, at least, in [0, 1). Ranks send the union of their
+        selections, so bytes grow with the number of
             ranks.
         codec: "compact" sends the values at the union. "sketch", the paper's, sends a count sketch,
             in float32 at least. A sketch that can be decoded is larger: it needs 1.22 cells per
@@ -283,7 +283,7 @@ class TagcAdamW(ReducingOptimizer):
     """
 
     sharded = True
-    averaged_state = ("residual",)
+    rank_local_state = ("residual",)
     owner_only_state = ("update_residual",)
 
     def __init__(
@@ -378,7 +378,7 @@ class TagcAdamW(ReducingOptimizer):
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         if self.fsdp_backward is not None:
-            return apply_shards(bucket, self.ops, self.fsdp_backward, AdamWUpdate(self.ops))
+            return step_fsdp_shards(bucket, self.ops, self.fsdp_backward, AdamWUpdate(self.ops))
         return tagc(bucket, self.ops)
 
     def values_sent(self, bucket: Bucket, ranks: int) -> float:

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from compopt._engine.dense_start import dense_steps
-from compopt._engine.fsdp_backward import apply_shards
+from compopt._engine.fsdp_backward import step_fsdp_shards
 from compopt._engine.options import check_adam, check_compression, require
 from compopt._engine.reducer import AllReduceReducer
-from compopt._engine.reducing import ReducingOptimizer
+from compopt._engine.reducing_optimizer import ReducingOptimizer
 from compopt._engine.update import AdamWUpdate
 from compopt._ops.norms import clip_factor
 from compopt._ops.update_helpers import count_steps
-from compopt._sharded.adamw import step_shards
+from compopt._sharded.adamw import step_zero1_shards
 from compopt._state.buckets import Bucket
 from compopt._state.layouts import Layout
 from compopt._state.masks import Mask, selection_size
@@ -71,7 +71,7 @@ class RandomK(ReducingOptimizer):
         what was not sent yet.
     Raises: ValueError: an option out of its range."""
 
-    averaged_state = ("residual",)
+    rank_local_state = ("residual",)
 
     def __init__(
         self,
@@ -112,9 +112,9 @@ class RandomK(ReducingOptimizer):
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         if self.fsdp_backward is not None:
-            return apply_shards(bucket, self.ops, self.fsdp_backward, AdamWUpdate(self.ops))
+            return step_fsdp_shards(bucket, self.ops, self.fsdp_backward, AdamWUpdate(self.ops))
         if self.sharded:
-            return step_shards(bucket, self.ops, self.reducer(bucket))
+            return step_zero1_shards(bucket, self.ops, self.reducer(bucket))
         return randomk(bucket, self.reducer(bucket), AdamWUpdate(self.ops))
 
 

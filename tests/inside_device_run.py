@@ -21,7 +21,7 @@ from fake_device import Device, OnDevice
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from compopt._engine.fsdp_backward import RowBucket, UnsentByParam
+from compopt._engine.fsdp_backward import PendingResiduals, RowBucket
 from compopt._ops.operations import Ops
 from compopt._state.buckets import Bucket
 from compopt._state.shards import lay_out
@@ -45,7 +45,7 @@ class Rank:
     def __init__(self, rank: int, device: torch.device, group: dict[str, Any]):
         self.rank, names = rank, [f"tensor {i}" for i in range(len(SHAPES))]
         params = [torch.zeros(shape).to(device) for shape in SHAPES]
-        self.unsent_by_param: UnsentByParam = {}
+        self.pending_residuals: PendingResiduals = {}
         self.kept = Bucket(0, group, params, names)
         self.kept.state["residual"] = [None if p.dim() == 1 else torch.zeros_like(p) for p in params]
         comm, pieces = SimpleNamespace(rank=rank, size=RANKS), lay_out([(p, 0) for p in params], RANKS)
@@ -59,17 +59,17 @@ class Rank:
         return rows * (torch.arange(self.length) % 50 == 0) if few else rows
 
     def average(self, rows: Tensor, out: Tensor) -> Generator[Any, Any, None]:
-        self.bucket.load_rows(rows, self.unsent_by_param)
+        self.bucket.load_rows(rows, self.pending_residuals)
         reducer = UnionReducer(self.bucket, Ops())
         mean = yield from reducer.reduce()
         self.bucket.write_shard(reducer, mean, out)
-        self.bucket.collect_unsent(reducer, self.unsent_by_param)
+        self.bucket.collect_residuals(reducer, self.pending_residuals)
 
     def commit(self) -> list[Tensor]:
         """Commit the unsent parts, and return the residuals."""
-        for one in self.unsent_by_param.values():
+        for one in self.pending_residuals.values():
             one.commit(one.residual, 1.0)
-        self.unsent_by_param.clear()
+        self.pending_residuals.clear()
         return [e for e in self.kept.state["residual"] if e is not None]
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import compopt
-from compopt._engine.base import CompressedOptimizer
-from compopt._engine.reducing import ReducingOptimizer
+from compopt._engine.optimizer import CompressedOptimizer
+from compopt._engine.reducing_optimizer import ReducingOptimizer
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from randomk import RandomK

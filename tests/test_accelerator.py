@@ -68,7 +68,7 @@ LOOKS = {
     "radius rebuild_cache": ("RadiusAdamW", "whether a mask was loaded"),
     "_sparse.scape_masks restore_masks": ("ScapeAdamS", "whether the next mask was loaded"),
     "_sparse.scape_masks _has_dense_momentum": ("ScapeAdamS, sharded", "whether a mask was loaded"),
-    "_lowrank.projecting rebuild_cache": ("SeparateAdam, tracked", "whether a basis was loaded"),
+    "_lowrank.projecting_optimizer rebuild_cache": ("SeparateAdam, tracked", "whether a basis was loaded"),
     # when it is asked for
     "_engine.session residual_norm": ("RadiusAdamW", "stats.residual_norm()"),
     "_engine.gradients unscale_gradients": ("AdamS", "a GradScaler's scale"),

@@ -26,7 +26,7 @@ FEW = SHAPES[:2]  # for Triton's interpreter, which takes seconds for the others
 every = pytest.mark.parametrize("case", CASES + FORMS + OTHERS, ids=lambda case: case.name)
 every_kept = pytest.mark.parametrize(
     "case",
-    [case for case in CASES + FORMS + OTHERS if case.cls.averaged_state and not case.draws],
+    [case for case in CASES + FORMS + OTHERS if case.cls.rank_local_state and not case.draws],
     ids=lambda case: case.name,
 )
 

@@ -34,12 +34,12 @@ def test_resumed_on_the_same_ranks_it_continues_to_the_bit(case, at):
 @every
 def test_consolidated_it_resumes_on_any_number_of_ranks_with_the_mean_residual(case):
     def mean_residual(ranks: Ranks) -> torch.Tensor:
-        names = [o.state_dict() and o.averaged_state for o in ranks.optimizers].pop()
+        names = [o.state_dict() and o.rank_local_state for o in ranks.optimizers].pop()
         flats = [torch.cat([b.flat[n] for b in o._buckets for n in names]) for o in ranks.optimizers]
         return torch.stack(flats).mean(0)
 
     ranks = make_ranks(case, 4, torch.float64, **case.averaging)
-    if not ranks.optimizers[0].averaged_state:
+    if not ranks.optimizers[0].rank_local_state:
         pytest.skip("keeps no residual")
     ranks.train(loss, 7)
     if case.sharded:  # what is common to all ranks goes to the owner alone, until then
@@ -61,7 +61,7 @@ def test_consolidated_it_resumes_on_any_number_of_ranks_with_the_mean_residual(c
 @every
 def test_a_residual_of_another_rank_is_loaded_with_a_warning(case):
     ranks = make_ranks(case, 2)
-    if not ranks.optimizers[0].averaged_state:
+    if not ranks.optimizers[0].rank_local_state:
         pytest.skip("keeps no residual")
     ranks.train(loss, 7)
     with pytest.warns(UserWarning, match="rank 0 of 2"):

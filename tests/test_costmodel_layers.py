@@ -28,7 +28,7 @@ from compopt.costmodel import DEVICES, PAPER, Layers, speedup
 from compopt.planning.activation_costs import COMPRESSORS as KINDS
 from compopt.planning.activation_costs import Work, crossing_of, exchange_of
 from compopt.planning.hardware import Speed
-from compopt.planning.pipeline import order_1f1b, pipeline_seconds
+from compopt.planning.layer_prediction import order_1f1b, pipeline_seconds
 
 
 def on_meta(make):

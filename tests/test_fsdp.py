@@ -142,7 +142,7 @@ def test_compressed_replicas_stay_equal_with_empty_shards_too(runs, name):
     assert [rank[name]["empty"] for rank in runs] == [0, 2, 0, 2]
     assert all(rank[name]["apart"] == 0 for rank in runs)
     assert all(
-        rank[name]["share"] < (0.7 if by_name[name].cls.averaged_state else 1.02) for rank in runs
+        rank[name]["share"] < (0.7 if by_name[name].cls.rank_local_state else 1.02) for rank in runs
     )  # control words
 
 

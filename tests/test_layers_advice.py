@@ -20,7 +20,7 @@ from compopt.costmodel import COMPRESSORS, DEVICES, Layers, advise_layers
 from compopt.planning.activation_advice import AS_FAST, layers_pay_below, make_lines
 from compopt.planning.activation_costs import UNCOMPRESSED
 from compopt.planning.decision import WORTH_IT
-from compopt.planning.pipeline import (
+from compopt.planning.layer_prediction import (
     NONE,
     compressible_places,
     count_codecs,

@@ -41,7 +41,7 @@ def held_back(optimizer: torch.optim.Optimizer) -> float:
     """Everything that a rank's state owes or has chosen, by its size."""
     optimizer.state_dict()
     masks = ("next_mask",) if "SCAPE" in str(type(optimizer).__doc__) else ("mask",)  # SCAPE's own mask is all ones
-    names = (*optimizer.averaged_state, *masks, "basis")
+    names = (*optimizer.rank_local_state, *masks, "basis")
     kept = [entry[name].double() for entry in optimizer.state.values() for name in names if name in entry]
     return sum(float(tensor.abs().sum()) for tensor in kept)
 

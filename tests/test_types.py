@@ -43,7 +43,7 @@ from compopt.activations import (
     drop_compressors,
     set_compression,
 )
-from compopt.activations.base import Alone
+from compopt.activations.base import Ranks
 from compopt.costmodel import METHODS, Machine, Situation, Workload, advise, fit, rows_of
 from compopt.integrations.hf import CompoptCallback
 
@@ -100,7 +100,7 @@ class Trainer:
 class Halves(Compressor):
     summable = True
 
-    def compress(self, x: Tensor, ranks: Alone = ALONE) -> tuple[Tensor, None]:
+    def compress(self, x: Tensor, ranks: Ranks = ALONE) -> tuple[Tensor, None]:
         return x.unflatten(-1, (-1, 2)).mean(-1), None
 
     def decompress(self, values: Tensor, side: Tensor | None, shape: tuple[int, ...]) -> Tensor:

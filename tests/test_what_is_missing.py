@@ -63,7 +63,7 @@ def test_what_is_missing_is_said_once_by_the_rank_that_saves(case):
     ranks = make_ranks(case, 3)
     ranks.train(loss, 7)
     optimizer = ranks.optimizers[1]
-    if not optimizer.averaged_state:
+    if not optimizer.rank_local_state:
         assert state_and_warnings(optimizer)[1] == []
         return
     _, words = state_and_warnings(optimizer)

@@ -18,7 +18,7 @@ from table import CASES, FORMS, Case
 from torch import nn
 
 import compopt
-from compopt._engine.base import CompressedOptimizer
+from compopt._engine.optimizer import CompressedOptimizer
 
 ROOT = Path(compopt.__file__).parents[1]
 PAGE = (ROOT / "docs" / "writing.md").read_text()
@@ -105,8 +105,8 @@ def _in_the_table(cls: type[CompressedOptimizer], table: Sequence[Case]) -> list
     for state in sorted(optimizer.state_layouts(torch.float32).keys() - TWO_MOMENTS):
         if f"``{state}``" not in cls.__doc__ and state not in cls.__doc__.split("State")[-1]:
             results.append(f"the docstring of {name} says nothing of its state {state!r}")
-        if state == "residual" and state not in cls.averaged_state:
-            results.append(f"{name} keeps a residual that is not in averaged_state: checkpoints would lose it")
+        if state == "residual" and state not in cls.rank_local_state:
+            results.append(f"{name} keeps a residual that is not in rank_local_state: checkpoints would lose it")
     return results
 
 
@@ -143,7 +143,7 @@ def test_what_is_forgotten_is_named(monkeypatch):
 
 def test_a_residual_that_checkpoints_would_lose_is_named(monkeypatch):
     class Forgetful(RandomK):
-        averaged_state = ()
+        rank_local_state = ()
 
     Forgetful.__doc__ = RandomK.__doc__.replace("residual", "rest")
     monkeypatch.setattr(Forgetful, "__module__", "loose")
@@ -151,7 +151,7 @@ def test_a_residual_that_checkpoints_would_lose_is_named(monkeypatch):
     assert forgotten(Forgetful, [Case(Forgetful, {}, {}, torch.optim.AdamW)]) == [
         "loose.py does not open with the pseudo-code of Forgetful: a numbered block behind '::'",
         "the docstring of Forgetful says nothing of its state 'residual'",
-        "Forgetful keeps a residual that is not in averaged_state: checkpoints would lose it",
+        "Forgetful keeps a residual that is not in rank_local_state: checkpoints would lose it",
         "Forgetful has no tests of its own: write tests/test_loose.py, with an oracle",
         "Forgetful is on no page: name examples/loose.py in docs/",
     ]

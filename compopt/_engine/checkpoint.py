@@ -95,7 +95,7 @@ def find_owner_of_residuals(session: Session) -> str:
     ranks.
     """
     optimizer = session.optimizer
-    if not (optimizer.sharded or optimizer.averaged_state):
+    if not (optimizer.sharded or optimizer.rank_local_state):
         return "mean"
     is_gathered = all(b.gathered_state or not b.sharded_names for b in session.buckets)
     comm = session.comm
@@ -111,7 +111,7 @@ def consolidate_as_generator(session: Session) -> CollectiveGenerator[None]:
     settle_for_saving(session)
     session.overlap.discard()  # payloads of a backward hold the residuals of before
     for bucket in session.buckets:
-        for name in session.optimizer.averaged_state:
+        for name in session.optimizer.rank_local_state:
             if bucket.flat[name].numel():
                 yield from average_state(bucket.flat[name], bucket.device, session.comm)
         bucket.gathered_state = {}
@@ -120,7 +120,7 @@ def consolidate_as_generator(session: Session) -> CollectiveGenerator[None]:
     for bucket in session.frozen_buckets:
         for p in bucket.params:
             entry = session.optimizer.state.get(p, {})
-            for name in session.optimizer.averaged_state:
+            for name in session.optimizer.rank_local_state:
                 if name in entry:
                     yield from average_state(entry[name], bucket.device, session.comm)
     session.consolidated_at = session.steps
@@ -161,7 +161,7 @@ def _describe_missing_state(session: Session) -> Iterator[str]:
             "rest"
         )
     # other ranks have residuals in the same steps as this one
-    residuals = optimizer.averaged_state
+    residuals = optimizer.rank_local_state
     if any(bucket.flat[name].any() for bucket in buckets for name in residuals):
         yield f"it lacks the residuals of {others} ({', '.join(residuals)})"
     # inner optimizers step by themselves on every rank; inside FSDP2 parameters differ as shards
@@ -419,7 +419,7 @@ def _warn_of_lost_residuals(
     """
     if not saved or saved[0].get("step", 0) == 0:
         return
-    names, comm = session.optimizer.averaged_state, session.comm
+    names, comm = session.optimizer.rank_local_state, session.comm
     states = (t.entry[name] for t in tensors for name in names if name in t.entry)
     if not (session.optimizer.sharded or any(bool(value.any()) for value in states)):
         return

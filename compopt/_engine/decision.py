@@ -37,7 +37,7 @@ class StepDecision:
     # the phase of each bucket that has compressed tensors, by its index
     phase_of: dict[int, str] = field(default_factory=dict)
     # the mean over ranks of the last bucket's control fields
-    agreed: dict[str, list[float]] = field(default_factory=dict)
+    control_means: dict[str, list[float]] = field(default_factory=dict)
     # tensors with a non-finite gradient on some rank
     non_finite: list[str] = field(default_factory=list)
     # ranks have different settings
@@ -81,7 +81,9 @@ def read_decision(exchanges: list[BucketExchange]) -> StepDecision:
         bucket, payload = exchange.bucket, exchange.agreement.payload
         payload.marks = marks = list(islice(numbers, len(payload.header)))
         control = exchange.control.split(list(islice(numbers, len(exchange.control))))
-        decision.agreed = control  # of the last bucket, which alone carries the step's fields
+        decision.control_means = (
+            control  # of the last bucket, which alone carries the step's fields
+        )
         pairs = zip(bucket.names, marks, strict=True)
         decision.non_finite += [name for name, mark in pairs if mark != mark]
         decision.has_failed_rank |= control["failed"][0] > 0
@@ -89,7 +91,7 @@ def read_decision(exchanges: list[BucketExchange]) -> StepDecision:
         total += squared / bucket.replicas
         if any(bucket.compressed):
             decision.phase_of[bucket.index] = exchange.agreement.phase
-    decision.mismatched = bits_differ(decision.agreed["settings"])
+    decision.mismatched = bits_differ(decision.control_means["settings"])
     decision.norm = total**0.5
     if total != total or total == float("inf"):
         decision.non_finite = decision.non_finite or ["the average over ranks"]
@@ -97,16 +99,16 @@ def read_decision(exchanges: list[BucketExchange]) -> StepDecision:
 
 
 def combine_decisions(
-    decision: StepDecision, groups: Sequence[Communicator], device: torch.device
+    decision: StepDecision, comms: Sequence[Communicator], device: torch.device
 ) -> CollectiveGenerator[None]:
-    """Combine ``decision`` with those of all ranks of these groups, each of which has averaged
-    another part of the gradient. ``groups`` are dimensions of a mesh.
+    """Combine ``decision`` with those of all ranks of ``comms``, the dimensions of a mesh. Each
+    rank has averaged another part of the gradient.
     """
-    if not groups:
+    if not comms:
         return
     facts = [decision.non_finite, decision.mismatched, decision.has_failed_rank, decision.misplaced]
     fields = [0.0 if decision.non_finite else decision.norm**2, *(float(bool(x)) for x in facts)]
-    sums = yield from sum_over_groups(groups, fields, device)
+    sums = yield from sum_over_groups(comms, fields, device)
     squared, non_finite, mismatched, failed, misplaced = sums
     decision.norm = squared**0.5
     decision.mismatched, decision.has_failed_rank = mismatched > 0, failed > 0
@@ -120,17 +122,17 @@ def read_numbers(exchanges: list[BucketExchange]) -> list[float]:
     """Read all numbers of the decision from the device: the squared norms of all averages, then the
     header and the control fields of each payload.
     """
-    device, agreed = exchanges[-1].bucket.device, [exchange.agreement for exchange in exchanges]
-    payloads = [agreement.payload for agreement in agreed]
+    device, agreements = exchanges[-1].bucket.device, [one.agreement for one in exchanges]
+    payloads = [agreement.payload for agreement in agreements]
     fields = [p.flat[: p.flat.numel() - p.body.numel()].to(device) for p in payloads]
     # norms that the generator has not computed, for all buckets together
     clips = any(exchange.bucket.group.get("max_grad_norm") is not None for exchange in exchanges)
-    bodies = [a.payload.body for a in agreed if a.squared_norm is None]
-    if len(bodies) == len(agreed) and all(body.device == device for body in bodies):
+    bodies = [a.payload.body for a in agreements if a.squared_norm is None]
+    if len(bodies) == len(agreements) and all(body.device == device for body in bodies):
         squares = stacked_squared_norms(bodies, clips)
     else:
         computed = iter(squared_norms(bodies, clips))
-        norms = [next(computed) if a.squared_norm is None else a.squared_norm for a in agreed]
+        norms = [next(computed) if a.squared_norm is None else a.squared_norm for a in agreements]
         squares = torch.cat([square.to(device).view(-1) for square in norms])
     numbers: list[float] = torch.cat([squares, torch.cat(fields).double()]).tolist()
     return numbers

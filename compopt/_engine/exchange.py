@@ -164,12 +164,12 @@ class BucketExchange:
         self._answers.append(answer)
         self._start_or_withhold(lambda: self._resume_generator(answer))
 
-    def resume_after_agree(self, answer: Answer) -> None:
+    def resume_and_start_next(self, answer: Answer) -> None:
         """Resume the generator up to its next request, and start that."""
         self._start(self._resume_generator(answer))
 
-    def resume_after_commit(self, answer: Answer) -> None:
-        """Resume the generator with what was sent after the commit, to its end or to a
+    def resume_post_commit(self, answer: Answer) -> None:
+        """Resume the generator with the answer to its post-commit request, to its end or to a
         ``RunBatched``.
         """
         self.request = None

@@ -4,11 +4,11 @@
     optimizer = compopt.TagcAdamW(model.named_parameters(), lr=3e-4)
 
 Where FSDP2 shards the parameters over the optimizer's own ranks, each of its reduce-scatters comes
-here as soon as backward has the gradients. Those of one parameter group become a bucket, whose
-shards are FSDP's, and the method's reducer averages it as it does elsewhere. The
-averages become FSDP's gradients (``p.grad``), which may be clipped and read as usual. In
-``step()`` all ranks agree, and this rank's shards are updated. Only an applied step changes
-residuals. FSDP gathers parameters itself.
+here as soon as backward has the gradients. The gradients of each parameter group of the optimizer
+in one reduce-scatter become a bucket, cut as FSDP cuts the parameters, and the method's reducer
+averages it as it does elsewhere. The averages become FSDP's gradients (``p.grad``), which may be
+clipped and read as usual. In ``step()`` all ranks agree, and this rank's shards are updated. Only
+an applied step changes residuals. FSDP gathers parameters itself.
 
 In a further backward of the same step residuals are left out: they have been sent.
 """
@@ -26,7 +26,7 @@ from .._ops.norms import clip_factor, squared_norm
 from .._ops.operations import Ops
 from .._state.buckets import Bucket
 from .._state.layouts import Prefix
-from .._state.shards import Piece, cut_by_rows, lay_out
+from .._state.shards import ParamColumns, cut_by_rows, lay_out
 from .._state.tensors import to_local
 from .._wire.collectives import Communicator, PendingCollective
 from .._wire.payload import Payload
@@ -42,23 +42,23 @@ BucketPosition = tuple[Bucket, int]
 
 
 @dataclass
-class Unsent:
-    """The part of a parameter's gradient that the backwards of one step have not sent.
+class PendingResidual:
+    """The residual of a parameter if the step is applied: what the backwards of the step have not
+    sent.
 
-    ``next_residual``: the residual if the step is applied, in place of ``residual``. ``state``:
-    other new state, by name.
+    ``next_residual`` then takes the place of ``residual``. ``state``: other new state, by name.
     """
 
     next_residual: Tensor
     residual: Tensor
     state: dict[str, Tensor] = field(default_factory=dict)
 
-    def commit(self, current: Tensor, factor: float) -> None:
+    def write_to(self, current: Tensor, factor: float) -> None:
         """Write ``next_residual`` to the ``current`` residual; ``factor``, which clipped the
         average, scales the change.
 
-        A checkpoint, or another layout, may have replaced ``residual`` since: what this step has
-        not sent is then added to the ``current`` one.
+        If ``residual`` was replaced since backward (a checkpoint was loaded, or state was laid out
+        again), the change, ``next_residual - residual``, is added to ``current``.
         """
         if current is not self.residual:
             current.add_(self.next_residual.sub_(self.residual), alpha=factor)
@@ -68,13 +68,14 @@ class Unsent:
             current.lerp_(self.next_residual, factor)
 
 
-UnsentByParam = dict[Tensor, Unsent]  # of parameters whose gradients a backward has reduced
+# of parameters whose gradients a backward has reduced
+PendingResiduals = dict[Tensor, PendingResidual]
 # writes the residual of tensor i of a bucket; the factor has clipped the average
-CommitUnsent = Callable[[Bucket, int, Unsent, float], None]
+WriteResidual = Callable[[Bucket, int, PendingResidual, float], None]
 
 
 class RowBucket(Bucket):
-    """The gradients of one parameter group in one reduce-scatter.
+    """The gradients of one parameter group of the optimizer in one reduce-scatter.
 
     Its tensors have the parameters' global shapes and no memory; only their ``grad`` is real. A
     tensor that the reducer needs ``as_matrix`` keeps the parameter's shape, and ranks own the rows
@@ -89,7 +90,7 @@ class RowBucket(Bucket):
         self,
         index: int,
         session: Session,
-        pieces: list[Piece],
+        pieces: list[ParamColumns],
         bucket_positions: list[BucketPosition | None],
         as_matrix: list[bool],
         dtype: torch.dtype,
@@ -120,7 +121,7 @@ class RowBucket(Bucket):
         self.shards = cut_by_rows(ranges, owned, compressed, self.rank)
         self.mean_factory = session.ops.quantized_mean_factory(self)
 
-    def load_rows(self, rows: Tensor, unsent_by_param: UnsentByParam) -> None:
+    def load_rows(self, rows: Tensor, pending_residuals: PendingResiduals) -> None:
         """Read this rank's gradients from ``rows``; copy the residuals to be sent."""
         for p, piece, matrix in zip(self.params, self.pieces, self.as_matrix, strict=True):
             values = rows[:, piece.columns].reshape(-1)
@@ -132,7 +133,7 @@ class RowBucket(Bucket):
             e = self.residual(i)
             if e is None:
                 parts.append([])
-            elif p in unsent_by_param:  # an earlier backward has sent it
+            elif p in pending_residuals:  # an earlier backward has sent it
                 parts.append([e.new_zeros(self.lengths[i])])
             else:
                 parts.append([e.reshape(-1)] if matrix else piece.in_shard_order(e))
@@ -173,18 +174,18 @@ class RowBucket(Bucket):
         zero_or_nan = (mean.header * 0).to(out.dtype).split(1)
         torch._foreach_add_([shard[:1] for shard in shards], [*zero_or_nan])
 
-    def collect_unsent(self, reducer: Reducer, unsent_by_param: UnsentByParam) -> None:
+    def collect_residuals(self, reducer: Reducer, pending_residuals: PendingResiduals) -> None:
         """Add what this backward has not sent."""
         reducer.feed_back([True] * len(self.pieces))
         for i, (p, piece) in enumerate(zip(self.model_params, self.pieces, strict=True)):
             rest, residual = self.state["residual"][i], self.residual(i)
             if residual is not None:
                 rest = rest if self.as_matrix[i] else piece.in_shape(rest)
-                if p in unsent_by_param:
-                    unsent_by_param[p].next_residual.add_(rest)
+                if p in pending_residuals:
+                    pending_residuals[p].next_residual.add_(rest)
                 else:
-                    unsent_by_param[p] = Unsent(rest, residual)
-                unsent_by_param[p].state.update(reducer.next_state(i))
+                    pending_residuals[p] = PendingResidual(rest, residual)
+                pending_residuals[p].state.update(reducer.next_state(i))
         for p in self.params:
             p.grad = None
         self.flat, self.state = {}, {}
@@ -194,7 +195,7 @@ class RowBucket(Bucket):
 class FSDPUnit:
     """One reduce-scatter: whose gradients, where their state is, and the buckets they are in."""
 
-    pieces: list[Piece]
+    pieces: list[ParamColumns]
     bucket_positions: list[BucketPosition | None]
     as_matrix: list[bool] = field(default_factory=list)
     buckets: list[RowBucket] = field(default_factory=list)
@@ -203,7 +204,7 @@ class FSDPUnit:
 class FSDPBackward:
     """The optimizer's part in FSDP2's backward: it compresses and averages gradients.
 
-    ``make_reducer`` makes the reducer of a bucket. ``commit_unsent`` writes a residual when a step
+    ``make_reducer`` makes the reducer of a bucket. ``write_residual`` writes a residual when a step
     is applied.
     """
 
@@ -211,17 +212,17 @@ class FSDPBackward:
         self,
         session: Session,
         make_reducer: Callable[[Bucket], Reducer],
-        commit_unsent: CommitUnsent,
+        write_residual: WriteResidual,
     ):
         self.session, self.make_reducer = session, make_reducer
-        self.commit_unsent = commit_unsent
-        # survives a new layout between a backward and its step: the step commits it
-        self.unsent_by_param: UnsentByParam = {}
+        self.write_residual = write_residual
+        # kept when state is laid out again between backward and step(), which has to commit it
+        self.pending_residuals: PendingResiduals = {}
         self.buckets_since_step: dict[
             int, tuple[Bucket, str]
         ] = {}  # buckets since the last step, and phases
         self.in_flight: list[PendingReduction] = []
-        self._layouts: dict[tuple[Tensor, ...], FSDPUnit] = {}
+        self._units: dict[tuple[Tensor, ...], FSDPUnit] = {}
         self._count = 0  # of buckets
         self._backward = -1  # the running one
 
@@ -237,12 +238,12 @@ class FSDPBackward:
         buckets = self.session.buckets
         return sum(p.numel() * b.grad_dtype.itemsize for b in buckets for p in b.params)
 
-    def forget_layouts(self) -> None:
+    def forget_units(self) -> None:
         """Forget all layouts; the next backward makes new ones.
 
         Parameters were added or frozen, or have their state elsewhere.
         """
-        self._layouts, self._count = {}, 0
+        self._units, self._count = {}, 0
 
     def reduce(
         self, params: Params, rows: Tensor, out: Tensor, blocking: bool, backward: int
@@ -271,26 +272,26 @@ class FSDPBackward:
 
     def _average(self, bucket: RowBucket, rows: Tensor, out: Tensor) -> RequestGenerator[None]:
         """Average the gradients of one bucket, from ``rows`` into ``out``."""
-        bucket.load_rows(rows, self.unsent_by_param)
+        bucket.load_rows(rows, self.pending_residuals)
         reducer = self.make_reducer(bucket)
         self.buckets_since_step[bucket.index] = bucket, reducer.phase
         mean = yield from reducer.reduce()
         bucket.write_shard(reducer, mean, out)
-        bucket.collect_unsent(reducer, self.unsent_by_param)
+        bucket.collect_residuals(reducer, self.pending_residuals)
 
     def _buckets_of(
         self, params: Params, key: tuple[Tensor, ...], dtype: torch.dtype
     ) -> list[RowBucket]:
         """Return a bucket for each parameter group; new ones if a reducer needs other shapes."""
-        if key not in self._layouts:
+        if key not in self._units:
             pieces = lay_out(params, self.session.comm.size)
             positions: list[BucketPosition | None] = [None] * len(key)
             for n, p in enumerate(key):
                 if (bucket := self.session.bucket_of.get(p)) is not None:
                     i = next(i for i, other in enumerate(bucket.params) if other is p)
                     positions[n] = bucket, i
-            self._layouts[key] = FSDPUnit(pieces, positions)
-        layout, needs = self._layouts[key], self.session.optimizer.reduces_as_matrix
+            self._units[key] = FSDPUnit(pieces, positions)
+        layout, needs = self._units[key], self.session.optimizer.reduces_as_matrix
         positions = layout.bucket_positions
         as_matrix = [position is not None and needs(*position) for position in positions]
         if layout.as_matrix != as_matrix:
@@ -313,24 +314,24 @@ class FSDPBackward:
         return layout.buckets
 
     def _discard_unapplied(self) -> None:
-        """Forget the unsent part of gradients that were discarded since the last backward.
+        """Forget the pending residuals of gradients that were discarded since the last backward.
 
         ``zero_grad(set_to_none=False)`` leaves zeros, as one shard may have by chance: one
         all-reduce, for which backward waits, decides whether gradients were discarded.
         """
-        self.unsent_by_param = {
-            p: unsent for p, unsent in self.unsent_by_param.items() if p.grad is not None
+        self.pending_residuals = {
+            p: pending for p, pending in self.pending_residuals.items() if p.grad is not None
         }
-        if self.unsent_by_param:
+        if self.pending_residuals:
             session = self.session
             some = any(
-                bool(to_local(p.grad).any()) for p in self.unsent_by_param if p.grad is not None
+                bool(to_local(p.grad).any()) for p in self.pending_residuals if p.grad is not None
             )
             flag = torch.tensor([float(some)], dtype=torch.float32, device=session.device)
             pending = session.comm.start(AllReduceMean(flag))
             pending.wait()
             if not flag.item():
-                self.unsent_by_param = {}
+                self.pending_residuals = {}
 
     def finish(self) -> None:
         """Wait for everything that has begun."""
@@ -352,11 +353,11 @@ class FSDPBackward:
         """Write the residual of tensor i, to which the step is applied. ``norm`` is that of all
         averaged gradients, before a clip.
         """
-        unsent = self.unsent_by_param.get(bucket.params[i])
+        pending = self.pending_residuals.get(bucket.params[i])
         # norm 0: the averaged gradients were zeroed before step(), so residuals stay
-        if unsent is not None and norm > 0:
+        if pending is not None and norm > 0:
             factor = clip_factor(norm, bucket.group["max_grad_norm"])
-            self.commit_unsent(bucket, i, unsent, factor)
+            self.write_residual(bucket, i, pending, factor)
 
 
 class PendingReduction:
@@ -388,10 +389,10 @@ class PendingReduction:
             self.pending = self.comm.start(request)
 
 
-def apply_shards(
+def step_fsdp_shards(
     bucket: Bucket,
     ops: Ops,
-    reduce_scatter: FSDPBackward,
+    fsdp_backward: FSDPBackward,
     update: Update,
     squared_norm_factors: Iterable[float] | None = None,
 ) -> RequestGenerator[None]:
@@ -409,14 +410,14 @@ def apply_shards(
     for g, norm_factor in zip(grads, norm_factors, strict=True):
         if g is not None:
             squared += squared_norm(g.reshape(-1)) * norm_factor
-    norm = yield Agree(mean, reduce_scatter.phase, squared, covers_shard_only=True)
+    norm = yield Agree(mean, fsdp_backward.phase, squared, covers_shard_only=True)
 
     factor = clip_factor(norm, bucket.group["max_grad_norm"])
     have_gradients = bucket.have_gradients(mean)
     yield Commit()
     # from here on state changes
     for i in (i for i, has_gradient in enumerate(have_gradients) if has_gradient):
-        reduce_scatter.commit_residual(bucket, i, norm)
+        fsdp_backward.commit_residual(bucket, i, norm)
         g = grads[i]
         bucket.state["step"][i].add_(1)
         ghat = update.memory_for(bucket, i, g if factor == 1 else None)

@@ -49,7 +49,7 @@ def wait_for_all_to_consolidate(session: Session, patience: float | None) -> Non
     Raises CommunicationError, with nothing started, if some have not after ``patience`` seconds;
     ValueError if they consolidate different optimizers.
     """
-    comm, names = session.comm, session.optimizer.averaged_state
+    comm, names = session.comm, session.optimizer.rank_local_state
     store = comm.store
     if store is None or not (names or session.optimizer.sharded):
         return

@@ -32,8 +32,9 @@ class PostCommitExchanges:
         exchange that follows.
         """
         try:
-            # Unsharded: resumed at Agree with the norm. Sharded: at Commit, which has no answer.
-            exchange.resume_after_agree(answer)
+            # Unsharded: resumed at Agree with the norm. Sharded: at Commit, which has
+            # no answer.
+            exchange.resume_and_start_next(answer)
         except StopIteration:
             return
         except CommunicationError:  # the step is applied; only the exchange after it is lost
@@ -53,11 +54,11 @@ class PostCommitExchanges:
         exchanges, self.exchanges = self.exchanges, []
         for exchange in exchanges:
             try:
-                exchange.resume_after_commit(exchange.in_flight.wait())
+                exchange.resume_post_commit(exchange.in_flight.wait())
             except CommunicationError:
                 exchange.close()
                 self.lost = True
-        run_batched_requests(exchanges, BucketExchange.resume_after_commit)
+        run_batched_requests(exchanges, BucketExchange.resume_post_commit)
 
     def forget(self) -> None:
         """Drop all exchanges without waiting: their group is gone."""
@@ -130,7 +131,8 @@ class BackwardOverlap:
                 post_commit.finish()
                 if not (post_commit.lost or post_commit.unconfirmed):
                     if self.schedule is not None:
-                        # to the same place on all ranks, of which one may have come further
+                        # ranks may have started different numbers of exchanges: start all but the
+                        # last on every rank, then abandon them
                         self.schedule.run_in_backward(lambda bucket: True)
                         self.schedule.abandon()
                     self.schedule = ExchangeSchedule(buckets, algorithm, comm)

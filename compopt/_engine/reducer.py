@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .._ops.norms import finite_marks, squared_norm, stacked_squared_norms
+from .._ops.norms import gradient_marks, squared_norm, stacked_squared_norms
 from .._ops.operations import Ops
 from .._state.buckets import Bucket
 from .._state.masks import Mask
@@ -41,8 +41,8 @@ class Reducer(Protocol):
         """The averaged gradient of what this rank owns of every tensor, as vectors."""
 
     def feed_back(self, have_gradients: list[bool]) -> None:
-        """Replace the bucket's residuals by what was not sent of gradient and residual; of tensors
-        that are not ``have_gradients`` they stay.
+        """Set the residual of every tensor with a gradient on any rank (``have_gradients``) to the
+        part of gradient plus residual that was not sent. The other residuals stay.
         """
 
     def next_state(self, i: int) -> dict[str, Tensor]:
@@ -91,7 +91,7 @@ class ReduceScatterReducer:
 
     def reduce(self) -> RequestGenerator[Payload]:
         like = torch.empty(0, dtype=self.bucket.compute_dtype, device=self.bucket.device)
-        flat = self.make_owner_payloads(finite_marks(self.grads, like))
+        flat = self.make_owner_payloads(gradient_marks(self.grads, like))
         self.write_whole_tensors()
         mean = yield from self.exchange(flat)
         self.values = list(mean.parts)

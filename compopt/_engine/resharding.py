@@ -183,7 +183,7 @@ def catch_up(
     saved = optimizer._saved()
     # all tensors that ranks share, in the same order on all of them
     unshared = {name for bucket in session.buckets for name in bucket.sharded_names}
-    unshared.update(optimizer.averaged_state)
+    unshared.update(optimizer.rank_local_state)
     shared = [
         to_local(value)
         for state in (saved["state"], saved.get("base", {}).get("state", {}))
@@ -232,14 +232,14 @@ def catch_up(
 def _load_without_residuals(
     session: Session, saved: dict[str, Any], steps: list[int], learned: list[Group]
 ) -> None:
-    """Load a state dict that holds the tensors of a rank that is ahead, with the options that this
-    rank has ``learned``; clear the residuals of the groups that are ahead there.
+    """Load ``saved``, which has the tensors of the rank that is ahead, with that rank's ``steps``
+    and ``learned`` options. Zero the residuals of the groups in which it is ahead.
     """
     optimizer = session.optimizer
     for group, step, options in zip(saved["param_groups"], steps, learned, strict=True):
         entries = [saved["state"].get(key, {}) for key in group["params"] if group["step"] != step]
         for entry in entries:
-            for name in set(optimizer.averaged_state) & entry.keys():
+            for name in set(optimizer.rank_local_state) & entry.keys():
                 entry[name] = torch.zeros_like(entry[name])
         group.update(_to_tuples(options), step=step, residuals="mean")
     optimizer.load_state_dict(saved)
@@ -266,7 +266,7 @@ def warn_of_lost_residuals(
     ``residual_norm``: computes the norm of this rank's residuals, if the session holds only a part.
     """
     optimizer = session.optimizer
-    if optimizer.averaged_state and size < size_before:
+    if optimizer.rank_local_state and size < size_before:
         shards = " The moments of their shards begin again at zero." if optimizer.sharded else ""
         norm = (residual_norm or session.residual_norm)()
         warn(

@@ -1,7 +1,7 @@
 """The session of one optimizer: its buckets and their state, the ranks it averages with, its
 backend, and the exchanges in flight.
 
-``CompressedOptimizer`` holds a session, which refers to it weakly, by its ``OptimizerHooks``: both
+A ``CompressedOptimizer`` owns its session, which refers to it weakly, as an ``OptimizerBase``: both
 are freed when the optimizer is deleted. ``build_buckets`` lays out buckets and state for the
 current groups; it runs again after groups, ranks or a checkpoint have changed them. Data of a
 single step is in ``Step``.
@@ -37,7 +37,7 @@ from .._wire.collectives import (
 from .._wire.warning import warn
 from .decision import StepDecision
 from .dense_start import Trial, begin_trial
-from .hooks import OptimizerHooks
+from .optimizer_base import OptimizerBase
 from .options import OPTIONS_WITHOUT_HANDSHAKE, Group, Setting, select_options
 from .overlap import BackwardOverlap, PostCommitExchanges
 from .stats import RunTotals, Stats, WaitRecord, show_summary
@@ -85,7 +85,7 @@ class Session:
 
     def __init__(
         self,
-        optimizer: OptimizerHooks,
+        optimizer: OptimizerBase,
         group: ProcessGroup | Communicator | None,
         parameters: frozenset[Tensor] = frozenset(),
         trainable: frozenset[Tensor] = frozenset(),
@@ -101,7 +101,7 @@ class Session:
         # why parameters and state are inconsistent (a step was applied in part), or empty
         self.corrupt = ""
         # the options that decide what is sent, which all ranks had in the last step
-        self.verified_structure = ""
+        self.verified_message_options = ""
         # the ranks that hold the other parts of this rank's model, by dimensions of its mesh
         self.shard_communicators: list[Communicator] = []
         # those to use in place of the mesh's, for collectives that run beside training
@@ -144,7 +144,7 @@ class Session:
         self.step_callbacks: list[Callable[[], None]] = []  # called after every step
 
     @property
-    def optimizer(self) -> OptimizerHooks:
+    def optimizer(self) -> OptimizerBase:
         """Return the optimizer; raise ReferenceError if it was deleted."""
         optimizer = self._optimizer()
         if optimizer is None:
@@ -193,7 +193,7 @@ class Session:
         return [(f"outer optimizer, {subject}", value) for subject, value in settings]
 
     @property
-    def structure(self) -> str:
+    def message_options(self) -> str:
         """The options that decide what is sent, and so the lengths of messages."""
         sizing = self.optimizer._known_options - OPTIONS_WITHOUT_HANDSHAKE
         return repr([select_options(group, sizing) for group in self.option_groups])
@@ -301,7 +301,7 @@ class Session:
         )
         self.bytes_reported = connection.bytes_sent if connection else 0
         self.unverify()
-        self.verified_structure = ""
+        self.verified_message_options = ""
         self.post_commit = PostCommitExchanges()
         self.overlap = BackwardOverlap(self.post_commit)
         # a known parameter whose requires_grad has changed moves in follow_requires_grad

@@ -124,7 +124,7 @@ class Step:
         if not self.buckets:
             return None
         decision = yield from self._exchange_buckets()
-        if decision.agreed["unfrozen"][0] > 0:
+        if decision.control_means["unfrozen"][0] > 0:
             # requires_grad has changed on some rank
             yield from self.verify_peers()
             if not self.buckets:
@@ -165,7 +165,7 @@ class Step:
                         bucket.cache.clear()  # derived from state, which may be wrong
                     raise
                 session.corrupt = ""
-            session.verified_structure = session.structure
+            session.verified_message_options = session.message_options
             self.is_complete = True
         if decision.applied:
             warn_if_without_gradients(session, decision)
@@ -216,8 +216,8 @@ class Step:
             bucket.gathered_state = {}
         # without buckets there is no payload to report it
         is_unfrozen = not self.buckets and session.trainable_has_changed
-        has_new_structure = session.verified_structure != session.structure
-        if post_commit.lost or is_unfrozen or has_new_structure:
+        has_new_message_options = session.verified_message_options != session.message_options
+        if post_commit.lost or is_unfrozen or has_new_message_options:
             post_commit.lost = False
             session.unverify()
 
@@ -249,9 +249,9 @@ class Step:
             covers_shard_only = any(
                 exchange.agreement.covers_shard_only for exchange in decision.exchanges
             )
-            groups = session.shard_communicators
+            comms = session.shard_communicators
             if covers_shard_only:
-                groups = [comm, *groups]
+                comms = [comm, *comms]
             has_error = any(exchange.error is not None for exchange in decision.exchanges)
             if has_error and not decision.has_failed_rank:
                 # This rank failed after it had sent everything. With sharded state one more message
@@ -261,7 +261,7 @@ class Step:
                 if error is not None:
                     raise error
                 decision.has_failed_rank = True
-            yield from combine_decisions(decision, groups, buckets[-1].device)
+            yield from combine_decisions(decision, comms, buckets[-1].device)
             session.overlap.is_stopped |= decision.resent
             if decision.applied and covers_shard_only:
                 yield from _gather_parameters(decision)
@@ -304,7 +304,7 @@ class Step:
         }
         yield from schedule.run()
         decision = read_decision(exchanges)
-        if decision.agreed["stale"][0] == 0 or len(exchanges) == 1:
+        if decision.control_means["stale"][0] == 0 or len(exchanges) == 1:
             decision.early_buckets = len(stale)
             return decision
         for exchange in exchanges[:-1]:
@@ -377,7 +377,7 @@ class Step:
             show_line(f"{session.name}: {text}")
         sent = comm.bytes_sent - session.bytes_reported
         session.bytes_reported = comm.bytes_sent
-        session.waits.note_field(self.number, comm.size, decision.agreed["waits"][0])
+        session.waits.note_field(self.number, comm.size, decision.control_means["waits"][0])
         session.update_stats(decision, sent)
         trial = None if session.is_single_process else session.trial
         if trial and trial.time_step(decision.phase_of, applied, session.device):
@@ -391,11 +391,11 @@ def _gather_parameters(decision: StepDecision) -> CollectiveGenerator[None]:
     """
     exchanges: list[BucketExchange] = decision.exchanges
     for exchange in exchanges:
-        exchange.resume_after_agree(decision.norm)
+        exchange.resume_and_start_next(decision.norm)
     while waiting := [exchange for exchange in exchanges if not exchange.is_ready_to_commit]:
         for exchange in waiting:
             yield exchange.in_flight
-            exchange.resume_after_agree(exchange.in_flight.wait())
+            exchange.resume_and_start_next(exchange.in_flight.wait())
 
 
 @torch.no_grad()
@@ -415,7 +415,7 @@ def start_in_backward(session: Session, params: Iterable[torch.Tensor]) -> None:
         return
     overlap = session.overlap
     if overlap.is_idle and (
-        session.verified_structure != session.structure or session.trainable_has_changed
+        session.verified_message_options != session.message_options or session.trainable_has_changed
     ):
         return
     finished = [(p, session.bucket_of[p]) for p in params if p in session.bucket_of]

@@ -25,7 +25,6 @@ from .._state.buckets import Bucket
 from .._state.layouts import Layout
 from .._state.tensors import is_accelerator
 from .._wire.collectives import ProcessGroup
-from .base import CompressedOptimizer
 from .checkpoint import NOT_OPTIONS, check_groups, describe_group
 from .combined import (
     OneOrSeveral,
@@ -35,6 +34,7 @@ from .combined import (
     find_owner,
     list_members,
 )
+from .optimizer import CompressedOptimizer
 from .options import Group, Setting, name_groups
 from .session import Role
 from .update import WrappedUpdate
@@ -260,7 +260,7 @@ def check_base(base: object) -> None:
                 "base must use one gradient per step: LBFGS evaluates the model again within its "
                 "step."
             )
-        if getattr(member, "averaged_state", ()):
+        if getattr(member, "rank_local_state", ()):
             raise ValueError(
                 f"base {name} compresses by itself: wrap one that does not, or use {name} directly."
             )

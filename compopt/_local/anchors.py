@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._engine.base import CompressedOptimizer, without_integrations
+from .._engine.optimizer import CompressedOptimizer, without_integrations
 from .._state.tensors import HOST, distribute_like, pin, to_local
 
 Group = dict[str, Any]

@@ -12,7 +12,7 @@ WIDTH = 65536  # elements that are added up side by side
 # Whether gradients are finite
 
 
-def finite_marks(grads: Sequence[Tensor | None], like: Tensor) -> Tensor:
+def gradient_marks(grads: Sequence[Tensor | None], like: Tensor) -> Tensor:
     """Return for every gradient 1 if it and its squared norm are finite, NaN if they are not (a
     second moment could not hold it), 0 if there is no gradient.
 

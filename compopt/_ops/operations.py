@@ -156,7 +156,7 @@ class Ops:
 
     def write_header(self, payload: Payload, grads: Tensors) -> None:
         """Write into the header of which tensors this rank has a gradient, and a finite one."""
-        payload.header.copy_(norms.finite_marks(grads, payload.header))
+        payload.header.copy_(norms.gradient_marks(grads, payload.header))
 
     def add_residuals(
         self, bucket: Bucket, grads: Tensors, residuals: Tensors, out: Tensors
@@ -176,7 +176,7 @@ class Ops:
             if pairs:
                 torch._foreach_add_([sums for sums, _ in pairs], [g for _, g in pairs])
         wide = torch.promote_types(bucket.dtype, torch.float32)
-        return norms.finite_marks(grads, torch.empty(0, dtype=wide, device=bucket.device))
+        return norms.gradient_marks(grads, torch.empty(0, dtype=wide, device=bucket.device))
 
     def decode(self, values: Tensor, index: Tensor | None, like: Tensor) -> Tensor:
         """Return averaged values at ``index`` (None: everywhere) as a dense tensor like ``like``, 0

@@ -44,7 +44,7 @@ UPDATE_DTYPES = ("int8", "int4", "int2")
 UPDATE_SEED_SALT = 1_000_001  # in seeds: apart from those of payloads
 
 
-def step_shards(bucket: Bucket, ops: Ops, reducer: ShardReducer) -> RequestGenerator[None]:
+def step_zero1_shards(bucket: Bucket, ops: Ops, reducer: ShardReducer) -> RequestGenerator[None]:
     """Average one bucket by ``reducer``; each rank updates its shard of it with AdamW."""
     update = ShardedAdamW(bucket, ops)
     mean = yield from reducer.reduce()

@@ -29,9 +29,8 @@ GOLDEN, ODD = -0x61C8864680B583EB, -0x40A7B892E31B1A47
 class Codec(Protocol):
     """Encodes values at an ``index``, ascending, in a bucket's mask.
 
-    ``counts``: how many of it each rank owns. ``ratio``: how many compressed elements there are for
-    a number sent, where a codec can choose; ``seed`` draws what is random in it, the same on all
-    ranks.
+    ``counts``: how many of it each rank owns. ``ratio``: compressed elements per number sent, for
+    codecs whose size can be chosen. ``seed``: of the codec's random choices, equal on all ranks.
     """
 
     needs_float32: bool  # codes must be sent in float32 or wider

@@ -110,9 +110,9 @@ def _search_threshold(x: Tensor, k: int, ops: Ops, guess: float) -> tuple[Tensor
     """Return about k positions and a guess for the next step; None where no threshold separates
     them (equal values).
 
-    A threshold that a few times k elements exceed will do: a second one among those is cheap. The
-    count falls with a power of the threshold: at first as for a normal distribution, then as the
-    last two looks say.
+    The first threshold may leave a few times k candidates: a second threshold among those is cheap.
+    The count falls with a power of the threshold: at first as for a normal distribution, then as
+    the last two looks say.
     """
     looks: list[tuple[float, float]] = []  # logarithms of threshold and count
     power = min(-0.5, -1.5 * math.log(x.numel() / k))

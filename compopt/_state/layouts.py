@@ -89,7 +89,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Dense(Layout):
+class LocalShape(Layout):
     """One element for every element of the tensor, in its shape."""
 
     dtype: torch.dtype
@@ -102,7 +102,7 @@ class Dense(Layout):
 
 
 @dataclass(frozen=True)
-class Unsharded(Layout):
+class GlobalShape(Layout):
     """State of the global tensor, whole on every rank, although FSDP2 may shard the parameter."""
 
     dtype: torch.dtype

@@ -7,7 +7,7 @@ There are two layouts. ``cut_evenly`` (ZeRO-1) cuts anywhere within tensors, at 
 elements. It cuts the compressed tensors as one vector and the dense ones as another, so that every
 rank owns its share of both. ``cut_by_rows`` follows the rows of FSDP's reduce-scatter: one row for
 each rank, with its part of one parameter after the other, padded with zeros to the longest rank's
-part (``Piece``).
+part (``ParamColumns``).
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ def unshard(
 # Rows of FSDP's reduce-scatter
 
 
-class Piece(NamedTuple):
+class ParamColumns(NamedTuple):
     """One parameter's part of every row of a reduce-scatter: ``size`` elements from ``begin`` on.
 
     FSDP2 shards the parameter along ``dim`` over ``ranks``. Shards have the order of the rows: all
@@ -312,12 +312,12 @@ class Piece(NamedTuple):
         return chunks[rank].reshape(-1) if rank < len(chunks) else tensor.new_empty(0)
 
 
-def lay_out(params: Iterable[tuple[Tensor, int]], ranks: int) -> list[Piece]:
+def lay_out(params: Iterable[tuple[Tensor, int]], ranks: int) -> list[ParamColumns]:
     """Place parameters in a row, in this order, each with the dimension that FSDP2 shards."""
     pieces, begin = [], 0
     for p, dim in params:
         size = longest_part_numel(p, dim, ranks)
-        pieces.append(Piece(p, dim, begin, size, ranks))
+        pieces.append(ParamColumns(p, dim, begin, size, ranks))
         begin += size
     return pieces
 

@@ -1,9 +1,9 @@
 """Payloads: messages of a bucket's tensors, their control fields, dtypes, sizes and memory.
 
-A payload is averaged over ranks, perhaps over many and in low precision. So all that ranks agree on
-is encoded for a mean. A flag is 0 or 1; its mean is above 0 if any rank has set it. An integer is
-sent as its bits and their complements; if ranks differ, the means of some bit and of its complement
-are both above 0.
+Ranks see only the mean of a payload, perhaps over many ranks and in low precision. So what they
+must agree on is encoded such that its mean tells whether they do. A flag is 0 or 1; its mean is
+above 0 if any rank has set it. An integer is sent as its bits and their complements; if ranks
+differ, the means of some bit and of its complement are both above 0.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ machine.
 With 2 bits the levels are -3, -1, 1 and 3 times the scale. There is no level for 0 and no room for
 unbiased rounding, so a value takes the level beside it: 3 where it is at least the root mean square
 of its row, else 1. For normally distributed values no four levels have a much smaller error (Max,
-1960: 0.1175 of their square; evenly spaced ones 0.1188). The scale is the one of least squares, so
-the error of a row is shorter than the row: with error feedback it dies out. Without error feedback
-the result is biased. Sums over a row depend in their last bit on the processor; all ranks read the
-same quantized values and scales.
+1960: 0.1175 of their square; evenly spaced ones 0.1188). The scale minimizes the squared error of
+the row, so the norm of the error is below that of the row, and error feedback makes it decay.
+Without error feedback the result is biased. Sums over a row depend in their last bit on the
+processor; all ranks read the same quantized values and scales.
 
 With any number of bits, rows of zeros stay zeros. Rows whose scale (of 2 bits: whose largest value)
 is below 1.2e-38 become zeros. Rows with a value that is not finite become NaN.
@@ -62,7 +62,9 @@ NOISE_STRIDE = 40503
 
 
 class RowSpan(NamedTuple):
-    """``n`` values that fill rows without a gap, ``at`` in the body or chunk, from ``row`` on."""
+    """A run of ``n`` consecutive values. It starts at element ``at`` of the body or chunk, and
+    fills rows from number ``row`` on.
+    """
 
     at: int
     row: int

@@ -77,7 +77,7 @@ class ReduceScatterMean:
 class BitOr:
     """Bitwise or over ranks of a uint8 tensor, in place; answered with it.
 
-    Another exchange always follows: of the values at these bits.
+    The next exchange of the generator always sends the values at the set bits.
     """
 
     tensor: Tensor
@@ -87,8 +87,8 @@ class BitOr:
 class ReadToHost:
     """Numbers of the device that the host needs; answered with a list. No communication.
 
-    The host waits once, for all buckets together. Not for CPUs, where buckets would only wait for
-    each other.
+    The host waits once, for all buckets together. CPU tensors are read directly: there this request
+    would only make every bucket wait for the others.
     """
 
     tensor: Tensor
@@ -98,13 +98,13 @@ class ReadToHost:
 class Agree:
     """Wait for all buckets and for the step decision of all ranks; nothing may be written before.
 
-    Answered with the L2 norm of the averaged gradient over all buckets; from then on state may
-    change. The generator is closed instead if the step is not applied. ``squared_norm`` defaults to
-    that of the payload's body; a vector is summed on the host.
+    Answered with the L2 norm of the averaged gradient over all buckets. After that state may
+    change, with ``covers_shard_only`` only after the ``Commit`` that must follow. The generator is
+    closed instead if the step is not applied. ``squared_norm`` defaults to that of the payload's
+    body; a vector is summed on the host.
 
     ``covers_shard_only``: the payload, and so its squared norm, covers only this rank's shard.
-    After ``Agree`` the generator may gather updated parameters, and then yields ``Commit``. When
-    that is answered, state may change.
+    After ``Agree`` the generator may gather updated parameters, and then yields ``Commit``.
     """
 
     payload: Payload

@@ -32,7 +32,7 @@ def require_side(side: Tensor | None) -> Tensor:
     return side
 
 
-class Alone:
+class Ranks:
     """A single rank: a stage boundary, or a single process. `MeshRanks` are several ranks."""
 
     size = 1
@@ -52,7 +52,7 @@ class Alone:
         return replicated(weight)
 
 
-ALONE = Alone()
+ALONE = Ranks()
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -92,10 +92,10 @@ class Compressor(nn.Module):
     gradient_bits: int | None = None
     enabled = True
 
-    def compress(self, x: Tensor, ranks: Alone = ALONE) -> tuple[Tensor, Tensor | None]:
+    def compress(self, x: Tensor, ranks: Ranks = ALONE) -> tuple[Tensor, Tensor | None]:
         """Return the payload of x, (values, side). Gradients flow through the values only; `side`
-        is equal on all ranks if the compressor is summable. A method whose ranks have to agree
-        first exchanges through `ranks`.
+        is equal on all ranks if the compressor is summable. If ranks must agree on something before
+        they compress, they exchange it through `ranks`.
         """
         raise NotImplementedError
 
@@ -107,13 +107,13 @@ class Compressor(nn.Module):
         """Return the bytes of one rank's payload for an activation of that shape."""
         raise NotImplementedError
 
-    def forward(self, x: Tensor, ranks: Alone = ALONE) -> Tensor:
+    def forward(self, x: Tensor, ranks: Ranks = ALONE) -> Tensor:
         """Return the sum of x over the ranks, compressed while the compressor is enabled."""
         if not self.enabled:
             return ranks.sum(x)
         return self.exchange(x, ranks)
 
-    def exchange(self, x: Tensor, ranks: Alone) -> Tensor:
+    def exchange(self, x: Tensor, ranks: Ranks) -> Tensor:
         """Return the sum of the compressed x over the ranks."""
         if not self.straight_through:
             return self._sum_payloads(x, ranks)
@@ -121,7 +121,7 @@ class Compressor(nn.Module):
             total = self._sum_payloads(x, ranks)
         return apply_function(_StraightThrough, x, total)
 
-    def _sum_payloads(self, x: Tensor, ranks: Alone) -> Tensor:
+    def _sum_payloads(self, x: Tensor, ranks: Ranks) -> Tensor:
         values, side = self.compress(x, ranks)
         if self.summable:
             total = ranks.sum(values)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from .._engine.base import CompressedOptimizer
+from .._engine.optimizer import CompressedOptimizer
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:

@@ -25,8 +25,7 @@ from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from .._engine import base
-from .._engine.base import CompressedOptimizer
+from .._engine.optimizer import CompressedOptimizer, construction_callbacks, join_callbacks
 from .._engine.session import Role
 from ._shared import ModuleWatch, call_after_backward
 
@@ -320,6 +319,6 @@ def _on_construction(optimizer: CompressedOptimizer) -> None:
     ModuleWatch(optimizer, functools.partial(hand_over_gradients, since=now), integrated)
 
 
-base.construction_callbacks.append(_on_construction)
-base.join_callbacks.append(_on_join)
+construction_callbacks.append(_on_construction)
+join_callbacks.append(_on_join)
 Joinable.register(CompressedOptimizer)

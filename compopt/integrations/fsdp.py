@@ -27,9 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._engine import base
-from .._engine.base import CompressedOptimizer
-from .._engine.reducing import ReducingOptimizer
+from .._engine.optimizer import CompressedOptimizer, construction_callbacks
+from .._engine.reducing_optimizer import ReducingOptimizer
 from .._engine.session import Role
 from .._state.shards import longest_part_numel
 from .._state.tensors import to_local
@@ -268,4 +267,4 @@ class OptimizerReduceScatter:
         return is_hooked or not is_kept or self._group._all_reduce_hook is not None
 
 
-base.construction_callbacks.append(_on_construction)
+construction_callbacks.append(_on_construction)

@@ -16,8 +16,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from .._engine.base import CompressedOptimizer
 from .._engine.checkpoint import find_owner_of_residuals
+from .._engine.optimizer import CompressedOptimizer
 from .._engine.stats import Stats
 from .._wire.warning import warn
 from ._shared import end_open_rounds

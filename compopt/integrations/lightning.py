@@ -14,7 +14,7 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
-from .._engine.base import CompressedOptimizer
+from .._engine.optimizer import CompressedOptimizer
 from ._shared import end_open_rounds
 
 if TYPE_CHECKING:

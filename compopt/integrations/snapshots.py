@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._engine.base import CompressedOptimizer
 from .._engine.collective_generators import exchange_one
+from .._engine.optimizer import CompressedOptimizer
 from .._engine.peers import gather_json
 from .._state.tensors import to_local
 from .._wire.requests import Broadcast
@@ -285,7 +285,7 @@ class RankParts:
     """The parts of a state that each rank has for itself: those of which only the mean counts."""
 
     def __init__(self, optimizer: CompressedOptimizer):
-        self._names = {*optimizer.averaged_state, "residual", "pseudo_gradient"}
+        self._names = {*optimizer.rank_local_state, "residual", "pseudo_gradient"}
         self._has_local_moments = hasattr(optimizer, "end_round")
 
     def is_rank_part(self, path: Path_, value: Tensor) -> bool:

@@ -17,8 +17,7 @@ from .activation_costs import COMPRESSORS, MEASURED_ON, UNCOMPRESSED
 from .decision import WORTH_IT
 from .formatting import align_columns, format_advice, format_rate, format_seconds
 from .hardware import LAYER_SHARE, Machine, Speed, find_device
-from .model_parallel import LayerCosts
-from .pipeline import (
+from .layer_prediction import (
     NONE,
     CodecCosts,
     Grid,
@@ -29,6 +28,7 @@ from .pipeline import (
     count_codecs,
     predict_layer_rows,
 )
+from .model_parallel import LayerCosts
 
 # Steps within this of the fastest are as fast.
 AS_FAST = 1.0005

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..activations import AutoEncoder, PowerSGD, Quantize, RandomK, TopK
-from ..activations.base import Alone, Compressor
+from ..activations.base import Compressor, Ranks
 from .hardware import Speed
 
 # Percent of digits classified correctly without compression, in the setup of the rows below.
@@ -209,7 +209,7 @@ class _WorkCounter(TorchDispatchMode):
         return out
 
 
-class _RecordingRanks(Alone):
+class _RecordingRanks(Ranks):
     """Ranks that only record the bytes that they are handed."""
 
     def __init__(self, size: int) -> None:

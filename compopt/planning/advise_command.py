@@ -35,7 +35,7 @@ from .formatting import (
     save_figure,
 )
 from .hardware import DEVICES, find_device
-from .pipeline import Layers
+from .layer_prediction import Layers
 from .prediction import Situation, predict_rows
 from .probe import read_layer_probe, read_probe
 from .scripts import profile_script

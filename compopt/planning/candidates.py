@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._engine.base import CompressedOptimizer, without_integrations
+from .._engine.optimizer import CompressedOptimizer, without_integrations
 from .._wire.collectives import Communicator
 from ..adams import AdamS
 from ..radius import RadiusAdamW

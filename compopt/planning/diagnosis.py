@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .._engine.base import CompressedOptimizer
+from .._engine.optimizer import CompressedOptimizer
 from .._ops.reference import one_thread
 from .._state.tensors import to_local
 from .._wire.collectives import Communicator, ProcessGroup

@@ -53,7 +53,9 @@ def sent_bytes(machine: Machine, cost: Cost) -> float:
 
 
 def exchange_seconds(machine: Machine, cost: Cost) -> float:
-    """Seconds that what computation may hide occupies the link in a step, without latency."""
+    """Return the seconds per step, without latency, for which traffic that computation can hide
+    occupies the link.
+    """
     still = replace(machine, latency_s=0.0)
     return (
         all_reduce_seconds(still, cost.reduced)

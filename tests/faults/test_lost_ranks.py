@@ -118,7 +118,7 @@ def test_a_killed_rank(when):
     for case in CASES:
         report = [answers[rank][case.name] for rank in (0, 2)]
         warned = [any("1 of 3 ranks are gone" in words for words in one["warned"]) for one in report]
-        assert warned == [bool(case.cls.averaged_state), False]  # once, on rank 0
+        assert warned == [bool(case.cls.rank_local_state), False]  # once, on rank 0
         for rank, one in zip((0, 2), report, strict=True):
             assert one["as it was"]
             assert one["error"].startswith(f"step {one['steps'] + 1} was not applied on rank {rank}: ")

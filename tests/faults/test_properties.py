@@ -172,4 +172,4 @@ def test_replicas_are_equal_runs_repeat_and_gradients_are_conserved(case):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         holds()
-    assert records - {"dense", "none"} or not case.cls.averaged_state
+    assert records - {"dense", "none"} or not case.cls.rank_local_state

@@ -170,7 +170,7 @@ def test_what_survivors_owe_stays_and_what_is_gone_is_told(case):
     fail_the_step(ranks, on=[0, 1, 2])
     residuals = [optimizer.stats.residual_norm() for optimizer in ranks.optimizers]
     kept = [snapshot(ranks.optimizers[rank]) for rank in (0, 2)]
-    if case.cls.averaged_state:
+    if case.cls.rank_local_state:
         with pytest.warns(UserWarning, match=rf"1 of 3 ranks are gone.*norm {residuals[0]:.3g}"):
             ranks.shrink([0, 2])
     else:

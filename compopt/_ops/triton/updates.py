@@ -47,7 +47,7 @@ Row = Any  # kernels.AdamWRow or kernels.ScapeRow
 Calls = list[tuple[Any, ...]]  # the arguments of each bucket
 
 
-class Batch:
+class LaunchGroup:
     """Buckets with the same options, dtypes and device, which one launch updates."""
 
     def __init__(self, ops: KernelOps, calls: Sequence[Any]):
@@ -110,14 +110,14 @@ class Batch:
         )
 
 
-def batches_of(ops: KernelOps, calls: Sequence[Any]) -> list[Batch]:
+def launch_groups_of(ops: KernelOps, calls: Sequence[Any]) -> list[LaunchGroup]:
     """Group the buckets that one launch can update."""
     groups: dict[object, list[Any]] = {}
     for call in calls:
         bucket, sent = call.bucket, call.mean.flat.dtype
         key = id(bucket.group), bucket.dtype, bucket.grad_dtype, sent, bucket.device
         groups.setdefault(key, []).append(call)
-    return [Batch(ops, group) for group in groups.values()]
+    return [LaunchGroup(ops, group) for group in groups.values()]
 
 
 # Radius
@@ -138,13 +138,13 @@ def update_radius(ops: KernelOps, calls: Calls) -> list[list[Tensor]]:
     """
     named = [RadiusCall(*call) for call in calls]
     if any(call.phase == "resample" for call in named):
-        return [masks for call in named for masks in _update_radius(Batch(ops, [call]))]
-    for batch in batches_of(ops, named):
+        return [masks for call in named for masks in _update_radius(LaunchGroup(ops, [call]))]
+    for batch in launch_groups_of(ops, named):
         _update_radius(batch)
     return [[] for _ in named]
 
 
-def _update_radius(batch: Batch) -> list[list[Tensor]]:
+def _update_radius(batch: LaunchGroup) -> list[list[Tensor]]:
     ops, group, calls = batch.ops, batch.group, batch.calls
     scores = [score_memory(call.bucket, ops, call.phase) for call in calls]
     keys: list[Key] = [
@@ -202,7 +202,7 @@ class AdamsCall(NamedTuple):
 def update_adams(ops: KernelOps, calls: Calls) -> list[None]:
     """Do AdamS (equation 2) for all tensors."""
     names = ("betas", "eps", "weight_decay", "bias_correction")
-    for batch in batches_of(ops, [AdamsCall(*call) for call in calls]):
+    for batch in launch_groups_of(ops, [AdamsCall(*call) for call in calls]):
         group, firsts = batch.group, batch.blocks.firsts
         hyper = {name: group[name] for name in names} | {"lr": float(group["lr"])}
         kernel = functools.partial(kernels.scape, batch.blocks, firsts, firsts, **hyper)
@@ -234,7 +234,7 @@ class ScapeCall(NamedTuple):
 def update_scape(ops: KernelOps, calls: Calls) -> list[None]:
     """Do SCAPE's lines 10, 11 and 16 to 21 for all tensors, and line 15 with selections."""
     names = ("betas", "eps", "weight_decay", "bias_correction", "maximize")
-    for batch in batches_of(ops, [ScapeCall(*call) for call in calls]):
+    for batch in launch_groups_of(ops, [ScapeCall(*call) for call in calls]):
         group, buckets = batch.group, batch.buckets
         momenta, grads = _old_momenta(batch), [bucket.grads() for bucket in buckets]
         rows = zip(batch.calls, grads, momenta, strict=True)
@@ -259,7 +259,7 @@ def update_scape(ops: KernelOps, calls: Calls) -> list[None]:
     return [None] * len(calls)
 
 
-def _old_momenta(batch: Batch) -> list[list[Tensor]]:
+def _old_momenta(batch: LaunchGroup) -> list[list[Tensor]]:
     """Resize momenta; return those before this step, in other memory where positions change."""
     old: list[list[Tensor]] = []
     moved = []
@@ -322,14 +322,14 @@ def update_separate(ops: KernelOps, calls: Calls) -> list[None]:
     """Do lines 4 and 5 and AdamW's step: tensors whose average is a product in one launch, tensors
     that were sent whole in another.
     """
-    for batch in batches_of(ops, [SeparateCall(*call) for call in calls]):
+    for batch in launch_groups_of(ops, [SeparateCall(*call) for call in calls]):
         batch.count_steps()
         _update_factored(batch)
         _update_whole(batch)
     return [None] * len(calls)
 
 
-def _update_factored(batch: Batch) -> None:
+def _update_factored(batch: LaunchGroup) -> None:
     rows: list[kernels.FactoredRow] = []
     updated = []
     for call in batch.calls:
@@ -366,7 +366,7 @@ def _update_factored(batch: Batch) -> None:
         copy_back(bucket, i, weight)
 
 
-def _update_whole(batch: Batch) -> None:
+def _update_whole(batch: LaunchGroup) -> None:
     rows: list[kernels.AdamWRow] = []
     updated = []
     for call in batch.calls:

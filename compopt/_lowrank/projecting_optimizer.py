@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from .._engine.dense_start import dense_steps
-from .._engine.fsdp_backward import Unsent
+from .._engine.fsdp_backward import PendingResidual
 from .._engine.options import Group, Setting
 from .._engine.reducer import ReduceScatterReducer
-from .._engine.reducing import ReducingOptimizer
+from .._engine.reducing_optimizer import ReducingOptimizer
 from .._ops.norms import clip_factor
 from .._state.buckets import Bucket
-from .._state.layouts import Dense, Layout, Prefix, Unsharded
+from .._state.layouts import GlobalShape, Layout, LocalShape, Prefix
 from .._state.tensors import to_local
 from .._wire.collectives import connect
 from .._wire.warning import warn
@@ -43,7 +43,7 @@ Plan = list[Projection | None]  # of each tensor of a bucket; None: sent whole
 class ProjectingOptimizer(ReducingOptimizer):
     """An optimizer on gradients that are averaged through a projection."""
 
-    averaged_state = ("residual",)
+    rank_local_state = ("residual",)
     _warned_of_beta = False
 
     def check_group(self, group: Group) -> None:
@@ -83,7 +83,7 @@ class ProjectingOptimizer(ReducingOptimizer):
                     )
 
     def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:
-        layout = Unsharded if self.replaces_reduce_scatter else Dense
+        layout = GlobalShape if self.replaces_reduce_scatter else LocalShape
         return {"residual": layout(dtype, compressed_only=True)}
 
     def _bucket_layouts(self, bucket: Bucket) -> dict[str, Layout]:
@@ -264,13 +264,15 @@ class ProjectingOptimizer(ReducingOptimizer):
         """Return the factor from the squared norm of a reconstruction to that of the average."""
         return [1.0 if q is None else 1 / q.inflation for q in self._plan_next_step(bucket)]
 
-    def commit_unsent(self, bucket: Bucket, i: int, unsent: Unsent, factor: float) -> None:
+    def write_residual(
+        self, bucket: Bucket, i: int, pending: PendingResidual, factor: float
+    ) -> None:
         """Line 5 of tensor i; ``factor`` has clipped the average."""
         residual, group = bucket.state["residual"][i], bucket.group
-        unsent.commit(residual, factor if is_clipped(group, "average") else 1.0)
+        pending.write_to(residual, factor if is_clipped(group, "average") else 1.0)
         if is_reset_step(group, group["step"] + 1):
             residual.zero_()
-        for name, value in unsent.state.items():
+        for name, value in pending.state.items():
             bucket.state[name][i].copy_(value.reshape(-1))
             self._params_with_basis.add(bucket.params[i])
 

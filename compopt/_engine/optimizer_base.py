@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._state.buckets import Bucket
-from .._state.layouts import Dense, Layout, Sharded
+from .._state.layouts import Layout, LocalShape, Sharded
 from .._state.tensors import is_compressed
 from .._wire.collectives import PendingCollective
 from .._wire.requests import RequestGenerator
@@ -37,17 +37,17 @@ class BackwardReduction(Protocol):
         """Raise if the step cannot use the gradients that backward averaged."""
 
 
-class OptimizerHooks(Optimizer):
+class OptimizerBase(Optimizer):
     """The attributes and methods that classes of optimizers override."""
 
-    # per-rank state of which only the mean over ranks matters
-    averaged_state: tuple[str, ...] = ()
+    # state that differs from rank to rank, of which only the mean over ranks matters
+    rank_local_state: tuple[str, ...] = ()
     # sharded error feedback, which only the owner of a shard has; consolidate_state() gathers it
     owner_only_state: tuple[str, ...] = ()
     # masks that the next step chooses anew if they are all zero
     mask_state: tuple[str, ...] = ()
-    # each rank keeps the state of its own shards, and the step gathers parameters; False inside
-    # FSDP2, where the parameters are shards already, and their state is as large
+    # ZeRO-1: each rank keeps the state of its shards, and the step gathers parameters. False inside
+    # FSDP2, where parameters are shards already, and state has the size of the shard
     sharded = False
     # FSDP2 shards the parameters over this optimizer's ranks, and the optimizer replaces its
     # reduce-scatter
@@ -154,7 +154,7 @@ class OptimizerHooks(Optimizer):
         layouts = self.state_layouts(torch.float32 if low else bucket.dtype)
         if not low:
             return layouts
-        layout = Sharded if self.sharded and not self.whole_masters else Dense
+        layout = Sharded if self.sharded and not self.whole_masters else LocalShape
         return {**layouts, "master": layout(torch.float32)}
 
     def step_as_generator(self) -> Generator[PendingCollective, None, None]:

@@ -7,10 +7,10 @@ from collections.abc import Generator
 import torch
 
 from .._state.buckets import Bucket
-from .._state.layouts import Dense, Layout, Sharded, Unsharded
+from .._state.layouts import GlobalShape, Layout, LocalShape, Sharded
 from .._wire.collectives import PendingCollective, connect, is_sharded_over
-from .base import CompressedOptimizer
-from .fsdp_backward import FSDPBackward, Unsent
+from .fsdp_backward import FSDPBackward, PendingResidual
+from .optimizer import CompressedOptimizer
 from .reducer import Reducer
 from .session import weak_method
 
@@ -19,7 +19,7 @@ class ReducingOptimizer(CompressedOptimizer):
     """An optimizer whose reducer averages gradients inside FSDP2 as well.
 
     Where FSDP2 shards the parameters over the optimizer's ranks, ``fsdp_backward`` takes the
-    place of its reduce-scatter, and a subclass's ``algorithm`` must return ``apply_shards``.
+    place of its reduce-scatter, and a subclass's ``algorithm`` must return ``step_fsdp_shards``.
     """
 
     fsdp_backward: FSDPBackward | None = None
@@ -30,27 +30,29 @@ class ReducingOptimizer(CompressedOptimizer):
 
     def list_adamw_state(self, dtype: torch.dtype) -> dict[str, Layout]:
         """Return the layouts of AdamW's moments and of the residuals of compressed tensors."""
-        moments = Sharded if self.sharded else Dense
-        residual = Unsharded if self.replaces_reduce_scatter else Dense
+        moments = Sharded if self.sharded else LocalShape
+        residual = GlobalShape if self.replaces_reduce_scatter else LocalShape
         return {
             "exp_avg": moments(dtype),
             "exp_avg_sq": moments(dtype),
             "residual": residual(dtype, compressed_only=True),
         }
 
-    def commit_unsent(self, bucket: Bucket, i: int, unsent: Unsent, factor: float) -> None:
-        """Commit the residual of tensor i inside FSDP.
+    def write_residual(
+        self, bucket: Bucket, i: int, pending: PendingResidual, factor: float
+    ) -> None:
+        """Write the residual of tensor i inside FSDP, to which a step is applied.
 
         ``factor``, which clipped the average, is ignored here: all that was sent counts as sent.
         (With projections the clip changes the residual: see ``ProjectingOptimizer``.)
         """
-        unsent.commit(bucket.state["residual"][i], 1.0)
+        pending.write_to(bucket.state["residual"][i], 1.0)
 
     def step_as_generator(self) -> Generator[PendingCollective, None, None]:
         yield from super().step_as_generator()
         # if the step raised they stay: step() may be called again with the same averages
         if self.fsdp_backward is not None:
-            self.fsdp_backward.unsent_by_param = {}
+            self.fsdp_backward.pending_residuals = {}
             self.fsdp_backward.buckets_since_step = {}
 
     def before_layout(self) -> None:
@@ -85,7 +87,7 @@ class ReducingOptimizer(CompressedOptimizer):
         super().after_layout()
         if self.replaces_reduce_scatter and self.fsdp_backward is None:
             self.fsdp_backward = FSDPBackward(
-                self._session, weak_method(self.reducer), weak_method(self.commit_unsent)
+                self._session, weak_method(self.reducer), weak_method(self.write_residual)
             )
         if self.fsdp_backward is not None:
-            self.fsdp_backward.forget_layouts()
+            self.fsdp_backward.forget_units()

@@ -22,8 +22,8 @@ from .._wire.collectives import Communicator, PendingCollective, ProcessGroup, n
 from . import checkpoint, missing_ranks, resharding
 from .dense_start import TRIAL_OPTIONS
 from .gradients import drop_scale_on_error
-from .hooks import OptimizerHooks
 from .join import JoinHook
+from .optimizer_base import OptimizerBase
 from .options import Group, Setting, check_tensors, name_groups, refuse_unsupported
 from .session import Session
 from .stats import Stats
@@ -48,7 +48,7 @@ def without_integrations() -> Iterator[None]:
         _has_integrations.reset(token)
 
 
-class CompressedOptimizer(OptimizerHooks):
+class CompressedOptimizer(OptimizerBase):
     """Base of the optimizers that average their own gradients, compressed.
 
     A step is all or nothing. If any rank has a non-finite gradient, all ranks skip the step. If a
