@@ -6,6 +6,7 @@ import dataclasses
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from ranks import preload, run_ranks
 from table import CASES, Case, by_name
 from test_scripts import as_torchrun_would
 from torch.nn.utils import parameters_to_vector
+
+import compopt
 
 if not all(map(find_spec, ("transformers", "accelerate"))):  # to import them takes seconds, of each worker
     pytest.skip("needs transformers and accelerate", allow_module_level=True)
@@ -201,3 +204,16 @@ def test_other_ways_to_train(ranks):
         assert "needs an optimizer of compopt" in results["not ours"] and "AdamW" in results["not ours"]
         phase, share, equal = results["accelerate"]
         assert phase == "sparse" and share < 0.2 and equal
+
+
+def test_arguments_keep_their_clip_when_training_raises():
+    """Then there is no on_train_end. Another Trainer with the same arguments clips as they say."""
+    from compopt.integrations.hf import CompoptCallback
+
+    args = SimpleNamespace(max_grad_norm=0.5)
+    for _ in range(2):
+        callback, optimizer = CompoptCallback(), compopt.RadiusAdamW([torch.nn.Parameter(torch.zeros(3))])
+        callback.on_train_begin(args, None, None, optimizer=optimizer)
+        assert args.max_grad_norm == 0 and optimizer.param_groups[0]["max_grad_norm"] == 0.5
+    callback.on_train_end(args, None, None)
+    assert args.max_grad_norm == 0.5

@@ -86,8 +86,10 @@ def conserved(rank: int) -> dict[str, float]:
 
 
 def cut_otherwise(rank: int) -> float:
-    """Matrices cut along their last dimension, groups of one module with options of their own, gradients set to 0."""
-    models = [make(Two), make(Two)]
+    """Matrices cut along their last dimension, groups of one module with options of their own, gradients set to 0, and
+    a rank that changes between steps. At last it changes between a backward and its step.
+    """
+    models, optimizers = [make(Two), make(Two)], []
     fully_shard(models[0], shard_placement_fn=lambda p: Shard(p.dim() - 1))
     models[1] = DistributedDataParallel(models[1])
     for model in models:
@@ -98,10 +100,19 @@ def cut_otherwise(rank: int) -> float:
         ]
         optimizer = separate(groups, **KINDS["tracked"])
         for step in range(6):
+            optimizer.param_groups[0]["rank"] = 2 if step < 4 else 3
             optimizer.zero_grad(set_to_none=False)
             loss(model, step, rank).backward()
             optimizer.step()
-    return apart(*models)
+        optimizers.append(optimizer)
+    distance = apart(*models)
+    for _ in range(2):
+        optimizers[0].zero_grad()
+        loss(models[0], 6, rank).backward()
+        optimizers[0].param_groups[0]["rank"] = 4
+        optimizers[0].step()
+    assert optimizers[0].state[models[0].down.weight]["basis"].count_nonzero() == 4 * 64
+    return distance
 
 
 def cleared_on_one_rank(rank: int) -> float:

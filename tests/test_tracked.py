@@ -82,7 +82,9 @@ def test_the_two_errors_have_one_mean():
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("dtype", [None, torch.int8, "int4"], ids=str)
 def test_what_came_is_what_was_applied_and_what_is_kept(ranks, dtype):
-    """The mean of g + e is the averaged gradient plus the mean of the new e, to float32, codes included."""
+    """The mean of g + e is the averaged gradient plus the mean of the new e, to float32, codes included; also in the
+    step for which the rank was changed.
+    """
     world, params, optimizers = make(ranks, payload_dtype=dtype)
     for local in (group for optimizer in optimizers for group in optimizer.base.param_groups):
         local.update(lr=1.0, momentum=0.0)
@@ -92,6 +94,9 @@ def test_what_came_is_what_was_applied_and_what_is_kept(ranks, dtype):
         return torch.stack([state["residual"] for state in states]).mean(0)
 
     for t in range(6):
+        if t == 4:
+            for optimizer in optimizers:
+                optimizer._wrapper_groups[0]["rank"] = RANK + 2
         grads = gradients(ranks, t, SHAPES)
         before = {i: (kept(i).clone(), params[0][i].detach().clone()) for i in MATRICES}
         step(world, params, optimizers, grads)
@@ -99,6 +104,8 @@ def test_what_came_is_what_was_applied_and_what_is_kept(ranks, dtype):
             came = torch.stack([local[i] for local in grads]).mean(0) + e
             torch.testing.assert_close((w - params[0][i].detach()) + kept(i), came, rtol=1e-5, atol=1e-5)
             assert kept(i).any()
+        basis = optimizers[0].state[params[0][2]]["basis"]
+        assert basis.numel() == 64 * (RANK + 2 * (t > 3)) and basis.any()
 
 
 def test_it_follows_a_gradient_of_low_rank():
@@ -198,7 +205,6 @@ def test_a_checkpoint_of_another_rank_begins_its_basis_anew():
     other.optimizers[0].load_state_dict(saved.optimizers[0].state_dict())
     assert other.optimizers[0].param_groups[0]["rank"] == 4
     other.optimizers[0].param_groups[0]["rank"] = 8
-    other.optimizers[0]._session.rebuild_buckets()
     other.train(conformance.loss, 2)
 
 

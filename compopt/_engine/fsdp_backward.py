@@ -259,6 +259,7 @@ class FSDPBackward:
         if backward != self._backward:
             self._backward = backward
             self.finish()  # what a backward has left that raised
+            self.session.follow_options()
             self._discard_unapplied()
         buckets = self._buckets_of(params, key, rows.dtype)
         for reduction in self.in_flight:

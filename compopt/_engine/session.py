@@ -209,6 +209,20 @@ class Session:
         )
 
     @property
+    def has_new_options(self) -> bool:
+        """True if options that decide what is sent were changed since the last step."""
+        return self.verified_message_options != self.message_options
+
+    def follow_options(self) -> None:
+        """Lay out state again if new options need state of another kind or size (``rank``)."""
+        optimizer = self.optimizer
+        if self.has_foreign_state or (
+            self.has_new_options
+            and not all(b.has_layouts(optimizer._bucket_layouts(b)) for b in self.buckets)
+        ):
+            self.rebuild_buckets()
+
+    @property
     def trainable_has_changed(self) -> bool:
         """True if other parameters require a gradient than those in buckets."""
         return any(p.requires_grad != (p in self.trainable) for p in self.parameters)

@@ -115,8 +115,7 @@ class Step:
         Returns None if there is nothing to exchange.
         """
         session = self.session
-        if session.has_foreign_state:
-            session.rebuild_buckets()
+        session.follow_options()
         self.problem = self._prepare_gradients()
         yield from self._finish_post_commit()
         if session.handshake is not Handshake.VERIFIED:
@@ -216,8 +215,7 @@ class Step:
             bucket.gathered_state = {}
         # without buckets there is no payload to report it
         is_unfrozen = not self.buckets and session.trainable_has_changed
-        has_new_message_options = session.verified_message_options != session.message_options
-        if post_commit.lost or is_unfrozen or has_new_message_options:
+        if post_commit.lost or is_unfrozen or session.has_new_options:
             post_commit.lost = False
             session.unverify()
 
@@ -414,9 +412,7 @@ def start_in_backward(session: Session, params: Iterable[torch.Tensor]) -> None:
     if session.is_joining:  # a rank without data has no backward
         return
     overlap = session.overlap
-    if overlap.is_idle and (
-        session.verified_message_options != session.message_options or session.trainable_has_changed
-    ):
+    if overlap.is_idle and (session.has_new_options or session.trainable_has_changed):
         return
     finished = [(p, session.bucket_of[p]) for p in params if p in session.bucket_of]
     overlap.start_ready(finished, session.buckets, session.algorithm, session.comm)

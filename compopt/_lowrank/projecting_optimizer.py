@@ -273,8 +273,9 @@ class ProjectingOptimizer(ReducingOptimizer):
         if is_reset_step(group, group["step"] + 1):
             residual.zero_()
         for name, value in pending.state.items():
-            bucket.state[name][i].copy_(value.reshape(-1))
-            self._params_with_basis.add(bucket.params[i])
+            if value.numel() == bucket.state[name][i].numel():  # else ``rank`` has changed since
+                bucket.state[name][i].copy_(value.reshape(-1))
+                self._params_with_basis.add(bucket.params[i])
 
 
 def plan_tensor(p: Tensor, group: Group, index: int, unsharded: bool) -> Projection | None:

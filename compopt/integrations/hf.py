@@ -55,18 +55,19 @@ class CompoptCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self._steps: list[Stats] = []  # since the last log
-        self._max_grad_norm: float | None = None  # of the arguments, while it is set to 0
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
         ours = unwrap_optimizer(optimizer)
         options = [group for group in ours._option_groups if "max_grad_norm" in group]
-        if args.max_grad_norm and options:
+        # the value is left with the arguments: a training that raises has no on_train_end
+        max_grad_norm = args.max_grad_norm or getattr(args, "_max_grad_norm", None)
+        if max_grad_norm and options:
             for group in options:
                 if group["max_grad_norm"] is None:
-                    group["max_grad_norm"] = args.max_grad_norm
-            self._max_grad_norm, args.max_grad_norm = args.max_grad_norm, 0.0
+                    group["max_grad_norm"] = max_grad_norm
+            args._max_grad_norm, args.max_grad_norm = max_grad_norm, 0.0
         # Log before the reporters, in place of an earlier LogStats: the Trainer appends a user's
         # callbacks after them, and events do not get the handler, so it is found in the callers'
         # frames.
@@ -79,8 +80,9 @@ class CompoptCallback(TrainerCallback):
                 return
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._max_grad_norm is not None:  # another Trainer may have the same arguments
-            args.max_grad_norm, self._max_grad_norm = self._max_grad_norm, None
+        if hasattr(args, "_max_grad_norm"):  # another Trainer may have the same arguments
+            args.max_grad_norm = args._max_grad_norm
+            del args._max_grad_norm
 
     def on_step_end(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
