@@ -12,6 +12,7 @@ import torch
 from conformance import Small, every, loss
 from sim import Ranks
 from table import by_name
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from compopt._engine.options import to_plain
@@ -108,3 +109,27 @@ def test_what_is_compared_reads_the_same_in_every_process():
         for seed in "12"
     ]
     assert run[0].stdout == run[1].stdout != b""
+
+
+@every
+def test_a_group_that_the_layout_refuses_leaves_no_trace(case, monkeypatch):
+    """As where FSDP2 shards the new parameters over other ranks. Training goes on as if nobody had tried."""
+
+    def refuse_new_groups(optimizer, before=case.cls.before_layout):
+        if len(optimizer._option_groups) > groups:
+            raise ValueError("of the test")
+        before(optimizer)
+
+    runs = [Ranks(2, Small, lambda ps, process_group: case.make(ps, process_group=process_group)) for _ in range(2)]
+    groups = len(runs[0].optimizers[0]._option_groups)
+    monkeypatch.setattr(case.cls, "before_layout", refuse_new_groups)
+    for run in runs:
+        run.train(loss, 3)
+    for optimizer in runs[0].optimizers:
+        with pytest.raises((ValueError, TypeError), match="of the test|of that one"):  # of one member of several
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(64, 65))]})
+        assert len(optimizer._option_groups) == groups
+    for run in runs:
+        run.train(loss, 3)
+    for one, other in zip(*(run.models for run in runs), strict=True):
+        assert all(map(torch.equal, one.parameters(), other.parameters()))

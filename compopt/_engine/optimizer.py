@@ -239,7 +239,12 @@ class CompressedOptimizer(OptimizerBase):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
-        self._lay_out_group(group)
+        try:
+            self._lay_out_group(group)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            self._session.rebuild_buckets()
+            raise
 
     def _check_new_group(self, group: Group) -> None:
         """Raise if a group is invalid."""

@@ -114,8 +114,13 @@ class Wrapper(CompressedOptimizer):
             check_disjoint(list_members(self.base))
             added = [self._options_for(group) for group in groups]
             self._wrapper_groups += added
-            for options in added:
-                self._lay_out_group(options)
+            try:
+                for options in added:
+                    self._lay_out_group(options)
+            except (TypeError, ValueError):
+                del self._wrapper_groups[-len(added) :]
+                self._session.rebuild_buckets()
+                raise
 
     def before_exchange(self) -> None:
         self.add_groups_of_base()
