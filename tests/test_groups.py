@@ -126,7 +126,7 @@ def test_a_group_that_the_layout_refuses_leaves_no_trace(case, monkeypatch):
     for run in runs:
         run.train(loss, 3)
     for optimizer in runs[0].optimizers:
-        with pytest.raises((ValueError, TypeError), match="of the test|of that one"):  # of one member of several
+        with pytest.raises((ValueError, TypeError), match=r"of the test|of that one"):  # of one member of several
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(64, 65))]})
         assert len(optimizer._option_groups) == groups
     for run in runs:
