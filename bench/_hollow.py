@@ -154,7 +154,7 @@ def _adamw(blocks, starts, rows, **_) -> int:
 
 
 def _scape(blocks, starts, held_starts, rows, **_) -> int:
-    once = ("bits", "held", "old", "values", "m", "grad", "public", "dropped")
+    once = ("bits", "held", "old", "values", "m", "grad", "public", "rounding_errors")
     twice = ("w", "residual")
     return sum(sum(size(getattr(r, n)) for n in once) + 2 * sum(size(getattr(r, n)) for n in twice) for r in rows)
 
@@ -210,7 +210,7 @@ def _dequantize(cut, gathered, body, *_) -> int:
 
 def _factored(rows, **_) -> int:
     """Tiles read factors over again, from the device's cache."""
-    once, twice = ("R", "p", "own", "dropped", "grad", "public"), ("w", "m", "v", "residual")
+    once, twice = ("R", "p", "own", "rounding_errors", "grad", "public"), ("w", "m", "v", "residual")
     return sum(sum(size(getattr(r, n)) for n in once) + 2 * sum(size(getattr(r, n)) for n in twice) for r in rows)
 
 

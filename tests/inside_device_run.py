@@ -66,9 +66,9 @@ class Rank:
         self.bucket.collect_residuals(reducer, self.pending_residuals)
 
     def commit(self) -> list[Tensor]:
-        """Commit the unsent parts, and return the residuals."""
+        """Write the pending residuals, and return all."""
         for one in self.pending_residuals.values():
-            one.commit(one.residual, 1.0)
+            one.write_to(one.residual, 1.0)
         self.pending_residuals.clear()
         return [e for e in self.kept.state["residual"] if e is not None]
 

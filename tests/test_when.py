@@ -11,7 +11,7 @@ from table import CASES, by_name
 from torch import nn
 
 import compopt
-from compopt._engine import when as _when
+from compopt._engine import dense_start as _when
 
 COMPRESSING = [case for case in CASES if "when" in inspect.signature(case.cls).parameters]
 every = pytest.mark.parametrize("case", COMPRESSING, ids=lambda case: case.name)
