@@ -143,7 +143,7 @@ def device(request) -> torch.device:
     return torch.device(request.param)
 
 
-@pytest.fixture(params=["torch", "native", "triton"])
+@pytest.fixture(params=[pytest.param("torch", marks=pytest.mark.slow), "native", "triton"])
 def backend(request, monkeypatch) -> str:
     """Each backend that float32 parameters on the CPU can have here; Triton's kernels in the interpreter."""
     from compopt._ops.backends import explain_missing_backend

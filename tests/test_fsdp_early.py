@@ -84,6 +84,7 @@ def runs():
     return run_ranks(both, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [case.name for case in CASES])
 def test_buckets_leave_in_backward_and_the_step_is_the_same(runs, name):
     for results in runs:

@@ -77,6 +77,11 @@ class OptimizerBase(Optimizer):
         """True if parameters are equal on all ranks between steps."""
         return not self.replaces_reduce_scatter
 
+    @property
+    def has_new_layout(self) -> bool:
+        """True if options were changed such that the state has to be laid out again."""
+        return False
+
     def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:
         """Return the layout of each state, by name; ``dtype`` is that of the computation."""
         raise NotImplementedError

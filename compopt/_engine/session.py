@@ -215,11 +215,8 @@ class Session:
 
     def follow_options(self) -> None:
         """Lay out state again if new options need state of another kind or size (``rank``)."""
-        optimizer = self.optimizer
-        if self.has_foreign_state or (
-            self.has_new_options
-            and not all(b.has_layouts(optimizer._bucket_layouts(b)) for b in self.buckets)
-        ):
+        has_new_layout = self.has_new_options and self.optimizer.has_new_layout
+        if self.has_foreign_state or has_new_layout:
             self.rebuild_buckets()
 
     @property

@@ -102,6 +102,20 @@ class ProjectingOptimizer(ReducingOptimizer):
         basis = Prefix(dtype, basis_size, unsharded, compressed_only=True, optional=True)
         return {**layouts, "basis": basis}
 
+    @property
+    def has_new_layout(self) -> bool:
+        """True if ``projection`` or ``rank`` was changed: bases have another size, or none."""
+        for bucket in self._buckets:
+            layout, stored = self._bucket_layouts(bucket).get("basis"), bucket.state.get("basis")
+            if (layout is None) != (stored is None):
+                return True
+            for i, basis in enumerate(stored or ()):
+                if basis is None or to_local(bucket.params[i]).numel() != bucket.lengths[i]:
+                    continue  # the step refuses a parameter of another size by name
+                if layout is not None and layout.numel(bucket.get_tensor_info(i)) != basis.numel():
+                    return True
+        return False
+
     def rebuild_cache(self, bucket: Bucket) -> None:
         """Mark the tensors whose basis has been computed by a step: it is not zero."""
         for p, basis in zip(bucket.params, bucket.state.get("basis", ()), strict=False):

@@ -200,14 +200,6 @@ class Bucket:
         ]
         self.state[name] = shaped
 
-    def has_layouts(self, layouts: Mapping[str, Layout]) -> bool:
-        """Return True if state of these layouts has the kinds and sizes that are allocated."""
-        return layouts.keys() == self.layouts.keys() and all(
-            x is None or layout.numel(self.get_tensor_info(i), x) == x.numel()
-            for name, layout in layouts.items()
-            for i, x in enumerate(self.state[name])
-        )
-
     def resize_state(self, name: str, sizes: list[int]) -> list[Tensor]:
         """Allocate state on a mask with other sizes, contents undefined; return its views.
 
