@@ -135,6 +135,8 @@ class RunBatched:
         *args: Rest.args,
         **options: Rest.kwargs,
     ):
+        if options:
+            raise TypeError(f"RunBatched passes positional arguments only, got {sorted(options)}.")
         self.reference, self.bucket, self.ops, self.args = reference, bucket, ops, args
 
 
