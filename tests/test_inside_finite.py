@@ -112,6 +112,7 @@ def find_mistakes(rank: int) -> dict[str, str]:
     return {f"{name}, {what}": mistake for name, of in answers.items() for what, mistake in of.items() if mistake}
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_gradient_that_is_not_finite_makes_all_ranks_skip():
     assert run_ranks(find_mistakes, 2) == [{}, {}]

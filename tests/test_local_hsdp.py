@@ -91,6 +91,7 @@ def sites(tmp_path_factory):
     return run_ranks(on_sites, 4, str(tmp_path_factory.mktemp("sites")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(OPTIONS)), ids=lambda n: str(OPTIONS[n]))
 def test_two_sites_of_two_ranks_are_two_replicas(number, sites):
     """The oracle knows nothing of shards: a replica's gradient is the mean over its site."""
@@ -107,6 +108,7 @@ def test_two_sites_of_two_ranks_are_two_replicas(number, sites):
             torch.testing.assert_close(found[number][0][i], expected, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_sites_goes_on_to_the_bit(sites):
     assert all(is_same for found in sites for _, is_same in found)
 
@@ -120,5 +122,6 @@ def groups_of(rank: int) -> list[bool]:
     return [beside.group is not training.group and beside.ranks == training.ranks for beside, training in pairs]
 
 
+@pytest.mark.slow
 def test_a_delayed_exchange_has_groups_of_its_own():
     assert run_ranks(groups_of, 4) == [[True, True]] * 4

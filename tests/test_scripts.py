@@ -113,6 +113,7 @@ def test_one_line_changes(name):
     assert sum(a != b for a, b in lines) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGED)
 def test_it_trains_and_replicas_are_equal(runs, name):
     for rank in runs:
@@ -122,6 +123,7 @@ def test_it_trains_and_replicas_are_equal(runs, name):
         assert end < start - 0.6 * (start - adamw_end)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGED)
 def test_bytes_on_the_sockets_fall_as_promised(runs, name):
     """On two ranks a ring all-reduce sends each byte once, so sockets carry what the optimizer counts."""
@@ -140,6 +142,7 @@ def on_four_ranks(rank: int, folder: str) -> list[str]:
     return [example("hsdp", *small, *files) for _ in range(2)]
 
 
+@pytest.mark.slow
 def test_examples_in_the_users_stack_run(folder, on_two):
     _, printed = on_two[0]
     for name in ("hf_trainer", "hf_trainer, resumed"):
@@ -148,6 +151,7 @@ def test_examples_in_the_users_stack_run(folder, on_two):
     assert (folder / "hf" / "checkpoint-12").is_dir() or "hf_trainer" not in printed
 
 
+@pytest.mark.slow
 def test_a_sharded_example_goes_on_from_its_checkpoint(folder):
     (first, second), *_ = run_ranks(on_four_ranks, 4, str(folder))
     assert first.startswith("step 20 loss") and "sparse" in first
