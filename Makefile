@@ -43,7 +43,7 @@ TEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q -n 3 --dist worksteal
 test: .venv/ready  ## all tests but the slow ones, in about eight minutes on two cores
 	$(TEST) -m "not slow"
 
-slow: .venv/ready  ## the slow tests: killed torchrun agents, kernels compiled for GPUs, a simulated device, the benchmarks
+slow: .venv/ready  ## the slow tests: killed torchrun agents, scripts on sockets, kernels for GPUs, a simulated device, benchmarks
 	$(TEST) -m slow
 
 properties: .venv/ready  ## 2000 new examples of models, options and faults, 500 of advice; every toy problem on 1 and 4 ranks
