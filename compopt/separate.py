@@ -118,8 +118,9 @@ class SeparateAdam(ProjectingOptimizer):
             most of the gradient. "gaussian": the paper's, random and unbiased. "orthonormal": onto
             the same random space, a contraction.
         rank: columns of a tracked tensor's factors (None: 16). A tensor of rows x columns sends
-            rank * (rows + columns) values. Sharded rows are tracked shard by shard. Random
-            projections refuse it.
+            rank * (rows + columns) values. Sharded rows are tracked shard by shard. Changed in a
+            parameter group during a run, on all ranks, it begins with new bases. Random projections
+            refuse it.
         ratio: the factor by which a random projection makes a tensor smaller (None: 16). Its
             smaller side (the last dimension where rows are sharded, or fewer than 64) shrinks from
             d to ceil(d / ratio); 1 averages dense. Tracked projections refuse it.
