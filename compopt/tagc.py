@@ -245,9 +245,9 @@ class TagcAdamW(ReducingOptimizer):
             every option below and say ``compress=False`` or ``True``.
         lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`, with its defaults.
         foreach, fused, capturable: accepted and ignored: the backend decides how to compute.
-        amsgrad, differentiable: False; True is refused. sparsity: share of each shard's compressed
-        elements that a rank leaves out, at least, in [0, 1). Ranks send the union of their
-        selections, so bytes grow with the number of
+        amsgrad, differentiable: False; True is refused.
+        sparsity: share of each shard's compressed elements that a rank leaves out, at least, in
+            [0, 1). Ranks send the union of their selections, so bytes grow with the number of
             ranks.
         codec: "compact" sends the values at the union. "sketch", the paper's, sends a count sketch,
             in float32 at least. A sketch that can be decoded is larger: it needs 1.22 cells per
