@@ -18,12 +18,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from compopt._engine import peers
+from compopt._engine import handshake
 from compopt._state.bits import pack_bits, set_bits_
 from compopt._state.buckets import Bucket
 from compopt._state.masks import encode_mask, partition_mask
 from compopt._wire.collectives import Communicator, PendingCollective
-from compopt._wire.requests import Agree, AllGather, AllReduceMean, BitOr, Broadcast, Commit, ReduceScatterMean, Request
+from compopt._wire.requests import (
+    Agree,
+    AllGather,
+    AllReduceMean,
+    BitOr,
+    Broadcast,
+    ReadyToCommit,
+    ReduceScatterMean,
+    Request,
+)
 
 KINDS = {AllReduceMean: "payload", ReduceScatterMean: "payload", Broadcast: "masks", BitOr: "masks"}
 SINGLE = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -42,7 +51,7 @@ def fleet(ranks: int, left_by_others: float = 0.0) -> Iterator[Fleet]:
         counted = {name: comm.counted(getattr(dist, name)) for name in COLLECTIVES}
         with (
             mock.patch.multiple(dist, **counted),
-            mock.patch.object(peers, "_report_equal_gradients"),
+            mock.patch.object(handshake, "_report_equal_gradients"),
         ):
             yield comm
     finally:
@@ -80,7 +89,7 @@ class Fleet(Communicator):
             with contextlib.closing(algorithm(bucket)) as generator, contextlib.suppress(StopIteration):
                 while True:
                     request = generator.send(answer)
-                    self.bucket = None if isinstance(request, Agree | Commit) else bucket
+                    self.bucket = None if isinstance(request, Agree | ReadyToCommit) else bucket
                     answer = yield request
 
         optimizer._session.algorithm = noted

@@ -48,10 +48,10 @@ from ._engine.gradients import (
     restore_scale,
     unscale_gradients,
 )
+from ._engine.handshake import gather_rows, warn_without_gradients
 from ._engine.join import JoinHook, follow_ranks_with_data
 from ._engine.missing_ranks import RankLeft
 from ._engine.options import OPTIONS_WITHOUT_HANDSHAKE, Group, Setting, require, select_options
-from ._engine.peers import gather_rows, warn_without_gradients
 from ._engine.resharding import average_base, average_state, catch_up, warn_of_lost_residuals
 from ._engine.session import Handshake, weak_method
 from ._engine.signals import defer_signals
@@ -67,14 +67,14 @@ from ._local.exchange import Contribution, FragmentSync, Outcome, begin_sync
 from ._local.rounds import LocalStats, OpenRound, RoundCounts
 from ._ops.norms import clip_factor, scale_all_
 from ._state.buckets import Bucket
-from ._state.layouts import Layout, LocalShape, Prefix
+from ._state.layouts import Layout, LocalShape, PaddedVector
 from ._state.tensors import HOST, to_local
 from ._wire.collectives import (
     Communicator,
     PendingCollective,
     ProcessGroup,
-    count_replicas,
     get_rank,
+    get_replicate_size,
 )
 from ._wire.payload import PayloadDtype
 from ._wire.requests import CommunicationError, RequestGenerator
@@ -469,9 +469,9 @@ class LocalSteps(Wrapper):
         shards = self._session.shard_communicators
         by_copies: dict[int, list[Tensor]] = {}
         for p, g in grads.items():
-            by_copies.setdefault(count_replicas(p, shards), []).append(g)
+            by_copies.setdefault(get_replicate_size(p, shards), []).append(g)
         norms = {n: float(torch.nn.utils.get_total_norm(gs)) for n, gs in by_copies.items()}
-        squared = sum(norm**2 / replicas for replicas, norm in norms.items())
+        squared = sum(norm**2 / replicate_size for replicate_size, norm in norms.items())
         if getattr(self, "found_inf", None):
             squared = math.nan
         numbers = [squared, self._counts.seconds]
@@ -576,7 +576,9 @@ class LocalSteps(Wrapper):
         if self.averages_gradients:
             return super()._bucket_layouts(bucket)
         return {
-            "residual": Prefix(bucket.compute_dtype, lambda p: 0, optional=True)  # of the start
+            "residual": PaddedVector(
+                bucket.compute_dtype, lambda p: 0, optional=True
+            )  # of the start
         }
 
     @property

@@ -60,8 +60,8 @@ from ._sparse.scape_masks import (
     ScapeStats,
     Selection,
     exchange_masks,
+    mask_size_in_values,
     mask_to_send,
-    mask_values,
     next_mask_partition,
     restore_masks,
     scape_stats,
@@ -164,7 +164,7 @@ def accumulate_x(
         momentum_positions = momentum_positions.long()
         rest = e.index_select(0, momentum_positions)
         e.index_fill_(0, momentum_positions, 0)
-        # With m in it for a moment, e tells the momentum anywhere.
+        # Write m into e for a moment: e at ``index`` is then the momentum there.
         before = e.clone() if index is None else e.index_select(0, index)
         e.scatter_(0, momentum_positions, m)
         old = (e if index is None else e.index_select(0, index)).sub(before)
@@ -375,7 +375,7 @@ class ScapeAdamS(CompressedOptimizer):
     def values_sent(self, bucket: Bucket, ranks: int) -> float:
         values = sum(sizes_at_density(bucket, bucket.group["density"]))
         gathered = values / ranks if self.sharded else 0  # updated parameters
-        return values + gathered + mask_values(bucket, ranks)
+        return values + gathered + mask_size_in_values(bucket, ranks)
 
     def rebuild_cache(self, bucket: Bucket) -> None:
         bucket.cache.clear()

@@ -22,9 +22,9 @@ is stable for beta > (w - 1) / (w + 1), and the error is least at w / (1 + w), "
 side of a tensor is projected, and there may be a dense start of ``warmup_steps``.
 
 All rows of a matrix share one R, where the paper draws a vector as long as the whole gradient for
-every number it sends. As many numbers are sent with the same mean squared error, and m times fewer
-are drawn; but the error stays in the gradient's own column space, and Lemma 4.2 does not hold. For
-a gradient of rank 1, 16 x 128 at ratio 16, the squared error along one direction of the same column
+every number it sends. This sends equally many numbers with the same mean squared error, and draws m
+times fewer. But the error lies in the gradient's column space, so Lemma 4.2 does not hold. For a
+gradient of rank 1, 16 x 128 at ratio 16, the squared error along one direction of the same column
 space is .125 |g|^2; with one vector per number it is .008, and the lemma's bound is 3 / 128 = .023.
 ``block_rows`` is between the two: blocks of rows with an R of their own. With b blocks that error
 is .125 / b, so the lemma holds from 6 blocks on, and the training loss is lower (docs/choosing.md).

@@ -126,7 +126,7 @@ def examples(draw, case: Case, lossless: bool) -> Example:
     )
 
 
-def laid_out(x: Tensor, layout: str) -> Tensor:
+def to_param_shape(x: Tensor, layout: str) -> Tensor:
     """The same numbers, in other memory."""
     if layout == "transposed" and x.dim() > 1:
         return x.transpose(0, -1).contiguous().transpose(0, -1)
@@ -161,7 +161,7 @@ class Run:
     def parameters(self, group: dict[str, Any], number: int) -> list[nn.Parameter]:
         draw = torch.Generator().manual_seed(100 * self.example.seed + number)
         return [
-            nn.Parameter(laid_out(torch.randn(shape, generator=draw).to(self.example.dtype), layout))
+            nn.Parameter(to_param_shape(torch.randn(shape, generator=draw).to(self.example.dtype), layout))
             for shape, layout in group["tensors"]
         ]
 
@@ -171,7 +171,7 @@ class Run:
             signs = torch.Generator().manual_seed(10_000 * step + self.example.seed)
             for n, p in enumerate(everywhere(optimizer)):
                 g = self.gradient(p, draw, signs) * 10.0 ** (n % 4 - 2)
-                p.grad = None if self.is_absent(n, rank, step) else laid_out(g.to(p.dtype), LAYOUTS[step % 4])
+                p.grad = None if self.is_absent(n, rank, step) else to_param_shape(g.to(p.dtype), LAYOUTS[step % 4])
 
     def gradient(self, p: Tensor, draw: torch.Generator, signs: torch.Generator) -> Tensor:
         if self.example.values == "of one size":  # and of one sign on all ranks: nothing cancels

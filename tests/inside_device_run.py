@@ -21,10 +21,10 @@ from fake_device import Device, OnDevice
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from compopt._engine.fsdp_backward import PendingResiduals, RowBucket
+from compopt._engine.fsdp_backward import PendingResiduals, ReduceScatterBucket
 from compopt._ops.operations import Ops
 from compopt._state.buckets import Bucket
-from compopt._state.shards import lay_out
+from compopt._state.shards import place_in_rows
 from compopt._wire.requests import BitOr, ReadToHost, ReduceScatterMean, average_rows
 from compopt.tagc import UnionReducer
 
@@ -48,10 +48,10 @@ class Rank:
         self.pending_residuals: PendingResiduals = {}
         self.kept = Bucket(0, group, params, names)
         self.kept.state["residual"] = [None if p.dim() == 1 else torch.zeros_like(p) for p in params]
-        comm, pieces = SimpleNamespace(rank=rank, size=RANKS), lay_out([(p, 0) for p in params], RANKS)
+        comm, pieces = SimpleNamespace(rank=rank, size=RANKS), place_in_rows([(p, 0) for p in params], RANKS)
         engine = SimpleNamespace(option_groups=[group], comm=comm, ops=Ops())
         positions = [(self.kept, i) for i in range(len(params))]
-        self.bucket = RowBucket(0, engine, pieces, positions, [False] * len(params), torch.float32)
+        self.bucket = ReduceScatterBucket(0, engine, pieces, positions, [False] * len(params), torch.float32)
         self.length = sum(piece.size for piece in pieces)
 
     def rows(self, few: bool) -> Tensor:

@@ -60,9 +60,9 @@ LOOKS = {
     "_engine.session _fill_state": ("ScapeAdamS", "when it is made: offloaded masters are the parameters"),
     "_local.anchors pseudo_gradient": ("LocalSteps, offloaded", "a round's end: parameters, on their way to anchors"),
     # at the first step, and after state was loaded, lost or moved
-    "_engine.peers verify_peers": ("AdamS", "the handshake: checksums of all ranks, compared on the host"),
-    "_engine.peers _checksum": ("AdamS", "the handshake: parameters are the same on all ranks"),
-    "_engine.peers _checksum_gradients": ("AdamS", "the handshake: gradients are not averaged already"),
+    "_engine.handshake verify_peers": ("AdamS", "the handshake: checksums of all ranks, compared on the host"),
+    "_engine.handshake _checksum": ("AdamS", "the handshake: parameters are the same on all ranks"),
+    "_engine.handshake _checksum_gradients": ("AdamS", "the handshake: gradients are not averaged already"),
     "_lowrank.matrices checksum_projection": ("SeparateAdam", "the handshake: matrices are alike on all ranks, once"),
     "_state.buckets has_residual": ("SeparateAdam", "whether a residual was loaded"),
     "radius rebuild_cache": ("RadiusAdamW", "whether a mask was loaded"),

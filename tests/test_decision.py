@@ -55,7 +55,7 @@ def test_what_several_ranks_hold_of_a_model_counts_once(make):
     ranks = make()
     for optimizer in ranks.optimizers:
         for bucket in optimizer._buckets:
-            bucket.replicas = 4
+            bucket.replicate_size = 4
     ranks.backward(loss)
     norm = mean_norm(ranks)
     ranks.world.step(ranks.optimizers)

@@ -28,7 +28,7 @@ from compopt.costmodel import advise
 from compopt.planning.candidates import CANDIDATES
 from compopt.planning.diagnosis_report import Row, assess_start, compare_with_advice, conclude, recommend_row
 
-ROOT = Path(compopt.__file__).parents[1]
+ROOT = Path(__file__).parents[1]
 
 
 class Odd(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compopt._state.layouts import Bits, Layout, LocalShape, OnMask, Prefix, Scalar, Sharded, TensorInfo
+from compopt._state.layouts import Bits, Layout, LocalShape, OnMask, PaddedVector, Scalar, Sharded, TensorInfo
 
 SHAPE, N = (3, 7), 21  # bits that are no whole bytes
 MASK = torch.arange(N) % 3 == 1
@@ -16,7 +16,7 @@ LAYOUTS: dict[str, tuple[Layout, int]] = {
     "bits": (Bits(), 3),
     "on a mask": (OnMask(torch.float32, "mask"), int(MASK.sum())),
     "sharded": (Sharded(torch.float32), 9),
-    "prefix": (Prefix(torch.float32, lambda p: p.shape[0] + 2), 5),
+    "prefix": (PaddedVector(torch.float32, lambda p: p.shape[0] + 2), 5),
 }
 every = pytest.mark.parametrize("name", LAYOUTS)
 

@@ -176,7 +176,10 @@ def broken_in(ranks: Ranks, bucket: int) -> None:
             except StopIteration:
                 return
             answer = yield request
-            if type(request).__name__ == ("Commit" if ranks.optimizers[0].sharded else "Agree") and b.index == bucket:
+            if (
+                type(request).__name__ == ("ReadyToCommit" if ranks.optimizers[0].sharded else "Agree")
+                and b.index == bucket
+            ):
                 raise Broken("of the test")
 
     session.algorithm = breaking

@@ -16,7 +16,7 @@ import compopt
 LIKE_ADAMW = [case.cls for case in CASES if "lr" in inspect.signature(case.cls).parameters]
 classes = pytest.mark.parametrize("cls", LIKE_ADAMW)
 HOW = ("foreach", "fused", "capturable")
-NEVER = ("amsgrad", "differentiable")
+UNSUPPORTED_OPTIONS = ("amsgrad", "differentiable")
 
 
 def matrix() -> nn.Parameter:
@@ -81,7 +81,7 @@ def test_other_ranks_say_nothing(monkeypatch):
 
 
 @classes
-@pytest.mark.parametrize("name", NEVER)
+@pytest.mark.parametrize("name", UNSUPPORTED_OPTIONS)
 def test_what_cannot_be_is_refused_in_a_sentence(cls, name):
     cls([matrix()], **{name: False})
     with pytest.raises(ValueError, match=f"{name}=True .*: .*{name}=False"):

@@ -69,7 +69,7 @@ def expand_entry(bucket: Bucket, i: int, layouts: Layouts, entry: dict[str, Any]
         if gathered is None:
             expanded[name] = layouts[name].expand(entry[name], info, entry)
         else:
-            expanded[name] = info.laid_out(gathered.to(bucket.device))
+            expanded[name] = info.to_param_shape(gathered.to(bucket.device))
     return expanded
 
 
@@ -78,7 +78,7 @@ def describe_group(session: Session, group: Group) -> dict[str, Any]:
     it holds, the class and format, and which parameters have no state.
     """
     entries = {
-        "residuals": find_owner_of_residuals(session),
+        "residuals": describe_residual_source(session),
         "class": session.name,
         "format": FORMAT,
     }
@@ -90,7 +90,7 @@ def describe_group(session: Session, group: Group) -> dict[str, Any]:
     return {**entries, "without_state": without} if without else entries
 
 
-def find_owner_of_residuals(session: Session) -> str:
+def describe_residual_source(session: Session) -> str:
     """Return the rank whose residuals a state dict would hold now, or "mean" for their mean over
     ranks.
     """
@@ -136,7 +136,7 @@ def warn_of_missing_state(session: Session, inner: Iterable[Session] = ()) -> No
     missing = dict.fromkeys(
         sentence
         for one in (session, *inner)
-        if find_owner_of_residuals(one) != "mean"
+        if describe_residual_source(one) != "mean"
         for sentence in _describe_missing_state(one)
     )
     if missing:

@@ -86,7 +86,7 @@ def read_decision(exchanges: list[BucketExchange]) -> StepDecision:
         decision.non_finite += [name for name, mark in pairs if mark != mark]
         decision.has_failed_rank |= control["failed"][0] > 0
         decision.misplaced += [bucket.index] if bits_differ(control["stamp"]) else []
-        total += squared / bucket.replicas
+        total += squared / bucket.replicate_size
         if any(bucket.compressed):
             decision.phase_of[bucket.index] = exchange.agreement.phase
     decision.mismatched = bits_differ(decision.control_means["settings"])

@@ -21,10 +21,10 @@ from .._wire.requests import (
     Agree,
     AllReduceMean,
     Answer,
-    Commit,
     CommunicationError,
     EncodeError,
     ReadToHost,
+    ReadyToCommit,
     Request,
     RequestGenerator,
     RunBatched,
@@ -274,10 +274,10 @@ class BucketExchange:
             self.bucket.withholds_gradients = False
 
     def _start(self, request: Request) -> None:
-        self.is_ready_to_commit = isinstance(request, Commit)
+        self.is_ready_to_commit = isinstance(request, ReadyToCommit)
         if isinstance(request, Agree):
             self.agree = request
-        is_local = isinstance(request, ReadToHost | Agree | Commit | RunBatched)
+        is_local = isinstance(request, ReadToHost | Agree | ReadyToCommit | RunBatched)
         self.pending = None if is_local else self.comm.start(request)
 
 

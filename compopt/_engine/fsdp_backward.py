@@ -25,12 +25,12 @@ from torch import Tensor
 from .._ops.norms import clip_factor, squared_norm
 from .._ops.operations import Ops
 from .._state.buckets import Bucket
-from .._state.layouts import Prefix
-from .._state.shards import ParamColumns, cut_by_rows, lay_out
+from .._state.layouts import PaddedVector
+from .._state.shards import ParamColumns, cut_by_rows, place_in_rows
 from .._state.tensors import to_local
 from .._wire.collectives import Communicator, PendingCollective
 from .._wire.payload import Payload
-from .._wire.requests import Agree, AllReduceMean, Commit, ReadToHost, RequestGenerator
+from .._wire.requests import Agree, AllReduceMean, ReadToHost, ReadyToCommit, RequestGenerator
 from .reducer import Reducer
 from .session import Session
 from .update import Update
@@ -43,8 +43,8 @@ BucketPosition = tuple[Bucket, int]
 
 @dataclass
 class PendingResidual:
-    """The residual of a parameter if the step is applied: what the backwards of the step have not
-    sent.
+    """The residual that a parameter gets if the step is applied: what none of the step's backwards
+    has sent.
 
     ``next_residual`` then takes the place of ``residual``. ``state``: other new state, by name.
     """
@@ -74,16 +74,15 @@ PendingResiduals = dict[Tensor, PendingResidual]
 WriteResidual = Callable[[Bucket, int, PendingResidual, float], None]
 
 
-class RowBucket(Bucket):
+class ReduceScatterBucket(Bucket):
     """The gradients of one parameter group of the optimizer in one reduce-scatter.
 
-    Its tensors have the parameters' global shapes and no memory; only their ``grad`` is real. A
-    tensor that the reducer needs ``as_matrix`` keeps the parameter's shape, and ranks own the rows
-    of it that FSDP gives them. Any other tensor is a vector in the order of FSDP's shards, padded
-    so that all ranks own equally many elements. ``bucket_positions`` say where the parameters are
-    in the session's buckets, which hold their state. The position of a parameter that was unfrozen
-    since the last step is None: it is in no bucket and has no residual yet, and its gradient is
-    sent unrounded.
+    Its ``params`` are stand-ins without memory; only their ``grad`` is real. A stand-in that the
+    reducer needs ``as_matrix`` has the parameter's global shape, and ranks own the rows of it that
+    FSDP gives them. Any other is a vector in the order of FSDP's shards, padded so that all ranks
+    own equally many elements. ``bucket_positions`` say where the parameters are in the session's
+    buckets, which hold their state. The position of a parameter that was unfrozen since the last
+    step is None: it is in no bucket and has no residual yet, and its gradient is sent unrounded.
     """
 
     def __init__(
@@ -146,7 +145,7 @@ class RowBucket(Bucket):
         self.flat, self.state = {"residual": flat}, {"residual": views}
         first = self.bucket_positions[0]
         for name, layout in ({} if first is None else first[0].layouts).items():
-            if isinstance(layout, Prefix):  # it is kept of whole tensors
+            if isinstance(layout, PaddedVector):  # it is kept of whole tensors
                 positions = filter(None, self.bucket_positions)
                 self.state[name] = [bucket.state[name][i] for bucket, i in positions]
         self.cache["has_residual"] = True
@@ -198,7 +197,7 @@ class FSDPUnit:
     pieces: list[ParamColumns]
     bucket_positions: list[BucketPosition | None]
     as_matrix: list[bool] = field(default_factory=list)
-    buckets: list[RowBucket] = field(default_factory=list)
+    buckets: list[ReduceScatterBucket] = field(default_factory=list)
 
 
 class FSDPBackward:
@@ -252,8 +251,9 @@ class FSDPBackward:
 
         It ends here if ``blocking``, else in ``finish``.
 
-        ``backward``: the number of the running one. Collectives start in the order of calls, which
-        is the same on all ranks: each call also advances every earlier reduction by one collective.
+        ``backward``: the number of the running one. All ranks make these calls in the same order.
+        Each call first advances every earlier reduction by one collective, then starts its own, so
+        collectives start in the same order too.
         """
         key = tuple(p for p, _ in params)
         if backward != self._backward:
@@ -271,7 +271,9 @@ class FSDPBackward:
         if blocking or any(p.grad is not None for p in key):
             self.finish()
 
-    def _average(self, bucket: RowBucket, rows: Tensor, out: Tensor) -> RequestGenerator[None]:
+    def _average(
+        self, bucket: ReduceScatterBucket, rows: Tensor, out: Tensor
+    ) -> RequestGenerator[None]:
         """Average the gradients of one bucket, from ``rows`` into ``out``."""
         bucket.load_rows(rows, self.pending_residuals)
         reducer = self.make_reducer(bucket)
@@ -282,10 +284,10 @@ class FSDPBackward:
 
     def _buckets_of(
         self, params: Params, key: tuple[Tensor, ...], dtype: torch.dtype
-    ) -> list[RowBucket]:
+    ) -> list[ReduceScatterBucket]:
         """Return a bucket for each parameter group; new ones if a reducer needs other shapes."""
         if key not in self._units:
-            pieces = lay_out(params, self.session.comm.size)
+            pieces = place_in_rows(params, self.session.comm.size)
             positions: list[BucketPosition | None] = [None] * len(key)
             for n, p in enumerate(key):
                 if (bucket := self.session.bucket_of.get(p)) is not None:
@@ -301,7 +303,7 @@ class FSDPBackward:
                 by_group.setdefault(id(position and position[0].group), []).append(n)
             layout.as_matrix = as_matrix
             layout.buckets = [
-                RowBucket(
+                ReduceScatterBucket(
                     self._count + number,
                     self.session,
                     [layout.pieces[n] for n in numbers],
@@ -415,7 +417,7 @@ def step_fsdp_shards(
 
     factor = clip_factor(norm, bucket.group["max_grad_norm"])
     have_gradients = bucket.have_gradients(mean)
-    yield Commit()
+    yield ReadyToCommit()
     # from here on state changes
     for i in (i for i, has_gradient in enumerate(have_gradients) if has_gradient):
         fsdp_backward.commit_residual(bucket, i, norm)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from .._wire.collectives import Communicator
 from .collective_generators import CollectiveGenerator
-from .missing_ranks import run_step
+from .handshake import gather_json
+from .missing_ranks import run_watching_ranks
 from .options import to_plain
-from .peers import gather_json
 from .session import Session
 
 KEEP = {"params", "param_names"}  # entries of a group that are each rank's
@@ -36,7 +36,7 @@ class JoinHook:
         for p in session.parameters:
             p.grad = None
         session.has_data = False
-        run_step(session, optimizer.step_as_generator())
+        run_watching_ranks(session, optimizer.step_as_generator())
         for on_step in tuple(session.step_callbacks):
             on_step()
 
@@ -46,8 +46,8 @@ class JoinHook:
 
 
 def follow_ranks_with_data(session: Session, comm: Communicator) -> CollectiveGenerator[None]:
-    """Give a rank without data the options of the first rank that has some, and all ranks the
-    factor by which gradients are multiplied where the mean is over ranks with data only.
+    """On a rank without data, copy the options of the first rank with data. On all ranks, set
+    ``gradient_factor``, which is not 1 if the mean is over ranks with data only.
     """
     groups = [*session.optimizer.param_groups]
     if session.option_groups is not session.optimizer.param_groups:

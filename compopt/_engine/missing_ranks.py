@@ -31,8 +31,8 @@ ADVICE = "call it on all ranks, before `if rank == 0:`"
 class Note(Enum):
     """The kind of a note."""
 
-    LEFT = "left"  # the rank does not finish the step after the last one that it applied
-    LOST_MASKS = "lost masks"  # the same, unless all ranks have lost them
+    LEFT = "left"  # the rank will not finish the running step
+    LOST_MASKS = "lost masks"  # nor will it without its masks, unless all ranks have lost theirs
     CONSOLIDATES = "consolidates"  # the rank waited in consolidate_state(), and gave up
 
 
@@ -89,7 +89,7 @@ def wait_for_all_to_consolidate(session: Session, patience: float | None) -> Non
 # Steps
 
 
-def run_step(session: Session, collectives: CollectiveGenerator[None]) -> None:
+def run_watching_ranks(session: Session, collectives: CollectiveGenerator[None]) -> None:
     """Run a step to its end; while it waits, look for notes of ranks that have left it."""
     withdraw_note(session)
     try:

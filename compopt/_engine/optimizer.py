@@ -1,7 +1,7 @@
 """The interface that all classes share with torch.optim: groups, closure, hooks, state and
 checkpoints.
 
-Classes override ``hooks``. The data between steps is in the session.
+Classes override the methods of ``OptimizerBase``. The data between steps is in the session.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class CompressedOptimizer(OptimizerBase):
                 loss = closure()
         if self._session.is_joining:
             notify_join(self)
-        missing_ranks.run_step(self._session, self.step_as_generator())
+        missing_ranks.run_watching_ranks(self._session, self.step_as_generator())
         for on_step in tuple(self.step_callbacks):
             on_step()
         return loss

@@ -39,7 +39,7 @@ OPTIONS_WITHOUT_HANDSHAKE = {
 PLAIN = {type(None), bool, int, float, str}
 
 # options of torch.optim.AdamW that are not supported, and why
-NEVER = {
+UNSUPPORTED_OPTIONS = {
     "amsgrad": "largest second moments are not kept",
     "differentiable": "a step that goes over the network has no gradient",
 }
@@ -112,7 +112,7 @@ def ignore_capturable(capturable: bool) -> None:
 
 def refuse_unsupported(options: Mapping[str, Any]) -> None:
     """Raise ValueError if a group has an option of AdamW that is not supported."""
-    for name, why in NEVER.items():
+    for name, why in UNSUPPORTED_OPTIONS.items():
         if options.get(name):
             raise ValueError(f"{name}=True is not supported: {why}. Pass {name}=False.")
 

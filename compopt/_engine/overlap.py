@@ -28,11 +28,11 @@ class PostCommitExchanges:
         self.unconfirmed = False
 
     def commit_bucket(self, exchange: BucketExchange, answer: Answer) -> None:
-        """Let one bucket apply the step, up to work that is batched over buckets, and keep the
-        exchange that follows.
+        """Resume the generator of one bucket, which applies the step. It stops at a ``RunBatched``,
+        which the caller runs for all buckets, or at a post-commit exchange, which is kept here.
         """
         try:
-            # Unsharded: resumed at Agree with the norm. Sharded: at Commit, which has
+            # Unsharded: resumed at Agree with the norm. Sharded: at ReadyToCommit, which has
             # no answer.
             exchange.resume_and_start_next(answer)
         except StopIteration:

@@ -41,7 +41,7 @@ class ReducingOptimizer(CompressedOptimizer):
     def write_residual(
         self, bucket: Bucket, i: int, pending: PendingResidual, factor: float
     ) -> None:
-        """Write the residual of tensor i inside FSDP, to which a step is applied.
+        """Write the residual of tensor i when a step inside FSDP2 is applied.
 
         ``factor``, which clipped the average, is ignored here: all that was sent counts as sent.
         (With projections the clip changes the residual: see ``ProjectingOptimizer``.)

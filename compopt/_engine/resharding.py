@@ -27,8 +27,8 @@ from .._wire.collectives import Communicator, ProcessGroup, connect
 from .._wire.requests import AllGather, AllReduceMean, Broadcast
 from .._wire.warning import warn
 from .collective_generators import CollectiveGenerator, exchange_one
+from .handshake import gather_json, gather_rows
 from .options import Group
-from .peers import gather_json, gather_rows
 from .session import Session
 
 # options that a commit sets, alike on all ranks

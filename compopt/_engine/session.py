@@ -29,8 +29,8 @@ from .._wire.collectives import (
     ProcessGroup,
     connect,
     count_launched_ranks,
-    count_replicas,
     get_rank,
+    get_replicate_size,
     is_outdated,
     make_shard_communicators,
 )
@@ -334,7 +334,7 @@ class Session:
         self.is_built = True
         for bucket in self.buckets:
             bucket.is_single_process = self.is_single_process
-            bucket.replicas = count_replicas(bucket.params[0], self.shard_communicators)
+            bucket.replicate_size = get_replicate_size(bucket.params[0], self.shard_communicators)
             bucket.offload = self.offload if self.offload.names else None
             if optimizer.sharded:
                 comm = self.comm

@@ -25,17 +25,17 @@ from .collective_generators import CollectiveGenerator, exchange_one
 from .decision import StepDecision, combine_decisions, read_decision
 from .exchange import BucketExchange, ExchangeSchedule
 from .gradients import check_gradients, restore_scale, unscale_gradients
-from .join import follow_ranks_with_data
-from .missing_ranks import RankLeft, explain_failure, post_lost_masks
-from .options import Group
-from .overlap import run_batched_requests
-from .peers import (
+from .handshake import (
     describe_optimizer,
     raise_failure,
     raise_mismatch,
     verify_peers,
     warn_if_without_gradients,
 )
+from .join import follow_ranks_with_data
+from .missing_ranks import RankLeft, explain_failure, post_lost_masks
+from .options import Group
+from .overlap import run_batched_requests
 from .resharding import follow_requires_grad
 from .session import Handshake, Role, Session
 from .signals import defer_signals
@@ -262,7 +262,7 @@ class Step:
             yield from combine_decisions(decision, comms, buckets[-1].device)
             session.overlap.is_stopped |= decision.resent
             if decision.applied and covers_shard_only:
-                yield from _gather_parameters(decision)
+                yield from _run_to_commit(decision)
         except GeneratorExit:
             raise
         except BaseException as error:
@@ -383,7 +383,7 @@ class Step:
         session.count_skips(applied)
 
 
-def _gather_parameters(decision: StepDecision) -> CollectiveGenerator[None]:
+def _run_to_commit(decision: StepDecision) -> CollectiveGenerator[None]:
     """Resume sharded generators with the norm, and wait until each has gathered its updated
     parameters.
     """

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .._engine.collective_generators import Background, CollectiveGenerator, exchange_one
 from .._engine.decision import StepDecision
-from .._engine.peers import raise_mismatch
+from .._engine.handshake import raise_mismatch
 from .._engine.session import Session
 from .._engine.step import Step
 from .._ops.norms import scale_all_

@@ -28,7 +28,7 @@ from .._engine.reducer import ReduceScatterReducer
 from .._engine.reducing_optimizer import ReducingOptimizer
 from .._ops.norms import clip_factor
 from .._state.buckets import Bucket
-from .._state.layouts import GlobalShape, Layout, LocalShape, Prefix
+from .._state.layouts import GlobalShape, Layout, LocalShape, PaddedVector
 from .._state.tensors import to_local
 from .._wire.collectives import connect
 from .._wire.warning import warn
@@ -99,7 +99,7 @@ class ProjectingOptimizer(ReducingOptimizer):
             return 0 if q is None else q.m * q.r
 
         dtype = layouts["residual"].dtype
-        basis = Prefix(dtype, basis_size, unsharded, compressed_only=True, optional=True)
+        basis = PaddedVector(dtype, basis_size, unsharded, compressed_only=True, optional=True)
         return {**layouts, "basis": basis}
 
     @property

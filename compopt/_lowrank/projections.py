@@ -114,9 +114,9 @@ def plan_projection(
     """Choose the projection of a tensor of this (local) shape; None where it is sent whole.
 
     A random projection reduces the smaller side, since the bytes and the variance of a ratio are
-    the same and less is drawn and multiplied. There are two exceptions that project the last
-    dimension. Fewer than 64 rows would leave too little, unless their columns take too many random
-    numbers. Sharded rows are whole on every rank, whatever the number of rows in a shard. A tracked
+    the same and less is drawn and multiplied. In two cases the last dimension is projected. Fewer
+    than 64 rows would leave too little (unless a matrix for the columns takes too many random
+    numbers). And where rows are sharded, a rank has whole rows, but not whole columns. A tracked
     projection reduces the rows to ``rank``; each shard is a matrix of its own.
     """
     if len(shape) < 2 or math.prod(shape) == 0:

@@ -428,8 +428,8 @@ class TrackedTensor(ProjectedTensor):
     """A tensor that is projected on columns which follow its gradient.
 
     The projection is PowerSGD's power iteration (Vogels, Karimireddy and Jaggi, NeurIPS 2019,
-    Algorithm 1). H_n is the gradient plus residual of rank n as a matrix of d rows and m columns
-    (the transpose of ``Projection``'s H), and Q (m x r) the basis that the step before left::
+    Algorithm 1). H_n, the gradient plus residual of rank n, is (d, m) here: the transpose of the
+    matrix that ``Projection`` calls H. Q, (m, r), is the basis of the step before::
 
         1  P <- mean over ranks of H_n Q
         2  R <- orthonormal columns that span those of P

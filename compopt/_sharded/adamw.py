@@ -36,7 +36,7 @@ from .._wire.payload import (
     quantized_bits,
 )
 from .._wire.quantization import Chunk, row_layout
-from .._wire.requests import Agree, AllGather, Commit, RequestGenerator
+from .._wire.requests import Agree, AllGather, ReadyToCommit, RequestGenerator
 
 UpdateDtype: TypeAlias = torch.dtype | Literal["int8", "int4", "int2"] | None
 UPDATE_DTYPES = ("int8", "int4", "int2")
@@ -133,7 +133,7 @@ class ShardedAdamW:
             self.rows = yield AllGather(message, memory.view(self.shards.ranks, -1))
         if self.codec is not None:
             self.rows = self.codec.decode(self.rows)
-        yield Commit()
+        yield ReadyToCommit()
 
     def commit(self, have_gradients: list[bool]) -> None:
         """Write moments and masters of this rank's shard, step counts, and all parameters."""

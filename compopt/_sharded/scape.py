@@ -13,10 +13,10 @@ residual c that is common to all ranks. M is the mask found one step before, the
         w on M <- gathered from the owners                          # line 4
         w <- (1 - lr weight_decay) w off M                    # line 5, by everyone, in float32
 
-The sum of e_n and c is what the replicated form calls the residual: b1 m, which that adds to every
-rank's residual, is added to the common one here. So both forms agree to rounding, and the masks of
-owners and replicas are of the same step (the paper's are one step apart, and its line 12, a dense
-reduce-scatter, is not needed).
+The residual of the replicated form is e_n + c. That form adds b1 m to the residual of every rank;
+here b1 m is added once, to c. So both forms agree to rounding, and the masks of owners and replicas
+are of the same step (the paper's are one step apart, and its line 12, a dense reduce-scatter, is
+not needed).
 
 The payload is x_n / (1 - b1) on M, as in the replicated form.
 """
@@ -35,7 +35,7 @@ from .._sparse.scape_masks import Selection, exchange_masks, mask_to_send, next_
 from .._state.buckets import Bucket
 from .._state.masks import Mask, Tensors
 from .._wire.payload import Payload
-from .._wire.requests import Agree, AllGather, Commit, ReduceScatterMean, RequestGenerator
+from .._wire.requests import Agree, AllGather, ReadyToCommit, ReduceScatterMean, RequestGenerator
 
 
 def sharded_scape(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
@@ -63,7 +63,7 @@ def sharded_scape(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     if shards.ranks > 1:
         gathered = yield AllGather(weights)  # line 4
         bucket.parameter_bytes = weights.nbytes
-    yield Commit()  # from here on state changes
+    yield ReadyToCommit()  # from here on state changes
     to_select = selection if is_delayed else None
     update(bucket, owned, sent, gathered, momenta, to_select)
     yield from exchange_masks(bucket, ops, mask, mean, selection)  # line 9

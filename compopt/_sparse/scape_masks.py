@@ -236,7 +236,7 @@ def scape_stats(
     )
 
 
-def mask_values(bucket: Bucket, ranks: int) -> float:
+def mask_size_in_values(bucket: Bucket, ranks: int) -> float:
     """Return the size of a rank's part of a mask, as bits or coded, in values of 4 bytes."""
     d: float = bucket.group["density"]
     bits = min(1.0, d * math.log2(math.e / d))

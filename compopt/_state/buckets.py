@@ -55,8 +55,8 @@ class Bucket:
     ):
         self.index = index
         self.group, self.params, self.names = group, params, names
-        # The model's parameters. Those of a ``RowBucket`` (FSDP2) differ from its ``params``, which
-        # are stand-ins that hold gradients only.
+        # The model's parameters. Those of a ``ReduceScatterBucket`` (FSDP2) differ from its
+        # ``params``, which are stand-ins that hold gradients only.
         self.model_params = params
         rule = compression_rule or is_compressed
         self.compressed = [rule(p, group, name) for p, name in zip(params, names, strict=True)]
@@ -68,10 +68,10 @@ class Bucket:
         self.compute_dtype = torch.promote_types(self.dtype, torch.float32)
         # True without other ranks, unless ``simulate``: nothing is compressed or rounded.
         self.is_single_process = False
-        # The number of ranks of one sharded model that hold the same part of these tensors. Sums
-        # over those ranks count the part ``replicas`` times: squared norms are divided by
-        # ``replicas``.
-        self.replicas = 1
+        # The number of ranks of one sharded model that hold the same part of these tensors. A sum
+        # over the mesh counts the part that often, so its squared norm is divided by this number
+        # first.
+        self.replicate_size = 1
         # True while this rank takes part in an exchange without its gradients.
         self.withholds_gradients = False
         # Factor on this rank's gradients, in a Join that averages over ranks with data.
@@ -354,10 +354,10 @@ class Bucket:
         bits = quantized_bits(dtype)
         seed = (self.group["step"], self.index, use) if bits else None
         memory_dtype = self.compute_dtype if seed else float_dtype(dtype) or self.grad_dtype
-        message = self._memory.exactly(f"message {use}", size, memory_dtype, self.device)
+        message = self._memory.get_exact_size(f"message {use}", size, memory_dtype, self.device)
         rounding_errors = None
         if seed or self.is_rounded:
-            rounding_errors = self._memory.exactly(
+            rounding_errors = self._memory.get_exact_size(
                 f"rounding_errors {use}", sum(lengths), self.compute_dtype, self.device
             )
         fields = len(self.params), len(self.control)
@@ -436,7 +436,7 @@ class Bucket:
         """
         if self.device.type != "cpu":
             return torch.empty(size, dtype=dtype, device=self.device)
-        return self._memory.exactly(name, size, dtype, self.device)
+        return self._memory.get_exact_size(name, size, dtype, self.device)
 
     def release_memory(self) -> None:
         """Do not reuse memory to which an abandoned collective may still write."""

@@ -40,7 +40,7 @@ class TensorInfo:
     def numel(self) -> int:
         return to_local(self.param).numel()
 
-    def laid_out(self, state: Tensor) -> Tensor:
+    def to_param_shape(self, state: Tensor) -> Tensor:
         """Return state of this rank's elements in the parameter's shape and placements."""
         return distribute_like(self.param.detach(), state.view(self.shape))
 
@@ -98,7 +98,7 @@ class LocalShape(Layout):
         return of.shape
 
     def view_for_user(self, view: Tensor, of: TensorInfo) -> Tensor:
-        return of.laid_out(view)
+        return of.to_param_shape(view)
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Bits(Layout):
         return ((of.numel + 7) // 8,)
 
     def expand(self, stored: Tensor, of: TensorInfo, beside: Mapping[str, Tensor]) -> Tensor:
-        return of.laid_out(unpack_bits(stored)[: of.numel])
+        return of.to_param_shape(unpack_bits(stored)[: of.numel])
 
     def compact(self, saved: Tensor, of: TensorInfo, beside: Mapping[str, Tensor]) -> Tensor:
         if saved.dtype != torch.bool:
@@ -156,14 +156,14 @@ class OnMask(Layout):
         return (of.numel if state is None else state.numel(),)
 
     def view_for_user(self, view: Tensor, of: TensorInfo) -> Tensor:
-        return view if of.compressed else of.laid_out(view)
+        return view if of.compressed else of.to_param_shape(view)
 
     def expand(self, stored: Tensor, of: TensorInfo, beside: Mapping[str, Tensor]) -> Tensor:
         if not of.compressed:
             return stored
         mask = unpack_bits(beside[self.mask])[: of.numel]
         values = torch.zeros(mask.shape, dtype=self.dtype, device=mask.device)
-        return of.laid_out(values.masked_scatter_(mask, stored))
+        return of.to_param_shape(values.masked_scatter_(mask, stored))
 
     def compact(self, saved: Tensor, of: TensorInfo, beside: Mapping[str, Tensor]) -> Tensor:
         mask = beside.get(self.mask)
@@ -197,10 +197,10 @@ class Sharded(Layout):
 
     def expand(self, stored: Tensor, of: TensorInfo, beside: Mapping[str, Tensor]) -> Tensor:
         if of.own_range is None:
-            return of.laid_out(stored)
+            return of.to_param_shape(stored)
         start, stop = of.own_range
         # zeros in place of the other ranks' elements
-        return of.laid_out(pad(stored.reshape(-1), (start, of.numel - stop)))
+        return of.to_param_shape(pad(stored.reshape(-1), (start, of.numel - stop)))
 
     def cut_shard(self, state: Tensor, of: TensorInfo) -> Tensor:
         if of.own_range is None or state.numel() != of.numel:
@@ -210,7 +210,7 @@ class Sharded(Layout):
 
 
 @dataclass(frozen=True)
-class Prefix(Layout):
+class PaddedVector(Layout):
     """A vector with fewer elements than the tensor; in a state dict zeros follow them."""
 
     dtype: torch.dtype
@@ -223,7 +223,7 @@ class Prefix(Layout):
     def expand(self, stored: Tensor, of: TensorInfo, beside: Mapping[str, Tensor]) -> Tensor:
         long = of.param.numel() if self.unsharded else of.numel
         padded = pad(stored.reshape(-1), (0, long - stored.numel()))
-        return padded.view(of.param.shape) if self.unsharded else of.laid_out(padded)
+        return padded.view(of.param.shape) if self.unsharded else of.to_param_shape(padded)
 
     def cut_shard(self, state: Tensor, of: TensorInfo) -> Tensor:
         """Return the prefix of a state in either form, and zeros for a state of another size."""

@@ -283,8 +283,8 @@ class ParamColumns(NamedTuple):
     def range_of(self, rank: int, matrix: bool) -> tuple[int, int]:
         """Return the elements that ``rank`` owns, in shard order.
 
-        Of a ``matrix``, which has the parameter's shape, they are rows, or all elements where FSDP
-        cuts along another dimension.
+        With ``matrix`` the tensor has the parameter's shape: the rank owns its rows, or all
+        elements if FSDP cuts along another dimension.
         """
         if matrix and self.dim:
             return 0, self.p.numel()
@@ -312,7 +312,7 @@ class ParamColumns(NamedTuple):
         return chunks[rank].reshape(-1) if rank < len(chunks) else tensor.new_empty(0)
 
 
-def lay_out(params: Iterable[tuple[Tensor, int]], ranks: int) -> list[ParamColumns]:
+def place_in_rows(params: Iterable[tuple[Tensor, int]], ranks: int) -> list[ParamColumns]:
     """Place parameters in a row, in this order, each with the dimension that FSDP2 shards."""
     pieces, begin = [], 0
     for p, dim in params:

@@ -518,7 +518,7 @@ def make_shard_communicators(params: Iterable[Tensor]) -> list[Communicator]:
     return [comm for comm in map(Communicator, groups.values()) if comm.size > 1]
 
 
-def count_replicas(p: Tensor, shards: list[Communicator]) -> int:
+def get_replicate_size(p: Tensor, shards: list[Communicator]) -> int:
     """Return how many of the ranks that hold one model have the same part of ``p``."""
     sharded = {group.group_name for group, where in list_mesh_groups(p) if not where.is_replicate()}
     return math.prod(

@@ -42,7 +42,7 @@ class Scratch:
             memory = self._memory[key] = torch.empty(n, dtype=dtype, device=device)
         return memory[:n]
 
-    def exactly(self, use: str, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def get_exact_size(self, use: str, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory of n elements, and free that which had another size for this ``use``."""
         key = (use, dtype, device)
         if key not in self._memory or self._memory[key].numel() != n:

@@ -99,12 +99,12 @@ class Agree:
     """Wait for all buckets and for the step decision of all ranks; nothing may be written before.
 
     Answered with the L2 norm of the averaged gradient over all buckets. After that state may
-    change, with ``covers_shard_only`` only after the ``Commit`` that must follow. The generator is
-    closed instead if the step is not applied. ``squared_norm`` defaults to that of the payload's
-    body; a vector is summed on the host.
+    change. With ``covers_shard_only`` the generator must yield ``ReadyToCommit`` first. The
+    generator is closed instead if the step is not applied. ``squared_norm`` defaults to that of the
+    payload's body; a vector is summed on the host.
 
     ``covers_shard_only``: the payload, and so its squared norm, covers only this rank's shard.
-    After ``Agree`` the generator may gather updated parameters, and then yields ``Commit``.
+    After ``Agree`` the generator may gather updated parameters, and then yields ``ReadyToCommit``.
     """
 
     payload: Payload
@@ -114,7 +114,7 @@ class Agree:
 
 
 @dataclass(slots=True)
-class Commit:
+class ReadyToCommit:
     """After an ``Agree`` that covers shards only: wait until all buckets' exchanges since then have
     completed.
     """
@@ -141,8 +141,8 @@ class RunBatched:
 
 
 # After a collective: its Payload or Tensor. After ReadToHost: a list of numbers. After Agree: the
-# norm. After Commit: None. After RunBatched: the result of its function. No type can express which
-# answer follows which request.
+# norm. After ReadyToCommit: None. After RunBatched: the result of its function. No type can express
+# which answer follows which request.
 Answer: TypeAlias = Any
 
 Request = (
@@ -153,7 +153,7 @@ Request = (
     | BitOr
     | ReadToHost
     | Agree
-    | Commit
+    | ReadyToCommit
     | RunBatched
 )
 
@@ -164,7 +164,7 @@ RequestGenerator: TypeAlias = Generator[Request, Answer, Result]
 class CommunicationError(RuntimeError):
     """A collective failed.
 
-    If it belonged to a step, or to an exchange of LocalSteps, this rank has not applied that. A
+    The step, or the exchange of LocalSteps, to which it belonged was not applied on this rank. A
     rank that had received everything may have applied it; ``rebind()`` then copies from there.
     """
 
@@ -180,7 +180,7 @@ def average_rows(rows: Tensor) -> Tensor:
 
 def count_bytes(request: Request) -> int:
     """Return the bytes that this rank passes to the collective for ``request``."""
-    if isinstance(request, ReadToHost | Agree | Commit | RunBatched):
+    if isinstance(request, ReadToHost | Agree | ReadyToCommit | RunBatched):
         return 0
     if isinstance(request, AllReduceMean) and isinstance(request.message, Payload):
         return request.message.nbytes

@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from .._engine.checkpoint import find_owner_of_residuals
+from .._engine.checkpoint import describe_residual_source
 from .._engine.optimizer import CompressedOptimizer
 from .._engine.stats import Stats
 from .._wire.warning import warn
@@ -124,7 +124,7 @@ class CompoptCallback(TrainerCallback):
                 "CompoptCallback last in callbacks.",
                 int(not state.is_world_process_zero),
             )
-        owner = find_owner_of_residuals(unwrap_optimizer(optimizer)._session)
+        owner = describe_residual_source(unwrap_optimizer(optimizer)._session)
         if owner != "mean":
             warn(
                 f"the checkpoint of step {state.global_step} holds the residuals of {owner} only, "

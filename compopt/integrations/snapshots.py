@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._engine.collective_generators import exchange_one
+from .._engine.handshake import gather_json
 from .._engine.optimizer import CompressedOptimizer
-from .._engine.peers import gather_json
 from .._state.tensors import to_local
 from .._wire.requests import Broadcast
 

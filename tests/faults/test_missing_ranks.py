@@ -27,7 +27,7 @@ from compopt._engine.missing_ranks import (
     gather_at_store,
     post_lost_masks,
     post_note,
-    run_step,
+    run_watching_ranks,
 )
 from compopt._wire.collectives import PendingCollective
 
@@ -266,7 +266,7 @@ def test_notes_are_heeded_in_the_steps_that_their_rank_does_not_come_to():
     assert explain_missing_rank(here) == explain_failure(here) == ""
     here.option_groups[0]["step"] += 2
     assert explain_missing_rank(here)
-    run_step(there, iter(()))
+    run_watching_ranks(there, iter(()))
     assert explain_missing_rank(here) == "", "it has taken a step since"
 
     post_lost_masks(there)
