@@ -76,7 +76,7 @@ LOOKS = {
     "_engine.resharding gather_shards": ("TagcAdamW", "consolidate_state() of shards, gathered in host memory"),
     "_engine.resharding reshard_state": ("TagcAdamW", "ranks are lost: who owned which shard"),
     "_engine.resharding catch_up": ("AdamS", "ranks are lost: how far each of the others is"),
-    "local_steps _adopt_counts": ("LocalSteps", "ranks are lost: whether the start is over on any"),
+    "_engine.handshake gather_json": ("LocalSteps", "ranks are lost: how far the rounds of each are"),
 }  # fmt: skip
 
 

@@ -164,7 +164,7 @@ def test_bytes_of_a_run_are_those_of_the_runs_that_were_measured(name):
     situation = Situation(work, Machine(4, 1e7), 1.0, 0.6, 1, None, 0.02, steps=2000)
     row = next(r for r in rows_of(situation) if r.method == name)
     dense, every = 2000 * 3_445_248, 140 if "140" in name else 30
-    # these runs were made before a message with settings and signs went in front of each exchange
+    # these runs were made before a message with settings and norms went in front of each exchange
     rounds = count_round_lengths(every, 800 if every == 30 else 2000, 2000)
     messages = sum(number for _, number in rounds) * message_bytes(4)
     assert row.run_bytes == pytest.approx((MEASURED[name] + messages) / dense, rel=0.002)

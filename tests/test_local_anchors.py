@@ -84,6 +84,8 @@ def test_within_each_other_they_are_shown_until_the_outermost_ends():
         with optimizers[0].use_anchors():
             inner = copies(params)
         assert all(map(torch.equal, params[0], inner[0])) and not torch.equal(params[0][0], before[0][0])
+        with pytest.raises(RuntimeError, match=r"leave use_anchors\(\) first"):
+            optimizers[0].state_dict()
     assert all(map(torch.equal, params[0], before[0]))
 
 

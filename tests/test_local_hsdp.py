@@ -59,8 +59,15 @@ def train(model, optimizer, rank: int, steps) -> None:
         optimizer.step()
 
 
-def on_sites(rank: int, folder: str) -> list[tuple[list[torch.Tensor], bool]]:
-    """The parameters after every second step; and whether a checkpoint, loaded after the fifth, goes on to the bit."""
+def distances(optimizer) -> tuple[float, float, float]:
+    """How far apart sites were at the last exchange, and the norm of the average that the outer optimizer took."""
+    return optimizer.stats.cosine, optimizer.stats.spread, optimizer._anchors.outer.stats.grad_norm
+
+
+def on_sites(rank: int, folder: str) -> list[tuple[list[torch.Tensor], bool, tuple[float, float, float]]]:
+    """The parameters after every second step; whether a checkpoint, loaded after the fifth, goes on to the bit; and how
+    far sites are apart in the end.
+    """
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     found = []
@@ -82,7 +89,7 @@ def on_sites(rank: int, folder: str) -> list[tuple[list[torch.Tensor], bool]]:
         set_state_dict(third, resumed, model_state_dict=weights, optim_state_dict=state)
         for one in ((other, again), (third, resumed)):
             train(*one, rank, range(6, STEPS))
-        found.append((reached, torch.equal(whole(other), whole(third))))
+        found.append((reached, torch.equal(whole(other), whole(third)), distances(optimizer)))
     return found
 
 
@@ -106,11 +113,16 @@ def test_two_sites_of_two_ranks_are_two_replicas(number, sites):
         for rank, found in enumerate(sites):
             expected = torch.cat([p.detach().view(-1) for p in oracle.models[rank // 2].parameters()])
             torch.testing.assert_close(found[number][0][i], expected, rtol=0, atol=1e-10)
+    *expected, norm = distances(oracle.optimizers[0])
+    for found in sites:
+        *estimates, found_norm = found[number][2]
+        assert estimates == pytest.approx(expected, abs=0.05)  # by other signs
+        assert found_norm == pytest.approx(norm, rel=1e-6)
 
 
 @pytest.mark.slow
 def test_a_checkpoint_of_sites_goes_on_to_the_bit(sites):
-    assert all(is_same for found in sites for _, is_same in found)
+    assert all(is_same for found in sites for _, is_same, _ in found)
 
 
 def groups_of(rank: int) -> list[bool]:

@@ -163,7 +163,7 @@ def test_a_rounds_distances():
     world = optimizers[0].comm.world
     step(world, params, optimizers, [[torch.tensor([3.0, 0.0])], [torch.tensor([0.0, -3.0])]])
     stats = optimizers[1].stats
-    assert stats.cosine == pytest.approx(0, abs=0.02) and stats.spread == pytest.approx(1, abs=0.02)
+    assert stats.cosine == pytest.approx(0, abs=1e-6) and stats.spread == pytest.approx(1)
     assert (stats.round, stats.steps_into_round, stats.phase) == (1, 0, "exchanged")
 
 

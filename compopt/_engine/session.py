@@ -328,13 +328,12 @@ class Session:
         self.offload = Offload(OFFLOADED.get(optimizer.offload or "", ()))
         # inside FSDP2 the optimizer's own ranks hold the other shards
         parted = () if optimizer.replaces_reduce_scatter else self.buckets
-        self.shard_communicators = self.given_shard_communicators or make_shard_communicators(
-            p for bucket in parted for p in bucket.params
-        )
+        meshes = make_shard_communicators(p for bucket in parted for p in bucket.params)
+        self.shard_communicators = self.given_shard_communicators or meshes
         self.is_built = True
         for bucket in self.buckets:
             bucket.is_single_process = self.is_single_process
-            bucket.replicate_size = get_replicate_size(bucket.params[0], self.shard_communicators)
+            bucket.replicate_size = get_replicate_size(bucket.params[0], meshes)
             bucket.offload = self.offload if self.offload.names else None
             if optimizer.sharded:
                 comm = self.comm

@@ -7,7 +7,8 @@ device or in host memory. A parameter has one from its first local step on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .._engine.collective_generators import CollectiveGenerator
 from .._engine.optimizer import CompressedOptimizer, without_integrations
+from .._engine.resharding import catch_up
+from .._engine.session import Session
 from .._state.tensors import HOST, distribute_like, pin, to_local
+from .._wire.collectives import Communicator, get_replicate_size
 
 Group = dict[str, Any]
 MakeOuter = Callable[[list[Tensor]], CompressedOptimizer]
@@ -72,6 +77,8 @@ class Anchors:
         self.outer: CompressedOptimizer
         self.tensors: list[Anchored] = []  # in the order of the outer optimizer's parameters
         self._rates: list[tuple[float, float]] = []  # of the outer optimizer's groups
+        self.are_in_params = False
+        self._bytes_taken = 0  # of those that its connection has sent
         for number in sorted(set(fragments) - {-1}):
             members = [p for p, n in zip(params, fragments, strict=True) if n == number]
             self._add_fragment(number, members, None if self.tensors else make_outer)
@@ -127,6 +134,70 @@ class Anchors:
         known = {t.param for t in self.tensors}
         return [p for p in params if p.requires_grad and p not in known]
 
+    # The other ranks
+
+    def connect(self, session: Session, is_delayed: bool) -> None:
+        """Exchange anchors over the ranks of ``session``, which is of the inner steps; where
+        exchanges run beside training, in process groups of their own.
+        """
+        outer, comm = self.outer._session, session.comm
+        self.outer.simulate = session.optimizer.simulate
+        if is_delayed:
+            comm = comm.with_own_group()
+            outer.given_shard_communicators = [
+                shards.with_own_group() for shards in session.shard_communicators
+            ]
+        if outer.group is not comm and not session.is_single_process:
+            outer.waits = session.waits
+            outer.connect_to(comm)
+            self._bytes_taken = comm.bytes_sent
+
+    def take_bytes_sent(self) -> int:
+        """Return the bytes that were sent since the last call."""
+        before, self._bytes_taken = self._bytes_taken, self.outer._session.comm.bytes_sent
+        return self._bytes_taken - before
+
+    def catch_up(self, is_new: bool) -> CollectiveGenerator[bool]:
+        """Bring anchors to where those of the other ranks are. On a rank that is new or lacks an
+        exchange, the parameters of the exchanged fragments follow; the others keep their moves.
+
+        Returns whether any did.
+        """
+        outer, before = self.outer._session, self.count_exchanges()
+        outer.forget_in_flight()
+        outer.forget_masks()
+        yield from catch_up(outer, outer.comm, is_new)
+        applied = self.count_exchanges()
+        late = {n for n in self.fragments if is_new or applied[n] > before[n]}
+        for t in self.list_members(late):
+            t.write_param()
+            t.has_moved = False
+        return bool(late)
+
+    # In the model
+
+    @contextmanager
+    def put_into_params(self) -> Iterator[None]:
+        """Write anchors to the parameters that may have moved, and afterwards these back. Within
+        another such block nothing is done.
+        """
+        if self.are_in_params:
+            yield
+            return
+        moved = [t for t in self.tensors if t.has_moved or t.anchor.grad is not None]
+        with torch.no_grad():
+            own = [(p, p.clone()) for p in (to_local(t.param.detach()) for t in moved)]
+            for t in moved:
+                t.write_param()
+        self.are_in_params = True
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for p, value in own:
+                    p.copy_(value)
+            self.are_in_params = False
+
     # Fragments
 
     @property
@@ -153,17 +224,17 @@ class Anchors:
 
     # An exchange
 
-    def set_pseudo_gradients(self, fragments: Collection[int], device: torch.device) -> Tensor:
-        """Set the anchors' ``grad`` to d, line 2, and return its squared norm. An anchor whose
+    def set_pseudo_gradients(self, fragments: Collection[int]) -> dict[Tensor, Tensor]:
+        """Set the anchors' ``grad`` to d, line 2, and return it by parameter. An anchor whose
         parameter cannot have moved has no ``grad``, and requires none.
         """
-        moved = []
+        moved = {}
         for t in self.list_members(fragments):
             t.anchor.requires_grad_(t.has_moved)
             if t.has_moved:
-                moved.append(t.pseudo_gradient())
-                t.anchor.grad, t.has_moved = distribute_like(t.anchor.detach(), moved[-1]), False
-        return torch.nn.utils.get_total_norm(moved).to(device, torch.float64).square()
+                moved[t.param] = d = t.pseudo_gradient()
+                t.anchor.grad, t.has_moved = distribute_like(t.anchor.detach(), d), False
+        return moved
 
     def list_sent(self, fragments: Collection[int]) -> list[Anchored]:
         """Return the parameters of these fragments that are part of their last exchange."""
@@ -189,10 +260,10 @@ def copy_wide(p: Tensor, on_host: bool) -> Tensor:
 
 
 def assign_to_fragments(groups: list[Group], fragments: int) -> list[int]:
-    """Return the fragment of every parameter, -1 of what is frozen: every group is dealt in order,
-    in parts of about equal bytes.
+    """Return the fragment of every parameter, -1 of what is frozen. Each group is cut, in order,
+    into as many parts of about equal bytes.
 
-    Those of all groups at the same place are together: groups mostly divide layers in two.
+    Fragment i has part i of every group, so the parameters of one layer mostly stay together.
     """
     dealt: list[int] = []
     for group in groups:
@@ -215,6 +286,22 @@ def check_outer(outer: object, anchors: list[Tensor]) -> None:
     stepped = [p for group in outer.param_groups for p in group["params"]]
     if len(stepped) != len(anchors) or any(map(lambda p, q: p is not q, stepped, anchors)):
         raise ValueError("outer must step all parameters that it is given, in their order.")
+
+
+def squared_norm_of_part(
+    tensors: dict[Tensor, Tensor], shards: list[Communicator], device: torch.device
+) -> Tensor:
+    """Return the squared norm of one tensor for each parameter, of which the other ``shards`` hold
+    other parts. What several of them hold counts once in the sum over all.
+    """
+    by_copies: dict[int, list[Tensor]] = {}
+    for p, t in tensors.items():
+        by_copies.setdefault(get_replicate_size(p, shards), []).append(t)
+    squared = torch.zeros((), dtype=torch.float64, device=device)
+    for copies, ts in by_copies.items():
+        norm = torch.nn.utils.get_total_norm(ts).to(device, torch.float64)
+        squared += norm.square() / copies
+    return squared
 
 
 def reset_moments(inner: Optimizer, tensors: Iterable[Anchored]) -> None:

@@ -80,24 +80,43 @@ def _as_tensors(numbers: dict[str, float]) -> dict[str, Tensor]:
 # Loading
 
 
-def split_rounds(saved: dict[str, Any]) -> tuple[dict[str, Any], list[Entry | None]]:
-    """Return the state dict without what is under "outer", and that of every parameter."""
-    state, keys = {}, [key for group in saved["param_groups"] for key in group["params"]]
+def split_rounds(saved: dict[str, Any], name: str) -> tuple[dict[str, Any], list[Entry | None]]:
+    """Return the state dict without what is under "outer", and that of every parameter.
+
+    Raises ValueError if this is not what the class ``name`` saves now.
+    """
+    groups = saved["param_groups"]
+    mixes = [group["mix"] for group in groups if group.get("mix")]
+    if "outer" in saved or mixes:
+        what = f"mix={mixes[0]!r}" if mixes else "anchors apart"
+        raise ValueError(
+            f"loaded state dict is of an earlier version of LocalSteps, with {what}: call "
+            'end_round() there, and load what its state_dict() has under "base". Outer '
+            "momentum then begins anew."
+        )
+    state, keys = {}, [key for group in groups for key in group["params"]]
     for key, entry in saved["state"].items():
         is_entry = isinstance(entry, dict)
         state[key] = {k: v for k, v in entry.items() if k != "outer"} if is_entry else entry
     found = [saved["state"].get(key) for key in keys]
     entries = [entry.get("outer") or None if isinstance(entry, dict) else None for entry in found]
+    written_by = groups[0].get("class", name)
+    if any(entries) and written_by != name:
+        raise ValueError(
+            f"loaded state dict is of {written_by}, and its anchors are nothing that {name} goes "
+            f"on from: load a checkpoint of {name}."
+        )
     return {**saved, "state": state}, entries
 
 
-@dataclass(frozen=True)
+@dataclass
 class SavedRounds:
     """The content of such entries.
 
     ``fragments``: of every parameter, -1 where it has no anchor. ``anchored``: the entries of those
     that have one, in the order of ``Anchors.tensors``. ``due``: the fragments that wait for an
-    exchange. ``exchange``: the arguments of the one that was on its way.
+    exchange. ``exchange``: the arguments of the one that was on its way. ``anchors``: those that
+    were loaded from entries.
     """
 
     step: int
@@ -106,6 +125,7 @@ class SavedRounds:
     anchored: list[Entry]
     due: frozenset[int]
     exchange: dict[str, Any] | None
+    anchors: Anchors | None = None
 
     @torch.no_grad()
     def load_into(self, anchors: Anchors, residuals: str) -> None:
@@ -138,6 +158,7 @@ class SavedRounds:
             count = _read_number(entries[group["params"][0]], "exchanges")
             group.update(step=count, residuals=residuals)
         anchors.outer.load_state_dict(saved)
+        self.anchors = anchors
 
 
 def read_rounds(entries: Sequence[Entry | None]) -> SavedRounds | None:

@@ -2,10 +2,10 @@
 its payloads.
 
 In the message every rank sends what must be equal on all, its weight in the average, the norm of
-its pseudo-gradient, and random projections of it.
+its pseudo-gradient, and a sketch of it.
 
-Ranks of unequal weights send their pseudo-gradients times ``ranks * weight / sum of weights``: the
-mean of these is the weighted mean, whatever the codec, and a residual is a part of such a mean.
+Ranks of unequal weights send their pseudo-gradients times ``ranks * weight / sum of weights``. The
+plain mean of these is the weighted mean, so codecs need no weights.
 """
 
 from __future__ import annotations
@@ -19,20 +19,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._engine.collective_generators import Background, CollectiveGenerator, exchange_one
+from .._engine.collective_generators import (
+    Background,
+    CollectiveGenerator,
+    exchange_one,
+    sum_over_groups,
+)
 from .._engine.decision import StepDecision
 from .._engine.handshake import raise_mismatch
 from .._engine.session import Session
 from .._engine.step import Step
 from .._ops.norms import scale_all_
 from .._state.tensors import to_local
+from .._wire.collectives import get_replicate_size
 from .._wire.requests import AllGather, CommunicationError
 from .anchors import Anchored, Anchors
-from .distances import count_signs, estimate_products, project_signs
 from .rounds import outer_share
+from .sketches import make_sketch, sketch_size, sum_of_products
 
 # The number of float64 fields of a message: the number of exchanges, the checksum of the settings,
-# the fields of Contribution, the squared norm.
+# the fields of Contribution, the squared norm. The sketch follows.
 FIELDS = 7
 
 
@@ -51,18 +57,19 @@ class Contribution(NamedTuple):
 class Outcome:
     """The result of an exchange, which all ranks know.
 
-    ``decision``: None where there was nothing to send. ``is_lost``: this rank's parameters are not
-    finite. ``squared``, ``product``: of the pseudo-gradients of the ``ranks`` that are not lost,
-    the mean squared norm, and the mean inner product of two. ``mean``: of the contributions; its
-    ``is_last`` is 1 where no rank goes on. ``share``: of this rank's weight in all.
+    ``decision``: None where there was nothing to send. ``is_non_finite``: this rank's parameters
+    are not finite. ``mean``: of all contributions; its ``is_last`` is 1 if every rank waits in
+    ``end_round()``. ``share``: this rank's weight over the sum of all weights. ``weights``,
+    ``squares``, ``sketches``: of all ranks, the weights, and the squared norms and sketches of
+    pseudo-gradients.
     """
 
-    is_lost: bool
-    squared: float
-    product: float
-    ranks: int
+    is_non_finite: bool
     mean: Contribution
     share: float
+    weights: Tensor
+    squares: Tensor
+    sketches: Tensor
     decision: StepDecision | None = None
 
     @property
@@ -70,28 +77,61 @@ class Outcome:
         """True if no rank has stepped, and none goes on."""
         return self.mean.is_last == 1 and not self.mean.steps
 
+    def measure_distances(self) -> dict[str, float]:
+        """Return ``cosine`` and ``spread`` of ``stats``, of the ranks that are not lost; nothing
+        where there are not two that have moved.
 
-@dataclass(eq=False)
+        With shares p_k of all weights, and m = sum of p_k d_k::
+
+            |m|^2 = sum of p_k |d_k|^2 - sum of p_k |d_k - m|^2
+                  = sum of p_k^2 |d_k|^2 + sum over pairs of p_k p_l <d_k, d_l>
+
+        ``cosine``: the last sum, relative to what it is where all have one direction.
+        """
+        is_found = self.squares.isfinite()
+        weights, squares = self.weights[is_found], self.squares[is_found]
+        shares = weights / weights.sum()
+        lengths = shares * squares.sqrt()
+        apart, most = float(lengths.square().sum()), float(lengths.sum().square())
+        if not most > apart:
+            return {}
+        mean = sum_of_products(lengths, self.sketches[is_found])
+        spread = math.sqrt(max(0.0, float(shares @ squares) / mean - 1)) if mean else math.inf
+        return {"cosine": (mean - apart) / (most - apart), "spread": spread}
+
+
 class FragmentSync:
     """The exchange of some fragments by a ``step`` of the outer optimizer, applied after step
-    ``apply_at`` of the inner one (0: at once).
+    ``apply_at`` of the inner one (0: at once). Pseudo-gradients are set before.
 
-    ``squared``: the squared norm of this rank's pseudo-gradient. Where it is not finite, the rank
-    sends nothing and takes the average of the others. ``contribution``: of this rank.
+    ``source``: the session of the inner steps. ``squared``: the squared norm of this rank's
+    pseudo-gradient, of all shards. Where it is not finite, the rank sends nothing and takes the
+    average of the others. ``contribution``: of this rank.
     """
 
-    anchors: Anchors
-    fragments: frozenset[int]
-    apply_at: int
-    squared: Tensor
-    contribution: Contribution
-    step: Step
-    communication: Background[Outcome]
+    def __init__(
+        self,
+        source: Session,
+        anchors: Anchors,
+        fragments: frozenset[int],
+        apply_at: int,
+        squared: Tensor,
+        contribution: Contribution,
+    ):
+        self.anchors, self.fragments, self.apply_at = anchors, fragments, apply_at
+        self.squared, self.contribution = squared, contribution
+        outer, groups = anchors.outer._session, anchors.groups_of(fragments)
+        self.step = Step(outer, outer.connect_ranks(), anchors.applied_exchanges + 1, groups)
+        self.communication = Background(
+            _communicate(source, anchors, self.step, squared, contribution, apply_at > 0)
+        )
+        if apply_at:
+            outer.comm.unfinished.add("delayed exchange")
 
-    def list_received(self, is_lost: bool) -> list[Anchored]:
+    def list_received(self, is_non_finite: bool) -> list[Anchored]:
         """Return the parameters that get new anchors: those sent, on a lost rank all."""
         anchors = self.anchors
-        return (anchors.list_members if is_lost else anchors.list_sent)(self.fragments)
+        return (anchors.list_members if is_non_finite else anchors.list_sent)(self.fragments)
 
     def drain(self) -> None:
         """Wait until nothing of it is on the wire: the next exchange uses the same group."""
@@ -99,26 +139,6 @@ class FragmentSync:
             for pending in self.communication.finish():
                 if pending.is_lockstep:  # in the simulator no rank may wait for another here
                     return
-
-
-def begin_sync(
-    source: Session,
-    anchors: Anchors,
-    fragments: frozenset[int],
-    apply_at: int,
-    squared: Tensor,
-    contribution: Contribution,
-) -> FragmentSync:
-    """Return the exchange of pseudo-gradients that are set. ``source``: of the inner steps."""
-    outer, is_delayed = anchors.outer._session, apply_at > 0
-    groups = anchors.groups_of(fragments)
-    step = Step(outer, outer.connect_ranks(), anchors.applied_exchanges + 1, groups)
-    communication = Background(
-        _communicate(source, anchors, step, squared, contribution, is_delayed)
-    )
-    if is_delayed:
-        outer.comm.unfinished.add("delayed exchange")
-    return FragmentSync(anchors, fragments, apply_at, squared, contribution, step, communication)
 
 
 def _communicate(
@@ -139,21 +159,17 @@ def _communicate(
     checksum = zlib.crc32(repr(source.settings).encode())
     numbers = [anchors.applied_exchanges, checksum, *contribution]
     sent = torch.tensor(numbers, dtype=torch.float64).to(device)
-    signs = project_signs(grads, comm.size, anchors.applied_exchanges, device)
-    message = torch.cat([torch.cat([sent, squared.to(device).view(1)]).view(torch.uint8), signs])
+    sketch = yield from _sketch_pseudo_gradient(anchors, step)
+    message = torch.cat([sent, squared.to(device).view(1), sketch.view(torch.float64)])
+    gathering = Background(exchange_one(comm, AllGather(message)))
     if is_delayed:
-        pending = comm.start(AllGather(message))
+        gathering.poll()
         decision = yield from _send_pseudo_gradients(
             source, anchors, step, float(squared), contribution
         )
-        yield pending
-        gathered = pending.wait()
-        assert isinstance(gathered, Tensor)
-    else:
-        gathered = yield from exchange_one(comm, AllGather(message))
-    rows = gathered.cpu()  # the host waits for the device once
-    fields = rows[:, : 8 * FIELDS].contiguous().view(torch.float64)
-    exchanges, settings, *contributions, squares = fields.unbind(1)
+    rows = (yield from gathering.finish()).cpu()  # the host waits for the device once
+    exchanges, settings, *contributions, squares = rows[:, :FIELDS].unbind(1)
+    sketches = rows[:, FIELDS:].contiguous().view(torch.float32)
     if (settings != settings[comm.rank]).any():
         yield from raise_mismatch(source, comm)
     if (exchanges != exchanges[0]).any():
@@ -164,16 +180,9 @@ def _communicate(
     mean = Contribution(*(float(values.mean()) for values in contributions))
     # where no rank has any weight, all have the same
     scale = contribution.weight / mean.weight if mean.weight else 1.0
-    finite = squares.isfinite()
-    mean_square, product = estimate_products(squares[finite], rows[finite, 8 * FIELDS :])
-    outcome = Outcome(
-        is_lost=not bool(finite[comm.rank]),
-        squared=mean_square,
-        product=product,
-        ranks=int(finite.sum()),
-        mean=mean,
-        share=scale / comm.size,
-    )
+    weights = contributions[0] if mean.weight else torch.ones_like(contributions[0])
+    is_non_finite = not bool(squares[comm.rank].isfinite())
+    outcome = Outcome(is_non_finite, mean, scale / comm.size, weights, squares, sketches)
     if is_delayed:
         outcome.decision = decision
     elif not outcome.is_empty:
@@ -183,9 +192,24 @@ def _communicate(
     return outcome
 
 
+def _sketch_pseudo_gradient(anchors: Anchors, step: Step) -> CollectiveGenerator[Tensor]:
+    """Return the sketch of this rank's pseudo-gradient, of all its shards."""
+    shards, device = step.session.shard_communicators, step.session.device
+    parts = (
+        (to_local(t.anchor.grad), get_replicate_size(t.param, shards) ** -0.5)
+        for t in anchors.tensors
+        if t.anchor.grad is not None
+    )
+    seed = (anchors.applied_exchanges, *(comm.rank for comm in shards))
+    sketch = make_sketch(parts, step.comm.size, seed, device)
+    if not shards:
+        return sketch
+    return sketch.new_tensor((yield from sum_over_groups(shards, sketch.tolist(), device)))
+
+
 def message_bytes(ranks: int) -> int:
     """Return the bytes of a rank's message."""
-    return 8 * FIELDS + count_signs(ranks) // 8
+    return 8 * FIELDS + 4 * sketch_size(ranks)
 
 
 def _send_pseudo_gradients(

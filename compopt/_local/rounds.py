@@ -53,7 +53,9 @@ def check_options(group: Group, offload: str | None) -> None:
     check_payload_and_clip(group, keeps_all_errors=True)
     check_compress(group)
     for name, least in MINIMUMS.items():
-        require(is_count(group[name], least), name, group[name], f"an integer >= {least}")
+        given = group[name]
+        is_good = is_number(given) and given >= least and int(given) == given
+        require(is_good, name, given, f"an integer >= {least}")
     momentum = group["outer_momentum"]
     require(0 <= momentum < 1, "outer_momentum", momentum, "in [0, 1)")
     require(group["outer_lr"] > 0, "outer_lr", group["outer_lr"], "> 0")
@@ -72,11 +74,6 @@ def check_options(group: Group, offload: str | None) -> None:
 
 def is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def is_count(number: Any, least: int) -> bool:
-    """Return True if it is an integer of at least this much."""
-    return is_number(number) and bool(number >= least and int(number) == number)
 
 
 def round_length(options: Group, since: int) -> int:
@@ -136,12 +133,13 @@ class LocalStats(Stats):
     """The last step, and the rounds so far.
 
     ``round`` of them have ended, and the running one is ``steps_into_round`` old. Of the last
-    exchange: ``spread``, how far ranks were apart, as the norm of their pseudo-gradients less the
-    mean of these, by the norm of the mean; ``cosine``, between the pseudo-gradients of two ranks,
-    the mean over pairs. Both are estimated, to about .01. ``round_steps``: that this rank took for
-    it; ``weight``: its share in the average; ``round_wait_seconds``: that it waited for collectives
-    there. ``phase`` is "local", "exchanged" (an exchange was applied), "skipped" (this rank's
-    gradient was not finite), "dense" on one process, or in the start that of :class:`Average`.
+    exchange: ``spread``, the root mean square over ranks of |d_k - d|, divided by |d|, where d is
+    the mean of the pseudo-gradients d_k; ``cosine``, between the pseudo-gradients of two ranks, the
+    mean over pairs, weighted by their lengths. Ranks have their weights in both. Both are estimated
+    from sketches, to about .02. ``round_steps``: that this rank took for it; ``weight``: its share
+    in the average; ``round_wait_seconds``: that it waited for collectives there. ``phase`` is
+    "local", "exchanged" (an exchange was applied), "skipped" (this rank's gradient was not finite),
+    "dense" on one process, or in the start that of :class:`Average`.
     """
 
     round: int = 0

@@ -1,0 +1,317 @@
+"""A wrapper with anchors: how it makes them, saves and loads them, and goes on with other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import fields
+from functools import partial
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._engine.checkpoint import check_groups, warn_of_missing_state
+from .._engine.collective_generators import CollectiveGenerator
+from .._engine.decision import StepDecision
+from .._engine.handshake import gather_json
+from .._engine.optimizer import CompressedOptimizer
+from .._engine.options import Group
+from .._engine.resharding import catch_up, warn_of_lost_residuals
+from .._engine.session import weak_method
+from .._engine.stats import Stats
+from .._engine.wrapper import Wrapper
+from .._state.tensors import HOST
+from .._wire.collectives import Communicator, PendingCollective, ProcessGroup
+from .anchors import Anchors, MakeOuter, assign_to_fragments
+from .checkpoint import Entry, SavedRounds, read_rounds, save_rounds, split_rounds
+from .exchange import FragmentSync
+from .rounds import LocalStats, OpenRound, RoundCounts
+
+
+class AnchoredWrapper(Wrapper):
+    """Wraps the optimizer of a rank's own steps, and has anchors beside it. The class below it
+    exchanges them.
+    """
+
+    _anchors: Anchors | None = None  # from the first local step on, where there are other ranks
+    _exchange: FragmentSync | None = None  # on its way
+    _due: frozenset[int] = frozenset()  # fragments that wait for an exchange
+    _exchanged: dict[str, Any] = {}  # what ``stats`` report of the last exchange
+    _counts: RoundCounts
+    _clock: float | None = None  # as read last, in the running round
+    _open_round: OpenRound | None = None
+    _make_outer: MakeOuter | None
+    default_outer: Callable[[Group, list[Tensor]], CompressedOptimizer]
+
+    @property
+    def _options(self) -> Group:
+        """The options, with the number of steps."""
+        return self._wrapper_groups[0]
+
+    @property
+    def _params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @property
+    def has_equal_replicas(self) -> bool:
+        return self._anchors is None
+
+    # Anchors
+
+    def _see_ranks_and_groups(self) -> None:
+        """Connect ranks, add new groups, and keep nothing of the averaged start."""
+        session = self._session
+        session.connect_ranks()
+        self.add_groups_of_base()
+        has_residual = any(bucket.flat["residual"].numel() for bucket in session.buckets)
+        if has_residual or session.has_foreign_state:
+            session.rebuild_buckets()
+
+    def _ensure_anchors(self) -> None:
+        """Make anchors once there are other ranks, and something to train."""
+        session, options, counts = self._session, self._options, self._counts
+        if self.offload and not session.comm.can_exchange(HOST):
+            raise ValueError(
+                "offload='outer' exchanges tensors in host memory, and the process group has no "
+                "backend for those: init_process_group('cpu:gloo,cuda:nccl'), or without a "
+                "backend, has one."
+            )
+        if session.is_single_process:
+            self._cancel_exchange()
+            self._anchors = None
+        elif self._anchors is None:
+            counts.begun = options["step"]
+            self._anchors = self._make_anchors(options)
+        if self._anchors is None:
+            counts.begun = options["step"] + 1  # a round begins after this step
+        else:
+            self._anchors.connect(session, is_delayed=options["delay"] > 0)
+
+    def _make_anchors(self, options: Group, fragments: list[int] | None = None) -> Anchors | None:
+        """Make anchors in these ``fragments``, or in as many as there are to be; None if nothing is
+        trained.
+        """
+        if fragments is None:
+            fragments = assign_to_fragments(self.param_groups, options["fragments"])
+        if set(fragments) <= {-1}:
+            return None
+        make_outer = self._make_outer or partial(self.default_outer, options)
+        count, on_host = options["fragments"], self.offload == "outer"
+        return Anchors(self._params, fragments, count, make_outer, on_host)
+
+    def _check_own_params(self) -> None:
+        if self._anchors is not None and self._anchors.are_in_params:
+            raise RuntimeError(
+                "the model shows anchors, not this rank's parameters: leave use_anchors() first."
+            )
+
+    # Rounds
+
+    @property
+    def round_is_open(self) -> bool:
+        """True if parameters may differ from rank to rank: after a local step, until all fragments
+        have been exchanged, or ``end_round()`` is called.
+        """
+        anchors = self._anchors
+        has_moved = anchors is not None and any(t.has_moved for t in anchors.tensors)
+        return has_moved or self._exchange is not None
+
+    def _note_open_round(self) -> None:
+        if self._anchors is not None:
+            step = self._options["step"]
+            self._open_round = self._open_round or OpenRound(self, step - 1)
+            self._open_round.update(self.round_is_open, step, self.comm)
+
+    def after_layout(self) -> None:
+        super().after_layout()
+        self._session.stats = self.add_to_stats(self._session.stats)
+
+    def add_to_stats(self, stats: Stats, decision: StepDecision | None = None) -> Stats:
+        options, counts = self._options, self._counts
+        if self._anchors is not None:
+            stats.residual_norm = weak_method(self._anchors.outer._session.residual_norm)
+        known = {field.name: getattr(stats, field.name) for field in fields(Stats)}
+        at = max(0, options["step"] - max(counts.begun, options["warmup_steps"]))
+        return LocalStats(**known, round=counts.round, steps_into_round=at, **self._exchanged)
+
+    def _begin_round(self, number: int, mean_step: float) -> None:
+        """Begin a round that ends by time, on this rank's clock."""
+        self._counts = RoundCounts(number, self._options["step"], mean_step)
+        self._clock = monotonic()
+
+    def _read_clock(self) -> None:
+        """Add the time since the last call to that of a round that ends by time."""
+        if self._options["round_seconds"] is None:
+            return
+        now = monotonic()
+        self._counts.seconds += now - (now if self._clock is None else self._clock)
+        self._clock = now
+
+    def _cancel_exchange(self) -> None:
+        """Give up the exchange on its way: it is due again."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.communication.close()
+            exchange.step.session.forget_in_flight()
+            exchange.anchors.cancel(exchange.fragments)
+            self._due |= exchange.fragments
+
+    # Other ranks
+
+    @torch.no_grad()
+    def rebind_as_generator(
+        self, process_group: ProcessGroup | Communicator | None = None
+    ) -> Generator[PendingCollective, None, None]:
+        session = self._session
+        self._check_own_params()
+        before = session.connection.size if session.connection else 0
+        self._cancel_exchange()
+        session.forget_in_flight()
+        session.connect_to(process_group)
+        fragments = yield from self._adopt_counts()
+        if fragments:
+            self._see_ranks_and_groups()
+            is_new = self._anchors is None
+            self._anchors = self._anchors or self._make_anchors(self._options, fragments)
+            self._ensure_anchors()
+            if self._anchors is not None and (yield from self._anchors.catch_up(is_new)):
+                self._counts.weight = 0.0
+        else:
+            yield from catch_up(session, session.comm)
+        driver = session if self._anchors is None else self._anchors.outer._session
+        session.stats.residual_norm = weak_method(driver.residual_norm)
+        warn_of_lost_residuals(session, before, session.comm.size, driver.residual_norm)
+
+    def _adopt_counts(self) -> CollectiveGenerator[list[int]]:
+        """If any rank has anchors, adopt the counts of the one that is furthest, and what is due on
+        any rank. Returns its fragments; none where no rank has anchors.
+
+        Where rounds end by time a rank keeps its number of steps, if it has taken any, and begins a
+        round if it lacks one.
+        """
+        session, options, counts = self._session, self._options, self._counts
+        anchored = self._anchors.tensors if self._anchors else []
+        fragment_of = {t.param: t.fragment for t in anchored}
+        fragments = [fragment_of.get(p, -1) for p in self._params]
+        exchanges = self._anchors.applied_exchanges if self._anchors else -1
+        known = (counts.round, options["step"], counts.begun, counts.mean_step, exchanges)
+        own = [self._anchors is not None, *known, fragments, [n in self._due for n in fragments]]
+        rows = yield from gather_json(own, session.device, session.comm)
+        has_anchors, number, step, begun, mean_step, _, fragments, _ = max(rows)
+        if not has_anchors:
+            return []
+        # a rank that lacks an exchange takes it over, and does not repeat it
+        latest = max(row[5] for row in rows)
+        dues = [row[-1] for row in rows if row[5] == latest]
+        self._due = frozenset(n for n, *on in zip(fragments, *dues, strict=True) if any(on))
+        by_time = options["round_seconds"] is not None
+        keeps_step = by_time and self._anchors is not None
+        if not keeps_step:
+            counts.round, counts.begun = number, begun
+            for group in self._wrapper_groups:
+                group["step"] = step
+        if by_time and (not keeps_step or counts.round < number):
+            self._begin_round(number, mean_step)
+        return list(fragments)
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, of our own options. The entry of a parameter has the inner optimizer's state
+        under "base", and under "outer" its anchor, the outer optimizer's state of that, and the
+        running round. No communication.
+        """
+        saved = self._saved()
+        for entry in saved["state"].values() if not self._options["warmup_steps"] else ():
+            entry.pop("residual", None)
+        for place, entry in enumerate(self._save_rounds()):
+            if entry is not None:
+                saved["state"].setdefault(place, {})["outer"] = entry
+        outer = [] if self._anchors is None else [self._anchors.outer._session]
+        warn_of_missing_state(self._session, outer)
+        return saved
+
+    def _save_rounds(self) -> list[Entry | None]:
+        """Return the entries "outer" of the state dict. Before the first local step temporary
+        anchors are made, for their names and shapes.
+        """
+        self._check_own_params()
+        anchors, options = self._anchors, self._options
+        if anchors is None and (anchors := self._make_anchors(options)) is not None:
+            for t in anchors.tensors:
+                t.fragment = -1
+        if anchors is None:
+            return [None] * len(self._params)
+        return save_rounds(self._params, anchors, options, self._counts, self._due, self._exchange)
+
+    def _show_base(self) -> None:
+        """Also name what is under "outer", for a flattened state dict."""
+        super()._show_base()
+        for entry in self.state.values():
+            entry["outer"] = {}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load all of it. A checkpoint without "base" is taken for the inner optimizer's own: then
+        all begins anew.
+
+        Raises ValueError, with nothing loaded, when it does not fit. All ranks must load.
+        """
+        self._check_own_params()
+        groups = check_groups(self._session, state_dict)
+        state_dict, entries = split_rounds(state_dict, self._session.name)
+        saved = self._restore_anchors(entries, {**self._options, **groups[0]})
+        super().load_state_dict(state_dict)
+        self._resume(saved)
+
+    def _restore_anchors(self, entries: list[Entry | None], options: Group) -> SavedRounds | None:
+        """Return what entries hold, with anchors and their outer optimizer as they were saved."""
+        try:
+            if (saved := read_rounds(entries)) is None:
+                return None
+            if (anchors := self._make_anchors(options, saved.fragments)) is not None:
+                self._session.connect_ranks()
+                anchors.connect(self._session, is_delayed=options["delay"] > 0)
+                saved.load_into(anchors, options.get("residuals", "mean"))
+            return saved
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"loaded state dict has an outer optimizer that is damaged, or of other "
+                f"parameters: {error}."
+            ) from error
+
+    def _resume(self, saved: SavedRounds | None) -> None:
+        """Go on with anchors that were saved, and with the exchange that was on its way."""
+        if self._exchange is not None:
+            self._exchange.drain()
+        self._cancel_exchange()
+        self._clock = None
+        self._anchors, self._due = None, frozenset()
+        if saved is not None:
+            self._anchors, self._due, self._counts = saved.anchors, saved.due, saved.counts
+            for group in self._wrapper_groups:
+                group["step"] = saved.step
+            if saved.anchors is not None and saved.exchange:
+                self._exchange = FragmentSync(self._session, saved.anchors, **saved.exchange)
+        if self._open_round is not None:
+            self._open_round.update(False, self._counts.begun, self.comm)
+        self._note_open_round()
+        self._session.stats = self.add_to_stats(self._session.stats)
+
+    def _begin_anew(self) -> None:
+        self._counts = RoundCounts()
+        super()._begin_anew()
+
+    def _contents(self) -> dict[str, Any]:
+        saved = None if self._anchors is None else self._save_rounds()
+        kept = {"_make_outer": self._make_outer, "_counts": self._counts, "_rounds": saved}
+        return {**super()._contents(), **kept}
+
+    @torch.no_grad()
+    def _revive(self, contents: dict[str, Any], group: ProcessGroup | Communicator | None) -> None:
+        contents = dict(contents)
+        entries = contents.pop("_rounds")
+        super()._revive(contents, group)
+        if entries is not None:
+            self._resume(self._restore_anchors(entries, self._options))
