@@ -12,7 +12,7 @@ from problems import gradients, replicas, step, weights
 import compopt
 from compopt._local.sketches import make_sketch, sum_of_products
 
-OF_COSINE, OF_SPREAD = 0.03, 0.06  # how far the cosine may be off, and the spread as a share of it
+OF_COSINE, OF_SPREAD = 0.03, 0.1  # how far the cosine may be off, and the spread as a share of it
 
 
 def shared_and_own(ranks: int, t: int, opposed: bool) -> list[list[torch.Tensor]]:

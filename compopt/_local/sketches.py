@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._wire.quantization import noise_offset
 
-SKETCH = 16384  # numbers of all ranks together
+SKETCH = 4096  # numbers of all ranks together
 BLOCK = 2**20  # elements at a time
 
 
