@@ -111,12 +111,15 @@ def test_ranks_that_move_apart_have_an_average_of_zero():
         assert cosine == pytest.approx(-1) and spread > 1e6
 
 
-def test_sketches_of_long_vectors_tell_their_products():
-    """Of more elements than a block has."""
+@pytest.mark.parametrize("structured", [False, True])
+def test_sketches_of_long_vectors_tell_their_products(structured):
+    """Of more elements than a block has; or of which each is 1 in another half."""
     generator = torch.Generator().manual_seed(0)
     shared, *own = (torch.randn(2**20 + 5, generator=generator) for _ in range(3))
     vectors = torch.stack([shared + own[0], own[1] - shared])
     vectors[:, : 2**20] *= 1e-3  # all the length is behind the first block
+    if structured:
+        vectors = torch.eye(2).repeat_interleave(2**13, dim=1)
     sketches = torch.stack([make_sketch([(v, 1.0)], 2, (0,), torch.device("cpu")) for v in vectors])
     lengths = vectors.double().norm(dim=1)
     expected = float(vectors.double().sum(0).norm())
