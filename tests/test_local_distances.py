@@ -118,6 +118,7 @@ def test_sketches_of_long_vectors_tell_their_products(structured):
     shared, *own = (torch.randn(2**20 + 5, generator=generator) for _ in range(3))
     vectors = torch.stack([shared + own[0], own[1] - shared])
     vectors[:, : 2**20] *= 1e-3  # all the length is behind the first block
+    vectors[1, 2**20 :] *= -1  # and another direction
     if structured:
         vectors = torch.eye(2).repeat_interleave(2**13, dim=1)
     sketches = torch.stack([make_sketch([(v, 1.0)], 2, (0,), torch.device("cpu")) for v in vectors])
