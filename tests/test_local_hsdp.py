@@ -116,7 +116,7 @@ def test_two_sites_of_two_ranks_are_two_replicas(number, sites):
     *expected, norm = distances(oracle.optimizers[0])
     for found in sites:
         *estimates, found_norm = found[number][2]
-        assert estimates == pytest.approx(expected, abs=0.05)  # by other signs
+        assert estimates == pytest.approx(expected, abs=0.08)  # by other signs
         assert found_norm == pytest.approx(norm, rel=1e-6)
 
 

@@ -139,7 +139,7 @@ def test_replicas_of_two_shards_exchange_and_lose_a_replica_as_a_whole():
     for found in ranks:
         assert found["far"] < 1e-5 and found["equal"]
         reported, true = found["cosine"]
-        assert abs(reported - true) < 0.05  # an estimate
+        assert abs(reported - true) < 0.08  # an estimate
         assert found["lost"] < 1e-5, "the lost replica contributes nothing, in either of its shards"
 
 

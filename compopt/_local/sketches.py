@@ -7,7 +7,7 @@ on all ranks, and is added to one of SKETCH / ranks sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 import torch
@@ -30,13 +30,26 @@ def make_sketch(
     """Return the sketch of a vector that is given as tensors, each with a factor."""
     size = sketch_size(ranks)
     sums = torch.zeros(size, dtype=torch.float32, device=device)
-    for number, (tensor, factor) in enumerate(tensors if size else ()):
-        for place, block in enumerate(tensor.reshape(-1).split(BLOCK)):
-            at = noise_offset((*seed, number, place))
-            signed = block.to(device, torch.float32) * _random_signs(device)[at : at + len(block)]
-            padded = torch.nn.functional.pad(signed, (0, -len(signed) % size))
-            sums.add_(padded.view(-1, size).sum(0), alpha=factor)
+    for number, block in enumerate(_cut_blocks(tensors) if size else ()):
+        at = noise_offset((*seed, number))
+        signed = block.to(device) * _random_signs(device)[at : at + len(block)]
+        sums += torch.nn.functional.pad(signed, (0, -len(signed) % size)).view(-1, size).sum(0)
     return sums
+
+
+def _cut_blocks(tensors: Iterable[tuple[Tensor, float]]) -> Iterator[Tensor]:
+    """Yield the vector in copies of at most BLOCK elements."""
+    pieces: list[Tensor] = []
+    length = 0
+    for tensor, factor in tensors:
+        for piece in tensor.reshape(-1).split(BLOCK):
+            if pieces and length + len(piece) > BLOCK:
+                yield torch.cat(pieces)
+                pieces, length = [], 0
+            pieces.append(piece.float() if factor == 1 else piece.float() * factor)
+            length += len(piece)
+    if pieces:
+        yield torch.cat(pieces)
 
 
 @lru_cache(maxsize=4)
