@@ -133,13 +133,13 @@ def tiles_of(
     shapes: tuple[tuple[int, int], ...], device: torch.device, rows: int, columns: int
 ) -> Tensor:
     """Return a row for each tile of these matrices: matrix number, first row, first column."""
-    found = []
+    offsets = []
     for number, (height, width) in enumerate(shapes):
         tops = torch.arange(0, height, rows, dtype=torch.int64)
         lefts = torch.arange(0, width, columns, dtype=torch.int64)
         corners = torch.cartesian_prod(tops, lefts).view(-1, 2)
-        found.append(torch.nn.functional.pad(corners, (1, 0), value=number))
-    return upload(torch.cat(found), device)
+        offsets.append(torch.nn.functional.pad(corners, (1, 0), value=number))
+    return upload(torch.cat(offsets), device)
 
 
 def factored(

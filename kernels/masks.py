@@ -115,7 +115,7 @@ def positions(
     """
     device = blocks.where.device
     dtype = torch.int32 if max(blocks.lengths, default=0) < 2**31 else torch.int64
-    found = list(torch.empty(sum(sizes), dtype=dtype, device=device).split(list(sizes)))
-    rows = upload_table(list(zip(blocks.lengths, bits, found, sizes, strict=True)), device)
+    results = list(torch.empty(sum(sizes), dtype=dtype, device=device).split(list(sizes)))
+    rows = upload_table(list(zip(blocks.lengths, bits, results, sizes, strict=True)), device)
     blocks.launch(_positions, rows, offsets, TYPE=TYPES[dtype])
-    return found
+    return results

@@ -92,16 +92,16 @@ def _histogram(
 
 
 @triton.jit
-def _descend(table, prefix, taken, bins, WIDTH: tl.constexpr):
+def _descend(table, prefix, counted, bins, WIDTH: tl.constexpr):
     """Descend into the bin of the k-th largest; elements in higher bins are selected."""
     t = tl.program_id(0)
     b = tl.arange(0, BINS_)
-    counts, so_far = tl.load(bins + t.to(tl.int64) * BINS_ + b), tl.load(taken + t)
+    counts, so_far = tl.load(bins + t.to(tl.int64) * BINS_ + b), tl.load(counted + t)
     want = tl.load(table + HEAD_ + t * FIELDS + K) - so_far
     at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
     # the highest bin, if none has as many
     chosen = tl.minimum(tl.sum((at_least >= want).to(tl.int32), 0) - 1, (1 << WIDTH) - 1)
-    tl.store(taken + t, so_far + tl.sum(tl.where(b > chosen, counts, 0), 0))
+    tl.store(counted + t, so_far + tl.sum(tl.where(b > chosen, counts, 0), 0))
     tl.store(prefix + t, (tl.load(prefix + t) << WIDTH) + chosen)
 
 
@@ -115,12 +115,12 @@ def _count_equal(where, table, prefix, counts, TYPE: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def _select(where, table, prefix, taken, starts, TYPE: tl.constexpr, BLOCK: tl.constexpr):
+def _select(where, table, prefix, counted, starts, TYPE: tl.constexpr, BLOCK: tl.constexpr):
     block, row, i, in_range = load_block(where, table, FIELDS, BLOCK)
     number = tl.load(where + 2 * block)
     key, last = _magnitude(row, i, in_range, TYPE), tl.load(prefix + number)
     equal = (in_range & (key == last)).to(tl.int32)
-    left = tl.load(row + K) - tl.load(taken + number)
+    left = tl.load(row + K) - tl.load(counted + number)
     flags = (in_range & (key > last)) | (
         (equal == 1) & (selected_before(equal, starts, block) < left)
     )
@@ -143,7 +143,7 @@ def top_k(blocks: Blocks, rows: Sequence[TopKRow] | Table) -> None:
     device, n = table.device, len(blocks.lengths)
     wide = make_blocks(blocks.lengths, device, blocks.size * CHUNKS)
     zeros = torch.zeros((len(PASSES) * BINS + 2) * n, dtype=torch.int64, device=device)
-    *all_bins, prefix, taken = zeros.split([*[BINS * n] * len(PASSES), n, n])
+    *all_bins, prefix, counted = zeros.split([*[BINS * n] * len(PASSES), n, n])
     prefix = prefix.view(torch.int32)
     for (shift, width), bins in zip(PASSES, all_bins, strict=True):
         wide.launch(
@@ -157,7 +157,7 @@ def top_k(blocks: Blocks, rows: Sequence[TopKRow] | Table) -> None:
             PART=blocks.size,
         )
         with on(device):
-            _descend[(n,)](addresses, prefix, taken, bins, WIDTH=width)
+            _descend[(n,)](addresses, prefix, counted, bins, WIDTH=width)
     counts = torch.empty(blocks.count, dtype=torch.int32, device=device)
     blocks.launch(_count_equal, addresses, prefix, counts, TYPE=kind)
-    blocks.launch(_select, addresses, prefix, taken, blocks.prefix_sums(counts), TYPE=kind)
+    blocks.launch(_select, addresses, prefix, counted, blocks.prefix_sums(counts), TYPE=kind)

@@ -22,7 +22,7 @@ OLD = triton.__version__.startswith("3.2.")  # it has no linker of its own for A
 if not OLD:
     TARGETS.append(GPUTarget("hip", "gfx942", 64))
 POINTERS = {
-    "where": "*i64", "tiles": "*i64", "table": "*i64", "starts": "*i64", "held_starts": "*i64", "taken": "*i64",
+    "where": "*i64", "tiles": "*i64", "table": "*i64", "starts": "*i64", "held_starts": "*i64", "counted": "*i64",
     "bounds": "*i64",
     "bins": "*i64",
     "counts": "*i32", "words": "*i32", "prefix": "*i32", "mask": "*u8", "bits": "*u8", "n": "i64",

@@ -321,8 +321,8 @@ class Session:
         self.trainable = frozenset(new | self.trainable & set(params))
         self.parameters = frozenset(params)
         self.buckets = make_buckets(groups, optimizer.is_compressed, self.trainable)
-        frozen = self.parameters - self.trainable
-        self.frozen_buckets = make_buckets(groups, optimizer.is_compressed, frozen)
+        not_trainable = self.parameters - self.trainable
+        self.frozen_buckets = make_buckets(groups, optimizer.is_compressed, not_trainable)
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.trial = begin_trial(groups, self.buckets)
         self.offload = Offload(OFFLOADED.get(optimizer.offload or "", ()))

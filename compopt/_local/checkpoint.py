@@ -98,8 +98,10 @@ def split_rounds(saved: dict[str, Any], name: str) -> tuple[dict[str, Any], list
     for key, entry in saved["state"].items():
         is_entry = isinstance(entry, dict)
         state[key] = {k: v for k, v in entry.items() if k != "outer"} if is_entry else entry
-    found = [saved["state"].get(key) for key in keys]
-    entries = [entry.get("outer") or None if isinstance(entry, dict) else None for entry in found]
+    saved_entries = [saved["state"].get(key) for key in keys]
+    entries = [
+        entry.get("outer") or None if isinstance(entry, dict) else None for entry in saved_entries
+    ]
     written_by = groups[0].get("class", name)
     if any(entries) and written_by != name:
         raise ValueError(
@@ -166,10 +168,10 @@ def read_rounds(entries: Sequence[Entry | None]) -> SavedRounds | None:
 
     Raises ValueError, KeyError, TypeError or RuntimeError if a number in one is impossible.
     """
-    found = [entry for entry in entries if entry is not None]
-    if not found:
+    known = [entry for entry in entries if entry is not None]
+    if not known:
         return None
-    numbers = [_read_counts(entry) for entry in found]  # the same in all, and all are checked
+    numbers = [_read_counts(entry) for entry in known]  # the same in all, and all are checked
     step, counts = numbers[0]
     fragments = [-1 if e is None else _read_number(e, "fragment", least=-1) for e in entries]
     pairs = [(n, e) for n, e in zip(fragments, entries, strict=True) if e is not None and n >= 0]

@@ -95,12 +95,12 @@ def describe_rounds(options: Group, share: float) -> str:
     every, growth, seconds = (options[n] for n in ("every", "every_warmup_steps", "round_seconds"))
     share *= options["fragments"]  # the exchange was of one of them
     of_time = seconds is not None
-    taken = f"steps of their own for {seconds:g} s" if of_time else f"{every} steps of their own"
+    duration = f"steps of their own for {seconds:g} s" if of_time else f"{every} steps of their own"
     grown = f" once rounds have grown, over {growth} steps" if growth else ""
     per_step = "" if of_time else f", {share / every:.2%} per step"
     return (
-        f"ranks take {taken} between exchanges{grown}. An exchange sends {share:.1%} of the bytes "
-        f"of an all-reduce of the gradients{per_step}."
+        f"ranks take {duration} between exchanges{grown}. An exchange sends {share:.1%} of the "
+        f"bytes of an all-reduce of the gradients{per_step}."
     )
 
 

@@ -196,8 +196,8 @@ class AnchoredWrapper(Wrapper):
         fragments = [fragment_of.get(p, -1) for p in self._params]
         exchanges = self._anchors.applied_exchanges if self._anchors else -1
         known = (counts.round, options["step"], counts.begun, counts.mean_step, exchanges)
-        own = [self._anchors is not None, *known, fragments, [n in self._due for n in fragments]]
-        rows = yield from gather_json(own, session.device, session.comm)
+        row = [self._anchors is not None, *known, fragments, [n in self._due for n in fragments]]
+        rows = yield from gather_json(row, session.device, session.comm)
         has_anchors, number, step, begun, mean_step, _, fragments, _ = max(rows)
         if not has_anchors:
             return []
