@@ -15,6 +15,7 @@ from table import by_name
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+import compopt
 from compopt._engine.options import to_plain
 
 
@@ -133,3 +134,25 @@ def test_a_group_that_the_layout_refuses_leaves_no_trace(case, monkeypatch):
         run.train(loss, 3)
     for one, other in zip(*(run.models for run in runs), strict=True):
         assert all(map(torch.equal, one.parameters(), other.parameters()))
+
+
+@pytest.mark.parametrize("refused", ["check", "layout"])
+def test_a_group_that_a_wrapper_refuses_leaves_no_trace_in_its_base(refused, monkeypatch):
+    a, b = (nn.Parameter(torch.ones(64, 65)) for _ in range(2))
+    base = compopt.AdamS([a])
+    optimizer = compopt.Separate(base, simulate=True)
+    layout = compopt.Separate.before_layout
+
+    def refuse(self):
+        if len(self._option_groups) > 1:
+            raise ValueError("of the test")
+        layout(self)
+
+    if refused == "layout":
+        monkeypatch.setattr(compopt.Separate, "before_layout", refuse)
+    with pytest.raises(ValueError):
+        optimizer.add_param_group({"params": [b], **({"rank": 0} if refused == "check" else {})})
+    assert b not in base.state and all(p is a for bucket in base._buckets for p in bucket.params)
+    a.grad, b.grad = torch.ones_like(a), torch.ones_like(b)
+    optimizer.step()
+    assert torch.equal(b, torch.ones_like(b)) and not torch.equal(a, torch.ones_like(a))

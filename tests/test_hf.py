@@ -210,10 +210,19 @@ def test_arguments_keep_their_clip_when_training_raises():
     """Then there is no on_train_end. Another Trainer with the same arguments clips as they say."""
     from compopt.integrations.hf import CompoptCallback
 
+    def begin(cls) -> float | None:
+        optimizer = cls([torch.nn.Parameter(torch.zeros(3))])
+        CompoptCallback().on_train_begin(args, None, None, optimizer=optimizer)
+        return optimizer.param_groups[0].get("max_grad_norm")
+
     args = SimpleNamespace(max_grad_norm=0.5)
     for _ in range(2):
-        callback, optimizer = CompoptCallback(), compopt.RadiusAdamW([torch.nn.Parameter(torch.zeros(3))])
-        callback.on_train_begin(args, None, None, optimizer=optimizer)
-        assert args.max_grad_norm == 0 and optimizer.param_groups[0]["max_grad_norm"] == 0.5
-    callback.on_train_end(args, None, None)
+        assert begin(compopt.RadiusAdamW) == 0.5 and args.max_grad_norm == 0
+    assert begin(compopt.AdamS) is None and args.max_grad_norm == 0.5  # the Trainer clips
+    assert begin(compopt.RadiusAdamW) == 0.5 and args.max_grad_norm == 0
+    args.max_grad_norm = 0.0  # the user's
+    assert begin(compopt.RadiusAdamW) is None
+    args.max_grad_norm = 0.5
+    assert begin(compopt.RadiusAdamW) == 0.5
+    CompoptCallback().on_train_end(args, None, None)
     assert args.max_grad_norm == 0.5

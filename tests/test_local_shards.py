@@ -133,6 +133,32 @@ def two_replicas(rank: int) -> dict[str, object]:
     return found
 
 
+def half_alike(rank: int) -> list[float]:
+    """The cosine of replicas whose sharded parameters move alike, and as far another one that all shards hold."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    replica, cosines = mesh.get_local_rank("replicate"), []
+    for delay in (0, 1):
+        params, _ = sharded(mesh)
+        plain = nn.Parameter(torch.zeros(3000))
+        sgd, group = torch.optim.SGD([*params, plain], lr=1.0), mesh.get_group("replicate")
+        optimizer = compopt.LocalSteps(sgd, 2, delay=delay, every_warmup_steps=0, process_group=group)
+        length = sum(float(g.square().sum()) for g in gradients(1)) ** 0.5
+        own = torch.randn(3000, generator=torch.Generator().manual_seed(replica))
+        for _ in range(4):
+            give(params, gradients(1))
+            plain.grad = own * length / own.norm()
+            optimizer.step()
+        cosines.append(optimizer.stats.cosine)
+    return cosines
+
+
+def test_the_cosine_of_replicas_counts_a_parameter_that_all_shards_hold_once():
+    for cosines in run_ranks(half_alike, 4):
+        assert cosines == pytest.approx([0.5, 0.5], abs=0.07)
+
+
 def test_replicas_of_two_shards_exchange_and_lose_a_replica_as_a_whole():
     ranks = run_ranks(two_replicas, 4)
     assert len({found["cosine"][0] for found in ranks}) == 1, "it is that of all shards"

@@ -159,3 +159,21 @@ def test_the_simulator_reports_ranks_that_would_hang(make):
     ranks.backward(loss)
     with pytest.raises(Deadlock):
         ranks.world.run([ranks.optimizers[0].step_as_generator()])
+
+
+def test_an_update_that_raises_stop_iteration_is_an_error(monkeypatch):
+    """It must not pass for the end of the generator, and the step for applied."""
+
+    def broken(*_):
+        raise StopIteration
+
+    broken.__module__, broken.__qualname__ = "compopt.adams", "update_of_the_test"
+    monkeypatch.setattr("compopt.adams.update", broken)
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = compopt.AdamS([p])
+    p.grad = torch.ones(3)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        optimizer.step()
+    assert optimizer.param_groups[0]["step"] == 0
+    with pytest.raises(RuntimeError, match="applied in part"):
+        optimizer.step()

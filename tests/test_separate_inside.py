@@ -106,10 +106,10 @@ def cut_otherwise(rank: int) -> float:
             optimizer.step()
         optimizers.append(optimizer)
     distance = apart(*models)
-    for _ in range(2):
+    for change in ({"rank": 4}, {}, {"projection": "gaussian"}, {"projection": "tracked"}, {}):
         optimizers[0].zero_grad()
         loss(models[0], 6, rank).backward()
-        optimizers[0].param_groups[0]["rank"] = 4
+        optimizers[0].param_groups[0].update(change)
         optimizers[0].step()
     assert optimizers[0].state[models[0].down.weight]["basis"].count_nonzero() == 4 * 64
     return distance

@@ -261,7 +261,12 @@ class BucketExchange:
             ops, reference, bucket = request.ops, request.reference, request.bucket
             if ops.find_batched(reference, bucket) is not None:
                 break  # run with those of the other buckets, by ``run_batched_requests``
-            request = generator.send(ops.run(reference, bucket, *request.args))
+            try:
+                answer = ops.run(reference, bucket, *request.args)
+            except BaseException as error:
+                request = generator.throw(error)
+            else:
+                request = generator.send(answer)
         self.request = request
         return request
 

@@ -243,8 +243,14 @@ class CompressedOptimizer(OptimizerBase):
             self._lay_out_group(group)
         except (TypeError, ValueError):
             self.param_groups.pop()
-            self._session.rebuild_buckets()
+            self.forget_group(group)
             raise
+
+    def forget_group(self, group: Group) -> None:
+        """Drop the state of a group that was removed."""
+        for p in group["params"]:
+            self.state.pop(p, None)
+        self._session.rebuild_buckets()
 
     def _check_new_group(self, group: Group) -> None:
         """Raise if a group is invalid."""
@@ -275,8 +281,7 @@ class CompressedOptimizer(OptimizerBase):
     def _saved(self) -> dict[str, Any]:
         session = self._session
         checkpoint.settle_for_saving(session)
-        if session.has_foreign_state:
-            session.rebuild_buckets()
+        session.follow_options()
         saved: dict[str, Any] = super().state_dict()
         checkpoint.complete_state_dict(session, saved)
         return saved

@@ -98,7 +98,10 @@ class Wrapper(CompressedOptimizer):
         except (TypeError, ValueError):
             if is_new:
                 for group in self.param_groups[len(self._wrapper_groups) :]:
-                    find_owner(self.base, group).param_groups.pop()
+                    owner = find_owner(self.base, group)
+                    owner.param_groups.pop()
+                    if isinstance(owner, CompressedOptimizer):
+                        owner.forget_group(group)
             raise
 
     def _options_for(self, group: Group) -> Group:

@@ -159,7 +159,7 @@ def _communicate(
     checksum = zlib.crc32(repr(source.settings).encode())
     numbers = [anchors.applied_exchanges, checksum, *contribution]
     sent = torch.tensor(numbers, dtype=torch.float64).to(device)
-    sketch = yield from _sketch_pseudo_gradient(anchors, step)
+    sketch = yield from _sketch_pseudo_gradient(source, anchors, step)
     message = torch.cat([sent, squared.to(device).view(1), sketch.view(torch.float64)])
     gathering = Background(exchange_one(comm, AllGather(message)))
     if is_delayed:
@@ -192,11 +192,14 @@ def _communicate(
     return outcome
 
 
-def _sketch_pseudo_gradient(anchors: Anchors, step: Step) -> CollectiveGenerator[Tensor]:
+def _sketch_pseudo_gradient(
+    source: Session, anchors: Anchors, step: Step
+) -> CollectiveGenerator[Tensor]:
     """Return the sketch of this rank's pseudo-gradient, of all its shards."""
     shards, device = step.session.shard_communicators, step.session.device
+    meshes = source.shard_communicators  # those of ``step`` may run beside training
     parts = (
-        (to_local(t.anchor.grad), get_replicate_size(t.param, shards) ** -0.5)
+        (to_local(t.anchor.grad), get_replicate_size(t.param, meshes) ** -0.5)
         for t in anchors.tensors
         if t.anchor.grad is not None
     )

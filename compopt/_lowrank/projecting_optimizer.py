@@ -287,8 +287,10 @@ class ProjectingOptimizer(ReducingOptimizer):
         if is_reset_step(group, group["step"] + 1):
             residual.zero_()
         for name, value in pending.state.items():
-            if value.numel() == bucket.state[name][i].numel():  # else ``rank`` has changed since
-                bucket.state[name][i].copy_(value.reshape(-1))
+            stored = bucket.state[name][i] if name in bucket.state else None
+            # otherwise ``rank`` or ``projection`` was changed after backward
+            if stored is not None and stored.numel() == value.numel():
+                stored.copy_(value.reshape(-1))
                 self._params_with_basis.add(bucket.params[i])
 
 

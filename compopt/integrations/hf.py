@@ -31,6 +31,10 @@ except ImportError as error:
     ) from error
 
 
+# max_grad_norm of a Trainer's arguments while it is the optimizer's: not the object of a user's 0.0
+MOVED = float("0")
+
+
 class CompoptCallback(TrainerCallback):
     """Clip in the optimizer, end rounds and consolidate before a save, and log what crossed the
     network.
@@ -61,13 +65,12 @@ class CompoptCallback(TrainerCallback):
     ) -> None:
         ours = unwrap_optimizer(optimizer)
         options = [group for group in ours._option_groups if "max_grad_norm" in group]
-        # the value is left with the arguments: a training that raises has no on_train_end
-        max_grad_norm = args.max_grad_norm or getattr(args, "_max_grad_norm", None)
-        if max_grad_norm and options:
+        self.on_train_end(args, state, control)  # a training that raised before had none
+        if args.max_grad_norm and options:
             for group in options:
                 if group["max_grad_norm"] is None:
-                    group["max_grad_norm"] = max_grad_norm
-            args._max_grad_norm, args.max_grad_norm = max_grad_norm, 0.0
+                    group["max_grad_norm"] = args.max_grad_norm
+            args._max_grad_norm, args.max_grad_norm = args.max_grad_norm, MOVED
         # Log before the reporters, in place of an earlier LogStats: the Trainer appends a user's
         # callbacks after them, and events do not get the handler, so it is found in the callers'
         # frames.
@@ -80,9 +83,8 @@ class CompoptCallback(TrainerCallback):
                 return
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if hasattr(args, "_max_grad_norm"):  # another Trainer may have the same arguments
+        if args.max_grad_norm is MOVED:  # another Trainer may have the same arguments
             args.max_grad_norm = args._max_grad_norm
-            del args._max_grad_norm
 
     def on_step_end(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
