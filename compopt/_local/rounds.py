@@ -133,13 +133,13 @@ class LocalStats(Stats):
     """The last step, and the rounds so far.
 
     ``round`` of them have ended, and the running one is ``steps_into_round`` old. Of the last
-    exchange: ``spread``, the root mean square over ranks of |d_k - d|, divided by |d|, where d is
-    the mean of the pseudo-gradients d_k; ``cosine``, between the pseudo-gradients of two ranks, the
-    mean over pairs, weighted by their lengths. Ranks have their weights in both. Both are estimated
-    from sketches, to about .02. ``round_steps``: that this rank took for it; ``weight``: its share
-    in the average; ``round_wait_seconds``: that it waited for collectives there. ``phase`` is
-    "local", "exchanged" (an exchange was applied), "skipped" (this rank's gradient was not finite),
-    "dense" on one process, or in the start that of :class:`Average`.
+    exchange: ``spread``, the root mean square over ranks of the distance of d_k from d, by the norm
+    of d, where d is the mean of the pseudo-gradients d_k; ``cosine``, between the pseudo-gradients
+    of two ranks, the mean over pairs, weighted by their lengths. Ranks have their weights in both.
+    Both are estimated from sketches, to about .02. ``round_steps``: that this rank took for it;
+    ``weight``: its share in the average; ``round_wait_seconds``: that it waited for collectives
+    there. ``phase`` is "local", "exchanged" (an exchange was applied), "skipped" (this rank's
+    gradient was not finite), "dense" on one process, or in the start that of :class:`Average`.
     """
 
     round: int = 0
