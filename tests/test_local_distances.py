@@ -62,7 +62,7 @@ def test_they_are_those_of_the_pseudo_gradients(payload, ranks, opposed):
 
 
 def distances_of(moved: list[torch.Tensor], samples: list[float], lost: int | None = None) -> list:
-    """What all ranks report of a step in which each moves so far, and one is lost."""
+    """Return the cosine and spread that every rank reports after a step in which each moves by ``moved``."""
 
     def make(params, process_group):
         sgd = torch.optim.SGD(params, lr=1.0)

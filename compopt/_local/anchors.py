@@ -78,7 +78,7 @@ class Anchors:
         self.tensors: list[Anchored] = []  # in the order of the outer optimizer's parameters
         self._rates: list[tuple[float, float]] = []  # of the outer optimizer's groups
         self.are_in_params = False
-        self._bytes_taken = 0  # of those that its connection has sent
+        self._bytes_reported = 0  # of the bytes that its connection has sent
         for number in sorted(set(fragments) - {-1}):
             members = [p for p, n in zip(params, fragments, strict=True) if n == number]
             self._add_fragment(number, members, None if self.tensors else make_outer)
@@ -136,7 +136,7 @@ class Anchors:
 
     # The other ranks
 
-    def connect(self, session: Session, is_delayed: bool) -> None:
+    def connect_outer(self, session: Session, is_delayed: bool) -> None:
         """Exchange anchors over the ranks of ``session``, which is of the inner steps; where
         exchanges run beside training, in process groups of their own.
         """
@@ -150,12 +150,12 @@ class Anchors:
         if outer.group is not comm and not session.is_single_process:
             outer.waits = session.waits
             outer.connect_to(comm)
-            self._bytes_taken = comm.bytes_sent
+            self._bytes_reported = comm.bytes_sent
 
     def take_bytes_sent(self) -> int:
         """Return the bytes that were sent since the last call."""
-        before, self._bytes_taken = self._bytes_taken, self.outer._session.comm.bytes_sent
-        return self._bytes_taken - before
+        before, self._bytes_reported = self._bytes_reported, self.outer._session.comm.bytes_sent
+        return self._bytes_reported - before
 
     def catch_up(self, is_new: bool) -> CollectiveGenerator[bool]:
         """Bring anchors to where those of the other ranks are. On a rank that is new or lacks an
@@ -186,7 +186,7 @@ class Anchors:
             return
         moved = [t for t in self.tensors if t.has_moved or t.anchor.grad is not None]
         with torch.no_grad():
-            own = [(p, p.clone()) for p in (to_local(t.param.detach()) for t in moved)]
+            values = [(p, p.clone()) for p in (to_local(t.param.detach()) for t in moved)]
             for t in moved:
                 t.write_param()
         self.are_in_params = True
@@ -194,7 +194,7 @@ class Anchors:
             yield
         finally:
             with torch.no_grad():
-                for p, value in own:
+                for p, value in values:
                     p.copy_(value)
             self.are_in_params = False
 
@@ -265,15 +265,15 @@ def assign_to_fragments(groups: list[Group], fragments: int) -> list[int]:
 
     Fragment i has part i of every group, so the parameters of one layer mostly stay together.
     """
-    dealt: list[int] = []
+    assigned: list[int] = []
     for group in groups:
         sizes = [p.numel() * p.element_size() * p.requires_grad for p in group["params"]]
         total, before = max(1, sum(sizes)), 0
         for p, size in zip(group["params"], sizes, strict=True):
             place = (2 * before + size) * fragments // (2 * total + 1)
-            dealt.append(place if p.requires_grad else -1)
+            assigned.append(place if p.requires_grad else -1)
             before += size
-    return dealt
+    return assigned
 
 
 def check_outer(outer: object, anchors: list[Tensor]) -> None:

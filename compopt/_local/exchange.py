@@ -78,8 +78,8 @@ class Outcome:
         return self.mean.is_last == 1 and not self.mean.steps
 
     def measure_distances(self) -> dict[str, float]:
-        """Return ``cosine`` and ``spread`` of ``stats``, of the ranks that are not lost; nothing
-        where there are not two that have moved.
+        """Return ``cosine`` and ``spread`` of ``stats``, of the ranks whose parameters are
+        finite; nothing if fewer than two have moved.
 
         With shares p_k of all weights, and m = sum of p_k d_k::
 
@@ -88,14 +88,14 @@ class Outcome:
 
         ``cosine``: the last sum, relative to what it is where all have one direction.
         """
-        is_found = self.squares.isfinite()
-        weights, squares = self.weights[is_found], self.squares[is_found]
+        is_finite = self.squares.isfinite()
+        weights, squares = self.weights[is_finite], self.squares[is_finite]
         shares = weights / weights.sum()
         lengths = shares * squares.sqrt()
         apart, most = float(lengths.square().sum()), float(lengths.sum().square())
         if not most > apart:
             return {}
-        mean = sum_of_products(lengths, self.sketches[is_found])
+        mean = sum_of_products(lengths, self.sketches[is_finite])
         spread = math.sqrt(max(0.0, float(shares @ squares) / mean - 1)) if mean else math.inf
         return {"cosine": (mean - apart) / (most - apart), "spread": spread}
 

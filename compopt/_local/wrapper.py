@@ -86,7 +86,7 @@ class AnchoredWrapper(Wrapper):
         if self._anchors is None:
             counts.begun = options["step"] + 1  # a round begins after this step
         else:
-            self._anchors.connect(session, is_delayed=options["delay"] > 0)
+            self._anchors.connect_outer(session, is_delayed=options["delay"] > 0)
 
     def _make_anchors(self, options: Group, fragments: list[int] | None = None) -> Anchors | None:
         """Make anchors in these ``fragments``, or in as many as there are to be; None if nothing is
@@ -263,7 +263,7 @@ class AnchoredWrapper(Wrapper):
         state_dict, entries = split_rounds(state_dict, self._session.name)
         saved = self._restore_anchors(entries, {**self._options, **groups[0]})
         super().load_state_dict(state_dict)
-        self._resume(saved)
+        self._resume_rounds(saved)
 
     def _restore_anchors(self, entries: list[Entry | None], options: Group) -> SavedRounds | None:
         """Return what entries hold, with anchors and their outer optimizer as they were saved."""
@@ -272,7 +272,7 @@ class AnchoredWrapper(Wrapper):
                 return None
             if (anchors := self._make_anchors(options, saved.fragments)) is not None:
                 self._session.connect_ranks()
-                anchors.connect(self._session, is_delayed=options["delay"] > 0)
+                anchors.connect_outer(self._session, is_delayed=options["delay"] > 0)
                 saved.load_into(anchors, options.get("residuals", "mean"))
             return saved
         except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
@@ -281,7 +281,7 @@ class AnchoredWrapper(Wrapper):
                 f"parameters: {error}."
             ) from error
 
-    def _resume(self, saved: SavedRounds | None) -> None:
+    def _resume_rounds(self, saved: SavedRounds | None) -> None:
         """Go on with anchors that were saved, and with the exchange that was on its way."""
         if self._exchange is not None:
             self._exchange.drain()
@@ -314,4 +314,4 @@ class AnchoredWrapper(Wrapper):
         entries = contents.pop("_rounds")
         super()._revive(contents, group)
         if entries is not None:
-            self._resume(self._restore_anchors(entries, self._options))
+            self._resume_rounds(self._restore_anchors(entries, self._options))
