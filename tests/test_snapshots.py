@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import shutil
+import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -89,6 +91,7 @@ def begins(rank: int, folder: str, kind: str, options: dict, is_shared: bool) ->
         saved = run.parts()
     run.train(1)  # while it is written
     run.snapshots.close()
+    dist.barrier()  # until the others have removed theirs
     assert len({s.step for s in run.snapshots.find()}) == 2, "as many as are kept"
     run.train(1)
     return {**saved, **{f"then {name}": value for name, value in run.parts().items()}}
@@ -184,6 +187,65 @@ def test_what_is_not_complete_is_passed_over(begin, tmp_path):
     torn.mkdir(parents=True)
     (torn / "__0_0.distcp").write_bytes(b"torn")
     run_ranks(resumes, 2, str(tmp_path), "rounds", {}, False)
+
+
+def make_alone(folder: Path, keep: int) -> tuple[Snapshots, torch.optim.Optimizer]:
+    model = torch.nn.Linear(4, 4)
+    optimizer = compopt.SeparateAdam(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    return Snapshots(folder, model, optimizer, keep=keep), optimizer
+
+
+def test_the_last_snapshot_remains_until_the_next_is_complete(tmp_path, monkeypatch):
+    snapshots, optimizer = make_alone(tmp_path, keep=1)
+    optimizer.step()
+    snapshots.save()
+    snapshots.wait()
+    optimizer.step()
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.distributed.checkpoint.state_dict_saver.async_save", lambda *a, **k: Future())
+        snapshots.save()  # is never written: the process is killed
+    assert [s.step for s in snapshots.find()] == [1]
+    snapshots._pending = None
+    snapshots.save()
+    snapshots.close()
+    assert [s.step for s in snapshots.find()] == [2]
+
+
+def test_a_rank_removes_no_snapshot_that_a_running_rank_writes(tmp_path):
+    snapshots, optimizer = make_alone(tmp_path, keep=1)
+    running, finished = Snapshot(0, 1, 1), Snapshot(0, 1, 2)  # a replica of this run, one of a run on two
+    for snapshot in (running, finished):
+        (tmp_path / snapshot.name).mkdir(parents=True)
+        (tmp_path / snapshot.name / ".metadata").touch()
+    (tmp_path / "step-notes").touch()
+    optimizer.step()
+    snapshots.save()
+    snapshots.close()
+    assert snapshots.find() == [running, Snapshot(1, 0, 1)]
+
+
+def test_a_snapshot_may_be_removed_while_the_folder_is_read(tmp_path):
+    names = [f"step-{n:08}/replica-0-of-2" for n in range(50)]
+    snapshots, _ = make_alone(tmp_path, keep=1)
+    stop = threading.Event()
+
+    def remove_and_write() -> None:
+        while not stop.is_set():
+            for name in names:
+                (tmp_path / name).mkdir(parents=True)
+                (tmp_path / name / ".metadata").touch()
+            for name in names:
+                shutil.rmtree((tmp_path / name).parent)
+
+    other_rank = threading.Thread(target=remove_and_write)
+    other_rank.start()
+    try:
+        for _ in range(300):
+            snapshots.find()
+    finally:
+        stop.set()
+        other_rank.join()
 
 
 def test_each_snapshot_of_the_newest_step_is_loaded_once():

@@ -19,7 +19,7 @@ import re
 import shutil
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -76,7 +76,7 @@ class Snapshots:
         folder: of this machine, or one that all see. It may have been moved.
         model: the model, also within DistributedDataParallel or FSDP2.
         optimizer: one of this package over its parameters.
-        keep: the number of snapshots that are kept.
+        keep: the number of complete snapshots that are kept while the next one is written.
         stateful: further objects with ``state_dict`` and ``load_state_dict``, such as a scheduler
             and the position in the data. Their states are the same on all ranks.
 
@@ -121,13 +121,7 @@ class Snapshots:
         snapshot = Snapshot(self._optimizer._session.steps, comm.rank, comm.size)
         path, group = self.folder / snapshot.name, self._get_group()
         if group is None or dist.get_rank(group) == 0:
-            # remove what is in its place, and all steps but the last complete
-            shutil.rmtree(path, ignore_errors=True)
-            steps = sorted({complete.step for complete in self.find()} - {snapshot.step})
-            kept_steps = {snapshot.step, *steps[len(steps) - self._keep + 1 :]}
-            for old in self.folder.glob("step-*"):
-                if int(old.name.removeprefix("step-")) not in kept_steps:
-                    shutil.rmtree(old, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)  # an incomplete one of this step
         if group is not None:
             dist.barrier(group)
         with _without_warning(self._optimizer):
@@ -136,12 +130,31 @@ class Snapshots:
         self._pending = getattr(written, "upload_completion", written)
 
     def wait(self) -> None:
-        """Wait until the last snapshot is written; raise the error if that failed."""
+        """Wait until the last snapshot is written, then remove all but the last ``keep``; raise the
+        error if writing failed.
+        """
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
+            if self._group is None or dist.get_rank(self._group) == 0:
+                self._remove_old()
 
     close = wait
+
+    def _remove_old(self) -> None:
+        """Remove old snapshots of this replica, and those of a run on another number of replicas.
+
+        Other replicas of this run may still write theirs into the same folder.
+        """
+        replica, replicas = self._optimizer.comm.rank, self._optimizer.comm.size
+        removable = [s for s in self._list() if s.replica == replica or s.replicas != replicas]
+        complete_steps = sorted({s.step for s in removable if self._is_complete(s)})
+        kept_steps = complete_steps[-self._keep :]
+        for old in removable:
+            if old.step < min(kept_steps, default=0):
+                shutil.rmtree(self.folder / old.name, ignore_errors=True)
+                with suppress(OSError):  # other replicas are in it
+                    (self.folder / old.name).parent.rmdir()
 
     def _read_state(self) -> State:
         from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -163,11 +176,20 @@ class Snapshots:
 
     def find(self) -> list[Snapshot]:
         """Return the complete snapshots in the folder, in order."""
-        complete = []
-        for path in self.folder.glob("step-*/replica-*/.metadata"):
-            if match := PATTERN.search(path.parent.as_posix()):
-                complete.append(Snapshot(*map(int, match.groups())))
-        return sorted(complete)
+        return [snapshot for snapshot in self._list() if self._is_complete(snapshot)]
+
+    def _list(self) -> list[Snapshot]:
+        """Return all snapshots in the folder, also incomplete ones, in order."""
+        snapshots = []
+        for step in self.folder.glob("step-*"):
+            with suppress(FileNotFoundError, NotADirectoryError):  # another rank removed it
+                for path in step.iterdir():
+                    if match := PATTERN.search(path.as_posix()):
+                        snapshots.append(Snapshot(*map(int, match.groups())))
+        return sorted(snapshots)
+
+    def _is_complete(self, snapshot: Snapshot) -> bool:
+        return (self.folder / snapshot.name / ".metadata").exists()
 
     def resume(self) -> int:
         """Load the newest snapshot that any rank has, and return its step; 0 if there is none. All
