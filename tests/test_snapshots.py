@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import shutil
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -183,10 +184,32 @@ def test_a_rank_that_is_gone_takes_only_its_own_part_with_it(begin, tmp_path):
 
 def test_what_is_not_complete_is_passed_over(begin, tmp_path):
     begin(tmp_path, "rounds", {})
-    torn = tmp_path / "node 0" / "step-00000008" / "replica-0-of-2"
+    torn = tmp_path / "node 0" / Snapshot(8, 1, 0, 2).name
     torn.mkdir(parents=True)
     (torn / "__0_0.distcp").write_bytes(b"torn")
     run_ranks(resumes, 2, str(tmp_path), "rounds", {}, False)
+
+
+def begins_elsewhere(rank: int, folder: str, kind: str) -> None:
+    """Go on from the older snapshot on node 0 and a new node, to the step of the newer one."""
+    run = Run(Path(folder) / f"node {(0, 2)[rank]}", kind)
+    assert run.snapshots.resume() == 4
+    run.position.samples += 1000  # other data
+    run.train(2)
+    run.snapshots.save()
+    run.snapshots.close()
+
+
+@pytest.mark.parametrize("kind", ["rounds", "Radius"])
+def test_snapshots_of_runs_that_parted_are_not_mixed(kind, begin, tmp_path):
+    """Node 0 was killed while it wrote the newest one, and node 1, which has its part of it, comes back later."""
+    begin(tmp_path, kind, {})
+    (newest,) = (tmp_path / "node 0").glob("step-00000006-*/replica-0-of-2/.metadata")
+    newest.unlink()
+    shutil.move(tmp_path / "node 1", tmp_path / "away")
+    run_ranks(begins_elsewhere, 2, str(tmp_path), kind)
+    shutil.move(tmp_path / "away", tmp_path / "node 1")
+    run_ranks(resumes, 2, str(tmp_path), kind, {}, False)
 
 
 def make_alone(folder: Path, keep: int) -> tuple[Snapshots, torch.optim.Optimizer]:
@@ -209,12 +232,43 @@ def test_the_last_snapshot_remains_until_the_next_is_complete(tmp_path, monkeypa
     snapshots._pending = None
     snapshots.save()
     snapshots.close()
+    assert [s.step for s in snapshots._list()] == [2]
+
+
+def test_a_second_snapshot_of_a_step_leaves_the_first_until_it_is_complete(tmp_path, monkeypatch):
+    """As at the end of a run: after the last step, and after the round was ended there."""
+    snapshots, optimizer = make_alone(tmp_path, keep=1)
+    optimizer.step()
+    snapshots.save()
+    snapshots.wait()
+    (first,) = snapshots.find()
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.distributed.checkpoint.state_dict_saver.async_save", lambda *a, **k: Future())
+        snapshots.save()  # is never written: the process is killed
+    assert snapshots.find() == [first]
+    snapshots._pending = None
+    snapshots.save()
+    snapshots.close()
+    (second,) = snapshots.find()
+    assert second.step == first.step and second.moment > first.moment
+
+
+def test_a_snapshot_that_is_removed_in_part_is_not_complete(tmp_path, monkeypatch):
+    snapshots, optimizer = make_alone(tmp_path, keep=1)
+    for _ in range(2):
+        optimizer.step()
+        snapshots.save()
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *a, **k: None)  # the process is killed there
+        snapshots.close()
     assert [s.step for s in snapshots.find()] == [2]
 
 
 def test_a_rank_removes_no_snapshot_that_a_running_rank_writes(tmp_path):
     snapshots, optimizer = make_alone(tmp_path, keep=1)
-    running, finished = Snapshot(0, 1, 1), Snapshot(0, 1, 2)  # a replica of this run, one of a run on two
+    stamp = time.time_ns()
+    snapshots._get_group()  # the run begins
+    running, finished = Snapshot(0, snapshots._stamp + 1, 1, 2), Snapshot(0, stamp, 1, 2)
     for snapshot in (running, finished):
         (tmp_path / snapshot.name).mkdir(parents=True)
         (tmp_path / snapshot.name / ".metadata").touch()
@@ -222,11 +276,11 @@ def test_a_rank_removes_no_snapshot_that_a_running_rank_writes(tmp_path):
     optimizer.step()
     snapshots.save()
     snapshots.close()
-    assert snapshots.find() == [running, Snapshot(1, 0, 1)]
+    assert snapshots.find() == [running, Snapshot(1, snapshots._stamp, 0, 1)]
 
 
 def test_a_snapshot_may_be_removed_while_the_folder_is_read(tmp_path):
-    names = [f"step-{n:08}/replica-0-of-2" for n in range(50)]
+    names = [Snapshot(n, 1, 0, 2).name for n in range(50)]
     snapshots, _ = make_alone(tmp_path, keep=1)
     stop = threading.Event()
 
@@ -249,8 +303,8 @@ def test_a_snapshot_may_be_removed_while_the_folder_is_read(tmp_path):
 
 
 def test_each_snapshot_of_the_newest_step_is_loaded_once():
-    def of(*numbers: int, step: int = 9, size: int = 3) -> list[Snapshot]:
-        return [Snapshot(step, n, size) for n in numbers]
+    def of(*numbers: int, step: int = 9, stamp: int = 2, size: int = 3) -> list[Snapshot]:
+        return [Snapshot(step, stamp, n, size) for n in numbers]
 
     assert assign_snapshots([[], []]) == [[], []]
     assert assign_snapshots([of(1), of(0), of(2)]) == [of(1), of(0), of(2)], "folders apart: ranks have other numbers"
@@ -259,6 +313,7 @@ def test_each_snapshot_of_the_newest_step_is_loaded_once():
     assert assign_snapshots([everything] * 2) == [of(0, 2), of(1)]
     assert assign_snapshots([everything] * 4) == [of(0), of(1), of(2), []]
     assert assign_snapshots([of(0, step=6), of(1)]) == [[], of(1)], "the newest, wherever it is"
+    assert assign_snapshots([of(0, stamp=1), of(1)]) == [[], of(1)], "and of one run"
 
 
 def test_what_cannot_be_is_refused():

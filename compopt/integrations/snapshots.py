@@ -7,9 +7,12 @@ sharded, the ranks that hold its shards write together.
 What ranks have in common is in each snapshot. A rank's own part is its residual and, in
 LocalSteps, the moments of the inner optimizer and what the rank has moved in the running round. If
 the same ranks resume, each has its own part back, to the bit. If others do, they receive what ranks
-have in common, and the rest becomes its mean over the snapshots that are left::
+have in common, and the rest becomes its mean over the snapshots that are left. A snapshot's name
+has a stamp of the ``save()`` that wrote it, the same on all ranks: two runs that went on from the
+same snapshot come to the same steps, and ranks must not take some from one and some from the
+other. The file ``.metadata`` is written last; a snapshot that has it is complete::
 
-    folder/step-00000120/replica-1-of-3/.metadata      # written last: the snapshot is complete
+    folder/step-00000120-1759312345678901234/replica-1-of-3/.metadata
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import io
 import re
 import shutil
+import time
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -37,7 +41,7 @@ State = dict[str, Any]
 Path_ = tuple[Any, ...]  # the keys of a value in nested dicts
 Result = TypeVar("Result")
 
-PATTERN = re.compile(r"step-(\d+)/replica-(\d+)-of-(\d+)$")
+PATTERN = re.compile(r"step-(\d+)-(\d+)/replica-(\d+)-of-(\d+)$")
 
 
 class Stateful(Protocol):
@@ -49,17 +53,23 @@ class Stateful(Protocol):
 
 
 class Snapshot(NamedTuple):
-    """A complete snapshot: the step after which it was taken, its replica, and how many there
-    were.
+    """A complete snapshot: the step after which it was taken, the stamp of the ``save()`` that took
+    it, its replica, and how many there were.
     """
 
     step: int
+    stamp: int
     replica: int
     replicas: int
 
     @property
     def name(self) -> str:
-        return f"step-{self.step:08}/replica-{self.replica}-of-{self.replicas}"
+        return f"step-{self.step:08}-{self.stamp}/replica-{self.replica}-of-{self.replicas}"
+
+    @property
+    def moment(self) -> tuple[int, int]:
+        """Equal for snapshots that fit together, and greater for later ones."""
+        return self.step, self.stamp
 
 
 class Snapshots:
@@ -104,6 +114,7 @@ class Snapshots:
         self._model, self._optimizer, self._stateful = model, optimizer, stateful
         self._group: dist.ProcessGroup | None = None
         self._pending: Future[Any] | None = None
+        self._begun = self._stamp = 0  # of the last save, and of the last before this run
 
     # Saving
 
@@ -117,13 +128,10 @@ class Snapshots:
         self.wait()
         if self._optimizer.sharded:
             self._optimizer.consolidate_state()
-        comm = self._optimizer.comm
-        snapshot = Snapshot(self._optimizer._session.steps, comm.rank, comm.size)
-        path, group = self.folder / snapshot.name, self._get_group()
-        if group is None or dist.get_rank(group) == 0:
-            shutil.rmtree(path, ignore_errors=True)  # an incomplete one of this step
-        if group is not None:
-            dist.barrier(group)
+        comm, group = self._optimizer.comm, self._get_group()
+        self._stamp += 1
+        snapshot = Snapshot(self._optimizer._session.steps, self._stamp, comm.rank, comm.size)
+        path = self.folder / snapshot.name
         with _without_warning(self._optimizer):
             state = self._read_state()
         written: Any = async_save(state, checkpoint_id=path, process_group=group)
@@ -142,19 +150,21 @@ class Snapshots:
     close = wait
 
     def _remove_old(self) -> None:
-        """Remove old snapshots of this replica, and those of a run on another number of replicas.
+        """Remove old snapshots of this replica, and those of earlier runs.
 
         Other replicas of this run may still write theirs into the same folder.
         """
-        replica, replicas = self._optimizer.comm.rank, self._optimizer.comm.size
-        removable = [s for s in self._list() if s.replica == replica or s.replicas != replicas]
-        complete_steps = sorted({s.step for s in removable if self._is_complete(s)})
-        kept_steps = complete_steps[-self._keep :]
+        replica = self._optimizer.comm.rank
+        removable = [s for s in self._list() if s.replica == replica or s.stamp <= self._begun]
+        complete = sorted({s.moment for s in removable if self._is_complete(s)})
         for old in removable:
-            if old.step < min(kept_steps, default=0):
-                shutil.rmtree(self.folder / old.name, ignore_errors=True)
+            if old.moment < min(complete[-self._keep :], default=(0, 0)):
+                path = self.folder / old.name
+                with suppress(OSError):  # first: what is removed in part is not complete
+                    (path / ".metadata").unlink()
+                shutil.rmtree(path, ignore_errors=True)
                 with suppress(OSError):  # other replicas are in it
-                    (self.folder / old.name).parent.rmdir()
+                    path.parent.rmdir()
 
     def _read_state(self) -> State:
         from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -164,12 +174,19 @@ class Snapshots:
         return {"model": weights, "optimizer": optimizer_state, "stateful": others}
 
     def _get_group(self) -> dist.ProcessGroup | None:
-        """Return the ranks that write a replica's snapshot together."""
-        if self._group is None and dist.is_initialized():
-            replicas: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(replicas, self._optimizer.comm.rank)
-            ranks = [rank for rank, n in enumerate(replicas) if n == self._optimizer.comm.rank]
-            self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        """Return the ranks that write a replica's snapshot together.
+
+        The first call agrees on a stamp, at least that of all snapshots that any rank sees.
+        """
+        if self._group is None and (dist.is_initialized() or not self._stamp):
+            replica = self._optimizer.comm.rank
+            rows = [(replica, max([time.time_ns(), *(s.stamp for s in self._list())]))]
+            if dist.is_initialized():
+                rows *= dist.get_world_size()
+                dist.all_gather_object(rows, rows[0])
+                ranks = [rank for rank, (n, _) in enumerate(rows) if n == replica]
+                self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            self._begun = self._stamp = max(stamp for _, stamp in rows)
         return self._group
 
     # Resuming
@@ -290,12 +307,12 @@ class Snapshots:
 
 
 def assign_snapshots(visible: list[list[Snapshot]]) -> list[list[Snapshot]]:
-    """Return which snapshots of the newest step each rank loads, of those that it sees: each is
-    loaded once, by the rank of its number if that sees it, else by one that has fewest.
+    """Return which of the newest snapshots each rank loads, of those that it sees: each is loaded
+    once, by the rank of its number if that sees it, else by one that has fewest.
     """
-    newest = max((s.step for snapshots in visible for s in snapshots), default=0)
+    newest = max((s.moment for snapshots in visible for s in snapshots), default=(0, 0))
     assignment: list[list[Snapshot]] = [[] for _ in visible]
-    candidates = {s for snapshots in visible for s in snapshots if s.step == newest}
+    candidates = {s for snapshots in visible for s in snapshots if s.moment == newest}
     for snapshot in sorted(candidates):
         visible_to = [rank for rank, snapshots in enumerate(visible) if snapshot in snapshots]
         rank = min(visible_to, key=lambda r: (len(assignment[r]), r != snapshot.replica, r))
