@@ -25,16 +25,21 @@ OPTIONS = [dict(), dict(fragments=2, delay=2)]
 
 
 class Position:
-    """Of the data: how many samples were taken."""
+    """Of the data: how many samples were taken, also of each shard that was begun."""
 
     def __init__(self):
-        self.samples = 0
+        self.samples, self.shards = 0, {}
 
     def state_dict(self) -> dict:
-        return {"samples": self.samples}
+        return {"samples": self.samples, "shards": self.shards, "begun": [{"shard": n} for n in self.shards]}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        self.samples = state_dict["samples"]
+        self.samples, self.shards = state_dict["samples"], state_dict["shards"]
+        assert [*self.shards] == [entry["shard"] for entry in state_dict["begun"]]
+
+    def take(self, samples: int) -> None:
+        self.samples += samples
+        self.shards[self.samples // 100] = torch.tensor(self.samples)
 
 
 class Run:
@@ -60,7 +65,7 @@ class Run:
             (self.model(x) - x.flip(1)).square().mean().backward()
             self.optimizer.step()
             self.scheduler.step()
-            self.position.samples += 16 * dist.get_world_size()
+            self.position.take(16 * dist.get_world_size())
 
     def parts(self) -> dict[str, torch.Tensor]:
         """The parameters, and all tensors of the optimizer's state by their names."""
@@ -105,7 +110,8 @@ def resumes(rank: int, folder: str, kind: str, options: dict, is_shared: bool) -
         warnings.simplefilter("error")
         assert run.snapshots.resume() == 6
     loaded = run.parts()
-    assert run.scheduler.last_epoch == 6 and run.position.samples > 0
+    position = run.position
+    assert run.scheduler.last_epoch == 6 and position.samples == max(position.shards.values()) > 100
     assert run.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / 7)
     run.train(2)
     results = {**loaded, **{f"then {name}": value for name, value in run.parts().items()}}

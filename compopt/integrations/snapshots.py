@@ -170,7 +170,8 @@ class Snapshots:
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
         weights, optimizer_state = get_state_dict(self._model, self._optimizer)
-        others = {name: thing.state_dict() for name, thing in self._stateful.items()}
+        # bytes: torch.distributed.checkpoint loads only what a dict or a list has already
+        others = _to_bytes({name: thing.state_dict() for name, thing in self._stateful.items()})
         return {"model": weights, "optimizer": optimizer_state, "stateful": others}
 
     def _get_group(self) -> dist.ProcessGroup | None:
@@ -238,7 +239,8 @@ class Snapshots:
 
         state = self._read_state()
         load(state, checkpoint_id=self.folder / snapshot.name, process_group=self._get_group())
-        return state
+        stateful = torch.load(io.BytesIO(state["stateful"]), "cpu", weights_only=False)
+        return {**state, "stateful": stateful}
 
     def _combine_parts(self, assignment: list[list[Snapshot]]) -> State:
         """Return what ranks have in common, with this rank's share of their own parts: its mean
@@ -263,6 +265,7 @@ class Snapshots:
         optimizer = self._optimizer
         comm, device = optimizer.comm, optimizer._session.device
         rank_parts = RankParts(optimizer)
+        stateful = state.pop("stateful")
         leaves = list(iterate_leaves(state))
         shared = [
             to_local(value)
@@ -274,9 +277,8 @@ class Snapshots:
             message = copied.to(device).contiguous()
             copied.copy_(_run(exchange_one(comm, Broadcast(message, source))))
         plain = {path: value for path, value in leaves if not isinstance(value, Tensor)}
-        file = io.BytesIO()
-        torch.save(plain, file)
-        raw = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+        plain["stateful",] = stateful
+        raw = torch.frombuffer(bytearray(_to_bytes(plain)), dtype=torch.uint8)
         size = torch.tensor([raw.numel()], dtype=torch.int64, device=device)
         size = _run(exchange_one(comm, Broadcast(size, source)))
         message = (
@@ -287,7 +289,7 @@ class Snapshots:
         received = _run(exchange_one(comm, Broadcast(message, source)))
         file = io.BytesIO(bytes(received.cpu().tolist()))
         # weights_only: it runs no code, whatever another rank has sent
-        for path, value in torch.load(file, weights_only=True).items():
+        for path, value in torch.load(file, "cpu", weights_only=True).items():
             entry: Any = state
             for key in path[:-1]:
                 entry = entry[key]
@@ -380,6 +382,12 @@ def iterate_leaves(state: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
             yield from iterate_leaves(value, (*path, key))
         else:
             yield (*path, key), value
+
+
+def _to_bytes(value: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
 
 
 def _run(turns: Generator[Any, None, Result]) -> Result:
