@@ -19,6 +19,7 @@ from ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
+from compopt._engine import missing_ranks
 from compopt.integrations.snapshots import Snapshot, Snapshots, assign_snapshots
 
 OPTIONS = [dict(), dict(fragments=2, delay=2)]
@@ -194,6 +195,34 @@ def test_what_is_not_complete_is_passed_over(begin, tmp_path):
     torn.mkdir(parents=True)
     (torn / "__0_0.distcp").write_bytes(b"torn")
     run_ranks(resumes, 2, str(tmp_path), "rounds", {}, False)
+
+
+def resumes_at_different_speeds(rank: int, folder: str) -> None:
+    """Rank 1 reads for longer than the patience of ``consolidate_state()``, and writes for longer than that."""
+    missing_ranks.PATIENCE = 0.1
+
+    def slowly(method: Callable) -> Callable:
+        def call(*args):
+            time.sleep(rank)
+            return method(*args)
+
+        return call
+
+    run = Run(Path(folder), "rounds")
+    run.snapshots._write_state = slowly(run.snapshots._write_state)
+    assert run.snapshots.resume() == 6
+    torch.manual_seed(0)
+    model = DDP(Small())
+    sharded = compopt.TagcAdamW(model.parameters())
+    snapshots = Snapshots(Path(folder) / "sharded", model, sharded)
+    snapshots.wait = slowly(snapshots.wait)
+    snapshots.save()
+    snapshots.close()
+
+
+def test_ranks_wait_for_one_that_reads_or_writes_slowly(begin, tmp_path):
+    begin(tmp_path, "rounds", {}, is_shared=True)
+    run_ranks(resumes_at_different_speeds, 3, str(tmp_path / "all"))
 
 
 def begins_elsewhere(rank: int, folder: str, kind: str) -> None:

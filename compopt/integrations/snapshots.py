@@ -127,7 +127,7 @@ class Snapshots:
 
         self.wait()
         if self._optimizer.sharded:
-            self._optimizer.consolidate_state()
+            self._consolidate()
         comm, group = self._optimizer.comm, self._get_group()
         self._stamp += 1
         snapshot = Snapshot(self._optimizer._session.steps, self._stamp, comm.rank, comm.size)
@@ -173,6 +173,11 @@ class Snapshots:
         # bytes: torch.distributed.checkpoint loads only what a dict or a list has already
         others = _to_bytes({name: thing.state_dict() for name, thing in self._stateful.items()})
         return {"model": weights, "optimizer": optimizer_state, "stateful": others}
+
+    @torch.no_grad()
+    def _consolidate(self) -> None:
+        """Consolidate the optimizer's state, and wait for slow ranks as long as collectives do."""
+        _run(self._optimizer.consolidate_as_generator())
 
     def _get_group(self) -> dist.ProcessGroup | None:
         """Return the ranks that write a replica's snapshot together.
@@ -231,7 +236,7 @@ class Snapshots:
                 state = self._combine_parts(assignment)
             self._write_state(state)
         if not is_unchanged:
-            optimizer.consolidate_state()
+            self._consolidate()
         return optimizer._session.steps
 
     def _read(self, snapshot: Snapshot) -> State:
