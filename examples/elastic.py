@@ -96,7 +96,8 @@ def main():
     snapshots.save()
     snapshots.close()
     if rank == 0:
-        print(f"finished {args.steps} steps on {ranks} ranks, loss {loss.item():.3f}", flush=True)
+        loss = f", loss {loss.item():.3f}" if begin < args.steps else ""  # the last snapshot may be of the last step
+        print(f"finished {args.steps} steps on {ranks} ranks{loss}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

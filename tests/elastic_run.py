@@ -35,9 +35,13 @@ class Fleet:
 
     def __init__(self, folder: Path, arguments: list[str]):
         self.folder, self.arguments = folder, arguments
-        self.store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.open_store()
         self.agents: dict[int, subprocess.Popen] = {}
         self.log = folder / "log.jsonl"
+
+    def open_store(self) -> None:
+        """Agents that start later meet at a new store: they cannot at one where others have finished."""
+        self.store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def add(self, node: int) -> None:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:4", "--nproc-per-node", "1"]

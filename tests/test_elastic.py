@@ -32,3 +32,14 @@ def test_a_killed_worker_costs_at_most_the_round_and_the_snapshot_that_were_unde
     assert {line["step"] for line in lines} == set(range(1, STEPS + 1)) and lines[-1]["step"] == STEPS
     first = sum(line["loss"] for line in lines[:5]) / 5
     assert last_losses(lines, STEPS, 5) < first - 1
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_run_that_is_started_again_after_its_last_step_ends(fleet):
+    """As when a worker is killed between the last snapshot and the end of the others."""
+    for _ in range(2):
+        fleet.open_store()
+        fleet.add(0)
+        assert fleet.finish(HANG_GUARD) == [0], fleet.describe()
+    assert [line["step"] for line in fleet.lines()] == [*range(1, STEPS + 1)]
