@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from datetime import timedelta
 from enum import Enum
 
 from .._wire.collectives import Store
@@ -208,6 +209,8 @@ def gather_at_store(store: Store, rank: int, size: int, text: str, patience: flo
             if time.monotonic() > until:
                 absent = [f"rank {r}" for r in range(size) if not store.check([f"{prefix}{r}"])]
                 end(f"{', '.join(absent)} did not come within {patience:g} s")
+                # the rank that ends the meeting may be killed before it sets the outcome
+                store.wait([f"{prefix}outcome"], timedelta(seconds=PATIENCE))
             time.sleep(0.01)
     except BaseException:
         end(f"rank {rank} was interrupted")

@@ -251,6 +251,26 @@ def test_a_meeting_ends_once():
     assert left == [0, 2], "of a meeting that was complete nothing is left after the next one"
 
 
+class DyingStore(dist.HashStore):
+    """Ends the rank that would set the outcome of a meeting."""
+
+    def set(self, key, value):
+        if key.endswith("outcome"):
+            raise SystemExit
+        super().set(key, value)
+
+
+def test_a_meeting_ends_without_the_rank_that_was_to_end_it(monkeypatch):
+    monkeypatch.setattr("compopt._engine.missing_ranks.PATIENCE", 0.1)
+    store = DyingStore()
+    with pytest.raises(SystemExit):
+        gather_at_store(store, 0, 2, "a", patience=0)
+    assert int(store.get("compopt/meetings")) == 1
+    store.set("compopt/meetings", "0")  # the other rank was in it already
+    with pytest.raises(RuntimeError, match="Wait timeout"):
+        gather_at_store(store, 1, 2, "b", patience=0)
+
+
 def test_notes_are_heeded_in_the_steps_that_their_rank_does_not_come_to():
     ranks = make_ranks(by_name["RadiusAdamW"], 2)
     ranks.train(loss, 3)
