@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
 from sim import Ranks
@@ -41,7 +42,7 @@ def sharded(**options) -> tuple[nn.Module, compopt.LocalSteps]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sites", "ranks"))
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("sites", "ranks"))
     model = Net()
     fully_shard(model.up, mesh=mesh["ranks"])
     fully_shard(model, mesh=mesh["ranks"])
@@ -64,11 +65,21 @@ def distances(optimizer) -> tuple[float, float, float]:
     return optimizer.stats.cosine, optimizer.stats.spread, optimizer._anchors.outer.stats.grad_norm
 
 
+def load(path: str, options: dict) -> tuple[nn.Module, compopt.LocalSteps]:
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model, optimizer = sharded(**options)
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    return model, optimizer
+
+
 def on_sites(rank: int, folder: str) -> list[tuple[list[torch.Tensor], bool, tuple[float, float, float]]]:
     """The parameters after every second step; whether a checkpoint, loaded after the fifth, goes on to the bit; and how
     far sites are apart in the end.
     """
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict import get_state_dict
 
     found = []
     for number, options in enumerate(OPTIONS):
@@ -83,10 +94,7 @@ def on_sites(rank: int, folder: str) -> list[tuple[list[torch.Tensor], bool, tup
         path = f"{folder}/{number}"
         weights, state = get_state_dict(other, again)
         dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
-        third, resumed = sharded(**options)
-        weights, state = get_state_dict(third, resumed)
-        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=path)
-        set_state_dict(third, resumed, model_state_dict=weights, optim_state_dict=state)
+        third, resumed = load(path, options)
         for one in ((other, again), (third, resumed)):
             train(*one, rank, range(6, STEPS))
         found.append((reached, torch.equal(whole(other), whole(third)), distances(optimizer)))
@@ -94,8 +102,13 @@ def on_sites(rank: int, folder: str) -> list[tuple[list[torch.Tensor], bool, tup
 
 
 @pytest.fixture(scope="module")
-def sites(tmp_path_factory):
-    return run_ranks(on_sites, 4, str(tmp_path_factory.mktemp("sites")))
+def folder(tmp_path_factory) -> str:
+    return str(tmp_path_factory.mktemp("sites"))
+
+
+@pytest.fixture(scope="module")
+def sites(folder):
+    return run_ranks(on_sites, 4, folder)
 
 
 @pytest.mark.slow
@@ -123,6 +136,21 @@ def test_two_sites_of_two_ranks_are_two_replicas(number, sites):
 @pytest.mark.slow
 def test_a_checkpoint_of_sites_goes_on_to_the_bit(sites):
     assert all(is_same for found in sites for _, is_same, _ in found)
+
+
+def on_one_site(rank: int, folder: str) -> None:
+    for number, options in enumerate(OPTIONS):
+        model, optimizer = load(f"{folder}/{number}", options)
+        before = whole(model)
+        optimizer.end_round()
+        optimizer.consolidate_state()
+        assert torch.equal(whole(model), before), "its ranks hold different shards, and average nothing"
+        train(model, optimizer, rank, range(6, 8))
+
+
+@pytest.mark.slow
+def test_one_site_goes_on_from_a_checkpoint_of_two(sites, folder):
+    run_ranks(on_one_site, 2, folder)
 
 
 def groups_of(rank: int) -> list[bool]:

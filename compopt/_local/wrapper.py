@@ -270,8 +270,11 @@ class AnchoredWrapper(Wrapper):
         try:
             if (saved := read_rounds(entries)) is None:
                 return None
+            self._session.connect_ranks()
+            # a single process without a group may meet others before the next step
+            if self._session.is_single_process and self._session.group is not None:
+                return saved
             if (anchors := self._make_anchors(options, saved.fragments)) is not None:
-                self._session.connect_ranks()
                 anchors.connect_outer(self._session, is_delayed=options["delay"] > 0)
                 saved.load_into(anchors, options.get("residuals", "mean"))
             return saved
