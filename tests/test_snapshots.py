@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import shutil
 import threading
 import time
@@ -223,6 +224,21 @@ def resumes_at_different_speeds(rank: int, folder: str) -> None:
 def test_ranks_wait_for_one_that_reads_or_writes_slowly(begin, tmp_path):
     begin(tmp_path, "rounds", {}, is_shared=True)
     run_ranks(resumes_at_different_speeds, 3, str(tmp_path / "all"))
+
+
+def saves_and_resumes(rank: int, folder: str) -> int:
+    run = Run(Path(folder) / f"node {rank}", "rounds", **OPTIONS[1])
+    run.train(4)
+    run.snapshots.save()
+    run.snapshots.close()
+    run.optimizer.end_round()
+    del run
+    gc.collect()  # which destroys the process group of delayed exchanges
+    return Run(Path(folder) / f"node {rank}", "rounds", **OPTIONS[1]).snapshots.resume()
+
+
+def test_a_process_may_resume_its_own_run(tmp_path):
+    assert run_ranks(saves_and_resumes, 2, str(tmp_path)) == [4, 4]
 
 
 def begins_elsewhere(rank: int, folder: str, kind: str) -> None:

@@ -190,8 +190,11 @@ class Snapshots:
             if dist.is_initialized():
                 rows *= dist.get_world_size()
                 dist.all_gather_object(rows, rows[0])
-                ranks = [rank for rank, (n, _) in enumerate(rows) if n == replica]
-                self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+                ranks_of: dict[int, list[int]] = {}
+                for rank, (n, _) in enumerate(rows):
+                    ranks_of.setdefault(n, []).append(rank)
+                members = [*ranks_of.values()]
+                self._group, _ = dist.new_subgroups_by_enumeration(members, backend="gloo")
             self._begun = self._stamp = max(stamp for _, stamp in rows)
         return self._group
 
