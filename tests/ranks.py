@@ -12,6 +12,8 @@ import multiprocessing
 import os
 import pickle
 import queue
+import random
+import socket
 import tempfile
 import time
 import traceback
@@ -50,6 +52,15 @@ def be_patient() -> None:
 
     torch.set_num_threads(1)
     missing_ranks.PATIENCE = HANG_GUARD
+
+
+def free_port() -> int:
+    """A port for what is started later: below those that systems give to everything that asks for any."""
+    for port in random.SystemRandom().sample(range(20000, 32768), 100):
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("of 100 ports none is free")
 
 
 def send_answer(results: Any, rank: int, *answer: Any) -> None:

@@ -6,14 +6,13 @@ import contextlib
 import gc
 import io
 import os
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from in_place import as_torchrun_would
-from ranks import run_ranks
+from ranks import free_port, run_ranks
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
@@ -81,10 +80,7 @@ def diagnose_on_rank(rank: int, script: str, port: int) -> str:
 
 
 def test_all_ranks_are_watched(script):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    first, second = run_ranks(diagnose_on_rank, 2, script, port)
+    first, second = run_ranks(diagnose_on_rank, 2, script, free_port())
     assert first.count("6 steps of AdamW on 2 ranks") == 1
     assert second.count("step ") >= 5 and "6 steps" not in second and "What it means" not in second
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import runpy
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from ranks import HANG_GUARD, run_ranks
+from ranks import HANG_GUARD, free_port, run_ranks
 from torch import nn
 
 import compopt
@@ -68,9 +67,7 @@ def test_the_command_for_one_machine_starts_two_ranks(tmp_path):
 @pytest.mark.slow
 @pytest.mark.long
 def test_the_commands_for_two_machines_train_on_this_one(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        here = {"10.0.0.1": "127.0.0.1", "eth0": "lo", "29500": str(free.getsockname()[1])}
+    here = {"10.0.0.1": "127.0.0.1", "eth0": "lo", "29500": str(free_port())}
     lines = [re.sub("|".join(map(re.escape, here)), lambda of: here[of[0]], line) for line in launches()[1:]]
     assert [re.findall(r"--node-rank (\d)", line) for line in lines] == [["0"], ["1"]]
     first, second = (start(line, tmp_path, script()) for line in lines)

@@ -78,7 +78,7 @@ def consolidated_by_some(rank: int) -> dict:
         run.train(2)
         if rank == 0 and name == "RadiusAdamW":  # the others come first, and wait for rank 0
             time.sleep(0.5)
-            message.append(consolidate(run, patience=5))
+            message.append(consolidate(run, patience=HANG_GUARD))
         elif name == "RadiusAdamW":
             message.append(consolidate(run))
         complete = consolidate(run)
