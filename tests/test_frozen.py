@@ -7,9 +7,11 @@ from collections import defaultdict
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from sim import Ranks, World
 from table import CASES, FORMS, Case, projecting
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import compopt
 
@@ -96,6 +98,42 @@ def test_a_checkpoint_of_a_phase_goes_on_as_the_run_did(case, dtype):
         return ranks.models[0]
 
     for p, q in zip(run(()).parameters(), run((0, 2)).parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("moment", ["before the optimizer is made", "before the checkpoint is loaded"])
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_distributed_checkpoint_of_a_layer_that_was_frozen_goes_on(case, moment, tmp_path):
+    """As torch.optim.AdamW's does. torch leaves out the state of what is frozen when it loads."""
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            loss(model, 0, step).backward()
+            optimizer.step()
+
+    def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+        return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+    model = Model()
+    optimizer = case.make(model.parameters())
+    train(model, optimizer, range(3))
+    freeze([model], "middle head")
+    train(model, optimizer, range(3, 5))
+    dcp.save(state_of(model, optimizer), checkpoint_id=tmp_path)
+    resumed = Model()
+    if moment == "before the optimizer is made":
+        freeze([resumed], "middle head")
+    again = case.make(resumed.parameters())
+    if moment == "before the checkpoint is loaded":
+        freeze([resumed], "middle head")
+    state = state_of(resumed, again)
+    dcp.load(state, checkpoint_id=tmp_path)
+    set_state_dict(resumed, again, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for one in ((model, optimizer), (resumed, again)):
+        train(*one, range(5, 7))
+    for p, q in zip(model.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(p, q)
 
 

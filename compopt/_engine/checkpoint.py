@@ -87,7 +87,8 @@ def describe_group(session: Session, group: Group) -> dict[str, Any]:
     # never trained: a checkpoint without their state is not damaged
     state = session.optimizer.state
     without = [index for index, p in enumerate(group["params"]) if not state.get(p)]
-    return {**entries, "without_state": without} if without else entries
+    # also if empty: torch.distributed.checkpoint refuses to load what a checkpoint lacks
+    return {**entries, "without_state": without}
 
 
 def describe_residual_source(session: Session) -> str:
@@ -259,8 +260,10 @@ def _read_tensors(
             name = names[index] if names else ""
             label = f"parameter {number}" + (f" ({name})" if name else "")
             entry = state_dict["state"].get(key, {})
-            # torch.optim has no state of a parameter that never had a gradient, and no residuals
-            if entry or (is_same_class and index not in other.get("without_state", ())):
+            # torch.optim has no state of a parameter that never had a gradient, and no residuals;
+            # torch.distributed.checkpoint leaves out that of a parameter which is frozen now
+            is_needed = p.requires_grad and index not in other.get("without_state", ())
+            if entry or (is_same_class and is_needed):
                 compressed = is_same_class and session.optimizer.is_compressed(p, options, name)
                 _check_states(label, entry, layouts, compressed, session.name)
             local = {
