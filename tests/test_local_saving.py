@@ -83,6 +83,32 @@ def trainable(params, t: int) -> list[list[torch.Tensor | None]]:
     ]
 
 
+@pytest.mark.parametrize("is_open", [True, False])
+def test_state_of_a_frozen_layer_may_be_absent_only_if_it_has_not_moved(is_open):
+    """torch.distributed.checkpoint leaves it out when it loads, and ranks differ in what was moved."""
+
+    def make(params, process_group):
+        return compopt.LocalSteps(adamw(params), every=4, every_warmup_steps=0, process_group=process_group)
+
+    world, params, optimizers = replicas(2, weights(dtype=torch.float32), make)
+    for t in range(5):
+        step(world, params, optimizers, trainable(params, t))
+    if not is_open:
+        end_round(optimizers)
+    for rank in params:
+        rank[0].requires_grad_(False)
+    _, others, new = resumed(params, optimizers, make)
+    for optimizer in new:
+        saved = state_of(optimizer)
+        del saved["state"][0]
+        if not is_open:
+            optimizer.load_state_dict(saved)
+            continue
+        with pytest.raises(ValueError, match="lacks parameter 0, which is frozen"):
+            optimizer.load_state_dict(saved)
+    assert torch.equal(others[0][0], others[1][0]) != is_open
+
+
 @pytest.mark.parametrize("at", [6, 8, 9])
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_a_run_that_added_a_group_is_resumed_to_the_bit(at, fragments):

@@ -129,6 +129,11 @@ class SavedRounds:
     exchange: dict[str, Any] | None
     anchors: Anchors | None = None
 
+    @property
+    def is_open(self) -> bool:
+        """True if parameters differed from rank to rank."""
+        return self.exchange is not None or any(bool(e["has_moved"]) for e in self.anchored)
+
     @torch.no_grad()
     def load_into(self, anchors: Anchors, residuals: str) -> None:
         """Load anchors that were made for ``fragments``, and their outer optimizer.

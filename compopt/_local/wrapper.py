@@ -262,8 +262,25 @@ class AnchoredWrapper(Wrapper):
         groups = check_groups(self._session, state_dict)
         state_dict, entries = split_rounds(state_dict, self._session.name)
         saved = self._restore_anchors(entries, {**self._options, **groups[0]})
+        if saved is not None and saved.is_open:
+            self._check_frozen(state_dict)
         super().load_state_dict(state_dict)
         self._resume_rounds(saved)
+
+    def _check_frozen(self, state_dict: dict[str, Any]) -> None:
+        """Raise ValueError if a checkpoint within a round lacks what a frozen parameter has moved.
+
+        torch.distributed.checkpoint leaves it out when it loads.
+        """
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            without = {saved["params"][index] for index in saved.get("without_state", ())}
+            absent = {*saved["params"]} - state_dict["state"].keys() - without
+            for p, key in zip(group["params"], saved["params"], strict=True):
+                if key in absent and not p.requires_grad:
+                    raise ValueError(
+                        f"loaded state dict is of a running round and lacks parameter {key}, which "
+                        "is frozen: set requires_grad=False after load_state_dict()."
+                    )
 
     def _restore_anchors(self, entries: list[Entry | None], options: Group) -> SavedRounds | None:
         """Return what entries hold, with anchors and their outer optimizer as they were saved."""
