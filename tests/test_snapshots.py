@@ -301,7 +301,20 @@ def test_a_second_snapshot_of_a_step_leaves_the_first_until_it_is_complete(tmp_p
     snapshots.save()
     snapshots.close()
     (second,) = snapshots.find()
-    assert second.step == first.step and second.moment > first.moment
+    assert second.step == first.step and second.stamp > first.stamp
+
+
+def test_a_new_run_in_the_folder_of_a_longer_one_keeps_its_own(tmp_path):
+    longer, optimizer = make_alone(tmp_path, keep=1)
+    for _ in range(3):
+        optimizer.step()
+    longer.save()
+    longer.close()
+    snapshots, optimizer = make_alone(tmp_path, keep=1)
+    optimizer.step()
+    snapshots.save()
+    snapshots.close()
+    assert [s.step for s in snapshots.find()] == [1]
 
 
 def test_a_snapshot_that_is_removed_in_part_is_not_complete(tmp_path, monkeypatch):
@@ -319,15 +332,16 @@ def test_a_rank_removes_no_snapshot_that_a_running_rank_writes(tmp_path):
     snapshots, optimizer = make_alone(tmp_path, keep=1)
     stamp = time.time_ns()
     snapshots._get_group()  # the run begins
-    running, finished = Snapshot(0, snapshots._stamp + 1, 1, 2), Snapshot(0, stamp, 1, 2)
+    running, finished = Snapshot(1, snapshots._stamp + 1, 1, 2), Snapshot(0, stamp, 1, 2)  # running: a save behind
     for snapshot in (running, finished):
         (tmp_path / snapshot.name).mkdir(parents=True)
         (tmp_path / snapshot.name / ".metadata").touch()
     (tmp_path / "step-notes").touch()
-    optimizer.step()
-    snapshots.save()
+    for _ in range(2):
+        optimizer.step()
+        snapshots.save()
     snapshots.close()
-    assert snapshots.find() == [running, Snapshot(1, snapshots._stamp, 0, 1)]
+    assert snapshots.find() == [running, Snapshot(2, snapshots._stamp, 0, 1)]
 
 
 def test_a_snapshot_may_be_removed_while_the_folder_is_read(tmp_path):
@@ -363,8 +377,9 @@ def test_each_snapshot_of_the_newest_step_is_loaded_once():
     assert assign_snapshots([everything] * 3) == [of(0), of(1), of(2)]
     assert assign_snapshots([everything] * 2) == [of(0, 2), of(1)]
     assert assign_snapshots([everything] * 4) == [of(0), of(1), of(2), []]
-    assert assign_snapshots([of(0, step=6), of(1)]) == [[], of(1)], "the newest, wherever it is"
+    assert assign_snapshots([of(0, step=6, stamp=1), of(1)]) == [[], of(1)], "the newest, wherever it is"
     assert assign_snapshots([of(0, stamp=1), of(1)]) == [[], of(1)], "and of one run"
+    assert assign_snapshots([of(0, step=12, stamp=1), of(1)]) == [[], of(1)], "saved last, also after fewer steps"
 
 
 def test_what_cannot_be_is_refused():

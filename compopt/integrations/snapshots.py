@@ -54,7 +54,7 @@ class Stateful(Protocol):
 
 class Snapshot(NamedTuple):
     """A complete snapshot: the step after which it was taken, the stamp of the ``save()`` that took
-    it, its replica, and how many there were.
+    it, greater for later ones, its replica, and how many there were.
     """
 
     step: int
@@ -65,11 +65,6 @@ class Snapshot(NamedTuple):
     @property
     def name(self) -> str:
         return f"step-{self.step:08}-{self.stamp}/replica-{self.replica}-of-{self.replicas}"
-
-    @property
-    def moment(self) -> tuple[int, int]:
-        """Equal for snapshots that fit together, and greater for later ones."""
-        return self.step, self.stamp
 
 
 class Snapshots:
@@ -156,9 +151,9 @@ class Snapshots:
         """
         replica = self._optimizer.comm.rank
         removable = [s for s in self._list() if s.replica == replica or s.stamp <= self._begun]
-        complete = sorted({s.moment for s in removable if self._is_complete(s)})
+        complete = sorted({s.stamp for s in removable if self._is_complete(s)})
         for old in removable:
-            if old.moment < min(complete[-self._keep :], default=(0, 0)):
+            if old.stamp < min(complete[-self._keep :], default=0):
                 path = self.folder / old.name
                 with suppress(OSError):  # first: what is removed in part is not complete
                     (path / ".metadata").unlink()
@@ -218,8 +213,9 @@ class Snapshots:
         return (self.folder / snapshot.name / ".metadata").exists()
 
     def resume(self) -> int:
-        """Load the newest snapshot that any rank has, and return its step; 0 if there is none. All
-        ranks must call this.
+        """Load the snapshot of the last ``save()`` that any rank has, and return its step, or 0.
+
+        All ranks must call this.
         """
         optimizer = self._optimizer
         comm, device = optimizer.comm, optimizer._session.device
@@ -320,9 +316,9 @@ def assign_snapshots(visible: list[list[Snapshot]]) -> list[list[Snapshot]]:
     """Return which of the newest snapshots each rank loads, of those that it sees: each is loaded
     once, by the rank of its number if that sees it, else by one that has fewest.
     """
-    newest = max((s.moment for snapshots in visible for s in snapshots), default=(0, 0))
+    newest = max((s.stamp for snapshots in visible for s in snapshots), default=0)
     assignment: list[list[Snapshot]] = [[] for _ in visible]
-    candidates = {s for snapshots in visible for s in snapshots if s.moment == newest}
+    candidates = {s for snapshots in visible for s in snapshots if s.stamp == newest}
     for snapshot in sorted(candidates):
         visible_to = [rank for rank, snapshots in enumerate(visible) if snapshot in snapshots]
         rank = min(visible_to, key=lambda r: (len(assignment[r]), r != snapshot.replica, r))
