@@ -65,3 +65,22 @@ def test_a_checkpoint_of_separate_is_not_taken():
     average = compopt.Average(torch.optim.SGD(params, lr=0.1))
     with pytest.raises(ValueError, match="is of Separate"):
         average.load_state_dict(copy.deepcopy(separate.state_dict()))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_base_gets_the_average_in_the_order_of_the_parameters_memory(fused):
+    start = torch.randn(8, 4, 3, 3, dtype=torch.float64).to(memory_format=torch.channels_last)
+    alone = torch.nn.Parameter(start.clone())
+    adamw = torch.optim.AdamW([alone], lr=0.1)
+
+    def make(params, process_group):
+        return compopt.Average(torch.optim.AdamW(params, lr=0.1, fused=fused), process_group=process_group)
+
+    world, params, optimizers = replicas(2, [start], make)
+    for t in range(3):
+        grads = gradients(2, t, [tuple(start.shape)])
+        step(world, params, optimizers, grads)
+        alone.grad = torch.stack([g for (g,) in grads]).mean(0)
+        adamw.step()
+    assert not params[0][0].is_contiguous()
+    torch.testing.assert_close(params[0][0], alone)

@@ -81,8 +81,17 @@ class WrappedUpdate:
         """
         params = [p for group in self.base.param_groups for p in group["params"]]
         applied, self._applied = self._applied, set()
-        with replace_gradients({p: self._averages[p] if p in applied else None for p in params}):
+        with replace_gradients({p: self._grad_of(p) if p in applied else None for p in params}):
             self.base.step()
+
+    def _grad_of(self, p: Tensor) -> Tensor:
+        """Return the average with the strides of ``p``, as backward would leave it: torch's fused
+        steps on CPUs read both in the order of their memory.
+        """
+        average, param = self._averages[p], p.detach()
+        if to_local(param).is_contiguous():
+            return average
+        return torch.empty_like(param, dtype=average.dtype).copy_(average)
 
 
 @contextmanager
