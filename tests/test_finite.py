@@ -8,6 +8,7 @@ import conformance
 import pytest
 import torch
 from conformance import every_average
+from problems import replicas, step
 
 import compopt
 from compopt._state.masks import Mask
@@ -55,3 +56,31 @@ def test_kernels_have_the_same_rule(monkeypatch):
         header = optimizer.ops.encode(bucket, bucket.grads(), Mask(bucket)).header
         assert header.isnan().tolist() == [skipped], name
     assert optimizer.ops.encode(bucket, [None], Mask(bucket)).header.tolist() == [0.0]
+
+
+@pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
+def test_gradients_in_float16_may_have_a_norm_that_float16_cannot_hold(bad):
+    """In a rank's own step, and where its own gradient is clipped; some gradients are float32."""
+    # norms of 71,000, and float16 ends at 65,504
+    start = [torch.zeros(256, 300, dtype=dtype) for dtype in (torch.float16, torch.float32)]
+    grads = [[torch.full_like(p, 256 + rank) for p in start] for rank in range(2)]
+
+    def local(params, process_group):
+        sgd = torch.optim.SGD(params, lr=1.0)
+        options = dict(every=4, every_warmup_steps=0, max_grad_norm=1.0)
+        return compopt.LocalSteps(sgd, **options, process_group=process_group)
+
+    def separate(params, process_group):
+        sgd = torch.optim.SGD(params, lr=1.0)
+        return compopt.Separate(sgd, clip="local", max_grad_norm=1.0, process_group=process_group)
+
+    if bad is not None:
+        grads[1][0][3, 4] = bad
+    for make in (local, separate):
+        world, params, optimizers = replicas(2, start, make)
+        step(world, params, optimizers, grads)
+        skipped = [optimizer.stats.phase == "skipped" for optimizer in optimizers]
+        assert skipped == [bad is not None and make is separate, bad is not None]
+        for own, skips in zip(params, skipped, strict=True):
+            norm = torch.stack([p.detach().float().norm() for p in own]).norm()
+            assert float(norm) == 0 if skips else float(norm) == pytest.approx(1, rel=1e-2)

@@ -20,6 +20,7 @@ from .._engine.collective_generators import CollectiveGenerator
 from .._engine.optimizer import CompressedOptimizer, without_integrations
 from .._engine.resharding import catch_up
 from .._engine.session import Session
+from .._ops.norms import total_norm
 from .._state.tensors import HOST, distribute_like, pin, to_local
 from .._wire.collectives import Communicator, get_replicate_size
 
@@ -299,7 +300,7 @@ def squared_norm_of_part(
         by_copies.setdefault(get_replicate_size(p, shards), []).append(t)
     squared = torch.zeros((), dtype=torch.float64, device=device)
     for copies, ts in by_copies.items():
-        norm = torch.nn.utils.get_total_norm(ts).to(device, torch.float64)
+        norm = total_norm(ts).to(device, torch.float64)
         squared += norm.square() / copies
     return squared
 

@@ -26,7 +26,7 @@ from .._engine.fsdp_backward import PendingResidual
 from .._engine.options import Group, Setting
 from .._engine.reducer import ReduceScatterReducer
 from .._engine.reducing_optimizer import ReducingOptimizer
-from .._ops.norms import clip_factor
+from .._ops.norms import clip_factor, total_norm
 from .._state.buckets import Bucket
 from .._state.layouts import GlobalShape, Layout, LocalShape, PaddedVector
 from .._state.tensors import to_local
@@ -246,7 +246,7 @@ class ProjectingOptimizer(ReducingOptimizer):
         super().before_exchange()
         if self._clips_locally():
             grads = [g for bucket in self._buckets for g in bucket.grads() if g is not None]
-            self._norm = float(torch.nn.utils.get_total_norm(grads))
+            self._norm = float(total_norm(grads))
 
     # After the commit
 

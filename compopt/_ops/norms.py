@@ -47,6 +47,20 @@ def squared_norm(x: Tensor) -> Tensor:
     return fast if fast is not None and fast.isfinite() else x.double().square().sum()
 
 
+def total_norm(xs: Sequence[Tensor]) -> Tensor:
+    """Return the L2 norm of all tensors together, on the device of the first, as
+    ``torch.nn.utils.get_total_norm``; in float32 where the norm of float16 tensors overflows.
+    """
+    norm: Tensor = torch.nn.utils.get_total_norm(xs)
+    if norm.isfinite() or all(x.dtype != torch.float16 for x in xs):
+        return norm
+    norms = [
+        torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in xs
+    ]
+    norm = torch.linalg.vector_norm(torch.stack([norm.to(xs[0].device) for norm in norms]))
+    return norm
+
+
 def reproducible_squared_norm(x: Tensor) -> Tensor:
     """Return |x|^2 with the same bits for any number of threads and any processor, for what scales
     an update.
