@@ -114,7 +114,7 @@ class MuonAdamW(CombinedOptimizer):
         groups = given if isinstance(given[0], dict) else [{"params": given}]
         parts = [read_group(group) for group in groups]
         self._has_layers = any(
-            p.ndim == 2 and NUMBER.search(name)
+            p.ndim == 2 and is_hidden(name, has_layers=True)
             for part in parts
             for p, names in part.items()
             if isinstance(p, Tensor)

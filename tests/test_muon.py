@@ -88,6 +88,8 @@ MODELS = {  # names as these models have them: Muon's, AdamW's
         {"up.weight": M, "multihead_attn.in_proj_weight": M, "out.weight": M},
         {"up.bias": V, "tokens.weight": M, "word_emb.weight": M, "classifier.weight": M, "output.weight": M},
     ),
+    "numbered heads, no layers": ({"up.weight": M, "out.weight": M}, {"heads.0.weight": M, "heads.1.weight": M}),
+    "numbered embeddings, no layers": ({"up.weight": M, "out.weight": M}, {"embeddings.0.weight": M}),
     "several heads": ({"layers.0.weight": M}, {"heads.0.weight": M, "task_heads.1.fc.weight": M, "logits.weight": M}),
     "other shapes": ({"layers.0.w": M}, {"layers.0.experts": (4, 8, 6), "layers.0.conv": C, "layers.0.gain": ()}),
 }
