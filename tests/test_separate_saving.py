@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from conformance import through_a_file
+from problems import replicas, step
 from test_separate_base import Net, adamw, assert_same, loss, wrapped
 
 import compopt
@@ -57,3 +58,65 @@ def test_a_checkpoint_of_the_base_alone_is_taken_and_one_that_does_not_fit_is_re
     with pytest.raises(ValueError, match="residual"):
         optimizer.load_state_dict(broken)
     assert_same(optimizer.state_dict(), before)
+
+
+class Around(torch.optim.Optimizer):
+    """Steps another optimizer, as Lookahead does, and has no state of a tensor without a gradient."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer = optimizer
+
+    def step(self, closure=None):
+        self.optimizer.step()
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            self.state[p]["slow"] = p.detach().clone()
+
+
+def matrices(*numbers: int) -> list[list[torch.Tensor | None]]:
+    """Gradients of two ranks and two tensors, or None for 0."""
+    return [[torch.full((4, 4), float(n + rank)) if n else None for n in numbers] for rank in range(2)]
+
+
+def is_changed_by_saving(params, optimizers) -> bool:
+    before = [p.detach().clone() for p in params[0]]
+    counts = [group.get("step") for group in optimizers[0].param_groups]
+    optimizers[0].state_dict()
+    is_same = all(map(torch.equal, before, params[0]))
+    return not is_same or counts != [group.get("step") for group in optimizers[0].param_groups]
+
+
+@pytest.mark.filterwarnings("ignore:this state dict of")
+@pytest.mark.parametrize("wrap", [compopt.Average, compopt.LocalSteps])
+def test_a_state_dict_steps_no_optimizer_inside_the_base(wrap):
+    """It asks a copy of the base for the state of the second tensor, which never had a gradient."""
+
+    def make(params, process_group):
+        return wrap(Around(torch.optim.SGD(params, lr=0.1)), process_group=process_group)
+
+    world, params, optimizers = replicas(2, [torch.zeros(4, 4), torch.zeros(4, 4)], make)
+    step(world, params, optimizers, matrices(1, 0))
+    assert not is_changed_by_saving(params, optimizers)
+
+
+@pytest.mark.filterwarnings("ignore:this state dict of")
+def test_a_state_dict_does_not_step_a_base_of_this_package():
+    """Of a tensor that is trained since the last step, which was skipped, the base has no state yet."""
+
+    def make(params, process_group):
+        params[1].requires_grad_(False)
+        return compopt.Average(compopt.AdamS(params, lr=0.1), process_group=process_group)
+
+    world, params, optimizers = replicas(2, [torch.zeros(4, 4), torch.zeros(4, 4)], make)
+    step(world, params, optimizers, matrices(1, 0))
+    for own in params:
+        own[1].requires_grad_(True)
+    skipped = matrices(2, 3)
+    skipped[1][0][0, 0] = torch.inf
+    step(world, params, optimizers, skipped)
+    assert optimizers[0].stats.phase == "skipped"
+    for own, grads in zip(params, matrices(4, 5), strict=True):
+        own[0].grad, own[1].grad = grads
+    assert not is_changed_by_saving(params, optimizers)
+    step(world, params, optimizers, matrices(6, 7))
+    assert all(map(torch.equal, *params)) and bool(params[0][1].any())

@@ -37,7 +37,7 @@ from .combined import (
 from .optimizer import CompressedOptimizer
 from .options import Group, Setting, name_groups
 from .session import Role
-from .update import WrappedUpdate
+from .update import WrappedUpdate, replace_gradients
 
 
 class Wrapper(CompressedOptimizer):
@@ -181,12 +181,15 @@ class Wrapper(CompressedOptimizer):
             merged.clear()
             merged.update({**group, **hidden, **options, "params": numbers})
         params = [(p, group) for group in self.base.param_groups for p in group["params"]]
-        for number, (p, group) in enumerate(params):
-            if number in saved["state"]:
-                entry = base_saved["state"].get(number)
-                begun = torch.tensor(float(bool(entry)), dtype=torch.float32)
-                base_entry = {**(entry or _make_first_state(self.base, p, group)), "begun": begun}
-                saved["state"][number] = {**saved["state"][number], "base": base_entry}
+        # a base may step another optimizer, which its copies have in common with it
+        with replace_gradients({p: None for p, _ in params}):
+            for number, (p, group) in enumerate(params):
+                if number in saved["state"]:
+                    entry = base_saved["state"].get(number)
+                    begun = torch.tensor(float(bool(entry)), dtype=torch.float32)
+                    entry = entry or _make_first_state(self.base, p, group)
+                    base_entry = {**entry, "begun": begun}
+                    saved["state"][number] = {**saved["state"][number], "base": base_entry}
         return {**saved, "base": base_saved}
 
     def _show_base(self) -> None:
@@ -282,11 +285,12 @@ PREFIX = "base."  # of an option of the base that has the name of one of the wra
 def _make_first_state(base: Optimizer, p: Tensor, group: Group) -> dict[str, Any]:
     """Return the state that a first step of ``base`` on zeros makes; empty if that raises.
 
-    A copy of ``base``, or of its member, steps a stand-in for this tensor only.
+    A copy of ``base``, or of its member, steps a stand-in for this tensor only. One of this package
+    would step its own buckets instead, and has state before its first step.
     """
-    if not p.requires_grad:
-        return {}
     base = find_owner(base, group)
+    if not p.requires_grad or isinstance(base, CompressedOptimizer):
+        return {}
     stand_in = torch.nn.Parameter(torch.zeros_like(p))
     stand_in.grad = torch.zeros_like(p)
     copied = object.__new__(type(base))
