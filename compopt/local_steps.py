@@ -549,7 +549,9 @@ class LocalSteps(AnchoredWrapper):
         time. Within the block a step, the end of a round, and saving or loading this optimizer
         raise RuntimeError.
         """
-        with nullcontext() if self._anchors is None else self._anchors.put_into_params():
+        anchors, exchange = self._anchors, self._exchange
+        underway = exchange.fragments if exchange else ()
+        with nullcontext() if anchors is None else anchors.put_into_params(underway):
             yield
 
     # Reports

@@ -67,6 +67,15 @@ def test_what_is_on_its_way_is_not_shown():
         assert all(map(torch.equal, own, weights()))
 
 
+def test_a_rank_whose_parameters_are_not_finite_shows_anchors_too():
+    """It sends nothing in the exchange that has begun."""
+    params, optimizers = train(3, 3, delay=2)
+    params[1][2].data[0, 0] = torch.nan
+    step(optimizers[0].comm.world, params, optimizers, gradients(3, 3))
+    for own in shown(params, optimizers):
+        assert all(map(torch.equal, own, weights()))
+
+
 def test_an_error_brings_the_parameters_back():
     params, optimizers = train(2, 6)
     before = copies(params)

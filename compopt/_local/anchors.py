@@ -178,14 +178,15 @@ class Anchors:
     # In the model
 
     @contextmanager
-    def put_into_params(self) -> Iterator[None]:
+    def put_into_params(self, underway: Collection[int]) -> Iterator[None]:
         """Write anchors to the parameters that may have moved, and afterwards these back. Within
-        another such block nothing is done.
+        another such block nothing is done. ``underway``: fragments whose exchange is on its way.
         """
         if self.are_in_params:
             yield
             return
-        moved = [t for t in self.tensors if t.has_moved or t.anchor.grad is not None]
+        sent = {*self.list_sent(underway)}
+        moved = [t for t in self.tensors if t.has_moved or t in sent]
         with torch.no_grad():
             values = [(p, p.clone()) for p in (to_local(t.param.detach()) for t in moved)]
             for t in moved:
