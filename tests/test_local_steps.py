@@ -157,6 +157,25 @@ def test_the_outer_optimizer_may_compress_as_it_likes(kind):
     assert 0 < optimizers[0].stats.bytes_sent < 0.7 * dense
 
 
+def test_a_scheduler_acts_on_the_outer_optimizer():
+    """Which is set to a part of its own rates while rounds grow: of 1, 2 and 4 steps here."""
+    made = []
+
+    def outer(anchors):
+        made.append(compopt.Average(torch.optim.SGD(anchors, lr=0.5, momentum=0.5)))
+        return made[-1]
+
+    options = dict(outer=outer, every_warmup_steps=3)
+    params, optimizers = train(2, 3, **options)
+    assert all(group["lr"] == 0.75 for one in made for group in one.param_groups)
+    for one in made:
+        one.param_groups[0]["lr"] = 0.25
+    for t in range(3, 7):
+        step(optimizers[0].comm.world, params, optimizers, gradients(2, t))
+    assert [(group["lr"], group["momentum"]) for one in made for group in one.param_groups] == [(0.25, 0.5)] * 2
+    assert optimizers[0].stats.round == 3 and all(map(torch.equal, *params))
+
+
 def test_a_rounds_distances():
     """Two ranks that move at right angles, equally far: a cosine of 0, and a spread of 1."""
     params, optimizers = train(2, 0, torch.float32, [(2,)], lambda ps: torch.optim.SGD(ps, lr=1.0), every=1)

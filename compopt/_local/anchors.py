@@ -77,7 +77,9 @@ class Anchors:
         self.count, self._on_host = count, on_host
         self.outer: CompressedOptimizer
         self.tensors: list[Anchored] = []  # in the order of the outer optimizer's parameters
-        self._rates: list[tuple[float, float]] = []  # of the outer optimizer's groups
+        # learning rate and momentum of an outer SGD's groups: its own, and as set last
+        self._own_rates: list[dict[str, float]] = []
+        self._last_rates: list[dict[str, float]] = []
         self.are_in_params = False
         self._bytes_reported = 0  # of the bytes that its connection has sent
         for number in sorted(set(fragments) - {-1}):
@@ -105,20 +107,27 @@ class Anchors:
         base = getattr(self.outer, "base", None)
         if not isinstance(base, torch.optim.SGD):
             return
-        for group in base.param_groups[len(self._rates) :]:
-            self._rates.append((group["lr"], group["momentum"]))
+        for group in base.param_groups[len(self._own_rates) :]:
+            rates = {name: group[name] for name in ("lr", "momentum")}
+            self._own_rates.append(rates)
+            self._last_rates.append(dict(rates))
         if base.defaults["momentum"] and not base.defaults["dampening"]:
             for anchor in anchors:
                 base.state[anchor]["momentum_buffer"] = torch.zeros_like(anchor.detach())
 
     def set_outer_share(self, share: float) -> None:
         """Set learning rate and momentum of an outer SGD, from plain averaging of parameters
-        (``share`` 0: rate 1, momentum 0) to the optimizer's own values (1).
+        (``share`` 0: rate 1, momentum 0) to the optimizer's own values (1). What a scheduler has
+        set in its groups since the last call is its own from now on.
         """
-        for group, (lr, momentum) in zip(self.outer.param_groups, self._rates, strict=False):
+        rates = zip(self.outer.param_groups, self._own_rates, self._last_rates, strict=False)
+        for group, own, last in rates:
+            own.update({name: group[name] for name in own if group[name] != last[name]})
             # SGD updates its momentum buffer only if momentum is not zero
-            least = torch.finfo(torch.float64).tiny if momentum else 0.0
-            group.update(lr=1 + (lr - 1) * share, momentum=max(momentum * share, least))
+            least = torch.finfo(torch.float64).tiny if own["momentum"] else 0.0
+            last["lr"] = 1 + (own["lr"] - 1) * share
+            last["momentum"] = max(own["momentum"] * share, least)
+            group.update(last)
 
     @torch.no_grad()
     def note_training(self, params: Sequence[Tensor]) -> None:
