@@ -52,7 +52,8 @@ def total_norm(xs: Sequence[Tensor]) -> Tensor:
     ``torch.nn.utils.get_total_norm``; in float32 where the norm of float16 tensors overflows.
     """
     norm: Tensor = torch.nn.utils.get_total_norm(xs)
-    if norm.isfinite() or all(x.dtype != torch.float16 for x in xs):
+    # in this order: the host waits for float16 tensors only
+    if all(x.dtype != torch.float16 for x in xs) or norm.isfinite():
         return norm
     norms = [
         torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in xs
