@@ -77,6 +77,9 @@ class OptimizerBase(Optimizer):
         """True if parameters are equal on all ranks between steps."""
         return not self.replaces_reduce_scatter
 
+    def read_options(self) -> None:
+        """Read options that were changed in groups of another optimizer, before each step."""
+
     @property
     def has_new_layout(self) -> bool:
         """True if options were changed such that the state has to be laid out again."""

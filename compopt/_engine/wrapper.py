@@ -106,10 +106,18 @@ class Wrapper(CompressedOptimizer):
 
     def _options_for(self, group: Group) -> Group:
         """Return the checked options of the wrapper for a group of the base."""
-        given = {name: group[name] for name in self.options_in_base if name in group}
+        given = self._select_options(group)
         options = {**self._wrapper_defaults, **given, "params": group["params"]}
         self._check_new_group(options)
         return options
+
+    def _select_options(self, group: Group) -> Group:
+        """Return the wrapper's options that a group of the base has."""
+        return {name: group[name] for name in self.options_in_base if name in group}
+
+    def read_options(self) -> None:
+        for options, group in zip(self._wrapper_groups, self.param_groups, strict=False):
+            options.update(self._select_options(group))
 
     def add_groups_of_base(self) -> None:
         """Add the wrapper's options for groups that were added to the base."""
