@@ -171,6 +171,44 @@ def test_copies_ignored_parameters_and_join():
             assert "write `with Join([ddp_model, optimizer]):`" in results[when]
 
 
+def wrapped_anew(rank: int, keeps: bool) -> dict:
+    """The model gets another DDP, while the first one is alive (``keeps``) or gone."""
+    buckets.BUCKET_BYTES = 80_000
+    torch.manual_seed(0)
+    net = Net()
+    replaced, optimizer = radius(net.parameters()), radius(net.parameters())
+    compopt.attach(first := DDP(net), replaced)
+    compopt.attach(first, optimizer)
+    for step in range(4):
+        plain(first, optimizer, step, None)
+    if not keeps:
+        del first
+        gc.collect()
+    second = DDP(net)
+    for step in range(4, 8):
+        optimizer.zero_grad()
+        second(batch(step)).square().mean().backward()
+        optimizer.step()
+    gradient = torch.cat([p.grad.flatten() for p in net.parameters()])
+    theirs = gradient.clone()
+    dist.broadcast(theirs, 0)
+    return {
+        "averaged by DDP": torch.equal(gradient, theirs),
+        "early": optimizer.stats.early_buckets,
+        "resent": optimizer.stats.resent,
+        "apart": apart(second),
+        "replaced": catch_message(RuntimeError, replaced.step),
+    }
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_model_that_is_wrapped_anew_is_averaged_by_its_optimizer(keeps):
+    for rank, results in enumerate(run_ranks(wrapped_anew, 2, keeps)):
+        assert results["averaged by DDP"] == (rank == 0)  # rank 0 compares with itself
+        assert results["early"] and not results["resent"] and results["apart"] == 0
+        assert "was replaced" in results["replaced"]
+
+
 def chain(depth: int) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), chain(depth - 1)) if depth else nn.Sequential(nn.Linear(4, 4))
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.distributed.distributed_c10d import _get_default_group
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from .._engine.optimizer import CompressedOptimizer, construction_callbacks, join_callbacks
@@ -30,6 +31,8 @@ from .._engine.session import Role
 from ._shared import ModuleWatch, call_after_backward
 
 _handovers: weakref.WeakKeyDictionary[DDP, Handover] = weakref.WeakKeyDictionary()
+# optimizers that have had a DDP, in an order that all ranks share, and when they asked for it
+_since_of: weakref.WeakKeyDictionary[CompressedOptimizer, int] = weakref.WeakKeyDictionary()
 
 
 def attach(model: nn.Module, optimizer: CompressedOptimizer) -> None:
@@ -132,7 +135,7 @@ class Handover:
         if not any(ref() is optimizer for ref in self._since):
             optimizer.step_callbacks.append(lambda: _call_if_alive(this, Handover.on_step))
         ref = weakref.ref(optimizer, lambda _: _call_if_alive(this, Handover.collect_gradients))
-        self._since[ref] = since
+        self._since[ref] = _since_of[optimizer] = since
         self._required_grad = []
         self.register_parameter_hooks()
         optimizer._session.role = Role.ACTIVE
@@ -319,6 +322,19 @@ def _on_construction(optimizer: CompressedOptimizer) -> None:
     ModuleWatch(optimizer, functools.partial(hand_over_gradients, since=now), integrated)
 
 
+def _on_registration(module: nn.Module, name: str, child: nn.Module | None) -> None:
+    """Watch for the first forward of a new DDP around a model that has had one: its optimizers have
+    found all their parameters, and watch no longer.
+    """
+    if isinstance(module, DDP) and name == "module" and child is not None:
+        params = set(child.parameters())
+        for optimizer, since in list(_since_of.items()):
+            is_active = optimizer._session.role is Role.ACTIVE
+            if is_active and not params.isdisjoint(list_parameters(optimizer)):
+                ModuleWatch(optimizer, functools.partial(hand_over_gradients, since=since))
+
+
 construction_callbacks.append(_on_construction)
+register_module_module_registration_hook(_on_registration)
 join_callbacks.append(_on_join)
 Joinable.register(CompressedOptimizer)
