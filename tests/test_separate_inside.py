@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import Two, apart, cut, loss, make, train
+from fsdp_models import Two, apart, cut, loss, make, train, whole
 from ranks import run_ranks
 from test_ddp_refusals import catch_message
 from torch import Tensor, nn
@@ -158,6 +159,38 @@ def refused(rank: int) -> dict[str, str]:
     return results
 
 
+def shared(rank: int, kind) -> Tensor:
+    """Matrices are averaged by Separate, the rest of the same modules by ``kind``."""
+    model = cut(make())
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() < 2]
+    adamw = torch.optim.AdamW(matrices, lr=1e-2)
+    first = compopt.Separate(adamw, warmup_steps=2, payload_dtype=None, **KINDS["tracked"])
+    second = kind(torch.optim.AdamW(rest, lr=1e-2))
+    for step in range(4):
+        loss(model, step, rank).backward()
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+    return whole(model)
+
+
+def second_optimizers(rank: int) -> dict[str, object]:
+    beside_torch = shared(rank, lambda adamw: adamw)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        # it averages uncompressed: its own are not matrices
+        shared(rank, lambda adamw: compopt.Average(adamw, payload_dtype=None))
+    model = cut(make())
+    groups = [[p for p in model.parameters() if (p.dim() > 1) == matrices] for matrices in (True, False)]
+    both = [torch.optim.AdamW(group, lr=1e-2) for group in groups]
+    train(model, compopt.Separate(both, warmup_steps=2, payload_dtype=None, **KINDS["tracked"]), range(4), rank)
+    return {
+        "apart": float((beside_torch - whole(model)).abs().max()),
+        "warned": sum("two optimizers of compopt share a module" in str(w.message) for w in caught),
+    }
+
+
 def equal(rank: int) -> dict[str, object]:
     results: dict[str, object] = {name: beside_ddp(rank, **options) for name, options in KINDS.items()}
     if dist.get_world_size() > 2:
@@ -175,6 +208,7 @@ def used(rank: int) -> dict[str, object]:
         "cleared": cleared_on_one_rank(rank),
         "copied": copied(),
         "refused": refused(rank),
+        "second optimizers": second_optimizers(rank),
     }
 
 
@@ -215,6 +249,12 @@ def test_a_gradient_cleared_on_one_rank_is_zeros_there(uses):
 
 def test_state_dicts_are_copied_and_saved_by_torch(uses):
     assert all(rank["copied"] for rank in uses)
+
+
+def test_another_optimizer_may_have_parameters_of_the_same_modules(uses):
+    for rank, results in enumerate(one["second optimizers"] for one in uses):
+        assert results["apart"] < 1e-12
+        assert results["warned"] == int(rank == 0)  # two of this package: one of them compresses nothing
 
 
 def test_refusals_say_what_to_do(uses):

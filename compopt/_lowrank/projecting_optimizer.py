@@ -228,7 +228,8 @@ class ProjectingOptimizer(ReducingOptimizer):
         optimizer.
         """
         draw = self._matrices.draw
-        numbers = [self._numbers[p][0] for p in bucket.model_params]
+        # FSDP2 may reduce tensors of other optimizers with these, which are not projected
+        numbers = [self._numbers.get(p, (0, 0))[0] for p in bucket.model_params]
         seed, t = bucket.group["seed"], bucket.group["step"] + 1
         return lambda: draw(bucket, numbers, plan, seed, t)
 

@@ -188,10 +188,29 @@ def _integrate_modules(
         groups = state._fsdp_param_groups if has_groups else [state._fsdp_param_group]
         for group in groups:
             if group and not params.isdisjoint(one.sharded_param for one in group.fsdp_params):
+                _warn_if_shared(group, optimizer, params)
                 reduce_scatter = OptimizerReduceScatter(group, optimizer)
                 module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[operator]
                 integrated.append(module)
     return integrated
+
+
+def _warn_if_shared(group: Any, optimizer: CompressedOptimizer, params: set[Tensor]) -> None:
+    """Warn once if another optimizer compressed other parameters of one of FSDP2's groups."""
+    previous = getattr(group, "_reduce_scatter_comm", None)
+    other = previous._optimizer() if isinstance(previous, OptimizerReduceScatter) else None
+    if other is None or other is optimizer:
+        return
+    others = {p for other_group in other.param_groups for p in other_group["params"]}
+    if any(one.sharded_param in others - params for one in group.fsdp_params):
+        optimizer._session.warn_once(
+            "shared module",
+            "two optimizers of compopt share a module that fully_shard wraps. "
+            f"{optimizer._session.name}, which came last, averages its gradients, those of the "
+            "other uncompressed: give all parameters of a module to one optimizer, in parameter "
+            "groups or as compopt.Separate([first, second]).",
+            optimizer.comm.rank,
+        )
 
 
 class OptimizerReduceScatter:
