@@ -226,3 +226,37 @@ def test_arguments_keep_their_clip_when_training_raises():
     assert begin(compopt.RadiusAdamW) == 0.5
     CompoptCallback().on_train_end(args, None, None)
     assert args.max_grad_norm == 0.5
+
+
+def average(params) -> compopt.Average:
+    return compopt.Average(torch.optim.AdamW(params))
+
+
+@pytest.mark.parametrize("make", [compopt.RadiusAdamW, average])
+def test_a_resumed_run_clips_as_its_own_arguments_say(make):
+    """Not as those of the run that saved: its clip is in the checkpoint's groups."""
+    from compopt.integrations.hf import CompoptCallback
+
+    def begin(optimizer, clip: float) -> SimpleNamespace:
+        CompoptCallback().on_train_begin(args := SimpleNamespace(max_grad_norm=clip), None, None, optimizer=optimizer)
+        return args
+
+    def clip_of(optimizer) -> float | None:
+        return optimizer._option_groups[0]["max_grad_norm"]
+
+    first = make([torch.nn.Parameter(torch.zeros(3))])
+    saved_args, saved = begin(first, 0.5), first.state_dict()
+    for clip in (0.25, 0.0, 1.0):
+        begin(first, clip)  # another Trainer with the same optimizer
+        assert clip_of(first) == (clip or None)
+        resumed = make([torch.nn.Parameter(torch.zeros(3))])
+        resumed.load_state_dict(saved)
+        begin(resumed, clip)
+        assert clip_of(resumed) == (clip or None)
+        resumed._option_groups[0]["max_grad_norm"] = 0.7  # the user's
+        begin(resumed, clip)
+        assert clip_of(resumed) == 0.7
+    resumed.load_state_dict(saved)
+    saved_args.max_grad_norm = 0.0  # as in training_args.bin of the checkpoint
+    CompoptCallback().on_train_begin(saved_args, None, None, optimizer=resumed)
+    assert clip_of(resumed) == 0.5

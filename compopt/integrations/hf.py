@@ -33,6 +33,8 @@ except ImportError as error:
 
 # max_grad_norm of a Trainer's arguments while it is the optimizer's: not the object of a user's 0.0
 MOVED = float("0")
+# entry of a parameter group: the clip that it was given by a Trainer, and saves in checkpoints
+FROM_TRAINER = "trainer_max_grad_norm"
 
 
 class CompoptCallback(TrainerCallback):
@@ -63,14 +65,8 @@ class CompoptCallback(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        ours = unwrap_optimizer(optimizer)
-        options = [group for group in ours._option_groups if "max_grad_norm" in group]
         self.on_train_end(args, state, control)  # a training that raised before had none
-        if args.max_grad_norm and options:
-            for group in options:
-                if group["max_grad_norm"] is None:
-                    group["max_grad_norm"] = args.max_grad_norm
-            args._max_grad_norm, args.max_grad_norm = args.max_grad_norm, MOVED
+        self._move_clip(args, unwrap_optimizer(optimizer))
         # Log before the reporters, in place of an earlier LogStats: the Trainer appends a user's
         # callbacks after them, and events do not get the handler, so it is found in the callers'
         # frames.
@@ -82,9 +78,28 @@ class CompoptCallback(TrainerCallback):
                 handler.callbacks[:] = [LogStats(self), *others]
                 return
 
+    def _move_clip(self, args: Any, ours: CompressedOptimizer) -> None:
+        """Move the clip of the arguments into the groups that have none of their own, in place of
+        one that an earlier Trainer has moved there.
+        """
+        groups = zip(ours._option_groups, ours.param_groups, strict=False)
+        pairs = [(options, group) for options, group in groups if "max_grad_norm" in options]
+        # arguments that were saved in a training: the clip is that of the checkpoint
+        if not pairs or (not args.max_grad_norm and hasattr(args, "_max_grad_norm")):
+            return
+        for options, group in pairs:
+            before = group.pop(FROM_TRAINER, None)
+            if options["max_grad_norm"] in (None, before):
+                options["max_grad_norm"] = args.max_grad_norm or None
+                if args.max_grad_norm:
+                    group[FROM_TRAINER] = args.max_grad_norm
+        if args.max_grad_norm:
+            args._max_grad_norm, args.max_grad_norm = args.max_grad_norm, MOVED
+
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.max_grad_norm is MOVED:  # another Trainer may have the same arguments
             args.max_grad_norm = args._max_grad_norm
+            del args._max_grad_norm
 
     def on_step_end(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
