@@ -281,3 +281,30 @@ def test_what_does_not_fit_is_told_by_its_name_where_it_has_one():
     other.step()
     with pytest.raises(ValueError, match=r"of parameter 0 \(weight\) has 7200 elements, 5600 are needed"):
         optimizer.load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize("make", [compopt.RadiusAdamW, compopt.Separate, compopt.LocalSteps])
+def test_hooks_are_given_the_whole_state_dict_as_by_torch(make):
+    w = nn.Parameter(torch.ones(64, 80))
+    adamw = torch.optim.AdamW([w])
+    optimizer = make([w]) if make is compopt.RadiusAdamW else make(adamw)
+    w.grad = torch.ones_like(w)
+    optimizer.step()
+    expected, seen = optimizer.state_dict(), []
+    optimizer.register_state_dict_pre_hook(lambda optimizer: seen.append("before"))
+    optimizer.register_state_dict_post_hook(lambda optimizer, saved: seen.append(copy.deepcopy(saved)))
+    optimizer.register_state_dict_post_hook(lambda optimizer, saved: {"packed": saved})
+    saved = optimizer.state_dict()
+    assert seen[0] == "before" and len(seen) == 2
+    for name, value in expected["state"][0].items():
+        found = seen[1]["state"][0][name]
+        assert type(value) is type(found) and getattr(value, "dtype", None) == getattr(found, "dtype", None)
+    assert seen[1]["param_groups"] == expected["param_groups"] and seen[1].keys() == expected.keys()
+
+    seen.clear()
+    optimizer.register_load_state_dict_pre_hook(lambda optimizer, saved: seen.append(saved.pop("packed")) or seen[0])
+    optimizer.register_load_state_dict_post_hook(lambda optimizer: seen.append("after"))
+    optimizer.load_state_dict(saved)
+    assert seen == [saved["packed"], "after"]  # which the hook took from a copy
+    optimizer.load_state_dict({"packed": torch.optim.AdamW([w]).state_dict()})  # the base's alone
+    assert len(seen) == 4 and seen[-1] == "after"

@@ -10,6 +10,7 @@ changes anything.
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from .._state.buckets import Bucket
 from .._state.layouts import Layout, TensorInfo
@@ -45,6 +47,18 @@ def settle_for_saving(session: Session) -> None:
     """Wait for everything in flight, and raise if a step was applied in part."""
     session.check_sound()
     session.settle_state()
+
+
+@contextmanager
+def without_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Call no state dict hooks of ``optimizer`` in this context."""
+    names = "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"
+    hooks = {name: getattr(optimizer, name) for name in names}
+    vars(optimizer).update({name: OrderedDict() for name in names})
+    try:
+        yield
+    finally:
+        vars(optimizer).update(hooks)
 
 
 def complete_state_dict(session: Session, saved: dict[str, Any]) -> None:

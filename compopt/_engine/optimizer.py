@@ -274,6 +274,14 @@ class CompressedOptimizer(OptimizerBase):
         own. The groups record which, under ``residuals``, and the ``class`` and ``format``. A
         warning says once if state of other ranks is missing.
         """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        saved = self._make_state_dict()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            saved = after(self, saved) or saved
+        return saved
+
+    def _make_state_dict(self) -> dict[str, Any]:
         saved = self._saved()
         checkpoint.warn_of_missing_state(self._session)
         return saved
@@ -282,11 +290,11 @@ class CompressedOptimizer(OptimizerBase):
         session = self._session
         checkpoint.settle_for_saving(session)
         session.follow_options()
-        saved: dict[str, Any] = super().state_dict()
+        with checkpoint.without_hooks(self):  # they are given the complete state dict
+            saved: dict[str, Any] = super().state_dict()
         checkpoint.complete_state_dict(session, saved)
         return saved
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this class or of ``torch.optim.AdamW``. All ranks must load.
 
@@ -295,14 +303,20 @@ class CompressedOptimizer(OptimizerBase):
 
         Raises ValueError, with nothing loaded, if the checkpoint does not fit.
         """
+        state_dict = state_dict.copy()  # as torch: hooks may change it
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        self._load(state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    @torch.no_grad()
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict, without hooks."""
         session = self._session
         session.settle_state()
         session.overlap.discard()
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = before(self, state_dict) or state_dict
         checkpoint.load_state(session, state_dict)
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
         session.consolidated_at = None
         session.rebuild_buckets()
         session.consecutive_skips, session.corrupt = 0, ""

@@ -174,5 +174,9 @@ class OptimizerBase(Optimizer):
         raise NotImplementedError
 
     def _saved(self) -> dict[str, Any]:
-        """Return the state dict, without warning of state that is missing."""
+        """Return the state dict, without hooks, and without warning of state that is missing."""
+        raise NotImplementedError
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict, without hooks."""
         raise NotImplementedError

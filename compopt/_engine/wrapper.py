@@ -209,12 +209,15 @@ class Wrapper(CompressedOptimizer):
         super().after_layout()
         self._show_base()
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this class, or one of the base's: compression then starts anew.
 
         Raises ValueError, with nothing loaded, if it does not fit. All ranks must load.
         """
+        super().load_state_dict(state_dict)
+
+    @torch.no_grad()
+    def _load(self, state_dict: dict[str, Any]) -> None:
         groups = check_groups(self._session, state_dict)
         wrapper_saved, base_saved = split_state_dict(
             state_dict, self._known_options, self.param_groups
@@ -233,7 +236,7 @@ class Wrapper(CompressedOptimizer):
                     f"{describe_members(self.base)} ({error}): it is damaged, or of another class."
                 ) from error
             if base_saved is not None:
-                super().load_state_dict(wrapper_saved)
+                super()._load(wrapper_saved)
         except Exception:
             self.base.load_state_dict(before)
             raise

@@ -222,6 +222,9 @@ class AnchoredWrapper(Wrapper):
         under "base", and under "outer" its anchor, the outer optimizer's state of that, and the
         running round. No communication.
         """
+        return super().state_dict()
+
+    def _make_state_dict(self) -> dict[str, Any]:
         saved = self._saved()
         for entry in saved["state"].values() if not self._options["warmup_steps"] else ():
             entry.pop("residual", None)
@@ -251,20 +254,23 @@ class AnchoredWrapper(Wrapper):
         for entry in self.state.values():
             entry["outer"] = {}
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load all of it. A checkpoint without "base" is taken for the inner optimizer's own: then
         all begins anew.
 
         Raises ValueError, with nothing loaded, when it does not fit. All ranks must load.
         """
+        super().load_state_dict(state_dict)
+
+    @torch.no_grad()
+    def _load(self, state_dict: dict[str, Any]) -> None:
         self._check_own_params()
         groups = check_groups(self._session, state_dict)
         state_dict, entries = split_rounds(state_dict, self._session.name)
         saved = self._restore_anchors(entries, {**self._options, **groups[0]})
         if saved is not None and saved.is_open:
             self._check_frozen(state_dict)
-        super().load_state_dict(state_dict)
+        super()._load(state_dict)
         self._resume_rounds(saved)
 
     def _check_frozen(self, state_dict: dict[str, Any]) -> None:
