@@ -143,6 +143,15 @@ def copied() -> bool:
     return all(torch.equal(to_local(one[name]), to_local(other[name])) for one, other in pairs for name in one)
 
 
+def compiled_in_place(rank: int) -> tuple[str, float]:
+    """No hook of a module runs before the first forward of such a model; and the distance from one not compiled."""
+    models = [cut(make()) for _ in range(2)]
+    models[1].compile(backend="eager")
+    for model in models:
+        train(model, optimizer := separate(list(model.named_parameters())), range(4), rank)
+    return optimizer.stats.phase, apart(*models)
+
+
 def refused(rank: int) -> dict[str, str]:
     results, model = {}, cut(make())
     params = list(model.named_parameters())
@@ -207,6 +216,7 @@ def used(rank: int) -> dict[str, object]:
         "otherwise": cut_otherwise(rank),
         "cleared": cleared_on_one_rank(rank),
         "copied": copied(),
+        "compiled": compiled_in_place(rank),
         "refused": refused(rank),
         "second optimizers": second_optimizers(rank),
     }
@@ -249,6 +259,11 @@ def test_a_gradient_cleared_on_one_rank_is_zeros_there(uses):
 
 def test_state_dicts_are_copied_and_saved_by_torch(uses):
     assert all(rank["copied"] for rank in uses)
+
+
+def test_a_model_that_is_compiled_in_place_is_found(uses):
+    for phase, distance in (rank["compiled"] for rank in uses):
+        assert phase == "projected" and distance < 1e-12
 
 
 def test_another_optimizer_may_have_parameters_of_the_same_modules(uses):

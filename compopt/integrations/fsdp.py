@@ -14,7 +14,7 @@ averages between nodes is checked here, and its parameters are set to those of t
 
 If FSDP2 shards the parameters over the optimizer's own ranks, the optimizer takes the place of
 FSDP2's reduce-scatter in backward, for classes that can (see ``_engine.fsdp_backward``).
-FSDP2 modules are found at their first forward.
+FSDP2 modules are found when the optimizer is made.
 """
 
 from __future__ import annotations
@@ -155,12 +155,16 @@ def register_gradient_hooks(optimizer: CompressedOptimizer) -> None:
 
 
 def replace_reduce_scatter(optimizer: ReducingOptimizer) -> None:
-    """Find the FSDP2 modules of ``optimizer`` at their first forward, and replace their
-    reduce-scatter.
+    """Find the FSDP2 modules of ``optimizer``, and replace their reduce-scatter.
+
+    At their first forward a compiled model would not be seen: ``model.compile()`` compiles hooks
+    too.
 
     Raises ValueError if this PyTorch has no hook for that.
     """
-    from torch.distributed.fsdp import FSDPModule  # imported already with the model's
+    # both are imported already with the model's
+    from torch.distributed import _composable_state
+    from torch.distributed.fsdp import FSDPModule
 
     if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
         raise ValueError(
@@ -169,7 +173,9 @@ def replace_reduce_scatter(optimizer: ReducingOptimizer) -> None:
             "(FSDPModule.set_custom_reduce_scatter): use a later PyTorch (2.13 has it), or "
             "DistributedDataParallel."
         )
-    ModuleWatch(optimizer, _integrate_modules)
+    # private: all modules that were given to fully_shard
+    known = list(getattr(_composable_state, "_module_state_mapping", ()))
+    ModuleWatch(optimizer, _integrate_modules, _integrate_modules(known, optimizer))
 
 
 def _integrate_modules(
