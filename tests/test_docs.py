@@ -71,6 +71,22 @@ def test_every_page_is_on_the_index_with_what_it_is_for():
     assert set(rows) == {page.stem for page in DOCS.glob("*.md")} - {"index"}
 
 
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub and MyST make them; docutils makes the same from headings of words."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_into_pages_lead_to_headings():
+    pages = [DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md", *DOCS.glob("*.md")]
+    wrong = []
+    for page in pages:
+        for target, anchor in re.findall(r"\]\(([\w./]*)#([^)]+)\)", page.read_text()):
+            if anchor not in anchors(page.parent / target if target else page):
+                wrong.append(f"{page.name}: {target}#{anchor}")
+    assert wrong == []
+
+
 def test_pages_link_to_files_that_exist():
     for page in DOCS.glob("*.md"):
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
