@@ -107,6 +107,48 @@ def test_a_wrapped_stage_keeps_its_keys_and_loads_what_was_saved_without_a_wrapp
         model.load_state_dict({**model.state_dict(), "part.9.weight": torch.ones(1)})
 
 
+class Scaled(nn.Module):
+    """A stage with names that a wrapper uses too."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.stage = nn.Parameter(torch.ones(HIDDEN)), nn.Linear(HIDDEN, HIDDEN)
+
+
+@pytest.mark.parametrize("wrap", [nn.Sequential, lambda stage: stage])
+def test_a_stage_may_have_a_child_named_stage(wrap):
+    model = wrap(SendCompressed(Scaled(), TopK(0.25)))
+    assert set(model.state_dict()) == set(wrap(Scaled()).state_dict())
+    other = wrap(Scaled()).state_dict()
+    model.load_state_dict(other)
+    loaded = model.state_dict()
+    assert all(torch.equal(loaded[key], value) for key, value in other.items())
+
+
+def test_a_copy_of_a_wrapped_stage_that_copies_itself_is_wrapped_too():
+    """torch.export and torch.fx make such stages."""
+    graph = torch.fx.symbolic_trace(stage())
+    model = SendCompressed(graph, TopK(0.25))
+    copied = copy.deepcopy(model)
+    assert type(copied) is SendCompressed and copied.stage is not graph
+    x = sample().float()
+    assert all(torch.equal(a, b) for a, b in zip(copied(x), model(x), strict=True))
+
+
+@pytest.mark.parametrize("name", ONE_PROCESS)
+def test_under_autocast_a_payload_has_the_activation_s_precision(name):
+    """A residual stream stays in float32 there."""
+    results = []
+    for enabled in (False, True):
+        x, y = sample().float().requires_grad_(), sample().float().requires_grad_()
+        send, receive = ends(COMPRESSORS[name](), COMPRESSORS[name]())
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            received, summed = receive(*send(x)), COMPRESSORS[name]()(y)
+        (received.square() + summed.square()).sum().backward()
+        results.append((received, summed, x.grad, y.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_dropping_leaves_a_model_that_never_had_compressors():
     plain = stage()
     wrapped = SendCompressed(ReceiveCompressed(plain, AutoEncoder(HIDDEN, 3), SHAPE), AutoEncoder(HIDDEN, 2))
@@ -118,6 +160,10 @@ def test_dropping_leaves_a_model_that_never_had_compressors():
     assert drop_compressors(model) is model
     assert set(model.state_dict()) == keys - {"1.compressor.encoder", "1.compressor.decoder"}
     assert isinstance(model[0], nn.Sequential) and isinstance(model[1].compressor, Identity)
+    twice = nn.Module()
+    twice.down = twice.up = TopK(0.1)
+    drop_compressors(twice)
+    assert isinstance(twice.down, Identity) and isinstance(twice.up, Identity)
 
 
 def test_warm_up_sends_everything_until_compression_is_turned_on():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +22,16 @@ def apply_function(function: type[torch.autograd.Function], *args: object) -> Te
     """Return ``function.apply(*args)``, which torch does not annotate."""
     result: Tensor = function.apply(*args)
     return result
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Return a context in which a compressor computes in the precision of x. Autocast would change
+    that of a payload, which the other end of a stage boundary knows from its activation's.
+    """
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind):  # the meta device
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 def require_side(side: Tensor | None) -> Tensor:
@@ -111,7 +122,8 @@ class Compressor(nn.Module):
         """Return the sum of x over the ranks, compressed while the compressor is enabled."""
         if not self.enabled:
             return ranks.sum(x)
-        return self.exchange(x, ranks)
+        with without_autocast(x):
+            return self.exchange(x, ranks)
 
     def exchange(self, x: Tensor, ranks: Ranks) -> Tensor:
         """Return the sum of the compressed x over the ranks."""

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from .._wire.collectives import ProcessGroup
-from .base import Compressor, apply_function
+from .base import Compressor, apply_function, without_autocast
 from .codecs import Identity
 
 # Gradients in flight: one of shape inference, which nobody receives, one in transfer, one being
@@ -88,10 +88,14 @@ class _Boundary(nn.Module):
         return compressor
 
     def __getattr__(self, name: str) -> Any:
-        """Return attributes of the stage, whose names the state dict uses."""
+        """Return attributes of the stage, whose names the state dict uses; not those by which it is
+        copied.
+        """
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name.startswith("__"):
+                raise
             return getattr(super().__getattr__("stage"), name)
 
 
@@ -111,9 +115,15 @@ def _with_stage(module: _Boundary, state: dict[str, Any], prefix: str, *_: objec
 def _rename_prefix(
     entries: dict[str, Any], old: str, new: str, excluded: str | None = None
 ) -> None:
-    for key in list(entries):
-        if key.startswith(old) and not (excluded and key.startswith(excluded)):
-            entries[new + key[len(old) :]] = entries.pop(key)
+    keys = [
+        key
+        for key in entries
+        if key.startswith(old) and not (excluded and key.startswith(excluded))
+    ]
+    # All are removed first: a new name may be another entry's old one.
+    values = [entries.pop(key) for key in keys]
+    for key, value in zip(keys, values, strict=True):
+        entries[new + key[len(old) :]] = value
 
 
 class SendCompressed(_Boundary):
@@ -138,11 +148,12 @@ class SendCompressed(_Boundary):
         label = x.new_empty((0, *_label(self.compressor, x.shape, x)))
         if not self.compressor.enabled:
             return x.contiguous(), label
-        if self.pair is not None:
-            values, side = self.compressor.compress(x.detach())
-            values = apply_function(_SendBeside, x, values, self.pair)
-        else:
-            values, side = self.compressor.compress(x)
+        with without_autocast(x):
+            if self.pair is not None:
+                values, side = self.compressor.compress(x.detach())
+                values = apply_function(_SendBeside, x, values, self.pair)
+            else:
+                values, side = self.compressor.compress(x)
         payload = (values,) if side is None else (values, side)
         return (*(tensor.contiguous() for tensor in payload), label)
 
@@ -185,8 +196,9 @@ class ReceiveCompressed(_Boundary):
         if not self.compressor.enabled:
             return values
         if self.pair is None:
-            return self.compressor.decompress(values, side, self.shape)
-        with torch.no_grad():
+            with without_autocast(values):
+                return self.compressor.decompress(values, side, self.shape)
+        with torch.no_grad(), without_autocast(values):
             x = self.compressor.decompress(values, side, self.shape)
         return apply_function(_ReturnBeside, values, x, self.pair)
 
@@ -320,7 +332,8 @@ def drop_compressors(model: nn.Module) -> nn.Module:
     while isinstance(model, _Boundary):
         model = model.stage
     for module in list(model.modules()):
-        for name, child in list(module.named_children()):
+        # named_children() has a child under one name only.
+        for name, child in list(module._modules.items()):
             if isinstance(child, Compressor):
                 setattr(module, name, Identity())
             elif isinstance(child, _Boundary):
