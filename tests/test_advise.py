@@ -22,7 +22,7 @@ from compopt.costmodel import METHODS, Workload, advise
 from compopt.planning import advice_report
 from compopt.planning.advise_command import main
 from compopt.planning.decision import pays_below
-from compopt.planning.formatting import parse_quantity
+from compopt.planning.formatting import format_count, format_rate, format_seconds, parse_quantity
 from compopt.planning.measurement import measure_local
 from compopt.planning.prediction import BASELINE
 from compopt.planning.probe import collective_device
@@ -143,6 +143,22 @@ def test_a_model_that_does_not_fit_is_cut_over_machines():
     assert "Cut over 32 ranks on 4 machines (FSDP2)" in text
 
 
+def test_a_layout_that_was_asked_for_is_what_is_said_to_be_slow():
+    """Without it there is one that keeps the parameters off the link."""
+    layout = dict(ranks=8, ranks_per_node=4, link=1e8, step_s=0.9)
+    given, free = asked(124e6, shard=8, **layout), asked(124e6, **layout)
+    assert given.recommendation.startswith("Change the setup") and free.method == "SeparateAdam"
+    assert "no layout" not in given.why and "without shard=8 a copy is cut over as few" in given.why
+
+
+def test_ranks_of_one_machine_have_the_link_that_was_given():
+    one = str(asked(ranks=4, ranks_per_node=4, link=1e8))
+    assert "100 Mbit/s a rank inside one (given)" in one
+    measured = str(asked(ranks=4, ranks_per_node=4, link=1e8, sources={"link": "measured"}))
+    assert "100 Mbit/s a rank inside one (measured)" in measured
+    assert "rank inside one (assumed: a100" in str(asked(ranks=4, ranks_per_node=2))
+
+
 def test_what_was_measured_given_or_assumed_is_said():
     text = str(asked(sources={"link": "measured"}))
     assert "Mbit/s a rank between machines (measured)" in text and "a step (given)" in text
@@ -166,6 +182,24 @@ def test_local_speed_is_measured():
 @pytest.mark.parametrize(("text", "value"), [("350M", 350e6), ("1.8b", 1.8e9), ("12000", 12000.0), ("2.5k", 2500.0)])
 def test_quantities(text, value):
     assert parse_quantity(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (format_rate(999.7e6), "1,000 Mbit/s"),
+        (format_rate(2.5e9), "2.5 Gbit/s"),
+        (format_rate(3e15), "3,000 Tbit/s"),
+        (format_count(1e12), "1,000 B"),
+        (format_count(999_700), "1,000 k"),
+        (format_count(123e6), "123 M"),
+        (format_seconds(0.9999), "1,000 ms"),
+        (format_seconds(99.97e6), "1,157 days"),
+        (format_seconds(7e-6), "7 us"),
+    ],
+)
+def test_numbers_for_people_have_no_exponents(text, wanted):
+    assert text == wanted
 
 
 def test_link_rates_are_written_as_tc_writes_them():
@@ -363,6 +397,22 @@ def test_a_probe_alone_says_how_to_start_it(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         measure([])
     assert "start it with torchrun" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--out", "/nowhere/probe.json"], "--out /nowhere/probe.json: there is no folder /nowhere."),
+        (["--layers", "--hidden", "-4"], "the width, which is positive"),
+        (["--layers", "--hidden", "0"], "the width, which is positive"),
+    ],
+)
+def test_a_probe_tells_mistakes_before_it_measures(words, sentence, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        measure(words)
+    assert ended.value.code == 2 and sentence in " ".join(capsys.readouterr().err.split())
 
 
 def test_workload_of_a_size_is_about_that_of_a_transformer():

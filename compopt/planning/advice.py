@@ -151,6 +151,9 @@ def advise(
         "memory": f"assumed: {named}" if memory_bytes is None else "given",
         "own work": f"assumed: {named}" if local is None else "measured",
     }
+    sources = {**known, **(sources or {})}
+    if inside_bits_per_s is None and node == ranks:
+        sources["inside"] = sources["link"]
     situation = Situation(
         work,
         machine,
@@ -159,7 +162,7 @@ def advise(
         shard=shard,
         memory_bytes=chosen.memory_bytes if memory_bytes is None else memory_bytes,
         loss_budget=loss_budget,
-        sources={**known, **(sources or {})},
+        sources=sources,
         steps=STEPS if steps is None else steps,
         tokens_per_parameter=(
             TOKENS_PER_PARAMETER if tokens_per_parameter is None else tokens_per_parameter

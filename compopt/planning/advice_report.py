@@ -8,6 +8,7 @@ from .decision import WORTH_IT, at_link_rate, choose_alternative, choose_row, pa
 from .formatting import (
     align_columns,
     format_count,
+    format_digits,
     format_percent,
     format_quantity,
     format_rate,
@@ -55,7 +56,7 @@ def explain_choice(situation: Situation, rows: list[Row], best: Row | None) -> s
 
 
 def format_factor(factor: float) -> str:
-    return f"{factor:.2f}" if factor < 2 else f"{factor:.3g}"
+    return f"{factor:.2f}" if factor < 2 else format_digits(factor)
 
 
 def compare_loss(row: Row) -> str:
@@ -137,6 +138,13 @@ def explain_dense(situation: Situation, rows: list[Row]) -> str:
         return "there is nothing to average over a link: one process averages with nobody."
     if not baseline.fits:
         return f"no method within {budget} fits. {beyond}".strip()
+    if baseline.is_bound_by_shards and situation.shard is not None:
+        return (
+            f"a copy that is cut over {baseline.shard} ranks, as shard={baseline.shard} asks for, "
+            "sends parameters and gradients over this link for "
+            f"{format_seconds(baseline.shard_s)} of every step, which no optimizer makes less: "
+            f"without shard={baseline.shard} a copy is cut over as few ranks as hold it."
+        )
     if baseline.is_bound_by_shards:
         return f"no layout within {budget} keeps the parameters off this link. {beyond}".strip()
     if baseline.shard == machine.ranks:
@@ -233,7 +241,7 @@ def format_table(situation: Situation, rows: list[Row], chosen: str, all_rows: b
             *(f"{1e3 * s:,.0f}" if s >= 0.1 else f"{1e3 * s:.1f}" for s in seconds),
             f"{row.sent / 1e6:,.{0 if row.sent >= 1e8 else 2}f}",
             format_percent(row.run_bytes),
-            f"{row.held_bytes / 1e9:.3g}{'' if row.fits else ' (does not fit)'}",
+            f"{format_digits(row.held_bytes / 1e9)}{'' if row.fits else ' (does not fit)'}",
             str(row.shard),
         )
         table.append(cells)

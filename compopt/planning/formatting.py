@@ -28,12 +28,19 @@ def parse_rate(text: str) -> float:
     return parse_quantity(text, "bit")
 
 
+def format_digits(number: float) -> str:
+    """Three digits, or a whole number of more."""
+    return f"{number:.3g}" if number < 999.5 else f"{number:,.0f}"
+
+
 def format_seconds(seconds: float) -> str:
     """Milliseconds to days."""
     for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
         if seconds >= (2 if unit != "s" else 1) * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"
+            return f"{format_digits(seconds / size)} {unit}"
+    if seconds >= 1e-3:
+        return f"{format_digits(1e3 * seconds)} ms"
+    return f"{format_digits(1e6 * seconds)} us"
 
 
 def format_quantity(number: float) -> str:
@@ -48,15 +55,16 @@ def format_count(number: float) -> str:
     """Thousands, millions or billions, as sizes of models are given."""
     for unit, size in ((" B", 1e9), (" M", 1e6), (" k", 1e3)):
         if number >= size:
-            return f"{number / size:.3g}{unit}"
+            return f"{format_digits(number / size)}{unit}"
     return f"{number:.0f}"
 
 
 def format_rate(bits: float) -> str:
     """Bits a second in tc's units."""
-    if bits >= 1e12:
-        return f"{bits / 1e12:.3g} Tbit/s"
-    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
+    for unit, size in (("T", 1e12), ("G", 1e9)):
+        if bits >= size:
+            return f"{format_digits(bits / size)} {unit}bit/s"
+    return f"{format_digits(bits / 1e6)} Mbit/s"
 
 
 def format_percent(share: float) -> str:
