@@ -170,10 +170,10 @@ def measure_layers(
     Raises:
         ValueError: `tensor` does not divide the ranks and the width.
     """
-    if tensor < 1 or size % tensor or hidden % tensor or tokens < 1:
+    if min(tensor, hidden, tokens) < 1 or size % tensor or hidden % tensor:
         raise ValueError(
-            f"tensor must divide the {size} ranks and the width, and a micro-batch have tokens; "
-            f"got tensor={tensor}, hidden={hidden} and {tokens} tokens."
+            f"tensor must divide the {size} ranks and the width, which is positive, and a "
+            f"micro-batch have tokens; got tensor={tensor}, hidden={hidden} and {tokens} tokens."
         )
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     mesh = init_device_mesh(
@@ -342,6 +342,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--hidden", type=int, default=1024, help="width of the layers (1024)")
     parser.add_argument("--tokens", type=int, default=2048, help="of a micro-batch (2048)")
     options = parser.parse_args(argv)
+    is_writer = os.environ.get("RANK", "0") == "0"
+    folder = Path(options.out).resolve().parent
+    if is_writer and not folder.is_dir():
+        parser.error(f"--out {options.out}: there is no folder {folder}.")
     try:
         results = (
             measure_layers(
@@ -352,7 +356,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     except ValueError as error:
         parser.error(str(error))
-    if os.environ.get("RANK", "0") != "0":
+    if not is_writer:
         return
     Path(options.out).write_text(json.dumps(results, indent=1) + "\n")
     if options.layers:
