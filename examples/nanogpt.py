@@ -75,10 +75,10 @@ no_decay = [p for p in raw_model.parameters() if p.dim() < 2]
 groups = [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
 options = dict(lr=learning_rate, betas=(beta1, beta2))
 if optimizer_class == "SeparateAdam":
-    optimizer = compopt.SeparateAdam(groups, **options, max_grad_norm=grad_clip)  # compopt 2 of 5
+    optimizer = compopt.SeparateAdam(groups, **options, max_grad_norm=grad_clip or None)  # compopt 2 of 5
 elif optimizer_class == "LocalSteps":
     inner = torch.optim.AdamW(groups, **options)
-    optimizer = compopt.LocalSteps(inner, every=30, max_grad_norm=grad_clip)
+    optimizer = compopt.LocalSteps(inner, every=30, max_grad_norm=grad_clip or None)
 else:
     optimizer = torch.optim.AdamW(groups, **options)
 clips_itself = optimizer_class != "AdamW"

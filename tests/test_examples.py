@@ -149,6 +149,18 @@ def test_nanogpt_resumes_where_it_stopped(optimizer, tmp_path):
     torch.testing.assert_close(*saved, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("optimizer", ["SeparateAdam", "LocalSteps", "AdamW"])
+def test_nanogpt_without_clipping(optimizer, tmp_path, monkeypatch):
+    """`grad_clip = 0.0`, as nanoGPT has it."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    write_text(tmp_path)
+    small = "--n_layer=1 --n_head=2 --n_embd=64 --block_size=16 --eval_interval=1 --max_iters=1 --eval_iters=1"
+    files = [f"--data={tmp_path / 'text'}", f"--out_dir={tmp_path}"]
+    printed = example("nanogpt", *small.split(), *files, f"--optimizer={optimizer}", "--grad_clip=0.0")
+    assert "step 1: train loss" in printed
+
+
 SMALL = "--layers 1 --width 64 --heads 2 --context 16 --batch 4 --steps 8 --eval-every 4 --every 3"
 
 
