@@ -40,6 +40,7 @@ from ._engine.options import (
     check_adam,
     check_compression,
     check_torch_options,
+    is_numeric,
     require,
     require_option,
 )
@@ -258,7 +259,9 @@ class RadiusAdamW(CompressedOptimizer):
         check_compression(group)
         interval, scale = group["interval"], group["residual_scale"]
         is_count = interval >= 1 and int(interval) == interval
-        require_option(0 < group["density"] <= 1, group, "density", "in (0, 1]")
+        density = group["density"]
+        is_share = is_numeric(density) and 0 < density <= 1
+        require_option(is_share, group, "density", "in (0, 1]")
         require_option(is_count, group, "interval", "an integer >= 1")
         require_option(0 <= scale <= 1, group, "residual_scale", "in [0, 1]")
 

@@ -42,6 +42,7 @@ from ._engine.options import (
     check_compression,
     check_steps,
     check_torch_options,
+    is_numeric,
     require,
     require_option,
 )
@@ -309,7 +310,9 @@ class ScapeAdamS(CompressedOptimizer):
     def check_group(self, group: Group) -> None:
         check_adams(group)
         check_compression(group)
-        require_option(0 < group["density"] <= 1, group, "density", "in (0, 1]")
+        density = group["density"]
+        is_share = is_numeric(density) and 0 < density <= 1
+        require_option(is_share, group, "density", "in (0, 1]")
         check_steps(group, "density_warmup_steps")
         for name, choices in CHOICES.items():
             require_option(group[name] in choices, group, name, " or ".join(map(repr, choices)))

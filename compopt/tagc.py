@@ -41,7 +41,13 @@ from torch.optim.optimizer import ParamsT
 from ._engine.decision import StepDecision
 from ._engine.dense_start import choose_warmup, dense_steps
 from ._engine.fsdp_backward import step_fsdp_shards
-from ._engine.options import check_adam, check_compression, check_torch_options, require_option
+from ._engine.options import (
+    check_adam,
+    check_compression,
+    check_torch_options,
+    is_numeric,
+    require_option,
+)
 from ._engine.reducer import ReduceScatterReducer
 from ._engine.reducing_optimizer import ReducingOptimizer
 from ._engine.stats import Stats
@@ -342,7 +348,9 @@ class TagcAdamW(ReducingOptimizer):
                 "be exact; use 'bfloat16'."
             )
         check_updates(group)
-        require_option(0 <= group["sparsity"] < 1, group, "sparsity", "in [0, 1)")
+        sparsity = group["sparsity"]
+        is_share = is_numeric(sparsity) and 0 <= sparsity < 1
+        require_option(is_share, group, "sparsity", "in [0, 1)")
         require_option(group["sketch_ratio"] >= 1, group, "sketch_ratio", ">= 1")
         require_option(group["codec"] in CODECS, group, "codec", " or ".join(map(repr, CODECS)))
         select = group["select"]

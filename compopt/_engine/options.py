@@ -7,7 +7,7 @@ text that is the same in every process, whatever the address of an object or the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -56,6 +56,11 @@ def require_option(is_valid: bool, group: Group, name: str, wanted: str) -> None
     require(is_valid, name, group[name], wanted)
 
 
+def is_numeric(value: object) -> bool:
+    """True for a number, also of NumPy or in a tensor; not for text, as which YAML reads 1e-3."""
+    return isinstance(value, Real) or hasattr(value, "item")
+
+
 def check_adam(group: dict[str, Any]) -> None:
     """Check the options that every AdamW-like class has; the errors begin as torch's own."""
     if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
@@ -65,10 +70,12 @@ def check_adam(group: dict[str, Any]) -> None:
         ("eps", "epsilon value"),
         ("weight_decay", "weight_decay value"),
     ):
-        if not float(group[option]) >= 0:
-            raise ValueError(f"Invalid {name}: {group[option]}: {option} must be >= 0.")
+        value = group[option]
+        if not (is_numeric(value) and float(value) >= 0):
+            raise ValueError(f"Invalid {name}: {value!r}: {option} must be >= 0.")
     betas = group["betas"]
-    require_option(len(betas) == 2, group, "betas", "two numbers in [0, 1)")
+    is_pair = isinstance(betas, Collection) and len(betas) == 2 and all(map(is_numeric, betas))
+    require_option(is_pair, group, "betas", "two numbers in [0, 1)")
     for i, beta in enumerate(betas):
         if not 0 <= beta < 1:
             raise ValueError(
@@ -164,7 +171,8 @@ def check_steps(group: dict[str, Any], name: str) -> None:
 def check_payload_and_clip(group: dict[str, Any], keeps_all_errors: bool = False) -> None:
     """Check clip and payload dtype; ``keeps_all_errors``: every tensor keeps its rounding error."""
     norm, dtype = group["max_grad_norm"], group["payload_dtype"]
-    require_option(norm is None or norm > 0, group, "max_grad_norm", "None or > 0")
+    is_limit = norm is None or (is_numeric(norm) and norm > 0)
+    require_option(is_limit, group, "max_grad_norm", "None or > 0")
     wanted = f"None, {PAYLOAD_DTYPE_NAMES} or the torch.dtype of that name"
     require_option(is_payload_dtype(dtype), group, "payload_dtype", wanted)
     group["payload_dtype"] = dtype_name(dtype)

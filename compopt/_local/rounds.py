@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from .._engine.options import check_compress, check_payload_and_clip, require
+from .._engine.options import check_compress, check_payload_and_clip, is_numeric, require
 from .._engine.stats import Stats
 from .._wire.collectives import Communicator
 from .._wire.warning import user_location, warn_at
@@ -56,11 +56,12 @@ def check_options(group: Group, offload: str | None) -> None:
         given = group[name]
         is_good = is_number(given) and given >= least and int(given) == given
         require(is_good, name, given, f"an integer >= {least}")
-    momentum = group["outer_momentum"]
-    require(0 <= momentum < 1, "outer_momentum", momentum, "in [0, 1)")
-    require(group["outer_lr"] > 0, "outer_lr", group["outer_lr"], "> 0")
+    momentum, lr = group["outer_momentum"], group["outer_lr"]
+    require(is_numeric(momentum) and 0 <= momentum < 1, "outer_momentum", momentum, "in [0, 1)")
+    require(is_numeric(lr) and lr > 0, "outer_lr", lr, "> 0")
     seconds = group["round_seconds"]
-    require(seconds is None or seconds > 0, "round_seconds", seconds, "None or > 0")
+    is_time = seconds is None or (is_numeric(seconds) and seconds > 0)
+    require(is_time, "round_seconds", seconds, "None or > 0")
     for name, least in (("delay", 0), ("fragments", 1)) if group["weighted"] else ():
         # a payload is made when the weights of all ranks are known
         require(group[name] == least, name, group[name], f"{least} where ranks are weighted")

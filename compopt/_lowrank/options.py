@@ -7,7 +7,7 @@ from numbers import Integral
 from typing import Any, Literal
 
 from .._engine.dense_start import choose_warmup
-from .._engine.options import Group, check_compression, require, require_option
+from .._engine.options import Group, check_compression, is_numeric, require, require_option
 from .._wire.payload import PayloadDtype
 from .projections import is_dtensor
 
@@ -76,7 +76,8 @@ def check_options(group: Group) -> None:
     check_compression(group)
 
     beta, reset = group["ef_beta"], group["reset_interval"]
-    require_option(1 <= group["ratio"] < math.inf, group, "ratio", "finite and >= 1")
+    is_ratio = is_numeric(group["ratio"]) and 1 <= group["ratio"] < math.inf
+    require_option(is_ratio, group, "ratio", "finite and >= 1")
     is_weight = beta == "auto" or (not isinstance(beta, str) and 0 <= beta <= 1)
     require_option(is_weight, group, "ef_beta", '"auto" or in [0, 1]')
     is_interval = reset in (None, "auto") or is_positive_integer(reset)
