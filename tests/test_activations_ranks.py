@@ -91,6 +91,10 @@ def worker(rank, folder):
             style = CompressedRowwiseParallel(COMPRESSORS[name])
             results["checkpointed"][name, how] = run_mlp(mesh, style, True, torch.float64, how)
     results["bfloat16"] = run_mlp(mesh, CompressedRowwiseParallel(auto_encoder), True, torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        results["autocast"] = [
+            run_mlp(mesh, style, True) for style in (RowwiseParallel(), CompressedRowwiseParallel(Identity))
+        ]
     results["meta"] = made_on_meta(mesh)
     torch.save(results, f"{folder}/{rank}.pt")
 
@@ -112,6 +116,14 @@ def test_tensor_parallel_without_compression_is_torchs(two_ranks, bias):
                 torch.testing.assert_close(ours[key], theirs[key])
         else:
             assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_under_autocast_the_output_has_its_precision(two_ranks):
+    for results in two_ranks:
+        theirs, ours = results["autocast"]
+        assert ours["y"].dtype == theirs["y"].dtype == torch.bfloat16
+        for key in ours:
+            torch.testing.assert_close(ours[key], theirs[key], rtol=0.05, atol=0.05)
 
 
 def test_a_bias_is_not_compressed(two_ranks):

@@ -99,7 +99,8 @@ class _LinearThenBias(nn.Linear):
 def _exchange_partial(module: nn.Module, part: Tensor, mesh: DeviceMesh) -> Tensor:
     total: Tensor = module.get_submodule("compressor")(part, MeshRanks(mesh))
     if isinstance(module, _LinearThenBias) and module.bias is not None:
-        total = total + replicated(module.bias)
+        # Under autocast it is wider than the product.
+        total = total + replicated(module.bias).to(total.dtype)
     return total
 
 
