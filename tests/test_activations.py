@@ -203,6 +203,17 @@ def test_no_tokens_are_compressed_to_nothing(name, shape):
     assert sent == codec.bytes(shape, torch.float64) and sent <= 16
 
 
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_what_follows_may_change_the_output_in_place(name):
+    results = []
+    for inplace in (False, True):
+        x = sample().requires_grad_()
+        y = nn.ReLU(inplace=inplace)(make(name)(x * 1))
+        y.square().sum().backward()
+        results.append((y.detach(), x.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("name", ["AutoEncoder", "PowerSGD"])
 def test_made_on_the_meta_device_a_compressor_is_what_it_would_have_been(name):
     with torch.device("meta"):

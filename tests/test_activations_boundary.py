@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from compopt.activations import (
     drop_compressors,
     set_compression,
 )
+from compopt.activations.pipeline import _ReturnBeside
 
 ONE_PROCESS = [n for n in COMPRESSORS if not n.startswith("Quantize") or n == "QuantizeBack4"]
 
@@ -147,6 +149,15 @@ def test_under_autocast_a_payload_has_the_activation_s_precision(name):
         (received.square() + summed.square()).sum().backward()
         results.append((received, summed, x.grad, y.grad))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_stage_may_change_in_place_what_it_receives():
+    """Also where the gradient returns beside the payload, of which a stub says that it is the first."""
+    pair = SimpleNamespace(send_gradient=lambda gradient: 0)
+    values, x = torch.ones(3, requires_grad=True), torch.tensor([-1.0, 1.0])
+    y = nn.ReLU(inplace=True)(_ReturnBeside.apply(values, x, pair))
+    y.sum().backward()
+    assert y.tolist() == [0.0, 1.0] and values.grad.tolist() == [-1.0] * 3
 
 
 def test_dropping_leaves_a_model_that_never_had_compressors():

@@ -144,6 +144,16 @@ def test_torch_compile_leaves_boundaries_as_they_are():
             torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("name", ["RandomK", "PowerSGD", "QuantizeBack4", "AutoEncoder"])
+def test_torch_compile_leaves_a_compressor_as_it_is(name):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), COMPRESSORS[name](), nn.Linear(HIDDEN, 2))
+    plain, x = copy.deepcopy(model), sample().float()
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), plain(x))
+
+
 def test_a_copy_of_a_compressor_goes_on_by_itself():
     codec = make("RandomK")
     codec(sample())

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from .._state.tensors import to_local
 
@@ -71,7 +72,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
-        return y.view_as(y)
+        return y.detach()  # a view could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -118,6 +119,7 @@ class Compressor(nn.Module):
         """Return the bytes of one rank's payload for an activation of that shape."""
         raise NotImplementedError
 
+    @_disable_dynamo
     def forward(self, x: Tensor, ranks: Ranks = ALONE) -> Tensor:
         """Return the sum of x over the ranks, compressed while the compressor is enabled."""
         if not self.enabled:

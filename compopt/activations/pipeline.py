@@ -298,7 +298,7 @@ class _ReturnBeside(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, x: Tensor, pair: Pair) -> Tensor:
         ctx.pair, ctx.shape = pair, values.shape
-        return x.view_as(x)
+        return x.detach()  # a view could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
