@@ -173,7 +173,7 @@ def fabric(rank: int, folder: str) -> bool:
 PLACES = {
     "top": lambda rank, folder: by_hand(rank, folder, "Checkpoints"),
     "nanoGPT": nanogpt,
-    "DCP": lambda rank, folder: by_hand(rank, f"{folder}/dcp", "torch.distributed.checkpoint"),
+    "DCP": lambda rank, folder: by_hand(rank, f"{folder}/dcp", "Distributed checkpoints"),
     "Trainer": hf_trainer,
     "Accelerate": accelerate,
     "Lightning": lightning,
