@@ -109,7 +109,8 @@ class Snapshots:
         self._model, self._optimizer, self._stateful = model, optimizer, stateful
         self._group: dist.ProcessGroup | None = None
         self._pending: Future[Any] | None = None
-        self._begun = self._stamp = 0  # of the last save, and of the last before this run
+        # stamps: of the newest snapshot before this run, and of the last save
+        self._begun = self._stamp = 0
 
     # Saving
 
