@@ -283,7 +283,7 @@ def test_the_last_snapshot_remains_until_the_next_is_complete(tmp_path, monkeypa
     snapshots._pending = None
     snapshots.save()
     snapshots.close()
-    assert [s.step for s in snapshots._list()] == [2]
+    assert [s.step for s in snapshots._list_snapshots()] == [2]
 
 
 def test_a_second_snapshot_of_a_step_leaves_the_first_until_it_is_complete(tmp_path, monkeypatch):

@@ -306,13 +306,13 @@ class CompressedOptimizer(OptimizerBase):
         state_dict = state_dict.copy()  # as torch: hooks may change it
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        self._load(state_dict)
+        self._load_without_hooks(state_dict)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
     @torch.no_grad()
-    def _load(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict, without hooks."""
+    def _load_without_hooks(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict; call no hooks."""
         session = self._session
         session.settle_state()
         session.overlap.discard()

@@ -177,6 +177,6 @@ class OptimizerBase(Optimizer):
         """Return the state dict, without hooks, and without warning of state that is missing."""
         raise NotImplementedError
 
-    def _load(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict, without hooks."""
+    def _load_without_hooks(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict; call no hooks."""
         raise NotImplementedError

@@ -242,7 +242,7 @@ def _load_without_residuals(
             for name in set(optimizer.rank_local_state) & entry.keys():
                 entry[name] = torch.zeros_like(entry[name])
         group.update(_to_tuples(options), step=step, residuals="mean")
-    optimizer._load(saved)
+    optimizer._load_without_hooks(saved)
     for bucket in session.buckets_to_reshard or session.buckets:
         for name in set(optimizer.owner_only_state) & bucket.flat.keys():
             bucket.flat[name].zero_()

@@ -217,7 +217,7 @@ class Wrapper(CompressedOptimizer):
         super().load_state_dict(state_dict)
 
     @torch.no_grad()
-    def _load(self, state_dict: dict[str, Any]) -> None:
+    def _load_without_hooks(self, state_dict: dict[str, Any]) -> None:
         groups = check_groups(self._session, state_dict)
         wrapper_saved, base_saved = split_state_dict(
             state_dict, self._known_options, self.param_groups
@@ -236,7 +236,7 @@ class Wrapper(CompressedOptimizer):
                     f"{describe_members(self.base)} ({error}): it is damaged, or of another class."
                 ) from error
             if base_saved is not None:
-                super()._load(wrapper_saved)
+                super()._load_without_hooks(wrapper_saved)
         except Exception:
             self.base.load_state_dict(before)
             raise

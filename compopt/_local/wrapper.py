@@ -263,14 +263,14 @@ class AnchoredWrapper(Wrapper):
         super().load_state_dict(state_dict)
 
     @torch.no_grad()
-    def _load(self, state_dict: dict[str, Any]) -> None:
+    def _load_without_hooks(self, state_dict: dict[str, Any]) -> None:
         self._check_own_params()
         groups = check_groups(self._session, state_dict)
         state_dict, entries = split_rounds(state_dict, self._session.name)
         saved = self._restore_anchors(entries, {**self._options, **groups[0]})
         if saved is not None and saved.is_open:
             self._check_frozen(state_dict)
-        super()._load(state_dict)
+        super()._load_without_hooks(state_dict)
         self._resume_rounds(saved)
 
     def _check_frozen(self, state_dict: dict[str, Any]) -> None:

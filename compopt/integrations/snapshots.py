@@ -123,7 +123,7 @@ class Snapshots:
 
         self.wait()
         if self._optimizer.sharded:
-            self._consolidate()
+            self._consolidate_state()
         comm, group = self._optimizer.comm, self._get_group()
         self._stamp += 1
         snapshot = Snapshot(self._optimizer._session.steps, self._stamp, comm.rank, comm.size)
@@ -151,7 +151,9 @@ class Snapshots:
         Other replicas of this run may still write theirs into the same folder.
         """
         replica = self._optimizer.comm.rank
-        removable = [s for s in self._list() if s.replica == replica or s.stamp <= self._begun]
+        removable = [
+            s for s in self._list_snapshots() if s.replica == replica or s.stamp <= self._begun
+        ]
         complete = sorted({s.stamp for s in removable if self._is_complete(s)})
         for old in removable:
             if old.stamp < min(complete[-self._keep :], default=0):
@@ -171,7 +173,7 @@ class Snapshots:
         return {"model": weights, "optimizer": optimizer_state, "stateful": others}
 
     @torch.no_grad()
-    def _consolidate(self) -> None:
+    def _consolidate_state(self) -> None:
         """Consolidate the optimizer's state, and wait for slow ranks as long as collectives do."""
         _run(self._optimizer.consolidate_as_generator())
 
@@ -182,7 +184,7 @@ class Snapshots:
         """
         if self._group is None and (dist.is_initialized() or not self._stamp):
             replica = self._optimizer.comm.rank
-            rows = [(replica, max([time.time_ns(), *(s.stamp for s in self._list())]))]
+            rows = [(replica, max([time.time_ns(), *(s.stamp for s in self._list_snapshots())]))]
             if dist.is_initialized():
                 rows *= dist.get_world_size()
                 dist.all_gather_object(rows, rows[0])
@@ -197,11 +199,11 @@ class Snapshots:
     # Resuming
 
     def find(self) -> list[Snapshot]:
-        """Return the complete snapshots in the folder, in order."""
-        return [snapshot for snapshot in self._list() if self._is_complete(snapshot)]
+        """Return the complete snapshots in the folder, by step."""
+        return [snapshot for snapshot in self._list_snapshots() if self._is_complete(snapshot)]
 
-    def _list(self) -> list[Snapshot]:
-        """Return all snapshots in the folder, also incomplete ones, in order."""
+    def _list_snapshots(self) -> list[Snapshot]:
+        """Return all snapshots in the folder, also incomplete ones, by step."""
         snapshots = []
         for step in self.folder.glob("step-*"):
             with suppress(FileNotFoundError, NotADirectoryError):  # another rank removed it
@@ -236,7 +238,7 @@ class Snapshots:
                 state = self._combine_parts(assignment)
             self._write_state(state)
         if not is_unchanged:
-            self._consolidate()
+            self._consolidate_state()
         return optimizer._session.steps
 
     def _read(self, snapshot: Snapshot) -> State:
