@@ -93,6 +93,16 @@ class Lockstep(Ranks):
             self.bytes_sent += self.sent_in_step() - before
 
 
+class WithoutFeedback(Lockstep):
+    """Local steps that forget what rounding drops."""
+
+    def step_all(self) -> None:
+        super().step_all()
+        for optimizer in self.optimizers:
+            for state in optimizer._anchors.outer.state.values():
+                state["residual"].zero_()
+
+
 class Threads(Ranks):
     """Optimizers of _rivals.py; a rank is a thread that waits for the others in every exchange."""
 

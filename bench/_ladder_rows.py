@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import _rivals
 import torch
 from _ladder_model import StackedGPT
-from _ladder_ranks import Lockstep, OneReplica, Ranks, Threads, Views
+from _ladder_ranks import Lockstep, OneReplica, Ranks, Threads, Views, WithoutFeedback
 
 import compopt
 
@@ -60,9 +61,10 @@ def adamw(run: Run, steps: int, views: Views, group: Any = None) -> torch.optim.
     return torch.optim.AdamW(views.values(), run.lr, fused=True, **ADAMW)
 
 
-def muon(run: Run, steps: int, views: Views, group: Any = None) -> torch.optim.Optimizer:
+def muon(run: Run, steps: int, views: Views, group: Any = None, momentum: float = 0.95) -> torch.optim.Optimizer:
     """Muon on the matrices of the blocks; AdamW on embeddings, head and vectors."""
-    return compopt.MuonAdamW([{"params": list(views.items()), "fused": True}], run.lr, **ADAMW)
+    groups = [{"params": list(views.items()), "fused": True}]
+    return compopt.MuonAdamW(groups, run.lr, momentum=momentum, **ADAMW)
 
 
 def separate_adam(run: Run, steps: int, views: Views, group: Any) -> torch.optim.Optimizer:
@@ -115,6 +117,11 @@ def sparse_loco(run: Run, steps: int, views: Views, group: Any) -> torch.optim.O
     return _rivals.SparseLoCo([*views.values()], run.lr, group=group, **options, **ADAMW)
 
 
+def vary_default(ranks: type[Ranks] = Lockstep, **changes: Any) -> Row:
+    """LocalSteps(Muon) at its defaults, less these."""
+    return Row(Local(**dict(inner=muon, every=30, growth=800, payload_dtype="int4") | changes), ranks, 8e-3, 0.6)
+
+
 BASELINES = ("DDP + AdamW", "DDP + Muon")
 ROWS = {
     "DDP + AdamW": Row(adamw, OneReplica, 8e-3),
@@ -128,6 +135,13 @@ ROWS = {
     "LocalSteps(AdamW) 30": Row(Local(adamw, 30), Lockstep, 8e-3, 0.6),
     "LocalSteps(AdamW) 30, int4, 800": Row(Local(adamw, 30, 800, "int4"), Lockstep, 4e-3, 0.6),
     "LocalSteps(AdamW) 140": Row(Local(adamw, 140), Lockstep, 4e-3, 0.6),
+    "LocalSteps(Muon) 8, int2, 800": vary_default(every=8, payload_dtype="int2"),
+    "LocalSteps(Muon) 16, int4, 800": vary_default(every=16),
+    "LocalSteps(Muon) 30, int4": vary_default(growth=None),
+    "LocalSteps(Muon) 30, float32, 800": vary_default(payload_dtype="float32"),
+    "LocalSteps(Muon) 30, int4, 800, no feedback": vary_default(WithoutFeedback),
+    "LocalSteps(Muon) 30, int4, 800, inner momentum 0.9": vary_default(inner=functools.partial(muon, momentum=0.9)),
+    "LocalSteps(Muon) 30, int4, 800, inner momentum 0.98": vary_default(inner=functools.partial(muon, momentum=0.98)),
     "PowerSGD 4": Row(power_sgd, Threads, 8e-3),
     "DeMo 8": Row(demo, Threads, 1e-3),
     "SparseLoCo 15": Row(sparse_loco, Threads, 4e-3),
