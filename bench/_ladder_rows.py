@@ -123,7 +123,7 @@ def vary_default(ranks: type[Ranks] = Lockstep, **changes: Any) -> Row:
 
 
 BASELINES = ("DDP + AdamW", "DDP + Muon")
-ROWS = {
+MAIN = {
     "DDP + AdamW": Row(adamw, OneReplica, 8e-3),
     "DDP + Muon": Row(muon, OneReplica, 8e-3),
     "LocalSteps(Muon) 30": Row(Local(muon, 30), Lockstep, 8e-3, 0.3),
@@ -135,6 +135,11 @@ ROWS = {
     "LocalSteps(AdamW) 30": Row(Local(adamw, 30), Lockstep, 8e-3, 0.6),
     "LocalSteps(AdamW) 30, int4, 800": Row(Local(adamw, 30, 800, "int4"), Lockstep, 4e-3, 0.6),
     "LocalSteps(AdamW) 140": Row(Local(adamw, 140), Lockstep, 4e-3, 0.6),
+    "PowerSGD 4": Row(power_sgd, Threads, 8e-3),
+    "DeMo 8": Row(demo, Threads, 1e-3),
+    "SparseLoCo 15": Row(sparse_loco, Threads, 4e-3),
+}
+VARIANTS = {  # of LocalSteps(Muon) at its defaults, "30, int4, 800": one setting differs
     "LocalSteps(Muon) 8, int2, 800": vary_default(every=8, payload_dtype="int2"),
     "LocalSteps(Muon) 16, int4, 800": vary_default(every=16),
     "LocalSteps(Muon) 30, int4": vary_default(growth=None),
@@ -142,7 +147,5 @@ ROWS = {
     "LocalSteps(Muon) 30, int4, 800, no feedback": vary_default(WithoutFeedback),
     "LocalSteps(Muon) 30, int4, 800, inner momentum 0.9": vary_default(inner=functools.partial(muon, momentum=0.9)),
     "LocalSteps(Muon) 30, int4, 800, inner momentum 0.98": vary_default(inner=functools.partial(muon, momentum=0.98)),
-    "PowerSGD 4": Row(power_sgd, Threads, 8e-3),
-    "DeMo 8": Row(demo, Threads, 1e-3),
-    "SparseLoCo 15": Row(sparse_loco, Threads, 4e-3),
 }
+ROWS = MAIN | VARIANTS

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from _ladder_model import SIZES
-from _ladder_rows import BASELINES, MOMENTA, OUTER_LRS, ROWS
+from _ladder_rows import BASELINES, MAIN, MOMENTA, OUTER_LRS, ROWS
 from _ladder_search import Lines, best_of, list_missing, loss_of
 
 NAMES = dict(zip(BASELINES, ("to_adamw", "to_muon"), strict=True))
@@ -180,7 +180,7 @@ def _draw_panel(axis: Any, lines: list[dict[str, Any]], baseline: str, name: str
     import matplotlib.pyplot as plt
 
     labels = {}
-    for number, row in enumerate(ROWS):
+    for number, row in enumerate(MAIN):
         points = [line for line in lines if line["row"] == row and line[name]]
         if row != baseline and points:
             (labels[row],) = axis.plot(

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from _ladder_model import SIZES
-from _ladder_rows import ROWS
+from _ladder_rows import MAIN, ROWS
 from _ladder_runs import KEPT, claimed, kept, train
 from _ladder_search import best_of, list_missing, start_of
 from _ladder_tables import draw, save, show, show_outer, tabulate, tabulate_outer
@@ -72,7 +72,7 @@ def parse() -> argparse.Namespace:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("what", choices=["tune", "run"], nargs="?")
     cli.add_argument("--size", choices=SIZES, default="0.2M")
-    cli.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
+    cli.add_argument("--rows", nargs="+", choices=ROWS, default=list(MAIN), metavar="ROW", help=", ".join(ROWS))
     cli.add_argument("--outer", action="store_true", help="tune the outer rate and momentum too")
     cli.add_argument("--lr", type=float)
     cli.add_argument("--outer-lr", type=float)

@@ -19,7 +19,7 @@ import _ladder_runs
 import ladder
 from _ladder_model import SIZES, Size, StackedGPT, Text
 from _ladder_ranks import ThreadGroup
-from _ladder_rows import BASELINES, ROWS, Run
+from _ladder_rows import BASELINES, MAIN, ROWS, Run
 from _ladder_runs import Training, claimed, count_steps, keep, kept, scheduled
 from _ladder_search import best_of, list_missing, start_of
 from _ladder_tables import tabulate, tabulate_outer
@@ -108,7 +108,7 @@ def test_sizes_have_about_the_parameters_of_their_names():
 def train_real_ranks(rank: int, path: str, make_model) -> dict[str, tuple[list[float], list[Tensor]]]:
     """Every row on this rank: its losses, and its parameters at the end."""
     found = {}
-    for name, row in ROWS.items():
+    for name, row in MAIN.items():
         run, text = a_run(name), Text(TINY, RANKS, 0, path)
         model, params = make_model(TINY.make(0).double())
         optimizer, losses = row.make(run, STEPS, params, None), []
@@ -154,7 +154,7 @@ def real(text) -> list[tuple[dict, ...]]:
 @pytest.fixture(scope="module")
 def batched(text) -> dict[str, tuple[list[list[float]], dict[str, Tensor]]]:
     found = {}
-    for name in ROWS:
+    for name in MAIN:
         training, losses = a_training(name, text), []
         for step in range(STEPS):
             x, y = training.text.next()
@@ -180,12 +180,12 @@ def check_equal(found: tuple, real: list[dict], name: str, tolerance: float) -> 
 
 def test_batched_ranks_are_real_ranks_that_train_the_model_itself(real, batched):
     """Up to the order of sums, which bfloat16 inside of Muon's orthogonalization may make visible."""
-    for name in ROWS:
+    for name in MAIN:
         check_equal(batched[name], real[0], name, 1e-3 if "Muon" in name else 1e-12)
 
 
 def test_batched_ranks_are_to_the_bit_real_ranks_with_a_batched_model_of_one(real, batched):
-    for name in ROWS.keys() - set(BASELINES):  # whose batch is whole here
+    for name in MAIN.keys() - set(BASELINES):  # whose batch is whole here
         check_equal(batched[name], real[1], name, 0.0)
 
 
@@ -214,7 +214,7 @@ def test_a_run_goes_on_from_its_checkpoint_to_the_bit(name, text, tmp_path):
 
 
 def test_replicas_are_equal_at_the_end(batched):
-    for name in ROWS.keys() - set(BASELINES):
+    for name in MAIN.keys() - set(BASELINES):
         _, params = batched[name]
         for p in params.values():
             assert torch.equal(p[0], p[1]), name
