@@ -71,9 +71,11 @@ def separate_adam(run: Run, steps: int, views: Views, group: Any) -> torch.optim
     return compopt.SeparateAdam(views.values(), run.lr, process_group=group, **ADAMW)
 
 
-def separate_muon(run: Run, steps: int, views: Views, group: Any) -> torch.optim.Optimizer:
+def separate_muon(
+    run: Run, steps: int, views: Views, group: Any, rank: int = 16, payload_dtype: str = "int8"
+) -> torch.optim.Optimizer:
     inner = muon(run, steps, views)
-    return compopt.Separate(inner, projection="tracked", rank=16, payload_dtype="int8", process_group=group)
+    return compopt.Separate(inner, projection="tracked", rank=rank, payload_dtype=payload_dtype, process_group=group)
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ MAIN = {
     "DeMo 8": Row(demo, Threads, 1e-3),
     "SparseLoCo 15": Row(sparse_loco, Threads, 4e-3),
 }
-VARIANTS = {  # of LocalSteps(Muon) at its defaults, "30, int4, 800": one setting differs
+VARIANTS = {  # of LocalSteps(Muon) at its defaults, "30, int4, 800", and of Separate(Muon)
     "LocalSteps(Muon) 8, int2, 800": vary_default(every=8, payload_dtype="int2"),
     "LocalSteps(Muon) 16, int4, 800": vary_default(every=16),
     "LocalSteps(Muon) 30, int4": vary_default(growth=None),
@@ -147,5 +149,7 @@ VARIANTS = {  # of LocalSteps(Muon) at its defaults, "30, int4, 800": one settin
     "LocalSteps(Muon) 30, int4, 800, no feedback": vary_default(WithoutFeedback),
     "LocalSteps(Muon) 30, int4, 800, inner momentum 0.9": vary_default(inner=functools.partial(muon, momentum=0.9)),
     "LocalSteps(Muon) 30, int4, 800, inner momentum 0.98": vary_default(inner=functools.partial(muon, momentum=0.98)),
+    "Separate(Muon) 8, int4": Row(functools.partial(separate_muon, rank=8, payload_dtype="int4"), Lockstep, 8e-3),
+    "Separate(Muon) 4, int4": Row(functools.partial(separate_muon, rank=4, payload_dtype="int4"), Lockstep, 8e-3),
 }
 ROWS = MAIN | VARIANTS
