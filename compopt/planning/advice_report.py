@@ -14,7 +14,7 @@ from .formatting import (
     format_rate,
     format_seconds,
 )
-from .losses import ALLOWANCE
+from .losses import ALLOWANCE, nearest_measurement
 from .methods import METHODS, local_steps_cost, tracked_cost
 from .prediction import BASELINE, ROOM, Row, Situation, count_held_bytes, predict_rows
 
@@ -47,6 +47,7 @@ def explain_choice(situation: Situation, rows: list[Row], best: Row | None) -> s
     parts = [
         f"{run}.",
         f"Its loss was {compare_loss(best)} AdamW's in the nearest measurement ({conditions}).",
+        describe_muon(situation, best),
         certainty,
         explain_memory(situation, rows),
         describe_limits(situation, best),
@@ -64,6 +65,24 @@ def compare_loss(row: Row) -> str:
     if abs(loss - 1) < 5e-4:
         return "level with"
     return f"{abs(100 * (loss - 1)):.1f} % {'above' if loss > 1 else 'below'}"
+
+
+# What the ladder trained with Muon inside, by the row that has AdamW there.
+WITH_MUON = {"LocalSteps": "LocalSteps(MuonAdamW)", "SeparateAdam": "Separate(MuonAdamW)"}
+
+
+def describe_muon(situation: Situation, best: Row) -> str:
+    """The loss with Muon in place of AdamW; "" where it was not measured or is no lower."""
+    class_line = WITH_MUON.get(METHODS[best.method].losses or best.method)
+    if class_line is None:
+        return ""
+    replicas = situation.machine.ranks // best.shard
+    size, tokens = situation.work.parameters, situation.tokens_per_parameter
+    measurement = nearest_measurement(class_line, size, replicas, tokens)
+    if measurement is None or measurement.ratio >= (best.loss or 1.0):
+        return ""
+    below = f"{100 * (1 - measurement.ratio):.1f} % below AdamW's"
+    return f"compopt.{class_line}, tuned anew, was {below} ({measurement.conditions})."
 
 
 def is_local(row: Row) -> bool:

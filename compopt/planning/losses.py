@@ -55,8 +55,9 @@ class Measurement:
         )
 
 
-# The GPTs of bench/: width 128 for 800, 2,000 and 8,000 steps, width 512 for 1,500; of the ladder.
-SMALL, WIDE, LADDER = 861_312, 12_882_432, 184_768
+# The GPTs of bench/: width 128 for 800, 2,000 and 8,000 steps, width 512 for 1,500; of the ladder
+# (ladder.py), whose largest is the first of these.
+SMALL, WIDE, SMALLEST, MIDDLE = 861_312, 12_882_432, 184_768, 387_744
 SHORT, MEDIUM, LONG = 0.95, 4.8, 9.5
 WIDE_SHORT = 0.12
 DILOCO = "DiLoCo at H = 30, arXiv 2503.09799"
@@ -72,8 +73,13 @@ def measured_here(short: float, long: float, wide: float) -> tuple[Measurement, 
     )
 
 
+def measured_on_ladder(table: Mapping[float, Mapping[int, float]]) -> tuple[Measurement, ...]:
+    """Return the ratios of bench/ladder.py, by size and workers."""
+    return published("bench/results", table)
+
+
 def published(source: str, table: Mapping[float, Mapping[int, float]]) -> tuple[Measurement, ...]:
-    """Ratios by size and workers; these studies train 20 tokens per parameter."""
+    """Return ratios by size and workers; all of these train 20 tokens per parameter."""
     return tuple(
         Measurement(ratio, parameters, ranks, TOKENS_PER_PARAMETER, source)
         for parameters, row in table.items()
@@ -92,7 +98,7 @@ LOSSES: dict[str, tuple[Measurement, ...]] = {
     "LocalSteps": (
         Measurement(1.017, SMALL, 4, MEDIUM),
         Measurement(1.120, WIDE, 2, WIDE_SHORT),
-        Measurement(1.016, LADDER, 4, TOKENS_PER_PARAMETER),
+        *measured_on_ladder({SMALLEST: {4: 1.016}}),
         *published(
             DILOCO,
             {
@@ -116,12 +122,20 @@ LOSSES: dict[str, tuple[Measurement, ...]] = {
         Measurement(1.041, SMALL, 4, MEDIUM),
         Measurement(1.082, WIDE, 2, WIDE_SHORT),
     ),
+    # Not rows of the table: what the text says of Muon inside.
+    "LocalSteps(MuonAdamW)": measured_on_ladder(
+        {SMALLEST: {4: 0.978}, MIDDLE: {2: 0.988, 4: 0.987, 8: 0.997}, SMALL: {4: 0.994}}
+    ),
+    "Separate(MuonAdamW)": measured_on_ladder({SMALLEST: {4: 0.968}}),
     # A new mask every 100 steps.
     "RadiusAdamW": measured_here(1.022, 1.0, 1.028),
     "ScapeAdamS": measured_here(1.167, 1.051, 1.211),
     # Payloads and updates in fewer bits ended within .2 % of this.
     "TagcAdamW": measured_here(1.030, 1.0, 1.035),
-    "PowerSGD rank 4": measured_here(1.058, 1.006, 1.054),
+    "PowerSGD rank 4": (
+        *measured_here(1.058, 1.006, 1.054),
+        *measured_on_ladder({SMALLEST: {4: 1.061}}),
+    ),
 }
 """By method; bench/RESULTS.md says how ours were measured. A new measurement is one line here."""
 
