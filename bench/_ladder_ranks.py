@@ -13,8 +13,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.optim._muon
 from _ladder_model import StackedGPT
 from torch import Tensor, nn
 
@@ -91,6 +93,23 @@ class Lockstep(Ranks):
             before = self.sent_in_step()  # stats then count the last step again
             self.world.run([optimizer.end_round_as_generator() for optimizer in self.optimizers])
             self.bytes_sent += self.sent_in_step() - before
+
+
+class AlikeLockstep(Lockstep):
+    """Ranks that take the same step: what Muon has orthogonalized for one is not computed again for the others."""
+
+    def step_all(self) -> None:
+        compute, known = torch.optim._muon._zeropower_via_newtonschulz, []
+
+        def look_up(update: Tensor, *options: Any) -> Tensor:
+            for other, result in known:
+                if torch.equal(other, update):
+                    return result
+            known.append((update.clone(), compute(update, *options)))
+            return known[-1][1]
+
+        with patch.object(torch.optim._muon, "_zeropower_via_newtonschulz", look_up):
+            super().step_all()
 
 
 class WithoutFeedback(Lockstep):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import _rivals
 import torch
 from _ladder_model import StackedGPT
-from _ladder_ranks import Lockstep, OneReplica, Ranks, Threads, Views, WithoutFeedback
+from _ladder_ranks import AlikeLockstep, Lockstep, OneReplica, Ranks, Threads, Views, WithoutFeedback
 
 import compopt
 
@@ -130,7 +130,7 @@ MAIN = {
     "DDP + Muon": Row(muon, OneReplica, 8e-3),
     "LocalSteps(Muon) 30": Row(Local(muon, 30), Lockstep, 8e-3, 0.3),
     "LocalSteps(Muon) 140": Row(Local(muon, 140), Lockstep, 8e-3, 0.6),
-    "Separate(Muon) 16": Row(separate_muon, Lockstep, 8e-3),
+    "Separate(Muon) 16": Row(separate_muon, AlikeLockstep, 8e-3),
     "SeparateAdam": Row(separate_adam, Lockstep, 8e-3),
     "LocalSteps(Muon) 30, short start": Row(Local(muon, 30, 100), Lockstep, 8e-3, 0.3),
     "LocalSteps(Muon) 30, int4, 800": Row(Local(muon, 30, 800, "int4"), Lockstep, 8e-3, 0.3),
@@ -149,7 +149,7 @@ VARIANTS = {  # of LocalSteps(Muon) at its defaults, "30, int4, 800", and of Sep
     "LocalSteps(Muon) 30, int4, 800, no feedback": vary_default(WithoutFeedback),
     "LocalSteps(Muon) 30, int4, 800, inner momentum 0.9": vary_default(inner=functools.partial(muon, momentum=0.9)),
     "LocalSteps(Muon) 30, int4, 800, inner momentum 0.98": vary_default(inner=functools.partial(muon, momentum=0.98)),
-    "Separate(Muon) 8, int4": Row(functools.partial(separate_muon, rank=8, payload_dtype="int4"), Lockstep, 8e-3),
-    "Separate(Muon) 4, int4": Row(functools.partial(separate_muon, rank=4, payload_dtype="int4"), Lockstep, 8e-3),
+    "Separate(Muon) 8, int4": Row(functools.partial(separate_muon, rank=8, payload_dtype="int4"), AlikeLockstep, 8e-3),
+    "Separate(Muon) 4, int4": Row(functools.partial(separate_muon, rank=4, payload_dtype="int4"), AlikeLockstep, 8e-3),
 }
 ROWS = MAIN | VARIANTS
