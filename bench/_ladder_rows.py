@@ -147,9 +147,12 @@ VARIANTS = {  # of LocalSteps(Muon) at its defaults, "30, int4, 800", and of Sep
     "LocalSteps(Muon) 30, int4": vary_default(growth=None),
     "LocalSteps(Muon) 30, float32, 800": vary_default(payload_dtype="float32"),
     "LocalSteps(Muon) 30, int4, 800, no feedback": vary_default(WithoutFeedback),
-    "LocalSteps(Muon) 30, int4, 800, inner momentum 0.9": vary_default(inner=functools.partial(muon, momentum=0.9)),
-    "LocalSteps(Muon) 30, int4, 800, inner momentum 0.98": vary_default(inner=functools.partial(muon, momentum=0.98)),
     "Separate(Muon) 8, int4": Row(functools.partial(separate_muon, rank=8, payload_dtype="int4"), AlikeLockstep, 8e-3),
     "Separate(Muon) 4, int4": Row(functools.partial(separate_muon, rank=4, payload_dtype="int4"), AlikeLockstep, 8e-3),
 }
+for momentum in (0.8, 0.85, 0.9, 0.98):  # of Muon, where the rows above have 0.95
+    inner = functools.partial(muon, momentum=momentum)
+    VARIANTS[f"DDP + Muon, momentum {momentum}"] = Row(inner, OneReplica, 8e-3)
+    VARIANTS[f"LocalSteps(Muon) 30, int4, 800, inner momentum {momentum}"] = vary_default(inner=inner)
+    VARIANTS[f"LocalSteps(Muon) 140, inner momentum {momentum}"] = Row(Local(inner, 140), Lockstep, 8e-3, 0.6)
 ROWS = MAIN | VARIANTS
