@@ -124,6 +124,8 @@ def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     cli.add_argument("--steps", type=int, default=400)
     args = cli.parse_args()
+    if args.steps < 2:
+        cli.error(f"--steps must be at least 2; got {args.steps}")
     FOLDER.mkdir(exist_ok=True)
     begin, results = time.perf_counter(), {}
     for number, (name, options) in enumerate(RUNS.items(), 1):

@@ -75,8 +75,9 @@ def main():
     data = Batches(corpus.load(args.data)[0], args.batch, args.context)
     snapshots = Snapshots(args.snapshots, ddp, optimizer, decay=decay, data=data)
     begin = snapshots.resume()
+    count = f"{ranks} rank{'' if ranks == 1 else 's'}"
     if rank == 0:
-        print(f"{ranks} ranks go on after step {begin}", flush=True)
+        print(f"{count} go{'es' if ranks == 1 else ''} on after step {begin}", flush=True)
     for step in range(begin + 1, args.steps + 1):
         if os.getppid() != agent:  # this node's torchrun is gone, and would not notice that others restart
             sys.exit("the agent of this worker is gone")
@@ -97,7 +98,7 @@ def main():
     snapshots.close()
     if rank == 0:
         loss = f", loss {loss.item():.3f}" if begin < args.steps else ""  # the last snapshot may be of the last step
-        print(f"finished {args.steps} steps on {ranks} ranks{loss}", flush=True)
+        print(f"finished {args.steps} steps on {count}{loss}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -33,6 +33,9 @@ dtype = "float32"  # or "bfloat16", "float16" (with a GradScaler)
 data = ""  # a file to train on; the Python standard library's source where there is none
 
 config = {name: value for name, value in globals().items() if isinstance(value, int | float | str) and name[0] != "_"}
+if {"-h", "--help"} & set(sys.argv[1:]):
+    print(__doc__, *(f"--{name}={value}" for name, value in config.items()), sep="\n")
+    sys.exit()
 for argument in sys.argv[1:]:
     name, _, text = argument.removeprefix("--").replace("optimizer=", "optimizer_class=", 1).partition("=")
     if name not in config:
@@ -79,8 +82,10 @@ if optimizer_class == "SeparateAdam":
 elif optimizer_class == "LocalSteps":
     inner = torch.optim.AdamW(groups, **options)
     optimizer = compopt.LocalSteps(inner, every=30, max_grad_norm=grad_clip or None)
-else:
+elif optimizer_class == "AdamW":
     optimizer = torch.optim.AdamW(groups, **options)
+else:
+    raise ValueError(f"optimizer must be SeparateAdam, LocalSteps or AdamW; got {optimizer_class}.")
 clips_itself = optimizer_class != "AdamW"
 if checkpoint:
     optimizer.load_state_dict(checkpoint["optimizer"])

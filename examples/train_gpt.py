@@ -83,6 +83,8 @@ def parse():
     for name, default in dict(lr=2e-3, interval=100, every=10, ratio=16.0, **sizes).items():
         cli.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
     args = cli.parse_args()
+    if min(args.steps, args.eval_every, args.batch, args.context, args.layers, args.heads, args.width) < 1:
+        cli.error("steps, eval-every, batch, context, layers, heads and width must be at least 1")
     args.warmup = round(args.warmup_share * args.steps)
     return args
 
@@ -152,7 +154,6 @@ def main():
                 if rank == 0:
                     rest = {"optimizer": optimizer.state_dict(), "run": (evals, losses, seconds, sent, phases)}
                     torch.save(rest | {"model": model.state_dict(), "schedule": schedule.state_dict()}, args.checkpoint)
-
     if rank == 0 and args.out:
         result = {"config": vars(args) | {"ranks": world, "device": device.type}, "evals": evals, "phases": phases}
         result["bytes_per_step"] = {kind: median(sizes) if sizes else None for kind, sizes in sent.items()}

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -159,6 +160,36 @@ def test_nanogpt_without_clipping(optimizer, tmp_path, monkeypatch):
     files = [f"--data={tmp_path / 'text'}", f"--out_dir={tmp_path}"]
     printed = example("nanogpt", *small.split(), *files, f"--optimizer={optimizer}", "--grad_clip=0.0")
     assert "step 1: train loss" in printed
+
+
+def test_nanogpt_tells_its_settings(monkeypatch, capsys):
+    for words in (["--help"], ["--max_iters=3", "-h"]):
+        monkeypatch.setattr(sys, "argv", ["nanogpt", *words])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(EXAMPLES / "nanogpt.py"), run_name="__main__")
+        printed = capsys.readouterr().out
+        assert not ended.value.code and "--learning_rate=0.002" in printed and "torchrun" in printed
+    with pytest.raises(ValueError, match="optimizer must be SeparateAdam, LocalSteps or AdamW; got Adam"):
+        example("nanogpt", "--optimizer=Adam")
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "sentence"),
+    [
+        (
+            "train_gpt",
+            ["--steps", "0"],
+            "steps, eval-every, batch, context, layers, heads and width must be at least 1",
+        ),
+        ("train_gpt", ["--eval-every", "0"], "must be at least 1"),
+        ("demo", ["--steps", "1"], "--steps must be at least 2; got 1"),
+    ],
+)
+def test_scripts_refuse_numbers_in_a_sentence(name, words, sentence, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, *words])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert ended.value.code == 2 and sentence in capsys.readouterr().err
 
 
 SMALL = "--layers 1 --width 64 --heads 2 --context 16 --batch 4 --steps 8 --eval-every 4 --every 3"

@@ -189,9 +189,10 @@ def explain_layer_choice(
     if not compressible_places(grid):
         return "one rank computes all layers, so that no activation crosses a link."
     waiting = 100 * dense.exchange / dense.total
+    loses = f"at most {100 * grid.loss_budget:g} %" if grid.loss_budget else "nothing"
     because = (
-        f"a step waits {waiting:.0f} % of its time for them, and no compressor that loses at most "
-        f"{100 * grid.loss_budget:g} % of the accuracy makes it 5 % faster."
+        f"a step waits {waiting:.0f} % of its time for them, and no compressor that loses {loses} "
+        "of the accuracy makes it 5 % faster."
     )
     faster = [row for row in rows if row.speedup >= WORTH_IT]
     if faster:

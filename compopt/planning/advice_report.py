@@ -9,6 +9,7 @@ from .formatting import (
     align_columns,
     format_count,
     format_digits,
+    format_number_of,
     format_percent,
     format_quantity,
     format_rate,
@@ -29,7 +30,8 @@ def explain_choice(situation: Situation, rows: list[Row], best: Row | None) -> s
     if best is None:
         parts = [explain_dense(situation, rows), explain_memory(situation, rows)]
         return " ".join(part for part in parts if part)
-    run = f"a run of {situation.steps:,} steps takes {format_seconds(best.run_s)}"
+    steps = format_number_of(situation.steps, "step")
+    run = f"a run of {steps} takes {format_seconds(best.run_s)}"
     certainty = ""
     if rows[0].fits:
         run += (
@@ -138,11 +140,15 @@ def describe_alternative(situation: Situation, rows: list[Row], best: Row) -> st
         return f"{text}, but does not fit into memory."
     loss = f"its loss was {compare_loss(other)} AdamW's"
     expected = other.expected_loss or 1.0
-    if expected > 1 + situation.loss_budget:
-        if other.measurement is not None and expected - (other.loss or 1.0) >= 0.01:
+    limit, measured = 1 + situation.loss_budget, other.loss or 1.0
+    if expected > limit:
+        if other.measurement is not None and (measured <= limit or expected - measured >= 0.01):
             # The distance of the measurement decides against the row.
             size = format_count(other.measurement.parameters)
-            loss += f" where it was measured, with {size} parameters"
+            loss += (
+                f" where it was measured, with {size} parameters: for yours the advice allows for "
+                f"{100 * (expected - 1):.1f} % above"
+            )
         return f"{text}, but {loss}."
     if is_local(other):
         loss += ", and it waits for the network once in a round, which suits a link that varies"
@@ -166,13 +172,19 @@ def explain_dense(situation: Situation, rows: list[Row]) -> str:
         )
     if baseline.is_bound_by_shards:
         return f"no layout within {budget} keeps the parameters off this link. {beyond}".strip()
+    waiting = format_percent(baseline.step.exchange / baseline.step.total)
     if baseline.shard == machine.ranks:
+        slow = ""
+        if situation.shard is not None and baseline.step.exchange > baseline.step.compute:
+            slow = (
+                f" A step waits {waiting} of its time for the parameters and gradients of that "
+                f"copy: without shard={baseline.shard} it is cut over as few ranks as hold it."
+            )
         return (
             "there is nothing to average over a link: all ranks together hold one copy of the "
-            "model. Inside FSDP2 SeparateAdam and TagcAdamW compress its reduce-scatter "
+            f"model.{slow} Inside FSDP2 SeparateAdam and TagcAdamW compress its reduce-scatter "
             f"(docs/fsdp.md). {beyond}"
         ).strip()
-    waiting = format_percent(baseline.step.exchange / baseline.step.total)
     because = (
         f"a dense step waits {waiting} of its time for the network, and no method within {budget} "
         "makes the run 5 % faster."
@@ -273,7 +285,9 @@ def format_table(situation: Situation, rows: list[Row], chosen: str, all_rows: b
     ]
     hidden = len(rows) - len(shown)
     if hidden:
-        notes.append(f"{hidden} more methods do not fit, or are slower and lose more: --all.")
+        do, lose = ("does", "is slower and loses") if hidden == 1 else ("do", "are slower and lose")
+        methods = format_number_of(hidden, "more method")
+        notes.append(f"{methods} {do} not fit, or {lose} more: --all.")
     return "\n".join([*align_columns(table), *notes])
 
 
@@ -281,13 +295,15 @@ def format_situation(situation: Situation) -> str:
     """Format the inputs of the predictions: given, measured or assumed."""
     s, m, work = situation.sources, situation.machine, situation.work
     node = f"{m.ranks_per_node} in a machine" if m.ranks_per_node > 1 else "each in its own machine"
+    ranks, steps = format_number_of(m.ranks, "rank"), format_number_of(situation.steps, "step")
+    parameters = "parameter" if work.parameters == 1 else "parameters"
     lines = [
-        f"{format_count(work.parameters)} parameters; {m.ranks} ranks, {node} ({s['nodes']})",
+        f"{format_count(work.parameters)} {parameters}; {ranks}, {node} ({s['nodes']})",
         f"{format_rate(8 * m.link_bytes_per_s)} a rank between machines ({s['link']}), "
         f"{format_seconds(m.latency_s)} a message ({s['latency']})",
         f"{format_seconds(situation.compute_s)} of computation a step ({s['computation']}), "
         f"{format_seconds(situation.overlap_s)} of it hiding communication ({s['overlap']})",
-        f"a run of {situation.steps:,} steps ({s['steps']}), "
+        f"a run of {steps} ({s['steps']}), "
         f"{situation.tokens_per_parameter:g} tokens per parameter ({s['tokens']})",
         f"own work at {format_quantity(m.memory_bytes_per_s)}B/s and "
         f"{format_quantity(m.flops_per_s)}FLOP/s ({s['own work']})",

@@ -106,7 +106,12 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
 
 def parse_milliseconds(text: str) -> float:
     """Seconds, from milliseconds."""
-    return float(text) / 1e3
+    try:
+        return float(text) / 1e3
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} cannot be read: write milliseconds, such as 400."
+        ) from None
 
 
 def refuse_given(given: argparse.Namespace, names: Iterable[str], reason: str) -> None:

@@ -23,6 +23,7 @@ from . import diagnosis_report
 from .advice import advise
 from .candidates import CANDIDATES, TINY, Candidate, CandidateRuns, adam_options
 from .diagnosis_report import Findings, Row
+from .formatting import format_number_of
 from .gradient_statistics import (
     DENSITIES,
     SampledTensor,
@@ -146,8 +147,9 @@ class Diagnosis:
         ones.
         """
         if self.steps < self.start + 2:
+            steps = format_number_of(self.steps, "step")
             raise RuntimeError(
-                f"compopt.diagnose has seen {self.steps} steps of this optimizer "
+                f"compopt.diagnose has seen {steps} of this optimizer "
                 f"({self.skipped} more were skipped): it needs {self.start + 2} at least, and some "
                 "dozens to tell anything. Step the optimizer inside its block, or lower start=."
             )
@@ -176,7 +178,8 @@ class Diagnosis:
 
     def __str__(self) -> str:
         if not self.rows:
-            return f"compopt.diagnose: {self.steps} steps seen; it tells when its block has ended."
+            steps = format_number_of(self.steps, "step")
+            return f"compopt.diagnose: {steps} seen; it tells when its block has ended."
         findings = self.findings
         items = [
             textwrap.fill(
@@ -212,10 +215,10 @@ class Diagnosis:
         """Summarize what was recorded, with the numbers of ranks and elements."""
         elements = sum(tensor.numel for tensor in self.sampled)
         base, size, tensors = type(self.optimizer).__name__, self._comm.size, len(self.sampled)
+        steps, ranks = format_number_of(self.steps, "step"), format_number_of(size, "rank")
         lines = [
-            f"{self.steps} steps of {base} on {size} {'rank' if size == 1 else 'ranks'}; methods "
-            f"compress from step {self.start + 1} on.",
-            f"{tensors} {'tensor' if tensors == 1 else 'tensors'} looked at, "
+            f"{steps} of {base} on {ranks}; methods compress from step {self.start + 1} on.",
+            f"{format_number_of(tensors, 'tensor')} looked at, "
             f"{elements / 1e6:.3g} M of {self._work.parameters / 1e6:.3g} M elements.",
         ]
         if self.skipped:

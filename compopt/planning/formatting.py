@@ -59,6 +59,11 @@ def format_count(number: float) -> str:
     return f"{number:.0f}"
 
 
+def format_number_of(number: int, noun: str) -> str:
+    """'1 rank', '2,000 ranks'."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def format_rate(bits: float) -> str:
     """Bits a second in tc's units."""
     for unit, size in (("T", 1e12), ("G", 1e9)):

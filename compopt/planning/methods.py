@@ -22,6 +22,8 @@ from .._wire.payload import ROW as VALUES_PER_SCALE
 FLOAT = 4
 # Bytes of a parameter and its gradient.
 WEIGHTS = 8
+# Elements of the smallest tensor that is compressed.
+SMALLEST_COMPRESSED = 4096
 # Bytes an element that torch.topk moves on a CPU: 18 to 32 passes.
 TOP_K = 25 * FLOAT
 # Bytes an element that a sampled threshold moves in PyTorch's operators: flags, words, positions.
@@ -62,9 +64,14 @@ class Workload:
             raise ValueError(f"parameters must be positive; got {parameters}.")
         width = max(8.0, (64 * parameters / 12) ** (1 / 3))
         layers = parameters / (12 * width**2)
-        # Rows and columns of a layer, in widths: qkv 3 + 1, out 1 + 1, up 4 + 1, down 1 + 4.
-        perimeter, columns = 16 * width * layers, 7 * width * layers
-        return cls(parameters, 0.997, width, perimeter, 2 / 3, columns, 4 * layers)
+        # Rows and columns of a layer, in widths: qkv, out, up, down.
+        shapes = [(3, 1), (1, 1), (4, 1), (1, 4)]
+        shapes = [(r, c) for r, c in shapes if r * c * width**2 >= SMALLEST_COMPRESSED]
+        perimeter = sum(r + c for r, c in shapes) * width * layers
+        columns = sum(c for _, c in shapes) * width * layers
+        compressed = 0.997 * sum(r * c for r, c in shapes) / 12
+        large = sum(r * c for r, c in shapes if r * c == 4) / 12
+        return cls(parameters, compressed, width, perimeter, large, columns, len(shapes) * layers)
 
     @classmethod
     def of(cls, named: Iterable[tuple[str, torch.Tensor]]) -> Workload:
@@ -75,7 +82,9 @@ class Workload:
         if not named:
             raise ValueError("No parameter requires a gradient: there is nothing to average.")
         total = sum(p.numel() for _, p in named)
-        chosen = [(name, p) for name, p in named if p.ndim >= 2 and p.numel() >= 4096]
+        chosen = [
+            (name, p) for name, p in named if p.ndim >= 2 and p.numel() >= SMALLEST_COMPRESSED
+        ]
         size = sum(p.numel() for _, p in chosen)
         rows = [p.numel() // p.shape[-1] for _, p in chosen]
         columns = [p.shape[-1] for _, p in chosen]

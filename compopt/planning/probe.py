@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import activations
 from .._state.tensors import get_device, get_device_module
+from .formatting import format_number_of
 from .measurement import (
     fit,
     fit_communication,
@@ -360,7 +361,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     Path(options.out).write_text(json.dumps(results, indent=1) + "\n")
     if options.layers:
-        print(f"{results['tensor']} ranks a layer, stages: {results['pipeline']}: {options.out}")
+        ranks = format_number_of(results["tensor"], "rank")
+        print(f"{ranks} a layer, stages: {results['pipeline']}: {options.out}")
     else:
         print(
             f"{results['ranks']} ranks, {results['link_bits_per_s'] / 1e6:.4g} Mbit/s a rank, "
