@@ -112,6 +112,7 @@ def test_mistakes_are_told_and_the_scripts_own_are_its_own(script, capsys):
     for words, report in {
         ("missing.py",): "missing.py: there is no such file",
         ("--steps", "30", script, "5"): "ended after 5 optimizer steps",
+        ("--steps", "30", script, "1"): "ended after 1 optimizer step that could be looked at",
         ("--steps", "5", script, "100"): "steps must be larger than start",
         ("--steps", "20", "--elements", "5", script, "100"): "elements must be an integer",
         ("--plot", "/nowhere/seen.png", "--steps", "4", "--dense", "1", script, "9"): "there is no folder",

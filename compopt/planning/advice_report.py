@@ -140,9 +140,10 @@ def describe_alternative(situation: Situation, rows: list[Row], best: Row) -> st
         return f"{text}, but does not fit into memory."
     loss = f"its loss was {compare_loss(other)} AdamW's"
     expected = other.expected_loss or 1.0
-    limit, measured = 1 + situation.loss_budget, other.loss or 1.0
-    if expected > limit:
-        if other.measurement is not None and (measured <= limit or expected - measured >= 0.01):
+    if expected > 1 + situation.loss_budget:
+        measured = other.loss or 1.0
+        is_within = measured <= 1 + situation.loss_budget
+        if other.measurement is not None and (is_within or expected - measured >= 0.01):
             # The distance of the measurement decides against the row.
             size = format_count(other.measurement.parameters)
             loss += (

@@ -32,6 +32,7 @@ from torch.optim.optimizer import (
 from .._wire.collectives import ProcessGroup
 from .diagnosis import Diagnosis
 from .diagnosis_report import Row
+from .formatting import format_number_of
 from .scripts import ScriptError, StopScriptError, run_script
 
 __all__ = ["Diagnosis", "Row", "diagnose", "main"]
@@ -159,9 +160,9 @@ def diagnose_script(script: str, arguments: Sequence[str], options: dict[str, An
         raise ScriptError(str(watcher.error))
     if watcher.diagnosis is None or not watcher.diagnosis.rows:
         steps = watcher.diagnosis.steps if watcher.diagnosis else 0
+        count = format_number_of(steps, "optimizer step")
         raise ScriptError(
-            f"{script} ended after {steps} optimizer steps that could be looked at: give it more, "
-            "or lower --steps."
+            f"{script} ended after {count} that could be looked at: give it more, or lower --steps."
         )
     return watcher.diagnosis
 

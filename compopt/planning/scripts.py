@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .._state.tensors import get_device, synchronize
+from .formatting import format_number_of
 from .methods import Workload
 
 
@@ -116,8 +117,7 @@ def profile_script(
 
     run_script(script, arguments, [register_optimizer_step_post_hook(after_step)])
     if len(moments) <= steps:
-        raise ScriptError(
-            f"{script} ended after {len(moments)} optimizer steps; --profile needs {steps + 1}."
-        )
+        count = format_number_of(len(moments), "optimizer step")
+        raise ScriptError(f"{script} ended after {count}; --profile needs {steps + 1}.")
     gaps = [later - earlier for earlier, later in itertools.pairwise(moments)]
     return statistics.median(gaps[steps // 3 :]), Workload.of(named.values())
