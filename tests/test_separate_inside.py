@@ -143,6 +143,18 @@ def copied() -> bool:
     return all(torch.equal(to_local(one[name]), to_local(other[name])) for one, other in pairs for name in one)
 
 
+def resumed(rank: int) -> float:
+    """Loaded after the dense steps, rounded to int8; the distance from the run that was not interrupted."""
+    models = [cut(make()) for _ in range(2)]
+    first, second = (separate(list(m.named_parameters()), payload_dtype="int8", rank=4) for m in models)
+    train(models[0], first, range(3), rank)
+    models[1].load_state_dict(models[0].state_dict())
+    second.load_state_dict(first.state_dict())
+    for model, optimizer in zip(models, (first, second), strict=True):
+        train(model, optimizer, range(3, 5), rank)
+    return apart(*models)
+
+
 def compiled_in_place(rank: int) -> tuple[str, float]:
     """No hook of a module runs before the first forward of such a model; and the distance from one not compiled."""
     models = [cut(make()) for _ in range(2)]
@@ -216,6 +228,7 @@ def used(rank: int) -> dict[str, object]:
         "otherwise": cut_otherwise(rank),
         "cleared": cleared_on_one_rank(rank),
         "copied": copied(),
+        "resumed": resumed(rank),
         "compiled": compiled_in_place(rank),
         "refused": refused(rank),
         "second optimizers": second_optimizers(rank),
@@ -259,6 +272,10 @@ def test_a_gradient_cleared_on_one_rank_is_zeros_there(uses):
 
 def test_state_dicts_are_copied_and_saved_by_torch(uses):
     assert all(rank["copied"] for rank in uses)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(uses):
+    assert [rank["resumed"] for rank in uses] == [0, 0]
 
 
 def test_a_model_that_is_compiled_in_place_is_found(uses):

@@ -302,9 +302,11 @@ class FSDPBackward:
             for n, position in enumerate(positions):
                 by_group.setdefault(id(position and position[0].group), []).append(n)
             layout.as_matrix = as_matrix
+            # new buckets keep the numbers, of which rounding makes its noise: as in a resumed run
+            first = layout.buckets[0].index if layout.buckets else self._count
             layout.buckets = [
                 ReduceScatterBucket(
-                    self._count + number,
+                    first + number,
                     self.session,
                     [layout.pieces[n] for n in numbers],
                     [positions[n] for n in numbers],
@@ -313,7 +315,7 @@ class FSDPBackward:
                 )
                 for number, numbers in enumerate(by_group.values())
             ]
-            self._count += len(layout.buckets)
+            self._count = max(self._count, first + len(layout.buckets))
         return layout.buckets
 
     def _discard_unapplied(self) -> None:
