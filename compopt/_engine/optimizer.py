@@ -252,6 +252,22 @@ class CompressedOptimizer(OptimizerBase):
             self.state.pop(p, None)
         self._session.rebuild_buckets()
 
+    def follow_parameters(self) -> None:
+        """Begin anew with the parameters that ``param_groups`` hold by now, if those that the
+        optimizer was made with are gone: Accelerate puts FSDP2's shards in their place.
+        """
+        params = {p for group in self.param_groups for p in group["params"]}
+        if not self._session.parameters <= params:
+            self._replace_parameters()
+            for on_construction in construction_callbacks:
+                on_construction(self)
+
+    def _replace_parameters(self) -> None:
+        """Lay out state for other parameters."""
+        for p in self._session.parameters:
+            self.state.pop(p, None)
+        self._session.rebuild_buckets()
+
     def _check_new_group(self, group: Group) -> None:
         """Raise if a group is invalid."""
         check_tensors(group)
@@ -303,6 +319,7 @@ class CompressedOptimizer(OptimizerBase):
 
         Raises ValueError, with nothing loaded, if the checkpoint does not fit.
         """
+        self.follow_parameters()
         state_dict = state_dict.copy()  # as torch: hooks may change it
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict

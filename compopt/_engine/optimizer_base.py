@@ -80,6 +80,9 @@ class OptimizerBase(Optimizer):
     def read_options(self) -> None:
         """Read options that were changed in groups of another optimizer, before each step."""
 
+    def follow_parameters(self) -> None:
+        """Begin anew if ``param_groups`` hold other parameters by now."""
+
     @property
     def has_new_layout(self) -> bool:
         """True if options were changed such that the state has to be laid out again."""

@@ -133,6 +133,13 @@ class Wrapper(CompressedOptimizer):
                 self._session.rebuild_buckets()
                 raise
 
+    def _replace_parameters(self) -> None:
+        for options, group in zip(self._wrapper_groups, self.param_groups, strict=False):
+            options["params"] = group["params"]
+        for inner in self._compressed_members:
+            inner._replace_parameters()
+        super()._replace_parameters()
+
     def before_exchange(self) -> None:
         self.add_groups_of_base()
         super().before_exchange()

@@ -55,17 +55,20 @@ class ModuleWatch:
 
     def on_forward(self, module: nn.Module, args: object) -> None:
         """Inspect ``module``, which is about to run, and the modules in it."""
-        if torch.compiler.is_compiling() or module in self._seen:
-            return
         optimizer = self._optimizer()
-        if optimizer is not None:
+        if torch.compiler.is_compiling() or optimizer is None:
+            return
+        optimizer.follow_parameters()
+        if module not in self._seen:
             new = list(self._iterate_unseen(module))
             self._remove_parameters_of(self._integrate(new, optimizer))
             self._end_if_complete()
 
     def on_step(self) -> None:
         """Stop waiting for parameters that have a gradient without such a module."""
-        self._remaining = {p for p in self._remaining if p.grad is None}
+        optimizer = self._optimizer()
+        params = frozenset() if optimizer is None else optimizer._session.parameters
+        self._remaining = {p for p in self._remaining if p.grad is None and p in params}
         self._end_if_complete()
 
     def _iterate_unseen(self, module: nn.Module) -> Iterator[nn.Module]:
