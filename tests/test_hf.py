@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import warnings
+import weakref
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +26,7 @@ preload("transformers.trainer", "accelerate")
 SAMPLED = dataclasses.replace(by_name["ScapeAdamS"], compressed=dict(density=0.1, density_warmup_steps=0))
 CASE = {case.name: case for case in CASES} | {"ScapeAdamS, sampled": SAMPLED}  # that one on tensors worth a sample
 STEPS, AT = 9, 5
+EVENTS = "should_evaluate", "should_save", "should_training_stop"
 
 
 def gpt2(width: int = 64):
@@ -226,6 +229,30 @@ def test_arguments_keep_their_clip_when_training_raises():
     assert begin(compopt.RadiusAdamW) == 0.5
     CompoptCallback().on_train_end(args, None, None)
     assert args.max_grad_norm == 0.5
+
+
+def test_a_trainer_that_never_logs_keeps_no_stats_of_earlier_steps():
+    from compopt.integrations.hf import CompoptCallback, LogStats
+
+    optimizer = compopt.RadiusAdamW([p := torch.nn.Parameter(torch.zeros(3))])
+    callback, control = CompoptCallback(), SimpleNamespace(**dict.fromkeys(EVENTS, False))
+    first = None
+    for _ in range(3):
+        p.grad = torch.ones(3)
+        optimizer.step()
+        callback.on_step_end(None, None, control, optimizer=optimizer)
+        first = first or weakref.ref(optimizer.stats)
+    gc.collect()
+    assert first() is None
+    ended = dataclasses.replace(optimizer.stats, bytes_sent=600)  # as where a round ends with the epoch
+    callback._prepare_events = lambda ours, control: setattr(ours._session, "stats", ended)
+    callback.on_epoch_end(None, None, control, optimizer=optimizer)
+    logs, state = {"loss": 1.0}, SimpleNamespace(log_history=[{}])
+    LogStats(callback).on_log(None, state, control, logs)
+    assert logs["bytes_sent"] == 200 and state.log_history[-1]["phase"] == optimizer.stats.phase
+    again = {"loss": 1.0}
+    LogStats(callback).on_log(None, state, control, again)
+    assert again == {"loss": 1.0}  # no step since
 
 
 def average(params) -> compopt.Average:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -118,6 +119,26 @@ def in_hf_trainer(rank: int, folder: str) -> dict:
     found["best"], _ = hf_run(f"{folder}/best", torch.optim.AdamW, **best, greater_is_better=False)
     found["epochs"], _ = hf_run(f"{folder}/epochs", torch.optim.AdamW, eval_strategy="epoch", save_strategy="epoch")
     return found
+
+
+def loaded_between(rank: int) -> list[bool]:
+    """Another training begins with weights that are not those which the first one ended with."""
+    from compopt.integrations.hf import CompoptCallback
+
+    models = [net(), net()]
+    optimizer = make(models[0].parameters(), torch.optim.SGD)
+    train(rank, models[0], optimizer, range(SAVED))
+    optimizer.end_round()
+    models[0].load_state_dict(models[1].state_dict())  # as load_best_model_at_end
+    CompoptCallback().on_train_begin(SimpleNamespace(max_grad_norm=None), None, None, optimizer=optimizer)
+    new = make(models[1].parameters(), torch.optim.SGD)
+    for model, stepped in zip(models, (optimizer, new), strict=True):
+        train(rank, model, stepped, range(2 * EVERY))
+    return [torch.equal(flat(models[0]), flat(models[1])), is_replicated(models[0])]
+
+
+def test_a_second_training_begins_with_the_weights_that_were_loaded():
+    assert run_ranks(loaded_between, 2) == [[True, True], [True, True]]
 
 
 # Lightning

@@ -100,6 +100,16 @@ class AnchoredWrapper(Wrapper):
         count, on_host = options["fragments"], self.offload == "outer"
         return Anchors(self._params, fragments, count, make_outer, on_host)
 
+    @torch.no_grad()
+    def follow_loaded_weights(self) -> None:
+        """Begin anew with the model's weights if others were loaded since the last round ended. All
+        ranks must have loaded them.
+        """
+        if self._anchors is None or self.round_is_open:
+            return
+        if any(bool(t.pseudo_gradient().any()) for t in self._anchors.tensors):
+            self._resume_rounds(None)
+
     def _check_own_params(self) -> None:
         if self._anchors is not None and self._anchors.are_in_params:
             raise RuntimeError(

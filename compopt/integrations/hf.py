@@ -20,6 +20,7 @@ from .._engine.checkpoint import describe_residual_source
 from .._engine.optimizer import CompressedOptimizer
 from .._engine.stats import Stats
 from .._wire.warning import warn
+from ..local_steps import LocalSteps
 from ._shared import end_open_rounds
 
 try:
@@ -35,6 +36,8 @@ except ImportError as error:
 MOVED = float("0")
 # entry of a parameter group: the clip that it was given by a Trainer, and saves in checkpoints
 FROM_TRAINER = "trainer_max_grad_norm"
+# numbers of a step that logs average
+AVERAGED = ("bytes_sent", "wait_seconds", "straggler_seconds")
 
 
 class CompoptCallback(TrainerCallback):
@@ -60,13 +63,19 @@ class CompoptCallback(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self._steps: list[Stats] = []  # since the last log
+        # since the last log: how many steps, their last stats, and sums over them. Not all stats,
+        # because a Trainer may never log
+        self._count, self._last = 0, Stats()
+        self._sums = dict.fromkeys(AVERAGED, 0.0)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
         self.on_train_end(args, state, control)  # a training that raised before had none
-        self._move_clip(args, unwrap_optimizer(optimizer))
+        ours = unwrap_optimizer(optimizer)
+        self._move_clip(args, ours)
+        if isinstance(ours, LocalSteps):  # an earlier training may have loaded its best model
+            ours.follow_loaded_weights()
         # Log before the reporters, in place of an earlier LogStats: the Trainer appends a user's
         # callbacks after them, and events do not get the handler, so it is found in the callers'
         # frames.
@@ -104,13 +113,21 @@ class CompoptCallback(TrainerCallback):
     def on_step_end(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        self._prepare_events(unwrap_optimizer(optimizer), control)
-        self._steps.append(unwrap_optimizer(optimizer).stats)
+        ours = unwrap_optimizer(optimizer)
+        self._prepare_events(ours, control)
+        self._count, self._last = self._count + 1, ours.stats
+        for name in AVERAGED:
+            self._sums[name] += getattr(ours.stats, name)
 
     def on_epoch_end(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        self._prepare_events(unwrap_optimizer(optimizer), control)
+        ours = unwrap_optimizer(optimizer)
+        step = ours.stats
+        self._prepare_events(ours, control)
+        if ours.stats is not step:  # those of the end of a round, with the bytes of the step
+            self._last = ours.stats
+            self._sums["bytes_sent"] += ours.stats.bytes_sent - step.bytes_sent
 
     def _prepare_events(self, ours: CompressedOptimizer, control: Any) -> None:
         """End rounds and consolidate before the Trainer evaluates, saves or ends.
@@ -158,22 +175,22 @@ class LogStats(TrainerCallback):
         self._source = source
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        steps = self._source._steps
-        if logs is None or "loss" not in logs or not steps:
+        source = self._source
+        if logs is None or "loss" not in logs or not source._count:
             return
-        stats, count = steps[-1], len(steps)
+        stats, means = source._last, {name: s / source._count for name, s in source._sums.items()}
         ours = {
             "grad_norm": stats.grad_norm,
-            "bytes_sent": round(sum(one.bytes_sent for one in steps) / count),
+            "bytes_sent": round(means["bytes_sent"]),
             "bytes_dense": stats.bytes_dense,
             "share": stats.run.share,
-            "wait_seconds": sum(one.wait_seconds for one in steps) / count,
-            "straggler_seconds": sum(one.straggler_seconds for one in steps) / count,
+            "wait_seconds": means["wait_seconds"],
+            "straggler_seconds": means["straggler_seconds"],
             "phase": stats.phase,
             "skipped_steps": stats.skipped,
             "residual_norm": stats.residual_norm(),
         }
-        steps.clear()
+        source._count, source._sums = 0, dict.fromkeys(AVERAGED, 0.0)
         logs.update(ours)
         state.log_history[-1].update(ours)
 
