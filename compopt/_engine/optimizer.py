@@ -263,8 +263,9 @@ class CompressedOptimizer(OptimizerBase):
                 on_construction(self)
 
     def _replace_parameters(self) -> None:
-        """Lay out state for other parameters."""
-        for p in self._session.parameters:
+        """Lay out state for other parameters; those that stay keep theirs."""
+        params = {p for group in self.param_groups for p in group["params"]}
+        for p in self._session.parameters - params:
             self.state.pop(p, None)
         self._session.rebuild_buckets()
 

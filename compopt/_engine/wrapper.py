@@ -134,6 +134,7 @@ class Wrapper(CompressedOptimizer):
                 raise
 
     def _replace_parameters(self) -> None:
+        del self._wrapper_groups[len(self.param_groups) :]  # a group was removed
         for options, group in zip(self._wrapper_groups, self.param_groups, strict=False):
             options["params"] = group["params"]
         for inner in self._compressed_members:

@@ -55,8 +55,7 @@ class ModuleWatch:
 
     def on_forward(self, module: nn.Module, args: object) -> None:
         """Inspect ``module``, which is about to run, and the modules in it."""
-        optimizer = self._optimizer()
-        if torch.compiler.is_compiling() or optimizer is None:
+        if torch.compiler.is_compiling() or (optimizer := self._optimizer()) is None:
             return
         optimizer.follow_parameters()
         if module not in self._seen:
