@@ -40,6 +40,7 @@ from ._engine.options import (
     check_adam,
     check_compression,
     check_torch_options,
+    is_count,
     is_numeric,
     require,
     require_option,
@@ -257,13 +258,12 @@ class RadiusAdamW(CompressedOptimizer):
     def check_group(self, group: Group) -> None:
         check_adam(group)
         check_compression(group)
-        interval, scale = group["interval"], group["residual_scale"]
-        is_count = interval >= 1 and int(interval) == interval
-        density = group["density"]
+        density, scale = group["density"], group["residual_scale"]
         is_share = is_numeric(density) and 0 < density <= 1
         require_option(is_share, group, "density", "in (0, 1]")
-        require_option(is_count, group, "interval", "an integer >= 1")
-        require_option(0 <= scale <= 1, group, "residual_scale", "in [0, 1]")
+        require_option(is_count(group["interval"]), group, "interval", "an integer >= 1")
+        is_factor = is_numeric(scale) and 0 <= scale <= 1
+        require_option(is_factor, group, "residual_scale", "in [0, 1]")
 
     def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:
         return {

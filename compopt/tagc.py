@@ -220,7 +220,7 @@ def count_selected(sparsity: float, n: int) -> int:
     """Return how many of n elements to keep so that at least ``sparsity`` are zeroed; at least one
     if there are any.
     """
-    return min(n, max(1, n - math.ceil(round(sparsity * n, 6))))
+    return min(n, max(1, n - math.ceil(round(float(sparsity) * n, 6))))
 
 
 @dataclass
@@ -351,7 +351,8 @@ class TagcAdamW(ReducingOptimizer):
         sparsity = group["sparsity"]
         is_share = is_numeric(sparsity) and 0 <= sparsity < 1
         require_option(is_share, group, "sparsity", "in [0, 1)")
-        require_option(group["sketch_ratio"] >= 1, group, "sketch_ratio", ">= 1")
+        ratio = group["sketch_ratio"]
+        require_option(is_numeric(ratio) and ratio >= 1, group, "sketch_ratio", ">= 1")
         require_option(group["codec"] in CODECS, group, "codec", " or ".join(map(repr, CODECS)))
         select = group["select"]
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conformance import assert_same, every, loss, make_ranks, snapshot
+from table import by_name
 from torch import nn
 
 import compopt
@@ -61,6 +62,53 @@ def test_bad_options_are_refused_by_name_and_value(case):
     p.grad = torch.zeros(64, 64).to_sparse()
     with pytest.raises(TypeError, match="sparse"):
         optimizer.step()
+
+
+@every
+def test_an_option_that_is_changed_to_something_bad_is_refused_by_name_and_nothing_is_lost(case):
+    if case.cls is compopt.LocalSteps:
+        pytest.skip("its options are in no group that users have")
+    ranks, untroubled = (make_ranks(case, 2) for _ in range(2))
+    for both in (ranks, untroubled):
+        both.train(loss, 4)
+    groups = [optimizer._option_groups[0] for optimizer in ranks.optimizers]
+    wrong = {name: ["x", None] for name in ("lr", "eps", "weight_decay", "betas") if name in groups[0]}
+    for option, values in {**case.bad, **wrong}.items():
+        for value in values:
+            if option in ("lr", "weight_decay") and not isinstance(value, str | None):
+                continue  # torch's take less than 0, to which schedulers may round
+            right = groups[0][option]
+            ranks.backward(loss)
+            before = [snapshot(optimizer) for optimizer in ranks.optimizers]
+            for group in groups:
+                group[option] = value
+            with pytest.raises(ValueError, match=option):
+                ranks.world.step(ranks.optimizers)
+            for group in groups:
+                group[option] = right
+            for old, optimizer in zip(before, ranks.optimizers, strict=True):
+                assert_same(old, snapshot(optimizer))
+    for both in (ranks, untroubled):
+        both.train(loss, 3)
+    assert_same(snapshot(untroubled.optimizers[0]), snapshot(ranks.optimizers[0]))
+
+
+def test_an_option_that_is_changed_to_something_bad_on_one_rank_is_told_to_the_others():
+    ranks = make_ranks(by_name["RadiusAdamW"], 2)
+    ranks.train(loss, 2)
+    ranks.optimizers[1].param_groups[0]["lr"] = "x"
+    ranks.backward(loss)
+    with pytest.raises(compopt.CommunicationError, match=r"rank 1 \(ValueError: Invalid learning rate: 'x'"):
+        ranks.world.step(ranks.optimizers)
+
+
+def test_a_rate_that_a_scheduler_rounds_to_less_than_0_is_taken():
+    p = nn.Parameter(torch.ones(4))
+    optimizer = compopt.AdamS([p], lr=-0.0)
+    optimizer.param_groups[0].update(lr=-1e-20, weight_decay=-1e-20)
+    p.grad = torch.ones(4)
+    optimizer.step()
+    assert optimizer.state[p]["step"] == 1
 
 
 @every

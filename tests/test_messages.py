@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -30,9 +32,16 @@ def test_a_tensor_that_cannot_be_taken_is_named(named):
         (compopt.RadiusAdamW, "density", "0.1"),
         (compopt.ScapeAdamS, "density", "0.1"),
         (compopt.TagcAdamW, "sparsity", "0.9"),
+        (compopt.TagcAdamW, "sketch_ratio", "10"),
+        *((compopt.RadiusAdamW, name, value) for name in ("interval", "residual_scale") for value in ("1", None)),
+        *((compopt.SeparateAdam, "adapt_interval", value) for value in ("100", None, 2.5)),
+        (compopt.SeparateAdam, "ef_beta", None),
+        *((compopt.SeparateAdam, "warmup_steps", value) for value in (math.inf, math.nan, [10])),
+        (compopt.ScapeAdamS, "density_warmup_steps", math.inf),
+        (compopt.RadiusAdamW, "interval", math.inf),
     ],
 )
-def test_text_in_place_of_a_number_is_refused_by_the_option_s_name(make, option, value):
+def test_what_is_no_number_in_place_of_one_is_refused_by_the_option_s_name(make, option, value):
     """YAML reads 1e-3 as text."""
     model = nn.Linear(80, 64)
     with pytest.raises(ValueError, match=rf"{option} must be .*"):
@@ -50,3 +59,28 @@ def test_numbers_may_be_numpys_or_in_tensors(make):
     numpy = pytest.importorskip("numpy")
     for lr, betas in ((numpy.float32(1e-3), numpy.array([0.9, 0.95])), (torch.tensor(1e-3), torch.tensor([0.9, 0.95]))):
         make(nn.Linear(8, 8).parameters(), lr=lr, betas=betas)
+
+
+def test_a_round_without_end_is_refused_by_the_option_s_name():
+    with pytest.raises(ValueError, match="every must be an integer >= 1, got inf"):
+        compopt.LocalSteps(torch.optim.AdamW(nn.Linear(8, 8).parameters()), every=math.inf)
+
+
+def test_numbers_of_numpy_and_tensors_compute_as_pythons_do():
+    numpy = pytest.importorskip("numpy")
+
+    def step(make, **options) -> torch.Tensor:
+        p = nn.Parameter(torch.linspace(-1, 1, 80 * 64).view(80, 64))
+        optimizer = make([p], simulate=True, **options)
+        for n in range(3):
+            p.grad = torch.randn(80, 64, generator=torch.Generator().manual_seed(n))
+            optimizer.step()
+        return p.detach()
+
+    for make, plain, others in (
+        (compopt.RadiusAdamW, {"density": 0.5}, {"density": torch.tensor(0.5)}),
+        (compopt.TagcAdamW, {"sparsity": 0.5}, {"sparsity": torch.tensor(0.5)}),
+        (compopt.SeparateAdam, {"maximize": True}, {"maximize": 1}),
+        (compopt.RadiusAdamW, {"total_steps": 10}, {"total_steps": numpy.int64(10)}),
+    ):
+        assert torch.equal(step(make, **plain), step(make, **others))

@@ -7,6 +7,7 @@ text that is the same in every process, whatever the address of an object or the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
@@ -59,6 +60,12 @@ def require_option(is_valid: bool, group: Group, name: str, wanted: str) -> None
 def is_numeric(value: object) -> bool:
     """True for a number, also of NumPy or in a tensor; not for text, as which YAML reads 1e-3."""
     return isinstance(value, Real) or hasattr(value, "item")
+
+
+def is_count(value: object, least: int = 1) -> bool:
+    """True for a whole number that is at least ``least``."""
+    number: Any = value
+    return is_numeric(value) and least <= number < math.inf and int(number) == number
 
 
 def check_adam(group: dict[str, Any]) -> None:
@@ -155,12 +162,11 @@ def check_compression(group: dict[str, Any]) -> None:
 def check_steps(group: dict[str, Any], name: str) -> None:
     """Check a number of steps that may be a share of ``total_steps``."""
     given, total = group[name], group.setdefault("total_steps", None)
-    counts = isinstance(total, int) and not isinstance(total, bool) and total >= 1
+    counts = isinstance(total, Integral) and not isinstance(total, bool) and int(total) >= 1
     require_option(total is None or counts, group, "total_steps", "None or an integer >= 1")
-    is_count = not isinstance(given, str | None) and given >= 0 and int(given) == given
     is_share = isinstance(given, float) and 0 < given < 1
     wanted = "a number of steps >= 0, or a share of total_steps in (0, 1)"
-    require_option(is_count or is_share, group, name, wanted)
+    require_option(is_count(given, 0) or is_share, group, name, wanted)
     if is_share and total is None:
         raise ValueError(
             f"{name}={given} is a share of total_steps, which is not given: pass total_steps=, the "

@@ -34,7 +34,8 @@ from .handshake import (
 )
 from .join import follow_ranks_with_data
 from .missing_ranks import RankLeft, explain_failure, post_lost_masks
-from .options import Group
+from .optimizer_base import OptimizerBase
+from .options import Group, is_numeric
 from .overlap import run_batched_requests
 from .resharding import follow_requires_grad
 from .session import Handshake, Role, Session
@@ -83,6 +84,15 @@ def check_can_step(session: Session) -> None:
     session.check_sound()
 
 
+def check_changed_options(optimizer: OptimizerBase, group: Group) -> None:
+    """Raise if an option of a group is invalid by now. Schedulers may round a rate or a decay to
+    less than 0, which torch's optimizers take.
+    """
+    rates = {name: group[name] for name in ("lr", "weight_decay") if name in group}
+    sizes = {name: abs(rate) if is_numeric(rate) else rate for name, rate in rates.items()}
+    optimizer.check_group({**group, **sizes, "params": []})
+
+
 class Step:
     """The running step, of all parameter groups or of some ``groups``."""
 
@@ -115,8 +125,7 @@ class Step:
         Returns None if there is nothing to exchange.
         """
         session = self.session
-        session.follow_options()
-        self.problem = self._prepare_gradients()
+        self.problem = self._follow_options() or self._prepare_gradients()
         yield from self._finish_post_commit()
         if session.handshake is not Handshake.VERIFIED:
             yield from self.verify_peers()
@@ -179,6 +188,21 @@ class Step:
         self.session.unverify()  # ranks may be a step apart now
 
     # Before the exchange
+
+    def _follow_options(self) -> Exception | None:
+        """Check options that may have been changed in groups, and lay out state for them.
+
+        Returns an error instead of raising it, as ``_prepare_gradients``.
+        """
+        session = self.session
+        try:
+            session.optimizer.read_options()
+            for group in session.option_groups:
+                check_changed_options(session.optimizer, group)
+        except (TypeError, ValueError) as error:
+            return error
+        session.follow_options()
+        return None
 
     def _prepare_gradients(self) -> Exception | None:
         """Bring gradients into the form in which they are sent.

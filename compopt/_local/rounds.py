@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from .._engine.options import check_compress, check_payload_and_clip, is_numeric, require
+from .._engine.options import check_compress, check_payload_and_clip, is_count, is_numeric, require
 from .._engine.stats import Stats
 from .._wire.collectives import Communicator
 from .._wire.warning import user_location, warn_at
@@ -54,7 +54,7 @@ def check_options(group: Group, offload: str | None) -> None:
     check_compress(group)
     for name, least in MINIMUMS.items():
         given = group[name]
-        is_good = is_number(given) and given >= least and int(given) == given
+        is_good = is_number(given) and is_count(given, least)
         require(is_good, name, given, f"an integer >= {least}")
     momentum, lr = group["outer_momentum"], group["outer_lr"]
     require(is_numeric(momentum) and 0 <= momentum < 1, "outer_momentum", momentum, "in [0, 1)")

@@ -7,7 +7,14 @@ from numbers import Integral
 from typing import Any, Literal
 
 from .._engine.dense_start import choose_warmup
-from .._engine.options import Group, check_compression, is_numeric, require, require_option
+from .._engine.options import (
+    Group,
+    check_compression,
+    is_count,
+    is_numeric,
+    require,
+    require_option,
+)
 from .._wire.payload import PayloadDtype
 from .projections import is_dtensor
 
@@ -78,7 +85,7 @@ def check_options(group: Group) -> None:
     beta, reset = group["ef_beta"], group["reset_interval"]
     is_ratio = is_numeric(group["ratio"]) and 1 <= group["ratio"] < math.inf
     require_option(is_ratio, group, "ratio", "finite and >= 1")
-    is_weight = beta == "auto" or (not isinstance(beta, str) and 0 <= beta <= 1)
+    is_weight = beta == "auto" or (is_numeric(beta) and 0 <= beta <= 1)
     require_option(is_weight, group, "ef_beta", '"auto" or in [0, 1]')
     is_interval = reset in (None, "auto") or is_positive_integer(reset)
     require_option(is_interval, group, "reset_interval", 'None, "auto" or an integer >= 1')
@@ -90,7 +97,7 @@ def check_options(group: Group) -> None:
     require(not adapts_rank, "adaptive", True, "False with projection='tracked'")
     kinds = " or ".join(map(repr, RESET_INTERVALS))
     require_option(kind in RESET_INTERVALS, group, "projection", kinds)
-    require_option(interval >= 1, group, "adapt_interval", "an integer >= 1")
+    require_option(is_count(interval), group, "adapt_interval", "an integer >= 1")
     is_height = height in (None, "auto") or (not is_tracked and is_positive_integer(height))
     wanted = "None, 'auto' or, of a random projection, an integer >= 1"
     require_option(is_height, group, "block_rows", wanted)

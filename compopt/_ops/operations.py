@@ -321,6 +321,7 @@ def adamw_batched_(group: Group, tensors: AdamWTensors) -> None:
     hyper = {name: group[name] for name in HYPER}
     beta1, beta2 = hyper.pop("betas")
     hyper |= {"lr": float(group["lr"]), "beta1": beta1, "beta2": beta2, "amsgrad": False}
+    hyper["maximize"] = bool(group["maximize"])  # torch's own steps take any value
     weights, grads = tensors.weights, tensors.grads
     moments = tensors.exp_avgs, tensors.exp_avg_sqs
     torch._fused_adamw_(weights, grads, *moments, [], tensors.steps, **hyper)

@@ -185,7 +185,7 @@ def _check_positions(positions: Sequence[Tensor | None], bucket: Bucket) -> Tens
 
 def selection_size(density: float, n: int) -> int:
     """Return k, the number of selected elements of n: at least one, if there are any."""
-    return min(n, max(1, round(density * n)))
+    return min(n, max(1, round(float(density) * n)))
 
 
 def sizes_at_density(bucket: Bucket, density: float) -> list[int]:
