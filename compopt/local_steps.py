@@ -496,6 +496,12 @@ class LocalSteps(AnchoredWrapper):
             yield from follow_ranks_with_data(session, session.comm)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
+        if self._options["round_seconds"] is not None:
+            raise ValueError(
+                "rounds of LocalSteps(round_seconds=) end on every rank at a time of its own, so "
+                "ranks cannot meet in every step, as Join has them do: leave Join out, and call "
+                "end_round() after the loop, which waits for the ranks that go on."
+            )
         if not kwargs.get("divide_by_initial_world_size", True):
             raise ValueError(
                 "LocalSteps averages what all ranks have moved: pass "

@@ -22,7 +22,7 @@ from .._wire.collectives import Communicator, PendingCollective, ProcessGroup, n
 from . import checkpoint, missing_ranks, resharding
 from .dense_start import TRIAL_OPTIONS
 from .gradients import drop_scale_on_error
-from .join import JoinHook
+from .join import JoinHook, follow_ranks_with_data
 from .optimizer_base import OptimizerBase
 from .options import Group, Setting, check_tensors, name_groups, refuse_unsupported
 from .session import Session
@@ -200,8 +200,13 @@ class CompressedOptimizer(OptimizerBase):
         return self.comm.group
 
     def end_join(self) -> None:
-        """End a ``Join``: steps are again those of ranks that all have data."""
+        """End a ``Join``: steps are again those of ranks that all have data. Options become those
+        of a rank that had data last, whose scheduler may have stepped since its last step.
+        """
         session = self._session
+        if session.is_joining and self.comm.size > 1:
+            for _ in follow_ranks_with_data(session, self.comm):
+                pass
         self._join_config, session.has_data, session.divides_by_all = None, True, True
         for bucket in session.buckets:
             bucket.gradient_factor = 1.0
