@@ -88,8 +88,8 @@ def check_changed_options(optimizer: OptimizerBase, group: Group) -> None:
     """Raise if an option of a group is invalid by now. Schedulers may round a rate or a decay to
     less than 0, which torch's optimizers take.
     """
-    rates = {name: group[name] for name in ("lr", "weight_decay") if name in group}
-    sizes = {name: abs(rate) if is_numeric(rate) else rate for name, rate in rates.items()}
+    rates: Group = {name: group[name] for name in ("lr", "weight_decay") if name in group}
+    sizes: Group = {name: abs(rate) if is_numeric(rate) else rate for name, rate in rates.items()}
     optimizer.check_group({**group, **sizes, "params": []})
 
 
