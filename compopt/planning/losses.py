@@ -89,7 +89,10 @@ def published(source: str, table: Mapping[float, Mapping[int, float]]) -> tuple[
 
 LOSSES: dict[str, tuple[Measurement, ...]] = {
     # Two seeds at length: .995 and 1.005.
-    "SeparateAdam": measured_here(1.008, 1.0, 1.017),
+    "SeparateAdam": (
+        *measured_here(1.008, 1.0, 1.017),
+        *measured_on_ladder({SMALLEST: {4: 1.009}, SMALL: {4: 1.009}}),
+    ),
     "SeparateAdam, rank 32, int4": (Measurement(0.996, SMALL, 2, SHORT),),
     "SeparateAdam, rank 16, int4": (Measurement(1.012, SMALL, 2, SHORT),),
     "SeparateAdam, rank 8, int4": (Measurement(1.023, SMALL, 2, SHORT),),
@@ -119,6 +122,7 @@ LOSSES: dict[str, tuple[Measurement, ...]] = {
         ),
     ),
     "LocalSteps, every=140, int2": (
+        *measured_on_ladder({SMALLEST: {4: 1.055}}),
         Measurement(1.041, SMALL, 4, MEDIUM),
         Measurement(1.082, WIDE, 2, WIDE_SHORT),
     ),
@@ -126,7 +130,7 @@ LOSSES: dict[str, tuple[Measurement, ...]] = {
     "LocalSteps(MuonAdamW)": measured_on_ladder(
         {SMALLEST: {4: 0.978}, MIDDLE: {2: 0.988, 4: 0.987, 8: 0.997}, SMALL: {4: 0.994}}
     ),
-    "Separate(MuonAdamW)": measured_on_ladder({SMALLEST: {4: 0.968}}),
+    "Separate(MuonAdamW)": measured_on_ladder({SMALLEST: {4: 0.968}, SMALL: {4: 0.977}}),
     # A new mask every 100 steps.
     "RadiusAdamW": measured_here(1.022, 1.0, 1.028),
     "ScapeAdamS": measured_here(1.167, 1.051, 1.211),
