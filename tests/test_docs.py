@@ -22,7 +22,8 @@ ELSEWHERE = {
 
 
 def texts(node: ast.AST) -> str:
-    return "".join(str(n.value) for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str))
+    """Its fixed words; what stands on both sides of a value is no phrase that is printed."""
+    return "\0".join(str(n.value) for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str))
 
 
 def messages(path: Path) -> list[str]:
