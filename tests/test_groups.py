@@ -156,3 +156,80 @@ def test_a_group_that_a_wrapper_refuses_leaves_no_trace_in_its_base(refused, mon
     a.grad, b.grad = torch.ones_like(a), torch.ones_like(b)
     optimizer.step()
     assert torch.equal(b, torch.ones_like(b)) and not torch.equal(a, torch.ones_like(a))
+
+
+def swap(ranks: Ranks) -> None:
+    """Another parameter with the values of one takes its place, in the model and in the groups."""
+    for _, model, optimizer in ranks:
+        old = model.down.weight
+        model.down.weight = new = nn.Parameter(old.detach().clone())
+        for group in optimizer.param_groups:
+            group["params"] = [new if p is old else p for p in group["params"]]
+
+
+def assert_trains(ranks: Ranks) -> None:
+    """The matrix moves, replicas stay equal, and all of the state can be saved and loaded."""
+    before = ranks.models[0].down.weight.detach().clone()
+    ranks.train(loss, 4)
+    ranks.finish_round(loss)
+    assert not torch.equal(ranks.models[0].down.weight, before)
+    ranks.assert_replicas_equal()
+    for optimizer in ranks.optimizers:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    ranks.train(loss, 4)
+    ranks.finish_round(loss)
+    ranks.assert_replicas_equal()
+
+
+@pytest.mark.filterwarnings("ignore:this state dict of")
+@pytest.mark.parametrize("change", ["replaced", "appended", "removed"])
+@every
+def test_parameters_of_a_running_optimizer_are_those_of_its_groups(case, change):
+    def make(params, process_group):
+        shapes = [*params]
+        matrix = next(p for p in shapes if p.shape == (64, 96))
+        others = [p for p in shapes if p is not matrix]
+        if change == "removed":  # in front of the others
+            return case.make([{"params": others}, {"params": [matrix]}], process_group=process_group)
+        return case.make(others if change == "appended" else shapes, process_group=process_group)
+
+    ranks = Ranks(2, Small, make)
+    ranks.train(loss, 5)
+    ranks.finish_round(loss)
+    if change == "replaced":
+        swap(ranks)
+    for _, model, optimizer in ranks:
+        if change == "appended":
+            optimizer.param_groups[-1]["params"].append(model.down.weight)
+        elif change == "removed":
+            (optimizer.base.members[0] if case.several else optimizer).param_groups.pop(0)
+    if case.sharded and change != "removed":
+        with pytest.raises(ValueError, match=r"cut its state into shards, .* have changed after step 5"):
+            ranks.train(loss, 1)
+        return
+    assert_trains(ranks)
+    if anchors := getattr(ranks.optimizers[0], "_anchors", None):
+        params = {p for group in ranks.optimizers[0].param_groups for p in group["params"]}
+        assert {anchored.param for anchored in anchors.tensors} == params
+
+
+@pytest.mark.filterwarnings("ignore:this state dict of")
+@pytest.mark.parametrize("name", ["RadiusAdamW", "TagcAdamW", "Separate", "Average", "LocalSteps"])
+def test_parameters_that_are_appended_before_the_first_step_are_trained(name):
+    def make(params, process_group):
+        return by_name[name].make([p for p in params if p.shape != (64, 96)], process_group=process_group)
+
+    ranks = Ranks(2, Small, make)
+    for _, model, optimizer in ranks:
+        optimizer.param_groups[-1]["params"].append(model.down.weight)
+    assert_trains(ranks)
+
+
+def test_a_removed_group_takes_its_options_along():
+    a, b = (nn.Parameter(torch.ones(64, 65)) for _ in range(2))
+    base = torch.optim.SGD([{"params": [a], "compress": False}, {"params": [b]}], lr=0.1)
+    optimizer = compopt.Separate(base, rank=4, warmup_steps=0, simulate=True)
+    optimizer.param_groups.pop(0)
+    b.grad = torch.randn(64, 65)
+    optimizer.step()
+    assert optimizer._buckets[0].compressed == [True] and not torch.equal(b, torch.ones_like(b))

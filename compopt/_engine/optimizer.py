@@ -258,21 +258,45 @@ class CompressedOptimizer(OptimizerBase):
         self._session.rebuild_buckets()
 
     def follow_parameters(self) -> None:
-        """Begin anew with the parameters that ``param_groups`` hold by now, if those that the
-        optimizer was made with are gone: Accelerate puts FSDP2's shards in their place.
+        """Lay out state anew if ``param_groups`` hold other parameters by now: Accelerate puts
+        FSDP2's shards in their place, and torch's optimizers step what is appended to a group.
         """
-        params = {p for group in self.param_groups for p in group["params"]}
-        if not self._session.parameters <= params:
+        groups = self.param_groups[: len(self._option_groups)]  # more: new ones of a base
+        if self._session.parameters != {p for group in groups for p in group["params"]}:
             self._replace_parameters()
             for on_construction in construction_callbacks:
                 on_construction(self)
 
     def _replace_parameters(self) -> None:
-        """Lay out state for other parameters; those that stay keep theirs."""
+        """Lay out state for other parameters; those that stay keep theirs.
+
+        Raises ValueError if that has been cut into shards, which would have to be cut anew.
+        """
+        for group in self.param_groups if self.sharded else ():
+            self._forget_shards(group)
         params = {p for group in self.param_groups for p in group["params"]}
         for p in self._session.parameters - params:
             self.state.pop(p, None)
         self._session.rebuild_buckets()
+
+    def _forget_shards(self, group: Group) -> None:
+        """Drop shards of a group whose parameters have changed; raise if they hold anything."""
+        session = self._session
+        layout = [*session.buckets, *session.frozen_buckets]
+        buckets = [bucket for bucket in layout if bucket.group is group]
+        before, now = {p for bucket in buckets for p in bucket.params}, {*group["params"]}
+        if before == now:
+            return
+        if session.steps and before & now:
+            raise ValueError(
+                f"{session.name} has cut its state into shards, and the parameters of a group have "
+                f"changed after step {session.steps}: add parameters by add_param_group(), or make "
+                "the optimizer anew and load a consolidated checkpoint."
+            )
+        for bucket in buckets:
+            for entry in bucket.entries:
+                for name in bucket.sharded_names:
+                    entry.pop(name, None)
 
     def _check_new_group(self, group: Group) -> None:
         """Raise if a group is invalid."""

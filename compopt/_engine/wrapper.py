@@ -134,7 +134,13 @@ class Wrapper(CompressedOptimizer):
                 raise
 
     def _replace_parameters(self) -> None:
-        del self._wrapper_groups[len(self.param_groups) :]  # a group was removed
+        params = {p for group in self.param_groups for p in group["params"]}
+        for p in self._session.parameters - params:
+            self.base.state.pop(p, None)
+        lists = [id(group["params"]) for group in self.param_groups]
+        gone = [id(one) for one in self._wrapper_groups if id(one["params"]) not in lists]
+        removed = gone[: max(0, len(self._wrapper_groups) - len(lists))]
+        self._wrapper_groups = [one for one in self._wrapper_groups if id(one) not in removed]
         for options, group in zip(self._wrapper_groups, self.param_groups, strict=False):
             options["params"] = group["params"]
         for inner in self._compressed_members:

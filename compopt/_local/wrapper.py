@@ -63,6 +63,7 @@ class AnchoredWrapper(Wrapper):
         """Connect ranks, add new groups, and keep nothing of the averaged start."""
         session = self._session
         session.connect_ranks()
+        self.follow_parameters()
         self.add_groups_of_base()
         has_residual = any(bucket.flat["residual"].numel() for bucket in session.buckets)
         if has_residual or session.has_foreign_state:
@@ -99,6 +100,14 @@ class AnchoredWrapper(Wrapper):
         make_outer = self._make_outer or partial(self.default_outer, options)
         count, on_host = options["fragments"], self.offload == "outer"
         return Anchors(self._params, fragments, count, make_outer, on_host)
+
+    @torch.no_grad()
+    def _replace_parameters(self) -> None:
+        """Anchors of the parameters that stay go on."""
+        entries = None if self._anchors is None else self._save_rounds()
+        super()._replace_parameters()
+        if entries is not None:
+            self._resume_rounds(self._restore_anchors(entries, self._options))
 
     @torch.no_grad()
     def follow_loaded_weights(self) -> None:
