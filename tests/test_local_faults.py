@@ -400,6 +400,27 @@ def test_a_rank_that_is_left_alone_trains_as_its_inner_optimizer():
     assert all(map(torch.equal, own, alone))
 
 
+def test_what_was_due_among_ranks_that_are_gone_is_not_among_new_ones():
+    """A rank is left alone with an exchange on its way. Another one goes on from its state dict, and joins."""
+    options = dict(every=4, every_warmup_steps=0, payload_dtype=None, delay=2)
+    params, optimizers = train(2, 5, delay=2)
+    params, optimizers = params[:1], optimizers[:1]
+    rebind(optimizers, World(1))
+    step(optimizers[0].comm.world, params, optimizers, gradients(1, 5))
+    new = [torch.nn.Parameter(p.detach().clone()) for p in params[0]]
+    optimizers.append(compopt.LocalSteps(adamw(new), process_group=World(1).comms[0], **options))
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    params.append(new)
+    world = World(2)
+    rebind(optimizers, world)
+    phases = []
+    for t in range(6, 14):
+        step(world, params, optimizers, gradients(2, t))
+        phases.append(optimizers[0].stats.phase)
+    end_round(optimizers)
+    assert phases == ["local"] * 5 + ["exchanged"] + ["local"] * 2 and are_equal(params)
+
+
 def test_a_round_begins_where_processes_that_trained_alone_meet():
     params, optimizers = [], []
     for _ in range(2):

@@ -80,7 +80,7 @@ class AnchoredWrapper(Wrapper):
             )
         if session.is_single_process:
             self._cancel_exchange()
-            self._anchors = None
+            self._anchors, self._due = None, frozenset()
         elif self._anchors is None:
             counts.begun = options["step"]
             self._anchors = self._make_anchors(options)
