@@ -86,6 +86,36 @@ def test_after_a_rank_is_lost_the_shards_of_the_others_are_kept():
     assert all(torch.equal(p, q) for p, q in zip(*params, strict=True))
 
 
+def test_after_a_rebind_that_failed_no_step_is_taken_without_moments():
+    world, _, params, optimizers = make(3, sparsity=0.9)
+    for t in range(3):
+        step(world, params, optimizers, gradients(3, t, SHAPES))
+    world.consolidate(optimizers)
+    saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+    params, optimizers = params[:2], optimizers[:2]
+
+    def rebind(world):
+        pairs = zip(optimizers, world.comms, strict=True)
+        world.run([optimizer.rebind_as_generator(comm) for optimizer, comm in pairs])
+
+    failing = World(2)
+    failing.failing_everywhere.add(0)
+    with pytest.raises(compopt.CommunicationError):
+        rebind(failing)
+    before = [p.detach().clone() for p in params[0]]
+    with pytest.raises(RuntimeError, match=r"rebind\(\) of TagcAdamW failed before ranks had exchanged their shards"):
+        step(failing, params, optimizers, gradients(2, 3, SHAPES))
+    assert all(map(torch.equal, params[0], before))
+    for optimizer, state in zip(optimizers, saved, strict=False):
+        optimizer.load_state_dict(state)
+    step(failing, params, optimizers, gradients(2, 3, SHAPES))
+    assert all(map(torch.equal, *params)) and not torch.equal(params[0][0], before[0])
+    with pytest.warns(UserWarning, match="1 of 2 ranks are gone"):
+        params, optimizers = params[:1], optimizers[:1]
+        rebind(World(1))
+    assert any(bool(entry["exp_avg_sq"].any()) for entry in optimizers[0].state.values())
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_rank_that_alone_missed_the_parameters_takes_the_step_over(dtype):
     world, _, params, optimizers = make(2, dtype=dtype, sparsity=0.9, lr=1e-3)

@@ -74,7 +74,9 @@ def exchange_and_commit(session: Session) -> CollectiveGenerator[None]:
 
 
 def check_can_step(session: Session) -> None:
-    """Raise RuntimeError if the optimizer was replaced, or a step was applied in part."""
+    """Raise RuntimeError if the optimizer was replaced, a step was applied in part, or ``rebind``
+    failed before this rank had its shards.
+    """
     if session.role is Role.REPLACED:
         raise RuntimeError(
             f"this {session.name} was replaced: an optimizer made later holds its "
@@ -82,6 +84,11 @@ def check_can_step(session: Session) -> None:
             "compopt.attach(ddp_model, optimizer) to have this one back."
         )
     session.check_sound()
+    if session.optimizer.sharded and session.buckets_to_reshard is not None:
+        raise RuntimeError(
+            f"rebind() of {session.name} failed before ranks had exchanged their shards: make a new "
+            "process group and call rebind() again, or load a checkpoint on all ranks."
+        )
 
 
 def check_changed_options(optimizer: OptimizerBase, group: Group) -> None:
