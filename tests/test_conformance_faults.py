@@ -109,6 +109,8 @@ def test_a_rate_that_a_scheduler_rounds_to_less_than_0_is_taken():
     p.grad = torch.ones(4)
     optimizer.step()
     assert optimizer.state[p]["step"] == 1
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.param_groups[0]["lr"] == -1e-20
 
 
 @every

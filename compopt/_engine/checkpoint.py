@@ -27,7 +27,7 @@ from .._wire.payload import dtype_name
 from .._wire.warning import warn
 from .collective_generators import CollectiveGenerator
 from .dense_start import FOREVER, TRIAL_OPTIONS
-from .options import Group, refuse_unsupported
+from .options import Group, refuse_unsupported, sizes_of_rates
 from .resharding import average_state, gather_shards
 from .session import Session
 
@@ -314,12 +314,16 @@ def _read_options(session: Session, group: Group, other: Group) -> Group:
         )
     options = {**group, **saved_options}
     refuse_unsupported({name: saved_options[name] for name in saved_options.keys() & {"amsgrad"}})
+    rates = sizes_of_rates(options)
+    signed = {name: options[name] for name in rates}
+    options |= rates
     try:
         session.optimizer.check_group(options)
     except (TypeError, AttributeError) as error:
         raise ValueError(
             f"loaded state dict has an option of a wrong type ({error}): it is damaged."
         ) from error
+    options |= signed
     return {name: options[name] for name in saved_options}  # check_group may have renamed a value
 
 

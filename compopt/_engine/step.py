@@ -35,7 +35,7 @@ from .handshake import (
 from .join import follow_ranks_with_data
 from .missing_ranks import RankLeft, explain_failure, post_lost_masks
 from .optimizer_base import OptimizerBase
-from .options import Group, is_numeric
+from .options import Group, sizes_of_rates
 from .overlap import run_batched_requests
 from .resharding import follow_requires_grad
 from .session import Handshake, Role, Session
@@ -86,18 +86,14 @@ def check_can_step(session: Session) -> None:
     session.check_sound()
     if session.optimizer.sharded and session.buckets_to_reshard is not None:
         raise RuntimeError(
-            f"rebind() of {session.name} failed before ranks had exchanged their shards: make a new "
-            "process group and call rebind() again, or load a checkpoint on all ranks."
+            f"rebind() of {session.name} failed before ranks had exchanged their shards: make a "
+            "new process group and call rebind() again, or load a checkpoint on all ranks."
         )
 
 
 def check_changed_options(optimizer: OptimizerBase, group: Group) -> None:
-    """Raise if an option of a group is invalid by now. Schedulers may round a rate or a decay to
-    less than 0, which torch's optimizers take.
-    """
-    rates: Group = {name: group[name] for name in ("lr", "weight_decay") if name in group}
-    sizes: Group = {name: abs(rate) if is_numeric(rate) else rate for name, rate in rates.items()}
-    optimizer.check_group({**group, **sizes, "params": []})
+    """Raise if an option of a group is invalid by now."""
+    optimizer.check_group({**group, **sizes_of_rates(group), "params": []})
 
 
 class Step:
