@@ -57,8 +57,8 @@ class Row:
         return self.ranks(model, lambda views, group: self.make(run, steps, views, group), run.ranks)
 
 
-def adamw(run: Run, steps: int, views: Views, group: Any = None, **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(views.values(), run.lr, fused=True, **ADAMW | options)
+def adamw(run: Run, steps: int, views: Views, group: Any = None) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(views.values(), run.lr, fused=True, **ADAMW)
 
 
 def muon(run: Run, steps: int, views: Views, group: Any = None, momentum: float = 0.95) -> torch.optim.Optimizer:
@@ -152,9 +152,6 @@ VARIANTS = {  # of LocalSteps(Muon) at its defaults, "30, int4, 800", and of Sep
 }
 for momentum in (0.8, 0.85, 0.9, 0.98):  # of Muon, where the rows above have 0.95
     inner = functools.partial(muon, momentum=momentum)
-    VARIANTS[f"DDP + Muon, momentum {momentum}"] = Row(inner, OneReplica, 8e-3)
     VARIANTS[f"LocalSteps(Muon) 30, int4, 800, inner momentum {momentum}"] = vary_default(inner=inner)
-    VARIANTS[f"LocalSteps(Muon) 140, inner momentum {momentum}"] = Row(Local(inner, 140), Lockstep, 8e-3, 0.6)
-for beta in (0.8, 0.95):  # where AdamW has 0.9
-    VARIANTS[f"DDP + AdamW, beta1 {beta}"] = Row(functools.partial(adamw, betas=(beta, 0.95)), OneReplica, 4e-3)
+VARIANTS["DDP + Muon, momentum 0.9"] = Row(functools.partial(muon, momentum=0.9), OneReplica, 8e-3)
 ROWS = MAIN | VARIANTS

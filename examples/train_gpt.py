@@ -85,8 +85,7 @@ def parse():
     args = cli.parse_args()
     if min(args.steps, args.eval_every, args.batch, args.context, args.layers, args.heads, args.width) < 1:
         cli.error("steps, eval-every, batch, context, layers, heads and width must be at least 1")
-    args.warmup = round(args.warmup_share * args.steps)
-    return args
+    return argparse.Namespace(warmup=round(args.warmup_share * args.steps), **vars(args))
 
 
 def main():

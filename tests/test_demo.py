@@ -124,4 +124,4 @@ def test_demo_says_which_run_failed(tmp_path, monkeypatch):
 def test_examples_are_short_and_formatted_like_all_else():
     for script in ("demo.py", "train_gpt.py"):
         text = (ROOT / "examples" / script).read_text()
-        assert len(text.splitlines()) <= 166 and "fmt: skip" not in text
+        assert len(text.splitlines()) <= 165 and "fmt: skip" not in text

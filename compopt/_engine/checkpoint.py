@@ -27,7 +27,7 @@ from .._wire.payload import dtype_name
 from .._wire.warning import warn
 from .collective_generators import CollectiveGenerator
 from .dense_start import FOREVER, TRIAL_OPTIONS
-from .options import Group, refuse_unsupported, sizes_of_rates
+from .options import Group, absolute_rates, refuse_unsupported
 from .resharding import average_state, gather_shards
 from .session import Session
 
@@ -314,17 +314,16 @@ def _read_options(session: Session, group: Group, other: Group) -> Group:
         )
     options = {**group, **saved_options}
     refuse_unsupported({name: saved_options[name] for name in saved_options.keys() & {"amsgrad"}})
-    rates = sizes_of_rates(options)
-    signed = {name: options[name] for name in rates}
-    options |= rates
+    rates = absolute_rates(options)
+    checked = {**options, **rates}
     try:
-        session.optimizer.check_group(options)
+        session.optimizer.check_group(checked)
     except (TypeError, AttributeError) as error:
         raise ValueError(
             f"loaded state dict has an option of a wrong type ({error}): it is damaged."
         ) from error
-    options |= signed
-    return {name: options[name] for name in saved_options}  # check_group may have renamed a value
+    # check_group may have renamed a value; rates keep their signs
+    return {name: (options if name in rates else checked)[name] for name in saved_options}
 
 
 def check_groups(session: Session, state_dict: dict[str, Any]) -> list[Group]:

@@ -68,9 +68,9 @@ def is_count(value: object, least: int = 1) -> bool:
     return is_numeric(value) and least <= number < math.inf and int(number) == number
 
 
-def sizes_of_rates(group: Group) -> Group:
-    """Return the rates of a group without their signs, for checks: schedulers may round a rate or a
-    decay to less than 0, which torch's optimizers take.
+def absolute_rates(group: Group) -> Group:
+    """Return the learning rate and weight decay without their signs, for checks: schedulers may
+    round them to less than 0, which torch's optimizers take.
     """
     rates = {name: group[name] for name in ("lr", "weight_decay") if name in group}
     return {name: abs(rate) if is_numeric(rate) else rate for name, rate in rates.items()}

@@ -35,7 +35,7 @@ from .handshake import (
 from .join import follow_ranks_with_data
 from .missing_ranks import RankLeft, explain_failure, post_lost_masks
 from .optimizer_base import OptimizerBase
-from .options import Group, sizes_of_rates
+from .options import Group, absolute_rates
 from .overlap import run_batched_requests
 from .resharding import follow_requires_grad
 from .session import Handshake, Role, Session
@@ -93,7 +93,7 @@ def check_can_step(session: Session) -> None:
 
 def check_changed_options(optimizer: OptimizerBase, group: Group) -> None:
     """Raise if an option of a group is invalid by now."""
-    optimizer.check_group({**group, **sizes_of_rates(group), "params": []})
+    optimizer.check_group({**group, **absolute_rates(group), "params": []})
 
 
 class Step:

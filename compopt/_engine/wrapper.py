@@ -137,10 +137,13 @@ class Wrapper(CompressedOptimizer):
         params = {p for group in self.param_groups for p in group["params"]}
         for p in self._session.parameters - params:
             self.base.state.pop(p, None)
-        lists = [id(group["params"]) for group in self.param_groups]
-        gone = [id(one) for one in self._wrapper_groups if id(one["params"]) not in lists]
-        removed = gone[: max(0, len(self._wrapper_groups) - len(lists))]
-        self._wrapper_groups = [one for one in self._wrapper_groups if id(one) not in removed]
+        # groups share their lists with the base's; if there are too many, some of the unshared go
+        shared = {id(group["params"]) for group in self.param_groups}
+        unshared = [
+            id(group) for group in self._wrapper_groups if id(group["params"]) not in shared
+        ]
+        removed = unshared[: max(0, len(self._wrapper_groups) - len(self.param_groups))]
+        self._wrapper_groups = [g for g in self._wrapper_groups if id(g) not in removed]
         for options, group in zip(self._wrapper_groups, self.param_groups, strict=False):
             options["params"] = group["params"]
         for inner in self._compressed_members:

@@ -48,7 +48,8 @@ def explain_choice(situation: Situation, rows: list[Row], best: Row | None) -> s
     conditions = best.measurement.conditions if best.measurement else ""
     parts = [
         f"{run}.",
-        f"Its loss was {compare_loss(best)} AdamW's in the nearest measurement ({conditions}).",
+        f"Its loss was {compare_loss(best.loss)} AdamW's in the nearest measurement "
+        f"({conditions}).",
         describe_muon(situation, best),
         certainty,
         explain_memory(situation, rows),
@@ -62,8 +63,8 @@ def format_factor(factor: float) -> str:
     return f"{factor:.2f}" if factor < 2 else format_digits(factor)
 
 
-def compare_loss(row: Row) -> str:
-    loss = row.loss or 1.0
+def compare_loss(measured: float | None) -> str:
+    loss = measured or 1.0
     if abs(loss - 1) < 5e-4:
         return "level with"
     return f"{abs(100 * (loss - 1)):.1f} % {'above' if loss > 1 else 'below'}"
@@ -75,16 +76,16 @@ WITH_MUON = {"LocalSteps": "LocalSteps(MuonAdamW)", "SeparateAdam": "Separate(Mu
 
 def describe_muon(situation: Situation, best: Row) -> str:
     """The loss with Muon in place of AdamW; "" where it was not measured or is no lower."""
-    class_line = WITH_MUON.get(METHODS[best.method].losses or best.method)
-    if class_line is None:
-        return ""
+    name = WITH_MUON.get(METHODS[best.method].losses or best.method, "")
     replicas = situation.machine.ranks // best.shard
     size, tokens = situation.work.parameters, situation.tokens_per_parameter
-    measurement = nearest_measurement(class_line, size, replicas, tokens)
+    measurement = nearest_measurement(name, size, replicas, tokens)
     if measurement is None or measurement.ratio >= (best.loss or 1.0):
         return ""
-    below = f"{100 * (1 - measurement.ratio):.1f} % below AdamW's"
-    return f"compopt.{class_line}, tuned anew, was {below} ({measurement.conditions})."
+    return (
+        f"That of compopt.{name}, with a learning rate of its own, was "
+        f"{compare_loss(measurement.ratio)} AdamW's ({measurement.conditions})."
+    )
 
 
 def is_local(row: Row) -> bool:
@@ -138,7 +139,7 @@ def describe_alternative(situation: Situation, rows: list[Row], best: Row) -> st
     text = f"{other.method} would take {format_seconds(other.run_s)}"
     if not other.fits:
         return f"{text}, but does not fit into memory."
-    loss = f"its loss was {compare_loss(other)} AdamW's"
+    loss = f"its loss was {compare_loss(other.loss)} AdamW's"
     expected = other.expected_loss or 1.0
     if expected > 1 + situation.loss_budget:
         measured = other.loss or 1.0

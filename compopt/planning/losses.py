@@ -55,9 +55,9 @@ class Measurement:
         )
 
 
-# The GPTs of bench/: width 128 for 800, 2,000 and 8,000 steps, width 512 for 1,500; of the ladder
-# (ladder.py), whose largest is the first of these.
-SMALL, WIDE, SMALLEST, MIDDLE = 861_312, 12_882_432, 184_768, 387_744
+# Parameters of the GPTs of bench/: widths 64, 96 and 128 in ladder.py; width 128 also for 800,
+# 2,000 and 8,000 steps, and width 512 for 1,500.
+GPT_0_2M, GPT_0_4M, GPT_0_9M, GPT_13M = 184_768, 387_744, 861_312, 12_882_432
 SHORT, MEDIUM, LONG = 0.95, 4.8, 9.5
 WIDE_SHORT = 0.12
 DILOCO = "DiLoCo at H = 30, arXiv 2503.09799"
@@ -67,19 +67,16 @@ MULOCO = "DiLoCo at H = 30, arXiv 2505.23725"
 def measured_here(short: float, long: float, wide: float) -> tuple[Measurement, ...]:
     """After 800 and 8,000 steps of the small model, and 1,500 of the wide one, on two ranks."""
     return (
-        Measurement(short, SMALL, 2, SHORT),
-        Measurement(long, SMALL, 2, LONG),
-        Measurement(wide, WIDE, 2, WIDE_SHORT),
+        Measurement(short, GPT_0_9M, 2, SHORT),
+        Measurement(long, GPT_0_9M, 2, LONG),
+        Measurement(wide, GPT_13M, 2, WIDE_SHORT),
     )
 
 
-def measured_on_ladder(table: Mapping[float, Mapping[int, float]]) -> tuple[Measurement, ...]:
-    """Return the ratios of bench/ladder.py, by size and workers."""
-    return published("bench/results", table)
-
-
-def published(source: str, table: Mapping[float, Mapping[int, float]]) -> tuple[Measurement, ...]:
-    """Return ratios by size and workers; all of these train 20 tokens per parameter."""
+def measured_by_size(
+    table: Mapping[float, Mapping[int, float]], source: str = "bench/results"
+) -> tuple[Measurement, ...]:
+    """Return ratios by size and workers; all of these runs train 20 tokens per parameter."""
     return tuple(
         Measurement(ratio, parameters, ranks, TOKENS_PER_PARAMETER, source)
         for parameters, row in table.items()
@@ -91,27 +88,26 @@ LOSSES: dict[str, tuple[Measurement, ...]] = {
     # Two seeds at length: .995 and 1.005.
     "SeparateAdam": (
         *measured_here(1.008, 1.0, 1.017),
-        *measured_on_ladder({SMALLEST: {4: 1.009}, SMALL: {4: 1.009}}),
+        *measured_by_size({GPT_0_2M: {4: 1.009}, GPT_0_9M: {4: 1.009}}),
     ),
-    "SeparateAdam, rank 32, int4": (Measurement(0.996, SMALL, 2, SHORT),),
-    "SeparateAdam, rank 16, int4": (Measurement(1.012, SMALL, 2, SHORT),),
-    "SeparateAdam, rank 8, int4": (Measurement(1.023, SMALL, 2, SHORT),),
-    "SeparateAdam, rank 4, int8": (Measurement(1.053, SMALL, 2, SHORT),),
+    "SeparateAdam, rank 32, int4": (Measurement(0.996, GPT_0_9M, 2, SHORT),),
+    "SeparateAdam, rank 16, int4": (Measurement(1.012, GPT_0_9M, 2, SHORT),),
+    "SeparateAdam, rank 8, int4": (Measurement(1.023, GPT_0_9M, 2, SHORT),),
+    "SeparateAdam, rank 4, int8": (Measurement(1.053, GPT_0_9M, 2, SHORT),),
     "SeparateAdam, Gaussian 16": measured_here(1.142, 1.062, 1.116),
     "LocalSteps": (
-        Measurement(1.017, SMALL, 4, MEDIUM),
-        Measurement(1.120, WIDE, 2, WIDE_SHORT),
-        *measured_on_ladder({SMALLEST: {4: 1.016}}),
-        *published(
-            DILOCO,
+        Measurement(1.017, GPT_0_9M, 4, MEDIUM),
+        Measurement(1.120, GPT_13M, 2, WIDE_SHORT),
+        *measured_by_size({GPT_0_2M: {4: 1.016}}),
+        *measured_by_size(
             {
                 35e6: {2: 1.007, 4: 1.020, 8: 1.039},
                 550e6: {2: 1.002, 4: 1.007, 8: 1.017},
                 2.4e9: {2: 0.999, 4: 1.003, 8: 1.011},
             },
+            DILOCO,
         ),
-        *published(
-            MULOCO,
+        *measured_by_size(
             {
                 150e6: {16: 1.053},
                 416e6: {16: 1.047},
@@ -119,18 +115,19 @@ LOSSES: dict[str, tuple[Measurement, ...]] = {
                 3.1e9: {16: 1.033},
                 15e9: {16: 1.010},
             },
+            MULOCO,
         ),
     ),
     "LocalSteps, every=140, int2": (
-        *measured_on_ladder({SMALLEST: {4: 1.055}}),
-        Measurement(1.041, SMALL, 4, MEDIUM),
-        Measurement(1.082, WIDE, 2, WIDE_SHORT),
+        *measured_by_size({GPT_0_2M: {4: 1.055}}),
+        Measurement(1.041, GPT_0_9M, 4, MEDIUM),
+        Measurement(1.082, GPT_13M, 2, WIDE_SHORT),
     ),
-    # Not rows of the table: what the text says of Muon inside.
-    "LocalSteps(MuonAdamW)": measured_on_ladder(
-        {SMALLEST: {4: 0.978}, MIDDLE: {2: 0.988, 4: 0.986, 8: 0.997}, SMALL: {4: 0.994}}
+    # No rows of the table: advice_report.describe_muon names their losses.
+    "LocalSteps(MuonAdamW)": measured_by_size(
+        {GPT_0_2M: {4: 0.978}, GPT_0_4M: {2: 0.988, 4: 0.986, 8: 0.997}, GPT_0_9M: {4: 0.994}}
     ),
-    "Separate(MuonAdamW)": measured_on_ladder({SMALLEST: {4: 0.968}, SMALL: {4: 0.977}}),
+    "Separate(MuonAdamW)": measured_by_size({GPT_0_2M: {4: 0.968}, GPT_0_9M: {4: 0.977}}),
     # A new mask every 100 steps.
     "RadiusAdamW": measured_here(1.022, 1.0, 1.028),
     "ScapeAdamS": measured_here(1.167, 1.051, 1.211),
@@ -138,7 +135,7 @@ LOSSES: dict[str, tuple[Measurement, ...]] = {
     "TagcAdamW": measured_here(1.030, 1.0, 1.035),
     "PowerSGD rank 4": (
         *measured_here(1.058, 1.006, 1.054),
-        *measured_on_ladder({SMALLEST: {4: 1.061}}),
+        *measured_by_size({GPT_0_2M: {4: 1.061}}),
     ),
 }
 """By method; bench/RESULTS.md says how ours were measured. A new measurement is one line here."""

@@ -16,14 +16,13 @@ import torch
 
 from .._local import rounds
 from .._local.exchange import message_bytes
+from .._state.tensors import MIN_COMPRESSED_NUMEL
 from .._wire.payload import ROW as VALUES_PER_SCALE
 
 # Bytes of a number: gradients, payloads and optimizer state are float32.
 FLOAT = 4
 # Bytes of a parameter and its gradient.
 WEIGHTS = 8
-# Elements of the smallest tensor that is compressed.
-SMALLEST_COMPRESSED = 4096
 # Bytes an element that torch.topk moves on a CPU: 18 to 32 passes.
 TOP_K = 25 * FLOAT
 # Bytes an element that a sampled threshold moves in PyTorch's operators: flags, words, positions.
@@ -66,7 +65,7 @@ class Workload:
         layers = parameters / (12 * width**2)
         # Rows and columns of a layer, in widths: qkv, out, up, down.
         shapes = [(3, 1), (1, 1), (4, 1), (1, 4)]
-        shapes = [(r, c) for r, c in shapes if r * c * width**2 >= SMALLEST_COMPRESSED]
+        shapes = [(r, c) for r, c in shapes if r * c * width**2 >= MIN_COMPRESSED_NUMEL]
         perimeter = sum(r + c for r, c in shapes) * width * layers
         columns = sum(c for _, c in shapes) * width * layers
         compressed = 0.997 * sum(r * c for r, c in shapes) / 12
@@ -83,7 +82,7 @@ class Workload:
             raise ValueError("No parameter requires a gradient: there is nothing to average.")
         total = sum(p.numel() for _, p in named)
         chosen = [
-            (name, p) for name, p in named if p.ndim >= 2 and p.numel() >= SMALLEST_COMPRESSED
+            (name, p) for name, p in named if p.ndim >= 2 and p.numel() >= MIN_COMPRESSED_NUMEL
         ]
         size = sum(p.numel() for _, p in chosen)
         rows = [p.numel() // p.shape[-1] for _, p in chosen]
