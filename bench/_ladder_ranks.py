@@ -122,6 +122,21 @@ class WithoutFeedback(Lockstep):
                 state["residual"].zero_()
 
 
+class WithAveragedMomentum(Lockstep):
+    """Local steps that average Muon's momentum too, exactly, in every exchange. Its bytes are not counted."""
+
+    @torch.no_grad()
+    def step_all(self) -> None:
+        super().step_all()
+        if not self.sent_in_step():
+            return
+        states = [o.base.state.values() for o in self.optimizers]
+        for alike in zip(*states, strict=True):
+            if "momentum_buffer" in alike[0]:
+                buffers = [state["momentum_buffer"] for state in alike]
+                torch._foreach_copy_(buffers, [torch.stack(buffers).mean(0)] * len(buffers))
+
+
 class Threads(Ranks):
     """Optimizers of _rivals.py; a rank is a thread that waits for the others in every exchange."""
 

@@ -10,7 +10,16 @@ from typing import Any, NamedTuple
 import _rivals
 import torch
 from _ladder_model import StackedGPT
-from _ladder_ranks import AlikeLockstep, Lockstep, OneReplica, Ranks, Threads, Views, WithoutFeedback
+from _ladder_ranks import (
+    AlikeLockstep,
+    Lockstep,
+    OneReplica,
+    Ranks,
+    Threads,
+    Views,
+    WithAveragedMomentum,
+    WithoutFeedback,
+)
 
 import compopt
 
@@ -147,6 +156,8 @@ VARIANTS = {  # of LocalSteps(Muon) at its defaults, "30, int4, 800", and of Sep
     "LocalSteps(Muon) 30, int4": vary_default(growth=None),
     "LocalSteps(Muon) 30, float32, 800": vary_default(payload_dtype="float32"),
     "LocalSteps(Muon) 30, int4, 800, no feedback": vary_default(WithoutFeedback),
+    "LocalSteps(Muon) 30, int4, 800, momentum averaged": vary_default(WithAveragedMomentum),
+    "LocalSteps(Muon) 1, float32": vary_default(every=1, payload_dtype="float32"),
     "Separate(Muon) 8, int4": Row(functools.partial(separate_muon, rank=8, payload_dtype="int4"), AlikeLockstep, 8e-3),
     "Separate(Muon) 4, int4": Row(functools.partial(separate_muon, rank=4, payload_dtype="int4"), AlikeLockstep, 8e-3),
 }
