@@ -4,6 +4,14 @@ Every rank decides from numbers that are equal on all ranks: the averaged header
 of the payloads, and the norm of the average. If ranks hold different parts of the model, or of the
 averaged gradient, one more message combines their decisions. ``read_decision`` has the rules for
 all cases.
+
+The control fields, whose means over ranks all ranks know:
+
+- in every payload: "stamp", the bucket and the step to which it belongs; "failed", 1 if this rank
+  takes part without its gradients.
+- in the last bucket's payload: "settings", bits of a checksum of the settings; "stale", 1 if
+  gradients were changed after backward had sent them; "unfrozen", 1 if ``requires_grad`` was
+  changed; "waits", the wait times of the rank whose turn it is.
 """
 
 from __future__ import annotations

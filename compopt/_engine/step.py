@@ -302,7 +302,9 @@ class Step:
         return decision
 
     def _run_schedule(self, schedules: list[ExchangeSchedule]) -> CollectiveGenerator[StepDecision]:
-        """Run the schedule, and another one if any rank's payloads from backward are stale."""
+        """Run the only one of ``schedules``. If any rank's payloads from backward are stale, append
+        a second one, which sends them again: the caller abandons both if something raises.
+        """
         (schedule,) = schedules
         session, comm, exchanges = self.session, self.comm, schedule.exchanges
         stale = [one.measure_staleness() for one in exchanges if one.in_backward]
@@ -310,23 +312,13 @@ class Step:
         if stale:
             device = schedule.buckets[-1].device
             any_stale = torch.cat([one.to(device) for one in stale]).amax(0, keepdim=True)
-        settings: list[object] = [*session.settings]
-        every = session.optimizer.check_replicas_every
-        if every and self.number % every == 0:
-            settings += describe_optimizer(session)
         is_unfrozen = session.trainable_has_changed
         schedule.inputs.problem = self.problem
         if is_unfrozen:  # all ranks learn of a problem, and nothing is applied
             schedule.inputs.problem = RuntimeError(
                 "other parameters require a gradient than before"
             )
-        schedule.inputs.fields = {
-            "stale": any_stale,
-            # the mean over ranks of these bits shows any difference
-            "settings": encode_bits(zlib.crc32(repr(settings).encode()), 16),
-            "waits": session.waits.make_field(self.number, comm.rank, comm.size),
-            "unfrozen": [float(is_unfrozen)],
-        }
+        schedule.inputs.fields = self._make_control_fields(any_stale, is_unfrozen)
         yield from schedule.run()
         decision = read_decision(exchanges)
         if decision.control_means["stale"][0] == 0 or len(exchanges) == 1:
@@ -340,6 +332,23 @@ class Step:
         decision = read_decision([*again.exchanges, exchanges[-1]])
         decision.resent = True
         return decision
+
+    def _make_control_fields(
+        self, any_stale: FieldValues, is_unfrozen: bool
+    ) -> dict[str, FieldValues]:
+        """Return the control fields of the last bucket's payload (see ``decision``)."""
+        session, comm = self.session, self.comm
+        settings: list[object] = [*session.settings]
+        every = session.optimizer.check_replicas_every
+        if every and self.number % every == 0:
+            settings += describe_optimizer(session)
+        return {
+            "stale": any_stale,
+            # the mean over ranks of these bits shows any difference
+            "settings": encode_bits(zlib.crc32(repr(settings).encode()), 16),
+            "waits": session.waits.make_field(self.number, comm.rank, comm.size),
+            "unfrozen": [float(is_unfrozen)],
+        }
 
     def _raise_if_failed(self, decision: StepDecision) -> CollectiveGenerator[None]:
         """Raise the same error on all ranks if the step failed."""
