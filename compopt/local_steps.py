@@ -5,15 +5,15 @@ Rank k has parameters w_k, in fragments p = 0 to P - 1; anchors a_p are the same
 round has H steps::
 
     1  inner.step()                                     # every step, on the rank's own gradients
-    at step p * H // P of a round (0: its last), prepare_sync
+    at step p * H // P of a round (p = 0: at its last), prepare_sync
     2  d_k <- a_p - w_k                                 # the pseudo-gradient
     3  d <- mean over ranks of d_k                      # as the outer optimizer averages gradients
     ``delay`` steps later, on all ranks or on none, perform_sync
     4  a_p <- the outer optimizer steps a_p by d        # v <- mu v + d;  a_p <- a_p - lr (d + mu v)
     5  w_k <- a_p + what the rank moved since line 2
 
-At first all gradients are averaged for ``warmup_steps``, as ``Average(inner)`` does, and rounds
-grow from 1 step to H over ``every_warmup_steps``, mu and lr from 0 and 1 with them.
+In the first ``warmup_steps`` all gradients are averaged, as ``Average(inner)`` does. Over the next
+``every_warmup_steps`` rounds grow from 1 step to H, mu from 0 and lr from 1 to their values.
 
 Where rounds end by time, or ranks are ``weighted``, line 3 is a mean weighted by the steps or
 samples that ranks took in the round.
@@ -275,27 +275,31 @@ class LocalSteps(AnchoredWrapper):
     # Exchanges
 
     def _synchronize(self) -> CollectiveGenerator[bool]:
-        """Perform and prepare what is due after a step. Returns whether an exchange was applied."""
+        """Apply the exchange whose delay has ended, and begin the one that is due after this step.
+
+        Returns whether an exchange was applied.
+        """
         options, counts, anchors, is_applied = self._options, self._counts, self._anchors, False
         if anchors is None:
             return False
-        t, at = options["step"], options["step"] - counts.begun
+        step, count = options["step"], options["fragments"]
+        in_round = step - counts.begun  # steps of the running round
         if options["round_seconds"] is not None:
-            steps, is_over = at, counts.seconds >= rounds.round_duration(options, counts.mean_step)
-            self._due |= anchors.fragments if is_over else set()
+            length = in_round
+            if counts.seconds >= rounds.round_duration(options, counts.mean_step):
+                self._due |= anchors.fragments
         else:
-            steps = rounds.round_length(options, counts.begun - options["warmup_steps"])
-            count = options["fragments"]
-            self._due |= {n for n in anchors.fragments if rounds.is_due(n, at, steps, count)}
-            if at >= steps:
-                counts.round, counts.begun = counts.round + 1, t
-        if self._exchange is not None and (self._due or t >= self._exchange.apply_at):
+            length = rounds.round_length(options, counts.begun - options["warmup_steps"])
+            self._due |= {n for n in anchors.fragments if rounds.is_due(n, in_round, length, count)}
+            if in_round >= length:
+                counts.round, counts.begun = counts.round + 1, step
+        if self._exchange is not None and (self._due or step >= self._exchange.apply_at):
             is_applied = yield from self._perform_sync()
         if self._due:
-            # never more steps than lie between two exchanges
-            delay = min(int(options["delay"]), steps // int(options["fragments"]))
-            apply_at = t + delay if delay else 0
-            yield from self._prepare_sync(anchors, steps, apply_at)
+            # at most the number of steps between two exchanges
+            delay = min(int(options["delay"]), length // int(count))
+            apply_at = step + delay if delay else 0
+            yield from self._prepare_sync(anchors, length, apply_at)
             if not delay:
                 is_applied = yield from self._perform_sync()
         return is_applied
@@ -304,13 +308,13 @@ class LocalSteps(AnchoredWrapper):
     def _prepare_sync(
         self, anchors: Anchors, steps: int, apply_at: int = 0, is_last: bool = False
     ) -> CollectiveGenerator[FragmentSync]:
-        """Begin the exchange of the fragments that are due, after a round of so many ``steps``."""
+        """Begin the exchange of the fragments that are due, after a round of ``steps`` steps."""
         fragments, session, counts = self._due, self._session, self._counts
         yield from self._follow_ranks_with_data()
         try:
             moved, shards = anchors.set_pseudo_gradients(fragments), session.shard_communicators
             squared = squared_norm_of_part(moved, shards, anchors.outer._session.device)
-            if shards:  # a replica is lost where one of its shards is
+            if shards:  # one shard that is not finite makes the whole replica so
                 sums = yield from sum_over_groups(shards, [float(squared)], session.device)
                 squared = squared.new_tensor(sums[0])
         except BaseException:
@@ -328,9 +332,10 @@ class LocalSteps(AnchoredWrapper):
 
     @torch.no_grad()
     def _perform_sync(self) -> CollectiveGenerator[bool]:
-        """Wait for the exchange on its way, if there is one, and apply it. Returns whether it was:
-        not where the average is not finite. Where it fails, on all ranks, nothing is applied, and
-        it is due again.
+        """Wait for the exchange in flight, if there is one, and apply it.
+
+        Returns whether it was applied: not if the average is not finite. If the exchange fails, on
+        all ranks, nothing is applied, and its fragments are due again.
         """
         session, exchange = self._session, self._exchange
         if exchange is None:
@@ -346,8 +351,8 @@ class LocalSteps(AnchoredWrapper):
             raise
         self._exchange = None
         exchange.step.comm.unfinished.clear()
-        self._exchanged = {
-            **self._exchanged,
+        self._exchange_stats = {
+            **self._exchange_stats,
             **outcome.measure_distances(),
             "weight": outcome.share,
             "round_steps": int(exchange.contribution.steps),
@@ -365,7 +370,7 @@ class LocalSteps(AnchoredWrapper):
         return is_applied
 
     def _apply(self, exchange: FragmentSync, outcome: Outcome) -> bool:
-        """Apply lines 4 and 5, as a whole."""
+        """Do lines 4 and 5, if all ranks have decided to. Returns whether they have."""
         anchors, session, decision = exchange.anchors, self._session, outcome.decision
         counts = self._counts
         if outcome.is_empty:
@@ -431,8 +436,9 @@ class LocalSteps(AnchoredWrapper):
         return norm
 
     def _gradient_norm(self, grads: dict[Tensor, Tensor]) -> CollectiveGenerator[float]:
-        """The norm over all shards of the replica; NaN where a GradScaler has found an inf. Shards
-        also agree on the time of the round.
+        """Return the norm over all shards of the replica, NaN if a GradScaler has found an inf.
+
+        In the same message shards agree on the time of the round.
         """
         shards = self._session.shard_communicators
         squared = float(squared_norm_of_part(grads, shards, self._session.device))
@@ -450,10 +456,11 @@ class LocalSteps(AnchoredWrapper):
     def end_round(self) -> None:
         """End the running round: exchange what ranks have moved, and apply it.
 
-        Afterwards parameters are equal on all ranks: call it on all of them after the last step,
-        before an evaluation, or before the model is saved. Where they are equal nothing changes.
+        Afterwards parameters are equal on all ranks. Call it on all ranks after the last step,
+        before an evaluation, and before the model is saved. It changes nothing if parameters are
+        equal already.
 
-        Raises CommunicationError when the exchange failed; it is tried again after the next step.
+        Raises CommunicationError if the exchange failed; it is tried again after the next step.
         """
         for _ in self.end_round_as_generator():
             pass
@@ -463,10 +470,10 @@ class LocalSteps(AnchoredWrapper):
         self._check_own_params()
         if anchors is None:
             return
-        t, at = self._options["step"], self._options["step"] - counts.begun
+        step, in_round = self._options["step"], self._options["step"] - counts.begun
         is_applied = yield from self._perform_sync()
         if self._options["round_seconds"] is not None:
-            # take part in the rounds of ranks that go on, until all have come to their end
+            # take part in the rounds of ranks that still train, until all have called this
             is_applied = is_last = False
             while not is_last:
                 self._read_clock()
@@ -477,14 +484,14 @@ class LocalSteps(AnchoredWrapper):
                 is_applied |= yield from self._perform_sync()
                 outcome = yield from exchange.communication.finish()  # it has ended
                 is_last = outcome.mean.is_last == 1
-        elif at > 0:
-            counts.round, counts.begun = counts.round + 1, t
+        elif in_round > 0:
+            counts.round, counts.begun = counts.round + 1, step
         self._due |= {moved.fragment for moved in anchors.tensors if moved.has_moved}
         if self._due:
-            yield from self._prepare_sync(anchors, max(1, at))
+            yield from self._prepare_sync(anchors, max(1, in_round))
             is_applied = yield from self._perform_sync()
         self._note_open_round()
-        if is_applied or at > 0:
+        if is_applied or in_round > 0:
             self._report(last.grad_norm, is_applied, is_step=False)
             self._session.stats.bytes_sent += last.bytes_sent
 
@@ -526,7 +533,7 @@ class LocalSteps(AnchoredWrapper):
     def _bucket_layouts(self, bucket: Bucket) -> dict[str, Layout]:
         if self.averages_gradients:
             return super()._bucket_layouts(bucket)
-        # that of the averaged start, which has ended
+        # the averaged start has ended, so its residual is empty
         return {"residual": PaddedVector(bucket.compute_dtype, lambda p: 0, optional=True)}
 
     @property
@@ -545,15 +552,15 @@ class LocalSteps(AnchoredWrapper):
 
     @contextmanager
     def use_anchors(self) -> Iterator[None]:
-        """Put the anchors into the model, and afterwards this rank's own parameters back::
+        """Put the anchors into the model within the block, then restore this rank's parameters::
 
             with optimizer.use_anchors():
                 evaluate(model)
 
         Anchors are the parameters as of the last exchange, which are equal on all ranks. Nothing is
-        communicated, and training goes on as if nothing had been. Any rank may do so alone, at any
-        time. Within the block a step, the end of a round, and saving or loading this optimizer
-        raise RuntimeError.
+        communicated, and training is not affected. Any rank may do so alone, at any time. Within
+        the block a step, the end of a round, and saving or loading this optimizer raise
+        RuntimeError.
         """
         anchors, exchange = self._anchors, self._exchange
         underway = exchange.fragments if exchange else ()
@@ -563,7 +570,7 @@ class LocalSteps(AnchoredWrapper):
     # Reports
 
     def _report(self, norm: float, is_applied: bool, is_step: bool = True) -> None:
-        """Renew ``stats``, after a step or the end of a round."""
+        """Update ``stats`` after a step or the end of a round."""
         session, anchors = self._session, self._anchors
         phase = "exchanged" if is_applied else "dense" if session.is_single_process else "local"
         sent = 0 if anchors is None else anchors.take_bytes_sent()
@@ -579,15 +586,15 @@ class LocalSteps(AnchoredWrapper):
     # Checkpoints
 
     def consolidate_as_generator(self) -> Generator[PendingCollective, None, None]:
-        """Beside residuals, what the inner optimizer keeps becomes its mean over ranks, and within
-        a round the parameters too: what ranks have moved is then the same on all.
+        """Replace residuals and the state of the inner optimizer by their means over ranks; within
+        a round parameters too, so that all ranks have moved the same.
         """
         session, anchors = self._session, self._anchors
         self._check_own_params()
         yield from self._perform_sync()
         if anchors is not None and self.round_is_open:
             weight = 1.0
-            if self._options["weighted"]:  # of this rank in the round, by the mean over ranks
+            if self._options["weighted"]:  # this rank's weight over the mean of all weights
                 message = torch.tensor([self._counts.weight], dtype=torch.float64)
                 rows = yield from gather_rows(message.to(session.device), session.comm)
                 mean = float(rows.mean())
