@@ -63,10 +63,11 @@ def separate(
     mean = yield from reducer.reduce()  # lines 1 to 3
     norm = yield Agree(mean, reducer.phase, reducer.squared_norm())
 
-    # from here on state changes; large matrices are drawn again instead of kept during the exchange
-    reducer.draw_matrices()
+    # from here on state changes
+    reducer.draw_matrices()  # again: R is not kept during the exchange, which would take memory
     factor = reducer.clip_factor(norm)
     have_gradients = bucket.have_gradients(mean)
+    # fused implementations know AdamW only, and averages that are whole or factored
     if isinstance(update, AdamWUpdate) and reducer.has_factors:
         yield RunBatched(  # lines 4 and 5
             update_tensors, bucket, ops, mean, reducer, update, have_gradients, factor

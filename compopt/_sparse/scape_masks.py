@@ -18,7 +18,7 @@ from torch import Tensor
 from .._engine.dense_start import dense_steps, ramp_of
 from .._engine.stats import Stats
 from .._ops.operations import Ops
-from .._ops.update_helpers import moment_of_slice
+from .._ops.update_helpers import compute_x_of_slice
 from .._state.bits import count_set_bits, make_bits, set_all_bits_, split_positions
 from .._state.buckets import Bucket
 from .._state.masks import (
@@ -83,7 +83,7 @@ class Selection:
     def select_all(self, grads: Tensors) -> None:
         """Select by line 10's x of all tensors, before anything is written."""
         for i, piece in self.slices.items():
-            self.select(i, moment_of_slice(self.bucket, i, piece, grads[i]))
+            self.select(i, compute_x_of_slice(self.bucket, i, piece, grads[i]))
 
     def select(self, i: int, x: Tensor) -> None:
         """Select the largest of ``x``, this rank's slice of tensor i."""

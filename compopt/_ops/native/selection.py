@@ -20,7 +20,7 @@ from ..._state.masks import (
 )
 from ..._wire.requests import CommunicationError
 from ..operations import Ops
-from ..update_helpers import moment_of_slice
+from ..update_helpers import compute_x_of_slice
 from .passes import Column, Table, address, address_in_turn, addresses, is_plain
 
 
@@ -107,7 +107,7 @@ class NativeSelection:
         if i in self.slices:
             piece, first = self.slices[i], self.first[i]
             out = self.positions[first : first + piece.k]
-            self.ops.select_top_k(moment_of_slice(self.bucket, i, piece, g), piece.k, 0.0, out)
+            self.ops.select_top_k(compute_x_of_slice(self.bucket, i, piece, g), piece.k, 0.0, out)
 
     def store_thresholds(self) -> None:
         """Do nothing: the pass that selected has stored them."""
