@@ -131,6 +131,7 @@ def warn_if_without_gradients(session: Session, decision: StepDecision) -> None:
 
 
 def warn_without_gradients(session: Session, step: int, consequence: str) -> None:
+    """Warn once that this rank had no gradients; ``consequence`` completes "it ..."."""
     session.warn_once(
         "no gradients",
         f"rank {session.comm.rank} had no gradients in step {step}: it {consequence}. Call "

@@ -73,8 +73,9 @@ class CompressedOptimizer(OptimizerBase):
         self._check_defaults(defaults)  # before parameters, as torch
         super().__init__(params, defaults)
         self._session.build_buckets()
-        for on_construction in construction_callbacks if _has_integrations.get() else ():
-            on_construction(self)
+        if _has_integrations.get():
+            for on_construction in construction_callbacks:
+                on_construction(self)
 
     def _check_defaults(self, defaults: dict[str, Any]) -> None:
         self.check_group({**defaults, "params": []})
@@ -139,7 +140,7 @@ class CompressedOptimizer(OptimizerBase):
         return loss
 
     def step_as_generator(self) -> Generator[PendingCollective, None, None]:
-        """The step as a generator, which yields each collective it is about to wait for."""
+        """Return the step as a generator, which yields each collective before it waits for it."""
         with drop_scale_on_error(self._session):
             yield from exchange_and_commit(self._session)
 
@@ -200,8 +201,8 @@ class CompressedOptimizer(OptimizerBase):
         return self.comm.group
 
     def end_join(self) -> None:
-        """End a ``Join``: steps are again those of ranks that all have data. Options become those
-        of a rank that had data last, whose scheduler may have stepped since its last step.
+        """End a ``Join``: from now on all ranks have data again. Copy the options of a rank that
+        had data last, because its scheduler may have stepped since its last step.
         """
         session = self._session
         if session.is_joining and self.comm.size > 1:
@@ -270,17 +271,21 @@ class CompressedOptimizer(OptimizerBase):
     def _replace_parameters(self) -> None:
         """Lay out state for other parameters; those that stay keep theirs.
 
-        Raises ValueError if that has been cut into shards, which would have to be cut anew.
+        Raises ValueError if their state is cut into shards, which would have to be cut anew.
         """
-        for group in self.param_groups if self.sharded else ():
-            self._forget_shards(group)
+        if self.sharded:
+            for group in self.param_groups:
+                self._forget_shards(group)
         params = {p for group in self.param_groups for p in group["params"]}
         for p in self._session.parameters - params:
             self.state.pop(p, None)
         self._session.rebuild_buckets()
 
     def _forget_shards(self, group: Group) -> None:
-        """Drop shards of a group whose parameters have changed; raise if they hold anything."""
+        """Drop the shards of a group whose parameters have changed.
+
+        Raises ValueError if a step has filled shards of parameters that stay.
+        """
         session = self._session
         layout = [*session.buckets, *session.frozen_buckets]
         buckets = [bucket for bucket in layout if bucket.group is group]

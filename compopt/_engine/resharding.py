@@ -67,7 +67,9 @@ def average_base(
         for p, pairs, are_equal in zip(
             bucket.params, tensors, rows.eq(rows[0]).all(0), strict=True
         ):
-            for _, value in pairs if are_equal else ():
+            if not are_equal:
+                continue
+            for _, value in pairs:
                 is_mean = value.is_floating_point() and value.shape == to_local(p).shape != ()
                 messages.setdefault((is_mean, value.dtype), []).append(value)
         for (is_mean, _), values in messages.items():

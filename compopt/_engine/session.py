@@ -109,8 +109,8 @@ class Session:
         self.posted_note = ""  # the kind of note that this rank has left for the others
 
         # buckets and backend
-        self.parameters = parameters  # of all groups
-        self.trainable = trainable  # those that buckets hold
+        self.parameters = parameters  # all, of all groups
+        self.trainable = trainable  # those that require a gradient: buckets hold them
         self.is_built = False
         self.buckets: list[Bucket] = []
         self.frozen_buckets: list[Bucket] = []  # without memory, never exchanged
@@ -328,9 +328,9 @@ class Session:
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.trial = begin_trial(groups, self.buckets)
         self.offload = Offload(OFFLOADED.get(optimizer.offload or "", ()))
-        # inside FSDP2 the optimizer's own ranks hold the other shards
-        parted = () if optimizer.replaces_reduce_scatter else self.buckets
-        meshes = make_shard_communicators(p for bucket in parted for p in bucket.params)
+        # inside FSDP2 the mesh is that of the optimizer's own ranks: no others hold shards
+        on_mesh = () if optimizer.replaces_reduce_scatter else self.buckets
+        meshes = make_shard_communicators(p for bucket in on_mesh for p in bucket.params)
         self.shard_communicators = self.given_shard_communicators or meshes
         self.is_built = True
         for bucket in self.buckets:
@@ -346,8 +346,8 @@ class Session:
         optimizer.after_layout()
 
     def _fill_state(self, bucket: Bucket) -> None:
-        """Allocate the bucket's state, copy that of ``optimizer.state`` into it, and replace that
-        by views of it.
+        """Allocate the bucket's state, copy ``optimizer.state`` into it, and let that show views of
+        the copy.
         """
         layouts, state = self.optimizer._bucket_layouts(bucket), self.optimizer.state
         entries = [

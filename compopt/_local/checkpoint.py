@@ -1,8 +1,9 @@
 """Anchors, the outer optimizer and the running round in a state dict: under "outer" in the entry of
 each parameter, because torch.distributed.checkpoint keeps nothing beside those entries.
 
-It also loads only what is there already. So entries have the same names from the first state dict
-on. Before a parameter has an anchor its ``fragment`` is -1, and its tensors mean nothing.
+torch.distributed.checkpoint also loads only into entries that exist. So entries have the same names
+from the first state dict on. Before a parameter has an anchor its ``fragment`` is -1, and its other
+values mean nothing.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def save_rounds(
 
 
 def _as_tensors(numbers: dict[str, float]) -> dict[str, Tensor]:
-    """Return tensors of them: flattened state dicts hold no booleans."""
+    """Return numbers as tensors, because flattened state dicts hold no booleans."""
     return {
         name: torch.tensor(
             number, dtype=torch.float64 if isinstance(number, float) else torch.int64

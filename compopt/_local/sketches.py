@@ -30,7 +30,9 @@ def make_sketch(
     """Return the sketch of a vector that is given as tensors, each with a factor."""
     size = sketch_size(ranks)
     sums = torch.zeros(size, dtype=torch.float32, device=device)
-    for number, block in enumerate(_cut_blocks(tensors) if size else ()):
+    if not size:
+        return sums
+    for number, block in enumerate(_cut_blocks(tensors)):
         at = noise_offset((*seed, number))
         signed = block.to(device) * _random_signs(device)[at : at + len(block)]
         sums += torch.nn.functional.pad(signed, (0, -len(signed) % size)).view(-1, size).sum(0)
@@ -61,8 +63,8 @@ def _random_signs(device: torch.device) -> Tensor:
 
 
 def sum_of_products(lengths: Tensor, sketches: Tensor) -> float:
-    """Return the squared norm of the sum of vectors, of which these are the lengths and, in a row
-    each, the sketches. Vectors of one direction add up exactly.
+    """Return the squared norm of the sum of vectors, from their ``lengths`` and their ``sketches``,
+    one in each row. It is exact if all vectors have one direction.
     """
     rows = sketches.double()
     scales = lengths / rows.norm(dim=1).clamp(min=torch.finfo(torch.float64).tiny)

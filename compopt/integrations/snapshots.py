@@ -1,16 +1,17 @@
 """Snapshots of a run, from which it goes on with any number of ranks.
 
-Every replica of the model writes a snapshot of its own, whole, into a folder that other replicas
-need not see: nothing crosses the network. In most runs a replica is one rank; where parameters are
+Every replica of the model writes a complete snapshot of its own, into a folder that other replicas
+need not see: nothing crosses the network. In most runs a replica is one rank. If parameters are
 sharded, the ranks that hold its shards write together.
 
-What ranks have in common is in each snapshot. A rank's own part is its residual and, in
+Each snapshot holds what ranks have in common, and a rank's own part: its residual and, in
 LocalSteps, the moments of the inner optimizer and what the rank has moved in the running round. If
-the same ranks resume, each has its own part back, to the bit. If others do, they receive what ranks
-have in common, and the rest becomes its mean over the snapshots that are left. A snapshot's name
-has a stamp of the ``save()`` that wrote it, the same on all ranks: two runs that went on from the
-same snapshot come to the same steps, and ranks must not take some from one and some from the
-other. The file ``.metadata`` is written last; a snapshot that has it is complete::
+the same ranks resume, each gets its own part back, to the bit. If others resume, they get what
+ranks have in common, and own parts become their mean over the snapshots that are left.
+
+A snapshot's name has a stamp of the ``save()`` that wrote it, the same on all ranks. Two runs that
+continue from one snapshot reach the same steps; the stamp keeps ranks from mixing their snapshots.
+The file ``.metadata`` is written last; a snapshot that has it is complete::
 
     folder/step-00000120-1759312345678901234/replica-1-of-3/.metadata
 """
@@ -78,7 +79,7 @@ class Snapshots:
         snapshots.close()
 
     Args:
-        folder: of this machine, or one that all see. It may have been moved.
+        folder: on this machine, or one that all machines see. It may be moved between runs.
         model: the model, also within DistributedDataParallel or FSDP2.
         optimizer: one of this package over its parameters.
         keep: the number of complete snapshots that are kept while the next one is written.
@@ -316,8 +317,9 @@ class Snapshots:
 
 
 def assign_snapshots(visible: list[list[Snapshot]]) -> list[list[Snapshot]]:
-    """Return which of the newest snapshots each rank loads, of those that it sees: each is loaded
-    once, by the rank of its number if that sees it, else by one that has fewest.
+    """Return which of the newest snapshots each rank loads, of those that it sees.
+
+    Each is loaded once, by the rank that has the fewest; among equals by the rank of its number.
     """
     newest = max((s.stamp for snapshots in visible for s in snapshots), default=0)
     assignment: list[list[Snapshot]] = [[] for _ in visible]
@@ -330,7 +332,7 @@ def assign_snapshots(visible: list[list[Snapshot]]) -> list[list[Snapshot]]:
 
 
 class RankParts:
-    """The parts of a state that each rank has for itself: those of which only the mean counts."""
+    """The parts of a state that differ between ranks, and of which only the mean counts."""
 
     def __init__(self, optimizer: CompressedOptimizer):
         self._names = {*optimizer.rank_local_state, "residual", "pseudo_gradient"}
@@ -382,7 +384,9 @@ def _iterate_anchors(state: State) -> Iterator[tuple[str, Tensor]]:
 
 
 def iterate_leaves(state: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
-    """Yield the path and the value of everything in nested dicts that is no dict."""
+    """Yield the path and the value of every leaf of nested dicts. The optimizer's list of groups is
+    descended into, other lists are leaves.
+    """
     items = enumerate(state) if isinstance(state, list) else state.items()
     for key, value in items:
         if isinstance(value, dict) or (isinstance(value, list) and path[-1:] == ("optimizer",)):
@@ -409,7 +413,7 @@ def _run(turns: Generator[Any, None, Result]) -> Result:
 
 @contextmanager
 def _without_warning(optimizer: CompressedOptimizer) -> Iterator[None]:
-    """Say nothing of state that other ranks have: they save it themselves."""
+    """Do not warn in this block of state that other ranks have: they save it themselves."""
     warned = optimizer._session.warned
     is_new = "saving" not in warned
     warned.add("saving")
