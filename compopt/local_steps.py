@@ -80,8 +80,8 @@ from .average import average, outer_sgd
 
 
 class LocalSteps(AnchoredWrapper):
-    """Any torch optimizer, stepped by every rank on its own gradients; every so many steps ranks
-    average what they moved::
+    """Any torch optimizer, which every rank steps on its own gradients. At the end of a round ranks
+    average what they have moved::
 
         adamw = torch.optim.AdamW(model.parameters(), lr=3e-4)
         optimizer = compopt.LocalSteps(adamw, every=30)
@@ -93,45 +93,46 @@ class LocalSteps(AnchoredWrapper):
     Args:
         inner: an optimizer over the model's parameters, or a list of several over disjoint ones;
             may be of this package (AdamS), which then averages nothing itself.
-        every: H, steps of a round; 30 by default.
-        round_seconds: instead of ``every``: a round ends on a rank at its first step after this
-            time. Each rank takes as many steps as it can, and all are averaged by their weights.
+        every: H, the steps of a round; 30 by default.
+        round_seconds: in place of ``every``: a round ends on a rank at its first step after this
+            time. Each rank takes as many steps as it can, and ranks are averaged by their weights.
         weighted: weight ranks by the steps each took since the last average (skipped ones not
             counted), or by the ``samples`` passed to ``step()``. Always on with
             ``round_seconds``. Default: equal weights.
-        outer: makes the optimizer, one of this package, that steps the anchors it is given, on
-            pseudo-gradients; those of further fragments are added to it as groups. None:
+        outer: a function of a list of anchors, which returns an optimizer of this package over
+            them; it steps them on pseudo-gradients. Further fragments become groups of it. None:
             ``Average`` around ``torch.optim.SGD`` with Nesterov's momentum, by ``payload_dtype``,
             ``outer_lr`` and ``outer_momentum``.
-        payload_dtype: of what is exchanged, and of gradients in the averaged start; as in
+        payload_dtype: dtype on the wire, also for gradients in the averaged start; as in
             :class:`Average`.
-        outer_lr, outer_momentum: of the default ``outer``, after a round of ``every`` steps. 1 and
-            0: ranks average parameters. A momentum of None is 0.9, or 0.6 with a Muon inside.
-        fragments: P, parts of the model that are exchanged at different steps of a round.
+        outer_lr, outer_momentum: the rates of the default ``outer`` after a round of ``every``
+            steps. With 1 and 0 ranks average parameters. A momentum of None is 0.9, or 0.6 if the
+            inner optimizer contains a Muon.
+        fragments: P, the number of parts of the model, exchanged at different steps of a round.
         delay: steps from the beginning of an exchange to its application; training goes on
             meanwhile. At most every / fragments.
         warmup_steps: steps at the start in which gradients are averaged, as by :class:`Average`.
-        every_warmup_steps: steps after these in which rounds grow from 1 step to their length, and
-            an ``outer`` around SGD, as the default, from averaging parameters to its own rate and
-            momentum.
-        max_grad_norm: clips each rank's own gradient to this L2 norm; in the start the averaged
-            one.
+        every_warmup_steps: steps after the start in which rounds grow from 1 step to their length.
+            An ``outer`` around SGD, as the default, grows with them, from averaging parameters to
+            its own rate and momentum.
+        max_grad_norm: clips each rank's own gradient to this L2 norm; in the averaged start the
+            average.
         process_group: the ranks to average over. None: the default group, or one process where
             there is none.
         offload: "outer" keeps anchors and outer optimizer in host memory, and exchanges from there:
             the process group must carry host tensors (gloo does).
-        simulate: take rounds on one process too, to see what many would do. Else, without other
-            ranks, a step is that of ``inner``.
+        simulate: take rounds on a single process too, to see their effect. Otherwise a step without
+            other ranks is that of ``inner``.
 
-    State beside the inner optimizer's: in the outer one the anchors, its momentum and its
-    ``residual``, each as large as the parameters; ``residual`` of the averaged start, while that
-    lasts. What a rank moved is as large again while it is exchanged.
+    State beside the inner optimizer's: the anchors, the outer momentum and the outer ``residual``,
+    each as large as the parameters; during the averaged start its ``residual``. During an exchange
+    the pseudo-gradient takes as much again.
 
     Raises:
-        TypeError: inner is no optimizer, or one that evaluates the model more than once a step
+        TypeError: inner is no optimizer, or one that evaluates the model more than once per step
             (LBFGS).
         ValueError: inner compresses by itself; two of several have the same parameters; an option
-            out of its range.
+            is out of its range.
     """
 
     rank_local_state = ("residual",)

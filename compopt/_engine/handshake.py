@@ -28,6 +28,8 @@ from .collective_generators import CollectiveGenerator, exchange_one
 from .decision import StepDecision
 from .session import Session
 
+VALUES = "checksum of its values"  # the name of a Fact
+
 
 class Checksums(NamedTuple):
     """One rank's numbers, which the handshake compares."""
@@ -175,9 +177,6 @@ def describe_optimizer(session: Session) -> list[Fact]:
         if session.optimizer.has_equal_replicas:
             checksums.append(Fact(name, VALUES, str(_checksum(to_local(p.detach())))))
     return facts + names + layouts + checksums
-
-
-VALUES = "checksum of its values"
 
 
 def _checksum_text(text: object) -> int:

@@ -54,7 +54,7 @@ class CompressedOptimizer(OptimizerBase):
     A step is all or nothing. If any rank has a non-finite gradient, all ranks skip the step. If a
     collective fails, :class:`CommunicationError` is raised. In both cases parameters, state and
     step counts do not change on this rank. A rank that had received everything when a collective
-    failed may have applied the step; :meth:`rebind` then copies from there.
+    failed may have applied the step; :meth:`rebind` then copies its state to the others.
     """
 
     _session: Session

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +17,13 @@ from torch.optim import Optimizer
 
 from .._engine.collective_generators import CollectiveGenerator
 from .._engine.optimizer import CompressedOptimizer, without_integrations
+from .._engine.options import Group
 from .._engine.resharding import catch_up
 from .._engine.session import Session
 from .._ops.norms import total_norm
 from .._state.tensors import HOST, distribute_like, pin, to_local
 from .._wire.collectives import Communicator, get_replicate_size
 
-Group = dict[str, Any]
 MakeOuter = Callable[[list[Tensor]], CompressedOptimizer]
 
 

@@ -21,12 +21,17 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from .._engine.options import check_compress, check_payload_and_clip, is_count, is_numeric, require
+from .._engine.options import (
+    Group,
+    check_compress,
+    check_payload_and_clip,
+    is_count,
+    is_numeric,
+    require,
+)
 from .._engine.stats import Stats
 from .._wire.collectives import Communicator
 from .._wire.warning import user_location, warn_at
-
-Group = dict[str, Any]
 
 MINIMUMS = {"every": 1, "fragments": 1, "warmup_steps": 0, "every_warmup_steps": 0, "delay": 0}
 

@@ -53,7 +53,7 @@ def sharded_scape(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     owned = OwnedElements(bucket, mask)
     sent, flat = encode_for_owners(bucket, ops, owned, grads)
     row = yield ReduceScatterMean(flat, [payload.flat.numel() for payload in sent])
-    mean = sent[shards.rank].over(row)
+    mean = sent[shards.rank].with_flat(row)
     average = decode_average(bucket, owned, mean)  # line 14
     squared = reduce(torch.add, map(squared_norm, average))
     norm = yield Agree(mean, mask.phase, squared, covers_shard_only=True)

@@ -324,7 +324,7 @@ class Bucket:
 
     @property
     def is_rounded(self) -> bool:
-        """True if a message rounds the values of tensors that have a residual, which then keeps the
+        """True if payloads round the values of tensors with a residual. The residual keeps the
         rounding error.
         """
         if self.is_single_process or all(e is None for e in self.state.get("residual", ())):

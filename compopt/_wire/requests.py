@@ -166,7 +166,7 @@ class CommunicationError(RuntimeError):
     """A collective failed.
 
     The step, or the exchange of LocalSteps, to which it belonged was not applied on this rank. A
-    rank that had received everything may have applied it; ``rebind()`` then copies from there.
+    rank that had received everything may have applied it; ``rebind()`` then copies its state.
     """
 
 
