@@ -137,7 +137,7 @@ class LocalSteps(AnchoredWrapper):
 
     rank_local_state = ("residual",)
     default_outer = staticmethod(outer_sgd)
-    _samples: float | None = None  # of the coming step
+    _samples: float | None = None  # the samples of the coming step
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class LocalSteps(AnchoredWrapper):
         simulate: bool = False,
     ):
         self.offload, inner = offload, combine_optimizers(inner)
-        if outer_momentum is None:  # of the lowest loss (docs/local_settings.md)
+        if outer_momentum is None:  # these gave the lowest loss (docs/local_settings.md)
             outer_momentum = 0.6 if "Muon" in describe_members(inner) else 0.9
         if every is not None and round_seconds is not None:
             raise ValueError(

@@ -30,7 +30,7 @@ UseMuon = Callable[[str, Tensor], bool]
 MUON_OPTIONS = {"momentum", "nesterov", "ns_steps", "ns_coefficients", "adjust_lr_fn"}
 ADAMW_OPTIONS = {"betas", "eps", "amsgrad", "maximize", "foreach", "fused", "capturable"}
 
-NUMBER = re.compile(r"(^|\.)\d+(\.|$)")  # of a layer in a stack of layers
+NUMBER = re.compile(r"(^|\.)\d+(\.|$)")  # the number of a layer in a stack
 EMBEDDING = re.compile(
     r"embed|embd|(^|[._])emb([._]|$)|(^|\.)(wte|wpe|tok|tokens?|pos|positions?)(\.|$)"
 )

@@ -87,7 +87,7 @@ class UnionReducer(ReduceScatterReducer):
     selections, the others whole. In the dense start it sends all of them whole.
     """
 
-    positions: Tensor  # of this rank's selection, in the mask
+    positions: Tensor  # the positions that this rank has selected, in the mask
     selected: Tensor  # the values at these positions
     union: Tensor  # the positions that any rank has selected, ascending
     counts: list[int]  # how many of them each rank owns

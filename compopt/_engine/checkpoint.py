@@ -31,7 +31,7 @@ from .options import Group, absolute_rates, refuse_unsupported
 from .resharding import average_state, gather_shards
 from .session import Session
 
-FORMAT = 1  # of state dicts, written into every group beside the class; 0 if a group has none
+FORMAT = 1  # the format of state dicts, in every group; a group without one has format 0
 
 # entries of a saved group that are no options
 NOT_OPTIONS = {"params", "param_names", "without_state", "residuals", "class", "format"}

@@ -89,7 +89,7 @@ def read_decision(exchanges: list[BucketExchange]) -> StepDecision:
         bucket, payload = exchange.bucket, exchange.agreement.payload
         payload.marks = marks = list(islice(numbers, len(payload.header)))
         control = exchange.control.split(list(islice(numbers, len(exchange.control))))
-        decision.control_means = control  # those of the last bucket: it carries the step's fields
+        decision.control_means = control  # at the end the last bucket's, with the step's fields
         pairs = zip(bucket.names, marks, strict=True)
         decision.non_finite += [name for name, mark in pairs if mark != mark]
         decision.has_failed_rank |= control["failed"][0] > 0

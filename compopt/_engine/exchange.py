@@ -124,7 +124,7 @@ class BucketExchange:
         self.is_ready_to_commit = False  # True once a sharded step has gathered everything
         self.error: Exception | None = None
         self.staleness: StalenessCheck | None = None
-        self._answers: list[Answer] = []  # to the requests of the generator so far
+        self._answers: list[Answer] = []  # all answers that the generator has had
         self._generator: RequestGenerator[None] | None = None
         if inputs.problem is None:
             self._start_or_withhold(self._begin)
@@ -305,7 +305,7 @@ class ExchangeSchedule:
         self.buckets = buckets
         self.exchanges: list[BucketExchange] = []
         self.inputs = ExchangeInputs(algorithm, comm)
-        self.error: CommunicationError | None = None  # of backward; raised by the step
+        self.error: CommunicationError | None = None  # raised in backward; the step raises it
         self._order = _start_in_order(buckets, self.exchanges, self.inputs)
         self._next: Bucket | PendingCollective | None = next(self._order)
 

@@ -39,7 +39,7 @@ class Checksums(NamedTuple):
     masks: int
     backend: int
     is_backend_automatic: int  # not chosen by the user
-    dense_time: int  # of a trial (when="auto"), in nanoseconds; 0 until it ends
+    dense_time: int  # the result of a trial (when="auto"), in nanoseconds; 0 until it ends
     compressed_time: int
 
 

@@ -359,7 +359,7 @@ class CompressedOptimizer(OptimizerBase):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         self._load_without_hooks(state_dict)
-        self._session.buckets_to_reshard = None  # of a rebind that failed
+        self._session.buckets_to_reshard = None  # left by a rebind that failed
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

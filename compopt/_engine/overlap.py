@@ -89,7 +89,7 @@ class BackwardOverlap:
     """The gradients that the running backward has finished, and the schedule it has started."""
 
     def __init__(self, post_commit: PostCommitExchanges):
-        self.schedule: ExchangeSchedule | None = None  # of the coming step
+        self.schedule: ExchangeSchedule | None = None  # the schedule of the coming step
         # gradients changed after a backward: start nothing in backward any more
         self.is_stopped = False
         self._post_commit = post_commit

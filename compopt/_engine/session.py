@@ -104,7 +104,7 @@ class Session:
         self.verified_message_options = ""
         # the ranks that hold the other parts of this rank's model, by dimensions of its mesh
         self.shard_communicators: list[Communicator] = []
-        # those to use in place of the mesh's, for collectives that run beside training
+        # communicators that replace those of the mesh, for collectives that run beside training
         self.given_shard_communicators: list[Communicator] = []
         self.posted_note = ""  # the kind of note that this rank has left for the others
 
@@ -135,11 +135,11 @@ class Session:
         self.stats = Stats()
         self.totals = RunTotals()
         self.waits = WaitRecord()
-        self.bytes_reported = 0  # of the bytes that the connection has sent
+        self.bytes_reported = 0  # bytes sent by the connection that stats have counted
         self.consecutive_skips = 0
         # the step at which residuals became their mean over ranks
         self.consolidated_at: int | None = None
-        self.trial: Trial | None = None  # of when="auto"
+        self.trial: Trial | None = None  # the running trial of when="auto"
         self.trial_result = ""
         self.step_callbacks: list[Callable[[], None]] = []  # called after every step
 

@@ -307,7 +307,7 @@ def check_base(base: object) -> None:
 
 # Merged state dicts
 
-PREFIX = "base."  # of an option of the base that has the name of one of the wrapper's
+PREFIX = "base."  # before the name of a base's option that the wrapper has too
 
 
 def _make_first_state(base: Optimizer, p: Tensor, group: Group) -> dict[str, Any]:

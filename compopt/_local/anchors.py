@@ -80,7 +80,7 @@ class Anchors:
         self._own_rates: list[dict[str, float]] = []
         self._last_rates: list[dict[str, float]] = []
         self.are_in_params = False
-        self._bytes_reported = 0  # of the bytes that its connection has sent
+        self._bytes_reported = 0  # bytes sent by the outer connection that stats have counted
         for number in sorted(set(fragments) - {-1}):
             members = [p for p, n in zip(params, fragments, strict=True) if n == number]
             self._add_fragment(number, members, None if self.tensors else make_outer)

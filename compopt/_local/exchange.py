@@ -199,7 +199,7 @@ def _sketch_pseudo_gradient(
 ) -> CollectiveGenerator[Tensor]:
     """Return the sketch of this rank's pseudo-gradient, of all its shards."""
     shards, device = step.session.shard_communicators, step.session.device
-    meshes = source.shard_communicators  # those of ``step`` may run beside training
+    meshes = source.shard_communicators  # ``step`` may have process groups of its own
     parts = (
         (to_local(t.anchor.grad), get_replicate_size(t.param, meshes) ** -0.5)
         for t in anchors.tensors

@@ -34,7 +34,7 @@ class AnchoredWrapper(Wrapper):
     ``LocalSteps``, exchanges them.
     """
 
-    _anchors: Anchors | None = None  # from the first local step on, where there are other ranks
+    _anchors: Anchors | None = None  # made in the first local step, if there are other ranks
     _exchange: FragmentSync | None = None  # the one in flight
     _due: frozenset[int] = frozenset()  # fragments that wait for an exchange
     _exchange_stats: dict[str, Any] = {}  # what ``stats`` report of the last exchange

@@ -25,7 +25,7 @@ GOLDEN, FIRST, SECOND = (
 )
 
 CounterKey = tuple[tuple[int, int], ...]  # (number, words) of each tensor of a bucket
-RandomMatrices = list[Tensor | None]  # of each tensor of a bucket; None: nothing is drawn
+RandomMatrices = list[Tensor | None]  # one for each tensor of a bucket; None: nothing is drawn
 
 
 class MatrixSource:

@@ -41,7 +41,7 @@ from .._wire.requests import Agree, AllGather, ReadyToCommit, RequestGenerator
 UpdateDtype: TypeAlias = torch.dtype | Literal["int8", "int4", "int2"] | None
 UPDATE_DTYPES = ("int8", "int4", "int2")
 
-UPDATE_SEED_SALT = 1_000_001  # in seeds: apart from those of payloads
+UPDATE_SEED_SALT = 1_000_001  # makes seeds of updates differ from those of payloads
 
 
 def step_zero1_shards(bucket: Bucket, ops: Ops, reducer: ShardReducer) -> RequestGenerator[None]:
@@ -151,7 +151,7 @@ class ShardedAdamW:
                 self.ops.update_adamw_moments(bucket.group, tensors)
         if self.codec is not None and self.stepped:
             sizes = self.shards.sizes(self.shards.rank)
-            errors = self.gathered[: sum(sizes)].split(sizes)  # of rounding, left by ``encode``
+            errors = self.gathered[: sum(sizes)].split(sizes)  # rounding errors, from ``encode``
             residual = state["update_residual"]
             torch._foreach_copy_(
                 [residual[i] for i in self.stepped], [errors[i] for i in self.stepped]

@@ -254,7 +254,7 @@ def add_common_residual(bucket: Bucket) -> None:
     """
     for i, common in enumerate(bucket.gathered_state.get("common", [])):
         if common is not None:
-            residual = bucket.state["residual"][i].view(-1)  # in host memory, where it is offloaded
+            residual = bucket.state["residual"][i].view(-1)  # in host memory if offloaded
             residual.add_(common.to(residual.device))
             common.zero_()
     if "common" in bucket.flat:

@@ -76,7 +76,7 @@ class Selection:
         self.bucket, self.ops, self.partition, self.rank = bucket, ops, partition, rank
         self.own_range = partition.by_rank[rank]
         self.slices = {piece.tensor: piece for piece in self.own_range.slices}
-        # of each tensor, counted from the start of its slice
+        # the selected positions of each tensor, counted from the start of its slice
         self.selected: dict[int, Tensor] = {}
         self.thresholds: dict[int, float] = {}  # guesses for the next step
 
@@ -127,8 +127,8 @@ def mask_to_send(bucket: Bucket) -> Mask:
 def exchange_masks(
     bucket: Bucket, ops: Ops, mask: Mask, mean: Payload, selection: Selection | None
 ) -> RequestGenerator[None]:
-    """After the commit: store this step's mask, on which momenta are now; with a delay gather what
-    was selected as the next step's (line 15).
+    """Store this step's mask, on which momenta are now. With a delay, gather the selections of all
+    ranks as the next step's mask (line 15). It runs after the commit.
     """
     yield from _store_current_mask(bucket, ops, mask, mean)
     if selection:

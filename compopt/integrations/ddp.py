@@ -31,7 +31,7 @@ from .._engine.session import Role
 from ._shared import ModuleWatch, call_after_backward
 
 _handovers: weakref.WeakKeyDictionary[DDP, Handover] = weakref.WeakKeyDictionary()
-# optimizers that have had a DDP, in an order that all ranks share, and when they asked for it
+# optimizers that have had a DDP, in an order that all ranks share, and the times of their requests
 _since_of: weakref.WeakKeyDictionary[CompressedOptimizer, int] = weakref.WeakKeyDictionary()
 
 
@@ -84,8 +84,9 @@ class Handover:
     def __init__(self, ddp: DDP):
         self._ddp = weakref.ref(ddp)
         self._since: dict[weakref.ref[CompressedOptimizer], int] = {}
-        self._backward = -1  # autograd's number of the last backward
-        self._required_grad: list[bool] = []  # of each parameter, in the last backward
+        self._backward = -1  # the number that autograd gave the last backward
+        # whether each parameter required a gradient in the last backward
+        self._required_grad: list[bool] = []
         self._hooked: set[Tensor] = set()  # parameters with a hook of ours
         self._is_idle = False  # DDP does not collect gradients: ranks take local steps
         advice = "compopt needs its own: remove the other hook, or train with torch.optim."

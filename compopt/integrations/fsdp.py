@@ -148,7 +148,7 @@ def register_gradient_hooks(optimizer: CompressedOptimizer) -> None:
         for key in [key for key, other in hooks.items() if isinstance(other, GradientHook)]:
             del hooks[key]
         mesh = getattr(p, "device_mesh", None)
-        # with a hook FSDP2 waits for its copies of gradients to host memory: not for offloaded ones
+        # not for offloaded parameters: with a hook FSDP2 would wait for its copies to host memory
         if p.requires_grad and mesh is not None and mesh.device_type == p.device.type:
             p.register_post_accumulate_grad_hook(hook)
 

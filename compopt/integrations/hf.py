@@ -126,7 +126,7 @@ class CompoptCallback(TrainerCallback):
         ours = unwrap_optimizer(optimizer)
         step = ours.stats
         self._prepare_events(ours, control)
-        if ours.stats is not step:  # those of the end of a round, with the bytes of the step
+        if ours.stats is not step:  # a round has ended: its stats include the bytes of the step
             self._last = ours.stats
             self._sums["bytes_sent"] += ours.stats.bytes_sent - step.bytes_sent
 

@@ -258,7 +258,7 @@ class Snapshots:
         source = next(rank for rank, snapshots in enumerate(assignment) if snapshots)
         rank_parts, parts, state = RankParts(self._optimizer), [], self._read_state()
         for snapshot in assignment[comm.rank]:
-            state = self._read(snapshot)  # in the memory of the one before
+            state = self._read(snapshot)  # overwrites the memory of the snapshot before
             parts.append(rank_parts.list_parts(state))
         if not all(assignment):
             self._share(state, source)
