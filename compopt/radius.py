@@ -17,7 +17,8 @@ interval::
     16      residual <- residual + G_n off the mask, 0 on it
     20  G <- G * min(1, max_grad_norm / |G|)
     21  u <- mhat / (sqrt(vhat) + eps) + weight_decay * w        # Algorithm 2, over all elements
-    22  if resampled: mask <- the round(D * n) largest |u| of each tensor; broadcast
+    22  if resampled:
+    23      mask <- the round(D * n) largest |u| of each tensor; broadcast
     25  w <- w - lr * u
 
 Differences from the paper: the first step after the warm-up resamples (the paper's mask is
@@ -84,7 +85,7 @@ def radius(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
         bucket.has_residual and not all(have_gradients)
     )
     if phase == "resample":
-        yield from broadcast_mask(bucket, ops, mean, masks)  # line 22
+        yield from broadcast_mask(bucket, ops, mean, masks)  # line 23
 
 
 def choose_phase(bucket: Bucket) -> str:
@@ -102,7 +103,7 @@ def update(
     bucket: Bucket, ops: Ops, mean: Payload, phase: str, mask: Mask, grads: Tensors
 ) -> list[Tensor]:
     """Do lines 10, 15, 16 and 21 to 25 for every tensor with a gradient on any rank; return the
-    masks of line 22.
+    masks of line 23.
     """
     group, state, masks, weights = bucket.group, bucket.state, [], bucket.weights
     is_rounded, have_gradients = mean.rounding_errors is not None, bucket.have_gradients(mean)
@@ -129,14 +130,14 @@ def update(
             bucket.publish_master(i)
         if resamples:
             u = update_magnitudes(group, before, m, v, step)
-            masks.append(ops.top_k_mask(u, selection_size(group["density"], w.numel())))  # line 22
+            masks.append(ops.top_k_mask(u, selection_size(group["density"], w.numel())))  # line 23
     return masks
 
 
 def broadcast_mask(
     bucket: Bucket, ops: Ops, mean: Payload, masks: list[Tensor]
 ) -> RequestGenerator[None]:
-    """Give all ranks the new mask of rank 0 (line 22). The next step waits for it.
+    """Give all ranks the new mask of rank 0 (line 23). The next step waits for it.
 
     A tensor without a gradient on any rank keeps its mask, because its residual is zero at the
     positions of the old mask, but not at those of a new one.
