@@ -23,7 +23,7 @@ from compopt.activations import (
     drop_compressors,
     set_compression,
 )
-from compopt.activations.pipeline import _ReturnBeside
+from compopt.activations.pipeline import _ReturnBeside, _SendBeside
 
 ONE_PROCESS = [n for n in COMPRESSORS if not n.startswith("Quantize") or n == "QuantizeBack4"]
 
@@ -158,6 +158,14 @@ def test_a_stage_may_change_in_place_what_it_receives():
     y = nn.ReLU(inplace=True)(_ReturnBeside.apply(values, x, pair))
     y.sum().backward()
     assert y.tolist() == [0.0, 1.0] and values.grad.tolist() == [-1.0] * 3
+
+
+def test_what_a_sender_returns_can_be_detached_in_place():
+    """As zero-bubble schedules do with the output of a stage in the middle."""
+    x = sample().requires_grad_()
+    values, _ = Quantize(2).compress(x.detach())
+    payload = _SendBeside.apply(x, values, SimpleNamespace())
+    assert torch.equal(payload.detach_().view(torch.uint8), values.view(torch.uint8))
 
 
 def test_dropping_leaves_a_model_that_never_had_compressors():

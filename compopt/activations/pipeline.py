@@ -280,7 +280,7 @@ class _SendBeside(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, values: Tensor, pair: Pair) -> Tensor:
         ctx.pair, ctx.shape = pair, tuple(x.shape)
-        return values.view_as(values)
+        return values.detach()  # zero-bubble schedules detach in place, which a view refuses
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
