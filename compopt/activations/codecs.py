@@ -223,14 +223,16 @@ class PowerSGD(Compressor):
 
     @torch.no_grad()
     def learn(self, total: Tensor) -> None:
-        if not self.training or is_recomputing():
+        if not self.training or is_recomputing() or torch.is_inference_mode_enabled():
             return
         # With fewer tokens than the rank, keep the wider basis.
         if total.shape == self.basis.shape:
-            # One non-finite batch must not spoil all later ones.
-            usable = total.isfinite().all()
+            # One batch must not spoil all later ones: not a basis whose squares overflow either.
+            basis = total.to(self.basis.dtype)
+            wide = torch.promote_types(basis.dtype, torch.float32)
+            usable = torch.linalg.vector_norm(basis, dtype=wide).isfinite()
             # A new tensor, because a forward that is recomputed may need the old one.
-            self.basis = torch.where(usable, total.to(self.basis.dtype), self.basis)
+            self.basis = torch.where(usable, basis, self.basis)
 
     def bytes(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
         tokens, (hidden, rank) = math.prod(shape[:-1]), self.basis.shape
