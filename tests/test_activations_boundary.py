@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from compopt.activations import (
+    ALONE,
     AutoEncoder,
+    Compressor,
     Identity,
     PowerSGD,
     Quantize,
@@ -77,6 +80,34 @@ def test_shapes_and_precisions_that_differ_are_said_too():
     set_compression(send, False)
     with pytest.raises(RuntimeError, match="differ in the kind of compressor"):
         receive(*send(sample().float()))
+
+
+class Rounded(Compressor):
+    """A compressor of one's own, whose values have another precision than the activation."""
+
+    def compress(self, x, ranks=ALONE):
+        return x.bfloat16(), None
+
+    def decompress(self, values, side, shape):
+        return values.float().view(shape)
+
+    def bytes(self, shape, dtype=torch.float32):
+        return 2 * math.prod(shape)
+
+
+def test_values_may_have_another_precision_than_the_activation():
+    send, receive = ends(Rounded(), Rounded())
+    x = sample().float()
+    assert torch.equal(receive(*send(x)), x.bfloat16().float())
+
+
+def test_a_stage_that_returns_no_single_tensor_is_refused():
+    class Pair(nn.Module):
+        def forward(self, x):
+            return x, x
+
+    with pytest.raises(TypeError, match="must return one tensor that is no DTensor; Pair returned tuple"):
+        SendCompressed(Pair(), TopK(0.25))(sample())
 
 
 def stage(width=HIDDEN):
