@@ -175,7 +175,8 @@ class PowerSGD(Compressor):
     The payload is P and x^T P, for an orthonormal column basis P of x Q. P is treated as constant:
     the gradient is that of the projection x -> P P^T x, without the derivative of the QR
     factorization. The row basis Q of the next call is x^T P. It is updated in training only, and
-    not while activation checkpointing recomputes a forward.
+    not while activation checkpointing recomputes a forward. An all-reduce sums x Q in fp32:
+    for an activation in 16 bits it sends more than `bytes` says, which counts a payload.
     """
 
     summable = True
