@@ -48,7 +48,14 @@ from ._engine.gradients import (
 from ._engine.handshake import gather_rows, warn_without_gradients
 from ._engine.join import JoinHook, follow_ranks_with_data
 from ._engine.missing_ranks import RankLeft
-from ._engine.options import OPTIONS_WITHOUT_HANDSHAKE, Group, Setting, require, select_options
+from ._engine.options import (
+    OPTIONS_WITHOUT_HANDSHAKE,
+    Group,
+    Setting,
+    is_number,
+    require,
+    select_options,
+)
 from ._engine.resharding import average_base, average_state
 from ._engine.session import Handshake
 from ._engine.signals import defer_signals
@@ -218,7 +225,7 @@ class LocalSteps(AnchoredWrapper):
         Raises CommunicationError if the exchange failed; the rank's own step was then taken.
         """
         if samples is not None:
-            is_good = rounds.is_number(samples) and 0 <= samples < math.inf
+            is_good = is_number(samples) and 0 <= samples < math.inf
             require(is_good, "samples", samples, "a number >= 0")
             if not self._options["weighted"]:
                 raise ValueError(

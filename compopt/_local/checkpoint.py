@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._engine.options import is_number
 from .._state.tensors import distribute_like, to_local
 from .anchors import Anchors
 from .exchange import Contribution, FragmentSync
-from .rounds import RoundCounts, is_number
+from .rounds import RoundCounts
 
 Entry = dict[str, Any]
 

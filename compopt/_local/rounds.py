@@ -16,7 +16,6 @@ import math
 import sys
 import weakref
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 from torch.optim import Optimizer
@@ -26,6 +25,7 @@ from .._engine.options import (
     check_compress,
     check_payload_and_clip,
     is_count,
+    is_number,
     is_numeric,
     require,
 )
@@ -76,10 +76,6 @@ def check_options(group: Group, offload: str | None) -> None:
     require(offload in (None, "outer"), "offload", offload, "None or 'outer'")
     # a DTensor's part is on the device of its mesh
     require(not (has_dtensors and offload), "offload", offload, "None where parameters are sharded")
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def round_length(options: Group, since: int) -> int:

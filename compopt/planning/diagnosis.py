@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import textwrap
 import time
 import zlib
@@ -96,7 +97,7 @@ class Diagnosis:
         groups = adam_options(self.optimizer.param_groups)
         self.runs = CandidateRuns(self.candidates, self.sampled, groups, self.start)
         self.stability = TopKStability([tensor.numel for tensor in self.sampled])
-        self._hook = self.optimizer.register_step_post_hook(self._after_step)
+        self._hook = self.optimizer.register_step_post_hook(self.after_step)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
@@ -109,7 +110,8 @@ class Diagnosis:
             self._hook.remove()
 
     @torch.no_grad()
-    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+    def after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        """Record a step; a hook of the optimizer."""
         began = time.perf_counter()
         if self._ended is not None:
             self._step_seconds.append(began - self._ended)
@@ -282,7 +284,8 @@ def summarize_runs(runs: CandidateRuns, gradient_norm: float) -> Findings:
     layers = [*(tensor.name for tensor in runs.sampled), ""]
     for name, rows in runs.cosines.items():
         for layer, cosines in zip(layers, zip(*rows, strict=True), strict=True):
-            findings["kept", name, layer] = mean(cosines)
+            if seen := [cosine for cosine in cosines if not math.isnan(cosine)]:
+                findings["kept", name, layer] = mean(seen)
         residuals = runs.residuals[name]
         half = len(residuals) // 2
         early, late = max(residuals[:half]), max(residuals[half:])
