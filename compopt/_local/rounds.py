@@ -16,7 +16,6 @@ import math
 import sys
 import weakref
 from dataclasses import dataclass
-from typing import Any
 
 from torch.optim import Optimizer
 
