@@ -125,7 +125,7 @@ def lightning(rank: int, folder: str, is_sharded: bool = False) -> bool:
 
     from compopt.integrations.lightning import CompoptCallback
 
-    save, load = blocks("Lightning")[:2]
+    save, load = blocks("Lightning")
 
     class Model(LightningModule):
         def __init__(self):
@@ -152,7 +152,9 @@ def lightning(rank: int, folder: str, is_sharded: bool = False) -> bool:
         quiet = dict(enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, logger=False)
         how = {"strategy": "ddp"}
         if is_sharded:
-            how = {"strategy": ModelParallelStrategy(), "callbacks": [CompoptCallback()]}
+            # by default it shards over nodes only
+            strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+            how = {"strategy": strategy, "callbacks": [CompoptCallback()]}
         trainer = Trainer(devices=2, accelerator="cpu", max_steps=steps, **how, **quiet)
         loader = torch.utils.data.DataLoader(torch.zeros(100, 1), batch_size=1)
         path = f"{folder}/lightning{is_sharded}.ckpt"
