@@ -3,7 +3,7 @@
     python bench/mask_overlap.py                  # one process, a minute
     python bench/mask_overlap.py --density 0.01 --steps 1000
 
-Prints the overlap of every compressed matrix at five moments of the run, and saves results/mask_overlap.csv and .png.
+Prints the overlap of every compressed matrix at five moments of the run, and saves results/mask_overlap.csv.
 """
 
 from __future__ import annotations
@@ -70,29 +70,13 @@ def show(rows: list[dict]) -> None:
     )
 
 
-def save(rows: list[dict], options: argparse.Namespace) -> None:
+def save(rows: list[dict]) -> None:
     RESULTS.mkdir(exist_ok=True)
     with open(RESULTS / "mask_overlap.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=["step", "layer", "overlap"])
         writer.writeheader()
         writer.writerows(rows)
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panel = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    layers = list(dict.fromkeys(row["layer"] for row in rows))
-    for number, layer in enumerate(layers):
-        mine = [row for row in rows if row["layer"] == layer]
-        colour = plt.cm.viridis(number / max(1, len(layers) - 1))
-        panel.plot([r["step"] for r in mine], [r["overlap"] for r in mine], color=colour, label=layer, linewidth=1)
-    panel.set(xlabel="step", ylabel="share of the mask that was in the one before", ylim=(0, 1))
-    panel.set_title(f"density {options.density:g}, one process, after {options.warmup} dense steps", fontsize=10)
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.legend(fontsize=6, frameon=False, ncols=2, loc="upper right", bbox_to_anchor=(1.45, 1))
-    figure.savefig(RESULTS / "mask_overlap.png", dpi=130, bbox_inches="tight")
-    print(f"Saved {RESULTS / 'mask_overlap.csv'} and .png")
+    print(f"Saved {RESULTS / 'mask_overlap.csv'}")
 
 
 def main() -> None:
@@ -104,7 +88,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = measure(options)
     show(rows)
-    save(rows, options)
+    save(rows)
 
 
 if __name__ == "__main__":
