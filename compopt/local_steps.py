@@ -36,7 +36,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ._engine.collective_generators import CollectiveGenerator, sum_over_groups
+from ._engine.collective_generators import CollectiveGenerator, exchange_one, sum_over_groups
 from ._engine.combined import OneOrSeveral, combine_optimizers, describe_members
 from ._engine.decision import StepDecision
 from ._engine.gradients import (
@@ -45,7 +45,7 @@ from ._engine.gradients import (
     restore_scale,
     unscale_gradients,
 )
-from ._engine.handshake import gather_rows, warn_without_gradients
+from ._engine.handshake import warn_without_gradients
 from ._engine.join import JoinHook, follow_ranks_with_data
 from ._engine.missing_ranks import RankLeft
 from ._engine.options import (
@@ -82,7 +82,7 @@ from ._wire.collectives import (
     get_rank,
 )
 from ._wire.payload import PayloadDtype
-from ._wire.requests import CommunicationError, RequestGenerator
+from ._wire.requests import AllGather, CommunicationError, RequestGenerator
 from .average import average, outer_sgd
 
 
@@ -604,7 +604,8 @@ class LocalSteps(AnchoredWrapper):
             weight = 1.0
             if self._options["weighted"]:  # this rank's weight over the mean of all weights
                 message = torch.tensor([self._counts.weight], dtype=torch.float64)
-                rows = yield from gather_rows(message.to(session.device), session.comm)
+                request = AllGather(message.to(session.device))
+                rows = yield from exchange_one(session.comm, request)
                 mean = float(rows.mean())
                 weight = self._counts.weight / mean if mean else 1.0
             for t in anchors.tensors:

@@ -98,6 +98,17 @@ def update_tensors(
         tensor.feed_back(mean, i, factor)  # line 5
 
 
+def choose_generator(
+    optimizer: ProjectingOptimizer, bucket: Bucket, update: Update
+) -> RequestGenerator[None]:
+    """Return the generator that steps a bucket: Algorithm 1, or the step inside FSDP2."""
+    ops, fsdp_backward = optimizer.ops, optimizer.fsdp_backward
+    if fsdp_backward is None:
+        return separate(bucket, ops, optimizer.reducer(bucket), update)
+    norm_factors = optimizer.squared_norm_factors(bucket)
+    return step_fsdp_shards(bucket, ops, fsdp_backward, update, norm_factors)
+
+
 class SeparateAdam(ProjectingOptimizer):
     r"""AdamW on gradients averaged through a low-rank projection (SEPARATE, Algorithm 1).
 
@@ -231,12 +242,7 @@ class SeparateAdam(ProjectingOptimizer):
         }
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
-        update = AdamWUpdate(self.ops)
-        if self.fsdp_backward is not None:
-            return step_fsdp_shards(
-                bucket, self.ops, self.fsdp_backward, update, self.squared_norm_factors(bucket)
-            )
-        return separate(bucket, self.ops, self.reducer(bucket), update)
+        return choose_generator(self, bucket, AdamWUpdate(self.ops))
 
 
 class Separate(Wrapper, ProjectingOptimizer):
@@ -312,12 +318,4 @@ class Separate(Wrapper, ProjectingOptimizer):
         return super()._options_for(group)
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
-        if self.fsdp_backward is not None:
-            return step_fsdp_shards(
-                bucket,
-                self.ops,
-                self.fsdp_backward,
-                self._update,
-                self.squared_norm_factors(bucket),
-            )
-        return separate(bucket, self.ops, self.reducer(bucket), self._update)
+        return choose_generator(self, bucket, self._update)

@@ -22,7 +22,7 @@ from itertools import islice
 
 import torch
 
-from .._ops.norms import squared_norms, stacked_squared_norms
+from .._ops.norms import squared_norms
 from .._wire.collectives import Communicator, profiler_range
 from .._wire.payload import bits_differ
 from .collective_generators import CollectiveGenerator, sum_over_groups
@@ -134,11 +134,8 @@ def read_numbers(exchanges: list[BucketExchange]) -> list[float]:
     # norms that the generator has not computed, for all buckets together
     clips = any(exchange.bucket.group.get("max_grad_norm") is not None for exchange in exchanges)
     bodies = [a.payload.body for a in agreements if a.squared_norm is None]
-    if len(bodies) == len(agreements) and all(body.device == device for body in bodies):
-        squares = stacked_squared_norms(bodies, clips)
-    else:
-        computed = iter(squared_norms(bodies, clips))
-        norms = [next(computed) if a.squared_norm is None else a.squared_norm for a in agreements]
-        squares = torch.cat([square.to(device).view(-1) for square in norms])
-    numbers: list[float] = torch.cat([squares, torch.cat(fields).double()]).tolist()
+    computed = iter(squared_norms(bodies, clips))
+    norms = [next(computed) if a.squared_norm is None else a.squared_norm for a in agreements]
+    squares = [square.to(device).view(-1) for square in norms]
+    numbers: list[float] = torch.cat([*squares, torch.cat(fields).double()]).tolist()
     return numbers

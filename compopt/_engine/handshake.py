@@ -77,7 +77,8 @@ def verify_peers(
         compressed_time=compressed_time,
     )
     numbers = torch.tensor(local_checksums, dtype=torch.int64).to(session.device)
-    rows = [Checksums(*row) for row in (yield from gather_rows(numbers, comm)).tolist()]
+    gathered = yield from exchange_one(comm, AllGather(numbers))
+    rows = [Checksums(*row) for row in gathered.tolist()]
     if _differ(row.backend for row in rows) and all(row.is_backend_automatic for row in rows):
         session.use_pytorch()
         return (yield from verify_peers(session, comm, has_problem))
@@ -270,20 +271,15 @@ def raise_failure(
 # Collectives
 
 
-def gather_rows(tensor: Tensor, comm: Communicator) -> CollectiveGenerator[Tensor]:
-    """Gather ``tensor`` of every rank, a row for each."""
-    return (yield from exchange_one(comm, AllGather(tensor)))
-
-
 def gather_json(
     value: object, device: torch.device, comm: Communicator
 ) -> CollectiveGenerator[list[Any]]:
     """Gather ``value`` of every rank."""
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     size = torch.tensor([text.numel()], dtype=torch.int64, device=device)
-    sizes = (yield from gather_rows(size, comm)).view(-1).tolist()
+    sizes = (yield from exchange_one(comm, AllGather(size))).view(-1).tolist()
     padded = torch.cat([text, text.new_zeros(max(sizes) - text.numel())])
-    rows = yield from gather_rows(padded, comm)
+    rows = yield from exchange_one(comm, AllGather(padded))
     return [
         json.loads(bytes(row[:size].tolist())) for row, size in zip(rows.cpu(), sizes, strict=True)
     ]

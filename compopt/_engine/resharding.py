@@ -27,7 +27,7 @@ from .._wire.collectives import Communicator, ProcessGroup, connect
 from .._wire.requests import AllGather, AllReduceMean, Broadcast
 from .._wire.warning import warn
 from .collective_generators import CollectiveGenerator, exchange_one
-from .handshake import gather_json, gather_rows
+from .handshake import gather_json
 from .options import Group
 from .session import Session
 
@@ -197,7 +197,7 @@ def catch_up(
     counts = torch.tensor([group["step"] for group in session.option_groups], dtype=torch.int64)
     numbers = [-1 if is_new else int(counts.sum()), len(shared)]
     message = torch.tensor(numbers, dtype=torch.int64, device=session.device)
-    rows = (yield from gather_rows(message, comm)).tolist()
+    rows = (yield from exchange_one(comm, AllGather(message))).tolist()
     totals = [total for total, _ in rows]
     latest = max(totals)
     if min(totals) == latest:

@@ -34,7 +34,6 @@ from .handshake import (
 )
 from .join import follow_ranks_with_data
 from .missing_ranks import RankLeft, explain_failure, post_lost_masks
-from .optimizer_base import OptimizerBase
 from .options import Group, absolute_rates
 from .overlap import run_batched_requests
 from .resharding import follow_requires_grad
@@ -89,11 +88,6 @@ def check_can_step(session: Session) -> None:
             f"rebind() of {session.name} failed before ranks had exchanged their shards: make a "
             "new process group and call rebind() again, or load a checkpoint on all ranks."
         )
-
-
-def check_changed_options(optimizer: OptimizerBase, group: Group) -> None:
-    """Raise if an option of a group is invalid by now."""
-    optimizer.check_group({**group, **absolute_rates(group), "params": []})
 
 
 class Step:
@@ -201,7 +195,8 @@ class Step:
         try:
             session.optimizer.read_options()
             for group in session.option_groups:
-                check_changed_options(session.optimizer, group)
+                checked = {**group, **absolute_rates(group), "params": []}
+                session.optimizer.check_group(checked)
         except (TypeError, ValueError) as error:
             return error
         session.follow_options()

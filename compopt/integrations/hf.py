@@ -152,19 +152,16 @@ class CompoptCallback(TrainerCallback):
     def on_save(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        if getattr(unwrap_optimizer(optimizer), "round_is_open", False):
+        ours = unwrap_optimizer(optimizer)
+        owner = describe_residual_source(ours._session)
+        is_open = getattr(ours, "round_is_open", False)
+        contents = ["the model of rank 0 within a round"] if is_open else []
+        contents += [f"the residuals of {owner} only"] if owner != "mean" else []
+        for content in contents:
             warn(
-                f"the checkpoint of step {state.global_step} holds the model of rank 0 within a "
-                "round, because another callback requested it after CompoptCallback ran: put "
-                "CompoptCallback last in callbacks.",
-                int(not state.is_world_process_zero),
-            )
-        owner = describe_residual_source(unwrap_optimizer(optimizer)._session)
-        if owner != "mean":
-            warn(
-                f"the checkpoint of step {state.global_step} holds the residuals of {owner} only, "
-                "because another callback requested it after CompoptCallback ran: put "
-                "CompoptCallback last in callbacks.",
+                f"the checkpoint of step {state.global_step} holds {content}, because another "
+                "callback requested it after CompoptCallback ran: put CompoptCallback last in "
+                "callbacks.",
                 int(not state.is_world_process_zero),
             )
 
