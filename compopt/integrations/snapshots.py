@@ -143,7 +143,7 @@ class Snapshots:
         path = self.folder / snapshot.name
         with _without_warning(self._optimizer):
             state = self._read_state()
-        with _explain(f"the snapshot {path} could not be written", comm):
+        with _explain(path, "written", comm):
             written: Any = async_save(state, checkpoint_id=path, process_group=group)
         self._pending = path, getattr(written, "upload_completion", written)
 
@@ -158,7 +158,7 @@ class Snapshots:
             return
         path, future = pending
         try:
-            with _explain(f"the snapshot {path} could not be written", self._optimizer.comm):
+            with _explain(path, "written", self._optimizer.comm):
                 future.result()
         except RuntimeError:
             shutil.rmtree(path, ignore_errors=True)  # its part of a disk that may be full
@@ -285,8 +285,7 @@ class Snapshots:
         from torch.distributed.checkpoint.state_dict_loader import load
 
         state, path, comm = self._read_state(), self.folder / snapshot.name, self._optimizer.comm
-        advice = "move it away, and resume from what is left"
-        with _explain(f"the snapshot {path} could not be read", comm, advice):
+        with _explain(path, "read", comm, ": move it away, and resume from what is left"):
             load(state, checkpoint_id=path, process_group=self._get_group())
         stateful = torch.load(io.BytesIO(state["stateful"]), "cpu", weights_only=False)
         return {**state, "stateful": stateful}
@@ -434,7 +433,7 @@ def _is_alive(group: dist.ProcessGroup) -> bool:
 
 def _has_all_bytes(path: Path) -> bool:
     """Return True if the files of a snapshot are as long as they were when it was complete."""
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     try:
         parts = FileSystemReader(path).read_metadata().storage_data.values()
@@ -448,7 +447,7 @@ def _has_all_bytes(path: Path) -> bool:
 
 
 @contextmanager
-def _explain(what: str, comm: Communicator, advice: str = "") -> Iterator[None]:
+def _explain(path: Path, done: str, comm: Communicator, advice: str = "") -> Iterator[None]:
     """Raise RuntimeError with the rank and a short cause in place of what torch raises, which is
     long and no Exception.
     """
@@ -459,10 +458,10 @@ def _explain(what: str, comm: Communicator, advice: str = "") -> Iterator[None]:
     except (CheckpointException, Exception) as error:
         failures = error.failures.values() if isinstance(error, CheckpointException) else ()
         cause = next((cause for cause, _ in failures), error)
-        first_line = (str(cause).splitlines() or [""])[0]
-        end = f": {advice}." if advice else "."
-        text = f"{what} on rank {comm.rank} ({type(cause).__name__}: {first_line}){end}"
-        raise RuntimeError(text) from error
+        why = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}"
+        raise RuntimeError(
+            f"the snapshot {path} could not be {done} on rank {comm.rank} ({why}){advice}."
+        ) from error
 
 
 # Nested states
