@@ -470,8 +470,15 @@ class LocalSteps(AnchoredWrapper):
 
         Raises CommunicationError if the exchange failed; it is tried again after the next step.
         """
-        for _ in self.end_round_as_generator():
-            pass
+        try:
+            for _ in self.end_round_as_generator():
+                pass
+        except CommunicationError as error:
+            session = self._session
+            raise CommunicationError(
+                f"the round was not ended on rank {session.comm.rank} after step {session.steps}: "
+                f"{error}. It is tried again after the next step, and by the next end_round()."
+            ) from error
 
     def end_round_as_generator(self) -> Generator[PendingCollective, None, None]:
         anchors, counts, last = self._anchors, self._counts, self._session.stats

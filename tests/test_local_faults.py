@@ -385,6 +385,41 @@ def test_a_rank_that_joins_in_the_first_round_begins_at_the_anchors():
     assert are_equal(params) and optimizers[2].stats.round == 2
 
 
+@pytest.mark.parametrize("at", [0, 3, 6])
+@pytest.mark.parametrize("steps", [2, 9])
+def test_a_rank_that_joins_may_do_so_again_where_its_first_rebind_failed(steps, at):
+    """In the first round, and after two; from its first collective on."""
+    params, optimizers = train(2, steps)
+    anchors = [t.anchor.detach().clone() for t in optimizers[0]._anchors.tensors]
+    new = [torch.nn.Parameter(torch.zeros_like(w)) for w in weights()]
+    options = dict(every=4, every_warmup_steps=0, payload_dtype=None)
+    optimizers.append(compopt.LocalSteps(adamw(new), process_group=World(1).comms[0], **options))
+    params.append(new)
+    failing = World(3)
+    failing.failing_everywhere.add(at)
+    with pytest.raises(compopt.CommunicationError):
+        rebind(optimizers, failing)
+    world = World(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing of a new rank is lost
+        world.run([o.rebind_as_generator(comm) for o, comm in zip(optimizers, world.comms, strict=True)])
+    assert all(map(torch.equal, new, anchors))
+    for t in range(steps, 12):
+        step(world, params, optimizers, gradients(3, t))
+    assert are_equal(params) and optimizers[2].stats.round == 3
+
+
+def test_an_outer_optimizer_with_shards_is_refused_by_rebind():
+    def outer(anchors):
+        return compopt.TagcAdamW(anchors, lr=0.5, warmup_steps=0)
+
+    params, optimizers = train(3, 5, outer=outer)
+    before = params[0][0].detach().clone()
+    with pytest.raises(ValueError, match=r"sharded state \(TagcAdamW\): load a consolidated checkpoint on all ranks"):
+        rebind(optimizers[:2], World(2))
+    assert torch.equal(params[0][0], before) and optimizers[0].comm.size == 3
+
+
 def test_a_rank_that_is_left_alone_trains_as_its_inner_optimizer():
     (own, _), (optimizer, _) = train(2, 5)
     rebind([optimizer], World(1))

@@ -100,6 +100,9 @@ def test_after_a_rebind_that_failed_no_step_is_taken_without_moments():
     before = [p.detach().clone() for p in params[0]]
     with pytest.raises(RuntimeError, match=r"rebind\(\) of TagcAdamW failed before ranks had exchanged their shards"):
         step(failing, params, optimizers, gradients(2, 3, SHAPES))
+    for saves in (optimizers[0].state_dict, optimizers[0].consolidate_state, lambda: copy.deepcopy(optimizers[0])):
+        with pytest.raises(RuntimeError, match=r"rebind\(\) of TagcAdamW failed before ranks had exchanged"):
+            saves()
     assert all(map(torch.equal, params[0], before))
     for optimizer, state in zip(optimizers, saved, strict=False):
         optimizer.load_state_dict(state)

@@ -19,6 +19,7 @@ from torch._compile import _disable_dynamo
 from .._ops.operations import Ops
 from .._state.buckets import Bucket
 from .._wire.collectives import Communicator, PendingCollective, ProcessGroup, notify_join
+from .._wire.requests import CommunicationError
 from . import checkpoint, missing_ranks, resharding
 from .dense_start import TRIAL_OPTIONS
 from .gradients import drop_scale_on_error
@@ -159,8 +160,15 @@ class CompressedOptimizer(OptimizerBase):
         Raises ValueError if ranks are more than one step apart, or if sharded state would go to
         more ranks; CommunicationError if ranks fail again.
         """
-        for _ in self.rebind_as_generator(process_group):
-            pass
+        try:
+            for _ in self.rebind_as_generator(process_group):
+                pass
+        except CommunicationError as error:
+            raise CommunicationError(
+                f"rebind() of {self._session.name} failed on rank {self.comm.rank}: {error}. Make "
+                "a new process group of the ranks that are left, and call rebind() again on all of "
+                "them."
+            ) from error
 
     @torch.no_grad()
     def rebind_as_generator(
@@ -325,6 +333,7 @@ class CompressedOptimizer(OptimizerBase):
         own. The groups record which, under ``residuals``, and the ``class`` and ``format``. A
         warning says once if state of other ranks is missing.
         """
+        self._session.check_has_shards()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         saved = self._make_state_dict()
@@ -359,7 +368,7 @@ class CompressedOptimizer(OptimizerBase):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         self._load_without_hooks(state_dict)
-        self._session.buckets_to_reshard = None  # left by a rebind that failed
+        self._session.end_rebind()  # left by a rebind that failed
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -389,12 +398,22 @@ class CompressedOptimizer(OptimizerBase):
                 others half an hour for rank 0, which may evaluate before.
 
         Raises CommunicationError, with nothing changed, if some ranks have not called it, or are in
-        ``step()`` instead; ValueError if they consolidate different optimizers.
+        ``step()`` instead, and also if a rank dies meanwhile; ValueError if ranks consolidate
+        different optimizers.
         """
-        checkpoint.settle_for_saving(self._session)
-        missing_ranks.wait_for_all_to_consolidate(self._session, patience)
-        for _ in self.consolidate_as_generator():
-            pass
+        session = self._session
+        session.check_has_shards()
+        checkpoint.settle_for_saving(session)
+        missing_ranks.wait_for_all_to_consolidate(session, patience)
+        try:
+            for _ in self.consolidate_as_generator():
+                pass
+        except CommunicationError as error:
+            raise CommunicationError(
+                f"consolidate_state() failed on rank {session.comm.rank} after step "
+                f"{session.steps}: {error}. Do not save. Make a new process group of the ranks "
+                "that are left and call rebind(), or load a checkpoint."
+            ) from error
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Call ``consolidate_state()``, under the name that Lightning and Fabric call on all ranks
@@ -410,6 +429,7 @@ class CompressedOptimizer(OptimizerBase):
     # Copies
 
     def __getstate__(self) -> dict[str, Any]:
+        self._session.check_has_shards()
         if self._session.group is not None:
             raise TypeError(
                 "an optimizer with a process_group cannot be pickled: save its state_dict() "
@@ -444,6 +464,7 @@ class CompressedOptimizer(OptimizerBase):
         self._session.build_buckets()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedOptimizer:
+        self._session.check_has_shards()
         checkpoint.settle_for_saving(self._session)
         new = type(self).__new__(type(self))
         new._revive(copy.deepcopy(self._contents(), memo), self._session.group)

@@ -117,8 +117,9 @@ class Session:
         self.bucket_of: dict[Tensor, Bucket] = {}
         self.offload = Offload(())
         self.ops = Ops()
-        # buckets from before a rebind, until their shards are resharded
+        # buckets from before a rebind, until their shards are resharded, and the number of ranks
         self.buckets_to_reshard: list[Bucket] | None = None
+        self.size_before_rebind = 0
 
         # in flight
         self.algorithm = weak_method(optimizer.algorithm)
@@ -240,6 +241,14 @@ class Session:
     def unverify(self) -> None:
         """Begin the next step with a handshake."""
         self.handshake = Handshake.UNVERIFIED
+
+    def check_has_shards(self) -> None:
+        """Raise RuntimeError if a ``rebind`` failed before this rank had its shards."""
+        if self.optimizer.sharded and self.buckets_to_reshard is not None:
+            raise RuntimeError(
+                f"rebind() of {self.name} failed before ranks had exchanged their shards: make a "
+                "new process group and call rebind() again, or load a checkpoint on all ranks."
+            )
 
     def check_sound(self) -> None:
         """Raise RuntimeError if a step was applied in part."""
@@ -459,6 +468,15 @@ class Session:
         """Average over another group from now on."""
         self.group, self.connection = group, None
         self.build_buckets()
+
+    def begin_rebind(self) -> int:
+        """Return the number of ranks before: also before rebinds that failed."""
+        size = self.connection.size if self.connection else 0
+        self.size_before_rebind = self.size_before_rebind or size
+        return self.size_before_rebind
+
+    def end_rebind(self) -> None:
+        self.buckets_to_reshard, self.size_before_rebind = None, 0
 
     def forget_in_flight(self) -> None:
         """Drop all exchanges in flight without waiting: their group is gone."""

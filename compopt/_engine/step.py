@@ -73,9 +73,7 @@ def exchange_and_commit(session: Session) -> CollectiveGenerator[None]:
 
 
 def check_can_step(session: Session) -> None:
-    """Raise RuntimeError if the optimizer was replaced, a step was applied in part, or ``rebind``
-    failed before this rank had its shards.
-    """
+    """Raise RuntimeError if the optimizer was replaced, or its state is incomplete."""
     if session.role is Role.REPLACED:
         raise RuntimeError(
             f"this {session.name} was replaced: an optimizer made later holds its "
@@ -83,11 +81,7 @@ def check_can_step(session: Session) -> None:
             "compopt.attach(ddp_model, optimizer) to have this one back."
         )
     session.check_sound()
-    if session.optimizer.sharded and session.buckets_to_reshard is not None:
-        raise RuntimeError(
-            f"rebind() of {session.name} failed before ranks had exchanged their shards: make a "
-            "new process group and call rebind() again, or load a checkpoint on all ranks."
-        )
+    session.check_has_shards()
 
 
 class Step:

@@ -23,6 +23,7 @@ from .._engine.stats import Stats
 from .._engine.wrapper import Wrapper
 from .._state.tensors import HOST
 from .._wire.collectives import Communicator, PendingCollective, ProcessGroup
+from .._wire.requests import CommunicationError
 from .anchors import Anchors, MakeOuter, assign_to_fragments
 from .checkpoint import Entry, SavedRounds, read_rounds, save_rounds, split_rounds
 from .exchange import FragmentSync
@@ -186,7 +187,13 @@ class AnchoredWrapper(Wrapper):
     ) -> Generator[PendingCollective, None, None]:
         session = self._session
         self._check_own_params()
-        before = session.connection.size if session.connection else 0
+        if self._anchors is not None and self._anchors.outer.sharded:
+            raise ValueError(
+                f"rebind of {session.name} cannot go on from an outer optimizer with sharded state "
+                f"({self._anchors.outer._session.name}): load a consolidated checkpoint on all "
+                "ranks instead."
+            )
+        before = session.begin_rebind()
         self._cancel_exchange()
         session.forget_in_flight()
         session.connect_to(process_group)
@@ -196,12 +203,20 @@ class AnchoredWrapper(Wrapper):
             is_new = self._anchors is None
             self._anchors = self._anchors or self._make_anchors(self._options, fragments)
             self._ensure_anchors()
-            if self._anchors is not None and (yield from self._anchors.catch_up(is_new)):
-                self._counts.weight = 0.0
+            if self._anchors is not None:
+                try:
+                    takes_over = yield from self._anchors.catch_up(is_new)
+                except BaseException:
+                    if is_new:  # the next rebind() finds this rank as new as it is
+                        self._anchors = None
+                    raise
+                if takes_over:
+                    self._counts.weight = 0.0
         else:
             yield from catch_up(session, session.comm)
         driver = session if self._anchors is None else self._anchors.outer._session
         session.stats.residual_norm = weak_method(driver.residual_norm)
+        session.end_rebind()
         warn_of_lost_residuals(session, before, session.comm.size, driver.residual_norm)
 
     def _adopt_counts(self) -> CollectiveGenerator[list[int]]:
@@ -323,6 +338,8 @@ class AnchoredWrapper(Wrapper):
                 anchors.connect_outer(self._session, is_delayed=options["delay"] > 0)
                 saved.load_into(anchors, options.get("residuals", "mean"))
             return saved
+        except CommunicationError:
+            raise
         except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"loaded state dict has an outer optimizer that is damaged, or of other "

@@ -36,7 +36,9 @@ from .._engine.collective_generators import exchange_one
 from .._engine.handshake import gather_json
 from .._engine.optimizer import CompressedOptimizer
 from .._state.tensors import to_local
+from .._wire.collectives import Communicator
 from .._wire.requests import Broadcast
+from .._wire.warning import warn
 
 State = dict[str, Any]
 Path_ = tuple[Any, ...]  # the keys of a value in nested dicts
@@ -87,6 +89,7 @@ class Snapshots:
             and the position in the data. Their states are the same on all ranks.
 
     Raises:
+        TypeError: ``optimizer`` is not one of this package, or ``stateful`` has a second one.
         ValueError: FSDP2 shards the parameters over the optimizer's own ranks; keep is below 1.
     """
 
@@ -101,6 +104,14 @@ class Snapshots:
     ):
         if keep < 1:
             raise ValueError(f"keep must be an integer >= 1, got {keep!r}.")
+        others = [name for name, s in stateful.items() if isinstance(s, CompressedOptimizer)]
+        if not isinstance(optimizer, CompressedOptimizer) or others:
+            raise TypeError(
+                "Snapshots are of one optimizer of compopt, got "
+                f"{', '.join(others) or type(optimizer).__name__}{' as well' * bool(others)}: give "
+                "every optimizer Snapshots in a folder of its own, or wrap several of torch in one "
+                "of compopt."
+            )
         if optimizer.replaces_reduce_scatter:
             raise ValueError(
                 "Snapshots are of whole replicas, and FSDP2 shards parameters over the optimizer's "
@@ -109,7 +120,7 @@ class Snapshots:
         self.folder, self._keep = Path(folder), keep
         self._model, self._optimizer, self._stateful = model, optimizer, stateful
         self._group: dist.ProcessGroup | None = None
-        self._pending: Future[Any] | None = None
+        self._pending: tuple[Path, Future[Any]] | None = None
         # stamps: of the newest snapshot before this run, and of the last save
         self._begun = self._stamp = 0
 
@@ -122,27 +133,39 @@ class Snapshots:
         """
         from torch.distributed.checkpoint.state_dict_saver import async_save
 
-        self.wait()
-        if self._optimizer.sharded:
-            self._consolidate_state()
         comm, group = self._optimizer.comm, self._get_group()
-        self._stamp += 1
+        self._stamp += 1  # also where this rank could not write the last one: alike on all ranks
+        try:
+            self.wait()
+        finally:
+            if self._optimizer.sharded:  # with all ranks, also if this one has to raise
+                self._consolidate_state()
         snapshot = Snapshot(self._optimizer._session.steps, self._stamp, comm.rank, comm.size)
         path = self.folder / snapshot.name
         with _without_warning(self._optimizer):
             state = self._read_state()
-        written: Any = async_save(state, checkpoint_id=path, process_group=group)
-        self._pending = getattr(written, "upload_completion", written)
+        with _explain(path, "written", comm):
+            written: Any = async_save(state, checkpoint_id=path, process_group=group)
+        self._pending = path, getattr(written, "upload_completion", written)
 
     def wait(self) -> None:
-        """Wait until the last snapshot is written, then remove all but the last ``keep``; raise the
-        error if writing failed.
+        """Wait until the last snapshot is written, then remove all but the last ``keep``.
+
+        Raises RuntimeError, on this rank, if writing failed. The snapshots before it are complete,
+        and the next ``save()`` writes another one.
         """
         pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
-            if self._group is None or dist.get_rank(self._group) == 0:
-                self._remove_old()
+        if pending is None:
+            return
+        path, future = pending
+        try:
+            with _explain(path, "written", self._optimizer.comm):
+                future.result()
+        except RuntimeError:
+            shutil.rmtree(path, ignore_errors=True)  # its part of a disk that may be full
+            raise
+        if self._group is None or (_is_alive(self._group) and dist.get_rank(self._group) == 0):
+            self._remove_old()
 
     close = wait
 
@@ -181,8 +204,13 @@ class Snapshots:
     def _get_group(self) -> dist.ProcessGroup | None:
         """Return the ranks that write a replica's snapshot together.
 
-        The first call agrees on a stamp, at least that of all snapshots that any rank sees.
+        The first call, also after the default group was made anew, agrees on a stamp, at least that
+        of all snapshots that any rank sees.
         """
+        if self._group is not None and not _is_alive(self._group):  # ranks have met anew
+            with suppress(RuntimeError):  # it wrote over that group
+                self.wait()
+            self._group = None
         if self._group is None and (dist.is_initialized() or not self._stamp):
             replica = self._optimizer.comm.rank
             rows = [(replica, max([time.time_ns(), *(s.stamp for s in self._list_snapshots())]))]
@@ -202,6 +230,18 @@ class Snapshots:
     def find(self) -> list[Snapshot]:
         """Return the complete snapshots in the folder, by step."""
         return [snapshot for snapshot in self._list_snapshots() if self._is_complete(snapshot)]
+
+    def _find_readable(self) -> list[Snapshot]:
+        """Return the complete snapshots whose files are as they were; warn of others."""
+        found = self.find()
+        readable = [snapshot for snapshot in found if _has_all_bytes(self.folder / snapshot.name)]
+        for damaged in sorted({*found} - {*readable}):
+            warn(
+                f"the snapshot {self.folder / damaged.name} is damaged, and is passed over: files "
+                "in it are missing or cut short.",
+                0,  # warn on this rank, whatever its number
+            )
+        return readable
 
     def _list_snapshots(self) -> list[Snapshot]:
         """Return all snapshots in the folder, also incomplete ones, by step."""
@@ -224,7 +264,7 @@ class Snapshots:
         optimizer = self._optimizer
         comm, device = optimizer.comm, optimizer._session.device
         self._get_group()  # on all ranks, those without a snapshot too
-        visible = _run(gather_json(self.find(), device, comm))
+        visible = _run(gather_json(self._find_readable(), device, comm))
         visible = [[Snapshot(*fields) for fields in snapshots] for snapshots in visible]
         assignment = assign_snapshots(visible)
         if not any(assignment):
@@ -245,8 +285,9 @@ class Snapshots:
     def _read(self, snapshot: Snapshot) -> State:
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        state = self._read_state()
-        load(state, checkpoint_id=self.folder / snapshot.name, process_group=self._get_group())
+        state, path, comm = self._read_state(), self.folder / snapshot.name, self._optimizer.comm
+        with _explain(path, "read", comm, ": move it away, and resume from what is left"):
+            load(state, checkpoint_id=path, process_group=self._get_group())
         stateful = torch.load(io.BytesIO(state["stateful"]), "cpu", weights_only=False)
         return {**state, "stateful": stateful}
 
@@ -378,6 +419,51 @@ def _iterate_anchors(state: State) -> Iterator[tuple[str, Tensor]]:
         outer = entry.get("outer") or {}
         if int(outer.get("fragment", -1)) >= 0:
             yield name, to_local(outer["anchor"])
+
+
+def _is_alive(group: dist.ProcessGroup) -> bool:
+    """Return True unless a group was destroyed, with the default group or by itself."""
+    try:
+        dist.get_rank(group)
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+# Files
+
+
+def _has_all_bytes(path: Path) -> bool:
+    """Return True if the files of a snapshot are as long as they were when it was complete."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    try:
+        parts = FileSystemReader(path).read_metadata().storage_data.values()
+        lengths: dict[str, int] = {}
+        for part in parts:
+            end = part.offset + part.length
+            lengths[part.relative_path] = max(end, lengths.get(part.relative_path, 0))
+        return all((path / name).stat().st_size >= n for name, n in lengths.items())
+    except Exception:  # whatever a damaged pickle raises
+        return False
+
+
+@contextmanager
+def _explain(path: Path, done: str, comm: Communicator, advice: str = "") -> Iterator[None]:
+    """Raise RuntimeError with the rank and a short cause in place of what torch raises, which is
+    long and no Exception.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except (CheckpointException, Exception) as error:
+        failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+        cause = next((cause for cause, _ in failures), error)
+        why = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}"
+        raise RuntimeError(
+            f"the snapshot {path} could not be {done} on rank {comm.rank} ({why}){advice}."
+        ) from error
 
 
 # Nested states
