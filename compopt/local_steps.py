@@ -588,7 +588,7 @@ class LocalSteps(AnchoredWrapper):
         if anchors is not None and self.round_is_open:
             weight = 1.0
             if self._options["weighted"]:  # of this rank in the round, by the mean over ranks
-                message = torch.tensor([self._counts.weight], dtype=torch.float64)
+                message = torch.tensor([self._counts.weight], dtype=torch.float64, device="cpu")
                 rows = yield from gather_rows(message.to(session.device), session.comm)
                 mean = float(rows.mean())
                 weight = self._counts.weight / mean if mean else 1.0

@@ -74,7 +74,7 @@ def verify_peers(
         dense_time=dense_time,
         compressed_time=compressed_time,
     )
-    numbers = torch.tensor(local_checksums, dtype=torch.int64).to(session.device)
+    numbers = torch.tensor(local_checksums, dtype=torch.int64, device="cpu").to(session.device)
     rows = [Checksums(*row) for row in (yield from gather_rows(numbers, comm)).tolist()]
     if _differ(row.backend for row in rows) and all(row.is_backend_automatic for row in rows):
         session.use_pytorch()
