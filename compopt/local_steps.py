@@ -610,7 +610,7 @@ class LocalSteps(AnchoredWrapper):
         if anchors is not None and self.round_is_open:
             weight = 1.0
             if self._options["weighted"]:  # this rank's weight over the mean of all weights
-                message = torch.tensor([self._counts.weight], dtype=torch.float64)
+                message = torch.tensor([self._counts.weight], dtype=torch.float64, device="cpu")
                 request = AllGather(message.to(session.device))
                 rows = yield from exchange_one(session.comm, request)
                 mean = float(rows.mean())

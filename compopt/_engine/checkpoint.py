@@ -224,7 +224,9 @@ def load_state(session: Session, state_dict: dict[str, Any]) -> None:
             name: value
             if isinstance(value, Tensor)  # other optimizers save some states as numbers
             else torch.tensor(
-                value, dtype=torch.float64 if isinstance(value, float) else torch.int64
+                value,
+                dtype=torch.float64 if isinstance(value, float) else torch.int64,
+                device="cpu",
             )
             for name, value in tensor.entry.items()
         }

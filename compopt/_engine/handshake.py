@@ -76,7 +76,7 @@ def verify_peers(
         dense_time=dense_time,
         compressed_time=compressed_time,
     )
-    numbers = torch.tensor(local_checksums, dtype=torch.int64).to(session.device)
+    numbers = torch.tensor(local_checksums, dtype=torch.int64, device="cpu").to(session.device)
     gathered = yield from exchange_one(comm, AllGather(numbers))
     rows = [Checksums(*row) for row in gathered.tolist()]
     if _differ(row.backend for row in rows) and all(row.is_backend_automatic for row in rows):

@@ -98,7 +98,9 @@ def gather_shards(
         if name == "master":
             gathered.append(to_local(p.detach()).reshape(-1).to("cpu", flat.dtype, copy=True))
         else:
-            gathered.append(None if part is None else torch.zeros(n, dtype=flat.dtype))
+            gathered.append(
+                None if part is None else torch.zeros(n, dtype=flat.dtype, device="cpu")
+            )
     unshard(shards, rows.cpu(), gathered, owners)
     return gathered
 
@@ -196,7 +198,9 @@ def catch_up(
         if name not in unshared and torch.is_tensor(value)
     ]
     # local steps may step only some groups
-    counts = torch.tensor([group["step"] for group in session.option_groups], dtype=torch.int64)
+    counts = torch.tensor(
+        [group["step"] for group in session.option_groups], dtype=torch.int64, device="cpu"
+    )
     numbers = [-1 if is_new else int(counts.sum()), len(shared)]
     message = torch.tensor(numbers, dtype=torch.int64, device=session.device)
     rows = (yield from exchange_one(comm, AllGather(message))).tolist()

@@ -211,7 +211,7 @@ class Wrapper(CompressedOptimizer):
             for number, (p, group) in enumerate(params):
                 if number in saved["state"]:
                     entry = base_saved["state"].get(number)
-                    begun = torch.tensor(float(bool(entry)), dtype=torch.float32)
+                    begun = torch.tensor(float(bool(entry)), dtype=torch.float32, device="cpu")
                     entry = entry or _make_first_state(self.base, p, group)
                     base_entry = {**entry, "begun": begun}
                     saved["state"][number] = {**saved["state"][number], "base": base_entry}

@@ -73,7 +73,7 @@ def _as_tensors(numbers: dict[str, float]) -> dict[str, Tensor]:
     """Return numbers as tensors, because flattened state dicts hold no booleans."""
     return {
         name: torch.tensor(
-            number, dtype=torch.float64 if isinstance(number, float) else torch.int64
+            number, dtype=torch.float64 if isinstance(number, float) else torch.int64, device="cpu"
         )
         for name, number in numbers.items()
     }
@@ -190,7 +190,7 @@ def read_rounds(entries: Sequence[Entry | None]) -> SavedRounds | None:
         exchange = {
             "fragments": frozenset(_read_number(e, "fragment") for e in parts),
             "apply_at": _read_number(first, "apply_at"),
-            "squared": torch.tensor(float(first["squared"]), dtype=torch.float64),
+            "squared": torch.tensor(float(first["squared"]), dtype=torch.float64, device="cpu"),
             "contribution": Contribution(steps=_read_number(first, "steps")),
         }
     return SavedRounds(step, counts, fragments, anchored, due, exchange)

@@ -160,7 +160,7 @@ def _communicate(
     grads = [to_local(t.anchor.grad) for t in anchors.tensors if t.anchor.grad is not None]
     checksum = zlib.crc32(repr(source.settings).encode())
     numbers = [anchors.applied_exchanges, checksum, *contribution]
-    sent = torch.tensor(numbers, dtype=torch.float64).to(device)
+    sent = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(device)
     sketch = yield from _sketch_pseudo_gradient(source, anchors, step)
     message = torch.cat([sent, squared.to(device).view(1), sketch.view(torch.float64)])
     gathering = Background(exchange_one(comm, AllGather(message)))

@@ -58,7 +58,7 @@ def _cut_blocks(tensors: Iterable[tuple[Tensor, float]]) -> Iterator[Tensor]:
 def _random_signs(device: torch.device) -> Tensor:
     """Return 1 and -1 in a random order, for a block at any offset."""
     generator, size = torch.Generator().manual_seed(0), (2 * BLOCK,)
-    drawn = torch.randint(2, size, generator=generator, dtype=torch.int8)
+    drawn = torch.randint(2, size, generator=generator, dtype=torch.int8, device="cpu")
     return drawn.mul_(2).sub_(1).to(device)
 
 

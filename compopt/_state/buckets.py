@@ -414,7 +414,9 @@ class Bucket:
 
     def _write_control(self, payload: Payload, marks: Sequence[float] = ()) -> None:
         if marks or self.control:
-            numbers = torch.tensor([*marks, *self.control.numbers], dtype=payload.flat.dtype)
+            numbers = torch.tensor(
+                [*marks, *self.control.numbers], dtype=payload.flat.dtype, device="cpu"
+            )
             fields = payload.flat[len(payload.header) - len(marks) :][: len(numbers)]
             fields.copy_(pin(numbers, self.device), non_blocking=True)
         for (_, at), values in zip(self.control.slices, self.control.fields.values(), strict=True):

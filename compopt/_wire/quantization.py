@@ -259,7 +259,7 @@ def _noise_of(table: Tensor, offset: int, n: int) -> Tensor:
 def noise_table(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the numbers u in a random order, twice: NOISE_TABLE of them follow any offset."""
     generator = torch.Generator().manual_seed(0)
-    order = torch.randperm(NOISE_TABLE, dtype=torch.int64, generator=generator)
+    order = torch.randperm(NOISE_TABLE, dtype=torch.int64, generator=generator, device="cpu")
     return torch.cat([order, order]).add(0.5).div_(NOISE_TABLE).to(device, dtype)
 
 

@@ -264,16 +264,35 @@ def _check_handover(ddp: DDP, optimizer: CompressedOptimizer) -> None:
             "a DistributedDataParallel wraps another one, and both collect the same gradients: "
             "wrap the model once."
         )
+    if ddp._use_python_reducer:  # it gives a hook no buckets
+        raise RuntimeError(
+            "DistributedDataParallel was made with torch._dynamo.config.optimize_ddp = "
+            "'python_reducer', which a compopt optimizer cannot replace: set "
+            "optimize_ddp = 'ddp_optimizer' before the model is wrapped."
+        )
     if optimizer._session.role is Role.WRAPPED:
         return
-    ddp_ranks = dist.get_process_group_ranks(ddp.process_group)
+    ddp_ranks = _list_ranks(ddp.process_group)
+    if ddp_ranks is None:
+        raise RuntimeError(
+            "the process group of this DistributedDataParallel was destroyed: wrap the model anew."
+        )
     group = optimizer.comm.group
-    ranks = dist.get_process_group_ranks(group) if group is not None else ddp_ranks
+    # without a group, or with a destroyed one, which the next step reports
+    ranks = (None if group is None else _list_ranks(group)) or ddp_ranks
     if set(ranks) != set(ddp_ranks):
         raise ValueError(
             f"process_group of the optimizer has ranks {ranks}, DistributedDataParallel's has "
             f"{ddp_ranks}: give both the same group."
         )
+
+
+def _list_ranks(group: dist.ProcessGroup) -> list[int] | None:
+    """Return the global ranks of a process group; None if it was destroyed."""
+    try:
+        return dist.get_process_group_ranks(group)
+    except KeyError:
+        return None
 
 
 # Join: ranks that run out of data
@@ -303,6 +322,7 @@ def _on_join(optimizer: CompressedOptimizer) -> None:
     for its join to end before DDP copies the parameters of one rank to all.
     """
     models = [thing for thing in gc.get_objects() if issubclass(type(thing), DDP)]
+    models = [ddp for ddp in models if _list_ranks(ddp.process_group) is not None]
     for ddp in hand_over_gradients(models, optimizer, time.monotonic_ns()):
         ddp.__dict__["_sync_final_model"] = types.MethodType(_end_join, ddp)
 
@@ -319,7 +339,8 @@ def _end_join(ddp: DDP, is_last_joiner: bool) -> None:
 def _on_construction(optimizer: CompressedOptimizer) -> None:
     """Take the gradients of DDPs that are known already; find all others at their first forward."""
     now = time.monotonic_ns()
-    integrated = hand_over_gradients(list(_handovers), optimizer, now)
+    known = [ddp for ddp in list(_handovers) if _list_ranks(ddp.process_group) is not None]
+    integrated = hand_over_gradients(known, optimizer, now)
     ModuleWatch(optimizer, functools.partial(hand_over_gradients, since=now), integrated)
 
 
