@@ -46,7 +46,7 @@ from ._engine.gradients import (
     unscale_gradients,
 )
 from ._engine.handshake import warn_without_gradients
-from ._engine.join import JoinHook, follow_ranks_with_data
+from ._engine.join import JoinHook, copy_options_from_ranks_with_data
 from ._engine.missing_ranks import RankLeft
 from ._engine.options import (
     OPTIONS_WITHOUT_HANDSHAKE,
@@ -245,7 +245,7 @@ class LocalSteps(AnchoredWrapper):
             self._check_own_params()
             self._see_ranks_and_groups()
             if session.handshake is not Handshake.VERIFIED and not session.is_single_process:
-                yield from self._follow_ranks_with_data()
+                yield from self._copy_options_from_ranks_with_data()
                 yield from Step(session, session.comm, session.steps + 1).verify_peers()
             self._ensure_anchors()
             if self._anchors is not None:
@@ -318,7 +318,7 @@ class LocalSteps(AnchoredWrapper):
     ) -> CollectiveGenerator[FragmentSync]:
         """Begin the exchange of the fragments that are due, after a round of ``steps`` steps."""
         fragments, session, counts = self._due, self._session, self._counts
-        yield from self._follow_ranks_with_data()
+        yield from self._copy_options_from_ranks_with_data()
         try:
             moved, shards = anchors.set_pseudo_gradients(fragments), session.shard_communicators
             squared = squared_norm_of_part(moved, shards, anchors.outer._session.device)
@@ -512,10 +512,10 @@ class LocalSteps(AnchoredWrapper):
 
     # Join: ranks that run out of data
 
-    def _follow_ranks_with_data(self) -> CollectiveGenerator[None]:
+    def _copy_options_from_ranks_with_data(self) -> CollectiveGenerator[None]:
         session = self._session
         if session.is_joining and session.comm.size > 1:
-            yield from follow_ranks_with_data(session, session.comm)
+            yield from copy_options_from_ranks_with_data(session, session.comm)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         if self._options["round_seconds"] is not None:

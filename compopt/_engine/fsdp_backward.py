@@ -259,7 +259,7 @@ class FSDPBackward:
         if backward != self._backward_number:
             self._backward_number = backward
             self.finish()  # reductions of a backward that raised
-            self.session.follow_options()
+            self.session.apply_changed_options()
             self._discard_unapplied()
         buckets = self._buckets_of(params, key, rows.dtype)
         for reduction in self.in_flight:

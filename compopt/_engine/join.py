@@ -46,7 +46,9 @@ class JoinHook:
         self._session.optimizer.end_join()
 
 
-def follow_ranks_with_data(session: Session, comm: Communicator) -> CollectiveGenerator[None]:
+def copy_options_from_ranks_with_data(
+    session: Session, comm: Communicator
+) -> CollectiveGenerator[None]:
     """Copy the options of the first rank with data to ranks without data. On all ranks, set the
     ``gradient_factor`` of buckets, which is not 1 if the mean is over ranks with data only.
     """

@@ -23,7 +23,7 @@ from .._wire.requests import CommunicationError
 from . import checkpoint, missing_ranks, resharding
 from .dense_start import TRIAL_OPTIONS
 from .gradients import drop_scale_on_error
-from .join import JoinHook, follow_ranks_with_data
+from .join import JoinHook, copy_options_from_ranks_with_data
 from .optimizer_base import OptimizerBase
 from .options import Group, Setting, check_tensors, name_groups, refuse_unsupported
 from .session import Session
@@ -214,7 +214,7 @@ class CompressedOptimizer(OptimizerBase):
         """
         session = self._session
         if session.is_joining and self.comm.size > 1:
-            for _ in follow_ranks_with_data(session, self.comm):
+            for _ in copy_options_from_ranks_with_data(session, self.comm):
                 pass
         self._join_config, session.has_data, session.divides_by_all = None, True, True
         for bucket in session.buckets:
@@ -266,7 +266,7 @@ class CompressedOptimizer(OptimizerBase):
             self.state.pop(p, None)
         self._session.rebuild_buckets()
 
-    def follow_parameters(self) -> None:
+    def lay_out_replaced_parameters(self) -> None:
         """Lay out state anew if ``param_groups`` hold other parameters by now: Accelerate puts
         FSDP2's shards in their place, and torch's optimizers step what is appended to a group.
         """
@@ -349,7 +349,7 @@ class CompressedOptimizer(OptimizerBase):
     def _saved(self) -> dict[str, Any]:
         session = self._session
         checkpoint.settle_for_saving(session)
-        session.follow_options()
+        session.apply_changed_options()
         with checkpoint.without_hooks(self):  # they are given the complete state dict
             saved: dict[str, Any] = super().state_dict()
         checkpoint.complete_state_dict(session, saved)
@@ -363,7 +363,7 @@ class CompressedOptimizer(OptimizerBase):
 
         Raises ValueError, with nothing loaded, if the checkpoint does not fit.
         """
-        self.follow_parameters()
+        self.lay_out_replaced_parameters()
         state_dict = state_dict.copy()  # as torch: hooks may change it
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
@@ -436,9 +436,9 @@ class CompressedOptimizer(OptimizerBase):
                 "instead."
             )
         checkpoint.settle_for_saving(self._session)
-        return self._contents()
+        return self._copyable_attributes()
 
-    def _contents(self) -> dict[str, Any]:
+    def _copyable_attributes(self) -> dict[str, Any]:
         """Return the attributes that a copy is made from; the rest is rebuilt."""
         return {
             **super().__getstate__(),
@@ -452,9 +452,11 @@ class CompressedOptimizer(OptimizerBase):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._revive(state, None)
+        self._restore_copy(state, None)
 
-    def _revive(self, contents: dict[str, Any], group: ProcessGroup | Communicator | None) -> None:
+    def _restore_copy(
+        self, contents: dict[str, Any], group: ProcessGroup | Communicator | None
+    ) -> None:
         """Become a copy of the optimizer with these contents."""
         contents = dict(contents)
         self._session = Session(
@@ -467,5 +469,5 @@ class CompressedOptimizer(OptimizerBase):
         self._session.check_has_shards()
         checkpoint.settle_for_saving(self._session)
         new = type(self).__new__(type(self))
-        new._revive(copy.deepcopy(self._contents(), memo), self._session.group)
+        new._restore_copy(copy.deepcopy(self._copyable_attributes(), memo), self._session.group)
         return new

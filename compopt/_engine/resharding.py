@@ -121,7 +121,7 @@ def reshard_state(
                     shard.copy_(vector[start:stop])
 
 
-def follow_requires_grad(session: Session, comm: Communicator) -> CollectiveGenerator[None]:
+def lay_out_trainable_parameters(session: Session, comm: Communicator) -> CollectiveGenerator[None]:
     """Lay out the parameters that require a gradient now, which are the same on all ranks.
 
     Sharded state of a frozen parameter is gathered on every rank.

@@ -214,9 +214,9 @@ class Session:
         """True if options that decide what is sent were changed since the last step."""
         return self.verified_message_options != self.message_options
 
-    def follow_options(self) -> None:
+    def apply_changed_options(self) -> None:
         """Lay out state again if new options need state of another kind or size (``rank``)."""
-        self.optimizer.follow_parameters()
+        self.optimizer.lay_out_replaced_parameters()
         self.optimizer.read_options()
         has_new_layout = self.has_new_options and self.optimizer.has_new_layout
         if self.has_foreign_state or has_new_layout:
@@ -326,7 +326,7 @@ class Session:
         self.verified_message_options = ""
         self.post_commit = PostCommitExchanges()
         self.overlap = BackwardOverlap(self.post_commit)
-        # a known parameter whose requires_grad has changed moves in follow_requires_grad
+        # a known parameter whose requires_grad has changed moves in lay_out_trainable_parameters
         params = [p for group in groups for p in group["params"]]
         new = {p for p in params if p not in self.parameters and p.requires_grad}
         self.trainable = frozenset(new | self.trainable & set(params))

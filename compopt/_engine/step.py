@@ -32,11 +32,11 @@ from .handshake import (
     verify_peers,
     warn_if_without_gradients,
 )
-from .join import follow_ranks_with_data
+from .join import copy_options_from_ranks_with_data
 from .missing_ranks import RankLeft, explain_failure, post_lost_masks
 from .options import Group, absolute_rates
 from .overlap import run_batched_requests
-from .resharding import follow_requires_grad
+from .resharding import lay_out_trainable_parameters
 from .session import Handshake, Role, Session
 from .signals import defer_signals
 from .stats import describe_compression, show_line
@@ -47,7 +47,7 @@ def exchange_and_commit(session: Session) -> CollectiveGenerator[None]:
     check_can_step(session)
     comm = session.connect_ranks()  # first: state may have to be resharded
     if session.is_joining and comm.size > 1:
-        yield from follow_ranks_with_data(session, comm)
+        yield from copy_options_from_ranks_with_data(session, comm)
     step = Step(session, comm, session.steps + 1)
     try:
         decision = yield from step.exchange()
@@ -116,7 +116,7 @@ class Step:
         Returns None if there is nothing to exchange.
         """
         session = self.session
-        self.problem = self._follow_options() or self._prepare_gradients()
+        self.problem = self._apply_changed_options() or self._prepare_gradients()
         yield from self._finish_post_commit()
         if session.handshake is not Handshake.VERIFIED:
             yield from self.verify_peers()
@@ -180,7 +180,7 @@ class Step:
 
     # Before the exchange
 
-    def _follow_options(self) -> Exception | None:
+    def _apply_changed_options(self) -> Exception | None:
         """Check options that may have been changed in groups, and lay out state for them.
 
         Returns an error instead of raising it, as ``_prepare_gradients``.
@@ -193,7 +193,7 @@ class Step:
                 session.optimizer.check_group(checked)
         except (TypeError, ValueError) as error:
             return error
-        session.follow_options()
+        session.apply_changed_options()
         return None
 
     def _prepare_gradients(self) -> Exception | None:
@@ -241,7 +241,7 @@ class Step:
         session.overlap.discard()
         had_gradients = yield from verify_peers(session, self.comm, self.problem is not None)
         if session.trainable_has_changed:  # the same on all ranks: the handshake has compared it
-            yield from follow_requires_grad(session, self.comm)
+            yield from lay_out_trainable_parameters(session, self.comm)
             session.optimizer.before_exchange()
         # without gradients to compare, the next step begins with a handshake too
         is_exempt = session.optimizer.replaces_reduce_scatter or session.has_pseudo_gradients

@@ -64,7 +64,7 @@ class AnchoredWrapper(Wrapper):
         """Connect ranks, add new groups, and keep nothing of the averaged start."""
         session = self._session
         session.connect_ranks()
-        self.follow_parameters()
+        self.lay_out_replaced_parameters()
         self.add_groups_of_base()
         has_residual = any(bucket.flat["residual"].numel() for bucket in session.buckets)
         if has_residual or session.has_foreign_state:
@@ -111,7 +111,7 @@ class AnchoredWrapper(Wrapper):
             self._resume_rounds(self._restore_anchors(entries, self._options))
 
     @torch.no_grad()
-    def follow_loaded_weights(self) -> None:
+    def restart_from_loaded_weights(self) -> None:
         """Begin anew with the model's weights if others were loaded since the last round ended. All
         ranks must have loaded them.
         """
@@ -285,9 +285,9 @@ class AnchoredWrapper(Wrapper):
             return [None] * len(self._params)
         return save_rounds(self._params, anchors, options, self._counts, self._due, self._exchange)
 
-    def _show_base(self) -> None:
+    def _show_base_in_state(self) -> None:
         """Show the base's state, and an empty "outer": a flattened state dict needs its name."""
-        super()._show_base()
+        super()._show_base_in_state()
         for entry in self.state.values():
             entry["outer"] = {}
 
@@ -368,15 +368,17 @@ class AnchoredWrapper(Wrapper):
         self._counts = RoundCounts()
         super()._begin_anew()
 
-    def _contents(self) -> dict[str, Any]:
+    def _copyable_attributes(self) -> dict[str, Any]:
         saved = None if self._anchors is None else self._save_rounds()
         kept = {"_make_outer": self._make_outer, "_counts": self._counts, "_rounds": saved}
-        return {**super()._contents(), **kept}
+        return {**super()._copyable_attributes(), **kept}
 
     @torch.no_grad()
-    def _revive(self, contents: dict[str, Any], group: ProcessGroup | Communicator | None) -> None:
+    def _restore_copy(
+        self, contents: dict[str, Any], group: ProcessGroup | Communicator | None
+    ) -> None:
         contents = dict(contents)
         entries = contents.pop("_rounds")
-        super()._revive(contents, group)
+        super()._restore_copy(contents, group)
         if entries is not None:
             self._resume_rounds(self._restore_anchors(entries, self._options))

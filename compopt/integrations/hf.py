@@ -76,7 +76,7 @@ class CompoptCallback(TrainerCallback):
         ours = unwrap_optimizer(optimizer)
         self._move_clip(args, ours)
         if isinstance(ours, LocalSteps):  # an earlier training may have loaded its best model
-            ours.follow_loaded_weights()
+            ours.restart_from_loaded_weights()
         # Insert LogStats before the reporters, in place of an earlier one. The Trainer appends a
         # user's callbacks after them, and does not pass the handler to events: search the callers'
         # frames for it.
