@@ -30,9 +30,8 @@ def without(option: str, path: Path) -> list[str]:
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     torchs = [c for c in calls if isinstance(c.func, ast.Attribute) and getattr(c.func.value, "id", "") == "torch"]
     made = [c for c in torchs if c.func.attr in MAKES and not {option, "out"} & {k.arg for k in c.keywords}]
-    made = [c for c in made if "get_default_dtype" not in ast.unparse(c)]
-    if option == "device":
-        made = [c for c in made if c.func.attr != "frombuffer"]  # always on the host
+    if option == "device":  # parameters; and what is always on the host
+        made = [c for c in made if "get_default_dtype" not in ast.unparse(c) and c.func.attr != "frombuffer"]
     return [f"{path.name}:{c.lineno}: {ast.unparse(c)}" for c in made]
 
 

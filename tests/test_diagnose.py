@@ -248,6 +248,28 @@ def test_two_ranks_train_as_without_it_and_tell_the_same(ours):
     assert watched[0][1] == watched[1][1] and "2 ranks" in watched[0][1]
 
 
+def an_expert_without_tokens_on(rank: int) -> str:
+    """Rank 1 sends no tokens to the second expert: DDP fills its gradient there with the average, the optimizers of
+    this package see zeros.
+    """
+    torch.manual_seed(0)
+    experts = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
+    optimizer = OPTIMIZERS["ours"](list(experts.parameters()))
+    with compopt.diagnose(experts, optimizer, start=2) as records:
+        for t in range(6):
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * t + rank))
+            optimizer.zero_grad()
+            loss = experts[0](x).square().mean() + (1 - rank) * experts[1](x).square().mean()
+            loss.backward()
+            optimizer.step()
+    return str(records)
+
+
+def test_a_layer_that_gets_zeros_on_one_rank_is_told_by_the_other():
+    reports = run_ranks(an_expert_without_tokens_on, 2)
+    assert reports[0] == reports[1] and "2 ranks" in reports[0]
+
+
 def sharded(rank: int, watched: bool) -> tuple[list, str]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64), Square())

@@ -22,7 +22,7 @@ from .collective_generators import CollectiveGenerator
 from .session import Session
 
 PREFIX = "compopt/"  # begins all keys, because the store is shared
-# Seconds. In consolidate_state() rank 0 waits so long for the others, and the others for rank 0,
+# Seconds. In consolidate_state() rank 0 waits PATIENCE for the others. They wait longer for rank 0,
 # which may evaluate before it calls it.
 PATIENCE, PATIENCE_WITH_RANK_0 = 10.0, 1800.0
 LOOK_AFTER = 2.0  # seconds that a step waits before it looks for notes

@@ -81,7 +81,7 @@ class OptimizerBase(Optimizer):
         """Read options that were changed in groups of another optimizer, before each step."""
 
     def lay_out_replaced_parameters(self) -> None:
-        """Begin anew if ``param_groups`` hold other parameters by now."""
+        """Lay out state anew if ``param_groups`` hold other parameters by now."""
 
     @property
     def has_new_layout(self) -> bool:

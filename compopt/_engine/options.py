@@ -63,7 +63,7 @@ def is_numeric(value: object) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """True for a number of Python or NumPy but True and False; not in a tensor."""
+    """True for a number of Python or NumPy, except True and False; False for a tensor."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 

@@ -355,8 +355,8 @@ class Session:
         optimizer.after_layout()
 
     def _fill_state(self, bucket: Bucket) -> None:
-        """Allocate the bucket's state, copy ``optimizer.state`` into it, and let that show views of
-        the copy.
+        """Allocate the bucket's state, copy ``optimizer.state`` into it, and make
+        ``optimizer.state`` show views of it.
         """
         layouts, state = self.optimizer._bucket_layouts(bucket), self.optimizer.state
         entries = [
@@ -470,12 +470,13 @@ class Session:
         self.build_buckets()
 
     def begin_rebind(self) -> int:
-        """Return the number of ranks before: also before rebinds that failed."""
+        """Return the number of ranks before this rebind, or before the first that failed."""
         size = self.connection.size if self.connection else 0
         self.size_before_rebind = self.size_before_rebind or size
         return self.size_before_rebind
 
     def end_rebind(self) -> None:
+        """Forget the ranks and buckets from before the rebind."""
         self.buckets_to_reshard, self.size_before_rebind = None, 0
 
     def forget_in_flight(self) -> None:

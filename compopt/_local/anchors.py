@@ -175,12 +175,15 @@ class Anchors:
         outer, before = self.outer._session, self.count_exchanges()
         outer.forget_in_flight()
         outer.forget_masks()
-        yield from catch_up(outer, outer.comm, is_new)
-        applied = self.count_exchanges()
-        late = {n for n in self.fragments if is_new or applied[n] > before[n]}
-        for t in self.list_members(late):
-            t.write_param()
-            t.has_moved = False
+        late: set[int] = set()
+        try:
+            yield from catch_up(outer, outer.comm, is_new)
+        finally:  # also if a signal arrived while anchors were written
+            applied = self.count_exchanges()
+            late.update(n for n in self.fragments if is_new or applied[n] > before[n])
+            for t in self.list_members(late):
+                t.write_param()
+                t.has_moved = False
         return bool(late)
 
     # In the model

@@ -201,17 +201,17 @@ class AnchoredWrapper(Wrapper):
         if fragments:
             self._see_ranks_and_groups()
             is_new = self._anchors is None
-            self._anchors = self._anchors or self._make_anchors(self._options, fragments)
-            self._ensure_anchors()
-            if self._anchors is not None:
-                try:
-                    takes_over = yield from self._anchors.catch_up(is_new)
-                except BaseException:
-                    if is_new:  # the next rebind() finds this rank as new as it is
-                        self._anchors = None
-                    raise
-                if takes_over:
+            try:
+                self._anchors = self._anchors or self._make_anchors(self._options, fragments)
+                self._ensure_anchors()
+                if self._anchors is not None and (yield from self._anchors.catch_up(is_new)):
                     self._counts.weight = 0.0
+            except BaseException:
+                if is_new:  # the next rebind() finds this rank as new as it is
+                    self._anchors = None
+                elif self._anchors is not None:
+                    session.corrupt = session.corrupt or self._anchors.outer._session.corrupt
+                raise
         else:
             yield from catch_up(session, session.comm)
         driver = session if self._anchors is None else self._anchors.outer._session

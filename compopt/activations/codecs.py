@@ -229,7 +229,8 @@ class PowerSGD(Compressor):
             return
         # With fewer tokens than the rank, keep the wider basis.
         if total.shape == self.basis.shape:
-            # One batch must not spoil all later ones: not a basis whose squares overflow either.
+            # One batch must not spoil all later ones: keep no basis that is not finite, or whose
+            # squares overflow.
             basis = total.to(self.basis.dtype)
             wide = torch.promote_types(basis.dtype, torch.float32)
             usable = torch.linalg.vector_norm(basis, dtype=wide).isfinite()

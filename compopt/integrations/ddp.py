@@ -295,6 +295,12 @@ def _list_ranks(group: dist.ProcessGroup) -> list[int] | None:
         return None
 
 
+def _list_alive(ddps: Iterable[DDP]) -> list[DDP]:
+    """Return those of ``ddps`` whose constructor succeeded and whose process group still exists."""
+    complete = [ddp for ddp in ddps if "process_group" in vars(ddp)]
+    return [ddp for ddp in complete if _list_ranks(ddp.process_group) is not None]
+
+
 # Join: ranks that run out of data
 
 
@@ -321,8 +327,7 @@ def _on_join(optimizer: CompressedOptimizer) -> None:
     """Take over the DDPs of an optimizer also on a rank that will never run a forward, and arrange
     for its join to end before DDP copies the parameters of one rank to all.
     """
-    models = [thing for thing in gc.get_objects() if issubclass(type(thing), DDP)]
-    models = [ddp for ddp in models if _list_ranks(ddp.process_group) is not None]
+    models = _list_alive(thing for thing in gc.get_objects() if issubclass(type(thing), DDP))
     for ddp in hand_over_gradients(models, optimizer, time.monotonic_ns()):
         ddp.__dict__["_sync_final_model"] = types.MethodType(_end_join, ddp)
 
@@ -339,8 +344,7 @@ def _end_join(ddp: DDP, is_last_joiner: bool) -> None:
 def _on_construction(optimizer: CompressedOptimizer) -> None:
     """Take the gradients of DDPs that are known already; find all others at their first forward."""
     now = time.monotonic_ns()
-    known = [ddp for ddp in list(_handovers) if _list_ranks(ddp.process_group) is not None]
-    integrated = hand_over_gradients(known, optimizer, now)
+    integrated = hand_over_gradients(_list_alive(list(_handovers)), optimizer, now)
     ModuleWatch(optimizer, functools.partial(hand_over_gradients, since=now), integrated)
 
 

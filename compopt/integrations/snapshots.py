@@ -134,12 +134,16 @@ class Snapshots:
         from torch.distributed.checkpoint.state_dict_saver import async_save
 
         comm, group = self._optimizer.comm, self._get_group()
-        self._stamp += 1  # also where this rank could not write the last one: alike on all ranks
+        self._stamp += 1  # also if this rank could not write the last one: stamps are alike on all
+        failure: RuntimeError | None = None
         try:
             self.wait()
-        finally:
-            if self._optimizer.sharded:  # with all ranks, also if this one has to raise
-                self._consolidate_state()
+        except RuntimeError as error:
+            failure = error
+        if self._optimizer.sharded:  # with all ranks, also if this one has to raise
+            self._consolidate_state()
+        if failure is not None:
+            raise failure
         snapshot = Snapshot(self._optimizer._session.steps, self._stamp, comm.rank, comm.size)
         path = self.folder / snapshot.name
         with _without_warning(self._optimizer):
@@ -162,7 +166,8 @@ class Snapshots:
             with _explain(path, "written", self._optimizer.comm):
                 future.result()
         except RuntimeError:
-            shutil.rmtree(path, ignore_errors=True)  # its part of a disk that may be full
+            if not (path / ".metadata").exists():  # free its part of a disk that may be full
+                shutil.rmtree(path, ignore_errors=True)
             raise
         if self._group is None or (_is_alive(self._group) and dist.get_rank(self._group) == 0):
             self._remove_old()
@@ -208,8 +213,10 @@ class Snapshots:
         of all snapshots that any rank sees.
         """
         if self._group is not None and not _is_alive(self._group):  # ranks have met anew
-            with suppress(RuntimeError):  # it wrote over that group
+            try:
                 self.wait()
+            except RuntimeError as error:  # it may have been written over that group
+                warn(str(error), 0)
             self._group = None
         if self._group is None and (dist.is_initialized() or not self._stamp):
             replica = self._optimizer.comm.rank
@@ -439,19 +446,22 @@ def _has_all_bytes(path: Path) -> bool:
 
     try:
         parts = FileSystemReader(path).read_metadata().storage_data.values()
-        lengths: dict[str, int] = {}
-        for part in parts:
-            end = part.offset + part.length
-            lengths[part.relative_path] = max(end, lengths.get(part.relative_path, 0))
-        return all((path / name).stat().st_size >= n for name, n in lengths.items())
     except Exception:  # whatever a damaged pickle raises
+        return False
+    lengths: dict[str, int] = {}
+    for part in parts:
+        end = part.offset + part.length
+        lengths[part.relative_path] = max(end, lengths.get(part.relative_path, 0))
+    try:
+        return all((path / name).stat().st_size >= n for name, n in lengths.items())
+    except OSError:
         return False
 
 
 @contextmanager
 def _explain(path: Path, done: str, comm: Communicator, advice: str = "") -> Iterator[None]:
     """Raise RuntimeError with the rank and a short cause in place of what torch raises, which is
-    long and no Exception.
+    long and not even an Exception.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 

@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
+from .._state.tensors import MIN_COMPRESSED_NUMEL
 from .._wire.collectives import ProcessGroup
 from .diagnosis import Diagnosis
 from .diagnosis_report import Row
@@ -78,7 +79,7 @@ def diagnose(
     for name, value, least in (
         ("steps", steps, 4),
         ("start", start, 1),
-        ("elements", elements, 4096),
+        ("elements", elements, MIN_COMPRESSED_NUMEL),
     ):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{name} must be an integer of at least {least}; got {value!r}.")

@@ -98,7 +98,7 @@ def format_advice(recommendation: str, line: str, table: str, inputs: str) -> st
 
 
 def print_report(text: str) -> None:
-    """Print it; silently where nobody reads to its end, as in ``| head``."""
+    """Print a report. End silently if the reader has closed the pipe, as ``| head`` does."""
     try:
         print(text, flush=True)
     except BrokenPipeError:

@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -60,8 +60,9 @@ def run_script(script: str, arguments: Sequence[str], hooks: Sequence[Any]) -> N
         for hook in hooks:
             hook.remove()
         sys.argv, sys.path[:] = argv, path
-        os.chdir(folder)
         sys.stdout, sys.stderr = streams
+        with suppress(OSError):  # the folder may be gone
+            os.chdir(folder)
 
 
 def hook_first_optimizer(after_step: Callable[[Optimizer], None]) -> list[Any]:
