@@ -236,6 +236,25 @@ def test_an_optimizer_made_after_the_process_group_was_made_anew(tmp_path):
         assert results["apart"] == 0 and results["share"] < 0.6
 
 
+def stepped_before_ddp(rank: int) -> bool:
+    """Return whether gradients are the rank's own in a DDP around a model that was trained without one before."""
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = radius(net.parameters())
+    plain(net, optimizer, 0, None)
+    model = DDP(net)
+    net(batch(rank)).square().mean().backward()
+    expected = [p.grad.clone() for p in net.parameters()]
+    optimizer.zero_grad()
+    model(batch(rank)).square().mean().backward()
+    return all(torch.equal(p.grad, e) for p, e in zip(net.parameters(), expected, strict=True))
+
+
+def test_an_optimizer_that_has_stepped_without_ddp_finds_it_later():
+    """DDP went on averaging, whole, beside the optimizer's own exchange."""
+    assert run_ranks(stepped_before_ddp, 2) == [True, True]
+
+
 def chain(depth: int) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), chain(depth - 1)) if depth else nn.Sequential(nn.Linear(4, 4))
 

@@ -31,8 +31,9 @@ from .._engine.session import Role
 from ._shared import ModuleWatch, call_after_backward
 
 _handovers: weakref.WeakKeyDictionary[DDP, Handover] = weakref.WeakKeyDictionary()
-# optimizers that have had a DDP, in an order that all ranks share, and the times of their requests
+# the times at which optimizers were made or attached, in an order that all ranks share
 _since_of: weakref.WeakKeyDictionary[CompressedOptimizer, int] = weakref.WeakKeyDictionary()
+_watch_of: weakref.WeakKeyDictionary[CompressedOptimizer, ModuleWatch] = weakref.WeakKeyDictionary()
 
 
 def attach(model: nn.Module, optimizer: CompressedOptimizer) -> None:
@@ -343,21 +344,25 @@ def _end_join(ddp: DDP, is_last_joiner: bool) -> None:
 
 def _on_construction(optimizer: CompressedOptimizer) -> None:
     """Take the gradients of DDPs that are known already; find all others at their first forward."""
-    now = time.monotonic_ns()
+    _since_of[optimizer] = now = time.monotonic_ns()
     integrated = hand_over_gradients(_list_alive(list(_handovers)), optimizer, now)
-    ModuleWatch(optimizer, functools.partial(hand_over_gradients, since=now), integrated)
+    integrate = functools.partial(hand_over_gradients, since=now)
+    _watch_of[optimizer] = ModuleWatch(optimizer, integrate, integrated)
 
 
 def _on_registration(module: nn.Module, name: str, child: nn.Module | None) -> None:
-    """Watch for the first forward of a new DDP around a model that has had one: its optimizers have
-    found all their parameters, and watch no longer.
+    """Watch for the first forward of a new DDP around a model whose optimizers watch no longer:
+    they have found a DDP for all parameters, or stepped on gradients that came without one.
     """
     if isinstance(module, DDP) and name == "module" and child is not None:
         params = set(child.parameters())
         for optimizer, since in list(_since_of.items()):
-            is_active = optimizer._session.role is Role.ACTIVE
-            if is_active and not params.isdisjoint(list_parameters(optimizer)):
-                ModuleWatch(optimizer, functools.partial(hand_over_gradients, since=since))
+            is_waiting = optimizer in _watch_of and _watch_of[optimizer].is_active
+            if optimizer._session.role is not Role.ACTIVE or is_waiting:
+                continue
+            if not params.isdisjoint(list_parameters(optimizer)):
+                integrate = functools.partial(hand_over_gradients, since=since)
+                _watch_of[optimizer] = ModuleWatch(optimizer, integrate)
 
 
 construction_callbacks.append(_on_construction)
