@@ -2,7 +2,7 @@
 
     python bench/memory.py                          # 10 M parameters as one of 2 ranks, all rows: a few minutes
     python bench/memory.py --ranks 8 --only "ScapeAdamS 0.01, sharded"
-    python bench/memory.py --show                   # measure nothing: the table and the chart of what is there
+    python bench/memory.py --show                   # measure nothing: the table of what is there
 
 Every row is a process of its own that builds one optimizer and steps it under torch's profiler, which notes each
 allocation and release. Gradients are there before. The other ranks are made up (_fleet.py): no message takes time, but
@@ -15,7 +15,7 @@ what one rank has in memory is there: messages, masks on their way, what is gath
     host     how much of "saved" is in host memory on a machine with a GPU (offload="residual"); here everything is
 
 Not counted: parameters, gradients and DDP's buckets, 4 each, whatever the optimizer. Of torch's PowerSGD hook only what
-it keeps is counted (it works in gloo's threads, which the profiler does not see). Saves results/memory.csv and .png.
+it keeps is counted (it works in gloo's threads, which the profiler does not see). Saves results/memory.csv.
 """
 
 from __future__ import annotations
@@ -179,35 +179,6 @@ def show(rows: list[dict]) -> None:
         print(f"{row['optimizer']:<32}{row['ranks']:>6}" + "".join(cells))
 
 
-def plot(rows: list[dict]) -> None:
-    """A bar for each row: saved, beside and peak one on the other; a mark at the worst moment."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(9, 0.36 * len(rows) + 1.2), layout="constrained")
-    names = [row["optimizer"] + (f", {row['ranks']} ranks" if "sharded" in row["optimizer"] or "Tagc" in
-             row["optimizer"] else "") for row in rows]  # fmt: skip
-    left = [0.0] * len(rows)
-    size = {part: [float(row.get(part) or 0) for row in rows] for part in PARTS}
-    size["saved"] = [saved - host for saved, host in zip(size["saved"], size["host"], strict=True)]
-    colours = {"saved": "#3b6ea8", "host": "#e0b060", "beside": "#8fb3d9", "peak": "#d9d9d9"}
-    for part, colour in colours.items():
-        label = "saved, in host memory" if part == "host" else part
-        axis.barh(names, size[part], left=left, color=colour, label=label)
-        left = [a + b for a, b in zip(left, size[part], strict=True)]
-    worst = [float(row.get("most") or "nan") for row in rows]
-    axis.plot(worst, names, "|", color="black", markersize=12, label="most, in any step")
-    axis.axvline(8, color="0.4", linestyle=":", linewidth=1)
-    axis.invert_yaxis()
-    axis.set(xlabel="bytes a parameter, beside parameters, gradients and DDP's buckets")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=8, loc="lower right")
-    figure.savefig(RESULTS / "memory.png", dpi=130)
-    plt.close(figure)
-
-
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument(
@@ -233,7 +204,6 @@ def main() -> None:
     if not (results := saved_rows()):
         cli.error("nothing was measured yet: leave --show away")
     show(results)
-    plot(results)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
     python bench/quality.py radius                      # train what is missing of one table, then show it
     python bench/quality.py scape --only "AdamS" --lr 2e-3
-    python bench/quality.py separate --show             # train nothing: the table and the plot of what is there
+    python bench/quality.py separate --show             # train nothing: the table of what is there
 
 Each run is examples/train_gpt.py on two processes of one thread, real sockets between them. Runs are kept, a line each,
-in results/quality.jsonl, whatever table they belong to; a table is saved as CSV and PNG beside it. Where
-bench/time_to_loss.py has timed a method at 100 Mbit/s, the table has its seconds there and the plot a panel of them.
+in results/quality.jsonl, whatever table they belong to; a table is saved as CSV beside it. Where
+bench/time_to_loss.py has timed a method at 100 Mbit/s, the table has its seconds there.
 """
 
 from __future__ import annotations
@@ -138,13 +138,12 @@ def show(table: str, rows: list[dict]) -> None:
 
 
 PANELS = {  # key of an evaluation: label, unit, scale
-    "step": ("step", 1, "linear"),
     "bytes": ("gigabytes handed to collectives by each rank", 1e9, "log"),
     "seconds": ("seconds at {rate}, composed of measured step times", 1, "linear"),
 }
 
 
-def draw(rows: list[dict], keys: Sequence[str], path: Path, rate: str = RATE) -> None:
+def draw(rows: list[dict], keys: Sequence[str], path: Path, rate: str) -> None:
     """Loss over what the keys name, a panel each; a run without seconds is left out where they are drawn."""
     import matplotlib
 
@@ -198,8 +197,6 @@ def main() -> None:
     if rows := best_of(args.table):
         put_on(rows, RATE)
         show(args.table, rows)
-        timed = [row for row in rows if row["seconds"] is not None]
-        draw(rows, ("step", "bytes", "seconds") if timed else ("step", "bytes"), RESULTS / f"quality-{args.table}.png")
 
 
 if __name__ == "__main__":

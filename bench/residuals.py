@@ -1,13 +1,13 @@
 """Residuals over a run, and how much of the mask stays: SCAPE's Figures 3 and 6 in small.
 
     python bench/residuals.py                       # 8 runs in one process, two minutes on a quiet core
-    python bench/residuals.py --show                # train nothing: the table and the plot of what is there
+    python bench/residuals.py --show                # train nothing: the table of what is there
 
 Figure 3: the gradient's largest tenth is applied and the rest kept for the next step (error feedback), with AdamW and
 with AdamS; the paper finds AdamW's residual much larger. Beside them ScapeAdamS at four densities, its residual divided
 by 1 - beta1 to be in the gradient's units, and the norm of what each sends. Figure 6: the share of SCAPE's mask that
 was in the one before. A GPT of 0.86 M parameters on real text, dense for the first 60 of 400 steps, one process: what
-is "sent" is sent to nobody. Saves results/residuals.csv and .png.
+is "sent" is sent to nobody. Saves results/residuals.csv.
 """
 
 from __future__ import annotations
@@ -129,32 +129,6 @@ def table(rows: list[dict]) -> None:
             print(f"{name:<22}{''.join(cells)}")
 
 
-def plot(rows: list[dict]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
-    titles = ("norm of the residual", "norm of what is sent", "share of the mask that was in the one before")
-    for axis, field, title in zip(panels, ("residual", "sent", "overlap"), titles, strict=True):
-        for number, name in enumerate(RUNS):
-            points = [(int(r["step"]), float(r[field])) for r in rows
-                      if r["run"] == name and r.get(field) not in (None, "") and int(r["step"]) > DENSE]  # fmt: skip
-            if points:
-                axis.plot(*zip(*points, strict=True), color=f"C{number}", label=name, linewidth=1.3)
-        axis.set(xlabel="step", title=title)
-        axis.spines[["top", "right"]].set_visible(False)
-    panels[0].set_yscale("log")
-    panels[1].set_yscale("log")
-    panels[2].set_ylim(0, 1)
-    figure.legend(
-        *panels[1].get_legend_handles_labels(), loc="outside lower center", frameon=False, ncols=6, fontsize=8
-    )
-    figure.savefig(RESULTS / "residuals.png", dpi=130)
-    plt.close(figure)
-
-
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--show", action="store_true", help="train nothing")
@@ -173,9 +147,7 @@ def main() -> None:
             writer.writerows({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()} for row in rows)
     if not path.exists():
         cli.error("nothing has run yet: leave --show away")
-    rows = list(csv.DictReader(path.open()))
-    table(rows)
-    plot(rows)
+    table(list(csv.DictReader(path.open())))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 Each run is one of bench/quality.py's: examples/train_gpt.py on two processes, 400 steps on real text, the first 60 of
 them dense, learning rate 2e-3, one seed; kept in results/quality.jsonl. Every interval divides 400, so all runs of
 Radius end on a resample: nothing is left behind at the last step. Prints the papers' differences beside ours, and saves
-results/quality-radius-sweep.csv, quality-scape-sweep.csv and sweeps.png.
+results/quality-radius-sweep.csv and quality-scape-sweep.csv.
 """
 
 from __future__ import annotations
@@ -58,40 +58,6 @@ def show(radius: dict[str, float], scape: dict[str, float]) -> None:
     print("The paper: 0.1 below AdamS's loss, 0.01 less than 0.04 above it (GPT-345M, 100,000 steps).")
 
 
-def plot(radius: dict[str, float], scape: dict[str, float]) -> None:
-    """Left a cell for each density and interval of Radius, right SCAPE's loss over its density."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    dense = radius["AdamW (DDP)"]
-    cells = [[radius.get(name_of(d, t), math.nan) - dense for t in INTERVALS] for d in DENSITIES]
-    left.imshow(cells, cmap="Blues", aspect="auto", vmin=0)
-    middle = max(value for row in cells for value in row if value == value) / 2
-    for y, row in enumerate(cells):
-        for x, value in enumerate(row):
-            left.text(x, y, f"{value:+.3f}", ha="center", va="center", color="white" if value > middle else "black")
-    left.set_xticks(range(len(INTERVALS)), INTERVALS)
-    left.set_yticks(range(len(DENSITIES)), DENSITIES)
-    left.set(xlabel="interval, steps", ylabel="density", title=f"Radius: loss beyond AdamW's {dense:.3f}")
-    points = sorted((float(name.split()[1]), loss) for name, loss in scape.items() if name != "AdamS")
-    right.plot(*zip(*points, strict=True), "o-", color="#3b6ea8")
-    for name, loss in (("AdamS, dense", scape["AdamS"]), ("AdamW, dense", dense)):
-        right.axhline(loss, color="0.4", linestyle=":", linewidth=1)
-        place = dict(xy=(0.02, loss), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
-        right.annotate(name, **place)
-    right.set_xscale("log")
-    right.set_xticks([d for d, _ in points], [f"{d:g}" for d, _ in points])
-    right.minorticks_off()
-    right.set(xlabel="density", ylabel="validation loss (nats a byte)", title="SCAPE")
-    right.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"{TABLES[SWEEPS[0]].steps} steps, 2 ranks, 0.86 M parameters, one seed", fontsize=10)
-    figure.savefig(RESULTS / "sweeps.png", dpi=130)
-    plt.close(figure)
-
-
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--show", action="store_true", help="train nothing")
@@ -103,7 +69,6 @@ def main() -> None:
     for table, results in zip(SWEEPS, rows, strict=True):
         quality.show(table, results)
     show(*map(losses, rows))
-    plot(*map(losses, rows))
 
 
 if __name__ == "__main__":

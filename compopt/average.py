@@ -1,6 +1,6 @@
 """Gradients averaged whole, around any torch optimizer.
 
-One bucket on rank n at one step; g_n is its local gradient, e_n what rounding has left over::
+One bucket on rank n at one step; g_n is its local gradient, e_n its residual (rounding errors)::
 
     1  h_n <- g_n + e_n
     2  q_n <- h_n, rounded to payload_dtype
@@ -63,10 +63,10 @@ class Average(Wrapper, ReducingOptimizer):
         adamw = torch.optim.AdamW(model.parameters(), lr=3e-4)
         optimizer = compopt.Average(adamw, payload_dtype="int8")
 
-    What DistributedDataParallel does, in fewer bytes and all or nothing. ``param_groups`` are the
-    base's own, so LR schedulers act on it; ``state_dict()`` holds the base's under "base". While
-    the base steps, ``p.grad`` is the averaged gradient (None where no rank had one); before and
-    after it is this rank's own.
+    It does what DistributedDataParallel does, with fewer bytes, and applies a step on all ranks or
+    on none. ``param_groups`` are the base's own, so LR schedulers act on it; ``state_dict()`` holds
+    the base's under "base". While the base steps, ``p.grad`` is the averaged gradient (None if no
+    rank had one); before and after it is this rank's own.
 
     Args:
         base: an optimizer over the model's parameters, or a list of several over disjoint ones; it
@@ -79,8 +79,8 @@ class Average(Wrapper, ReducingOptimizer):
         capturable: accepted and ignored.
         process_group: the ranks to average over. None: the default group, or one process where
             there is none.
-        simulate: round on one process too, to see what many would do. Else, without other ranks,
-            a step is the base's.
+        simulate: round in a single process too, to see the effect. Otherwise a step without other
+            ranks is the base's.
 
     State beside the base's: ``residual``, as large as the parameter. Not saved: one averaged
     gradient as large as the parameters.
@@ -134,7 +134,7 @@ class Average(Wrapper, ReducingOptimizer):
 
 
 def outer_sgd(options: Group, params: list[Tensor]) -> Average:
-    """SGD with Nesterov's momentum on averaged gradients: DiLoCo's outer optimizer.
+    """Make DiLoCo's outer optimizer: SGD with Nesterov's momentum on averaged gradients.
 
     Its ``options``: outer_lr, outer_momentum, payload_dtype.
     """

@@ -5,15 +5,15 @@ Rank k has parameters w_k, in fragments p = 0 to P - 1; anchors a_p are the same
 round has H steps::
 
     1  inner.step()                                     # every step, on the rank's own gradients
-    at step p * H // P of a round (0: its last), prepare_sync
+    at step p * H // P of a round (p = 0: at its last), prepare_sync
     2  d_k <- a_p - w_k                                 # the pseudo-gradient
     3  d <- mean over ranks of d_k                      # as the outer optimizer averages gradients
     ``delay`` steps later, on all ranks or on none, perform_sync
     4  a_p <- the outer optimizer steps a_p by d        # v <- mu v + d;  a_p <- a_p - lr (d + mu v)
     5  w_k <- a_p + what the rank moved since line 2
 
-At first all gradients are averaged for ``warmup_steps``, as ``Average(inner)`` does, and rounds
-grow from 1 step to H over ``every_warmup_steps``, mu and lr from 0 and 1 with them.
+In the first ``warmup_steps`` all gradients are averaged, as ``Average(inner)`` does. Over the next
+``every_warmup_steps`` rounds grow from 1 step to H, mu from 0 and lr from 1 to their values.
 
 Where rounds end by time, or ranks are ``weighted``, line 3 is a mean weighted by the steps or
 samples that ranks took in the round.
@@ -36,7 +36,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ._engine.collective_generators import CollectiveGenerator, sum_over_groups
+from ._engine.collective_generators import CollectiveGenerator, exchange_one, sum_over_groups
 from ._engine.combined import OneOrSeveral, combine_optimizers, describe_members
 from ._engine.decision import StepDecision
 from ._engine.gradients import (
@@ -45,10 +45,17 @@ from ._engine.gradients import (
     restore_scale,
     unscale_gradients,
 )
-from ._engine.handshake import gather_rows, warn_without_gradients
-from ._engine.join import JoinHook, follow_ranks_with_data
+from ._engine.handshake import warn_without_gradients
+from ._engine.join import JoinHook, copy_options_from_ranks_with_data
 from ._engine.missing_ranks import RankLeft
-from ._engine.options import OPTIONS_WITHOUT_HANDSHAKE, Group, Setting, require, select_options
+from ._engine.options import (
+    OPTIONS_WITHOUT_HANDSHAKE,
+    Group,
+    Setting,
+    is_number,
+    require,
+    select_options,
+)
 from ._engine.resharding import average_base, average_state
 from ._engine.session import Handshake
 from ._engine.signals import defer_signals
@@ -75,13 +82,13 @@ from ._wire.collectives import (
     get_rank,
 )
 from ._wire.payload import PayloadDtype
-from ._wire.requests import CommunicationError, RequestGenerator
+from ._wire.requests import AllGather, CommunicationError, RequestGenerator
 from .average import average, outer_sgd
 
 
 class LocalSteps(AnchoredWrapper):
-    """Any torch optimizer, stepped by every rank on its own gradients; every so many steps ranks
-    average what they moved::
+    """Any torch optimizer, which every rank steps on its own gradients. At the end of a round ranks
+    average what they have moved::
 
         adamw = torch.optim.AdamW(model.parameters(), lr=3e-4)
         optimizer = compopt.LocalSteps(adamw, every=30)
@@ -93,50 +100,51 @@ class LocalSteps(AnchoredWrapper):
     Args:
         inner: an optimizer over the model's parameters, or a list of several over disjoint ones;
             may be of this package (AdamS), which then averages nothing itself.
-        every: H, steps of a round; 30 by default.
-        round_seconds: instead of ``every``: a round ends on a rank at its first step after this
-            time. Each rank takes as many steps as it can, and all are averaged by their weights.
+        every: H, the steps of a round; 30 by default.
+        round_seconds: in place of ``every``: a round ends on a rank at its first step after this
+            time. Each rank takes as many steps as it can, and ranks are averaged by their weights.
         weighted: weight ranks by the steps each took since the last average (skipped ones not
             counted), or by the ``samples`` passed to ``step()``. Always on with
             ``round_seconds``. Default: equal weights.
-        outer: makes the optimizer, one of this package, that steps the anchors it is given, on
-            pseudo-gradients; those of further fragments are added to it as groups. None:
+        outer: a function of a list of anchors, which returns an optimizer of this package over
+            them; it steps them on pseudo-gradients. Further fragments become groups of it. None:
             ``Average`` around ``torch.optim.SGD`` with Nesterov's momentum, by ``payload_dtype``,
             ``outer_lr`` and ``outer_momentum``.
-        payload_dtype: of what is exchanged, and of gradients in the averaged start; as in
+        payload_dtype: dtype on the wire, also for gradients in the averaged start; as in
             :class:`Average`.
-        outer_lr, outer_momentum: of the default ``outer``, after a round of ``every`` steps. 1 and
-            0: ranks average parameters. A momentum of None is 0.9, or 0.6 with a Muon inside.
-        fragments: P, parts of the model that are exchanged at different steps of a round.
+        outer_lr, outer_momentum: the rates of the default ``outer`` after a round of ``every``
+            steps. With 1 and 0 ranks average parameters. A momentum of None is 0.9, or 0.6 if the
+            inner optimizer contains a Muon.
+        fragments: P, the number of parts of the model, exchanged at different steps of a round.
         delay: steps from the beginning of an exchange to its application; training goes on
             meanwhile. At most every / fragments.
         warmup_steps: steps at the start in which gradients are averaged, as by :class:`Average`.
-        every_warmup_steps: steps after these in which rounds grow from 1 step to their length, and
-            an ``outer`` around SGD, as the default, from averaging parameters to its own rate and
-            momentum.
-        max_grad_norm: clips each rank's own gradient to this L2 norm; in the start the averaged
-            one.
+        every_warmup_steps: steps after the start in which rounds grow from 1 step to their length.
+            An ``outer`` around SGD, as the default, grows with them, from averaging parameters to
+            its own rate and momentum.
+        max_grad_norm: clips each rank's own gradient to this L2 norm; in the averaged start the
+            average.
         process_group: the ranks to average over. None: the default group, or one process where
             there is none.
         offload: "outer" keeps anchors and outer optimizer in host memory, and exchanges from there:
             the process group must carry host tensors (gloo does).
-        simulate: take rounds on one process too, to see what many would do. Else, without other
-            ranks, a step is that of ``inner``.
+        simulate: take rounds on a single process too, to see their effect. Otherwise a step without
+            other ranks is that of ``inner``.
 
-    State beside the inner optimizer's: in the outer one the anchors, its momentum and its
-    ``residual``, each as large as the parameters; ``residual`` of the averaged start, while that
-    lasts. What a rank moved is as large again while it is exchanged.
+    State beside the inner optimizer's: the anchors, the outer momentum and the outer ``residual``,
+    each as large as the parameters; during the averaged start its ``residual``. During an exchange
+    the pseudo-gradient takes as much again.
 
     Raises:
-        TypeError: inner is no optimizer, or one that evaluates the model more than once a step
+        TypeError: inner is no optimizer, or one that evaluates the model more than once per step
             (LBFGS).
         ValueError: inner compresses by itself; two of several have the same parameters; an option
-            out of its range.
+            is out of its range.
     """
 
     rank_local_state = ("residual",)
     default_outer = staticmethod(outer_sgd)
-    _samples: float | None = None  # of the coming step
+    _samples: float | None = None  # the samples of the coming step
 
     def __init__(
         self,
@@ -159,7 +167,7 @@ class LocalSteps(AnchoredWrapper):
         simulate: bool = False,
     ):
         self.offload, inner = offload, combine_optimizers(inner)
-        if outer_momentum is None:  # of the lowest loss (docs/local_settings.md)
+        if outer_momentum is None:  # these gave the lowest loss (docs/local_settings.md)
             outer_momentum = 0.6 if "Muon" in describe_members(inner) else 0.9
         if every is not None and round_seconds is not None:
             raise ValueError(
@@ -217,7 +225,7 @@ class LocalSteps(AnchoredWrapper):
         Raises CommunicationError if the exchange failed; the rank's own step was then taken.
         """
         if samples is not None:
-            is_good = rounds.is_number(samples) and 0 <= samples < math.inf
+            is_good = is_number(samples) and 0 <= samples < math.inf
             require(is_good, "samples", samples, "a number >= 0")
             if not self._options["weighted"]:
                 raise ValueError(
@@ -237,7 +245,7 @@ class LocalSteps(AnchoredWrapper):
             self._check_own_params()
             self._see_ranks_and_groups()
             if session.handshake is not Handshake.VERIFIED and not session.is_single_process:
-                yield from self._follow_ranks_with_data()
+                yield from self._copy_options_from_ranks_with_data()
                 yield from Step(session, session.comm, session.steps + 1).verify_peers()
             self._ensure_anchors()
             if self._anchors is not None:
@@ -275,27 +283,31 @@ class LocalSteps(AnchoredWrapper):
     # Exchanges
 
     def _synchronize(self) -> CollectiveGenerator[bool]:
-        """Perform and prepare what is due after a step. Returns whether an exchange was applied."""
+        """Apply the exchange whose delay has ended, and begin the one that is due after this step.
+
+        Returns whether an exchange was applied.
+        """
         options, counts, anchors, is_applied = self._options, self._counts, self._anchors, False
         if anchors is None:
             return False
-        t, at = options["step"], options["step"] - counts.begun
+        step, count = options["step"], options["fragments"]
+        in_round = step - counts.begun  # steps of the running round
         if options["round_seconds"] is not None:
-            steps, is_over = at, counts.seconds >= rounds.round_duration(options, counts.mean_step)
-            self._due |= anchors.fragments if is_over else set()
+            length = in_round
+            if counts.seconds >= rounds.round_duration(options, counts.mean_step):
+                self._due |= anchors.fragments
         else:
-            steps = rounds.round_length(options, counts.begun - options["warmup_steps"])
-            count = options["fragments"]
-            self._due |= {n for n in anchors.fragments if rounds.is_due(n, at, steps, count)}
-            if at >= steps:
-                counts.round, counts.begun = counts.round + 1, t
-        if self._exchange is not None and (self._due or t >= self._exchange.apply_at):
+            length = rounds.round_length(options, counts.begun - options["warmup_steps"])
+            self._due |= {n for n in anchors.fragments if rounds.is_due(n, in_round, length, count)}
+            if in_round >= length:
+                counts.round, counts.begun = counts.round + 1, step
+        if self._exchange is not None and (self._due or step >= self._exchange.apply_at):
             is_applied = yield from self._perform_sync()
         if self._due:
-            # never more steps than lie between two exchanges
-            delay = min(int(options["delay"]), steps // int(options["fragments"]))
-            apply_at = t + delay if delay else 0
-            yield from self._prepare_sync(anchors, steps, apply_at)
+            # at most the number of steps between two exchanges
+            delay = min(int(options["delay"]), length // int(count))
+            apply_at = step + delay if delay else 0
+            yield from self._prepare_sync(anchors, length, apply_at)
             if not delay:
                 is_applied = yield from self._perform_sync()
         return is_applied
@@ -304,13 +316,13 @@ class LocalSteps(AnchoredWrapper):
     def _prepare_sync(
         self, anchors: Anchors, steps: int, apply_at: int = 0, is_last: bool = False
     ) -> CollectiveGenerator[FragmentSync]:
-        """Begin the exchange of the fragments that are due, after a round of so many ``steps``."""
+        """Begin the exchange of the fragments that are due, after a round of ``steps`` steps."""
         fragments, session, counts = self._due, self._session, self._counts
-        yield from self._follow_ranks_with_data()
+        yield from self._copy_options_from_ranks_with_data()
         try:
             moved, shards = anchors.set_pseudo_gradients(fragments), session.shard_communicators
             squared = squared_norm_of_part(moved, shards, anchors.outer._session.device)
-            if shards:  # a replica is lost where one of its shards is
+            if shards:  # one shard that is not finite makes the whole replica so
                 sums = yield from sum_over_groups(shards, [float(squared)], session.device)
                 squared = squared.new_tensor(sums[0])
         except BaseException:
@@ -328,9 +340,10 @@ class LocalSteps(AnchoredWrapper):
 
     @torch.no_grad()
     def _perform_sync(self) -> CollectiveGenerator[bool]:
-        """Wait for the exchange on its way, if there is one, and apply it. Returns whether it was:
-        not where the average is not finite. Where it fails, on all ranks, nothing is applied, and
-        it is due again.
+        """Wait for the exchange in flight, if there is one, and apply it.
+
+        Returns whether it was applied: not if the average is not finite. If the exchange fails, on
+        all ranks, nothing is applied, and its fragments are due again.
         """
         session, exchange = self._session, self._exchange
         if exchange is None:
@@ -346,8 +359,8 @@ class LocalSteps(AnchoredWrapper):
             raise
         self._exchange = None
         exchange.step.comm.unfinished.clear()
-        self._exchanged = {
-            **self._exchanged,
+        self._exchange_stats = {
+            **self._exchange_stats,
             **outcome.measure_distances(),
             "weight": outcome.share,
             "round_steps": int(exchange.contribution.steps),
@@ -365,7 +378,7 @@ class LocalSteps(AnchoredWrapper):
         return is_applied
 
     def _apply(self, exchange: FragmentSync, outcome: Outcome) -> bool:
-        """Apply lines 4 and 5, as a whole."""
+        """Do lines 4 and 5, if all ranks have decided to. Returns whether they have."""
         anchors, session, decision = exchange.anchors, self._session, outcome.decision
         counts = self._counts
         if outcome.is_empty:
@@ -431,8 +444,9 @@ class LocalSteps(AnchoredWrapper):
         return norm
 
     def _gradient_norm(self, grads: dict[Tensor, Tensor]) -> CollectiveGenerator[float]:
-        """The norm over all shards of the replica; NaN where a GradScaler has found an inf. Shards
-        also agree on the time of the round.
+        """Return the norm over all shards of the replica, NaN if a GradScaler has found an inf.
+
+        In the same message shards agree on the time of the round.
         """
         shards = self._session.shard_communicators
         squared = float(squared_norm_of_part(grads, shards, self._session.device))
@@ -450,23 +464,31 @@ class LocalSteps(AnchoredWrapper):
     def end_round(self) -> None:
         """End the running round: exchange what ranks have moved, and apply it.
 
-        Afterwards parameters are equal on all ranks: call it on all of them after the last step,
-        before an evaluation, or before the model is saved. Where they are equal nothing changes.
+        Afterwards parameters are equal on all ranks. Call it on all ranks after the last step,
+        before an evaluation, and before the model is saved. It changes nothing if parameters are
+        equal already.
 
-        Raises CommunicationError when the exchange failed; it is tried again after the next step.
+        Raises CommunicationError if the exchange failed; it is tried again after the next step.
         """
-        for _ in self.end_round_as_generator():
-            pass
+        try:
+            for _ in self.end_round_as_generator():
+                pass
+        except CommunicationError as error:
+            session = self._session
+            raise CommunicationError(
+                f"the round was not ended on rank {session.comm.rank} after step {session.steps}: "
+                f"{error}. It is tried again after the next step, and by the next end_round()."
+            ) from error
 
     def end_round_as_generator(self) -> Generator[PendingCollective, None, None]:
         anchors, counts, last = self._anchors, self._counts, self._session.stats
         self._check_own_params()
         if anchors is None:
             return
-        t, at = self._options["step"], self._options["step"] - counts.begun
+        step, in_round = self._options["step"], self._options["step"] - counts.begun
         is_applied = yield from self._perform_sync()
         if self._options["round_seconds"] is not None:
-            # take part in the rounds of ranks that go on, until all have come to their end
+            # take part in the rounds of ranks that still train, until all have called this
             is_applied = is_last = False
             while not is_last:
                 self._read_clock()
@@ -477,23 +499,23 @@ class LocalSteps(AnchoredWrapper):
                 is_applied |= yield from self._perform_sync()
                 outcome = yield from exchange.communication.finish()  # it has ended
                 is_last = outcome.mean.is_last == 1
-        elif at > 0:
-            counts.round, counts.begun = counts.round + 1, t
+        elif in_round > 0:
+            counts.round, counts.begun = counts.round + 1, step
         self._due |= {moved.fragment for moved in anchors.tensors if moved.has_moved}
         if self._due:
-            yield from self._prepare_sync(anchors, max(1, at))
+            yield from self._prepare_sync(anchors, max(1, in_round))
             is_applied = yield from self._perform_sync()
         self._note_open_round()
-        if is_applied or at > 0:
+        if is_applied or in_round > 0:
             self._report(last.grad_norm, is_applied, is_step=False)
             self._session.stats.bytes_sent += last.bytes_sent
 
     # Join: ranks that run out of data
 
-    def _follow_ranks_with_data(self) -> CollectiveGenerator[None]:
+    def _copy_options_from_ranks_with_data(self) -> CollectiveGenerator[None]:
         session = self._session
         if session.is_joining and session.comm.size > 1:
-            yield from follow_ranks_with_data(session, session.comm)
+            yield from copy_options_from_ranks_with_data(session, session.comm)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         if self._options["round_seconds"] is not None:
@@ -526,7 +548,7 @@ class LocalSteps(AnchoredWrapper):
     def _bucket_layouts(self, bucket: Bucket) -> dict[str, Layout]:
         if self.averages_gradients:
             return super()._bucket_layouts(bucket)
-        # that of the averaged start, which has ended
+        # the averaged start has ended, so its residual is empty
         return {"residual": PaddedVector(bucket.compute_dtype, lambda p: 0, optional=True)}
 
     @property
@@ -545,15 +567,15 @@ class LocalSteps(AnchoredWrapper):
 
     @contextmanager
     def use_anchors(self) -> Iterator[None]:
-        """Put the anchors into the model, and afterwards this rank's own parameters back::
+        """Put the anchors into the model within the block, then restore this rank's parameters::
 
             with optimizer.use_anchors():
                 evaluate(model)
 
         Anchors are the parameters as of the last exchange, which are equal on all ranks. Nothing is
-        communicated, and training goes on as if nothing had been. Any rank may do so alone, at any
-        time. Within the block a step, the end of a round, and saving or loading this optimizer
-        raise RuntimeError.
+        communicated, and training is not affected. Any rank may do so alone, at any time. Within
+        the block a step, the end of a round, and saving or loading this optimizer raise
+        RuntimeError.
         """
         anchors, exchange = self._anchors, self._exchange
         underway = exchange.fragments if exchange else ()
@@ -563,7 +585,7 @@ class LocalSteps(AnchoredWrapper):
     # Reports
 
     def _report(self, norm: float, is_applied: bool, is_step: bool = True) -> None:
-        """Renew ``stats``, after a step or the end of a round."""
+        """Update ``stats`` after a step or the end of a round."""
         session, anchors = self._session, self._anchors
         phase = "exchanged" if is_applied else "dense" if session.is_single_process else "local"
         sent = 0 if anchors is None else anchors.take_bytes_sent()
@@ -579,17 +601,18 @@ class LocalSteps(AnchoredWrapper):
     # Checkpoints
 
     def consolidate_as_generator(self) -> Generator[PendingCollective, None, None]:
-        """Beside residuals, what the inner optimizer keeps becomes its mean over ranks, and within
-        a round the parameters too: what ranks have moved is then the same on all.
+        """Replace residuals and the state of the inner optimizer by their means over ranks; within
+        a round parameters too, so that all ranks have moved the same.
         """
         session, anchors = self._session, self._anchors
         self._check_own_params()
         yield from self._perform_sync()
         if anchors is not None and self.round_is_open:
             weight = 1.0
-            if self._options["weighted"]:  # of this rank in the round, by the mean over ranks
-                message = torch.tensor([self._counts.weight], dtype=torch.float64)
-                rows = yield from gather_rows(message.to(session.device), session.comm)
+            if self._options["weighted"]:  # this rank's weight over the mean of all weights
+                message = torch.tensor([self._counts.weight], dtype=torch.float64, device="cpu")
+                request = AllGather(message.to(session.device))
+                rows = yield from exchange_one(session.comm, request)
                 mean = float(rows.mean())
                 weight = self._counts.weight / mean if mean else 1.0
             for t in anchors.tensors:

@@ -27,10 +27,10 @@ from ._engine.options import Group
 
 UseMuon = Callable[[str, Tensor], bool]
 
-OF_MUON = {"momentum", "nesterov", "ns_steps", "ns_coefficients", "adjust_lr_fn"}
-OF_ADAMW = {"betas", "eps", "amsgrad", "maximize", "foreach", "fused", "capturable"}
+MUON_OPTIONS = {"momentum", "nesterov", "ns_steps", "ns_coefficients", "adjust_lr_fn"}
+ADAMW_OPTIONS = {"betas", "eps", "amsgrad", "maximize", "foreach", "fused", "capturable"}
 
-NUMBER = re.compile(r"(^|\.)\d+(\.|$)")  # in a name: of a layer, in a stack of layers
+NUMBER = re.compile(r"(^|\.)\d+(\.|$)")  # the number of a layer in a stack
 EMBEDDING = re.compile(
     r"embed|embd|(^|[._])emb([._]|$)|(^|\.)(wte|wpe|tok|tokens?|pos|positions?)(\.|$)"
 )
@@ -59,12 +59,12 @@ class MuonAdamW(CombinedOptimizer):
             the options below, and say ``use_muon=True`` or ``False`` for all its tensors; these
             need no names then. A tensor with two names, as a tied embedding and head, counts once,
             and is Muon's only if both names say so.
-        lr, weight_decay: of both. Decay is decoupled, as in :class:`torch.optim.AdamW`.
-        momentum, nesterov, ns_steps: of Muon; ``ns_steps`` are those of the Newton-Schulz
+        lr, weight_decay: for both. Decay is decoupled, as in :class:`torch.optim.AdamW`.
+        momentum, nesterov, ns_steps: for Muon; ``ns_steps`` are the steps of the Newton-Schulz
             iteration.
-        betas, eps: of AdamW.
-        use_muon: decides, from a tensor's name ("" if it has none) and the tensor, whether it is
-            Muon's.
+        betas, eps: for AdamW.
+        use_muon: a function of a tensor's name ("" if it has none) and the tensor, which returns
+            True if Muon steps it.
 
     State: ``momentum_buffer`` of Muon's tensors, ``exp_avg`` and ``exp_avg_sq`` of AdamW's.
 
@@ -135,10 +135,11 @@ class MuonAdamW(CombinedOptimizer):
             raise ValueError("maximize must be False: torch's Muon has none. Negate the loss.")
         is_muon = {p: self._is_muon(p, names, group) for p, names in names_of.items()}
         muon, adamw = self.members
-        for member, wanted, foreign in ((muon, True, OF_ADAMW), (adamw, False, OF_MUON)):
-            dropped = foreign | {"params", "param_names", "use_muon"}
+        sides = ((muon, True, ADAMW_OPTIONS), (adamw, False, MUON_OPTIONS))
+        for member, takes_muon, options_of_other in sides:
+            dropped = options_of_other | {"params", "param_names", "use_muon"}
             options = {name: value for name, value in group.items() if name not in dropped}
-            chosen = {p: names[0] for p, names in names_of.items() if is_muon[p] == wanted}
+            chosen = {p: names[0] for p, names in names_of.items() if is_muon[p] == takes_muon}
             if chosen:
                 is_named = any(chosen.values())
                 params = [(name, p) for p, name in chosen.items()] if is_named else [*chosen]
@@ -217,7 +218,7 @@ def check_matrix(p: Any, names: list[str]) -> None:
         raise ValueError(
             f"use_muon chooses {describe(p, names)}, and torch's Muon takes 2 dimensions only."
         )
-    # it steps a DTensor as a whole, but leaves what it adds in another place if a rank has nothing
+    # torch's Muon steps a DTensor whole, but if a rank has no rows the update's placement differs
     for n, placement in enumerate(getattr(p, "placements", ())):
         if placement.is_shard() and p.shape[placement.dim] < p.device_mesh.size(n):
             raise ValueError(

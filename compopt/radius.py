@@ -17,7 +17,8 @@ interval::
     16      residual <- residual + G_n off the mask, 0 on it
     20  G <- G * min(1, max_grad_norm / |G|)
     21  u <- mhat / (sqrt(vhat) + eps) + weight_decay * w        # Algorithm 2, over all elements
-    22  if resampled: mask <- the round(D * n) largest |u| of each tensor; broadcast
+    22  if resampled:
+    23      mask <- the round(D * n) largest |u| of each tensor; broadcast
     25  w <- w - lr * u
 
 Differences from the paper: the first step after the warm-up resamples (the paper's mask is
@@ -58,10 +59,11 @@ from ._wire.requests import Agree, AllReduceMean, Broadcast, RequestGenerator, R
 
 def radius(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     """Algorithm 1, one bucket, one step."""
-    group, phase, grads = bucket.group, phase_of(bucket), bucket.grads()  # lines 3, 7, 12
+    group, phase, grads = bucket.group, choose_phase(bucket), bucket.grads()  # lines 3, 7, 12
     mask = bucket.cache["mask"] if phase == "sparse" else Mask(bucket)
-    # A resample step sends residuals, and a dense one that follows sparse ones (the warm-up was
-    # prolonged). Every step does where payloads are rounded: there they hold the rounding errors.
+    # Residuals are sent in three cases: in a resample step; in any step if payloads are rounded,
+    # because residuals then hold rounding errors; and in a dense step after sparse ones, which
+    # occurs if the user prolongs the warm-up.
     residuals = None
     if phase == "resample" or bucket.is_rounded or (phase == "dense" and bucket.has_residual):
         residuals = bucket.iterate_state("residual")
@@ -73,21 +75,21 @@ def radius(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     # lines 10, 15, 16 and 21 to 25
     masks = yield RunBatched(update, bucket, ops, mean, phase, mask, grads)
     have_gradients = bucket.have_gradients(mean)
-    if phase == "dense" and bucket.has_residual and not bucket.is_rounded:  # all have been sent
-        for e, has_gradient in zip(
-            bucket.iterate_state("residual", write=True), have_gradients, strict=True
-        ):
-            if has_gradient and e is not None:
-                e.zero_()
+    if phase == "dense" and bucket.has_residual and not bucket.is_rounded:
+        # the whole residual was sent
+        residuals = bucket.iterate_state("residual", write=True)
+        for residual, has_gradient in zip(residuals, have_gradients, strict=True):
+            if has_gradient and residual is not None:
+                residual.zero_()
     bucket.cache["has_residual"] = phase == "sparse" or (
         bucket.has_residual and not all(have_gradients)
     )
     if phase == "resample":
-        yield from broadcast_mask(bucket, ops, mean, masks)  # line 22
+        yield from broadcast_mask(bucket, ops, mean, masks)  # line 23
 
 
-def phase_of(bucket: Bucket) -> str:
-    """Return the phase of the coming step (lines 3, 7 and 12).
+def choose_phase(bucket: Bucket) -> str:
+    """Return "dense", "resample" or "sparse", the phase of the coming step (lines 3, 7 and 12).
 
     Step ``warmup_steps`` is the first resample step.
     """
@@ -101,7 +103,7 @@ def update(
     bucket: Bucket, ops: Ops, mean: Payload, phase: str, mask: Mask, grads: Tensors
 ) -> list[Tensor]:
     """Do lines 10, 15, 16 and 21 to 25 for every tensor with a gradient on any rank; return the
-    masks of line 22.
+    masks of line 23.
     """
     group, state, masks, weights = bucket.group, bucket.state, [], bucket.weights
     is_rounded, have_gradients = mean.rounding_errors is not None, bucket.have_gradients(mean)
@@ -128,16 +130,16 @@ def update(
             bucket.publish_master(i)
         if resamples:
             u = update_magnitudes(group, before, m, v, step)
-            masks.append(ops.top_k_mask(u, selection_size(group["density"], w.numel())))  # line 22
+            masks.append(ops.top_k_mask(u, selection_size(group["density"], w.numel())))  # line 23
     return masks
 
 
 def broadcast_mask(
     bucket: Bucket, ops: Ops, mean: Payload, masks: list[Tensor]
 ) -> RequestGenerator[None]:
-    """Make rank 0's new mask that of all ranks (line 22); the next step waits for it.
+    """Give all ranks the new mask of rank 0 (line 23). The next step waits for it.
 
-    A tensor without a gradient on any rank keeps its mask: its residual is zero at the
+    A tensor without a gradient on any rank keeps its mask, because its residual is zero at the
     positions of the old mask, but not at those of a new one.
     """
     state, have_gradients = bucket.state["mask"], bucket.have_gradients(mean)

@@ -51,9 +51,9 @@ from ._engine.stats import Stats
 from ._ops.norms import clip_factor, scale_
 from ._ops.operations import Ops
 from ._ops.update_helpers import (
+    compute_x_of_slice,
     gradient_weight,
     keep_absent_momenta,
-    moment_of_slice,
     resize_momenta,
 )
 from ._sharded.scape import add_common_residual, sharded_scape
@@ -127,7 +127,7 @@ def update(
         piece = selection.slices.get(i) if selection else None
         if not has_gradient:
             if selection and piece:
-                selection.select(i, moment_of_slice(bucket, i, piece, None))
+                selection.select(i, compute_x_of_slice(bucket, i, piece, None))
             continue
         index, m, step = mask.positions[i], old[i], state["step"][i]
         step += 1
@@ -154,8 +154,10 @@ def accumulate_x(
     momentum_positions: Tensor | None,
     index: Tensor | None,
 ) -> Tensor:
-    """Turn the residual e of a tensor, flat, into line 10's x; return the momentum at ``index``
-    (None: everywhere). ``m`` is the momentum at ``momentum_positions``.
+    """Turn the flat residual e of a tensor into line 10's x, in place. Return the momentum at
+    ``index``.
+
+    ``m`` is the momentum at ``momentum_positions``, and 0 elsewhere. None means all positions.
     """
     beta1: float = group["betas"][0]
     if momentum_positions is None:
@@ -165,7 +167,7 @@ def accumulate_x(
         momentum_positions = momentum_positions.long()
         rest = e.index_select(0, momentum_positions)
         e.index_fill_(0, momentum_positions, 0)
-        # Write m into e for a moment: e at ``index`` is then the momentum there.
+        # e serves as dense memory: with m written into it, e at ``index`` grows by the momentum.
         before = e.clone() if index is None else e.index_select(0, index)
         e.scatter_(0, momentum_positions, m)
         old = (e if index is None else e.index_select(0, index)).sub(before)
@@ -185,8 +187,8 @@ def update_weights(
     step: Tensor,
     clip_factor_in_v: float,
 ) -> None:
-    """Do lines 16 to 21 for one tensor: AdamS with the average ``g`` at ``index`` (None:
-    everywhere); off it weights only decay.
+    """Do lines 16 to 21 for one tensor: AdamS with the average ``g`` at ``index`` (None: all
+    positions). Off the index weights only decay.
     """
     if index is None:
         return ops.adams(group, w, ops.decode(g, None, w), m.view(w.shape), step, clip_factor_in_v)

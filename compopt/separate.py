@@ -63,10 +63,11 @@ def separate(
     mean = yield from reducer.reduce()  # lines 1 to 3
     norm = yield Agree(mean, reducer.phase, reducer.squared_norm())
 
-    # from here on state changes; large matrices are drawn again instead of kept during the exchange
-    reducer.draw_matrices()
+    # from here on state changes
+    reducer.draw_matrices()  # again: R is not kept during the exchange, which would take memory
     factor = reducer.clip_factor(norm)
     have_gradients = bucket.have_gradients(mean)
+    # fused implementations know AdamW only, and averages that are whole or factored
     if isinstance(update, AdamWUpdate) and reducer.has_factors:
         yield RunBatched(  # lines 4 and 5
             update_tensors, bucket, ops, mean, reducer, update, have_gradients, factor
@@ -95,6 +96,17 @@ def update_tensors(
         ghat = tensor.reconstruct(part, factor, memory)  # line 4
         update.apply(bucket, i, ghat)
         tensor.feed_back(mean, i, factor)  # line 5
+
+
+def choose_generator(
+    optimizer: ProjectingOptimizer, bucket: Bucket, update: Update
+) -> RequestGenerator[None]:
+    """Return the generator that steps a bucket: Algorithm 1, or the step inside FSDP2."""
+    ops, fsdp_backward = optimizer.ops, optimizer.fsdp_backward
+    if fsdp_backward is None:
+        return separate(bucket, ops, optimizer.reducer(bucket), update)
+    norm_factors = optimizer.squared_norm_factors(bucket)
+    return step_fsdp_shards(bucket, ops, fsdp_backward, update, norm_factors)
 
 
 class SeparateAdam(ProjectingOptimizer):
@@ -230,12 +242,7 @@ class SeparateAdam(ProjectingOptimizer):
         }
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
-        update = AdamWUpdate(self.ops)
-        if self.fsdp_backward is not None:
-            return step_fsdp_shards(
-                bucket, self.ops, self.fsdp_backward, update, self.squared_norm_factors(bucket)
-            )
-        return separate(bucket, self.ops, self.reducer(bucket), update)
+        return choose_generator(self, bucket, AdamWUpdate(self.ops))
 
 
 class Separate(Wrapper, ProjectingOptimizer):
@@ -311,12 +318,4 @@ class Separate(Wrapper, ProjectingOptimizer):
         return super()._options_for(group)
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
-        if self.fsdp_backward is not None:
-            return step_fsdp_shards(
-                bucket,
-                self.ops,
-                self.fsdp_backward,
-                self._update,
-                self.squared_norm_factors(bucket),
-            )
-        return separate(bucket, self.ops, self.reducer(bucket), self._update)
+        return choose_generator(self, bucket, self._update)

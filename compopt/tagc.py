@@ -32,7 +32,7 @@ import itertools
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ from ._engine.decision import StepDecision
 from ._engine.dense_start import choose_warmup, dense_steps
 from ._engine.fsdp_backward import step_fsdp_shards
 from ._engine.options import (
+    Group,
     check_adam,
     check_compression,
     check_torch_options,
@@ -75,7 +76,9 @@ ATTENTION = re.compile(
 
 
 def tagc(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
-    """Algorithm 1 with AdamW, all shards of one bucket, one step."""
+    """Algorithm 1 with AdamW, all shards of one bucket, one step: lines 1 to 10 in
+    ``UnionReducer``, the rest in ``step_zero1_shards``.
+    """
     return step_zero1_shards(bucket, ops, UnionReducer(bucket, ops))
 
 
@@ -83,6 +86,12 @@ class UnionReducer(ReduceScatterReducer):
     """Lines 1 to 10, all shards of one bucket: sends compressed tensors at the union of the ranks'
     selections, the others whole. In the dense start it sends all of them whole.
     """
+
+    positions: Tensor  # the positions that this rank has selected, in the mask
+    selected: Tensor  # the values at these positions
+    union: Tensor  # the positions that any rank has selected, ascending
+    counts: list[int]  # how many of them each rank owns
+    codec: Codec
 
     def __init__(self, bucket: Bucket, ops: Ops):
         super().__init__(bucket, ops)
@@ -108,7 +117,7 @@ class UnionReducer(ReduceScatterReducer):
 
     def add_residuals(self) -> tuple[Tensor, Tensor]:
         """Do line 1; return the sums in the order of the mask, and the marks of all gradients."""
-        x = self._scratch()
+        x = self._mask_memory()
         for gap in self.layout.gaps:
             gap.view_in(x).zero_()
         residual: list[Tensor | None] = [*self.bucket.state["residual"]]
@@ -158,10 +167,11 @@ class UnionReducer(ReduceScatterReducer):
         group, union = self.bucket.group, self.union
         seed = 1_000_003 * group["step"] + self.bucket.index  # a new one for every bucket and step
         codec = CODECS[group["codec"]]
-        self.codec: Codec = codec(self.layout, union, self.counts, group["sketch_ratio"], seed)
+        self.codec = codec(self.layout, union, self.counts, group["sketch_ratio"], seed)
         flat = self.make_owner_payloads(marks, self.codec.sizes)
         self.write_whole_tensors()
-        values = self._scratch().index_fill_(0, union, 0)
+        # x is not needed any more: its memory takes the values to encode, in the order of the mask
+        values = self._mask_memory().index_fill_(0, union, 0)
         values.scatter_(0, self.positions, self.selected)
         parts = [payload.unrounded_parts[-1] for payload in self.owner_payloads]
         self.codec.encode(parts, values.index_select(0, union))
@@ -199,7 +209,7 @@ class UnionReducer(ReduceScatterReducer):
             torch._foreach_add_([e for e, _ in pairs], [g for _, g in pairs])
         sent = self.selected
         if self.owner_payloads[0].rounding_errors is not None:
-            rest = self._scratch().index_fill_(0, self.positions, 0)
+            rest = self._mask_memory().index_fill_(0, self.positions, 0)
             errors = [payload.rounding_error_parts[-1] for payload in self.owner_payloads]
             rest.index_copy_(0, self.union, torch.cat(errors))
             sent = sent - rest.index_select(0, self.positions)
@@ -210,8 +220,8 @@ class UnionReducer(ReduceScatterReducer):
         bucket.flat["residual"].index_add_(0, at, sent, alpha=-1)
         bucket.cache["has_residual"] = True
 
-    def _scratch(self) -> Tensor:
-        """Return memory for one number per bit of the mask."""
+    def _mask_memory(self) -> Tensor:
+        """Return memory for one number per bit of the mask, the same in every call."""
         like = torch.empty(0, dtype=self.bucket.compute_dtype, device=self.bucket.device)
         return self.ops.scratch(like, 8 * self.layout.mask_bytes, use="x")
 
@@ -228,8 +238,8 @@ class TagcStats(Stats):
     """Adds what TAGC did in the last step.
 
     ``density``: share of the compressed elements in the union of the ranks' selections.
-    ``leftovers``: elements, over all shards, that the sketch could not have decoded, and that were
-    sent as values.
+    ``leftovers``: elements, over all shards, that the sketch could not decode, and that were sent
+    as values.
     """
 
     density: float = 1.0
@@ -339,7 +349,7 @@ class TagcAdamW(ReducingOptimizer):
         )
         super().__init__(params, defaults, process_group, simulate)
 
-    def check_group(self, group: dict[str, Any]) -> None:
+    def check_group(self, group: Group) -> None:
         check_adam(group)
         check_compression(group)
         if quantized_bits(group["payload_dtype"]):
@@ -366,7 +376,7 @@ class TagcAdamW(ReducingOptimizer):
                 "named_parameters()."
             )
 
-    def is_compressed(self, p: Tensor, group: dict[str, Any], name: str) -> bool:
+    def is_compressed(self, p: Tensor, group: Group, name: str) -> bool:
         if group["compress"] is not None or group["select"] is None:
             is_attention = group["compress"] is None and ATTENTION.search(name)
             return super().is_compressed(p, group, name) and not is_attention

@@ -55,7 +55,7 @@ def draw(bucket: Bucket, t: int) -> Mask:
     for i in (i for i, compressed in enumerate(bucket.compressed) if compressed):
         n, words = bucket.lengths[i], (bucket.group["seed"], t, bucket.index, i)
         random = torch.Generator().manual_seed(zlib.crc32(repr(words).encode()))
-        some = torch.randperm(n, generator=random)[: selection_size(bucket.group["density"], n)]
+        some = torch.randperm(n, generator=random, device="cpu")[: selection_size(bucket.group["density"], n)]
         positions[i] = some.sort().values.to(bucket.device)
     return Mask(bucket, positions=positions)
 

@@ -47,14 +47,18 @@ class Blocks:
     def __init__(self, lengths: Sequence[int], device: torch.device, size: int | None = None):
         self.lengths, self.size = tuple(lengths), size or BLOCK
         self.per_tensor = [-(-n // self.size) for n in lengths]
-        per_tensor = torch.tensor(self.per_tensor, dtype=torch.int64)
+        per_tensor = torch.tensor(self.per_tensor, dtype=torch.int64, device="cpu")
         firsts = per_tensor.cumsum(0) - per_tensor
-        number = torch.arange(len(lengths), dtype=torch.int64).repeat_interleave(per_tensor)
+        number = torch.arange(len(lengths), dtype=torch.int64, device="cpu").repeat_interleave(
+            per_tensor
+        )
         self.count = number.numel()
-        start = (torch.arange(self.count, dtype=torch.int64) - firsts[number]) * self.size
+        start = (
+            torch.arange(self.count, dtype=torch.int64, device="cpu") - firsts[number]
+        ) * self.size
         self.where = upload(torch.stack([number, start], 1), device)
         self.firsts = upload(start, device)
-        end = torch.tensor([self.count], dtype=torch.int64)
+        end = torch.tensor([self.count], dtype=torch.int64, device="cpu")
         self.bounds = upload(torch.cat([firsts, end]), device)
 
     def launch(self, kernel: triton.JITFunction, *arguments: object, **constants: object) -> None:
@@ -96,7 +100,7 @@ class Table:
             for row in rows
             for cell in row
         ]
-        self.cells = torch.tensor(cells, dtype=torch.int64)
+        self.cells = torch.tensor(cells, dtype=torch.int64, device="cpu")
         self.device, self.constants = device, constants
         self._head: list[float] = []
         self._host: Tensor | None = None
@@ -114,7 +118,9 @@ class Table:
     def writable_copy(self, head: Sequence[float] = ()) -> Tensor:
         """Return the same in new memory, where a kernel may write."""
         if self._host is None or self._head != list(head):
-            fixed = torch.tensor([*head, *[0.0] * (HEAD - len(head))], dtype=torch.float64)
+            fixed = torch.tensor(
+                [*head, *[0.0] * (HEAD - len(head))], dtype=torch.float64, device="cpu"
+            )
             host = torch.cat([fixed.view(torch.int64), self.cells])
             self._host = host if self.device.type == "cpu" else host.pin_memory()
             self._head, self._on_device = list(head), None

@@ -135,8 +135,8 @@ def tiles_of(
     """Return a row for each tile of these matrices: matrix number, first row, first column."""
     offsets = []
     for number, (height, width) in enumerate(shapes):
-        tops = torch.arange(0, height, rows, dtype=torch.int64)
-        lefts = torch.arange(0, width, columns, dtype=torch.int64)
+        tops = torch.arange(0, height, rows, dtype=torch.int64, device="cpu")
+        lefts = torch.arange(0, width, columns, dtype=torch.int64, device="cpu")
         corners = torch.cartesian_prod(tops, lefts).view(-1, 2)
         offsets.append(torch.nn.functional.pad(corners, (1, 0), value=number))
     return upload(torch.cat(offsets), device)

@@ -37,21 +37,21 @@ class Programs:
     program of chunk c.
     """
 
-    def __init__(self, cuts: Sequence[Cut], device: torch.device, rows: int = ROWS):
+    def __init__(self, cuts: Sequence[Cut], device: torch.device):
         tables, counts = [], []
         for number, (_, _, _, pieces) in enumerate(cuts):
             counts.append(0)
             for at, row, n in pieces:
-                begin = torch.arange(0, n, rows * ROW, dtype=torch.int64)
+                begin = torch.arange(0, n, ROWS * ROW, dtype=torch.int64, device="cpu")
                 counts[-1] += len(begin)
-                columns = [at + begin, row + begin // ROW, (n - begin).clamp(max=rows * ROW)]
+                columns = [at + begin, row + begin // ROW, (n - begin).clamp(max=ROWS * ROW)]
                 tables.append(torch.stack([*columns, torch.full_like(begin, number)], 1))
-        table = torch.cat(tables) if tables else torch.empty(0, 4, dtype=torch.int64)
-        self.rows, self.device = rows, device
+        table = torch.cat(tables) if tables else torch.empty(0, 4, dtype=torch.int64, device="cpu")
+        self.device = device
         self.where = upload(table.to(torch.int32), device)
-        heads = torch.tensor([cut[:3] for cut in cuts], dtype=torch.int32)
+        heads = torch.tensor([cut[:3] for cut in cuts], dtype=torch.int32, device="cpu")
         self.chunks = upload(heads, device)
-        self.first = [0, *torch.tensor(counts, dtype=torch.int64).cumsum(0).tolist()]
+        self.first = [0, *torch.tensor(counts, dtype=torch.int64, device="cpu").cumsum(0).tolist()]
         self.largest = max((cut[2] for cut in cuts), default=0)
 
     def launch(
@@ -66,7 +66,7 @@ class Programs:
                     self.chunks,
                     *arguments,
                     BITS=bits,
-                    ROWS=self.rows,
+                    ROWS=ROWS,
                     enable_fp_fusion=False,
                 )
 

@@ -154,3 +154,12 @@ def backend(request, monkeypatch) -> str:
         pytest.skip(f"{request.param} cannot run here: {reason}")
     monkeypatch.setenv("COMPOPT_BACKEND", request.param)
     return request.param
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """A process group of one, which torch's checkpoint functions need."""
+    file = tmp_path_factory.mktemp("group") / "rendezvous"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()

@@ -43,7 +43,7 @@ LOOKS = {
     "_sparse.scape_masks select": ("ScapeAdamS", "the threshold of the step before, kept with the state"),
     "_sparse.top_k select_above": ("ScapeAdamS, sampled", "how many a threshold lets through"),
     "_sparse.top_k _threshold_of_sample": ("ScapeAdamS, sampled", "a threshold, from a sample"),
-    "_ops.update_helpers moment_of_slice": ("ScapeAdamS, no delay", "where a slice begins among the elements kept"),
+    "_ops.update_helpers compute_x_of_slice": ("ScapeAdamS, no delay", "where a slice begins among the elements kept"),
     "_sparse.scape_masks _store_current_mask": ("ScapeAdamS, no delay", "how many two masks share, for stats"),
     "_state.bits find_positions": ("ScapeAdamS, no delay", "how many bits a mask has, and how many words have more"),
     "_state.bits split_positions": ("ScapeAdamS, no delay", "how many selected elements each tensor has"),

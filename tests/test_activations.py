@@ -140,6 +140,13 @@ def test_powersgd_finds_a_low_rank_activation_and_survives_a_bad_batch():
     torch.testing.assert_close(codec(x), x, rtol=1e-4, atol=1e-4)
 
 
+def test_powersgd_survives_a_batch_whose_products_overflow():
+    """The basis of such a batch is finite, and every later product with it is not."""
+    codec, x = PowerSGD(2, HIDDEN), 1e3 * sample().float()
+    codec(1e33 * x)
+    assert codec(x).isfinite().all()
+
+
 def test_an_auto_encoder_as_wide_as_the_activation_loses_nothing():
     x = sample().float()
     torch.testing.assert_close(AutoEncoder(HIDDEN, HIDDEN)(x), x)

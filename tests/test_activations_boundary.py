@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from compopt.activations import (
+    ALONE,
     AutoEncoder,
+    Compressor,
     Identity,
     PowerSGD,
     Quantize,
@@ -23,7 +26,7 @@ from compopt.activations import (
     drop_compressors,
     set_compression,
 )
-from compopt.activations.pipeline import _ReturnBeside
+from compopt.activations.pipeline import _ReturnBeside, _SendBeside
 
 ONE_PROCESS = [n for n in COMPRESSORS if not n.startswith("Quantize") or n == "QuantizeBack4"]
 
@@ -77,6 +80,34 @@ def test_shapes_and_precisions_that_differ_are_said_too():
     set_compression(send, False)
     with pytest.raises(RuntimeError, match="differ in the kind of compressor"):
         receive(*send(sample().float()))
+
+
+class Rounded(Compressor):
+    """A compressor of one's own, whose values have another precision than the activation."""
+
+    def compress(self, x, ranks=ALONE):
+        return x.bfloat16(), None
+
+    def decompress(self, values, side, shape):
+        return values.float().view(shape)
+
+    def bytes(self, shape, dtype=torch.float32):
+        return 2 * math.prod(shape)
+
+
+def test_values_may_have_another_precision_than_the_activation():
+    send, receive = ends(Rounded(), Rounded())
+    x = sample().float()
+    assert torch.equal(receive(*send(x)), x.bfloat16().float())
+
+
+def test_a_stage_that_returns_no_single_tensor_is_refused():
+    class Pair(nn.Module):
+        def forward(self, x):
+            return x, x
+
+    with pytest.raises(TypeError, match="must return one tensor that is no DTensor; Pair returned tuple"):
+        SendCompressed(Pair(), TopK(0.25))(sample())
 
 
 def stage(width=HIDDEN):
@@ -158,6 +189,14 @@ def test_a_stage_may_change_in_place_what_it_receives():
     y = nn.ReLU(inplace=True)(_ReturnBeside.apply(values, x, pair))
     y.sum().backward()
     assert y.tolist() == [0.0, 1.0] and values.grad.tolist() == [-1.0] * 3
+
+
+def test_what_a_sender_returns_can_be_detached_in_place():
+    """As zero-bubble schedules do with the output of a stage in the middle."""
+    x = sample().requires_grad_()
+    values, _ = Quantize(2).compress(x.detach())
+    payload = _SendBeside.apply(x, values, SimpleNamespace())
+    assert torch.equal(payload.detach_().view(torch.uint8), values.view(torch.uint8))
 
 
 def test_dropping_leaves_a_model_that_never_had_compressors():

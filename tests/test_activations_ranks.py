@@ -17,6 +17,7 @@ from compopt.activations import (
     CompressedRowwiseParallel,
     Identity,
     MeshRanks,
+    SendCompressed,
 )
 
 PLAIN = ["Identity", "AutoEncoder", "TopK", "RandomK", "PowerSGD", "Quantize4", "QuantizeStochastic"]
@@ -96,6 +97,8 @@ def worker(rank, folder):
             run_mlp(mesh, style, True) for style in (RowwiseParallel(), CompressedRowwiseParallel(Identity))
         ]
     results["meta"] = made_on_meta(mesh)
+    with pytest.raises(TypeError, match="no DTensor; Identity returned DTensor"):
+        SendCompressed(nn.Identity(), Identity())(DTensor.from_local(sample(), mesh, [Shard(1)]))
     torch.save(results, f"{folder}/{rank}.pt")
 
 

@@ -92,6 +92,17 @@ def test_a_graph_that_is_kept_may_be_gone_through_twice():
     assert torch.equal(first, second)
 
 
+def test_a_second_recomputation_after_another_forward_is_refused():
+    """As zero-bubble schedules have it: gradients of inputs, another micro-batch, gradients of weights."""
+    net, x = Net(make("RandomK")).double(), sample().requires_grad_()
+    how = {"use_reentrant": False}
+    y = net(x, how).sum()
+    torch.autograd.grad(y, x, retain_graph=True)
+    net(sample(1), how)
+    with pytest.raises(RuntimeError, match="Zero-bubble schedules recompute a forward twice"):
+        torch.autograd.grad(y, list(net.above.parameters()))
+
+
 def test_what_is_kept_is_bounded_and_nothing_is_kept_without_checkpointing():
     codec, x = PowerSGD(2, HIDDEN), sample().float().requires_grad_()
     for _ in range(3):
@@ -107,6 +118,10 @@ def test_evaluation_moves_no_basis():
     codec = PowerSGD(2, HIDDEN)
     before = codec.basis.clone()
     codec.eval()(sample().float())
+    assert torch.equal(codec.basis, before)
+    with torch.inference_mode():
+        codec.train()(sample().float())
+    codec.load_state_dict({"basis": before})  # an inference tensor could not be loaded into
     assert torch.equal(codec.basis, before)
     codec.train()(sample().float())
     assert not torch.equal(codec.basis, before)

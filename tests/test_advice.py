@@ -306,6 +306,13 @@ def test_offloading_is_proposed_where_the_plain_row_does_not_fit():
     assert eval(line, {"compopt": compopt, "torch": torch, "params": params}).offload == "outer"
 
 
+def test_what_takes_whole_copies_is_not_proposed_for_cut_ones():
+    """LocalSteps(offload="outer") refuses the shards of FSDP2."""
+    there = dict(ranks=8, ranks_per_node=4, link_bits_per_s=1e8, step_s=0.5, memory_bytes=10e9, shard=4)
+    cut = advise(1_500_000_000, **there)
+    assert not by_name(cut)["LocalSteps"].fits and not any("offloaded" in row.method for row in cut.rows)
+
+
 def test_a_copy_that_is_cut_says_how():
     advice = advise(1_500_000_000, ranks=16, ranks_per_node=4, link_bits_per_s=2.5e8, step_s=1.5, device="rtx4090")
     first, second = advice.line.splitlines()

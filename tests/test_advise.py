@@ -285,6 +285,39 @@ def test_a_profiled_script_may_import_its_neighbors_and_make_a_process_group(tmp
     assert "4.1 k parameters" in capsys.readouterr().out and not torch.distributed.is_initialized()
 
 
+@pytest.mark.parametrize("made", ["one", "two", "wrapped"])
+def test_a_step_with_several_optimizers_is_one(made, tmp_path):
+    """Optimizers that step in turn, or inside another; parameters are those of all of them."""
+    lines = {
+        "one": "[torch.optim.AdamW(model.parameters())]",
+        "two": "[torch.optim.AdamW(model[0].parameters()), torch.optim.SGD(model[1].parameters())]",
+        "wrapped": "[compopt.LocalSteps(compopt.MuonAdamW(model.named_parameters(), lr=0.1), every=2)]",
+    }
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import time, torch, compopt\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))\n"
+        f"optimizers = {lines[made]}\n"
+        "for step in range(100):\n"
+        "    time.sleep(0.05)\n"
+        "    model(torch.ones(1, 64)).sum().backward()\n"
+        "    for optimizer in optimizers:\n"
+        "        optimizer.step()\n"
+    )
+    seconds, work = profile_script(str(script), steps=6)
+    assert seconds >= 0.05
+    assert work.parameters == (2 if made == "two" else 3) * (64 * 64 + 64)
+
+
+def test_a_reader_may_leave_before_the_end(monkeypatch):
+    """As `| head` does."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr(sys, "stdout", os.fdopen(writer, "w"))
+    main(GIVEN)
+    sys.stdout.close()
+
+
 GIVEN = ["--parameters", "10M", "--ranks", "4", "--link", "1gbit", "--step-time", "100"]
 
 
@@ -402,6 +435,14 @@ def test_a_named_device_replaces_what_was_probed(tmp_path, capsys):
     assert "(assumed: h100)" in printed and "15 GB/s" not in printed
 
 
+def test_a_bandwidth_replaces_the_one_that_was_probed_alone(tmp_path, capsys):
+    network = {"ranks": 2, "link_bits_per_s": 1e9, "latency_s": 1e-4, "local": [1e10, 5e10]}
+    (tmp_path / "probe.json").write_text(json.dumps(network))
+    words = ["--probed", str(tmp_path / "probe.json"), "--parameters", "10M", "--step-time", "100"]
+    main([*words, "--memory-bandwidth", "20G"])
+    assert "own work at 20 GB/s and 50 GFLOP/s (given)" in capsys.readouterr().out
+
+
 def test_ranks_meet_on_the_cpu_where_the_device_has_no_collectives(monkeypatch):
     monkeypatch.setattr(
         "compopt.planning.probe.get_device", lambda: torch.device("mps")
@@ -433,10 +474,13 @@ def test_a_probe_tells_mistakes_before_it_measures(words, sentence, monkeypatch,
 
 
 def test_workload_of_a_size_is_about_that_of_a_transformer():
-    for size, words in ((100, "-"), (6000, "-"), (7000, "up down"), (10_000, "up down qkv"), (50_000, "all")):
+    for size, words in ((100, "-"), (49_000, "-"), (50_000, "up down"), (70_000, "up down qkv"), (200_000, "all")):
         parts = {"-": 0, "up down": 8, "up down qkv": 11, "all": 12}[words]
         work = Workload.of_size(size)  # a tensor of fewer than 4096 elements is sent as it is
         assert work.compressed == pytest.approx(0.997 * parts / 12) and work.large == (2 / 3 if parts else 0.0)
         assert (work.perimeter > 0) == (parts > 0) == (work.tensors > 0)
     work = Workload.of_size(85_000_000)  # GPT-2's twelve layers of 768
     assert work.perimeter == pytest.approx(12 * 16 * 768, rel=0.2)
+    # GPTs of the ladder, with the sum of rows and columns of their matrices: small ones are deeper than wide.
+    for size, perimeter in ((184_768, 3840), (387_744, 5472), (861_312, 9152)):
+        assert Workload.of_size(size).perimeter == pytest.approx(perimeter, rel=0.12)

@@ -42,6 +42,13 @@ def of_model(model: Small) -> list[torch.optim.Optimizer]:
     return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)]
 
 
+def take_steps(model: Small, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for t in steps:
+        optimizer.zero_grad()
+        loss(model, 0, t).backward()
+        optimizer.step()
+
+
 class ByHand:
     """Each stepped in turn; shares no code with the package."""
 
@@ -343,10 +350,7 @@ def test_a_member_that_loads_by_itself_is_followed(name):
     first = [model.up.weight, model.down.weight]
     muon, adamw = torch.optim.Muon(first, lr=1e-2), torch.optim.AdamW([model.up.bias, model.down.bias], lr=1e-2)
     optimizer = CLASSES[name]([muon, adamw], simulate=True)
-    for t in range(3):
-        optimizer.zero_grad()
-        loss(model, 0, t).backward()
-        optimizer.step()
+    take_steps(model, optimizer, range(3))
     saved = copy.deepcopy(muon.state_dict())
     saved["param_groups"][0]["lr"] = 0.5
     muon.load_state_dict(saved)
@@ -391,10 +395,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_every_member_as_it_was(name):
     torch.manual_seed(0)
     model = Small()
     optimizer = CLASSES[name](of_model(model), simulate=True)
-    for t in range(4):
-        optimizer.zero_grad()
-        loss(model, 0, t).backward()
-        optimizer.step()
+    take_steps(model, optimizer, range(4))
     saved, before = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(optimizer.base.state_dict())
     groups = saved["base"]["param_groups"]
     swapped = {**saved, "base": {**saved["base"], "param_groups": groups[::-1]}}
@@ -414,10 +415,7 @@ def test_the_state_dict_of_the_combination_is_loaded_alone_and_in_its_place():
     torch.manual_seed(0)
     model = Small()
     plain = combine_optimizers(of_model(model))
-    for t in range(3):
-        plain.zero_grad()
-        loss(model, 0, t).backward()
-        plain.step()
+    take_steps(model, plain, range(3))
     saved = through_a_file(plain.state_dict())
     assert [group["params"] for group in saved["param_groups"]] == [[0, 1], [*range(2, 7)]]
     for name in CLASSES:
@@ -435,16 +433,10 @@ def test_copies_go_on_alike(name):
     torch.manual_seed(0)
     model = Small()
     optimizer = CLASSES[name](of_model(model), simulate=True)
-    for t in range(4):
-        optimizer.zero_grad()
-        loss(model, 0, t).backward()
-        optimizer.step()
+    take_steps(model, optimizer, range(4))
     copies = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
     for net, one in [*copies, (model, optimizer)]:
-        for t in range(4, 8):
-            one.zero_grad()
-            loss(net, 0, t).backward()
-            one.step()
+        take_steps(net, one, range(4, 8))
         owned = [p for member in one.base.members for group in member.param_groups for p in group["params"]]
         assert {*owned} == {*net.parameters()}
     assert all(

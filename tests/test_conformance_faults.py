@@ -133,14 +133,6 @@ def test_ranks_that_differ_are_told_which_and_how(case):
 
 
 @every
-def test_gradients_that_were_averaged_before_are_refused(case):
-    ranks = make_ranks(case, 2)
-    ranks.backward(lambda model, rank, step: loss(model, 0, step))
-    with pytest.raises(RuntimeError, match=r"compopt\.attach"):
-        ranks.world.step(ranks.optimizers)
-
-
-@every
 @pytest.mark.parametrize("at", [2, 4, 6])
 def test_survivors_go_on_over_a_smaller_group_from_memory(case, at):
     ranks = make_ranks(case, 3, **case.averaging)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conformance import Small, loss, make_ranks
 from ranks import run_ranks
@@ -56,15 +55,6 @@ BASES = [
     case_of("NAdam", torch.optim.NAdam),
     case_of("AdamS", adams),
 ]
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """A process group of one: torch's functions need some; the optimizers' ranks are simulated."""
-    file = tmp_path_factory.mktemp("group") / "rendezvous"
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def assert_same(a: dict, b: dict) -> None:

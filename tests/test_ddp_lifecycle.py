@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import FOREVER, run_ranks
 from test_ddp import Net, batch, plain, radius
 from test_ddp_refusals import catch_message
 from torch import nn
@@ -207,6 +207,52 @@ def test_a_model_that_is_wrapped_anew_is_averaged_by_its_optimizer(keeps):
         assert results["averaged by DDP"] == (rank == 0)  # rank 0 compares with itself
         assert results["early"] and not results["resent"] and results["apart"] == 0
         assert "was replaced" in results["replaced"]
+
+
+def group_made_anew(rank: int, file: str) -> dict:
+    """The process group is destroyed and made anew while the first model and its optimizer are alive."""
+    torch.manual_seed(0)
+    net = Net()
+    first, old = DDP(net), radius(net.parameters())
+    plain(first, old, 0, None)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2, timeout=FOREVER)
+    optimizer = radius(net.parameters())
+    refused = catch_message(RuntimeError, lambda: first(batch(1)))
+    second = DDP(net)
+    for step in range(1, 6):  # the fifth step is a sparse one
+        plain(second, optimizer, step, None)
+    return {
+        "refused": refused,
+        "apart": apart(second),
+        "share": optimizer.stats.bytes_sent / optimizer.stats.bytes_dense,
+    }
+
+
+def test_an_optimizer_made_after_the_process_group_was_made_anew(tmp_path):
+    """It asked for the ranks of the first model's group: a KeyError."""
+    for results in run_ranks(group_made_anew, 2, str(tmp_path / "second")):
+        assert "the process group of this DistributedDataParallel was destroyed" in results["refused"]
+        assert results["apart"] == 0 and results["share"] < 0.6
+
+
+def stepped_before_ddp(rank: int) -> bool:
+    """Return whether gradients are the rank's own in a DDP around a model that was trained without one before."""
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = radius(net.parameters())
+    plain(net, optimizer, 0, None)
+    model = DDP(net)
+    net(batch(rank)).square().mean().backward()
+    expected = [p.grad.clone() for p in net.parameters()]
+    optimizer.zero_grad()
+    model(batch(rank)).square().mean().backward()
+    return all(torch.equal(p.grad, e) for p, e in zip(net.parameters(), expected, strict=True))
+
+
+def test_an_optimizer_that_has_stepped_without_ddp_finds_it_later():
+    """DDP went on averaging, whole, beside the optimizer's own exchange."""
+    assert run_ranks(stepped_before_ddp, 2) == [True, True]
 
 
 def chain(depth: int) -> nn.Module:

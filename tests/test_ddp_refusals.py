@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from ranks import run_ranks
 from test_ddp import Net, batch, radius
@@ -47,6 +48,11 @@ def refusals(rank: int) -> dict[str, str]:
     optimizer = radius(nested.parameters())
     results["DDP within a DDP"] = catch_message(RuntimeError, lambda: forward_backward(nested))
 
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        model = DDP(Net())
+    optimizer = radius(model.parameters())
+    results["reducer in Python"] = catch_message(RuntimeError, lambda: forward_backward(model))
+
     net = Net()
     optimizer = radius(net.parameters())
     for p in net.parameters():
@@ -70,6 +76,7 @@ def test_refusals_say_what_is_wrong():
         assert "belong to no compopt optimizer (branch.weight, branch.bias" in results["parameters of nobody"]
         assert "process_group of the optimizer has ranks" in results["other ranks"]
         assert "no DistributedDataParallel" in results["no DDP"]
+        assert "set optimize_ddp = 'ddp_optimizer'" in results["reducer in Python"]
         assert (
             "wraps another one" in results["DDP within a DDP"] and "wrap the model once" in results["DDP within a DDP"]
         )

@@ -107,6 +107,36 @@ def test_a_process_group_that_says_how_is_left_alone(tmp_path, capsys, monkeypat
     torch.distributed.destroy_process_group()
 
 
+def test_a_script_may_move_to_a_folder_and_print_to_a_file(script, tmp_path, capsys, monkeypatch):
+    """The report is printed, and the picture saved, where the command was started."""
+    pytest.importorskip("matplotlib")
+    (tmp_path / "runs").mkdir()
+    moved = tmp_path / "moved.py"
+    moves = "import os, sys\nos.chdir('runs')\nsys.stdout = sys.stderr = open('log.txt', 'w')\n"
+    moved.write_text(moves + Path(script).read_text())
+    monkeypatch.chdir(tmp_path)
+    main(["--steps", "4", "--dense", "1", "--plot", "seen.png", "moved.py", "9"])
+    assert "4 steps of AdamW" in capsys.readouterr().out and (tmp_path / "seen.png").exists()
+    assert "step 2" in (tmp_path / "runs/log.txt").read_text() and Path.cwd() == tmp_path
+
+
+def test_what_a_script_says_as_it_exits_is_printed(tmp_path, capsys):
+    (tmp_path / "train.py").write_text("import sys\nsys.exit('train.bin is missing: run prepare.py first')\n")
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "train.py")])
+    report = capsys.readouterr().err
+    assert "train.bin is missing" in report and "ended after 0 optimizer steps" in report
+
+
+def test_a_model_that_is_called_inside_step_gives_names(script, capsys):
+    """As Lightning calls it, where nothing is validated before."""
+    text = Path(script).read_text().replace("        model(", "        closure = lambda: model(")
+    Path(script).write_text(text.replace("optimizer.step()", "optimizer.step(closure)"))
+    main(["--steps", "4", "--dense", "1", script, "9"])
+    report = capsys.readouterr().out
+    assert "4 steps of AdamW" in report and "\n  0.weight " in report and "caught" not in report
+
+
 def test_mistakes_are_told_and_the_scripts_own_are_its_own(script, capsys):
     before = hooks()
     for words, report in {

@@ -14,6 +14,8 @@ from problems import SHAPES, gradients, step, weights
 from sim import World
 
 import compopt
+from compopt._engine.resharding import catch_up
+from compopt._local.anchors import Anchors
 
 
 def test_a_failed_exchange_leaves_the_inner_step_and_is_tried_again():
@@ -383,6 +385,79 @@ def test_a_rank_that_joins_in_the_first_round_begins_at_the_anchors():
     for t in range(2, 8):
         step(world, params, optimizers, gradients(3, t))
     assert are_equal(params) and optimizers[2].stats.round == 2
+
+
+@pytest.mark.parametrize("at", [0, 3, 6])
+@pytest.mark.parametrize("steps", [2, 9])
+def test_a_rank_that_joins_may_do_so_again_where_its_first_rebind_failed(steps, at):
+    """In the first round, and after two; from its first collective on."""
+    params, optimizers = train(2, steps)
+    anchors = [t.anchor.detach().clone() for t in optimizers[0]._anchors.tensors]
+    new = [torch.nn.Parameter(torch.zeros_like(w)) for w in weights()]
+    options = dict(every=4, every_warmup_steps=0, payload_dtype=None)
+    optimizers.append(compopt.LocalSteps(adamw(new), process_group=World(1).comms[0], **options))
+    params.append(new)
+    failing = World(3)
+    failing.failing_everywhere.add(at)
+    with pytest.raises(compopt.CommunicationError):
+        rebind(optimizers, failing)
+    world = World(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing of a new rank is lost
+        world.run([o.rebind_as_generator(comm) for o, comm in zip(optimizers, world.comms, strict=True)])
+    assert all(map(torch.equal, new, anchors))
+    for t in range(steps, 12):
+        step(world, params, optimizers, gradients(3, t))
+    assert are_equal(params) and optimizers[2].stats.round == 3
+
+
+def test_a_rank_that_joins_may_do_so_again_where_its_group_could_not_be_made(monkeypatch):
+    """With a delay every rank makes a process group for it before it takes anchors over."""
+    _, optimizers = train(2, 9, delay=1)
+    anchors = [t.anchor.detach().clone() for t in optimizers[0]._anchors.tensors]
+    new = [torch.nn.Parameter(torch.zeros_like(w)) for w in weights()]
+    options = dict(every=4, every_warmup_steps=0, payload_dtype=None, delay=1)
+    optimizers.append(compopt.LocalSteps(adamw(new), process_group=World(1).comms[0], **options))
+
+    def fail(*args, **options):
+        raise compopt.CommunicationError("no group")
+
+    with monkeypatch.context() as patched, pytest.raises(compopt.CommunicationError, match="no group"):
+        patched.setattr(Anchors, "connect_outer", fail)
+        rebind(optimizers, World(3))
+    rebind(optimizers, World(3))
+    assert all(map(torch.equal, new, anchors))
+
+
+def test_a_signal_during_a_takeover_leaves_parameters_at_their_anchors(monkeypatch):
+    params, optimizers = train(2, 3)
+    world = optimizers[0].comm.world
+    world.failing.add((1, world.comms[1].started + 2))  # as above: rank 0 has applied the exchange
+    with pytest.raises(compopt.CommunicationError, match="rank 1, but not the exchange"):
+        step(world, params, optimizers, gradients(2, 3))
+
+    def interrupted(*args):
+        yield from catch_up(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("compopt._local.anchors.catch_up", interrupted)
+        world = World(2)
+        calls = [o.rebind_as_generator(comm) for o, comm in zip(optimizers, world.comms, strict=True)]
+        world.run([calls[1], calls[0]])  # the late rank is interrupted, not closed because the other was
+    rebind(optimizers, World(2))
+    assert [exchanges_of(optimizer) for optimizer in optimizers] == [1, 1] and are_equal(params)
+
+
+def test_an_outer_optimizer_with_shards_is_refused_by_rebind():
+    def outer(anchors):
+        return compopt.TagcAdamW(anchors, lr=0.5, warmup_steps=0)
+
+    params, optimizers = train(3, 5, outer=outer)
+    before = params[0][0].detach().clone()
+    with pytest.raises(ValueError, match=r"sharded state \(TagcAdamW\): load a consolidated checkpoint on all ranks"):
+        rebind(optimizers[:2], World(2))
+    assert torch.equal(params[0][0], before) and optimizers[0].comm.size == 3
 
 
 def test_a_rank_that_is_left_alone_trains_as_its_inner_optimizer():

@@ -7,9 +7,13 @@ import os
 import socket
 import struct
 import time
+import warnings
 
+import pytest
 import torch
+import torch.distributed as dist
 from ranks import FOREVER, run_ranks
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
 
@@ -199,3 +203,74 @@ def loads_while_an_exchange_is_on_its_way(rank: int) -> torch.Tensor:
 def test_a_load_waits_for_what_is_on_the_wire():
     first, second = run_ranks(loads_while_an_exchange_is_on_its_way, 2)
     assert torch.equal(first, second) and not torch.equal(first, torch.ones(50, 100))
+
+
+class Layers(torch.nn.ModuleDict):
+    """Two matrices in numbered layers, which are Muon's."""
+
+    def __init__(self):
+        super().__init__({"0": torch.nn.Linear(64, 96), "1": torch.nn.Linear(96, 64)})
+
+    def forward(self, x):
+        return self["1"](self["0"](x).relu())
+
+
+def comes_and_goes(rank: int, options: dict) -> dict:
+    """Three ranks; in the middle of a round the last one is gone; later there is a new one in its place."""
+
+    def make(group) -> tuple[DDP, compopt.LocalSteps]:
+        torch.manual_seed(0)
+        ddp = DDP(Layers(), process_group=group)
+        muon = compopt.MuonAdamW(ddp.module.named_parameters(), lr=1e-2)
+        options_ = dict(every=4, every_warmup_steps=0, payload_dtype="int4", process_group=group, **options)
+        return ddp, compopt.LocalSteps(muon, **options_)
+
+    def train(ddp, optimizer, steps: int) -> None:
+        for t in range(steps):
+            x = torch.randn(16, 64, generator=torch.Generator().manual_seed(100 * t + rank))
+            optimizer.zero_grad()
+            losses.append((ddp(x) - x.flip(1)).square().mean())
+            losses[-1].backward()
+            optimizer.step()
+
+    def rebind(ddp, optimizer, group) -> DDP:
+        optimizer.rebind(group)
+        ddp = DDP(ddp.module, process_group=group, init_sync=False)
+        compopt.attach(ddp, optimizer)
+        return ddp
+
+    losses = []
+    ddp, optimizer = make(dist.group.WORLD)
+    train(ddp, optimizer, 5)
+    pair, alone, three = dist.new_group([0, 1]), dist.new_group([2]), dist.new_group()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if rank < 2:
+            before = [p.detach().clone() for p in ddp.parameters()]
+            for _ in range(2):  # the second one has nothing to do
+                ddp = rebind(ddp, optimizer, pair)
+            kept = all(map(torch.equal, before, ddp.parameters()))
+            train(ddp, optimizer, 4)
+            before = [p.detach().clone() for p in ddp.parameters()]
+        else:
+            ddp, optimizer = make(alone)
+        ddp = rebind(ddp, optimizer, three)
+        if rank < 2:
+            kept = kept and all(map(torch.equal, before, ddp.parameters()))
+        train(ddp, optimizer, 6)
+    optimizer.end_round()
+    return {
+        "kept": rank == 2 or kept,
+        "sum": sum(float(p.detach().double().sum()) for p in ddp.parameters()),
+        "step": optimizer._option_groups[0]["step"],
+        "falls": rank == 2 or bool(losses[-1] < losses[0]),
+    }
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.parametrize("options", [{}, {"delay": 2}, {"delay": 1, "fragments": 2}], ids=str)
+def test_ranks_go_and_come_within_a_round_of_muon(options):
+    """With a delay an exchange is on its way where the first rank goes: it is given up, and repeated."""
+    results = run_ranks(comes_and_goes, 3, options)
+    assert all(result["kept"] and result["falls"] for result in results)
+    assert len({(result["sum"], result["step"]) for result in results}) == 1

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conformance import Small, data, loss, through_a_file
 from ranks import run_ranks
+from test_dcp_options import OPTIONS as DCP
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -286,24 +287,6 @@ def test_its_checkpoint_goes_on_inside_a_class_that_averages(around):
     train(model, optimizer, range(4, 7))
     train(other, wrapped, range(4, 7))  # one process: nothing is averaged
     assert all(map(torch.equal, model.parameters(), other.parameters()))
-
-
-DCP = {
-    "none": {},
-    "full": dict(full_state_dict=True),
-    "offload": dict(cpu_offload=True),
-    "full, offload": dict(full_state_dict=True, cpu_offload=True),
-    "flat": dict(flatten_optimizer_state_dict=True),
-    "flat, offload": dict(flatten_optimizer_state_dict=True, cpu_offload=True),
-}
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    file = tmp_path_factory.mktemp("group") / "rendezvous"
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("how", DCP)

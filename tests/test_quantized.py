@@ -135,9 +135,10 @@ def answer(sent: list[Payload]) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("n", [0, 1, 127, 129, 1000, 65537])
 @of_bits
-def test_the_mean_and_what_was_dropped_are_what_was_sent(ranks, dtype, bits):
-    lengths = [1000, 3, 0, 640]
+def test_the_mean_and_what_was_dropped_are_what_was_sent(ranks, dtype, n, bits):
+    lengths = [n, 3, 0, 640]
     sent = payloads(ranks, lengths, dtype, bits)
     meant = torch.stack([payload.flat.clone() for payload in sent]).mean(0)
     answer(sent)

@@ -28,11 +28,11 @@ def test_blocks_and_steps_are_rounded_with_other_numbers():
     assert not torch.equal(first[:BLOCK_ROWS], first[BLOCK_ROWS:])
 
 
-def same_on_all(x: torch.Tensor, ranks: int, seed: int) -> list[Payload]:
+def same_on_all(x: torch.Tensor, ranks: int, seed: int, bits: int = 8) -> list[Payload]:
     made = []
     for _ in range(ranks):
         flat = torch.cat([torch.ones(5), x])
-        made.append(Payload(flat, 3, 2, [len(x)], (seed, 0), torch.empty(len(x))))
+        made.append(Payload(flat, 3, 2, [len(x)], (seed, 0), torch.empty(len(x)), bits=bits))
     answer(made)
     return made
 
@@ -46,11 +46,11 @@ def test_ranks_round_with_numbers_of_their_own():
     assert not torch.equal(second.rounding_errors[local], third.rounding_errors[local])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_mean_is_unbiased(ranks):
+@pytest.mark.parametrize(("ranks", "bits"), [(1, 8), (2, 8), (1, 4), (2, 4), (3, 4)])
+def test_the_mean_is_unbiased(ranks, bits):
     """Rounding twice with the same numbers would not be."""
     x = torch.randn(256, generator=torch.Generator().manual_seed(1))
-    errors = torch.stack([same_on_all(x, ranks, seed)[0].body - x for seed in range(600)])
+    errors = torch.stack([same_on_all(x, ranks, seed, bits)[0].body - x for seed in range(600)])
     shifting = errors.std(0) > 0.3 * errors.std(0).max()  # what is hardly ever rounded is not normal after 600 times
     z = (errors.mean(0) / errors.std(0) * 600**0.5)[shifting]
     assert z.abs().max() < 5 and float(z.square().mean()) == pytest.approx(1, abs=0.35)

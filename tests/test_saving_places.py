@@ -14,6 +14,8 @@ from in_place import as_torchrun_would
 from ranks import preload, run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import parameters_to_vector
 
@@ -74,6 +76,10 @@ def by_hand(rank: int, folder: str, heading: str, **names) -> bool:
     return torch.equal(went_on, train(rank, again["model"], again["optimizer"], range(BEFORE, BEFORE + AFTER)))
 
 
+def whole_tensor(p: torch.Tensor) -> torch.Tensor:
+    return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+
+
 def nanogpt(rank: int, folder: str) -> bool:
     often = {"iter_num": BEFORE, "eval_interval": BEFORE, "out_dir": folder, "master_process": rank == 0}
     return by_hand(rank, folder, "nanoGPT: if master_process", **often)
@@ -113,8 +119,11 @@ def accelerate(rank: int, folder: str) -> bool:
     return torch.equal(went_on, steps(run(load, made()), range(BEFORE, BEFORE + AFTER)))
 
 
-def lightning(rank: int, folder: str) -> bool:
+def lightning(rank: int, folder: str, is_sharded: bool = False) -> bool:
     from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    from compopt.integrations.lightning import CompoptCallback
 
     save, load = blocks("Lightning")
 
@@ -126,17 +135,30 @@ def lightning(rank: int, folder: str) -> bool:
         def training_step(self, batch, index):
             return loss(self.net, rank, self.global_step)
 
+        def configure_model(self):
+            if is_sharded and not hasattr(self.net, "unshard"):
+                fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
         def configure_optimizers(self):
+            if is_sharded:
+                return compopt.SeparateAdam(self.parameters(), lr=1e-2, rank=4, warmup_steps=1, payload_dtype="float32")
             return compopt.RadiusAdamW(self.parameters(), **RADIUS)
 
         def on_save_checkpoint(self, checkpoint):  # as people did before, and harmless
-            self.optimizers().optimizer.consolidate_state()
+            if not is_sharded:
+                self.optimizers().optimizer.consolidate_state()
 
     def made(steps: int) -> dict:
         quiet = dict(enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, logger=False)
-        trainer = Trainer(strategy="ddp", devices=2, accelerator="cpu", max_steps=steps, **quiet)
+        how = {"strategy": "ddp"}
+        if is_sharded:
+            # by default it shards over nodes only
+            strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+            how = {"strategy": strategy, "callbacks": [CompoptCallback()]}
+        trainer = Trainer(devices=2, accelerator="cpu", max_steps=steps, **how, **quiet)
         loader = torch.utils.data.DataLoader(torch.zeros(100, 1), batch_size=1)
-        return {"trainer": trainer, "model": Model(), "loader": loader, "path": f"{folder}/lightning.ckpt"}
+        path = f"{folder}/lightning{is_sharded}.ckpt"
+        return {"trainer": trainer, "model": Model(), "loader": loader, "path": path}
 
     first = made(BEFORE)
     first["trainer"].fit(first["model"], first["loader"])
@@ -144,7 +166,7 @@ def lightning(rank: int, folder: str) -> bool:
     whole = made(BEFORE + AFTER)
     whole["trainer"].fit(whole["model"], whole["loader"])
     resumed = run(load, made(BEFORE + AFTER))
-    flat = [parameters_to_vector(names["model"].parameters()).detach() for names in (whole, resumed)]
+    flat = [parameters_to_vector([whole_tensor(p) for p in names["model"].parameters()]) for names in (whole, resumed)]
     # what goes on was not consolidated: the mean of what is owed is the same, its rounding is not
     return torch.allclose(*flat, rtol=1e-4, atol=1e-5) and resumed["trainer"].global_step == BEFORE + AFTER
 
@@ -177,6 +199,7 @@ PLACES = {
     "Trainer": hf_trainer,
     "Accelerate": accelerate,
     "Lightning": lightning,
+    "Lightning, FSDP2": lambda rank, folder: lightning(rank, folder, is_sharded=True),
     "Fabric": fabric,
 }
 

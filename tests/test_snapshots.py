@@ -367,6 +367,83 @@ def test_a_snapshot_may_be_removed_while_the_folder_is_read(tmp_path):
         other_rank.join()
 
 
+def test_a_snapshot_that_could_not_be_written_is_told_and_the_next_one_belongs_to_those_of_other_ranks(tmp_path):
+    snapshots, optimizer = make_alone(tmp_path, keep=1)
+    optimizer.step()
+    snapshots.save()
+    snapshots.wait()
+    (first,) = snapshots.find()
+    in_the_way = tmp_path / Snapshot(2, first.stamp + 1, 0, 1).name
+    in_the_way.parent.mkdir()
+    in_the_way.write_text("a file where the folder is to be")
+    optimizer.step()
+    snapshots.save()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"step-00000002.* could not be written on rank 0 \(\w+Error: "):
+        snapshots.save()  # which raises before it writes
+    assert snapshots.find() == [first]
+    optimizer.step()
+    snapshots.save()
+    snapshots.close()
+    assert snapshots.find() == [Snapshot(4, first.stamp + 3, 0, 1)], "a stamp for every save(), on all ranks"
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "metadata"])
+def test_a_snapshot_that_is_damaged_is_passed_over_with_a_warning(damage, tmp_path):
+    """As by a copy of the folder that was interrupted."""
+    snapshots, optimizer = make_alone(tmp_path, keep=2)
+    for _ in range(2):
+        optimizer.step()
+        snapshots.save()
+    snapshots.close()
+    newest = tmp_path / snapshots.find()[1].name
+    file = newest / ".metadata" if damage == "metadata" else next(newest.glob("*.distcp"))
+    file.unlink() if damage == "gone" else file.write_bytes(file.read_bytes()[:-100])
+    again, _ = make_alone(tmp_path, keep=2)
+    with pytest.warns(UserWarning, match="step-00000002.*is damaged, and is passed over"):
+        assert again.resume() == 1
+
+
+def test_a_snapshot_that_cannot_be_read_is_named(tmp_path):
+    snapshots, optimizer = make_alone(tmp_path, keep=2)
+    optimizer.step()
+    snapshots.save()
+    snapshots.close()
+    (file,) = (tmp_path / snapshots.find()[0].name).glob("*.distcp")
+    file.write_bytes(bytes(file.stat().st_size))
+    again, _ = make_alone(tmp_path, keep=2)
+    with pytest.raises(RuntimeError, match=r"step-00000001.* could not be read on rank 0 .*: move it away, and resume"):
+        again.resume()
+
+
+def goes_on_over_another_group(rank: int, folder: str) -> list[Snapshot]:
+    """Rank 2 is left behind while a snapshot is being written; the others go on by rebind()."""
+    run = Run(Path(folder) / f"node {rank}", "rounds")
+    run.train(4)
+    run.snapshots.save()
+    dist.destroy_process_group()
+    file, size = f"file://{folder}/meets {rank // 2}", (2, 1)[rank // 2]
+    dist.init_process_group("gloo", init_method=file, rank=rank % 2, world_size=size)
+    run.optimizer.rebind()
+    if rank == 2:
+        return []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run.model = DDP(run.model.module, find_unused_parameters=True, init_sync=False)
+    compopt.attach(run.model, run.optimizer)
+    run.train(4)
+    run.snapshots.save()
+    run.snapshots.close()
+    return run.snapshots.find()
+
+
+def test_snapshots_go_on_after_a_rebind(tmp_path):
+    first, second, _ = run_ranks(goes_on_over_another_group, 3, str(tmp_path))
+    # the one before may not have been written in time
+    for rank, found in enumerate((first, second)):
+        assert found[-1] == Snapshot(8, first[-1].stamp, rank, 2)
+
+
 def test_each_snapshot_of_the_newest_step_is_loaded_once():
     def of(*numbers: int, step: int = 9, stamp: int = 2, size: int = 3) -> list[Snapshot]:
         return [Snapshot(step, stamp, n, size) for n in numbers]
@@ -387,6 +464,10 @@ def test_what_cannot_be_is_refused():
     optimizer = compopt.SeparateAdam(model.parameters())
     with pytest.raises(ValueError, match="keep must be"):
         Snapshots("x", model, optimizer, keep=0)
+    with pytest.raises(TypeError, match="one optimizer of compopt, got list"):
+        Snapshots("x", model, [optimizer])
+    with pytest.raises(TypeError, match="one optimizer of compopt, got second as well"):
+        Snapshots("x", model, optimizer, second=compopt.SeparateAdam(torch.nn.Linear(4, 4).parameters()))
     optimizer.replaces_reduce_scatter = True
     with pytest.raises(ValueError, match=r"save with torch\.distributed\.checkpoint"):
         Snapshots("x", model, optimizer)

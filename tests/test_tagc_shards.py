@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from conformance import assert_same, snapshot
 from problems import gradients, step
 from sim import World
 from test_tagc import HYPER, SHAPES, make
@@ -31,18 +32,12 @@ def test_whichever_collective_fails_nothing_has_changed(late):
     world, _, params, optimizers = make(2, sparsity=0.9)
     for t in range(2):
         step(world, params, optimizers, gradients(2, t, SHAPES))
-    kept = [[p.detach().clone() for p in local] for local in params]
-    state = [
-        [{k: v.clone() for k, v in o.state[p].items()} for p in local]
-        for o, local in zip(optimizers, params, strict=True)
-    ]
+    before = [snapshot(optimizer) for optimizer in optimizers]
     world.failing_everywhere.add(world.comms[0].started + late)
     with pytest.raises(compopt.CommunicationError, match="step 3 was not applied"):
         step(world, params, optimizers, gradients(2, 2, SHAPES))
-    for rank in range(2):
-        assert all(torch.equal(p, q) for p, q in zip(params[rank], kept[rank], strict=True))
-        for p, entry in zip(params[rank], state[rank], strict=True):
-            assert all(torch.equal(optimizers[rank].state[p][name], before) for name, before in entry.items())
+    for old, optimizer in zip(before, optimizers, strict=True):
+        assert_same(old, snapshot(optimizer))
     step(world, params, optimizers, gradients(2, 2, SHAPES))
     assert all(torch.equal(p, q) for p, q in zip(*params, strict=True)) and optimizers[0].stats.step == 3
 
@@ -105,6 +100,9 @@ def test_after_a_rebind_that_failed_no_step_is_taken_without_moments():
     before = [p.detach().clone() for p in params[0]]
     with pytest.raises(RuntimeError, match=r"rebind\(\) of TagcAdamW failed before ranks had exchanged their shards"):
         step(failing, params, optimizers, gradients(2, 3, SHAPES))
+    for saves in (optimizers[0].state_dict, optimizers[0].consolidate_state, lambda: copy.deepcopy(optimizers[0])):
+        with pytest.raises(RuntimeError, match=r"rebind\(\) of TagcAdamW failed before ranks had exchanged"):
+            saves()
     assert all(map(torch.equal, params[0], before))
     for optimizer, state in zip(optimizers, saved, strict=False):
         optimizer.load_state_dict(state)

@@ -8,19 +8,12 @@ import math
 import pytest
 import torch
 from problems import gradients, replicas, step, weights
+from test_radius_steps import COMPRESSED, SHAPES, each_dtype
 from torch import Tensor
 
 import compopt
 from compopt._sharded import codecs
 from compopt.tagc import count_selected
-
-SHAPES = {
-    torch.float32: [(64, 80), (80,), (260, 520), (70, 300)],
-    torch.float64: [(64, 80), (80,), (70, 80), (64, 66)],
-}
-COMPRESSED = (0, 2, 3)
-
-each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["native", "torch"])
 
 
 class Run:

@@ -31,7 +31,7 @@ from .options import Group, absolute_rates, refuse_unsupported
 from .resharding import average_state, gather_shards
 from .session import Session
 
-FORMAT = 1  # of state dicts, written into every group beside the class; 0 if a group has none
+FORMAT = 1  # the format of state dicts, in every group; a group without one has format 0
 
 # entries of a saved group that are no options
 NOT_OPTIONS = {"params", "param_names", "without_state", "residuals", "class", "format"}
@@ -224,7 +224,9 @@ def load_state(session: Session, state_dict: dict[str, Any]) -> None:
             name: value
             if isinstance(value, Tensor)  # other optimizers save some states as numbers
             else torch.tensor(
-                value, dtype=torch.float64 if isinstance(value, float) else torch.int64
+                value,
+                dtype=torch.float64 if isinstance(value, float) else torch.int64,
+                device="cpu",
             )
             for name, value in tensor.entry.items()
         }

@@ -26,7 +26,7 @@ class CombinedOptimizer(Optimizer):
     """
 
     members: tuple[Optimizer, ...]
-    _positions: list[tuple[int, int]]  # of every group: its member, and which of the member's it is
+    _positions: list[tuple[int, int]]  # of every group: the number of its member, and its own there
 
     def __init__(self, members: Sequence[Optimizer]):
         check_disjoint(members)
@@ -83,7 +83,7 @@ class CombinedOptimizer(Optimizer):
         self._note_new_groups()
         parts = [member.state_dict() for member in self.members]
         groups: list[Group] = []
-        numbers: list[dict[Any, int]] = [{} for _ in parts]  # by member, of its own numbers
+        numbers: list[dict[Any, int]] = [{} for _ in parts]  # for each member: its number to ours
         count = 0
         for m, n in self._positions:
             group = parts[m]["param_groups"][n]

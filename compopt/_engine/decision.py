@@ -4,6 +4,14 @@ Every rank decides from numbers that are equal on all ranks: the averaged header
 of the payloads, and the norm of the average. If ranks hold different parts of the model, or of the
 averaged gradient, one more message combines their decisions. ``read_decision`` has the rules for
 all cases.
+
+The control fields, whose means over ranks all ranks know:
+
+- in every payload: "stamp", the bucket and the step to which it belongs; "failed", 1 if this rank
+  takes part without its gradients.
+- in the last bucket's payload: "settings", bits of a checksum of the settings; "stale", 1 if
+  gradients were changed after backward had sent them; "unfrozen", 1 if ``requires_grad`` was
+  changed; "waits", the wait times of the rank whose turn it is.
 """
 
 from __future__ import annotations
@@ -14,7 +22,7 @@ from itertools import islice
 
 import torch
 
-from .._ops.norms import squared_norms, stacked_squared_norms
+from .._ops.norms import squared_norms
 from .._wire.collectives import Communicator, profiler_range
 from .._wire.payload import bits_differ
 from .collective_generators import CollectiveGenerator, sum_over_groups
@@ -81,7 +89,7 @@ def read_decision(exchanges: list[BucketExchange]) -> StepDecision:
         bucket, payload = exchange.bucket, exchange.agreement.payload
         payload.marks = marks = list(islice(numbers, len(payload.header)))
         control = exchange.control.split(list(islice(numbers, len(exchange.control))))
-        decision.control_means = control  # those of the last bucket: it carries the step's fields
+        decision.control_means = control  # at the end the last bucket's, with the step's fields
         pairs = zip(bucket.names, marks, strict=True)
         decision.non_finite += [name for name, mark in pairs if mark != mark]
         decision.has_failed_rank |= control["failed"][0] > 0
@@ -126,11 +134,8 @@ def read_numbers(exchanges: list[BucketExchange]) -> list[float]:
     # norms that the generator has not computed, for all buckets together
     clips = any(exchange.bucket.group.get("max_grad_norm") is not None for exchange in exchanges)
     bodies = [a.payload.body for a in agreements if a.squared_norm is None]
-    if len(bodies) == len(agreements) and all(body.device == device for body in bodies):
-        squares = stacked_squared_norms(bodies, clips)
-    else:
-        computed = iter(squared_norms(bodies, clips))
-        norms = [next(computed) if a.squared_norm is None else a.squared_norm for a in agreements]
-        squares = torch.cat([square.to(device).view(-1) for square in norms])
-    numbers: list[float] = torch.cat([squares, torch.cat(fields).double()]).tolist()
+    computed = iter(squared_norms(bodies, clips))
+    norms = [next(computed) if a.squared_norm is None else a.squared_norm for a in agreements]
+    squares = [square.to(device).view(-1) for square in norms]
+    numbers: list[float] = torch.cat([*squares, torch.cat(fields).double()]).tolist()
     return numbers

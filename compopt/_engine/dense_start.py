@@ -20,11 +20,14 @@ from .._state.tensors import synchronize
 
 # steps of each kind: not timed (they allocate buffers, hooks and masks), and timed
 UNTIMED_STEPS, TIMED_STEPS = 3, 8
-WORTHWHILE_RATIO = 0.95  # of a dense step: a smaller gain is not worth approximate gradients
+# A compressed step must take less than this share of a dense one: a smaller gain is not worth
+# approximate gradients.
+WORTHWHILE_RATIO = 0.95
 FOREVER = 2**62  # steps
 UNTIMED_PHASES = {"resample"}  # phases that are not timed: dense, and rare
 
-DEFAULT_WARMUP_SHARE = 0.15  # of total_steps, the default warm-up: Radius's paper takes 15 to 20 %
+# The default warm-up, as a share of total_steps. Radius's paper takes 15 to 20 %.
+DEFAULT_WARMUP_SHARE = 0.15
 
 TRIAL_OPTIONS = {
     "pays": None,  # the result of a trial: whether compressed steps are clearly faster

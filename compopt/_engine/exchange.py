@@ -48,16 +48,16 @@ class StalenessCheck:
         self.bucket = bucket
         self.has_grad, self.sums = self._sum_gradients()
 
-    def accept_filled(self) -> None:
-        """Accept the zeros that DDP gives, at the end of backward, to a tensor that other ranks use
-        and this one does not.
+    def accept_zeros_of_ddp(self) -> None:
+        """Accept the zeros that DDP writes at the end of backward, as the gradient of a tensor that
+        only other ranks use.
         """
         self.has_grad = [
             now or before for now, before in zip(self._list_with_grad(), self.has_grad, strict=True)
         ]
 
     def measure(self) -> Tensor:
-        """1 where a gradient has changed, else 0, on the bucket's device."""
+        """Return 1 if a gradient has changed, else 0, on the bucket's device."""
         has_grad, sums = self._sum_gradients()
         if has_grad != self.has_grad:
             return torch.ones(1, dtype=torch.float32, device=self.bucket.device)
@@ -103,9 +103,13 @@ class ExchangeInputs:
 class BucketExchange:
     """One bucket's generator, and the collective that it waits for.
 
-    Where the generator raises before ``Agree``, this rank takes part as if it had no gradients, and
-    a control field says so. Otherwise the other ranks would wait until their timeout. ``error`` is
-    what was raised.
+    Up to ``Agree`` the schedule calls ``complete_stage`` after each collective, and
+    ``resume_before_agree`` with numbers of the device. Then ``resume_and_start_next`` gives the
+    generator the norm, and ``resume_post_commit`` the answer to a post-commit request.
+
+    If the generator raises before ``Agree``, this rank takes part as if it had no gradients, and
+    the control field "failed" tells the others. Otherwise they would wait until their timeout.
+    ``error`` is what was raised.
     """
 
     def __init__(self, bucket: Bucket, inputs: ExchangeInputs, is_last: bool):
@@ -116,11 +120,11 @@ class BucketExchange:
         self.control = ControlFields()
         self.pending: PendingCollective | None = None
         self.request: Request | None = None
-        self.agree: Agree | None = None
-        self.is_ready_to_commit = False  # True once all that a sharded step gathers is there
+        self._agree: Agree | None = None
+        self.is_ready_to_commit = False  # True once a sharded step has gathered everything
         self.error: Exception | None = None
         self.staleness: StalenessCheck | None = None
-        self._answers: list[Answer] = []  # to the requests of the generator so far
+        self._answers: list[Answer] = []  # all answers that the generator has had
         self._generator: RequestGenerator[None] | None = None
         if inputs.problem is None:
             self._start_or_withhold(self._begin)
@@ -135,9 +139,13 @@ class BucketExchange:
 
     @property
     def agreement(self) -> Agree:
-        """The generator's ``Agree``, which it has reached."""
-        assert self.agree is not None
-        return self.agree
+        """The ``Agree`` of a generator that has reached it."""
+        assert self._agree is not None
+        return self._agree
+
+    @property
+    def has_reached_agree(self) -> bool:
+        return self._agree is not None
 
     @property
     def has_next_stage(self) -> bool:
@@ -179,14 +187,14 @@ class BucketExchange:
             return
 
     def measure_staleness(self) -> Tensor:
-        """1 where the gradients differ from those read in backward, else 0."""
+        """Return 1 if the gradients differ from those read in backward, else 0."""
         if self.staleness is None:
             return torch.ones(1, dtype=torch.float32, device=self.bucket.device)
         return self.staleness.measure()
 
     def abandon(self, waits: bool = True) -> None:
-        """Close the generator, and wait for the collective in flight, whose memory is reused; if it
-        does not wait, that memory is not reused.
+        """Close the generator. Wait for the collective in flight, because its memory is reused; if
+        ``waits`` is false, give that memory up instead.
         """
         if self.pending is not None and waits:
             self.pending.drain()
@@ -207,13 +215,13 @@ class BucketExchange:
         if self._generator is not None:
             self._generator.close()
 
-    def _start_or_withhold(self, send: Callable[[], Request]) -> None:
-        """Start the request that ``send`` returns; where it cannot be made, take part without
+    def _start_or_withhold(self, make_request: Callable[[], Request]) -> None:
+        """Start the request that ``make_request`` returns; if it raises, take part without
         gradients.
         """
         try:
             with profiler_range("compopt::encode"):
-                request = send()
+                request = make_request()
         except Exception as error:
             self._take_part_without_gradients(error)
             return
@@ -226,7 +234,7 @@ class BucketExchange:
     def _take_part_without_gradients(self, error: Exception) -> None:
         """Repeat the requests so far without gradients, and send what comes next."""
         if self.error is not None:
-            # nothing that could be sent is known: the other ranks learn of it at their timeout
+            # it failed without gradients too: nothing can be sent, and other ranks time out
             raise self.error from error
         self.error = error
         answers = [
@@ -239,11 +247,11 @@ class BucketExchange:
         return self._replay([])
 
     def _replay(self, answers: list[Answer]) -> Request:
-        """The request of a new generator that has had these answers."""
+        """Start a new generator, give it these answers, and return its next request."""
         self.close()
         failed = [float(self.error is not None)]
         self.control = self.bucket.control = ControlFields(failed=failed, **self.fields)
-        # some classes read gradients already here
+        # some algorithms read gradients when they are called, before their first request
         self._generator = self._withhold_if_failed(lambda: self.algorithm(self.bucket))
         request = self._resume_generator(None)
         for answer in answers:
@@ -281,7 +289,7 @@ class BucketExchange:
     def _start(self, request: Request) -> None:
         self.is_ready_to_commit = isinstance(request, ReadyToCommit)
         if isinstance(request, Agree):
-            self.agree = request
+            self._agree = request
         is_local = isinstance(request, ReadToHost | Agree | ReadyToCommit | RunBatched)
         self.pending = None if is_local else self.comm.start(request)
 
@@ -297,7 +305,7 @@ class ExchangeSchedule:
         self.buckets = buckets
         self.exchanges: list[BucketExchange] = []
         self.inputs = ExchangeInputs(algorithm, comm)
-        self.error: CommunicationError | None = None  # of backward; raised by the step
+        self.error: CommunicationError | None = None  # raised in backward; the step raises it
         self._order = _start_in_order(buckets, self.exchanges, self.inputs)
         self._next: Bucket | PendingCollective | None = next(self._order)
 
@@ -355,11 +363,11 @@ def _start_in_order(
             if exchange.has_next_stage:
                 yield exchange.in_flight
                 exchange.complete_stage()
-    while waiting := [exchange for exchange in exchanges if exchange.agree is None]:
+    while waiting := [exchange for exchange in exchanges if not exchange.has_reached_agree]:
         if not any(exchange.has_next_stage for exchange in waiting):
             _read_together(waiting)
         for exchange in waiting:
-            if exchange.numbers_to_read is None and exchange.agree is None:
+            if exchange.numbers_to_read is None and not exchange.has_reached_agree:
                 yield exchange.in_flight
                 exchange.complete_stage()
 

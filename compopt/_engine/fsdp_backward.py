@@ -145,7 +145,7 @@ class ReduceScatterBucket(Bucket):
         self.flat, self.state = {"residual": flat}, {"residual": views}
         first = self.bucket_positions[0]
         for name, layout in ({} if first is None else first[0].layouts).items():
-            if isinstance(layout, PaddedVector):  # it is kept of whole tensors
+            if isinstance(layout, PaddedVector):  # state of global tensors, on every rank
                 positions = filter(None, self.bucket_positions)
                 self.state[name] = [bucket.state[name][i] for bucket, i in positions]
         self.cache["has_residual"] = True
@@ -192,7 +192,7 @@ class ReduceScatterBucket(Bucket):
 
 @dataclass
 class FSDPUnit:
-    """One reduce-scatter: whose gradients, where their state is, and the buckets they are in."""
+    """One reduce-scatter: its parameters, the positions of their state, and their buckets."""
 
     pieces: list[ParamColumns]
     bucket_positions: list[BucketPosition | None]
@@ -217,13 +217,12 @@ class FSDPBackward:
         self.write_residual = write_residual
         # kept when state is laid out again between backward and step(), which has to commit it
         self.pending_residuals: PendingResiduals = {}
-        self.buckets_since_step: dict[
-            int, tuple[Bucket, str]
-        ] = {}  # buckets since the last step, and phases
+        # the buckets that backward has reduced since the last step, with their phases
+        self.buckets_since_step: dict[int, tuple[Bucket, str]] = {}
         self.in_flight: list[PendingReduction] = []
         self._units: dict[tuple[Tensor, ...], FSDPUnit] = {}
-        self._count = 0  # of buckets
-        self._backward = -1  # the running one
+        self._bucket_count = 0
+        self._backward_number = -1  # of the running backward
 
     @property
     def phase(self) -> str:
@@ -242,24 +241,25 @@ class FSDPBackward:
 
         Parameters were added or frozen, or have their state elsewhere.
         """
-        self._units, self._count = {}, 0
+        self._units, self._bucket_count = {}, 0
 
     def reduce(
         self, params: Params, rows: Tensor, out: Tensor, blocking: bool, backward: int
     ) -> None:
-        """Begin FSDP's reduce-scatter of ``rows``, a row a rank, into ``out``.
+        """Begin FSDP's reduce-scatter of ``rows``, a row for each rank, into ``out``.
 
-        It ends here if ``blocking``, else in ``finish``.
+        It ends here if ``blocking``, else in ``finish``. ``backward`` is the number of the running
+        backward.
 
-        ``backward``: the number of the running one. All ranks make these calls in the same order.
-        Each call first advances every earlier reduction by one collective, then starts its own, so
-        collectives start in the same order too.
+        All ranks make these calls in the same order. Each call first advances every earlier
+        reduction by one collective, then starts its own, so collectives start in the same order
+        too.
         """
         key = tuple(p for p, _ in params)
-        if backward != self._backward:
-            self._backward = backward
-            self.finish()  # what a backward has left that raised
-            self.session.follow_options()
+        if backward != self._backward_number:
+            self._backward_number = backward
+            self.finish()  # reductions of a backward that raised
+            self.session.apply_changed_options()
             self._discard_unapplied()
         buckets = self._buckets_of(params, key, rows.dtype)
         for reduction in self.in_flight:
@@ -294,29 +294,31 @@ class FSDPBackward:
                     i = next(i for i, other in enumerate(bucket.params) if other is p)
                     positions[n] = bucket, i
             self._units[key] = FSDPUnit(pieces, positions)
-        layout, needs = self._units[key], self.session.optimizer.reduces_as_matrix
-        positions = layout.bucket_positions
-        as_matrix = [position is not None and needs(*position) for position in positions]
-        if layout.as_matrix != as_matrix:
+        unit, needs_matrix = self._units[key], self.session.optimizer.reduces_as_matrix
+        positions = unit.bucket_positions
+        as_matrix = [position is not None and needs_matrix(*position) for position in positions]
+        if unit.as_matrix != as_matrix:
             by_group: dict[int, list[int]] = {}
             for n, position in enumerate(positions):
-                by_group.setdefault(id(position and position[0].group), []).append(n)
-            layout.as_matrix = as_matrix
-            # new buckets keep the numbers, of which rounding makes its noise: as in a resumed run
-            first = layout.buckets[0].index if layout.buckets else self._count
-            layout.buckets = [
+                group = None if position is None else position[0].group
+                by_group.setdefault(id(group), []).append(n)
+            unit.as_matrix = as_matrix
+            # New buckets keep the numbers of the old ones. Rounding draws its noise by them, and a
+            # resumed run has no old ones.
+            first = unit.buckets[0].index if unit.buckets else self._bucket_count
+            unit.buckets = [
                 ReduceScatterBucket(
                     first + number,
                     self.session,
-                    [layout.pieces[n] for n in numbers],
+                    [unit.pieces[n] for n in numbers],
                     [positions[n] for n in numbers],
                     [as_matrix[n] for n in numbers],
                     dtype,
                 )
                 for number, numbers in enumerate(by_group.values())
             ]
-            self._count = max(self._count, first + len(layout.buckets))
-        return layout.buckets
+            self._bucket_count = max(self._bucket_count, first + len(unit.buckets))
+        return unit.buckets
 
     def _discard_unapplied(self) -> None:
         """Forget the pending residuals of gradients that were discarded since the last backward.

@@ -28,6 +28,8 @@ from .collective_generators import CollectiveGenerator, exchange_one
 from .decision import StepDecision
 from .session import Session
 
+VALUES = "checksum of its values"  # the name of a Fact
+
 
 class Checksums(NamedTuple):
     """One rank's numbers, which the handshake compares."""
@@ -37,7 +39,7 @@ class Checksums(NamedTuple):
     masks: int
     backend: int
     is_backend_automatic: int  # not chosen by the user
-    dense_time: int  # of a trial (when="auto"), in nanoseconds; 0 until it ends
+    dense_time: int  # the result of a trial (when="auto"), in nanoseconds; 0 until it ends
     compressed_time: int
 
 
@@ -74,8 +76,9 @@ def verify_peers(
         dense_time=dense_time,
         compressed_time=compressed_time,
     )
-    numbers = torch.tensor(local_checksums, dtype=torch.int64).to(session.device)
-    rows = [Checksums(*row) for row in (yield from gather_rows(numbers, comm)).tolist()]
+    numbers = torch.tensor(local_checksums, dtype=torch.int64, device="cpu").to(session.device)
+    gathered = yield from exchange_one(comm, AllGather(numbers))
+    rows = [Checksums(*row) for row in gathered.tolist()]
     if _differ(row.backend for row in rows) and all(row.is_backend_automatic for row in rows):
         session.use_pytorch()
         return (yield from verify_peers(session, comm, has_problem))
@@ -131,6 +134,7 @@ def warn_if_without_gradients(session: Session, decision: StepDecision) -> None:
 
 
 def warn_without_gradients(session: Session, step: int, consequence: str) -> None:
+    """Warn once that this rank had no gradients; ``consequence`` completes "it ..."."""
     session.warn_once(
         "no gradients",
         f"rank {session.comm.rank} had no gradients in step {step}: it {consequence}. Call "
@@ -174,9 +178,6 @@ def describe_optimizer(session: Session) -> list[Fact]:
         if session.optimizer.has_equal_replicas:
             checksums.append(Fact(name, VALUES, str(_checksum(to_local(p.detach())))))
     return facts + names + layouts + checksums
-
-
-VALUES = "checksum of its values"
 
 
 def _checksum_text(text: object) -> int:
@@ -270,20 +271,15 @@ def raise_failure(
 # Collectives
 
 
-def gather_rows(tensor: Tensor, comm: Communicator) -> CollectiveGenerator[Tensor]:
-    """Gather ``tensor`` of every rank, a row for each."""
-    return (yield from exchange_one(comm, AllGather(tensor)))
-
-
 def gather_json(
     value: object, device: torch.device, comm: Communicator
 ) -> CollectiveGenerator[list[Any]]:
     """Gather ``value`` of every rank."""
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     size = torch.tensor([text.numel()], dtype=torch.int64, device=device)
-    sizes = (yield from gather_rows(size, comm)).view(-1).tolist()
+    sizes = (yield from exchange_one(comm, AllGather(size))).view(-1).tolist()
     padded = torch.cat([text, text.new_zeros(max(sizes) - text.numel())])
-    rows = yield from gather_rows(padded, comm)
+    rows = yield from exchange_one(comm, AllGather(padded))
     return [
         json.loads(bytes(row[:size].tolist())) for row, size in zip(rows.cpu(), sizes, strict=True)
     ]

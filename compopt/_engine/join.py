@@ -20,7 +20,8 @@ from .missing_ranks import run_watching_ranks
 from .options import to_plain
 from .session import Session
 
-KEEP = {"params", "param_names"}  # entries of a group that are each rank's
+# entries of a group that are not options, and may differ between ranks
+LOCAL_ENTRIES = {"params", "param_names"}
 
 
 class JoinHook:
@@ -45,14 +46,16 @@ class JoinHook:
         self._session.optimizer.end_join()
 
 
-def follow_ranks_with_data(session: Session, comm: Communicator) -> CollectiveGenerator[None]:
-    """On a rank without data, copy the options of the first rank with data. On all ranks, set
-    ``gradient_factor``, which is not 1 if the mean is over ranks with data only.
+def copy_options_from_ranks_with_data(
+    session: Session, comm: Communicator
+) -> CollectiveGenerator[None]:
+    """Copy the options of the first rank with data to ranks without data. On all ranks, set the
+    ``gradient_factor`` of buckets, which is not 1 if the mean is over ranks with data only.
     """
     groups = [*session.optimizer.param_groups]
     if session.option_groups is not session.optimizer.param_groups:
         groups += session.option_groups
-    options = [{n: to_plain(v) for n, v in g.items() if n not in KEEP} for g in groups]
+    options = [{n: to_plain(v) for n, v in g.items() if n not in LOCAL_ENTRIES} for g in groups]
     options = [{n: v for n, v in g.items() if _is_number(v)} for g in options]
     rows = yield from gather_json([session.has_data, options], session.device, comm)
     with_data = [rank_options for has_data, rank_options in rows if has_data]

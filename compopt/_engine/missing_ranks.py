@@ -21,10 +21,11 @@ from .._wire.requests import CommunicationError
 from .collective_generators import CollectiveGenerator
 from .session import Session
 
-PREFIX = "compopt/"  # of all keys, since the store is shared
-PATIENCE = 10.0  # seconds that rank 0 waits for the others in consolidate_state()
-PATIENCE_WITH_RANK_0 = 1800.0  # that the others wait for rank 0, which may evaluate before it comes
-LOOK_AFTER = 2.0  # that a step waits before it looks for notes
+PREFIX = "compopt/"  # begins all keys, because the store is shared
+# Seconds. In consolidate_state() rank 0 waits PATIENCE for the others. They wait longer for rank 0,
+# which may evaluate before it calls it.
+PATIENCE, PATIENCE_WITH_RANK_0 = 10.0, 1800.0
+LOOK_AFTER = 2.0  # seconds that a step waits before it looks for notes
 
 ADVICE = "call it on all ranks, before `if rank == 0:`"
 

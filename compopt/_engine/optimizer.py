@@ -19,10 +19,11 @@ from torch._compile import _disable_dynamo
 from .._ops.operations import Ops
 from .._state.buckets import Bucket
 from .._wire.collectives import Communicator, PendingCollective, ProcessGroup, notify_join
+from .._wire.requests import CommunicationError
 from . import checkpoint, missing_ranks, resharding
 from .dense_start import TRIAL_OPTIONS
 from .gradients import drop_scale_on_error
-from .join import JoinHook, follow_ranks_with_data
+from .join import JoinHook, copy_options_from_ranks_with_data
 from .optimizer_base import OptimizerBase
 from .options import Group, Setting, check_tensors, name_groups, refuse_unsupported
 from .session import Session
@@ -54,7 +55,7 @@ class CompressedOptimizer(OptimizerBase):
     A step is all or nothing. If any rank has a non-finite gradient, all ranks skip the step. If a
     collective fails, :class:`CommunicationError` is raised. In both cases parameters, state and
     step counts do not change on this rank. A rank that had received everything when a collective
-    failed may have applied the step; :meth:`rebind` then copies from there.
+    failed may have applied the step; :meth:`rebind` then copies its state to the others.
     """
 
     _session: Session
@@ -73,8 +74,9 @@ class CompressedOptimizer(OptimizerBase):
         self._check_defaults(defaults)  # before parameters, as torch
         super().__init__(params, defaults)
         self._session.build_buckets()
-        for on_construction in construction_callbacks if _has_integrations.get() else ():
-            on_construction(self)
+        if _has_integrations.get():
+            for on_construction in construction_callbacks:
+                on_construction(self)
 
     def _check_defaults(self, defaults: dict[str, Any]) -> None:
         self.check_group({**defaults, "params": []})
@@ -139,7 +141,7 @@ class CompressedOptimizer(OptimizerBase):
         return loss
 
     def step_as_generator(self) -> Generator[PendingCollective, None, None]:
-        """The step as a generator, which yields each collective it is about to wait for."""
+        """Return the step as a generator, which yields each collective before it waits for it."""
         with drop_scale_on_error(self._session):
             yield from exchange_and_commit(self._session)
 
@@ -158,8 +160,15 @@ class CompressedOptimizer(OptimizerBase):
         Raises ValueError if ranks are more than one step apart, or if sharded state would go to
         more ranks; CommunicationError if ranks fail again.
         """
-        for _ in self.rebind_as_generator(process_group):
-            pass
+        try:
+            for _ in self.rebind_as_generator(process_group):
+                pass
+        except CommunicationError as error:
+            raise CommunicationError(
+                f"rebind() of {self._session.name} failed on rank {self.comm.rank}: {error}. Make "
+                "a new process group of the ranks that are left, and call rebind() again on all of "
+                "them."
+            ) from error
 
     @torch.no_grad()
     def rebind_as_generator(
@@ -200,12 +209,12 @@ class CompressedOptimizer(OptimizerBase):
         return self.comm.group
 
     def end_join(self) -> None:
-        """End a ``Join``: steps are again those of ranks that all have data. Options become those
-        of a rank that had data last, whose scheduler may have stepped since its last step.
+        """End a ``Join``: from now on all ranks have data again. Copy the options of a rank that
+        had data last, because its scheduler may have stepped since its last step.
         """
         session = self._session
         if session.is_joining and self.comm.size > 1:
-            for _ in follow_ranks_with_data(session, self.comm):
+            for _ in copy_options_from_ranks_with_data(session, self.comm):
                 pass
         self._join_config, session.has_data, session.divides_by_all = None, True, True
         for bucket in session.buckets:
@@ -257,7 +266,7 @@ class CompressedOptimizer(OptimizerBase):
             self.state.pop(p, None)
         self._session.rebuild_buckets()
 
-    def follow_parameters(self) -> None:
+    def lay_out_replaced_parameters(self) -> None:
         """Lay out state anew if ``param_groups`` hold other parameters by now: Accelerate puts
         FSDP2's shards in their place, and torch's optimizers step what is appended to a group.
         """
@@ -270,17 +279,21 @@ class CompressedOptimizer(OptimizerBase):
     def _replace_parameters(self) -> None:
         """Lay out state for other parameters; those that stay keep theirs.
 
-        Raises ValueError if that has been cut into shards, which would have to be cut anew.
+        Raises ValueError if their state is cut into shards, which would have to be cut anew.
         """
-        for group in self.param_groups if self.sharded else ():
-            self._forget_shards(group)
+        if self.sharded:
+            for group in self.param_groups:
+                self._forget_shards(group)
         params = {p for group in self.param_groups for p in group["params"]}
         for p in self._session.parameters - params:
             self.state.pop(p, None)
         self._session.rebuild_buckets()
 
     def _forget_shards(self, group: Group) -> None:
-        """Drop shards of a group whose parameters have changed; raise if they hold anything."""
+        """Drop the shards of a group whose parameters have changed.
+
+        Raises ValueError if a step has filled shards of parameters that stay.
+        """
         session = self._session
         layout = [*session.buckets, *session.frozen_buckets]
         buckets = [bucket for bucket in layout if bucket.group is group]
@@ -320,6 +333,7 @@ class CompressedOptimizer(OptimizerBase):
         own. The groups record which, under ``residuals``, and the ``class`` and ``format``. A
         warning says once if state of other ranks is missing.
         """
+        self._session.check_has_shards()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         saved = self._make_state_dict()
@@ -335,7 +349,7 @@ class CompressedOptimizer(OptimizerBase):
     def _saved(self) -> dict[str, Any]:
         session = self._session
         checkpoint.settle_for_saving(session)
-        session.follow_options()
+        session.apply_changed_options()
         with checkpoint.without_hooks(self):  # they are given the complete state dict
             saved: dict[str, Any] = super().state_dict()
         checkpoint.complete_state_dict(session, saved)
@@ -349,12 +363,12 @@ class CompressedOptimizer(OptimizerBase):
 
         Raises ValueError, with nothing loaded, if the checkpoint does not fit.
         """
-        self.follow_parameters()
+        self.lay_out_replaced_parameters()
         state_dict = state_dict.copy()  # as torch: hooks may change it
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         self._load_without_hooks(state_dict)
-        self._session.buckets_to_reshard = None  # of a rebind that failed
+        self._session.end_rebind()  # left by a rebind that failed
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -384,12 +398,22 @@ class CompressedOptimizer(OptimizerBase):
                 others half an hour for rank 0, which may evaluate before.
 
         Raises CommunicationError, with nothing changed, if some ranks have not called it, or are in
-        ``step()`` instead; ValueError if they consolidate different optimizers.
+        ``step()`` instead, and also if a rank dies meanwhile; ValueError if ranks consolidate
+        different optimizers.
         """
-        checkpoint.settle_for_saving(self._session)
-        missing_ranks.wait_for_all_to_consolidate(self._session, patience)
-        for _ in self.consolidate_as_generator():
-            pass
+        session = self._session
+        session.check_has_shards()
+        checkpoint.settle_for_saving(session)
+        missing_ranks.wait_for_all_to_consolidate(session, patience)
+        try:
+            for _ in self.consolidate_as_generator():
+                pass
+        except CommunicationError as error:
+            raise CommunicationError(
+                f"consolidate_state() failed on rank {session.comm.rank} after step "
+                f"{session.steps}: {error}. Do not save. Make a new process group of the ranks "
+                "that are left and call rebind(), or load a checkpoint."
+            ) from error
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Call ``consolidate_state()``, under the name that Lightning and Fabric call on all ranks
@@ -405,15 +429,16 @@ class CompressedOptimizer(OptimizerBase):
     # Copies
 
     def __getstate__(self) -> dict[str, Any]:
+        self._session.check_has_shards()
         if self._session.group is not None:
             raise TypeError(
                 "an optimizer with a process_group cannot be pickled: save its state_dict() "
                 "instead."
             )
         checkpoint.settle_for_saving(self._session)
-        return self._contents()
+        return self._copyable_attributes()
 
-    def _contents(self) -> dict[str, Any]:
+    def _copyable_attributes(self) -> dict[str, Any]:
         """Return the attributes that a copy is made from; the rest is rebuilt."""
         return {
             **super().__getstate__(),
@@ -427,9 +452,11 @@ class CompressedOptimizer(OptimizerBase):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._revive(state, None)
+        self._restore_copy(state, None)
 
-    def _revive(self, contents: dict[str, Any], group: ProcessGroup | Communicator | None) -> None:
+    def _restore_copy(
+        self, contents: dict[str, Any], group: ProcessGroup | Communicator | None
+    ) -> None:
         """Become a copy of the optimizer with these contents."""
         contents = dict(contents)
         self._session = Session(
@@ -439,7 +466,8 @@ class CompressedOptimizer(OptimizerBase):
         self._session.build_buckets()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedOptimizer:
+        self._session.check_has_shards()
         checkpoint.settle_for_saving(self._session)
         new = type(self).__new__(type(self))
-        new._revive(copy.deepcopy(self._contents(), memo), self._session.group)
+        new._restore_copy(copy.deepcopy(self._copyable_attributes(), memo), self._session.group)
         return new

@@ -80,8 +80,8 @@ class OptimizerBase(Optimizer):
     def read_options(self) -> None:
         """Read options that were changed in groups of another optimizer, before each step."""
 
-    def follow_parameters(self) -> None:
-        """Begin anew if ``param_groups`` hold other parameters by now."""
+    def lay_out_replaced_parameters(self) -> None:
+        """Lay out state anew if ``param_groups`` hold other parameters by now."""
 
     @property
     def has_new_layout(self) -> bool:

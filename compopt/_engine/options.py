@@ -62,6 +62,11 @@ def is_numeric(value: object) -> bool:
     return isinstance(value, Real) or hasattr(value, "item")
 
 
+def is_number(value: object) -> bool:
+    """True for a number of Python or NumPy, except True and False; False for a tensor."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def is_count(value: object, least: int = 1) -> bool:
     """True for a whole number that is at least ``least``."""
     number: Any = value

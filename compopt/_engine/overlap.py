@@ -22,9 +22,9 @@ class PostCommitExchanges:
 
     def __init__(self) -> None:
         self.exchanges: list[BucketExchange] = []
-        # one failed here, perhaps not on all ranks: payloads may differ in length
+        # an exchange failed on this rank, perhaps not on all: their payloads may differ in length
         self.lost = False
-        # ranks have to tell each other whether one has failed
+        # ranks still have to tell each other whether an exchange failed
         self.unconfirmed = False
 
     def commit_bucket(self, exchange: BucketExchange, answer: Answer) -> None:
@@ -89,11 +89,12 @@ class BackwardOverlap:
     """The gradients that the running backward has finished, and the schedule it has started."""
 
     def __init__(self, post_commit: PostCommitExchanges):
-        self.schedule: ExchangeSchedule | None = None  # of the coming step
+        self.schedule: ExchangeSchedule | None = None  # the schedule of the coming step
         # gradients changed after a backward: start nothing in backward any more
         self.is_stopped = False
         self._post_commit = post_commit
-        self._finished: dict[int, set[Tensor]] = {}  # by the running backward, by bucket
+        # parameters whose gradients the running backward has finished, by bucket
+        self._finished: dict[int, set[Tensor]] = {}
         self._is_same_backward = False  # the running backward has started the schedule
 
     @property
@@ -149,9 +150,11 @@ class BackwardOverlap:
         """
         self._finished.clear()
         self._is_same_backward = False
-        for exchange in self.schedule.exchanges if self.schedule else ():
+        if self.schedule is None:
+            return
+        for exchange in self.schedule.exchanges:
             if exchange.staleness is not None:
-                exchange.staleness.accept_filled()
+                exchange.staleness.accept_zeros_of_ddp()
 
     def take_schedule(
         self, buckets: list[Bucket], algorithm: Algorithm, comm: Communicator
@@ -171,5 +174,6 @@ class BackwardOverlap:
     def forget(self) -> None:
         """Drop the schedule without waiting: its group is gone."""
         schedule, self.schedule = self.schedule, None
-        for exchange in schedule.exchanges if schedule else ():
-            exchange.forget()
+        if schedule is not None:
+            for exchange in schedule.exchanges:
+                exchange.forget()

@@ -182,7 +182,7 @@ class ReduceScatterReducer:
             payload.round()
         sizes = [payload.flat.numel() for payload in self.owner_payloads]
         received = yield ReduceScatterMean(flat, sizes)
-        return self.owner_payloads[self.layout.rank].over(received)
+        return self.owner_payloads[self.layout.rank].with_flat(received)
 
 
 class AllReduceReducer:

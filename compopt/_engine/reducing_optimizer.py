@@ -72,7 +72,8 @@ class ReducingOptimizer(CompressedOptimizer):
                 )
         if fsdp_shards_params and any(group.get("when") == "auto" for group in self._option_groups):
             raise ValueError(
-                "when='auto' times dense steps of its own, and here FSDP reduces: compare two runs."
+                "when='auto' compares compressed steps with dense ones of its own, and inside "
+                "FSDP it takes no dense ones: leave it out, and compare two runs."
             )
         if self.replaces_reduce_scatter and not fsdp_shards_params:
             raise ValueError(

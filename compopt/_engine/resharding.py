@@ -22,14 +22,15 @@ from torch.optim import Optimizer
 
 from .._state.buckets import Bucket
 from .._state.shards import unshard
-from .._state.tensors import to_local
+from .._state.tensors import HOST, to_local
 from .._wire.collectives import Communicator, ProcessGroup, connect
 from .._wire.requests import AllGather, AllReduceMean, Broadcast
 from .._wire.warning import warn
 from .collective_generators import CollectiveGenerator, exchange_one
-from .handshake import gather_json, gather_rows
+from .handshake import gather_json
 from .options import Group
 from .session import Session
+from .signals import defer_signals
 
 # options that a commit sets, alike on all ranks
 LEARNED_OPTIONS = ("adapted", "pays", "dense_until")
@@ -67,7 +68,9 @@ def average_base(
         for p, pairs, are_equal in zip(
             bucket.params, tensors, rows.eq(rows[0]).all(0), strict=True
         ):
-            for _, value in pairs if are_equal else ():
+            if not are_equal:
+                continue
+            for _, value in pairs:
                 is_mean = value.is_floating_point() and value.shape == to_local(p).shape != ()
                 messages.setdefault((is_mean, value.dtype), []).append(value)
         for (is_mean, _), values in messages.items():
@@ -95,7 +98,9 @@ def gather_shards(
         if name == "master":
             gathered.append(to_local(p.detach()).reshape(-1).to("cpu", flat.dtype, copy=True))
         else:
-            gathered.append(None if part is None else torch.zeros(n, dtype=flat.dtype))
+            gathered.append(
+                None if part is None else torch.zeros(n, dtype=flat.dtype, device="cpu")
+            )
     unshard(shards, rows.cpu(), gathered, owners)
     return gathered
 
@@ -116,7 +121,7 @@ def reshard_state(
                     shard.copy_(vector[start:stop])
 
 
-def follow_requires_grad(session: Session, comm: Communicator) -> CollectiveGenerator[None]:
+def lay_out_trainable_parameters(session: Session, comm: Communicator) -> CollectiveGenerator[None]:
     """Lay out the parameters that require a gradient now, which are the same on all ranks.
 
     Sharded state of a frozen parameter is gathered on every rank.
@@ -145,7 +150,7 @@ def rebind_session(
     session: Session, group: ProcessGroup | Communicator | None
 ) -> CollectiveGenerator[None]:
     """Continue over another group (see ``CompressedOptimizer.rebind``)."""
-    size_before = session.connection.size if session.connection else 0
+    size_before = session.begin_rebind()
     sharded = session.optimizer.sharded
     if sharded and (size := connect(group).size) > size_before:
         raise ValueError(
@@ -164,7 +169,7 @@ def rebind_session(
     yield from catch_up(session, session.comm)
     if sharded:
         yield from reshard_state(session.buckets_to_reshard, session.buckets, session.comm)
-    session.buckets_to_reshard = None
+    session.end_rebind()
     warn_of_lost_residuals(session, size_before, session.comm.size)
 
 
@@ -174,7 +179,8 @@ def catch_up(
     """Copy state from a rank that is ahead to ranks that are one step behind, or new.
 
     These lose their residuals, which may have been sent with the step that the others applied and
-    must not be sent again. Shards of the moments stay, one step behind.
+    must not be sent again. Shards of the moments stay, one step behind. Nothing is written before
+    all of it has arrived: the rank that sends it may die, and the others go on as they were.
 
     Raises:
         ValueError: ranks are further apart than one failed step can explain.
@@ -192,10 +198,12 @@ def catch_up(
         if name not in unshared and torch.is_tensor(value)
     ]
     # local steps may step only some groups
-    counts = torch.tensor([group["step"] for group in session.option_groups], dtype=torch.int64)
+    counts = torch.tensor(
+        [group["step"] for group in session.option_groups], dtype=torch.int64, device="cpu"
+    )
     numbers = [-1 if is_new else int(counts.sum()), len(shared)]
     message = torch.tensor(numbers, dtype=torch.int64, device=session.device)
-    rows = (yield from gather_rows(message, comm)).tolist()
+    rows = (yield from exchange_one(comm, AllGather(message))).tolist()
     totals = [total for total, _ in rows]
     latest = max(totals)
     if min(totals) == latest:
@@ -208,25 +216,33 @@ def catch_up(
             "only after the first step was applied on all ranks: load the same checkpoint on all "
             "of them."
         )
-    source = totals.index(latest)
+    source, is_late = totals.index(latest), totals[comm.rank] < latest
     params = [to_local(p.detach()) for group in optimizer.param_groups for p in group["params"]]
-    for tensor in [counts, *params, *shared]:
-        copied = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
-        message = copied.to(session.device).contiguous()
-        copied.copy_((yield from exchange_one(comm, Broadcast(message, source))))
+    copied = [
+        t.view(torch.uint8) if t.dtype == torch.bool else t for t in (counts, *params, *shared)
+    ]
+    received = []
+    for tensor in copied:
+        message = tensor.to(session.device, copy=True).contiguous()
+        message = yield from exchange_one(comm, Broadcast(message, source))
+        received += [message.to(HOST)] if is_late else []
     results = [
         {name: group[name] for name in LEARNED_OPTIONS if name in group}
         for group in session.option_groups
     ]
     learned = (yield from gather_json(results, session.device, comm))[source]
-    if totals[comm.rank] < latest:
-        _load_without_residuals(session, saved, counts.tolist(), learned)
-    late = ", ".join(f"rank {rank}" for rank, total in enumerate(totals) if total < latest)
-    warn(
-        f"{late} had not applied step {int(counts.max())}, and took it over from rank {source}: "
-        f"the residuals of {late} are lost.",
-        comm.rank,
-    )
+    if is_late:
+        with defer_signals():
+            session.corrupt = "rebind() was interrupted while it wrote a step of another rank"
+            for tensor, message in zip(copied, received, strict=True):
+                tensor.copy_(message)
+            _load_without_residuals(session, saved, counts.tolist(), learned)
+    if late := ", ".join(f"rank {rank}" for rank, n in enumerate(totals) if 0 <= n < latest):
+        warn(
+            f"{late} had not applied step {int(counts.max())}, and took it over from rank "
+            f"{source}: the residuals of {late} are lost.",
+            comm.rank,
+        )
 
 
 def _load_without_residuals(

@@ -104,21 +104,22 @@ class Session:
         self.verified_message_options = ""
         # the ranks that hold the other parts of this rank's model, by dimensions of its mesh
         self.shard_communicators: list[Communicator] = []
-        # those to use in place of the mesh's, for collectives that run beside training
+        # communicators that replace those of the mesh, for collectives that run beside training
         self.given_shard_communicators: list[Communicator] = []
         self.posted_note = ""  # the kind of note that this rank has left for the others
 
         # buckets and backend
-        self.parameters = parameters  # of all groups
-        self.trainable = trainable  # those that buckets hold
+        self.parameters = parameters  # all, of all groups
+        self.trainable = trainable  # those that require a gradient: buckets hold them
         self.is_built = False
         self.buckets: list[Bucket] = []
         self.frozen_buckets: list[Bucket] = []  # without memory, never exchanged
         self.bucket_of: dict[Tensor, Bucket] = {}
         self.offload = Offload(())
         self.ops = Ops()
-        # buckets from before a rebind, until their shards are resharded
+        # buckets from before a rebind, until their shards are resharded, and the number of ranks
         self.buckets_to_reshard: list[Bucket] | None = None
+        self.size_before_rebind = 0
 
         # in flight
         self.algorithm = weak_method(optimizer.algorithm)
@@ -135,11 +136,11 @@ class Session:
         self.stats = Stats()
         self.totals = RunTotals()
         self.waits = WaitRecord()
-        self.bytes_reported = 0  # of the bytes that the connection has sent
+        self.bytes_reported = 0  # bytes sent by the connection that stats have counted
         self.consecutive_skips = 0
         # the step at which residuals became their mean over ranks
         self.consolidated_at: int | None = None
-        self.trial: Trial | None = None  # of when="auto"
+        self.trial: Trial | None = None  # the running trial of when="auto"
         self.trial_result = ""
         self.step_callbacks: list[Callable[[], None]] = []  # called after every step
 
@@ -213,9 +214,9 @@ class Session:
         """True if options that decide what is sent were changed since the last step."""
         return self.verified_message_options != self.message_options
 
-    def follow_options(self) -> None:
+    def apply_changed_options(self) -> None:
         """Lay out state again if new options need state of another kind or size (``rank``)."""
-        self.optimizer.follow_parameters()
+        self.optimizer.lay_out_replaced_parameters()
         self.optimizer.read_options()
         has_new_layout = self.has_new_options and self.optimizer.has_new_layout
         if self.has_foreign_state or has_new_layout:
@@ -240,6 +241,14 @@ class Session:
     def unverify(self) -> None:
         """Begin the next step with a handshake."""
         self.handshake = Handshake.UNVERIFIED
+
+    def check_has_shards(self) -> None:
+        """Raise RuntimeError if a ``rebind`` failed before this rank had its shards."""
+        if self.optimizer.sharded and self.buckets_to_reshard is not None:
+            raise RuntimeError(
+                f"rebind() of {self.name} failed before ranks had exchanged their shards: make a "
+                "new process group and call rebind() again, or load a checkpoint on all ranks."
+            )
 
     def check_sound(self) -> None:
         """Raise RuntimeError if a step was applied in part."""
@@ -317,7 +326,7 @@ class Session:
         self.verified_message_options = ""
         self.post_commit = PostCommitExchanges()
         self.overlap = BackwardOverlap(self.post_commit)
-        # a known parameter whose requires_grad has changed moves in follow_requires_grad
+        # a known parameter whose requires_grad has changed moves in lay_out_trainable_parameters
         params = [p for group in groups for p in group["params"]]
         new = {p for p in params if p not in self.parameters and p.requires_grad}
         self.trainable = frozenset(new | self.trainable & set(params))
@@ -328,9 +337,9 @@ class Session:
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.trial = begin_trial(groups, self.buckets)
         self.offload = Offload(OFFLOADED.get(optimizer.offload or "", ()))
-        # inside FSDP2 the optimizer's own ranks hold the other shards
-        parted = () if optimizer.replaces_reduce_scatter else self.buckets
-        meshes = make_shard_communicators(p for bucket in parted for p in bucket.params)
+        # inside FSDP2 the mesh is that of the optimizer's own ranks: no others hold shards
+        on_mesh = () if optimizer.replaces_reduce_scatter else self.buckets
+        meshes = make_shard_communicators(p for bucket in on_mesh for p in bucket.params)
         self.shard_communicators = self.given_shard_communicators or meshes
         self.is_built = True
         for bucket in self.buckets:
@@ -346,8 +355,8 @@ class Session:
         optimizer.after_layout()
 
     def _fill_state(self, bucket: Bucket) -> None:
-        """Allocate the bucket's state, copy that of ``optimizer.state`` into it, and replace that
-        by views of it.
+        """Allocate the bucket's state, copy ``optimizer.state`` into it, and make
+        ``optimizer.state`` show views of it.
         """
         layouts, state = self.optimizer._bucket_layouts(bucket), self.optimizer.state
         entries = [
@@ -459,6 +468,16 @@ class Session:
         """Average over another group from now on."""
         self.group, self.connection = group, None
         self.build_buckets()
+
+    def begin_rebind(self) -> int:
+        """Return the number of ranks before this rebind, or before the first that failed."""
+        size = self.connection.size if self.connection else 0
+        self.size_before_rebind = self.size_before_rebind or size
+        return self.size_before_rebind
+
+    def end_rebind(self) -> None:
+        """Forget the ranks and buckets from before the rebind."""
+        self.buckets_to_reshard, self.size_before_rebind = None, 0
 
     def forget_in_flight(self) -> None:
         """Drop all exchanges in flight without waiting: their group is gone."""

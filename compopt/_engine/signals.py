@@ -41,7 +41,7 @@ def defer_signals() -> Iterator[None]:
                     number = next(iter(replaced))
                     signal.signal(number, replaced[number])
                     del replaced[number]
-            except BaseException as error:  # of a handler that is restored already
+            except BaseException as error:  # raised by a handler that is restored already
                 errors.append(error)
         for number, frame in arrived:
             try:

@@ -32,12 +32,11 @@ from .handshake import (
     verify_peers,
     warn_if_without_gradients,
 )
-from .join import follow_ranks_with_data
+from .join import copy_options_from_ranks_with_data
 from .missing_ranks import RankLeft, explain_failure, post_lost_masks
-from .optimizer_base import OptimizerBase
 from .options import Group, absolute_rates
 from .overlap import run_batched_requests
-from .resharding import follow_requires_grad
+from .resharding import lay_out_trainable_parameters
 from .session import Handshake, Role, Session
 from .signals import defer_signals
 from .stats import describe_compression, show_line
@@ -48,7 +47,7 @@ def exchange_and_commit(session: Session) -> CollectiveGenerator[None]:
     check_can_step(session)
     comm = session.connect_ranks()  # first: state may have to be resharded
     if session.is_joining and comm.size > 1:
-        yield from follow_ranks_with_data(session, comm)
+        yield from copy_options_from_ranks_with_data(session, comm)
     step = Step(session, comm, session.steps + 1)
     try:
         decision = yield from step.exchange()
@@ -74,9 +73,7 @@ def exchange_and_commit(session: Session) -> CollectiveGenerator[None]:
 
 
 def check_can_step(session: Session) -> None:
-    """Raise RuntimeError if the optimizer was replaced, a step was applied in part, or ``rebind``
-    failed before this rank had its shards.
-    """
+    """Raise RuntimeError if the optimizer was replaced, or its state is incomplete."""
     if session.role is Role.REPLACED:
         raise RuntimeError(
             f"this {session.name} was replaced: an optimizer made later holds its "
@@ -84,16 +81,7 @@ def check_can_step(session: Session) -> None:
             "compopt.attach(ddp_model, optimizer) to have this one back."
         )
     session.check_sound()
-    if session.optimizer.sharded and session.buckets_to_reshard is not None:
-        raise RuntimeError(
-            f"rebind() of {session.name} failed before ranks had exchanged their shards: make a "
-            "new process group and call rebind() again, or load a checkpoint on all ranks."
-        )
-
-
-def check_changed_options(optimizer: OptimizerBase, group: Group) -> None:
-    """Raise if an option of a group is invalid by now."""
-    optimizer.check_group({**group, **absolute_rates(group), "params": []})
+    session.check_has_shards()
 
 
 class Step:
@@ -128,7 +116,7 @@ class Step:
         Returns None if there is nothing to exchange.
         """
         session = self.session
-        self.problem = self._follow_options() or self._prepare_gradients()
+        self.problem = self._apply_changed_options() or self._prepare_gradients()
         yield from self._finish_post_commit()
         if session.handshake is not Handshake.VERIFIED:
             yield from self.verify_peers()
@@ -192,7 +180,7 @@ class Step:
 
     # Before the exchange
 
-    def _follow_options(self) -> Exception | None:
+    def _apply_changed_options(self) -> Exception | None:
         """Check options that may have been changed in groups, and lay out state for them.
 
         Returns an error instead of raising it, as ``_prepare_gradients``.
@@ -201,10 +189,11 @@ class Step:
         try:
             session.optimizer.read_options()
             for group in session.option_groups:
-                check_changed_options(session.optimizer, group)
+                checked = {**group, **absolute_rates(group), "params": []}
+                session.optimizer.check_group(checked)
         except (TypeError, ValueError) as error:
             return error
-        session.follow_options()
+        session.apply_changed_options()
         return None
 
     def _prepare_gradients(self) -> Exception | None:
@@ -252,7 +241,7 @@ class Step:
         session.overlap.discard()
         had_gradients = yield from verify_peers(session, self.comm, self.problem is not None)
         if session.trainable_has_changed:  # the same on all ranks: the handshake has compared it
-            yield from follow_requires_grad(session, self.comm)
+            yield from lay_out_trainable_parameters(session, self.comm)
             session.optimizer.before_exchange()
         # without gradients to compare, the next step begins with a handshake too
         is_exempt = session.optimizer.replaces_reduce_scatter or session.has_pseudo_gradients
@@ -302,7 +291,9 @@ class Step:
         return decision
 
     def _run_schedule(self, schedules: list[ExchangeSchedule]) -> CollectiveGenerator[StepDecision]:
-        """Run the schedule, and another one if any rank's payloads from backward are stale."""
+        """Run the only one of ``schedules``. If any rank's payloads from backward are stale, append
+        a second one, which sends them again: the caller abandons both if something raises.
+        """
         (schedule,) = schedules
         session, comm, exchanges = self.session, self.comm, schedule.exchanges
         stale = [one.measure_staleness() for one in exchanges if one.in_backward]
@@ -310,23 +301,13 @@ class Step:
         if stale:
             device = schedule.buckets[-1].device
             any_stale = torch.cat([one.to(device) for one in stale]).amax(0, keepdim=True)
-        settings: list[object] = [*session.settings]
-        every = session.optimizer.check_replicas_every
-        if every and self.number % every == 0:
-            settings += describe_optimizer(session)
         is_unfrozen = session.trainable_has_changed
         schedule.inputs.problem = self.problem
         if is_unfrozen:  # all ranks learn of a problem, and nothing is applied
             schedule.inputs.problem = RuntimeError(
                 "other parameters require a gradient than before"
             )
-        schedule.inputs.fields = {
-            "stale": any_stale,
-            # the mean over ranks of these bits shows any difference
-            "settings": encode_bits(zlib.crc32(repr(settings).encode()), 16),
-            "waits": session.waits.make_field(self.number, comm.rank, comm.size),
-            "unfrozen": [float(is_unfrozen)],
-        }
+        schedule.inputs.fields = self._make_control_fields(any_stale, is_unfrozen)
         yield from schedule.run()
         decision = read_decision(exchanges)
         if decision.control_means["stale"][0] == 0 or len(exchanges) == 1:
@@ -340,6 +321,23 @@ class Step:
         decision = read_decision([*again.exchanges, exchanges[-1]])
         decision.resent = True
         return decision
+
+    def _make_control_fields(
+        self, any_stale: FieldValues, is_unfrozen: bool
+    ) -> dict[str, FieldValues]:
+        """Return the control fields of the last bucket's payload (see ``decision``)."""
+        session, comm = self.session, self.comm
+        settings: list[object] = [*session.settings]
+        every = session.optimizer.check_replicas_every
+        if every and self.number % every == 0:
+            settings += describe_optimizer(session)
+        return {
+            "stale": any_stale,
+            # the mean over ranks of these bits shows any difference
+            "settings": encode_bits(zlib.crc32(repr(settings).encode()), 16),
+            "waits": session.waits.make_field(self.number, comm.rank, comm.size),
+            "unfrozen": [float(is_unfrozen)],
+        }
 
     def _raise_if_failed(self, decision: StepDecision) -> CollectiveGenerator[None]:
         """Raise the same error on all ranks if the step failed."""

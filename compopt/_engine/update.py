@@ -61,7 +61,7 @@ class WrappedUpdate:
     def __init__(self, base: Optimizer):
         self.base = base
         self._averages: dict[Tensor, Tensor] = {}
-        self._applied: set[Tensor] = set()  # those with an average in this step
+        self._applied: set[Tensor] = set()  # the parameters with an average in this step
 
     def memory_for(self, bucket: Bucket, i: int, average: Tensor | None) -> Tensor:
         p = bucket.params[i]

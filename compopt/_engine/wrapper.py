@@ -187,13 +187,13 @@ class Wrapper(CompressedOptimizer):
         """Step the base on the averaged gradients."""
         super().after_commit()
         self._update.step_base()
-        self._show_base()
+        self._show_base_in_state()
 
     # Checkpoints
 
     def _saved(self) -> dict[str, Any]:
         """Return the merged state dict, with the base's own under "base"."""
-        self._show_base()
+        self._show_base_in_state()
         saved, base_saved = super()._saved(), self.base.state_dict()
         for merged, group, wrapper_group in zip(
             saved["param_groups"], base_saved["param_groups"], self._wrapper_groups, strict=True
@@ -211,20 +211,20 @@ class Wrapper(CompressedOptimizer):
             for number, (p, group) in enumerate(params):
                 if number in saved["state"]:
                     entry = base_saved["state"].get(number)
-                    begun = torch.tensor(float(bool(entry)), dtype=torch.float32)
+                    begun = torch.tensor(float(bool(entry)), dtype=torch.float32, device="cpu")
                     entry = entry or _make_first_state(self.base, p, group)
                     base_entry = {**entry, "begun": begun}
                     saved["state"][number] = {**saved["state"][number], "base": base_entry}
         return {**saved, "base": base_saved}
 
-    def _show_base(self) -> None:
+    def _show_base_in_state(self) -> None:
         """Add the base's to ``state``, where torch.distributed.checkpoint looks for names."""
         for p, entry in self.state.items():
             entry["base"] = self.base.state.get(p, {})
 
     def after_layout(self) -> None:
         super().after_layout()
-        self._show_base()
+        self._show_base_in_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this class, or one of the base's: compression then starts anew.
@@ -274,8 +274,8 @@ class Wrapper(CompressedOptimizer):
         session.consolidated_at, session.corrupt = None, ""
         session.rebuild_buckets()
 
-    def _contents(self) -> dict[str, Any]:
-        contents = super()._contents()
+    def _copyable_attributes(self) -> dict[str, Any]:
+        contents = super()._copyable_attributes()
         del contents["param_groups"]
         return {
             **contents,
@@ -307,7 +307,7 @@ def check_base(base: object) -> None:
 
 # Merged state dicts
 
-PREFIX = "base."  # of an option of the base that has the name of one of the wrapper's
+PREFIX = "base."  # before the name of a base's option that the wrapper has too
 
 
 def _make_first_state(base: Optimizer, p: Tensor, group: Group) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +17,13 @@ from torch.optim import Optimizer
 
 from .._engine.collective_generators import CollectiveGenerator
 from .._engine.optimizer import CompressedOptimizer, without_integrations
+from .._engine.options import Group
 from .._engine.resharding import catch_up
 from .._engine.session import Session
 from .._ops.norms import total_norm
 from .._state.tensors import HOST, distribute_like, pin, to_local
 from .._wire.collectives import Communicator, get_replicate_size
 
-Group = dict[str, Any]
 MakeOuter = Callable[[list[Tensor]], CompressedOptimizer]
 
 
@@ -61,9 +60,9 @@ class Anchored:
 class Anchors:
     """The anchors of parameters, and the outer optimizer that has them for its parameters.
 
-    ``fragments[i]`` is the fragment of parameter i, -1 where it has no anchor yet. Each fragment is
-    a group of the outer optimizer, which can so step one alone. Parameters that are added or
-    trained later are in fragments from number ``count`` on.
+    ``fragments[i]`` is the fragment of parameter i, -1 if it has no anchor yet. Each fragment is a
+    group of the outer optimizer, which can step it alone. Parameters that are added or trained
+    later are in fragments from number ``count`` on.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class Anchors:
         self._own_rates: list[dict[str, float]] = []
         self._last_rates: list[dict[str, float]] = []
         self.are_in_params = False
-        self._bytes_reported = 0  # of the bytes that its connection has sent
+        self._bytes_reported = 0  # bytes sent by the outer connection that stats have counted
         for number in sorted(set(fragments) - {-1}):
             members = [p for p, n in zip(params, fragments, strict=True) if n == number]
             self._add_fragment(number, members, None if self.tensors else make_outer)
@@ -131,8 +130,8 @@ class Anchors:
 
     @torch.no_grad()
     def note_training(self, params: Sequence[Tensor]) -> None:
-        """Note that those of all ``params`` that are trainable may move. Those that are trained for
-        the first time become a fragment.
+        """Note that the trainable ones of all ``params`` may move. Those without an anchor become a
+        new fragment.
         """
         if new := self.list_new(params):
             self._add_fragment(max(self.count, 1 + max(self.fragments)), new)
@@ -147,8 +146,8 @@ class Anchors:
     # The other ranks
 
     def connect_outer(self, session: Session, is_delayed: bool) -> None:
-        """Exchange anchors over the ranks of ``session``, which is of the inner steps; where
-        exchanges run beside training, in process groups of their own.
+        """Exchange anchors over the ranks of ``session``, that of the inner steps. Delayed
+        exchanges run beside training, so they get process groups of their own.
         """
         outer, comm = self.outer._session, session.comm
         self.outer.simulate = session.optimizer.simulate
@@ -168,28 +167,33 @@ class Anchors:
         return self._bytes_reported - before
 
     def catch_up(self, is_new: bool) -> CollectiveGenerator[bool]:
-        """Bring anchors to where those of the other ranks are. On a rank that is new or lacks an
-        exchange, the parameters of the exchanged fragments follow; the others keep their moves.
+        """Copy anchors from a rank that is ahead. On a rank that is new or lacks an exchange, the
+        parameters of the exchanged fragments become their anchors; others keep what they moved.
 
-        Returns whether any did.
+        Returns whether any became its anchor.
         """
         outer, before = self.outer._session, self.count_exchanges()
         outer.forget_in_flight()
         outer.forget_masks()
-        yield from catch_up(outer, outer.comm, is_new)
-        applied = self.count_exchanges()
-        late = {n for n in self.fragments if is_new or applied[n] > before[n]}
-        for t in self.list_members(late):
-            t.write_param()
-            t.has_moved = False
+        late: set[int] = set()
+        try:
+            yield from catch_up(outer, outer.comm, is_new)
+        finally:  # also if a signal arrived while anchors were written
+            applied = self.count_exchanges()
+            late.update(n for n in self.fragments if is_new or applied[n] > before[n])
+            for t in self.list_members(late):
+                t.write_param()
+                t.has_moved = False
         return bool(late)
 
     # In the model
 
     @contextmanager
     def put_into_params(self, underway: Collection[int]) -> Iterator[None]:
-        """Write anchors to the parameters that may have moved, and afterwards these back. Within
-        another such block nothing is done. ``underway``: fragments whose exchange is on its way.
+        """Write anchors to the parameters that may have moved; restore these after the block.
+
+        Within another such block nothing is done. ``underway``: fragments with an exchange in
+        flight.
         """
         if self.are_in_params:
             yield
@@ -256,7 +260,7 @@ class Anchors:
             t.anchor.grad = None
 
     def cancel(self, fragments: Collection[int]) -> None:
-        """Note that their exchange is not applied."""
+        """Note that the exchange of these fragments is not applied."""
         for t in self.list_sent(fragments):
             t.has_moved = True
         self.clear_gradients()
@@ -271,10 +275,10 @@ def copy_wide(p: Tensor, on_host: bool) -> Tensor:
 
 
 def assign_to_fragments(groups: list[Group], fragments: int) -> list[int]:
-    """Return the fragment of every parameter, -1 of what is frozen. Each group is cut, in order,
-    into as many parts of about equal bytes.
+    """Return the fragment of every parameter, -1 if it is frozen.
 
-    Fragment i has part i of every group, so the parameters of one layer mostly stay together.
+    Each group is cut, in order, into ``fragments`` parts of about equal bytes. Fragment i has part
+    i of every group, so the parameters of one layer mostly stay together.
     """
     assigned: list[int] = []
     for group in groups:
@@ -302,8 +306,9 @@ def check_outer(outer: object, anchors: list[Tensor]) -> None:
 def squared_norm_of_part(
     tensors: dict[Tensor, Tensor], shards: list[Communicator], device: torch.device
 ) -> Tensor:
-    """Return the squared norm of one tensor for each parameter, of which the other ``shards`` hold
-    other parts. What several of them hold counts once in the sum over all.
+    """Return this rank's part of the squared norm of ``tensors``, one for each parameter.
+
+    The sum over ``shards`` is that of the whole model: a part that several ranks hold counts once.
     """
     by_copies: dict[int, list[Tensor]] = {}
     for p, t in tensors.items():
@@ -316,7 +321,7 @@ def squared_norm_of_part(
 
 
 def reset_moments(inner: Optimizer, tensors: Iterable[Anchored]) -> None:
-    """Zero what an optimizer keeps of these parameters and is not finite."""
+    """Zero the state of these parameters in ``inner`` that is not finite."""
     for t in tensors:
         for value in inner.state.get(t.param, {}).values():
             if isinstance(value, Tensor) and not bool(to_local(value).isfinite().all()):

@@ -1,8 +1,9 @@
 """Anchors, the outer optimizer and the running round in a state dict: under "outer" in the entry of
 each parameter, because torch.distributed.checkpoint keeps nothing beside those entries.
 
-It also loads only what is there already. So entries have the same names from the first state dict
-on. Before a parameter has an anchor its ``fragment`` is -1, and its tensors mean nothing.
+torch.distributed.checkpoint also loads only into entries that exist. So entries have the same names
+from the first state dict on. Before a parameter has an anchor its ``fragment`` is -1, and its other
+values mean nothing.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._engine.options import is_number
 from .._state.tensors import distribute_like, to_local
 from .anchors import Anchors
 from .exchange import Contribution, FragmentSync
-from .rounds import RoundCounts, is_number
+from .rounds import RoundCounts
 
 Entry = dict[str, Any]
 
@@ -68,10 +70,10 @@ def save_rounds(
 
 
 def _as_tensors(numbers: dict[str, float]) -> dict[str, Tensor]:
-    """Return tensors of them: flattened state dicts hold no booleans."""
+    """Return numbers as tensors, because flattened state dicts hold no booleans."""
     return {
         name: torch.tensor(
-            number, dtype=torch.float64 if isinstance(number, float) else torch.int64
+            number, dtype=torch.float64 if isinstance(number, float) else torch.int64, device="cpu"
         )
         for name, number in numbers.items()
     }
@@ -188,7 +190,7 @@ def read_rounds(entries: Sequence[Entry | None]) -> SavedRounds | None:
         exchange = {
             "fragments": frozenset(_read_number(e, "fragment") for e in parts),
             "apply_at": _read_number(first, "apply_at"),
-            "squared": torch.tensor(float(first["squared"]), dtype=torch.float64),
+            "squared": torch.tensor(float(first["squared"]), dtype=torch.float64, device="cpu"),
             "contribution": Contribution(steps=_read_number(first, "steps")),
         }
     return SavedRounds(step, counts, fragments, anchored, due, exchange)

@@ -1,8 +1,8 @@
-"""An exchange of fragments on its way: a step of the outer optimizer, and the message in front of
-its payloads.
+"""An exchange of fragments in flight: a step of the outer optimizer, and the message before its
+payloads.
 
-In the message every rank sends what must be equal on all, its weight in the average, the norm of
-its pseudo-gradient, and a sketch of it.
+In the message every rank sends what must be equal on all ranks, its weight in the average, the norm
+of its pseudo-gradient, and a sketch of it.
 
 Ranks of unequal weights send their pseudo-gradients times ``ranks * weight / sum of weights``. The
 plain mean of these is the weighted mean, so codecs need no weights.
@@ -74,7 +74,7 @@ class Outcome:
 
     @property
     def is_empty(self) -> bool:
-        """True if no rank has stepped, and none goes on."""
+        """True if no rank has stepped, and all wait in ``end_round()``."""
         return self.mean.is_last == 1 and not self.mean.steps
 
     def measure_distances(self) -> dict[str, float]:
@@ -129,12 +129,14 @@ class FragmentSync:
             outer.comm.unfinished.add("delayed exchange")
 
     def list_received(self, is_non_finite: bool) -> list[Anchored]:
-        """Return the parameters that get new anchors: those sent, on a lost rank all."""
+        """Return the parameters that get new anchors: those that were sent, or all if this rank's
+        parameters are not finite.
+        """
         anchors = self.anchors
         return (anchors.list_members if is_non_finite else anchors.list_sent)(self.fragments)
 
     def drain(self) -> None:
-        """Wait until nothing of it is on the wire: the next exchange uses the same group."""
+        """Wait for its collectives, because the next exchange uses the same group."""
         with contextlib.suppress(Exception):
             for pending in self.communication.finish():
                 if pending.is_lockstep:  # in the simulator no rank may wait for another here
@@ -151,14 +153,14 @@ def _communicate(
 ) -> CollectiveGenerator[Outcome]:
     """Exchange messages and payloads, up to the decision.
 
-    Payloads follow when messages have shown that they fit, and ranks know each other's weights.
-    Where they are to travel while training goes on, they start at once, and weights are equal.
+    Payloads start when messages have arrived: ranks then know that they fit, and all weights. With
+    a delay payloads start at once, to travel while training goes on; weights are then equal.
     """
     comm, device = step.comm, step.session.device
     grads = [to_local(t.anchor.grad) for t in anchors.tensors if t.anchor.grad is not None]
     checksum = zlib.crc32(repr(source.settings).encode())
     numbers = [anchors.applied_exchanges, checksum, *contribution]
-    sent = torch.tensor(numbers, dtype=torch.float64).to(device)
+    sent = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(device)
     sketch = yield from _sketch_pseudo_gradient(source, anchors, step)
     message = torch.cat([sent, squared.to(device).view(1), sketch.view(torch.float64)])
     gathering = Background(exchange_one(comm, AllGather(message)))
@@ -197,7 +199,7 @@ def _sketch_pseudo_gradient(
 ) -> CollectiveGenerator[Tensor]:
     """Return the sketch of this rank's pseudo-gradient, of all its shards."""
     shards, device = step.session.shard_communicators, step.session.device
-    meshes = source.shard_communicators  # those of ``step`` may run beside training
+    meshes = source.shard_communicators  # ``step`` may have process groups of its own
     parts = (
         (to_local(t.anchor.grad), get_replicate_size(t.param, meshes) ** -0.5)
         for t in anchors.tensors

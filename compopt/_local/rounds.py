@@ -1,13 +1,13 @@
 """Rounds: their options and counts, which fragment is exchanged at which step, what ``stats``
 reports, and a warning where nobody ended the last one.
 
-Where rounds have ``every`` steps the schedule is a function of options and step counts alone, the
+If rounds have ``every`` steps, the schedule depends on options and step counts alone, and is the
 same on all ranks. A round of H steps exchanges every fragment once: fragment p of P at step
-p * H // P of the round, p = 0 at its last. Rounds grow from 1 step to ``every`` over
-``every_warmup_steps``, and the outer optimizer with them.
+p * H // P of the round, p = 0 at its last. Over ``every_warmup_steps`` rounds grow from 1 step to
+``every``, and the rates of the outer optimizer grow with them.
 
-Where rounds have ``round_seconds`` every rank ends one by its own clock, at the first step after
-that time. Ranks then differ in their numbers of steps, and in what follows these: learning rates.
+If rounds have ``round_seconds``, every rank ends one by its own clock, at the first step after that
+time. Ranks then differ in their numbers of steps, and so in scheduled learning rates.
 """
 
 from __future__ import annotations
@@ -16,17 +16,21 @@ import math
 import sys
 import weakref
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any
 
 from torch.optim import Optimizer
 
-from .._engine.options import check_compress, check_payload_and_clip, is_count, is_numeric, require
+from .._engine.options import (
+    Group,
+    check_compress,
+    check_payload_and_clip,
+    is_count,
+    is_number,
+    is_numeric,
+    require,
+)
 from .._engine.stats import Stats
 from .._wire.collectives import Communicator
 from .._wire.warning import user_location, warn_at
-
-Group = dict[str, Any]
 
 MINIMUMS = {"every": 1, "fragments": 1, "warmup_steps": 0, "every_warmup_steps": 0, "delay": 0}
 
@@ -35,10 +39,10 @@ MINIMUMS = {"every": 1, "fragments": 1, "warmup_steps": 0, "every_warmup_steps":
 class RoundCounts:
     """The running round on this rank, beside its number of steps, which is in the groups.
 
-    ``round``: rounds that have ended. ``begun``: the step after which the running one began.
-    ``mean_step``: the steps that ranks had taken by then on average, if rounds end by time.
-    ``weight``: steps or samples of this rank since the last exchange. ``seconds``: the time since
-    then, used only if rounds end by time.
+    ``round``: the number of rounds that have ended. ``begun``: the step after which the running
+    one began. ``mean_step``: the mean over ranks of the steps taken when it began, if rounds end by
+    time. ``weight``: steps or samples of this rank since the last exchange. ``seconds``: the time
+    since the last exchange, if rounds end by time.
     """
 
     round: int = 0
@@ -62,9 +66,9 @@ def check_options(group: Group, offload: str | None) -> None:
     seconds = group["round_seconds"]
     is_time = seconds is None or (is_numeric(seconds) and seconds > 0)
     require(is_time, "round_seconds", seconds, "None or > 0")
-    for name, least in (("delay", 0), ("fragments", 1)) if group["weighted"] else ():
-        # a payload is made when the weights of all ranks are known
-        require(group[name] == least, name, group[name], f"{least} where ranks are weighted")
+    if group["weighted"]:  # a payload is made when the weights of all ranks are known
+        for name, least in (("delay", 0), ("fragments", 1)):
+            require(group[name] == least, name, group[name], f"{least} where ranks are weighted")
     has_dtensors = any(hasattr(p, "device_mesh") for p in group["params"])
     delay, limit = group["delay"], group["every"] // group["fragments"]
     require(delay <= limit, "delay", delay, f"at most every / fragments, {limit}")
@@ -73,19 +77,15 @@ def check_options(group: Group, offload: str | None) -> None:
     require(not (has_dtensors and offload), "offload", offload, "None where parameters are sharded")
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
 def round_length(options: Group, since: int) -> int:
-    """Steps of the round that begins ``since`` steps after the averaged start."""
+    """Return the steps of the round that begins ``since`` steps after the averaged start."""
     every: int = options["every"]
     growth: int = options["every_warmup_steps"]
     return every if since >= growth else 1 + (every - 1) * since // growth
 
 
 def round_duration(options: Group, mean_step: float) -> float:
-    """Seconds of the round that begins after so many steps. They grow with these."""
+    """Return the seconds of the round that begins when ranks have taken ``mean_step`` steps."""
     seconds: float = options["round_seconds"]
     growth: int = options["every_warmup_steps"]
     return seconds * min(1.0, mean_step / growth) if growth else seconds
@@ -106,8 +106,8 @@ def describe_rounds(options: Group, share: float) -> str:
 
 
 def outer_share(options: Group, steps: float, seconds: float) -> float:
-    """Return the share of the outer rate and momentum that applies after a round of ``steps``, or
-    of ``seconds`` with the mean of the ranks' ``steps``.
+    """Return the share of the outer rate and momentum that applies after a round of ``steps``; if
+    rounds end by time, of ``seconds``, in which ranks took ``steps`` on average.
 
     It grows with the logarithm of the round's length, from 0 (plain averaging) to 1. The momentum
     of long rounds would add up over short ones: with the full momentum from the first round on, a
@@ -115,13 +115,14 @@ def outer_share(options: Group, steps: float, seconds: float) -> float:
     """
     every: float = options["every"]
     steps = max(1.0, steps)
-    if options["round_seconds"] is not None:  # a whole round would have had so many
+    if options["round_seconds"] is not None:  # the steps that a round of full length would have
         every = steps / min(1.0, max(seconds / options["round_seconds"], 1e-9))
     return 1.0 if steps >= every else math.log(steps) / math.log(every)
 
 
 def is_due(fragment: int, at: int, steps: int, fragments: int) -> bool:
-    """Return True if ``fragment`` is exchanged at step ``at``, from 1, of a round of ``steps``.
+    """Return True if ``fragment`` is exchanged at step ``at``, counted from 1, of a round of
+    ``steps``.
 
     Fragments that were added after the first ``fragments`` are exchanged at the last step.
     """
@@ -133,14 +134,17 @@ def is_due(fragment: int, at: int, steps: int, fragments: int) -> bool:
 class LocalStats(Stats):
     """The last step, and the rounds so far.
 
-    ``round`` of them have ended, and the running one is ``steps_into_round`` old. Of the last
-    exchange: ``spread``, the root mean square over ranks of the distance of d_k from d, by the norm
-    of d, where d is the mean of the pseudo-gradients d_k; ``cosine``, between the pseudo-gradients
-    of two ranks, the mean over pairs, weighted by their lengths. Ranks have their weights in both.
-    Both are estimated from sketches, to about .02. ``round_steps``: that this rank took for it;
-    ``weight``: its share in the average; ``round_wait_seconds``: that it waited for collectives
-    there. ``phase`` is "local", "exchanged" (an exchange was applied), "skipped" (this rank's
-    gradient was not finite), "dense" on one process, or in the start that of :class:`Average`.
+    ``round`` is the number of rounds that have ended, ``steps_into_round`` the steps of the running
+    one. ``phase`` is "local", "exchanged" (an exchange was applied), "skipped" (this rank's
+    gradient was not finite), "dense" on one process, or in the averaged start that of
+    :class:`Average`.
+
+    The other fields describe the last exchange, in which d is the mean of the ranks'
+    pseudo-gradients d_k. ``spread`` is the root mean square over ranks of |d_k - d|, relative to
+    |d|. ``cosine`` is the mean cosine between the d_k of two ranks, over all pairs, weighted by
+    their norms. Both use the ranks' weights, and are estimated from sketches, to about .02.
+    ``round_steps`` are the steps that this rank took before the exchange, ``weight`` is its share
+    in the average, and ``round_wait_seconds`` the time that it waited for collectives.
     """
 
     round: int = 0

@@ -30,7 +30,9 @@ def make_sketch(
     """Return the sketch of a vector that is given as tensors, each with a factor."""
     size = sketch_size(ranks)
     sums = torch.zeros(size, dtype=torch.float32, device=device)
-    for number, block in enumerate(_cut_blocks(tensors) if size else ()):
+    if not size:
+        return sums
+    for number, block in enumerate(_cut_blocks(tensors)):
         at = noise_offset((*seed, number))
         signed = block.to(device) * _random_signs(device)[at : at + len(block)]
         sums += torch.nn.functional.pad(signed, (0, -len(signed) % size)).view(-1, size).sum(0)
@@ -56,13 +58,13 @@ def _cut_blocks(tensors: Iterable[tuple[Tensor, float]]) -> Iterator[Tensor]:
 def _random_signs(device: torch.device) -> Tensor:
     """Return 1 and -1 in a random order, for a block at any offset."""
     generator, size = torch.Generator().manual_seed(0), (2 * BLOCK,)
-    drawn = torch.randint(2, size, generator=generator, dtype=torch.int8)
+    drawn = torch.randint(2, size, generator=generator, dtype=torch.int8, device="cpu")
     return drawn.mul_(2).sub_(1).to(device)
 
 
 def sum_of_products(lengths: Tensor, sketches: Tensor) -> float:
-    """Return the squared norm of the sum of vectors, of which these are the lengths and, in a row
-    each, the sketches. Vectors of one direction add up exactly.
+    """Return the squared norm of the sum of vectors, from their ``lengths`` and their ``sketches``,
+    one in each row. It is exact if all vectors have one direction.
     """
     rows = sketches.double()
     scales = lengths / rows.norm(dim=1).clamp(min=torch.finfo(torch.float64).tiny)

@@ -23,6 +23,7 @@ from .._engine.stats import Stats
 from .._engine.wrapper import Wrapper
 from .._state.tensors import HOST
 from .._wire.collectives import Communicator, PendingCollective, ProcessGroup
+from .._wire.requests import CommunicationError
 from .anchors import Anchors, MakeOuter, assign_to_fragments
 from .checkpoint import Entry, SavedRounds, read_rounds, save_rounds, split_rounds
 from .exchange import FragmentSync
@@ -30,16 +31,16 @@ from .rounds import LocalStats, OpenRound, RoundCounts
 
 
 class AnchoredWrapper(Wrapper):
-    """Wraps the optimizer of a rank's own steps, and has anchors beside it. The class below it
-    exchanges them.
+    """Wraps the optimizer of a rank's own steps, and keeps anchors beside it. The subclass,
+    ``LocalSteps``, exchanges them.
     """
 
-    _anchors: Anchors | None = None  # from the first local step on, where there are other ranks
-    _exchange: FragmentSync | None = None  # on its way
+    _anchors: Anchors | None = None  # made in the first local step, if there are other ranks
+    _exchange: FragmentSync | None = None  # the one in flight
     _due: frozenset[int] = frozenset()  # fragments that wait for an exchange
-    _exchanged: dict[str, Any] = {}  # what ``stats`` report of the last exchange
+    _exchange_stats: dict[str, Any] = {}  # what ``stats`` report of the last exchange
     _counts: RoundCounts
-    _clock: float | None = None  # as read last, in the running round
+    _clock: float | None = None  # the last reading in the running round
     _open_round: OpenRound | None = None
     _make_outer: MakeOuter | None
     default_outer: Callable[[Group, list[Tensor]], CompressedOptimizer]
@@ -63,7 +64,7 @@ class AnchoredWrapper(Wrapper):
         """Connect ranks, add new groups, and keep nothing of the averaged start."""
         session = self._session
         session.connect_ranks()
-        self.follow_parameters()
+        self.lay_out_replaced_parameters()
         self.add_groups_of_base()
         has_residual = any(bucket.flat["residual"].numel() for bucket in session.buckets)
         if has_residual or session.has_foreign_state:
@@ -90,7 +91,7 @@ class AnchoredWrapper(Wrapper):
             self._anchors.connect_outer(session, is_delayed=options["delay"] > 0)
 
     def _make_anchors(self, options: Group, fragments: list[int] | None = None) -> Anchors | None:
-        """Make anchors in these ``fragments``, or in as many as there are to be; None if nothing is
+        """Make anchors in these ``fragments``, by default in those of a new run; None if nothing is
         trained.
         """
         if fragments is None:
@@ -103,14 +104,14 @@ class AnchoredWrapper(Wrapper):
 
     @torch.no_grad()
     def _replace_parameters(self) -> None:
-        """Anchors of the parameters that stay go on."""
+        """Lay out state for other parameters; those that stay keep their anchors."""
         entries = None if self._anchors is None else self._save_rounds()
         super()._replace_parameters()
         if entries is not None:
             self._resume_rounds(self._restore_anchors(entries, self._options))
 
     @torch.no_grad()
-    def follow_loaded_weights(self) -> None:
+    def restart_from_loaded_weights(self) -> None:
         """Begin anew with the model's weights if others were loaded since the last round ended. All
         ranks must have loaded them.
         """
@@ -151,8 +152,10 @@ class AnchoredWrapper(Wrapper):
         if self._anchors is not None:
             stats.residual_norm = weak_method(self._anchors.outer._session.residual_norm)
         known = {field.name: getattr(stats, field.name) for field in fields(Stats)}
-        at = max(0, options["step"] - max(counts.begun, options["warmup_steps"]))
-        return LocalStats(**known, round=counts.round, steps_into_round=at, **self._exchanged)
+        in_round = max(0, options["step"] - max(counts.begun, options["warmup_steps"]))
+        return LocalStats(
+            **known, round=counts.round, steps_into_round=in_round, **self._exchange_stats
+        )
 
     def _begin_round(self, number: int, mean_step: float) -> None:
         """Begin a round that ends by time, on this rank's clock."""
@@ -160,7 +163,7 @@ class AnchoredWrapper(Wrapper):
         self._clock = monotonic()
 
     def _read_clock(self) -> None:
-        """Add the time since the last call to that of a round that ends by time."""
+        """Add the time since the last call to the time of the round, if rounds end by time."""
         if self._options["round_seconds"] is None:
             return
         now = monotonic()
@@ -168,7 +171,7 @@ class AnchoredWrapper(Wrapper):
         self._clock = now
 
     def _cancel_exchange(self) -> None:
-        """Give up the exchange on its way: it is due again."""
+        """Give up the exchange in flight; its fragments are due again."""
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.communication.close()
@@ -184,7 +187,13 @@ class AnchoredWrapper(Wrapper):
     ) -> Generator[PendingCollective, None, None]:
         session = self._session
         self._check_own_params()
-        before = session.connection.size if session.connection else 0
+        if self._anchors is not None and self._anchors.outer.sharded:
+            raise ValueError(
+                f"rebind of {session.name} cannot go on from an outer optimizer with sharded state "
+                f"({self._anchors.outer._session.name}): load a consolidated checkpoint on all "
+                "ranks instead."
+            )
+        before = session.begin_rebind()
         self._cancel_exchange()
         session.forget_in_flight()
         session.connect_to(process_group)
@@ -192,22 +201,30 @@ class AnchoredWrapper(Wrapper):
         if fragments:
             self._see_ranks_and_groups()
             is_new = self._anchors is None
-            self._anchors = self._anchors or self._make_anchors(self._options, fragments)
-            self._ensure_anchors()
-            if self._anchors is not None and (yield from self._anchors.catch_up(is_new)):
-                self._counts.weight = 0.0
+            try:
+                self._anchors = self._anchors or self._make_anchors(self._options, fragments)
+                self._ensure_anchors()
+                if self._anchors is not None and (yield from self._anchors.catch_up(is_new)):
+                    self._counts.weight = 0.0
+            except BaseException:
+                if is_new:  # the next rebind() finds this rank as new as it is
+                    self._anchors = None
+                elif self._anchors is not None:
+                    session.corrupt = session.corrupt or self._anchors.outer._session.corrupt
+                raise
         else:
             yield from catch_up(session, session.comm)
         driver = session if self._anchors is None else self._anchors.outer._session
         session.stats.residual_norm = weak_method(driver.residual_norm)
+        session.end_rebind()
         warn_of_lost_residuals(session, before, session.comm.size, driver.residual_norm)
 
     def _adopt_counts(self) -> CollectiveGenerator[list[int]]:
-        """If any rank has anchors, adopt the counts of the one that is furthest, and what is due on
-        any rank. Returns its fragments; none where no rank has anchors.
+        """Adopt the counts of the rank that is furthest, of those with anchors, and what is due on
+        any rank. Returns the fragments of that rank; an empty list if no rank has anchors.
 
-        Where rounds end by time a rank keeps its number of steps, if it has taken any, and begins a
-        round if it lacks one.
+        If rounds end by time, a rank that has anchors keeps its number of steps, and begins a round
+        if others have begun a later one.
         """
         session, options, counts = self._session, self._options, self._counts
         anchored = self._anchors.tensors if self._anchors else []
@@ -237,16 +254,17 @@ class AnchoredWrapper(Wrapper):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, of our own options. The entry of a parameter has the inner optimizer's state
-        under "base", and under "outer" its anchor, the outer optimizer's state of that, and the
-        running round. No communication.
+        """Return the state as torch does, without communication. The entry of a parameter has the
+        inner optimizer's state under "base". Under "outer" it has the anchor, the outer optimizer's
+        state of the anchor, and the running round.
         """
         return super().state_dict()
 
     def _make_state_dict(self) -> dict[str, Any]:
         saved = self._saved()
-        for entry in saved["state"].values() if not self._options["warmup_steps"] else ():
-            entry.pop("residual", None)
+        if not self._options["warmup_steps"]:
+            for entry in saved["state"].values():
+                entry.pop("residual", None)
         for place, entry in enumerate(self._save_rounds()):
             if entry is not None:
                 saved["state"].setdefault(place, {})["outer"] = entry
@@ -255,8 +273,8 @@ class AnchoredWrapper(Wrapper):
         return saved
 
     def _save_rounds(self) -> list[Entry | None]:
-        """Return the entries "outer" of the state dict. Before the first local step temporary
-        anchors are made, for their names and shapes.
+        """Return the entries under "outer" of the state dict. Before the first local step they are
+        of temporary anchors, which have the same names and shapes.
         """
         self._check_own_params()
         anchors, options = self._anchors, self._options
@@ -267,17 +285,17 @@ class AnchoredWrapper(Wrapper):
             return [None] * len(self._params)
         return save_rounds(self._params, anchors, options, self._counts, self._due, self._exchange)
 
-    def _show_base(self) -> None:
-        """Also name what is under "outer", for a flattened state dict."""
-        super()._show_base()
+    def _show_base_in_state(self) -> None:
+        """Show the base's state, and an empty "outer": a flattened state dict needs its name."""
+        super()._show_base_in_state()
         for entry in self.state.values():
             entry["outer"] = {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load all of it. A checkpoint without "base" is taken for the inner optimizer's own: then
-        all begins anew.
+        """Load a checkpoint of this class. One without "base" is taken for the inner optimizer's
+        own: rounds then begin anew.
 
-        Raises ValueError, with nothing loaded, when it does not fit. All ranks must load.
+        Raises ValueError, with nothing loaded, if it does not fit. All ranks must load.
         """
         super().load_state_dict(state_dict)
 
@@ -308,7 +326,7 @@ class AnchoredWrapper(Wrapper):
                     )
 
     def _restore_anchors(self, entries: list[Entry | None], options: Group) -> SavedRounds | None:
-        """Return what entries hold, with anchors and their outer optimizer as they were saved."""
+        """Return the content of saved entries, with new anchors and outer optimizer loaded."""
         try:
             if (saved := read_rounds(entries)) is None:
                 return None
@@ -320,6 +338,8 @@ class AnchoredWrapper(Wrapper):
                 anchors.connect_outer(self._session, is_delayed=options["delay"] > 0)
                 saved.load_into(anchors, options.get("residuals", "mean"))
             return saved
+        except CommunicationError:
+            raise
         except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"loaded state dict has an outer optimizer that is damaged, or of other "
@@ -327,7 +347,7 @@ class AnchoredWrapper(Wrapper):
             ) from error
 
     def _resume_rounds(self, saved: SavedRounds | None) -> None:
-        """Go on with anchors that were saved, and with the exchange that was on its way."""
+        """Continue from saved anchors, and with the exchange that was in flight."""
         if self._exchange is not None:
             self._exchange.drain()
         self._cancel_exchange()
@@ -348,15 +368,17 @@ class AnchoredWrapper(Wrapper):
         self._counts = RoundCounts()
         super()._begin_anew()
 
-    def _contents(self) -> dict[str, Any]:
+    def _copyable_attributes(self) -> dict[str, Any]:
         saved = None if self._anchors is None else self._save_rounds()
         kept = {"_make_outer": self._make_outer, "_counts": self._counts, "_rounds": saved}
-        return {**super()._contents(), **kept}
+        return {**super()._copyable_attributes(), **kept}
 
     @torch.no_grad()
-    def _revive(self, contents: dict[str, Any], group: ProcessGroup | Communicator | None) -> None:
+    def _restore_copy(
+        self, contents: dict[str, Any], group: ProcessGroup | Communicator | None
+    ) -> None:
         contents = dict(contents)
         entries = contents.pop("_rounds")
-        super()._revive(contents, group)
+        super()._restore_copy(contents, group)
         if entries is not None:
             self._resume_rounds(self._restore_anchors(entries, self._options))

@@ -25,7 +25,7 @@ GOLDEN, FIRST, SECOND = (
 )
 
 CounterKey = tuple[tuple[int, int], ...]  # (number, words) of each tensor of a bucket
-RandomMatrices = list[Tensor | None]  # of each tensor of a bucket; None: nothing is drawn
+RandomMatrices = list[Tensor | None]  # one for each tensor of a bucket; None: nothing is drawn
 
 
 class MatrixSource:
@@ -104,7 +104,9 @@ def gaussian_quantiles() -> Tensor:
 
     They are multiples of 2^-16, so that no rounding can differ between machines.
     """
-    half = torch.special.ndtri((torch.arange(2**15, dtype=torch.float64) + 0.5) / 2**16)
+    half = torch.special.ndtri(
+        (torch.arange(2**15, dtype=torch.float64, device="cpu") + 0.5) / 2**16
+    )
     half = half.div_(half.square().mean().sqrt()).mul_(2**16).round_().div_(2**16)
     return torch.cat([half, -half])
 

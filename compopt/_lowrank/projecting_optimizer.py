@@ -37,7 +37,7 @@ from .options import check_options, is_clipped, is_reset_step
 from .projections import Projection, is_dtensor, plan_projection
 from .reducer import ProjectedTensor, ProjectionReducer, ReducerInputs, TrackedTensor, WholeTensor
 
-Plan = list[Projection | None]  # of each tensor of a bucket; None: sent whole
+Plan = list[Projection | None]  # one for each tensor of a bucket; None: sent whole
 
 
 class ProjectingOptimizer(ReducingOptimizer):
@@ -53,10 +53,10 @@ class ProjectingOptimizer(ReducingOptimizer):
 
     def before_layout(self) -> None:
         self._matrices = MatrixSource()
-        self._cosines: dict[Tensor, float] = {}  # of this step, until all buckets have committed
+        self._cosines: dict[Tensor, float] = {}  # those of this step, until ``after_commit``
         self._params_with_basis: set[Tensor] = set()  # whose basis a step has computed
-        self._norm = 0.0  # of the local gradient, where it is clipped
-        # of each tensor its number in the model, and in its group
+        self._norm = 0.0  # the norm of the local gradient, if that is clipped
+        # the number of each tensor in the model, and in its group
         self._numbers: dict[Tensor, tuple[int, int]] = {}
         for group in self._option_groups:
             for index, p in enumerate(group["params"]):
@@ -198,7 +198,7 @@ class ProjectingOptimizer(ReducingOptimizer):
         grads, residual = bucket.grads(), bucket.state["residual"]
         bases: dict[int, Tensor] = {}
         if tracked := {i: q for i, q in enumerate(plan) if q is not None and q.is_tracked}:
-            # that of the last step, at first random numbers, which are valid until the next draw
+            # The basis of the last step; at first random numbers, valid until the next draw.
             has_basis = [p in self._params_with_basis for p in bucket.model_params]
             drawn: Plan = [None] * len(plan)
             for i in tracked:
@@ -282,7 +282,7 @@ class ProjectingOptimizer(ReducingOptimizer):
     def write_residual(
         self, bucket: Bucket, i: int, pending: PendingResidual, factor: float
     ) -> None:
-        """Line 5 of tensor i; ``factor`` has clipped the average."""
+        """Do line 5 for tensor i; ``factor`` has clipped the average."""
         residual, group = bucket.state["residual"][i], bucket.group
         pending.write_to(residual, factor if is_clipped(group, "average") else 1.0)
         if is_reset_step(group, group["step"] + 1):

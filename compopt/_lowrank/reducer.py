@@ -67,7 +67,7 @@ class ProjectionReducer:
         return "projected" if self.projected else "dense"
 
     def reduce(self) -> RequestGenerator[Payload]:
-        """Lines 1 to 3. Tracked tensors exchange P first, and compute the next basis from p."""
+        """Do lines 1 to 3. Tracked tensors exchange P first, and compute the next basis from p."""
         whole_reducer = self.inputs.whole_reducer
         if whole_reducer is not None and not self.projected:
             self.mean = yield from whole_reducer.reduce()
@@ -93,7 +93,7 @@ class ProjectionReducer:
         return mean
 
     def _exchange_P(self) -> RequestGenerator[Payload]:
-        """Lines 1 and 2 of ``TrackedTensor``: compute R of each. Returns the averaged payload."""
+        """Do lines 1 and 2 of ``TrackedTensor``: compute R of each. Return the averaged payload."""
         lengths = [0] * len(self.tensors)
         for i, tensor in self.tracked.items():
             lengths[i] = tensor.projection.d * tensor.projection.r
@@ -111,13 +111,13 @@ class ProjectionReducer:
         return mean
 
     def draw_matrices(self) -> None:
-        """Line 2: draw R, valid until matrices of another bucket are drawn."""
+        """Do line 2: draw R, which is valid until matrices of another bucket are drawn."""
         for tensor, R in zip(self.tensors, self.inputs.draw_matrices(), strict=True):
             if isinstance(tensor, ProjectedTensor) and R is not None:
                 tensor.R = R
 
     def _encode(self, mean_of_P: Payload | None) -> Payload:
-        """Lines 1 and 2: make the bucket's payload.
+        """Do lines 1 and 2: make the bucket's payload.
 
         Its header is copied from ``mean_of_P``, on which all ranks have agreed already.
         """
@@ -185,7 +185,7 @@ class ProjectionReducer:
     # Inside FSDP2: this rank's shard of the average
 
     def read_owned_parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Line 4, for the rows that this rank owns."""
+        """Do line 4 for the rows that this rank owns."""
         self.draw_matrices()
         reducer = self.inputs.whole_reducer
         uncompressed = iter(() if reducer is None else reducer.read_owned_parts(dtype))
@@ -199,7 +199,7 @@ class ProjectionReducer:
                 yield next(uncompressed)
 
     def feed_back(self, have_gradients: list[bool]) -> None:
-        """Line 5, where the average is not clipped."""
+        """Do line 5, without a clip of the average."""
         reducer = self.inputs.whole_reducer
         if reducer is not None and reducer.sent_whole:
             reducer.feed_back(have_gradients)
@@ -245,12 +245,10 @@ class ProjectionReducer:
     def list_factored(self, mean: Payload, indices: Sequence[int]) -> list[Factored]:
         factored = []
         for i in (i for i in indices if i in self.tracked):
-            x, rounding_errors = (
-                self.tracked[i],
-                None if mean.seed is None else mean.rounding_error_parts[i],
-            )
+            x = self.tracked[i]
             rows, columns = x.projection.rows, x.projection.columns
-            factored.append(Factored(i, rows, columns, x.R, mean.parts[i], x.p, rounding_errors))
+            errors = None if mean.seed is None else mean.rounding_error_parts[i]
+            factored.append(Factored(i, rows, columns, x.R, mean.parts[i], x.p, errors))
         return factored
 
     def list_whole(self, indices: Sequence[int]) -> list[int]:
@@ -329,7 +327,7 @@ class ProjectedTensor:
         return self.projection.m * self.projection.r
 
     def multiply_h(self, right: Tensor, out: Tensor, transposed: bool = False) -> None:
-        """Lines 1 and 2: write ``h right``, or ``h^T right``, to ``out``, with h = e + g.
+        """Do lines 1 and 2: write ``h right``, or ``h^T right``, to ``out``, with h = e + g.
 
         ``out`` may be of another dtype.
         """
@@ -370,7 +368,7 @@ class ProjectedTensor:
         return None  # it exists only as a reconstruction
 
     def reconstruct(self, part: Tensor, factor: float, out: Tensor) -> Tensor:
-        """Line 4: write ``factor`` times the averaged gradient to ``out``."""
+        """Do line 4: write ``factor`` times the averaged gradient to ``out``."""
         projection, R = self.projection, self.R
         p = projection.view_as_projected(part).to(R.dtype) * (projection.scale * factor)
         if out.dtype == R.dtype:
@@ -381,7 +379,7 @@ class ProjectedTensor:
         return out.copy_(wide)
 
     def reconstruct_rows(self, part: Tensor, first: int, last: int) -> Tensor:
-        """Line 4 for some rows of the tensor as a matrix."""
+        """Do line 4 for some rows of the tensor as a matrix."""
         projection, R = self.projection, self.R
         p = projection.view_as_projected(part).to(R.dtype)
         if projection.transposes:

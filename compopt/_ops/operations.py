@@ -155,7 +155,7 @@ class Ops:
         return payload.round()
 
     def write_header(self, payload: Payload, grads: Tensors) -> None:
-        """Write into the header of which tensors this rank has a gradient, and a finite one."""
+        """Write a mark for each tensor into the header (see ``norms.gradient_marks``)."""
         payload.header.copy_(norms.gradient_marks(grads, payload.header))
 
     def add_residuals(
@@ -294,7 +294,7 @@ class Ops:
         return make_bits(positions, (score.numel() + 7) // 8)
 
     def top_k_positions(self, x: Tensor, k: int) -> Tensor | None:
-        """Return the positions, ascending, of the k largest |x|, int64; None where the search for a
+        """Return the positions, ascending, of the k largest |x|, int64; None if the search for a
         threshold is cheaper.
         """
         return None
@@ -302,7 +302,7 @@ class Ops:
     def positions(self, bits: Tensor, n: int, size: int | None = None) -> Tensor:
         """Return the selected positions of a packed mask, ascending.
 
-        ``size``: how many, where that is known.
+        ``size``: the number of positions, if it is known.
         """
         return unpack_bits(bits)[:n].nonzero().view(-1).to(positions_dtype([n]))
 

@@ -16,7 +16,7 @@ from .operations import Group, Ops
 
 
 def count_steps(steps: list[Tensor], have_gradients: list[bool]) -> None:
-    """Count one step more of each tensor that any rank has a gradient of."""
+    """Add 1 to the step count of each tensor with a gradient on any rank."""
     counted = [
         step for step, has_gradient in zip(steps, have_gradients, strict=True) if has_gradient
     ]
@@ -65,9 +65,9 @@ def gradient_weight(group: Group) -> float:
     return (beta1 - 1) if group["maximize"] else (1 - beta1)
 
 
-def moment_of_slice(bucket: Bucket, i: int, piece: MaskSlice, g: Tensor | None) -> Tensor:
-    """Return line 10's x = b1 m + (1 - b1) g + e on a slice of tensor i, in new memory, before the
-    step has written it.
+def compute_x_of_slice(bucket: Bucket, i: int, piece: MaskSlice, g: Tensor | None) -> Tensor:
+    """Return line 10's x = b1 m + (1 - b1) g + e on a slice of tensor i, in new memory, before
+    ``update`` changes e.
     """
     momentum_positions, m = bucket.cache["mask"].positions[i], bucket.state["exp_avg"][i]
     beta1, start, stop = bucket.group["betas"][0], piece.start, piece.stop
@@ -83,7 +83,7 @@ def moment_of_slice(bucket: Bucket, i: int, piece: MaskSlice, g: Tensor | None) 
 
 
 def resize_momenta(bucket: Bucket, mean: Payload, mask: Mask) -> list[Tensor]:
-    """Allocate momenta as large as the mask, contents undefined; return those before this step, on
+    """Allocate momenta as large as the mask, contents undefined. Return the old ones, which are on
     the mask of the step before.
     """
     old = bucket.state["exp_avg"]
@@ -95,7 +95,7 @@ def resize_momenta(bucket: Bucket, mean: Payload, mask: Mask) -> list[Tensor]:
 
 
 def keep_absent_momenta(old: list[Tensor], new: list[Tensor], have_gradients: list[bool]) -> None:
-    """Copy the momenta of tensors that no rank has a gradient of."""
+    """Copy the momenta of tensors without a gradient on any rank from ``old`` to ``new``."""
     for before, after, has_gradient in zip(old, new, have_gradients, strict=True):
         if not has_gradient and after is not before:
             after.copy_(before.view_as(after))

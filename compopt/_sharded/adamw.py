@@ -41,7 +41,7 @@ from .._wire.requests import Agree, AllGather, ReadyToCommit, RequestGenerator
 UpdateDtype: TypeAlias = torch.dtype | Literal["int8", "int4", "int2"] | None
 UPDATE_DTYPES = ("int8", "int4", "int2")
 
-UPDATE_SEED_SALT = 1_000_001  # in seeds: apart from those of payloads
+UPDATE_SEED_SALT = 1_000_001  # makes seeds of updates differ from those of payloads
 
 
 def step_zero1_shards(bucket: Bucket, ops: Ops, reducer: ShardReducer) -> RequestGenerator[None]:
@@ -62,8 +62,8 @@ def step_zero1_shards(bucket: Bucket, ops: Ops, reducer: ShardReducer) -> Reques
 class ShardedAdamW:
     """One step of AdamW on the shards of one bucket.
 
-    What is gathered are the parameters; or, rounded to ``update_dtype`` or bfloat16, the updates,
-    which all ranks then add, the owner too, so that replicas stay equal.
+    Ranks gather the new parameters, or updates rounded to ``update_dtype`` or bfloat16. All ranks
+    add these updates, the owner too, so that replicas stay equal.
     """
 
     def __init__(self, bucket: Bucket, ops: Ops):
@@ -118,7 +118,7 @@ class ShardedAdamW:
             )
 
     def gather(self) -> RequestGenerator[None]:
-        """Hand this rank's shard to all others; resumed when all ranks are to write theirs."""
+        """Gather the shards of all ranks, and wait until all ranks are ready to commit."""
         bucket, message = self.bucket, self.gathered
         if self.codec is not None:
             message = self.codec.encode(self.gathered)
@@ -151,7 +151,7 @@ class ShardedAdamW:
                 self.ops.update_adamw_moments(bucket.group, tensors)
         if self.codec is not None and self.stepped:
             sizes = self.shards.sizes(self.shards.rank)
-            errors = self.gathered[: sum(sizes)].split(sizes)  # of rounding, left by ``encode``
+            errors = self.gathered[: sum(sizes)].split(sizes)  # rounding errors, from ``encode``
             residual = state["update_residual"]
             torch._foreach_copy_(
                 [residual[i] for i in self.stepped], [errors[i] for i in self.stepped]
@@ -204,8 +204,8 @@ def check_gathers(replaces_reduce_scatter: bool, groups: Iterable[dict[str, Any]
 
 
 class UpdateCodec:
-    """Quantizes the shards of updates of one bucket: each rank's message holds its scales, then its
-    quantized values, in as many bytes for all.
+    """Quantizes the shards of updates of one bucket. A rank's message holds its scales, then its
+    quantized values; all messages have one length.
     """
 
     def __init__(self, bucket: Bucket, ops: Ops, bits: int):
@@ -217,7 +217,7 @@ class UpdateCodec:
         self.size = max(4, self.quantized_at + quantized + -quantized % 4)
 
     def encode(self, updates: Tensor) -> Tensor:
-        """This rank's message; its shard of ``updates`` is left with what rounding took off."""
+        """Return this rank's message; its shard of ``updates`` becomes the rounding error."""
         bucket, chunk = self.bucket, self.chunks[self.shards.rank]
         own_updates = updates[: sum(self.shards.sizes(self.shards.rank))]
         out = bucket.get_memory("quantized updates", self.size, torch.uint8)
@@ -227,7 +227,7 @@ class UpdateCodec:
         return out
 
     def decode(self, messages: Tensor) -> Tensor:
-        """All ranks' updates, a row each, as long as the largest shard."""
+        """Return the updates of all ranks, in rows as long as the largest shard."""
         bucket, max_numel = self.bucket, self.shards.max_numel
         rows = bucket.get_memory("updates", len(messages) * max_numel, bucket.dtype)
         rows = rows.view(len(messages), max_numel)

@@ -4,10 +4,11 @@ A codec is made for all shards of a bucket at once. Codes are linear, so the mea
 code of the mean.
 
 The count sketch (Li et al. 2024, section 2.2 of TAGC) adds an element, with a sign, to three cells
-of its shard's table. A cell that holds one element gives it away; that is taken off its other two
-cells, and so on: peeling. Whether it ends well depends on the index alone, not on values. So every
-rank knows beforehand which elements would not come out, and these *leftovers* travel as they are,
-behind the table, instead of in a second round. Nothing is ever estimated.
+of its shard's table. A cell with a single element reveals its value. Peeling subtracts that value
+from the element's two other cells, which may leave new cells with a single element, and so on.
+Which elements come out depends on the index alone, not on values. So every rank knows beforehand
+which elements do not, and sends these *leftovers* as they are, behind the table, instead of in a
+second round. Nothing is ever estimated.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Codec(Protocol):
         """Write for every owner its part of ``values``, this rank's at the index."""
 
     def decode(self, code: Tensor) -> Tensor:
-        """Values at the index of this rank's shard, from the mean of what its owner was sent."""
+        """Return values at the index of this rank's shard, from the mean of the codes for it."""
         ...
 
 
@@ -69,8 +70,7 @@ class Compact:
 
 
 class Sketch:
-    """For each shard a table of a cell for every ``ratio`` of its compressed elements, and the
-    leftovers.
+    """A table for each shard, with one cell per ``ratio`` compressed elements, and the leftovers.
 
     ``seed`` draws the cells; it must be the same on all ranks.
     """
@@ -124,8 +124,8 @@ class Sketch:
             part[len(table) :].copy_(leftovers)
 
     def decode(self, code: Tensor) -> Tensor:
-        """Values at the index of this rank's shard, peeled out of its table in the order found
-        before.
+        """Return values at the index of this rank's shard, peeled out of its table in the order
+        that ``peel`` has found.
         """
         rank = self.layout.rank
         first, base = sum(self.counts[:rank]), sum(self.tables[:rank])

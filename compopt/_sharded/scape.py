@@ -46,15 +46,15 @@ def sharded_scape(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     selection = Selection(bucket, ops, partition, shards.rank) if partition else None
     if selection and not is_delayed:
         for i in selection.slices:
-            selection.select(i, owned_x(bucket, i, grads[i]))
+            selection.select(i, compute_owned_x(bucket, i, grads[i]))
         messages = yield AllGather(selection.encode())
         mask = selection.assemble(messages)
 
     owned = OwnedElements(bucket, mask)
     sent, flat = encode_for_owners(bucket, ops, owned, grads)
     row = yield ReduceScatterMean(flat, [payload.flat.numel() for payload in sent])
-    mean = sent[shards.rank].over(row)
-    average = averaged_gradients(bucket, owned, mean)  # line 14
+    mean = sent[shards.rank].with_flat(row)
+    average = decode_average(bucket, owned, mean)  # line 14
     squared = reduce(torch.add, map(squared_norm, average))
     norm = yield Agree(mean, mask.phase, squared, covers_shard_only=True)
 
@@ -74,7 +74,7 @@ class OwnedElements:
 
     def __init__(self, bucket: Bucket, mask: Mask):
         self.bucket, self.positions = bucket, mask.positions
-        # where each rank's elements begin among the exchanged ones of a tensor; at last, their end
+        # for each tensor: where each rank's elements begin among the exchanged ones, and their end
         self.bounds: list[list[int]] = []
         for i, (index, n) in enumerate(zip(mask.positions, bucket.lengths, strict=True)):
             starts = [ranges[i][0] for ranges in bucket.shards.ranges]
@@ -100,7 +100,7 @@ class OwnedElements:
         return slice(0, stop - start) if isinstance(elements, slice) else elements - start
 
 
-def owned_x(bucket: Bucket, i: int, g: Tensor | None) -> Tensor:
+def compute_owned_x(bucket: Bucket, i: int, g: Tensor | None) -> Tensor:
     """Return x_n + b1 m + c on this rank's shard of tensor i, in new memory."""
     state, beta1 = bucket.state, bucket.group["betas"][0]
     start, stop = bucket.shards.own_ranges[i]
@@ -131,7 +131,7 @@ def encode_for_owners(
     return [payload.round() for payload in payloads], flat
 
 
-def averaged_gradients(bucket: Bucket, owned: OwnedElements, mean: Payload) -> list[Tensor]:
+def decode_average(bucket: Bucket, owned: OwnedElements, mean: Payload) -> list[Tensor]:
     """Return G at the elements that this rank owns of each tensor."""
     wide = torch.promote_types(bucket.dtype, torch.float32)
     scale, averages = 1 / (1 - bucket.group["betas"][0]), []
@@ -151,8 +151,8 @@ def step_owned(
     have_gradients: list[bool],
     norm: float,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Return what the owned weights and momenta become (line 15); nothing that outlives the step is
-    written.
+    """Return the new weights and momenta of the owned elements (line 15). Nothing that outlives the
+    step is written.
 
     Weights are padded to the length of the rank that owns most; a momentum is None where no rank
     has a gradient.
@@ -194,7 +194,7 @@ def update(
         selects = selection if selection and i in selection.slices else None
         if m is None:
             if selects:
-                selects.select(i, owned_x(bucket, i, None))
+                selects.select(i, compute_owned_x(bucket, i, None))
             continue
         state["step"][i] += 1
         if bucket.compressed[i]:
@@ -254,7 +254,7 @@ def add_common_residual(bucket: Bucket) -> None:
     """
     for i, common in enumerate(bucket.gathered_state.get("common", [])):
         if common is not None:
-            residual = bucket.state["residual"][i].view(-1)  # in host memory, where it is offloaded
+            residual = bucket.state["residual"][i].view(-1)  # in host memory if offloaded
             residual.add_(common.to(residual.device))
             common.zero_()
     if "common" in bucket.flat:

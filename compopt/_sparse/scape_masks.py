@@ -18,7 +18,7 @@ from torch import Tensor
 from .._engine.dense_start import dense_steps, ramp_of
 from .._engine.stats import Stats
 from .._ops.operations import Ops
-from .._ops.update_helpers import moment_of_slice
+from .._ops.update_helpers import compute_x_of_slice
 from .._state.bits import count_set_bits, make_bits, set_all_bits_, split_positions
 from .._state.buckets import Bucket
 from .._state.masks import (
@@ -76,14 +76,14 @@ class Selection:
         self.bucket, self.ops, self.partition, self.rank = bucket, ops, partition, rank
         self.own_range = partition.by_rank[rank]
         self.slices = {piece.tensor: piece for piece in self.own_range.slices}
-        # of each tensor, counted from the start of its slice
+        # the selected positions of each tensor, counted from the start of its slice
         self.selected: dict[int, Tensor] = {}
         self.thresholds: dict[int, float] = {}  # guesses for the next step
 
     def select_all(self, grads: Tensors) -> None:
         """Select by line 10's x of all tensors, before anything is written."""
         for i, piece in self.slices.items():
-            self.select(i, moment_of_slice(self.bucket, i, piece, grads[i]))
+            self.select(i, compute_x_of_slice(self.bucket, i, piece, grads[i]))
 
     def select(self, i: int, x: Tensor) -> None:
         """Select the largest of ``x``, this rank's slice of tensor i."""
@@ -127,8 +127,8 @@ def mask_to_send(bucket: Bucket) -> Mask:
 def exchange_masks(
     bucket: Bucket, ops: Ops, mask: Mask, mean: Payload, selection: Selection | None
 ) -> RequestGenerator[None]:
-    """After the commit: store this step's mask, on which momenta are now; with a delay gather what
-    was selected as the next step's (line 15).
+    """Store this step's mask, on which momenta are now. With a delay, gather the selections of all
+    ranks as the next step's mask (line 15). It runs after the commit.
     """
     yield from _store_current_mask(bucket, ops, mask, mean)
     if selection:

@@ -324,7 +324,7 @@ class Bucket:
 
     @property
     def is_rounded(self) -> bool:
-        """True if a message rounds the values of tensors that have a residual, which then keeps the
+        """True if payloads round the values of tensors with a residual. The residual keeps the
         rounding error.
         """
         if self.is_single_process or all(e is None for e in self.state.get("residual", ())):
@@ -414,7 +414,9 @@ class Bucket:
 
     def _write_control(self, payload: Payload, marks: Sequence[float] = ()) -> None:
         if marks or self.control:
-            numbers = torch.tensor([*marks, *self.control.numbers], dtype=payload.flat.dtype)
+            numbers = torch.tensor(
+                [*marks, *self.control.numbers], dtype=payload.flat.dtype, device="cpu"
+            )
             fields = payload.flat[len(payload.header) - len(marks) :][: len(numbers)]
             fields.copy_(pin(numbers, self.device), non_blocking=True)
         for (_, at), values in zip(self.control.slices, self.control.fields.values(), strict=True):

@@ -47,45 +47,45 @@ class TensorInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Base of all layouts. ``of`` is the tensor to which a state belongs, ``beside`` its other
-    state.
+    """Base of all layouts. ``info`` is the tensor to which a state belongs, ``entry`` all state of
+    that tensor.
     """
 
     dtype: torch.dtype
     compressed_only: bool = False  # only compressed tensors have such state
     optional: bool = False  # a checkpoint without it loads zeros
 
-    def stored_shape(self, of: TensorInfo, state: Tensor | None = None) -> tuple[int, ...]:
-        """Return the shape in which the state is stored; ``state`` is what has been stored so
-        far.
+    def stored_shape(self, info: TensorInfo, state: Tensor | None = None) -> tuple[int, ...]:
+        """Return the shape in which the state is stored. ``state`` is the state stored so far: its
+        size decides for a state on a mask.
         """
         raise NotImplementedError
 
-    def numel(self, of: TensorInfo, state: Tensor | None = None) -> int:
-        return math.prod(self.stored_shape(of, state))
+    def numel(self, info: TensorInfo, state: Tensor | None = None) -> int:
+        return math.prod(self.stored_shape(info, state))
 
-    def view_for_user(self, view: Tensor, of: TensorInfo) -> Tensor:
-        """Return the entry of ``optimizer.state``."""
+    def view_for_user(self, view: Tensor, info: TensorInfo) -> Tensor:
+        """Return the tensor that ``optimizer.state`` shows."""
         return view
 
-    def expand(self, stored: Tensor, of: TensorInfo, beside: Mapping[str, Tensor]) -> Tensor:
-        """Return the entry of a state dict; ``beside`` is in its stored form."""
+    def expand(self, stored: Tensor, info: TensorInfo, entry: Mapping[str, Tensor]) -> Tensor:
+        """Return the state in the form of a state dict; ``entry`` is in its stored form."""
         return stored
 
-    def compact(self, saved: Tensor, of: TensorInfo, beside: Mapping[str, Tensor]) -> Tensor:
-        """Invert ``expand``; ``beside`` is in the form of the state dict.
+    def compact(self, saved: Tensor, info: TensorInfo, entry: Mapping[str, Tensor]) -> Tensor:
+        """Invert ``expand``; ``entry`` is in the form of the state dict.
 
         A state that is compact already is returned unchanged.
         """
         return saved
 
-    def cut_shard(self, state: Tensor, of: TensorInfo) -> Tensor:
+    def cut_shard(self, state: Tensor, info: TensorInfo) -> Tensor:
         """Return this rank's part of a compact state; one that is cut already is unchanged."""
         return state
 
-    def expected_numel(self, loaded: Tensor, of: TensorInfo, beside: Mapping[str, Tensor]) -> int:
+    def expected_numel(self, loaded: Tensor, info: TensorInfo, entry: Mapping[str, Tensor]) -> int:
         """Return the number of elements that a valid loaded, compact state has."""
-        return self.numel(of)
+        return self.numel(info)
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,11 @@ class LocalShape(Layout):
 
     dtype: torch.dtype
 
-    def stored_shape(self, of: TensorInfo, state: Tensor | None = None) -> tuple[int, ...]:
-        return of.shape
+    def stored_shape(self, info: TensorInfo, state: Tensor | None = None) -> tuple[int, ...]:
+        return info.shape
 
-    def view_for_user(self, view: Tensor, of: TensorInfo) -> Tensor:
-        return of.to_param_shape(view)
+    def view_for_user(self, view: Tensor, info: TensorInfo) -> Tensor:
+        return info.to_param_shape(view)
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class GlobalShape(Layout):
 
     dtype: torch.dtype
 
-    def stored_shape(self, of: TensorInfo, state: Tensor | None = None) -> tuple[int, ...]:
-        return of.param.shape
+    def stored_shape(self, info: TensorInfo, state: Tensor | None = None) -> tuple[int, ...]:
+        return info.param.shape
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Scalar(Layout):
 
     dtype: torch.dtype
 
-    def stored_shape(self, of: TensorInfo, state: Tensor | None = None) -> tuple[int, ...]:
+    def stored_shape(self, info: TensorInfo, state: Tensor | None = None) -> tuple[int, ...]:
         return ()
 
 
@@ -127,13 +127,13 @@ class Bits(Layout):
 
     dtype: torch.dtype = torch.uint8
 
-    def stored_shape(self, of: TensorInfo, state: Tensor | None = None) -> tuple[int, ...]:
-        return ((of.numel + 7) // 8,)
+    def stored_shape(self, info: TensorInfo, state: Tensor | None = None) -> tuple[int, ...]:
+        return ((info.numel + 7) // 8,)
 
-    def expand(self, stored: Tensor, of: TensorInfo, beside: Mapping[str, Tensor]) -> Tensor:
-        return of.to_param_shape(unpack_bits(stored)[: of.numel])
+    def expand(self, stored: Tensor, info: TensorInfo, entry: Mapping[str, Tensor]) -> Tensor:
+        return info.to_param_shape(unpack_bits(stored)[: info.numel])
 
-    def compact(self, saved: Tensor, of: TensorInfo, beside: Mapping[str, Tensor]) -> Tensor:
+    def compact(self, saved: Tensor, info: TensorInfo, entry: Mapping[str, Tensor]) -> Tensor:
         if saved.dtype != torch.bool:
             return saved
         flags = saved.reshape(-1)
@@ -150,33 +150,33 @@ class OnMask(Layout):
     dtype: torch.dtype
     mask: str
 
-    def stored_shape(self, of: TensorInfo, state: Tensor | None = None) -> tuple[int, ...]:
-        if not of.compressed:
-            return of.shape
-        return (of.numel if state is None else state.numel(),)
+    def stored_shape(self, info: TensorInfo, state: Tensor | None = None) -> tuple[int, ...]:
+        if not info.compressed:
+            return info.shape
+        return (info.numel if state is None else state.numel(),)
 
-    def view_for_user(self, view: Tensor, of: TensorInfo) -> Tensor:
-        return view if of.compressed else of.to_param_shape(view)
+    def view_for_user(self, view: Tensor, info: TensorInfo) -> Tensor:
+        return view if info.compressed else info.to_param_shape(view)
 
-    def expand(self, stored: Tensor, of: TensorInfo, beside: Mapping[str, Tensor]) -> Tensor:
-        if not of.compressed:
+    def expand(self, stored: Tensor, info: TensorInfo, entry: Mapping[str, Tensor]) -> Tensor:
+        if not info.compressed:
             return stored
-        mask = unpack_bits(beside[self.mask])[: of.numel]
+        mask = unpack_bits(entry[self.mask])[: info.numel]
         values = torch.zeros(mask.shape, dtype=self.dtype, device=mask.device)
-        return of.to_param_shape(values.masked_scatter_(mask, stored))
+        return info.to_param_shape(values.masked_scatter_(mask, stored))
 
-    def compact(self, saved: Tensor, of: TensorInfo, beside: Mapping[str, Tensor]) -> Tensor:
-        mask = beside.get(self.mask)
-        if not of.compressed or mask is None or mask.dtype != torch.bool:
+    def compact(self, saved: Tensor, info: TensorInfo, entry: Mapping[str, Tensor]) -> Tensor:
+        mask = entry.get(self.mask)
+        if not info.compressed or mask is None or mask.dtype != torch.bool:
             return saved
         if saved.numel() != mask.numel():
             return saved
         return saved.reshape(-1)[mask.reshape(-1)]
 
-    def expected_numel(self, loaded: Tensor, of: TensorInfo, beside: Mapping[str, Tensor]) -> int:
-        bits = beside.get(self.mask)
-        if not of.compressed or bits is None:
-            return of.numel
+    def expected_numel(self, loaded: Tensor, info: TensorInfo, entry: Mapping[str, Tensor]) -> int:
+        bits = entry.get(self.mask)
+        if not info.compressed or bits is None:
+            return info.numel
         return int(sum(((bits >> bit) & 1).sum() for bit in range(8)))
 
 
@@ -189,23 +189,23 @@ class Sharded(Layout):
 
     dtype: torch.dtype
 
-    def stored_shape(self, of: TensorInfo, state: Tensor | None = None) -> tuple[int, ...]:
-        if of.own_range is None:
-            return (of.numel,)
-        start, stop = of.own_range
+    def stored_shape(self, info: TensorInfo, state: Tensor | None = None) -> tuple[int, ...]:
+        if info.own_range is None:
+            return (info.numel,)
+        start, stop = info.own_range
         return (stop - start,)
 
-    def expand(self, stored: Tensor, of: TensorInfo, beside: Mapping[str, Tensor]) -> Tensor:
-        if of.own_range is None:
-            return of.to_param_shape(stored)
-        start, stop = of.own_range
+    def expand(self, stored: Tensor, info: TensorInfo, entry: Mapping[str, Tensor]) -> Tensor:
+        if info.own_range is None:
+            return info.to_param_shape(stored)
+        start, stop = info.own_range
         # zeros in place of the other ranks' elements
-        return of.to_param_shape(pad(stored.reshape(-1), (start, of.numel - stop)))
+        return info.to_param_shape(pad(stored.reshape(-1), (start, info.numel - stop)))
 
-    def cut_shard(self, state: Tensor, of: TensorInfo) -> Tensor:
-        if of.own_range is None or state.numel() != of.numel:
+    def cut_shard(self, state: Tensor, info: TensorInfo) -> Tensor:
+        if info.own_range is None or state.numel() != info.numel:
             return state
-        start, stop = of.own_range
+        start, stop = info.own_range
         return state.reshape(-1)[start:stop]
 
 
@@ -217,20 +217,20 @@ class PaddedVector(Layout):
     size: Callable[[Tensor], int]  # number of elements for a parameter
     unsharded: bool = False  # state of the global tensor, of which this rank may hold a shard
 
-    def stored_shape(self, of: TensorInfo, state: Tensor | None = None) -> tuple[int, ...]:
-        return (self.size(of.param),)
+    def stored_shape(self, info: TensorInfo, state: Tensor | None = None) -> tuple[int, ...]:
+        return (self.size(info.param),)
 
-    def expand(self, stored: Tensor, of: TensorInfo, beside: Mapping[str, Tensor]) -> Tensor:
-        long = of.param.numel() if self.unsharded else of.numel
-        padded = pad(stored.reshape(-1), (0, long - stored.numel()))
-        return padded.view(of.param.shape) if self.unsharded else of.to_param_shape(padded)
+    def expand(self, stored: Tensor, info: TensorInfo, entry: Mapping[str, Tensor]) -> Tensor:
+        numel = info.param.numel() if self.unsharded else info.numel
+        padded = pad(stored.reshape(-1), (0, numel - stored.numel()))
+        return padded.view(info.param.shape) if self.unsharded else info.to_param_shape(padded)
 
-    def cut_shard(self, state: Tensor, of: TensorInfo) -> Tensor:
+    def cut_shard(self, state: Tensor, info: TensorInfo) -> Tensor:
         """Return the prefix of a state in either form, and zeros for a state of another size."""
-        n = self.numel(of)
-        if state.numel() in (n, of.param.numel() if self.unsharded else of.numel):
+        n = self.numel(info)
+        if state.numel() in (n, info.param.numel() if self.unsharded else info.numel):
             return state.reshape(-1)[:n]
         return state.new_zeros(n)
 
-    def expected_numel(self, loaded: Tensor, of: TensorInfo, beside: Mapping[str, Tensor]) -> int:
+    def expected_numel(self, loaded: Tensor, info: TensorInfo, entry: Mapping[str, Tensor]) -> int:
         return loaded.numel()  # ``cut_shard`` accepts any number

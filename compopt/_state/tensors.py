@@ -102,7 +102,7 @@ def pin(tensor: Tensor, device: torch.device) -> Tensor:
 
 def upload(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Copy numbers to a device, without a host wait."""
-    tensor = torch.tensor(numbers, dtype=dtype)
+    tensor = torch.tensor(numbers, dtype=dtype, device="cpu")
     return tensor if device.type == "cpu" else pin(tensor, device).to(device, non_blocking=True)
 
 

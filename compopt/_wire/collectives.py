@@ -232,9 +232,13 @@ class Communicator:
             return self
         if self._own_group is None:
             limit, is_world = get_timeout(self.group), self.size == dist.get_world_size()
-            group = dist.new_group(
-                self.ranks, timeout=limit, use_local_synchronization=not is_world
-            )
+            try:
+                group = dist.new_group(
+                    self.ranks, timeout=limit, use_local_synchronization=not is_world
+                )
+            except RuntimeError as error:
+                why = f"the process group of delayed exchanges could not be made: {error}"
+                raise CommunicationError(why) from error
             self._own_group = Communicator(group)
             self._own_group.on_wait = self.on_wait
             if is_world:

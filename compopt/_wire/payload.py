@@ -144,7 +144,7 @@ class Payload:
                 unrounded.sub_(sent)
         return self
 
-    def over(self, flat: Tensor) -> Payload:
+    def with_flat(self, flat: Tensor) -> Payload:
         """Return a payload of the same layout in other memory."""
         return Payload(flat, len(self.header), len(self.control), self.lengths)
 

@@ -202,7 +202,10 @@ def _round_to_four_levels(
     rounding_errors: Tensor,
     scratch: Scratch,
 ) -> None:
-    values = x.new_full((len(x),), ROW)  # that each row holds: fewer where a tensor ends within it
+    """Quantize rows to 2 bits: each value to the level q beside it, -3, -1, 1 or 3, with the scale
+    <x, q> / <q, q>, which minimizes the squared error of the row.
+    """
+    values = x.new_full((len(x),), ROW)  # in each row: fewer if a tensor ends within it
     for _, row, length in spans:
         if length % ROW:
             values[row + count_rows(length) - 1] = length % ROW
@@ -222,9 +225,9 @@ def _round_to_four_levels(
         torch.abs(t, out=q).ge_(rms).mul_(2).add_(1)
         q.copysign_(t)
         level.copy_(q)
-        along = t.mul_(q).sum(1)
-        across = q.mul_(q).sum(1).sub_(ROW - n)  # a zero behind the values has level 1
-        scale.copy_(along.div_(across).mul_(largest))
+        x_dot_q = t.mul_(q).sum(1)
+        q_dot_q = q.mul_(q).sum(1).sub_(ROW - n)  # a zero behind the values has level 1
+        scale.copy_(x_dot_q.div_(q_dot_q).mul_(largest))
         scale.masked_fill_(scale < SMALLEST, 0)
         # inf becomes NaN.
         scale.add_(scale - scale)
@@ -256,7 +259,7 @@ def _noise_of(table: Tensor, offset: int, n: int) -> Tensor:
 def noise_table(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the numbers u in a random order, twice: NOISE_TABLE of them follow any offset."""
     generator = torch.Generator().manual_seed(0)
-    order = torch.randperm(NOISE_TABLE, dtype=torch.int64, generator=generator)
+    order = torch.randperm(NOISE_TABLE, dtype=torch.int64, generator=generator, device="cpu")
     return torch.cat([order, order]).add(0.5).div_(NOISE_TABLE).to(device, dtype)
 
 

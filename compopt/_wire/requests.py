@@ -96,15 +96,16 @@ class ReadToHost:
 
 @dataclass(slots=True)
 class Agree:
-    """Wait for all buckets and for the step decision of all ranks; nothing may be written before.
+    """Wait until all buckets have come this far and all ranks have decided the step.
 
-    Answered with the L2 norm of the averaged gradient over all buckets. After that state may
-    change. With ``covers_shard_only`` the generator must yield ``ReadyToCommit`` first. The
-    generator is closed instead if the step is not applied. ``squared_norm`` defaults to that of the
-    payload's body; a vector is summed on the host.
+    Before ``Agree`` the generator writes nothing that outlives the step. If the step is applied,
+    the answer is the L2 norm of the averaged gradient over all buckets, and state may change. If
+    not, the generator is closed.
 
-    ``covers_shard_only``: the payload, and so its squared norm, covers only this rank's shard.
-    After ``Agree`` the generator may gather updated parameters, and then yields ``ReadyToCommit``.
+    ``squared_norm``: of this bucket's average, by default of the payload's body. A vector is summed
+    on the host. ``covers_shard_only``: the payload, and so its squared norm, covers only this
+    rank's shard. The generator may then gather updated parameters, and must yield
+    ``ReadyToCommit`` before state changes.
     """
 
     payload: Payload
@@ -115,16 +116,16 @@ class Agree:
 
 @dataclass(slots=True)
 class ReadyToCommit:
-    """After an ``Agree`` that covers shards only: wait until all buckets' exchanges since then have
-    completed.
+    """Wait until the exchanges of all buckets since ``Agree`` have completed. It follows an
+    ``Agree`` that covers shards only.
     """
 
 
 class RunBatched:
-    """After ``Agree``, or after the post-commit exchange: call ``reference(bucket, ops, *args)`` or
-    the backend's fused implementation of it, which may serve all buckets in one launch.
+    """Call ``reference(bucket, ops, *args)`` or the backend's fused implementation of it, which may
+    serve all buckets in one launch. Answered with the result.
 
-    Answered with the result.
+    It may follow ``Agree`` or a post-commit exchange.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class CommunicationError(RuntimeError):
     """A collective failed.
 
     The step, or the exchange of LocalSteps, to which it belonged was not applied on this rank. A
-    rank that had received everything may have applied it; ``rebind()`` then copies from there.
+    rank that had received everything may have applied it; ``rebind()`` then copies its state.
     """
 
 

@@ -1,5 +1,5 @@
-"""The compressors: no compression, an auto-encoder, sparse and low-rank methods, and quantization
-(MCBench, section 3).
+"""The compressors of MCBench, section 3.1: an auto-encoder (A in its tables), top-k and random-k
+(T, R), PowerSGD (P) and quantization (Q); and no compression.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Identity(Compressor):
 
 
 class AutoEncoder(Compressor):
-    """Two learned matrices: `hidden` numbers a token become `code` and back (MCBench, section 3.1).
-    Exact gradients.
+    """Two learned matrices: `hidden` numbers a token become `code` and back, by W_e and W_d in the
+    paper, h to h_c. Exact gradients.
 
     The encoder starts as random orthonormal columns and the decoder as their transpose, so that the
     first output is a projection of the activation. Both are drawn from `seed` alone, so that all
@@ -172,13 +172,15 @@ class PowerSGD(Compressor):
     """Factors of rank `rank` of the (tokens, hidden) matrix, by one power iteration a call (Vogels
     et al. 2019), in fp32 or wider.
 
-    The column basis P is treated as constant: the gradient is that of the projection x -> P P^T x,
-    without the derivative of the QR factorization. The row basis is updated in training only, and
-    not while activation checkpointing recomputes a forward.
+    The payload is P and x^T P, for an orthonormal column basis P of x Q. P is treated as constant:
+    the gradient is that of the projection x -> P P^T x, without the derivative of the QR
+    factorization. The row basis Q of the next call is x^T P. It is updated in training only, and
+    not while activation checkpointing recomputes a forward. An all-reduce sums x Q in fp32:
+    for an activation in 16 bits it sends more than `bytes` says, which counts a payload.
     """
 
     summable = True
-    # Row basis after the last call, and the start of the next.
+    # Q: x^T P of the last call.
     basis: Tensor
 
     def __init__(self, rank: int, hidden: int, seed: int = 0) -> None:
@@ -223,14 +225,17 @@ class PowerSGD(Compressor):
 
     @torch.no_grad()
     def learn(self, total: Tensor) -> None:
-        if not self.training or is_recomputing():
+        if not self.training or is_recomputing() or torch.is_inference_mode_enabled():
             return
         # With fewer tokens than the rank, keep the wider basis.
         if total.shape == self.basis.shape:
-            # One non-finite batch must not spoil all later ones.
-            usable = total.isfinite().all()
+            # One batch must not spoil all later ones: keep no basis that is not finite, or whose
+            # squares overflow.
+            basis = total.to(self.basis.dtype)
+            wide = torch.promote_types(basis.dtype, torch.float32)
+            usable = torch.linalg.vector_norm(basis, dtype=wide).isfinite()
             # A new tensor, because a forward that is recomputed may need the old one.
-            self.basis = torch.where(usable, total.to(self.basis.dtype), self.basis)
+            self.basis = torch.where(usable, basis, self.basis)
 
     def bytes(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
         tokens, (hidden, rank) = math.prod(shape[:-1]), self.basis.shape
@@ -272,8 +277,9 @@ class Quantize(Compressor):
     """Quantization to `bits` bits: 2^bits levels from -s to s - s / 2^(bits-1), where s is the
     largest magnitude of a channel.
 
-    Scales are those of MCBench's code (its paper has one scale for each tensor, which one large
-    channel spoils for all others). A channel is an entry of the last dimension. Gradients are
+    Scales are those of MCBench's code. (Its paper has 2^bits - 1 levels, multiples of
+    max|A| / (2^(bits-1) - 1), and one scale a tensor, which one large channel spoils for all
+    others.) A channel is an entry of the last dimension. Gradients are
     straight-through. They are exact in a tensor-parallel all-reduce, where no gradient crosses the
     network. Across a stage boundary the gradient returns unquantized beside the payload, on a
     process group of the two stages; with ``gradient_bits`` of at most ``bits`` it is quantized and

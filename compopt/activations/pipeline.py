@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from .._state.tensors import to_local
 from .._wire.collectives import ProcessGroup
 from .base import Compressor, apply_function, without_autocast
 from .codecs import Identity
@@ -46,10 +47,10 @@ NUMBERS = 128  # of gradients, modulo: integers that bfloat16 represents exactly
 # Stages
 
 
-def _label(compressor: Compressor, shape: tuple[int, ...], like: Tensor) -> tuple[int, ...]:
+def _label(compressor: Compressor, shape: tuple[int, ...], values: Tensor) -> tuple[int, ...]:
     """Hash what both ends must agree on: the kind of compressor, its settings, the activation."""
     kind = f"{type(compressor).__name__}, enabled={compressor.enabled}"
-    texts = kind, compressor.extra_repr(), f"{tuple(shape)}, {like.dtype}"
+    texts = kind, compressor.extra_repr(), f"{tuple(shape)}, {values.dtype}"
     return tuple(1 + zlib.crc32(text.encode()) % 65521 for text in texts)
 
 
@@ -131,7 +132,7 @@ class SendCompressed(_Boundary):
     tensor whose shape is the label of the compressor.
 
     Args:
-        stage: returns one activation.
+        stage: returns one tensor, the activation.
         compressor: of the same kind and settings as the receiver's. An AutoEncoder's encoder is
             trained here.
         pair: a process group of the two ranks, for a compressor whose gradient returns beside the
@@ -145,17 +146,24 @@ class SendCompressed(_Boundary):
 
     @_disable_dynamo
     def _encode_output(self, x: Tensor) -> tuple[Tensor, ...]:
-        label = x.new_empty((0, *_label(self.compressor, x.shape, x)))
-        if not self.compressor.enabled:
-            return x.contiguous(), label
-        with without_autocast(x):
-            if self.pair is not None:
-                values, side = self.compressor.compress(x.detach())
-                values = apply_function(_SendBeside, x, values, self.pair)
-            else:
-                values, side = self.compressor.compress(x)
+        if not isinstance(x, Tensor) or to_local(x) is not x:
+            raise TypeError(
+                "a stage in SendCompressed must return one tensor that is no DTensor; "
+                f"{type(self.stage).__name__} returned {type(x).__name__}."
+            )
+        values, side = self._compress(x)
         payload = (values,) if side is None else (values, side)
+        label = x.new_empty((0, *_label(self.compressor, x.shape, values)))
         return (*(tensor.contiguous() for tensor in payload), label)
+
+    def _compress(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not self.compressor.enabled:
+            return x, None
+        with without_autocast(x):
+            if self.pair is None:
+                return self.compressor.compress(x)
+            values, side = self.compressor.compress(x.detach())
+            return apply_function(_SendBeside, x, values, self.pair), side
 
 
 class ReceiveCompressed(_Boundary):
@@ -280,7 +288,7 @@ class _SendBeside(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, values: Tensor, pair: Pair) -> Tensor:
         ctx.pair, ctx.shape = pair, tuple(x.shape)
-        return values.view_as(values)
+        return values.detach()  # zero-bubble schedules detach in place, which a view refuses
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

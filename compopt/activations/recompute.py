@@ -59,7 +59,7 @@ class Replay(Generic[Drawn]):
                 "a compressed activation is recomputed, and its forward is unknown: leave "
                 "torch.utils.checkpoint's preserve_rng_state at True, run each backward with the "
                 f"compressor of its forward, and run at most {MAX_FORWARDS} forwards before their "
-                "backward."
+                "backward. Zero-bubble schedules recompute a forward twice; use another one."
             )
         if drawn.ambiguous:
             raise RuntimeError(

@@ -1,4 +1,6 @@
-"""Compression inside torch's tensor parallelism: the collectives, and the parallel style."""
+"""Compression inside torch's tensor parallelism (MCBench, figure 2): the all-reduce g of a
+row-parallel layer's partial outputs, through a compressor, and the parallel style.
+"""
 
 from __future__ import annotations
 

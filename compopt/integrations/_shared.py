@@ -47,7 +47,8 @@ class ModuleWatch:
             p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
         }
         self._remove_parameters_of(integrated)
-        if self._remaining:
+        self.is_active = bool(self._remaining)
+        if self.is_active:
             self._hook = register_module_forward_pre_hook(self.on_forward)
             # torch's own step hooks could not remove themselves
             optimizer.step_callbacks.append(self.on_step)
@@ -57,7 +58,7 @@ class ModuleWatch:
         """Inspect ``module``, which is about to run, and the modules in it."""
         if torch.compiler.is_compiling() or (optimizer := self._optimizer()) is None:
             return
-        optimizer.follow_parameters()
+        optimizer.lay_out_replaced_parameters()
         if module not in self._seen:
             new = list(self._iterate_unseen(module))
             self._remove_parameters_of(self._integrate(new, optimizer))
@@ -84,6 +85,7 @@ class ModuleWatch:
     def _end_if_complete(self) -> None:
         optimizer = self._optimizer()
         if not self._remaining:
+            self.is_active = False
             self._hook.remove()
             if optimizer is not None and self.on_step in optimizer.step_callbacks:
                 optimizer.step_callbacks.remove(self.on_step)

@@ -31,8 +31,9 @@ from .._engine.session import Role
 from ._shared import ModuleWatch, call_after_backward
 
 _handovers: weakref.WeakKeyDictionary[DDP, Handover] = weakref.WeakKeyDictionary()
-# optimizers that have had a DDP, in an order that all ranks share, and when they asked for it
+# the times at which optimizers were made or attached, in an order that all ranks share
 _since_of: weakref.WeakKeyDictionary[CompressedOptimizer, int] = weakref.WeakKeyDictionary()
+_watch_of: weakref.WeakKeyDictionary[CompressedOptimizer, ModuleWatch] = weakref.WeakKeyDictionary()
 
 
 def attach(model: nn.Module, optimizer: CompressedOptimizer) -> None:
@@ -84,8 +85,9 @@ class Handover:
     def __init__(self, ddp: DDP):
         self._ddp = weakref.ref(ddp)
         self._since: dict[weakref.ref[CompressedOptimizer], int] = {}
-        self._backward = -1  # autograd's number of the last backward
-        self._required_grad: list[bool] = []  # of each parameter, in the last backward
+        self._backward = -1  # the number that autograd gave the last backward
+        # whether each parameter required a gradient in the last backward
+        self._required_grad: list[bool] = []
         self._hooked: set[Tensor] = set()  # parameters with a hook of ours
         self._is_idle = False  # DDP does not collect gradients: ranks take local steps
         advice = "compopt needs its own: remove the other hook, or train with torch.optim."
@@ -263,16 +265,41 @@ def _check_handover(ddp: DDP, optimizer: CompressedOptimizer) -> None:
             "a DistributedDataParallel wraps another one, and both collect the same gradients: "
             "wrap the model once."
         )
+    if ddp._use_python_reducer:  # it gives a hook no buckets
+        raise RuntimeError(
+            "DistributedDataParallel was made with torch._dynamo.config.optimize_ddp = "
+            "'python_reducer', which a compopt optimizer cannot replace: set "
+            "optimize_ddp = 'ddp_optimizer' before the model is wrapped."
+        )
     if optimizer._session.role is Role.WRAPPED:
         return
-    ddp_ranks = dist.get_process_group_ranks(ddp.process_group)
+    ddp_ranks = _list_ranks(ddp.process_group)
+    if ddp_ranks is None:
+        raise RuntimeError(
+            "the process group of this DistributedDataParallel was destroyed: wrap the model anew."
+        )
     group = optimizer.comm.group
-    ranks = dist.get_process_group_ranks(group) if group is not None else ddp_ranks
+    # without a group, or with a destroyed one, which the next step reports
+    ranks = (None if group is None else _list_ranks(group)) or ddp_ranks
     if set(ranks) != set(ddp_ranks):
         raise ValueError(
             f"process_group of the optimizer has ranks {ranks}, DistributedDataParallel's has "
             f"{ddp_ranks}: give both the same group."
         )
+
+
+def _list_ranks(group: dist.ProcessGroup) -> list[int] | None:
+    """Return the global ranks of a process group; None if it was destroyed."""
+    try:
+        return dist.get_process_group_ranks(group)
+    except KeyError:
+        return None
+
+
+def _list_alive(ddps: Iterable[DDP]) -> list[DDP]:
+    """Return those of ``ddps`` whose constructor succeeded and whose process group still exists."""
+    complete = [ddp for ddp in ddps if "process_group" in vars(ddp)]
+    return [ddp for ddp in complete if _list_ranks(ddp.process_group) is not None]
 
 
 # Join: ranks that run out of data
@@ -301,7 +328,7 @@ def _on_join(optimizer: CompressedOptimizer) -> None:
     """Take over the DDPs of an optimizer also on a rank that will never run a forward, and arrange
     for its join to end before DDP copies the parameters of one rank to all.
     """
-    models = [thing for thing in gc.get_objects() if issubclass(type(thing), DDP)]
+    models = _list_alive(thing for thing in gc.get_objects() if issubclass(type(thing), DDP))
     for ddp in hand_over_gradients(models, optimizer, time.monotonic_ns()):
         ddp.__dict__["_sync_final_model"] = types.MethodType(_end_join, ddp)
 
@@ -317,21 +344,25 @@ def _end_join(ddp: DDP, is_last_joiner: bool) -> None:
 
 def _on_construction(optimizer: CompressedOptimizer) -> None:
     """Take the gradients of DDPs that are known already; find all others at their first forward."""
-    now = time.monotonic_ns()
-    integrated = hand_over_gradients(list(_handovers), optimizer, now)
-    ModuleWatch(optimizer, functools.partial(hand_over_gradients, since=now), integrated)
+    _since_of[optimizer] = now = time.monotonic_ns()
+    integrated = hand_over_gradients(_list_alive(list(_handovers)), optimizer, now)
+    integrate = functools.partial(hand_over_gradients, since=now)
+    _watch_of[optimizer] = ModuleWatch(optimizer, integrate, integrated)
 
 
 def _on_registration(module: nn.Module, name: str, child: nn.Module | None) -> None:
-    """Watch for the first forward of a new DDP around a model that has had one: its optimizers have
-    found all their parameters, and watch no longer.
+    """Watch for the first forward of a new DDP around a model whose optimizers watch no longer:
+    they have found a DDP for all parameters, or stepped on gradients that came without one.
     """
     if isinstance(module, DDP) and name == "module" and child is not None:
         params = set(child.parameters())
         for optimizer, since in list(_since_of.items()):
-            is_active = optimizer._session.role is Role.ACTIVE
-            if is_active and not params.isdisjoint(list_parameters(optimizer)):
-                ModuleWatch(optimizer, functools.partial(hand_over_gradients, since=since))
+            is_waiting = optimizer in _watch_of and _watch_of[optimizer].is_active
+            if optimizer._session.role is not Role.ACTIVE or is_waiting:
+                continue
+            if not params.isdisjoint(list_parameters(optimizer)):
+                integrate = functools.partial(hand_over_gradients, since=since)
+                _watch_of[optimizer] = ModuleWatch(optimizer, integrate)
 
 
 construction_callbacks.append(_on_construction)

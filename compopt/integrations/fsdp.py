@@ -86,9 +86,11 @@ def check_meshes(optimizer: CompressedOptimizer) -> None:
                 f"compressed a matrix at a time: {ADVICE}"
             )
         mesh = getattr(p, "device_mesh", None)
-        for dim, (group, placement) in enumerate(list_mesh_groups(p) if mesh is not None else ()):
-            shared = sorted(ranks.intersection(dist.get_process_group_ranks(group)))
-            if mesh is None or len(shared) < 2:
+        if mesh is None:
+            continue
+        for dim, (mesh_group, placement) in enumerate(list_mesh_groups(p)):
+            shared = sorted(ranks.intersection(dist.get_process_group_ranks(mesh_group)))
+            if len(shared) < 2:
                 continue
             label = repr(mesh.mesh_dim_names[dim]) if mesh.mesh_dim_names else str(dim)
             where = f"mesh dimension {label}"
@@ -146,7 +148,7 @@ def register_gradient_hooks(optimizer: CompressedOptimizer) -> None:
         for key in [key for key, other in hooks.items() if isinstance(other, GradientHook)]:
             del hooks[key]
         mesh = getattr(p, "device_mesh", None)
-        # with a hook FSDP2 waits for its copies of gradients to host memory: not for offloaded ones
+        # not for offloaded parameters: with a hook FSDP2 would wait for its copies to host memory
         if p.requires_grad and mesh is not None and mesh.device_type == p.device.type:
             p.register_post_accumulate_grad_hook(hook)
 
@@ -157,8 +159,8 @@ def register_gradient_hooks(optimizer: CompressedOptimizer) -> None:
 def replace_reduce_scatter(optimizer: ReducingOptimizer) -> None:
     """Find the FSDP2 modules of ``optimizer``, and replace their reduce-scatter.
 
-    At their first forward a compiled model would not be seen: ``model.compile()`` compiles hooks
-    too.
+    It does so when the optimizer is made. A search at the first forward would miss a compiled
+    model, because ``model.compile()`` compiles forward hooks too.
 
     Raises ValueError if this PyTorch has no hook for that.
     """

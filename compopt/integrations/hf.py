@@ -32,11 +32,12 @@ except ImportError as error:
     ) from error
 
 
-# max_grad_norm of a Trainer's arguments while it is the optimizer's: not the object of a user's 0.0
+# Takes the place of ``args.max_grad_norm`` while the optimizer clips. It is compared by identity: a
+# user's own 0.0 is another object.
 MOVED = float("0")
-# entry of a parameter group: the clip that it was given by a Trainer, and saves in checkpoints
+# The entry of a parameter group that holds a clip given by a Trainer. Checkpoints save it.
 FROM_TRAINER = "trainer_max_grad_norm"
-# numbers of a step that logs average
+# The numbers of which logs show the mean over steps.
 AVERAGED = ("bytes_sent", "wait_seconds", "straggler_seconds")
 
 
@@ -63,22 +64,22 @@ class CompoptCallback(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        # since the last log: how many steps, their last stats, and sums over them. Not all stats,
-        # because a Trainer may never log
+        # since the last log: the number of steps, the stats of the last one, and sums over all (a
+        # list of all stats would grow without end if the Trainer never logs)
         self._count, self._last = 0, Stats()
         self._sums = dict.fromkeys(AVERAGED, 0.0)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        self.on_train_end(args, state, control)  # a training that raised before had none
+        self.on_train_end(args, state, control)  # an earlier training that raised did not end
         ours = unwrap_optimizer(optimizer)
         self._move_clip(args, ours)
         if isinstance(ours, LocalSteps):  # an earlier training may have loaded its best model
-            ours.follow_loaded_weights()
-        # Log before the reporters, in place of an earlier LogStats: the Trainer appends a user's
-        # callbacks after them, and events do not get the handler, so it is found in the callers'
-        # frames.
+            ours.restart_from_loaded_weights()
+        # Insert LogStats before the reporters, in place of an earlier one. The Trainer appends a
+        # user's callbacks after them, and does not pass the handler to events: search the callers'
+        # frames for it.
         frame = inspect.currentframe()
         while frame and (frame := frame.f_back):
             handler = frame.f_locals.get("self")
@@ -125,7 +126,7 @@ class CompoptCallback(TrainerCallback):
         ours = unwrap_optimizer(optimizer)
         step = ours.stats
         self._prepare_events(ours, control)
-        if ours.stats is not step:  # those of the end of a round, with the bytes of the step
+        if ours.stats is not step:  # a round has ended: its stats include the bytes of the step
             self._last = ours.stats
             self._sums["bytes_sent"] += ours.stats.bytes_sent - step.bytes_sent
 
@@ -151,19 +152,16 @@ class CompoptCallback(TrainerCallback):
     def on_save(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        if getattr(unwrap_optimizer(optimizer), "round_is_open", False):
+        ours = unwrap_optimizer(optimizer)
+        owner = describe_residual_source(ours._session)
+        is_open = getattr(ours, "round_is_open", False)
+        contents = ["the model of rank 0 within a round"] if is_open else []
+        contents += [f"the residuals of {owner} only"] if owner != "mean" else []
+        for content in contents:
             warn(
-                f"the checkpoint of step {state.global_step} holds the model of rank 0 within a "
-                "round, because another callback requested it after CompoptCallback ran: put "
-                "CompoptCallback last in callbacks.",
-                int(not state.is_world_process_zero),
-            )
-        owner = describe_residual_source(unwrap_optimizer(optimizer)._session)
-        if owner != "mean":
-            warn(
-                f"the checkpoint of step {state.global_step} holds the residuals of {owner} only, "
-                "because another callback requested it after CompoptCallback ran: put "
-                "CompoptCallback last in callbacks.",
+                f"the checkpoint of step {state.global_step} holds {content}, because another "
+                "callback requested it after CompoptCallback ran: put CompoptCallback last in "
+                "callbacks.",
                 int(not state.is_world_process_zero),
             )
 

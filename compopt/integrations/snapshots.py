@@ -1,16 +1,17 @@
 """Snapshots of a run, from which it goes on with any number of ranks.
 
-Every replica of the model writes a snapshot of its own, whole, into a folder that other replicas
-need not see: nothing crosses the network. In most runs a replica is one rank; where parameters are
+Every replica of the model writes a complete snapshot of its own, into a folder that other replicas
+need not see: nothing crosses the network. In most runs a replica is one rank. If parameters are
 sharded, the ranks that hold its shards write together.
 
-What ranks have in common is in each snapshot. A rank's own part is its residual and, in
+Each snapshot holds what ranks have in common, and a rank's own part: its residual and, in
 LocalSteps, the moments of the inner optimizer and what the rank has moved in the running round. If
-the same ranks resume, each has its own part back, to the bit. If others do, they receive what ranks
-have in common, and the rest becomes its mean over the snapshots that are left. A snapshot's name
-has a stamp of the ``save()`` that wrote it, the same on all ranks: two runs that went on from the
-same snapshot come to the same steps, and ranks must not take some from one and some from the
-other. The file ``.metadata`` is written last; a snapshot that has it is complete::
+the same ranks resume, each gets its own part back, to the bit. If others resume, they get what
+ranks have in common, and own parts become their mean over the snapshots that are left.
+
+A snapshot's name has a stamp of the ``save()`` that wrote it, the same on all ranks. Two runs that
+continue from one snapshot reach the same steps; the stamp keeps ranks from mixing their snapshots.
+The file ``.metadata`` is written last; a snapshot that has it is complete::
 
     folder/step-00000120-1759312345678901234/replica-1-of-3/.metadata
 """
@@ -35,7 +36,9 @@ from .._engine.collective_generators import exchange_one
 from .._engine.handshake import gather_json
 from .._engine.optimizer import CompressedOptimizer
 from .._state.tensors import to_local
+from .._wire.collectives import Communicator
 from .._wire.requests import Broadcast
+from .._wire.warning import warn
 
 State = dict[str, Any]
 Path_ = tuple[Any, ...]  # the keys of a value in nested dicts
@@ -78,7 +81,7 @@ class Snapshots:
         snapshots.close()
 
     Args:
-        folder: of this machine, or one that all see. It may have been moved.
+        folder: on this machine, or one that all machines see. It may be moved between runs.
         model: the model, also within DistributedDataParallel or FSDP2.
         optimizer: one of this package over its parameters.
         keep: the number of complete snapshots that are kept while the next one is written.
@@ -86,6 +89,7 @@ class Snapshots:
             and the position in the data. Their states are the same on all ranks.
 
     Raises:
+        TypeError: ``optimizer`` is not one of this package, or ``stateful`` has a second one.
         ValueError: FSDP2 shards the parameters over the optimizer's own ranks; keep is below 1.
     """
 
@@ -100,6 +104,14 @@ class Snapshots:
     ):
         if keep < 1:
             raise ValueError(f"keep must be an integer >= 1, got {keep!r}.")
+        others = [name for name, s in stateful.items() if isinstance(s, CompressedOptimizer)]
+        if not isinstance(optimizer, CompressedOptimizer) or others:
+            raise TypeError(
+                "Snapshots are of one optimizer of compopt, got "
+                f"{', '.join(others) or type(optimizer).__name__}{' as well' * bool(others)}: give "
+                "every optimizer Snapshots in a folder of its own, or wrap several of torch in one "
+                "of compopt."
+            )
         if optimizer.replaces_reduce_scatter:
             raise ValueError(
                 "Snapshots are of whole replicas, and FSDP2 shards parameters over the optimizer's "
@@ -108,7 +120,7 @@ class Snapshots:
         self.folder, self._keep = Path(folder), keep
         self._model, self._optimizer, self._stateful = model, optimizer, stateful
         self._group: dist.ProcessGroup | None = None
-        self._pending: Future[Any] | None = None
+        self._pending: tuple[Path, Future[Any]] | None = None
         # stamps: of the newest snapshot before this run, and of the last save
         self._begun = self._stamp = 0
 
@@ -121,27 +133,44 @@ class Snapshots:
         """
         from torch.distributed.checkpoint.state_dict_saver import async_save
 
-        self.wait()
-        if self._optimizer.sharded:
-            self._consolidate_state()
         comm, group = self._optimizer.comm, self._get_group()
-        self._stamp += 1
+        self._stamp += 1  # also if this rank could not write the last one: stamps are alike on all
+        failure: RuntimeError | None = None
+        try:
+            self.wait()
+        except RuntimeError as error:
+            failure = error
+        if self._optimizer.sharded:  # with all ranks, also if this one has to raise
+            self._consolidate_state()
+        if failure is not None:
+            raise failure
         snapshot = Snapshot(self._optimizer._session.steps, self._stamp, comm.rank, comm.size)
         path = self.folder / snapshot.name
         with _without_warning(self._optimizer):
             state = self._read_state()
-        written: Any = async_save(state, checkpoint_id=path, process_group=group)
-        self._pending = getattr(written, "upload_completion", written)
+        with _explain(path, "written", comm):
+            written: Any = async_save(state, checkpoint_id=path, process_group=group)
+        self._pending = path, getattr(written, "upload_completion", written)
 
     def wait(self) -> None:
-        """Wait until the last snapshot is written, then remove all but the last ``keep``; raise the
-        error if writing failed.
+        """Wait until the last snapshot is written, then remove all but the last ``keep``.
+
+        Raises RuntimeError, on this rank, if writing failed. The snapshots before it are complete,
+        and the next ``save()`` writes another one.
         """
         pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
-            if self._group is None or dist.get_rank(self._group) == 0:
-                self._remove_old()
+        if pending is None:
+            return
+        path, future = pending
+        try:
+            with _explain(path, "written", self._optimizer.comm):
+                future.result()
+        except RuntimeError:
+            if not (path / ".metadata").exists():  # free its part of a disk that may be full
+                shutil.rmtree(path, ignore_errors=True)
+            raise
+        if self._group is None or (_is_alive(self._group) and dist.get_rank(self._group) == 0):
+            self._remove_old()
 
     close = wait
 
@@ -180,8 +209,15 @@ class Snapshots:
     def _get_group(self) -> dist.ProcessGroup | None:
         """Return the ranks that write a replica's snapshot together.
 
-        The first call agrees on a stamp, at least that of all snapshots that any rank sees.
+        The first call, also after the default group was made anew, agrees on a stamp, at least that
+        of all snapshots that any rank sees.
         """
+        if self._group is not None and not _is_alive(self._group):  # ranks have met anew
+            try:
+                self.wait()
+            except RuntimeError as error:  # it may have been written over that group
+                warn(str(error), 0)
+            self._group = None
         if self._group is None and (dist.is_initialized() or not self._stamp):
             replica = self._optimizer.comm.rank
             rows = [(replica, max([time.time_ns(), *(s.stamp for s in self._list_snapshots())]))]
@@ -201,6 +237,18 @@ class Snapshots:
     def find(self) -> list[Snapshot]:
         """Return the complete snapshots in the folder, by step."""
         return [snapshot for snapshot in self._list_snapshots() if self._is_complete(snapshot)]
+
+    def _find_readable(self) -> list[Snapshot]:
+        """Return the complete snapshots whose files are as they were; warn of others."""
+        found = self.find()
+        readable = [snapshot for snapshot in found if _has_all_bytes(self.folder / snapshot.name)]
+        for damaged in sorted({*found} - {*readable}):
+            warn(
+                f"the snapshot {self.folder / damaged.name} is damaged, and is passed over: files "
+                "in it are missing or cut short.",
+                0,  # warn on this rank, whatever its number
+            )
+        return readable
 
     def _list_snapshots(self) -> list[Snapshot]:
         """Return all snapshots in the folder, also incomplete ones, by step."""
@@ -223,7 +271,7 @@ class Snapshots:
         optimizer = self._optimizer
         comm, device = optimizer.comm, optimizer._session.device
         self._get_group()  # on all ranks, those without a snapshot too
-        visible = _run(gather_json(self.find(), device, comm))
+        visible = _run(gather_json(self._find_readable(), device, comm))
         visible = [[Snapshot(*fields) for fields in snapshots] for snapshots in visible]
         assignment = assign_snapshots(visible)
         if not any(assignment):
@@ -244,8 +292,9 @@ class Snapshots:
     def _read(self, snapshot: Snapshot) -> State:
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        state = self._read_state()
-        load(state, checkpoint_id=self.folder / snapshot.name, process_group=self._get_group())
+        state, path, comm = self._read_state(), self.folder / snapshot.name, self._optimizer.comm
+        with _explain(path, "read", comm, ": move it away, and resume from what is left"):
+            load(state, checkpoint_id=path, process_group=self._get_group())
         stateful = torch.load(io.BytesIO(state["stateful"]), "cpu", weights_only=False)
         return {**state, "stateful": stateful}
 
@@ -257,7 +306,7 @@ class Snapshots:
         source = next(rank for rank, snapshots in enumerate(assignment) if snapshots)
         rank_parts, parts, state = RankParts(self._optimizer), [], self._read_state()
         for snapshot in assignment[comm.rank]:
-            state = self._read(snapshot)  # in the memory of the one before
+            state = self._read(snapshot)  # overwrites the memory of the snapshot before
             parts.append(rank_parts.list_parts(state))
         if not all(assignment):
             self._share(state, source)
@@ -316,8 +365,9 @@ class Snapshots:
 
 
 def assign_snapshots(visible: list[list[Snapshot]]) -> list[list[Snapshot]]:
-    """Return which of the newest snapshots each rank loads, of those that it sees: each is loaded
-    once, by the rank of its number if that sees it, else by one that has fewest.
+    """Return which of the newest snapshots each rank loads, of those that it sees.
+
+    Each is loaded once, by the rank that has the fewest; among equals by the rank of its number.
     """
     newest = max((s.stamp for snapshots in visible for s in snapshots), default=0)
     assignment: list[list[Snapshot]] = [[] for _ in visible]
@@ -330,7 +380,7 @@ def assign_snapshots(visible: list[list[Snapshot]]) -> list[list[Snapshot]]:
 
 
 class RankParts:
-    """The parts of a state that each rank has for itself: those of which only the mean counts."""
+    """The parts of a state that differ between ranks, and of which only the mean counts."""
 
     def __init__(self, optimizer: CompressedOptimizer):
         self._names = {*optimizer.rank_local_state, "residual", "pseudo_gradient"}
@@ -378,11 +428,61 @@ def _iterate_anchors(state: State) -> Iterator[tuple[str, Tensor]]:
             yield name, to_local(outer["anchor"])
 
 
+def _is_alive(group: dist.ProcessGroup) -> bool:
+    """Return True unless a group was destroyed, with the default group or by itself."""
+    try:
+        dist.get_rank(group)
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+# Files
+
+
+def _has_all_bytes(path: Path) -> bool:
+    """Return True if the files of a snapshot are as long as they were when it was complete."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    try:
+        parts = FileSystemReader(path).read_metadata().storage_data.values()
+    except Exception:  # whatever a damaged pickle raises
+        return False
+    lengths: dict[str, int] = {}
+    for part in parts:
+        end = part.offset + part.length
+        lengths[part.relative_path] = max(end, lengths.get(part.relative_path, 0))
+    try:
+        return all((path / name).stat().st_size >= n for name, n in lengths.items())
+    except OSError:
+        return False
+
+
+@contextmanager
+def _explain(path: Path, done: str, comm: Communicator, advice: str = "") -> Iterator[None]:
+    """Raise RuntimeError with the rank and a short cause in place of what torch raises, which is
+    long and not even an Exception.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except (CheckpointException, Exception) as error:
+        failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+        cause = next((cause for cause, _ in failures), error)
+        why = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}"
+        raise RuntimeError(
+            f"the snapshot {path} could not be {done} on rank {comm.rank} ({why}){advice}."
+        ) from error
+
+
 # Nested states
 
 
 def iterate_leaves(state: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
-    """Yield the path and the value of everything in nested dicts that is no dict."""
+    """Yield the path and the value of every leaf of nested dicts. The optimizer's list of groups is
+    descended into, other lists are leaves.
+    """
     items = enumerate(state) if isinstance(state, list) else state.items()
     for key, value in items:
         if isinstance(value, dict) or (isinstance(value, list) and path[-1:] == ("optimizer",)):
@@ -409,7 +509,7 @@ def _run(turns: Generator[Any, None, Result]) -> Result:
 
 @contextmanager
 def _without_warning(optimizer: CompressedOptimizer) -> Iterator[None]:
-    """Say nothing of state that other ranks have: they save it themselves."""
+    """Do not warn in this block of state that other ranks have: they save it themselves."""
     warned = optimizer._session.warned
     is_new = "saving" not in warned
     warned.add("saving")

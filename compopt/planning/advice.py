@@ -10,7 +10,7 @@ import torch
 from . import advice_report as report
 from .decision import choose_row
 from .formatting import format_advice
-from .hardware import Machine, find_device
+from .hardware import Machine, check_positive, find_device
 from .losses import TOKENS_PER_PARAMETER
 from .methods import Workload
 from .prediction import (
@@ -125,9 +125,8 @@ def advise(
     if not 0 <= loss_budget < math.inf:
         raise ValueError(f"loss_budget must be a share such as 0.01; got {loss_budget}.")
     counts = {"steps": steps, "tokens_per_parameter": tokens_per_parameter}
-    for name, value in {**counts, "memory_bytes": memory_bytes}.items():
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{name} must be positive and finite; got {value}.")
+    given = {**counts, "memory_bytes": memory_bytes}
+    check_positive(**{name: value for name, value in given.items() if value is not None})
     node = check_layout(ranks, shard, ranks_per_node)
     machine = Machine(
         ranks,

@@ -32,6 +32,7 @@ from .formatting import (
     make_figure,
     parse_quantity,
     parse_rate,
+    print_report,
     save_figure,
 )
 from .hardware import DEVICES, find_device
@@ -167,7 +168,7 @@ def gradient_arguments(given: argparse.Namespace) -> dict[str, Any]:
             "The model is missing: give --parameters and --step-time, or --profile SCRIPT."
         )
     if given.memory_bandwidth:
-        flops = find_device(given.device)[0].local[1]
+        _, flops = arguments.get("local") or find_device(given.device)[0].local
         arguments["local"], sources["own work"] = (given.memory_bandwidth, flops), "given"
     return arguments
 
@@ -193,7 +194,8 @@ def layer_arguments(given: argparse.Namespace) -> dict[str, Any]:
         arguments["sources"]["micro-batches"] = "assumed"
     if given.memory_bandwidth:
         speed = find_device(given.device)[0].speed
-        arguments["local"] = given.memory_bandwidth, speed.flops_per_s, speed.half_flops_per_s
+        _, *flops = arguments.get("local") or (0, speed.flops_per_s, speed.half_flops_per_s)
+        arguments["local"] = given.memory_bandwidth, *flops
         arguments["sources"]["own work"] = "bandwidth given"
     sizes = {name: getattr(given, name) for name in LAYER_SIZES}
     nbytes = nbytes if given.activation_bytes is None else given.activation_bytes
@@ -232,13 +234,13 @@ def main(argv: Sequence[str] | None = None, prog: str = "compopt-advise") -> Non
         if given.tensor is not None or given.pipeline is not None:
             reason = "is for advice on gradients: leave out --tensor, --pipeline."
             refuse_given(given, GRADIENT_OPTIONS, reason)
-            print(advise_layers(**layer_arguments(given)))
+            print_report(str(advise_layers(**layer_arguments(given))))
             return
         reason = "is for activations: give --tensor, --pipeline or both."
         refuse_given(given, LAYER_OPTIONS, reason)
         advice = advise(**gradient_arguments(given))
         if given.plot:
             plot_speedups(given.plot, advice.situation)
-        print(advice.format(given.all))
+        print_report(advice.format(given.all))
     except (ValueError, OverflowError) as error:
         parser.error(str(error))

@@ -8,6 +8,7 @@ residual. Nothing that it does reaches the training.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -237,7 +238,9 @@ class CandidateRuns:
             for tensor, (dot, square), dense in zip(
                 self.sampled, products, dense_squares, strict=True
             ):
-                cosines.append(dot / max(TINY, (square * dense) ** 0.5))
+                # Not a number where no gradient has reached the tensor.
+                is_still = square == dense == 0
+                cosines.append(math.nan if is_still else dot / max(TINY, (square * dense) ** 0.5))
                 for i, value in enumerate((dot, square, dense)):
                     totals[i] += tensor.weight * value
             dot, square, dense = totals

@@ -24,16 +24,13 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
+from .._state.tensors import MIN_COMPRESSED_NUMEL
 from .._wire.collectives import ProcessGroup
 from .diagnosis import Diagnosis
 from .diagnosis_report import Row
-from .formatting import format_number_of
-from .scripts import ScriptError, StopScriptError, run_script
+from .formatting import format_number_of, print_report
+from .scripts import ScriptError, StopScriptError, hook_first_optimizer, run_script
 
 __all__ = ["Diagnosis", "Row", "diagnose", "main"]
 
@@ -82,7 +79,7 @@ def diagnose(
     for name, value, least in (
         ("steps", steps, 4),
         ("start", start, 1),
-        ("elements", elements, 4096),
+        ("elements", elements, MIN_COMPRESSED_NUMEL),
     ):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{name} must be an integer of at least {least}; got {value!r}.")
@@ -110,10 +107,11 @@ class _ScriptWatcher:
         if self.diagnosis is None:
             self.modules.setdefault(id(module), module)
 
-    def before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if self.diagnosis is None:
-            mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            with self._stop_on_error():
+    def after_step(self, optimizer: Optimizer) -> None:
+        with self._stop_on_error():
+            if self.diagnosis is None:
+                # Only now: Lightning calls the model inside step().
+                mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
                 # The outermost of the modules that hold most of these parameters.
                 model = max(
                     self.modules.values(),
@@ -121,14 +119,13 @@ class _ScriptWatcher:
                     default=nn.Module(),
                 )
                 self.diagnosis = diagnose(model, optimizer, **self.options).__enter__()
-            self.modules.clear()
-
-    def after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if self.diagnosis is not None and self.diagnosis.steps == self.diagnosis.limit:
-            with self._stop_on_error():
-                # The script's process group still exists here.
-                self.diagnosis.finish()
-            raise StopScriptError
+                self.diagnosis.after_step(optimizer, (), {})
+                self.modules.clear()
+            if self.diagnosis.steps < self.diagnosis.limit:
+                return
+            # The script's process group still exists here.
+            self.diagnosis.finish()
+        raise StopScriptError
 
     @contextmanager
     def _stop_on_error(self) -> Iterator[None]:
@@ -148,8 +145,7 @@ def diagnose_script(script: str, arguments: Sequence[str], options: dict[str, An
     watcher = _ScriptWatcher(options)
     hooks = [
         register_module_forward_pre_hook(watcher.before_forward),
-        register_optimizer_step_pre_hook(watcher.before_step),
-        register_optimizer_step_post_hook(watcher.after_step),
+        *hook_first_optimizer(watcher.after_step),
     ]
     try:
         run_script(script, arguments, hooks)
@@ -189,7 +185,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "compopt-diagnose") -> N
         parser.error(str(error))
     if os.environ.get("RANK", "0") != "0":
         return
-    print(diagnosis)
+    print_report(str(diagnosis))
     if asked.plot:
         try:
             diagnosis.plot(asked.plot)

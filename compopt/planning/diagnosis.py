@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import textwrap
 import time
 import zlib
@@ -96,7 +97,7 @@ class Diagnosis:
         groups = adam_options(self.optimizer.param_groups)
         self.runs = CandidateRuns(self.candidates, self.sampled, groups, self.start)
         self.stability = TopKStability([tensor.numel for tensor in self.sampled])
-        self._hook = self.optimizer.register_step_post_hook(self._after_step)
+        self._hook = self.optimizer.register_step_post_hook(self.after_step)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
@@ -109,7 +110,8 @@ class Diagnosis:
             self._hook.remove()
 
     @torch.no_grad()
-    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+    def after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        """Record a step; a hook of the optimizer."""
         began = time.perf_counter()
         if self._ended is not None:
             self._step_seconds.append(began - self._ended)
@@ -161,11 +163,18 @@ class Diagnosis:
         if comm.size > 1:
             names = sorted(findings)
             check_same_on_all_ranks(map(str, names), self.steps, comm, device)
-            numbers = [findings[name] for name in names]
-            means = torch.tensor(numbers, dtype=torch.float32, device=device)
-            comm.start(AllReduceMean(means)).wait()
-            findings = dict(zip(names, means.tolist(), strict=True))
-        self.findings = findings
+            values = [findings[name] for name in names]
+            numbers = torch.tensor(values, dtype=torch.float32, device=device)
+            # A rank on which no gradient has reached a tensor does not count.
+            message = torch.cat([numbers.nan_to_num(0.0), (~numbers.isnan()).float()])
+            comm.start(AllReduceMean(message)).wait()
+            means, shares = message.chunk(2)
+            findings = dict(zip(names, (means / shares).tolist(), strict=True))
+        self.findings = findings = {
+            name: number
+            for name, number in findings.items()
+            if name[0] != "kept" or not math.isnan(number)
+        }
         self.rows = diagnosis_report.make_rows(
             findings, self.candidates, self._work, max(2, comm.size), self.sampled
         )
@@ -282,7 +291,8 @@ def summarize_runs(runs: CandidateRuns, gradient_norm: float) -> Findings:
     layers = [*(tensor.name for tensor in runs.sampled), ""]
     for name, rows in runs.cosines.items():
         for layer, cosines in zip(layers, zip(*rows, strict=True), strict=True):
-            findings["kept", name, layer] = mean(cosines)
+            seen = [cosine for cosine in cosines if not math.isnan(cosine)]
+            findings["kept", name, layer] = mean(seen) if seen else math.nan
         residuals = runs.residuals[name]
         half = len(residuals) // 2
         early, late = max(residuals[:half]), max(residuals[half:])

@@ -78,14 +78,16 @@ def make_rows(
     """The methods, those that keep most first."""
     rows = []
     for name, candidate in candidates.items():
-        layers = [findings["kept", name, tensor.name] for tensor in sampled]
+        # Where no gradient has reached a tensor, nothing is known of it.
+        keys = [("kept", name, tensor.name) for tensor in sampled]
+        layers = [findings[key] for key in keys if key in findings]
         row = Row(
             name,
             candidate.line,
             candidate.class_name,
             kept=findings["kept", name, ""],
-            least=min(layers),
-            most=max(layers),
+            least=min(layers, default=0.0),
+            most=max(layers, default=0.0),
             residual=findings["residual", name],
             grows=findings["growth", name] > GROWTH,
             share=candidate.share_of_bytes(work, ranks),
@@ -155,7 +157,7 @@ def format_layers(
     for tensor in sampled:
         part = "all" if tensor.is_complete else f"{tensor.rows} x {tensor.columns}"
         numbers = [
-            findings["kept", best, tensor.name],
+            findings.get(("kept", best, tensor.name)),
             findings.get(("overlap", "0.1", "10", tensor.name)),
         ]
         shape = "{} x {}".format(*tensor.full_shape)

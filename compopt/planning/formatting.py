@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -93,6 +95,15 @@ def format_advice(recommendation: str, line: str, table: str, inputs: str) -> st
     """The recommendation and the line to paste, then what they follow from."""
     paragraph = textwrap.fill(recommendation, 100, break_on_hyphens=False)
     return "\n\n".join([paragraph, textwrap.indent(line, "    "), table, inputs])
+
+
+def print_report(text: str) -> None:
+    """Print a report. End silently if the reader has closed the pipe, as ``| head`` does."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # What is left is flushed once more when the process ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def make_figure(asked: str, path: str, columns: int = 1) -> tuple[Any, Any]:

@@ -16,10 +16,7 @@ import torch
 from torch import Tensor
 
 from .._lowrank.projections import matrix_shape
-from .._state.tensors import is_compressed, to_local
-
-# Elements of the smallest tensor that is compressed, and of the smallest sample.
-LEAST_ELEMENTS = 4096
+from .._state.tensors import MIN_COMPRESSED_NUMEL, is_compressed, to_local
 
 # Sampling
 
@@ -79,7 +76,7 @@ def find_eligible_tensors(
             name = names.get(id(p)) or group_name or f"group {number}, tensor {place}"
             # Without the prefixes of DistributedDataParallel and torch.compile.
             name = ".".join(word for word in name.split(".") if word not in ("module", "_orig_mod"))
-            is_large = p.dim() >= 2 and to_local(p).numel() >= LEAST_ELEMENTS
+            is_large = p.dim() >= 2 and to_local(p).numel() >= MIN_COMPRESSED_NUMEL
             is_trainable = p.requires_grad and p.is_floating_point()
             if is_large and is_trainable and is_compressed(p, group, name):
                 shape = matrix_shape(to_local(p).shape)
@@ -99,7 +96,7 @@ def sample_tensors(eligible: Sequence[SampledTensor], elements: int) -> list[Sam
     sampled, left = [], elements
     by_size = sorted(shapes.items(), key=lambda item: math.prod(item[0]))
     for number, ((rows, columns), same) in enumerate(by_size):
-        share = max(LEAST_ELEMENTS, left // (len(by_size) - number))
+        share = max(MIN_COMPRESSED_NUMEL, left // (len(by_size) - number))
         count = min(len(same), max(1, share // (rows * columns)))
         n, m = crop_shape(rows, columns, share)
         weight = len(same) * rows * columns / (count * n * m)

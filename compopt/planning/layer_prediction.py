@@ -8,7 +8,6 @@ compressed, and the boundaries that lead into them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -24,7 +23,7 @@ from .activation_costs import (
     dtype_of,
     exchange_of,
 )
-from .hardware import Machine, Speed, all_gather_seconds, all_reduce_seconds
+from .hardware import Machine, Speed, all_gather_seconds, all_reduce_seconds, check_positive
 from .prediction import Step
 
 # Most micro-batches times stages: the schedule goes through them one by one.
@@ -110,8 +109,7 @@ class Grid:
                 f"pipeline times micro_batches must be at most {MAX_PASSES}; got {self.pipeline} "
                 f"times {self.work.micro_batches}."
             )
-        if not 0 < self.compute_s < math.inf:
-            raise ValueError(f"compute_s must be positive and finite; got {self.compute_s}.")
+        check_positive(compute_s=self.compute_s)
 
 
 def order_1f1b(stage: int, stages: int, micro_batches: int) -> list[tuple[bool, int]]:

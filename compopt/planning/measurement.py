@@ -94,9 +94,11 @@ def fit(
         raise ValueError("fit needs positive measurements: drop the points that took no time.")
     if weights not in ("relative", "absolute"):
         raise ValueError(f"weights must be 'relative' or 'absolute'; got {weights!r}.")
-    target = torch.tensor(seconds, dtype=torch.float64)
+    target = torch.tensor(seconds, dtype=torch.float64, device="cpu")
     table = torch.tensor(
-        [[point.get(name, 0.0) for name in names] for point in points], dtype=torch.float64
+        [[point.get(name, 0.0) for name in names] for point in points],
+        dtype=torch.float64,
+        device="cpu",
     )
     weight = 1 / target if weights == "relative" else torch.ones_like(target)
     solution = solve_non_negative(table * weight[:, None], target * weight)
@@ -111,7 +113,7 @@ def solve_non_negative(table: torch.Tensor, target: torch.Tensor) -> torch.Tenso
     # Features differ by 15 orders of magnitude.
     scale = table.abs().amax(0).clamp_min(1e-300)
     kept = list(range(table.shape[1]))
-    solution = torch.zeros(table.shape[1], dtype=table.dtype)
+    solution = torch.zeros(table.shape[1], dtype=table.dtype, device="cpu")
     while kept:
         part = torch.linalg.lstsq(table[:, kept] / scale[kept], target[:, None]).solution.view(-1)
         if part.min() >= 0:

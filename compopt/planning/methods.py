@@ -56,12 +56,12 @@ class Workload:
 
     @classmethod
     def of_size(cls, parameters: int) -> Workload:
-        """A transformer of so many parameters: 64 times as wide as deep, 12 width^2 a layer, two
-        thirds in the MLP.
+        """A transformer of so many parameters: 64 times as wide as deep, but of four layers at
+        least, 12 width^2 a layer, two thirds in the MLP.
         """
         if parameters < 1:
             raise ValueError(f"parameters must be positive; got {parameters}.")
-        width = max(8.0, (64 * parameters / 12) ** (1 / 3))
+        width = max(8.0, min((64 * parameters / 12) ** (1 / 3), (parameters / 48) ** 0.5))
         layers = parameters / (12 * width**2)
         # Rows and columns of a layer, in widths: qkv, out, up, down.
         shapes = [(3, 1), (1, 1), (4, 1), (1, 4)]

@@ -273,12 +273,16 @@ def shard_seconds(situation: Situation, shard: int) -> tuple[float, float]:
 
 
 def predict_rows(situation: Situation) -> list[Row]:
-    """Every method in this situation; offloaded where it does not fit without crossing the link."""
+    """Every method in this situation; offloaded where it does not fit without crossing the link,
+    but not where copies are to be cut: an offloaded method takes whole ones.
+    """
+    is_cut = situation.shard not in (None, 1)
     baseline = predict_row(situation, BASELINE, None)
     rows = {BASELINE: baseline}
     for name, method in METHODS.items():
         plain = rows.get(method.instead_of)
-        if name != BASELINE and not (plain and plain.fits and not plain.shard_s):
+        is_needless = plain is not None and (is_cut or (plain.fits and not plain.shard_s))
+        if name != BASELINE and not is_needless:
             rows[name] = predict_row(situation, name, baseline)
     return list(rows.values())
 

@@ -9,13 +9,17 @@ import runpy
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from .._state.tensors import get_device, synchronize
 from .formatting import format_number_of
@@ -38,7 +42,8 @@ def run_script(script: str, arguments: Sequence[str], hooks: Sequence[Any]) -> N
         arguments: of the script.
         hooks: handles of registered hooks, removed at the end.
     """
-    argv, path = sys.argv, list(sys.path)
+    argv, path, folder = sys.argv, list(sys.path), os.getcwd()
+    streams = sys.stdout, sys.stderr
     try:
         if not os.path.isfile(script):
             raise ScriptError(f"{script}: there is no such file.")
@@ -46,12 +51,38 @@ def run_script(script: str, arguments: Sequence[str], hooks: Sequence[Any]) -> N
         sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
         with default_process_group():
             runpy.run_path(script, run_name="__main__")
-    except (StopScriptError, SystemExit):
+    except StopScriptError:
         pass
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            print(end.code, file=sys.stderr)  # as Python does
     finally:
         for hook in hooks:
             hook.remove()
         sys.argv, sys.path[:] = argv, path
+        sys.stdout, sys.stderr = streams
+        with suppress(OSError):  # the folder may be gone
+            os.chdir(folder)
+
+
+def hook_first_optimizer(after_step: Callable[[Optimizer], None]) -> list[Any]:
+    """Call ``after_step`` after every step of the optimizer that is the first to begin one, but of
+    no other: several may step in turn, or inside one another.
+    """
+    first: list[Optimizer] = []
+
+    def before_any(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if not first:
+            first.append(optimizer)
+
+    def after_any(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if optimizer is first[0]:
+            after_step(optimizer)
+
+    return [
+        register_optimizer_step_pre_hook(before_any),
+        register_optimizer_step_post_hook(after_any),
+    ]
 
 
 @contextmanager
@@ -97,8 +128,8 @@ def default_process_group() -> Iterator[None]:
 def profile_script(
     script: str, arguments: Sequence[str] = (), steps: int = 12
 ) -> tuple[float, Workload]:
-    """Run a training script until its optimizer has stepped `steps` times: median seconds a step,
-    and its parameters.
+    """Run a training script until its first optimizer has stepped `steps` times: median seconds a
+    step, and the parameters of all its optimizers.
 
     The first third of the steps is left out. Start it as one process: waiting for others would
     count as computation.
@@ -106,16 +137,19 @@ def profile_script(
     moments: list[float] = []
     named: dict[int, tuple[str, torch.Tensor]] = {}
 
-    def after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        synchronize(get_device())
-        moments.append(time.perf_counter())
+    def after_any_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
         for group in optimizer.param_groups:
             names = group.get("param_names") or [""] * len(group["params"])
             named.update({id(p): (name, p) for name, p in zip(names, group["params"], strict=True)})
+
+    def after_step(optimizer: Optimizer) -> None:
+        synchronize(get_device())
+        moments.append(time.perf_counter())
         if len(moments) > steps:
             raise StopScriptError
 
-    run_script(script, arguments, [register_optimizer_step_post_hook(after_step)])
+    hooks = [register_optimizer_step_post_hook(after_any_step), *hook_first_optimizer(after_step)]
+    run_script(script, arguments, hooks)
     if len(moments) <= steps:
         count = format_number_of(len(moments), "optimizer step")
         raise ScriptError(f"{script} ended after {count}; --profile needs {steps + 1}.")

@@ -95,22 +95,3 @@ def test_views_strides_and_empty_tensors_step_as_plain_ones(case):
 
     for plain, strange in zip(run(lambda g: g), run(odd), strict=True):
         torch.testing.assert_close(plain, strange, rtol=1e-5, atol=1e-6)
-
-
-@every_average
-def test_a_frozen_layer_joins_and_leaves_again(case):
-    ranks = make_ranks(case, 2)
-
-    def with_idle(model, rank, step):
-        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(7 * step + rank))
-        return loss(model, rank, step) + model.idle(x).square().mean()
-
-    for model in ranks.models:
-        model.idle.requires_grad_(False)
-    for frozen in (True, False, True):
-        for model in ranks.models:
-            model.idle.requires_grad_(not frozen)
-        before = ranks.models[0].idle.weight.detach().clone()
-        ranks.train(loss if frozen else with_idle, 4)
-        assert torch.equal(ranks.models[0].idle.weight, before) == frozen
-        ranks.assert_replicas_equal()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
 import torch
 from conformance import assert_same, every, every_average, loss, make_ranks, snapshot
-from sim import Ranks
+from sim import Ranks, World
 from table import by_name
 
 import compopt
@@ -67,6 +68,36 @@ def miss_a_step(ranks: Ranks, rank: int) -> None:
     late = copy.deepcopy((ranks.models[rank], ranks.optimizers[rank]))
     ranks.train(loss, 1)
     ranks.models[rank], ranks.optimizers[rank] = late
+
+
+@every_average
+def test_a_rank_that_dies_while_others_take_its_step_over_leaves_them_as_they_were(case):
+    """Rank 0 alone has applied the step, and rank 3 is gone. Ranks 1 and 2 have then to go on by themselves."""
+    ranks = make_ranks(case, 4)
+    ranks.train(loss, 4)
+    settled(ranks)
+    late = copy.deepcopy((ranks.models[1:3], ranks.optimizers[1:3]))
+    ranks.train(loss, 1)
+    ranks.models[1:3], ranks.optimizers[1:3] = late
+    before = [snapshot(optimizer) for optimizer in late[1]]
+    world = World(3)
+    world.failing_everywhere.add(4)  # behind their step counts: the third tensor
+    with pytest.raises(compopt.CommunicationError):
+        pairs = zip(ranks.optimizers[:3], world.comms, strict=True)
+        world.run([optimizer.rebind_as_generator(comm) for optimizer, comm in pairs])
+    parameters = len([*ranks.models[1].parameters()])
+    for optimizer, old in zip(late[1], before, strict=True):
+        assert_same(old[:parameters], [p.detach() for group in optimizer.param_groups for p in group["params"]])
+    with pytest.warns(UserWarning) if case.cls.rank_local_state else contextlib.nullcontext() as caught:
+        ranks.shrink([1, 2])
+    assert caught is None or "2 of 4 ranks are gone" in str(caught[0].message), "also of a rebind that failed"
+    for optimizer, old in zip(late[1], before, strict=True):
+        now = snapshot(optimizer)
+        assert_same(old[:parameters], now[:parameters])
+        assert_same(old[-1:], now[-1:])
+    ranks.steps -= 1
+    ranks.train(loss, 3)
+    ranks.assert_replicas_equal()
 
 
 @pytest.mark.filterwarnings("ignore:rank 1 had not applied step")

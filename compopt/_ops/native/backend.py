@@ -61,7 +61,7 @@ class NativeOps(NativeUpdates, NativeTopK):
         n = min(n, 8 * bits.numel())
         mask = address("a mask", bits, (n + 7) // 8, torch.uint8)
         room = self.library.positions(mask, n, 0, None) if size is None else size
-        out = torch.empty(room, dtype=torch.int32)
+        out = torch.empty(room, dtype=torch.int32, device="cpu")
         place = address("positions", out, room, torch.int32)
         return out[: self.library.positions(mask, n, room, place)]
 
@@ -117,8 +117,10 @@ class NativeOps(NativeUpdates, NativeTopK):
         if bucket.device.type != "cpu" or not is_plain(*tensors):
             return super().add_residuals(bucket, grads, residuals, out)
         lengths, library = bucket.lengths, self.library
-        marks = torch.empty(len(grads), dtype=torch.float32)
-        none = torch.empty(0, dtype=torch.int32)  # the positions of a tensor without ``out``
+        marks = torch.empty(len(grads), dtype=torch.float32, device="cpu")
+        none = torch.empty(
+            0, dtype=torch.int32, device="cpu"
+        )  # the positions of a tensor without ``out``
         table = PACK.table(
             len(grads),
             n=lengths,

@@ -102,7 +102,7 @@ class NativeMean(QuantizedMean):
         """Return one message for each chunk, and its fields, scales and packed values. The rest of
         a short chunk is zero: old contents of that memory are never sent.
         """
-        out = torch.empty(len(chunks), self._message_bytes(fields), dtype=torch.uint8)
+        out = torch.empty(len(chunks), self._message_bytes(fields), dtype=torch.uint8, device="cpu")
         first, scales, packed = self._split_messages(out, fields)
         for chunk, scale, values in zip(chunks, scales, packed, strict=True):
             ends = chunk.rows, packed_bytes(chunk.stop - chunk.start, self.bits)

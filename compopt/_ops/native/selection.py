@@ -20,7 +20,7 @@ from ..._state.masks import (
 )
 from ..._wire.requests import CommunicationError
 from ..operations import Ops
-from ..update_helpers import moment_of_slice
+from ..update_helpers import compute_x_of_slice
 from .passes import Column, Table, address, address_in_turn, addresses, is_plain
 
 
@@ -43,15 +43,15 @@ class NativeTopK(Ops):
     def top_k_positions(self, x: Tensor, k: int) -> Tensor | None:
         if not is_plain(x) or x.numel() >= 2**31:
             return None
-        out = torch.empty(k, dtype=torch.int32)
+        out = torch.empty(k, dtype=torch.int32, device="cpu")
         self.select_top_k(x, k, 0.0, out)
         return out.long()
 
     def top_k_mask(self, score: Tensor, k: int) -> Tensor:
         if not is_plain(score) or score.numel() >= 2**31:
             return super().top_k_mask(score, k)
-        positions = torch.empty(k, dtype=torch.int32)
-        bits = torch.zeros((score.numel() + 7) // 8, dtype=torch.uint8)
+        positions = torch.empty(k, dtype=torch.int32, device="cpu")
+        bits = torch.zeros((score.numel() + 7) // 8, dtype=torch.uint8, device="cpu")
         self.select_top_k(score, k, 0.0, positions)
         row = Table(1, chosen=address("positions", positions, k, torch.int32), k=k, at=0)
         mask = address("a mask", bits, len(bits), torch.uint8)
@@ -73,7 +73,7 @@ class NativeSelection:
         for piece in self.own_range.slices:
             self.first[piece.tensor], total = total, total + piece.k
             self.room = max(self.room, 2 * ops.library.room_for(piece.k))
-        self.positions = torch.empty(total, dtype=torch.int32)
+        self.positions = torch.empty(total, dtype=torch.int32, device="cpu")
 
     def columns(self, have_gradients: list[bool]) -> dict[str, Column]:
         """Return what scape.c needs to select: a guess of the threshold, the slice, how many
@@ -107,7 +107,7 @@ class NativeSelection:
         if i in self.slices:
             piece, first = self.slices[i], self.first[i]
             out = self.positions[first : first + piece.k]
-            self.ops.select_top_k(moment_of_slice(self.bucket, i, piece, g), piece.k, 0.0, out)
+            self.ops.select_top_k(compute_x_of_slice(self.bucket, i, piece, g), piece.k, 0.0, out)
 
     def store_thresholds(self) -> None:
         """Do nothing: the pass that selected has stored them."""
@@ -139,7 +139,7 @@ class NativeSelection:
         sizes = [0] * len(bucket.lengths)
         for piece in (piece for byte_range in byte_ranges for piece in byte_range.slices):
             sizes[piece.tensor] += piece.k
-        positions = torch.empty(sum(sizes), dtype=torch.int32)
+        positions = torch.empty(sum(sizes), dtype=torch.int32, device="cpu")
         bits = bucket.get_memory("mask bits", byte_ranges[-1].last_byte, torch.uint8).zero_()
         first = 0
         for rank, (byte_range, message) in enumerate(zip(byte_ranges, messages, strict=True)):

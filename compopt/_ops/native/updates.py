@@ -112,7 +112,7 @@ def adams_options(group: Group, clip: float, decay: bool = True) -> Options:
 def update_radius(
     bucket: Bucket, ops: NativeUpdates, mean: Payload, phase: str, mask: Mask, grads: Tensors
 ) -> list[Tensor]:
-    """Do Radius's lines 10, 15, 16 and 21 to 25 for all tensors; return the masks of line 22."""
+    """Do Radius's lines 10, 15, 16 and 21 to 25 for all tensors; return the masks of line 23."""
     group, state, lengths = bucket.group, bucket.state, bucket.lengths
     have_gradients, scores = bucket.have_gradients(mean), score_memory(bucket, ops, phase)
     for i, score in scores.items():

@@ -46,7 +46,9 @@ class TritonOps(KernelOps):
         device = payload.flat.device
         if device.type != self.device or {g.device for g in grads if g is not None} - {device}:
             return super().write_header(payload, grads)
-        marks = torch.tensor([float(g is not None) for g in grads], dtype=payload.header.dtype)
+        marks = torch.tensor(
+            [float(g is not None) for g in grads], dtype=payload.header.dtype, device="cpu"
+        )
         payload.header.copy_(pin(marks, device), non_blocking=True)
         flat = flatten(grads)
         lengths = tuple(0 if g is None else g.numel() for g in flat)

@@ -132,7 +132,7 @@ class RadiusCall(NamedTuple):
 
 
 def update_radius(ops: KernelOps, calls: Calls) -> list[list[Tensor]]:
-    """Do Radius's lines 10, 15, 16 and 21 to 25 for all tensors; return the masks of line 22.
+    """Do Radius's lines 10, 15, 16 and 21 to 25 for all tensors; return the masks of line 23.
 
     A resample step goes bucket by bucket: memory for scores is reused.
     """
