@@ -71,6 +71,7 @@ def test_a_script_is_watched_until_enough_was_seen(script, tmp_path, capsys):
 
 def diagnose_on_rank(rank: int, script: str, port: int) -> str:
     """The output of a process with torchrun's variables, by which the script makes the process group."""
+    torch.distributed.barrier()  # else a rank may be gone while the other still connects
     torch.distributed.destroy_process_group()
     as_torchrun_would(rank, 2)
     os.environ["MASTER_PORT"] = str(port)
