@@ -139,10 +139,10 @@ class LocalStats(Stats):
     gradient was not finite), "dense" on one process, or in the averaged start that of
     :class:`Average`.
 
-    The other fields describe the last exchange, in which d is the mean of the ranks'
-    pseudo-gradients d_k. ``spread`` is the root mean square over ranks of |d_k - d|, relative to
-    |d|. ``cosine`` is the mean cosine between the d_k of two ranks, over all pairs, weighted by
-    their norms. Both use the ranks' weights, and are estimated from sketches, to about .02.
+    The other fields describe the last exchange. ``spread`` is the root mean square over ranks of
+    the distance between a rank's pseudo-gradient and their mean, relative to the norm of the mean.
+    ``cosine`` is the mean cosine between the pseudo-gradients of two ranks, over all pairs,
+    weighted by their norms. Both use the ranks' weights, and are estimated from sketches, to about .02.
     ``round_steps`` are the steps that this rank took before the exchange, ``weight`` is its share
     in the average, and ``round_wait_seconds`` the time that it waited for collectives.
     """
