@@ -142,9 +142,9 @@ class LocalStats(Stats):
     The other fields describe the last exchange. ``spread`` is the root mean square over ranks of
     the distance between a rank's pseudo-gradient and their mean, relative to the norm of the mean.
     ``cosine`` is the mean cosine between the pseudo-gradients of two ranks, over all pairs,
-    weighted by their norms. Both use the ranks' weights, and are estimated from sketches, to about .02.
-    ``round_steps`` are the steps that this rank took before the exchange, ``weight`` is its share
-    in the average, and ``round_wait_seconds`` the time that it waited for collectives.
+    weighted by their norms. Both use the ranks' weights, and are estimated from sketches, to about
+    .02. ``round_steps`` are the steps that this rank took before the exchange, ``weight`` is its
+    share in the average, and ``round_wait_seconds`` the time that it waited for collectives.
     """
 
     round: int = 0
