@@ -1,5 +1,6 @@
 """Functions that several integrations use: modules found at their first forward, callbacks after
-backward, and rounds of local steps that end before an evaluation or a save.
+backward, groups that may be destroyed, and rounds of local steps that end before an evaluation or
+a save.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -18,6 +20,14 @@ from .._engine.optimizer import CompressedOptimizer
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the running backward has ended, after earlier callbacks."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def list_group_ranks(group: dist.ProcessGroup) -> list[int] | None:
+    """Return the global ranks of a process group; None if it was destroyed."""
+    try:
+        return dist.get_process_group_ranks(group)
+    except KeyError:
+        return None
 
 
 def end_open_rounds(optimizers: Iterable[Any]) -> None:

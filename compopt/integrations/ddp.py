@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
@@ -28,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from .._engine.optimizer import CompressedOptimizer, construction_callbacks, join_callbacks
 from .._engine.session import Role
-from ._shared import ModuleWatch, call_after_backward
+from ._shared import ModuleWatch, call_after_backward, list_group_ranks
 
 _handovers: weakref.WeakKeyDictionary[DDP, Handover] = weakref.WeakKeyDictionary()
 # the times at which optimizers were made or attached, in an order that all ranks share
@@ -273,14 +272,14 @@ def _check_handover(ddp: DDP, optimizer: CompressedOptimizer) -> None:
         )
     if optimizer._session.role is Role.WRAPPED:
         return
-    ddp_ranks = _list_ranks(ddp.process_group)
+    ddp_ranks = list_group_ranks(ddp.process_group)
     if ddp_ranks is None:
         raise RuntimeError(
             "the process group of this DistributedDataParallel was destroyed: wrap the model anew."
         )
     group = optimizer.comm.group
     # without a group, or with a destroyed one, which the next step reports
-    ranks = (None if group is None else _list_ranks(group)) or ddp_ranks
+    ranks = (None if group is None else list_group_ranks(group)) or ddp_ranks
     if set(ranks) != set(ddp_ranks):
         raise ValueError(
             f"process_group of the optimizer has ranks {ranks}, DistributedDataParallel's has "
@@ -288,18 +287,10 @@ def _check_handover(ddp: DDP, optimizer: CompressedOptimizer) -> None:
         )
 
 
-def _list_ranks(group: dist.ProcessGroup) -> list[int] | None:
-    """Return the global ranks of a process group; None if it was destroyed."""
-    try:
-        return dist.get_process_group_ranks(group)
-    except KeyError:
-        return None
-
-
 def _list_alive(ddps: Iterable[DDP]) -> list[DDP]:
     """Return those of ``ddps`` whose constructor succeeded and whose process group still exists."""
     complete = [ddp for ddp in ddps if "process_group" in vars(ddp)]
-    return [ddp for ddp in complete if _list_ranks(ddp.process_group) is not None]
+    return [ddp for ddp in complete if list_group_ranks(ddp.process_group) is not None]
 
 
 # Join: ranks that run out of data

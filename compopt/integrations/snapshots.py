@@ -39,6 +39,7 @@ from .._state.tensors import to_local
 from .._wire.collectives import Communicator
 from .._wire.requests import Broadcast
 from .._wire.warning import warn
+from ._shared import list_group_ranks
 
 State = dict[str, Any]
 Path_ = tuple[Any, ...]  # the keys of a value in nested dicts
@@ -148,7 +149,7 @@ class Snapshots:
         path = self.folder / snapshot.name
         with _without_warning(self._optimizer):
             state = self._read_state()
-        with _explain(path, "written", comm):
+        with _raise_brief_errors(path, "written", comm):
             written: Any = async_save(state, checkpoint_id=path, process_group=group)
         self._pending = path, getattr(written, "upload_completion", written)
 
@@ -163,13 +164,14 @@ class Snapshots:
             return
         path, future = pending
         try:
-            with _explain(path, "written", self._optimizer.comm):
+            with _raise_brief_errors(path, "written", self._optimizer.comm):
                 future.result()
         except RuntimeError:
             if not (path / ".metadata").exists():  # free its part of a disk that may be full
                 shutil.rmtree(path, ignore_errors=True)
             raise
-        if self._group is None or (_is_alive(self._group) and dist.get_rank(self._group) == 0):
+        group = self._group
+        if group is None or (list_group_ranks(group) and dist.get_rank(group) == 0):
             self._remove_old()
 
     close = wait
@@ -212,7 +214,7 @@ class Snapshots:
         The first call, also after the default group was made anew, agrees on a stamp, at least that
         of all snapshots that any rank sees.
         """
-        if self._group is not None and not _is_alive(self._group):  # ranks have met anew
+        if self._group is not None and not list_group_ranks(self._group):  # ranks have met anew
             try:
                 self.wait()
             except RuntimeError as error:  # it may have been written over that group
@@ -293,7 +295,9 @@ class Snapshots:
         from torch.distributed.checkpoint.state_dict_loader import load
 
         state, path, comm = self._read_state(), self.folder / snapshot.name, self._optimizer.comm
-        with _explain(path, "read", comm, ": move it away, and resume from what is left"):
+        with _raise_brief_errors(
+            path, "read", comm, ": move it away, and resume from what is left"
+        ):
             load(state, checkpoint_id=path, process_group=self._get_group())
         stateful = torch.load(io.BytesIO(state["stateful"]), "cpu", weights_only=False)
         return {**state, "stateful": stateful}
@@ -428,15 +432,6 @@ def _iterate_anchors(state: State) -> Iterator[tuple[str, Tensor]]:
             yield name, to_local(outer["anchor"])
 
 
-def _is_alive(group: dist.ProcessGroup) -> bool:
-    """Return True unless a group was destroyed, with the default group or by itself."""
-    try:
-        dist.get_rank(group)
-    except (RuntimeError, ValueError):
-        return False
-    return True
-
-
 # Files
 
 
@@ -459,7 +454,9 @@ def _has_all_bytes(path: Path) -> bool:
 
 
 @contextmanager
-def _explain(path: Path, done: str, comm: Communicator, advice: str = "") -> Iterator[None]:
+def _raise_brief_errors(
+    path: Path, done: str, comm: Communicator, advice: str = ""
+) -> Iterator[None]:
     """Raise RuntimeError with the rank and a short cause in place of what torch raises, which is
     long and not even an Exception.
     """
