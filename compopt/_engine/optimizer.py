@@ -266,7 +266,7 @@ class CompressedOptimizer(OptimizerBase):
             self.state.pop(p, None)
         self._session.rebuild_buckets()
 
-    def lay_out_replaced_parameters(self) -> None:
+    def lay_out_new_parameters(self) -> None:
         """Lay out state anew if ``param_groups`` hold other parameters by now: Accelerate puts
         FSDP2's shards in their place, and torch's optimizers step what is appended to a group.
         """
@@ -363,7 +363,7 @@ class CompressedOptimizer(OptimizerBase):
 
         Raises ValueError, with nothing loaded, if the checkpoint does not fit.
         """
-        self.lay_out_replaced_parameters()
+        self.lay_out_new_parameters()
         state_dict = state_dict.copy()  # as torch: hooks may change it
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict

@@ -80,7 +80,7 @@ class OptimizerBase(Optimizer):
     def read_options(self) -> None:
         """Read options that were changed in groups of another optimizer, before each step."""
 
-    def lay_out_replaced_parameters(self) -> None:
+    def lay_out_new_parameters(self) -> None:
         """Lay out state anew if ``param_groups`` hold other parameters by now."""
 
     @property

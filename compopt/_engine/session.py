@@ -216,7 +216,7 @@ class Session:
 
     def apply_changed_options(self) -> None:
         """Lay out state again if new options need state of another kind or size (``rank``)."""
-        self.optimizer.lay_out_replaced_parameters()
+        self.optimizer.lay_out_new_parameters()
         self.optimizer.read_options()
         has_new_layout = self.has_new_options and self.optimizer.has_new_layout
         if self.has_foreign_state or has_new_layout:

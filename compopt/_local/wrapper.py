@@ -64,7 +64,7 @@ class AnchoredWrapper(Wrapper):
         """Connect ranks, add new groups, and keep nothing of the averaged start."""
         session = self._session
         session.connect_ranks()
-        self.lay_out_replaced_parameters()
+        self.lay_out_new_parameters()
         self.add_groups_of_base()
         has_residual = any(bucket.flat["residual"].numel() for bucket in session.buckets)
         if has_residual or session.has_foreign_state:

@@ -68,7 +68,7 @@ class ModuleWatch:
         """Inspect ``module``, which is about to run, and the modules in it."""
         if torch.compiler.is_compiling() or (optimizer := self._optimizer()) is None:
             return
-        optimizer.lay_out_replaced_parameters()
+        optimizer.lay_out_new_parameters()
         if module not in self._seen:
             new = list(self._iterate_unseen(module))
             self._remove_parameters_of(self._integrate(new, optimizer))
