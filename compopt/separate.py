@@ -159,9 +159,7 @@ class SeparateAdam(ProjectingOptimizer):
             norm is computed from the payload: a Gaussian projection gives an unbiased estimate,
             ``|p|^2 / r``; orthonormal and tracked columns give the norm of the part they span,
             which is smaller. ``stats.grad_norm`` is that number. "local" clips each rank's gradient
-            by its own norm before the projection; then nothing is sent during backward. (0.1.0
-            called "average" "reconstructed", which is still accepted; its norm was that of the
-            reconstruction, about sqrt(1 + w) times as large.)
+            by its own norm before the projection; then nothing is sent during backward.
         payload_dtype: as in :class:`RadiusAdamW`; "auto": int8 for tracked projections, else the
             gradient's.
 

@@ -78,7 +78,7 @@ FORMS = [
     Form("SeparateAdam", PROJECT, "gaussian"),
     Form(
         "SeparateAdam",
-        PROJECT | dict(projection="orthonormal", ef_beta=0.5, clip="reconstructed"),
+        PROJECT | dict(projection="orthonormal", ef_beta=0.5, clip="average"),
         "orthonormal",
     ),
     Form("SeparateAdam", TRACK, "tracked"),

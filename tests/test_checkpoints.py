@@ -187,8 +187,7 @@ def test_a_state_dict_holds_every_state_in_its_parameters_shape(case):
         assert all(map(torch.equal, tree_leaves(optimizer.state[p]), tree_leaves(entry)))
 
 
-def test_a_wrapped_optimizer_refuses_what_dcp_saved_of_it_without_its_base():
-    """As 0.1.0 did."""
+def test_a_wrapped_optimizer_refuses_a_checkpoint_without_its_base():
     model = make()
     optimizer = by_name["Separate"].make(model.parameters())
     train(model, optimizer, range(2), 0)

@@ -223,26 +223,6 @@ def assert_equal_states(a, b) -> None:
         assert a == b
 
 
-@pytest.mark.parametrize("outer", [[{"anchors": [], "outer": {}}], {"anchors": [], "due": [], "exchange": None}])
-def test_a_checkpoint_with_anchors_apart_is_refused_in_a_sentence(outer):
-    """As earlier versions wrote them: a list, with an optimizer for each fragment, and later a dict."""
-    _, optimizers = train(2, 6, torch.float32)
-    saved = {**state_of(optimizers[0]), "outer": outer}
-    with pytest.raises(ValueError, match=r"an earlier version .*end_round\(\).*\"base\""):
-        optimizers[0].load_state_dict(saved)
-
-
-def test_a_checkpoint_of_a_run_that_kept_a_share_of_its_own_is_refused_in_a_sentence():
-    """``mix``, which there was before; 0 is what there is."""
-    _, optimizers = train(2, 6, torch.float32)
-    saved = state_of(optimizers[0])
-    saved["param_groups"][0]["mix"] = 0.0
-    optimizers[0].load_state_dict(saved)
-    saved["param_groups"][0]["mix"] = 0.5
-    with pytest.raises(ValueError, match=r"an earlier version .*, with mix=0\.5: call end_round\(\) .*\"base\""):
-        optimizers[0].load_state_dict(saved)
-
-
 def test_anchors_of_another_class_are_refused():
     _, optimizers = train(2, 6, torch.float32)
     saved = state_of(optimizers[0])

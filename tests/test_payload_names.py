@@ -67,7 +67,7 @@ def test_a_group_may_have_its_own():
 
 @every
 def test_a_checkpoint_with_either_form_loads(case):
-    """Version 0.1.0 saved the torch.dtype."""
+    """A state dict that was edited may hold the torch.dtype."""
     run = conformance.make_ranks(case, 2, payload_dtype="bfloat16")
     run.train(conformance.loss, 5)
     run.world.consolidate(run.optimizers)

@@ -147,19 +147,6 @@ def test_where_the_ranks_cannot_compare_their_times_no_step_is_half_taken(case, 
     ranks.assert_replicas_equal()
 
 
-@every
-def test_a_verdict_that_version_0_1_0_wrote_in_place_of_the_warm_up_is_read(case):
-    saved = case.make(make_model().parameters(), when="auto").state_dict()
-    for group in saved["param_groups"]:
-        group.update(when="always", warmup_steps=2**62)
-        del group["pays"], group["dense_until"]
-    optimizer = case.make(make_model().parameters(), warmup_steps=7)
-    optimizer.load_state_dict(saved)
-    group = optimizer._option_groups[0]
-    assert (group["when"], group["pays"], group["warmup_steps"]) == ("auto", False, 7)
-    assert optimizer._session.trial is None and _when.count_dense_steps(group) == _when.FOREVER
-
-
 def test_a_model_with_nothing_to_compress_is_not_tried():
     optimizer = compopt.RadiusAdamW([nn.Parameter(torch.zeros(9))], when="auto")
     assert optimizer._session.trial is None

@@ -26,7 +26,6 @@ from .._state.tensors import to_local
 from .._wire.payload import dtype_name
 from .._wire.warning import warn
 from .collective_generators import CollectiveGenerator
-from .dense_start import FOREVER, TRIAL_OPTIONS
 from .options import Group, absolute_rates, refuse_unsupported
 from .resharding import average_state, gather_shards
 from .session import Session
@@ -302,12 +301,6 @@ def _read_options(session: Session, group: Group, other: Group) -> Group:
     ValueError if an option is invalid.
     """
     saved_options = {name: value for name, value in other.items() if name not in NOT_OPTIONS}
-    if "when" in saved_options and "pays" not in saved_options:  # of version 0.1.0
-        saved_options |= TRIAL_OPTIONS
-        if saved_options.get("warmup_steps") == FOREVER:  # "dense" was a warm-up without end
-            saved_options |= {"when": "auto", "pays": False}
-            # the user's warm-up was not saved: keep the optimizer's
-            del saved_options["warmup_steps"]
     saved_options = copy.deepcopy(saved_options)
     step = saved_options.get("step", 0)
     if not isinstance(step, int) or step < 0:
@@ -324,7 +317,7 @@ def _read_options(session: Session, group: Group, other: Group) -> Group:
         raise ValueError(
             f"loaded state dict has an option of a wrong type ({error}): it is damaged."
         ) from error
-    # check_group may have renamed a value; rates keep their signs
+    # check_group may have converted a value; rates keep their signs
     return {name: (options if name in rates else checked)[name] for name in saved_options}
 
 

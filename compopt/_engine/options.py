@@ -163,7 +163,7 @@ def check_tensors(group: Mapping[str, Any]) -> None:
 
 def check_compression(group: dict[str, Any]) -> None:
     """Check the options that all compressing classes share, and normalize them in ``group``."""
-    when = group.setdefault("when", "always")  # missing in older checkpoints
+    when = group.setdefault("when", "always")  # a class need not have it
     require_option(when in ("always", "auto"), group, "when", "'always' or 'auto'")
     for name, value in TRIAL_OPTIONS.items():
         group.setdefault(name, value)

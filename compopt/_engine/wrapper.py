@@ -386,8 +386,7 @@ def check_base_checkpoint(state_dict: dict[str, Any], groups: list[Group], base:
     """Raise ValueError if a checkpoint without the wrapper's part is not the base's."""
     if any("residual" in entry for entry in state_dict["state"].values()):
         raise ValueError(
-            "loaded state dict has residuals but not the base optimizer's state: "
-            "torch.distributed.checkpoint's get_optimizer_state_dict left that out until 0.1.1. "
+            "loaded state dict has residuals but not the base optimizer's state: it is damaged. "
             "Load what optimizer.state_dict() returned."
         )
     if groups and groups[0].get("class", "torch") not in ("torch", base):

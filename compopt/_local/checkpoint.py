@@ -85,17 +85,9 @@ def _as_tensors(numbers: dict[str, float]) -> dict[str, Tensor]:
 def split_rounds(saved: dict[str, Any], name: str) -> tuple[dict[str, Any], list[Entry | None]]:
     """Return the state dict without what is under "outer", and that of every parameter.
 
-    Raises ValueError if this is not what the class ``name`` saves now.
+    Raises ValueError if another class than ``name`` saved anchors.
     """
     groups = saved["param_groups"]
-    mixes = [group["mix"] for group in groups if group.get("mix")]
-    if "outer" in saved or mixes:
-        what = f"mix={mixes[0]!r}" if mixes else "anchors apart"
-        raise ValueError(
-            f"loaded state dict is of an earlier version of LocalSteps, with {what}: call "
-            'end_round() there, and load what its state_dict() has under "base". Outer '
-            "momentum then begins anew."
-        )
     state, keys = {}, [key for group in groups for key in group["params"]]
     for key, entry in saved["state"].items():
         is_entry = isinstance(entry, dict)

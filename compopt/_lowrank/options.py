@@ -102,8 +102,6 @@ def check_options(group: Group) -> None:
     wanted = "None, 'auto' or, of a random projection, an integer >= 1"
     require_option(is_height, group, "block_rows", wanted)
 
-    if group["clip"] == "reconstructed":  # its name in 0.1.0
-        group["clip"] = "average"
     require_option(group["clip"] in ("average", "local"), group, "clip", "'average' or 'local'")
     if is_clipped(group, "local") and any(map(is_dtensor, group["params"])):
         raise ValueError(
