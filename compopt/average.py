@@ -1,4 +1,4 @@
-"""Gradients averaged whole, around any torch optimizer.
+"""Gradients averaged dense, around any torch optimizer.
 
 One bucket on rank n at one step; g_n is its local gradient, e_n its residual (rounding errors)::
 
@@ -58,7 +58,7 @@ def average(bucket: Bucket, ops: Ops, update: Update) -> RequestGenerator[None]:
 
 
 class Average(Wrapper, ReducingOptimizer):
-    """Any torch optimizer, on gradients that are averaged whole::
+    """Any torch optimizer, on gradients that are averaged dense::
 
         adamw = torch.optim.AdamW(model.parameters(), lr=3e-4)
         optimizer = compopt.Average(adamw, payload_dtype="int8")

@@ -67,7 +67,7 @@ def separate(
     reducer.draw_matrices()  # again: R is not kept during the exchange, which would take memory
     factor = reducer.clip_factor(norm)
     have_gradients = bucket.have_gradients(mean)
-    # fused implementations know AdamW only, and averages that are whole or factored
+    # fused implementations know AdamW only, and averages that are dense or factored
     if isinstance(update, AdamWUpdate) and reducer.has_factors:
         yield RunBatched(  # lines 4 and 5
             update_tensors, bucket, ops, mean, reducer, update, have_gradients, factor

@@ -84,7 +84,7 @@ def tagc(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
 
 class UnionReducer(ReduceScatterReducer):
     """Lines 1 to 10, all shards of one bucket: sends compressed tensors at the union of the ranks'
-    selections, the others whole. In the dense start it sends all of them whole.
+    selections, the others dense. In the dense start it sends all of them dense.
     """
 
     positions: Tensor  # the positions that this rank has selected, in the mask
@@ -97,7 +97,7 @@ class UnionReducer(ReduceScatterReducer):
         super().__init__(bucket, ops)
         self.is_sparse = bucket.group["step"] >= dense_steps(bucket) and self.layout.mask_bytes > 0
         if self.is_sparse:
-            self.sent_whole = [i for i, c in enumerate(bucket.compressed) if not c]
+            self.sent_dense = [i for i, c in enumerate(bucket.compressed) if not c]
 
     @property
     def phase(self) -> str:
@@ -169,7 +169,7 @@ class UnionReducer(ReduceScatterReducer):
         codec = CODECS[group["codec"]]
         self.codec = codec(self.layout, union, self.counts, group["sketch_ratio"], seed)
         flat = self.make_owner_payloads(marks, self.codec.sizes)
-        self.write_whole_tensors()
+        self.write_dense_tensors()
         # x is not needed any more: its memory takes the values to encode, in the order of the mask
         values = self._mask_memory().index_fill_(0, union, 0)
         values.scatter_(0, self.positions, self.selected)
@@ -203,7 +203,7 @@ class UnionReducer(ReduceScatterReducer):
             super().feed_back(have_gradients)
             return
         bucket.cache["union_and_leftovers"] = len(self.union), self.codec.leftovers
-        some = [i for i in range(len(grads)) if i not in self.sent_whole and have_gradients[i]]
+        some = [i for i in range(len(grads)) if i not in self.sent_dense and have_gradients[i]]
         pairs = [(bucket.state["residual"][i], g) for i in some if (g := grads[i]) is not None]
         if pairs:
             torch._foreach_add_([e for e, _ in pairs], [g for _, g in pairs])

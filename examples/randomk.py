@@ -50,7 +50,7 @@ def randomk(bucket: Bucket, reducer: AllReduceReducer, update: AdamWUpdate) -> R
 
 
 def draw(bucket: Bucket, t: int) -> Mask:
-    """Line 1: ascending positions in each compressed tensor; None for what is sent whole."""
+    """Line 1: ascending positions in each compressed tensor; None for what is sent dense."""
     positions: list[Tensor | None] = [None] * len(bucket.params)
     for i in (i for i, compressed in enumerate(bucket.compressed) if compressed):
         n, words = bucket.lengths[i], (bucket.group["seed"], t, bucket.index, i)

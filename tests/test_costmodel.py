@@ -183,7 +183,7 @@ def test_bytes_a_parameter_are_those_of_the_algorithms():
     assert state["AdamW+DDP"] == 8 and state["RadiusAdamW"] == 12.125 and state["ScapeAdamS"] == pytest.approx(4.65)
 
 
-def test_what_is_not_compressed_is_sent_whole():
+def test_what_is_not_compressed_is_sent_dense():
     work = dataclasses.replace(Workload.of_size(1_000_000), compressed=0.5)
     kept = 0.4 * 199 / 200 + 1 / 200
     assert METHODS["RadiusAdamW"](work, 4).reduced / work.parameters == pytest.approx(4 * (0.5 * kept + 0.5))

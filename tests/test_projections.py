@@ -49,7 +49,7 @@ def test_what_is_projected(shape, sharded, m, d, r):
     assert torch.equal((q.view_as_matrix(x).t() if q.transposes else q.view_as_matrix(x)).reshape(shape), x)
 
 
-def test_what_is_sent_whole():
+def test_what_is_sent_dense():
     for shape in [(5000,), (), (0, 64), (64, 0), (5000, 1), (1, 100_000)]:
         for sharded in (False, True):
             assert plan_projection(torch.Size(shape), sharded, 16, "gaussian", "auto") is None, shape

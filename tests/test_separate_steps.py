@@ -111,7 +111,7 @@ def test_a_basis_is_orthonormal():
         torch.testing.assert_close(basis.t() @ basis, torch.eye(4), rtol=0, atol=1e-5)
 
 
-def test_what_int8_takes_off_a_tensor_sent_whole_beside_tracked_ones_goes_out_with_the_next_step():
+def test_what_int8_takes_off_a_tensor_sent_dense_beside_tracked_ones_goes_out_with_the_next_step():
     run = Run(projection="tracked", rank=40, payload_dtype=torch.int8)  # more columns than pay for the first
     for _ in range(4):
         for i, (applied, came) in run.step().items():

@@ -65,9 +65,9 @@ class ShardReducer(Reducer, Protocol):
 
 
 class ReduceScatterReducer:
-    """Sends gradients whole, with the residuals of those that have any; each rank gets its shard.
+    """Sends gradients dense, with the residuals of those that have any; each rank gets its shard.
 
-    A residual is then what rounding to the payload's dtype has taken off. ``sent_whole``: the
+    A residual is then what rounding to the payload's dtype has taken off. ``sent_dense``: the
     indices of the tensors that are sent, by default of all. ``sends_residuals``: whether their
     residuals are sent too, by default where there are some.
     """
@@ -76,12 +76,12 @@ class ReduceScatterReducer:
         self,
         bucket: Bucket,
         ops: Ops,
-        sent_whole: list[int] | None = None,
+        sent_dense: list[int] | None = None,
         sends_residuals: bool | None = None,
     ):
         self.bucket, self.ops, self.layout = bucket, ops, bucket.shards
         self.grads = bucket.grads()
-        self.sent_whole = [*range(len(self.grads))] if sent_whole is None else sent_whole
+        self.sent_dense = [*range(len(self.grads))] if sent_dense is None else sent_dense
         self.sends_residuals = bucket.has_residual if sends_residuals is None else sends_residuals
         self.values: list[Tensor] = []  # the average, once it is there
 
@@ -92,7 +92,7 @@ class ReduceScatterReducer:
     def reduce(self) -> RequestGenerator[Payload]:
         like = torch.empty(0, dtype=self.bucket.compute_dtype, device=self.bucket.device)
         flat = self.make_owner_payloads(gradient_marks(self.grads, like))
-        self.write_whole_tensors()
+        self.write_dense_tensors()
         mean = yield from self.exchange(flat)
         self.values = list(mean.parts)
         return mean
@@ -114,7 +114,7 @@ class ReduceScatterReducer:
 
     def feed_back(self, have_gradients: list[bool]) -> None:
         bucket, is_rounded = self.bucket, self.owner_payloads[0].rounding_errors is not None
-        for part, i in enumerate(self.sent_whole):
+        for part, i in enumerate(self.sent_dense):
             e = bucket.state["residual"][i]
             if e is None or not have_gradients[i]:
                 continue
@@ -138,12 +138,12 @@ class ReduceScatterReducer:
         return dtype
 
     def make_owner_payloads(self, marks: Tensor, encoded_sizes: Sequence[int] = ()) -> Tensor:
-        """Make a payload for every owner, of what it owns of tensors that are sent whole, then
+        """Make a payload for every owner, of what it owns of tensors that are sent dense, then
         ``encoded_sizes[rank]`` numbers. Returns the memory that they share.
         """
         ranks = range(self.layout.ranks)
         sizes = [self.layout.sizes(rank) for rank in ranks]
-        lengths = [[sizes[rank][i] for i in self.sent_whole] for rank in ranks]
+        lengths = [[sizes[rank][i] for i in self.sent_dense] for rank in ranks]
         for rank_lengths, size in zip(lengths, encoded_sizes, strict=False):
             rank_lengths.append(size)
         self.owner_payloads, flat = self.bucket.make_payloads(lengths, self.payload_dtype)
@@ -151,13 +151,13 @@ class ReduceScatterReducer:
         torch._foreach_copy_(headers, [marks] * len(headers))
         return flat
 
-    def write_whole_tensors(self) -> None:
-        """Write to each owner's payload its elements of the tensors that are sent whole."""
+    def write_dense_tensors(self) -> None:
+        """Write to each owner's payload its elements of the tensors that are sent dense."""
         residual = self.bucket.state["residual"]
         flat = [None if g is None else g.reshape(-1) for g in self.grads]
         absent, to, grads, with_residual, residuals = [], [], [], [], []
         for rank, payload in enumerate(self.owner_payloads):
-            for part, i in zip(payload.unrounded_parts, self.sent_whole, strict=False):
+            for part, i in zip(payload.unrounded_parts, self.sent_dense, strict=False):
                 if not part.numel():
                     continue
                 g, e, owned = flat[i], residual[i], slice(*self.layout.ranges[rank][i])

@@ -35,9 +35,9 @@ from .._wire.warning import warn
 from .matrices import MatrixSource, RandomMatrices, checksum_projection
 from .options import check_options, is_clipped, is_reset_step
 from .projections import Projection, is_dtensor, plan_projection
-from .reducer import ProjectedTensor, ProjectionReducer, ReducerInputs, TrackedTensor, WholeTensor
+from .reducer import DenseTensor, ProjectedTensor, ProjectionReducer, ReducerInputs, TrackedTensor
 
-Plan = list[Projection | None]  # one for each tensor of a bucket; None: sent whole
+Plan = list[Projection | None]  # one for each tensor of a bucket; None: sent dense
 
 
 class ProjectingOptimizer(ReducingOptimizer):
@@ -152,7 +152,7 @@ class ProjectingOptimizer(ReducingOptimizer):
         ]
 
     def _plan_next_step(self, bucket: Bucket) -> Plan:
-        """Plan the projections of the coming step; in the dense start all tensors are whole."""
+        """Plan the projections of the coming step; none in the dense start."""
         if bucket.group["step"] < dense_steps(bucket):
             return [None] * len(bucket.params)
         return self._plan_compressed(bucket)
@@ -173,10 +173,10 @@ class ProjectingOptimizer(ReducingOptimizer):
         # the residual of a Gaussian projection is noise; that of a contraction is due
         has_due_residual = bucket.has_residual and group["projection"] != "gaussian"
         sends_residuals = bucket.is_rounded or has_due_residual
-        whole_reducer = None
+        dense_reducer = None
         if bucket.is_sharded:
-            sent_whole = [i for i, q in enumerate(plan) if q is None]
-            whole_reducer = ReduceScatterReducer(bucket, self.ops, sent_whole, sends_residuals)
+            sent_dense = [i for i, q in enumerate(plan) if q is None]
+            dense_reducer = ReduceScatterReducer(bucket, self.ops, sent_dense, sends_residuals)
         t = group["step"] + 1
         adapts = any(plan) and group["adaptive"] and t % group["adapt_interval"] == 0
         random = [None if q is None or q.is_tracked else q for q in plan]
@@ -188,13 +188,13 @@ class ProjectingOptimizer(ReducingOptimizer):
             norm_is_reproducible=any(is_clipped(group, "average") for group in self._option_groups),
             params_with_basis=self._params_with_basis,
             on_cosines=self._cosines.update if adapts else None,
-            whole_reducer=whole_reducer,
+            dense_reducer=dense_reducer,
         )
         return ProjectionReducer(bucket, self.ops, inputs)
 
     def _make_tensors(
         self, bucket: Bucket, plan: Plan, local_factor: float, sends_residuals: bool
-    ) -> list[WholeTensor | ProjectedTensor]:
+    ) -> list[DenseTensor | ProjectedTensor]:
         grads, residual = bucket.grads(), bucket.state["residual"]
         bases: dict[int, Tensor] = {}
         if tracked := {i: q for i, q in enumerate(plan) if q is not None and q.is_tracked}:
@@ -208,18 +208,18 @@ class ProjectingOptimizer(ReducingOptimizer):
             for i in tracked:
                 if (Q := stored[i] if has_basis[i] else random[i]) is not None:
                     bases[i] = Q.view(tracked[i].m, -1)
-        tensors: list[WholeTensor | ProjectedTensor] = []
+        tensors: list[DenseTensor | ProjectedTensor] = []
         for i, (q, g, e) in enumerate(zip(plan, grads, residual, strict=True)):
             if q is not None and e is not None and q.is_tracked:
                 tensors.append(TrackedTensor(g, e, local_factor, q, self.ops, bases[i]))
             elif q is not None and e is not None:
                 tensors.append(ProjectedTensor(g, e, local_factor, q, self.ops))
             elif bucket.is_sharded:  # sent by another reducer
-                tensors.append(WholeTensor(grad=None, residual=None))
+                tensors.append(DenseTensor(grad=None, residual=None))
             else:
                 length, has_residual = bucket.lengths[i], bucket.has_residual
                 tensors.append(
-                    WholeTensor(g, e, local_factor, length, has_residual, sends_residuals)
+                    DenseTensor(g, e, local_factor, length, has_residual, sends_residuals)
                 )
         return tensors
 

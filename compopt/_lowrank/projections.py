@@ -111,7 +111,7 @@ def plan_projection(
     rank: int = 16,
     block_rows: int | str | None = None,
 ) -> Projection | None:
-    """Choose the projection of a tensor of this (local) shape; None where it is sent whole.
+    """Choose the projection of a tensor of this (local) shape; None where it is sent dense.
 
     A random projection reduces the smaller side, since the bytes and the variance of a ratio are
     the same and less is drawn and multiplied. In two cases the last dimension is projected. Fewer

@@ -1,6 +1,6 @@
-"""SEPARATE's reducer: matrices are sent projected, the other tensors whole.
+"""SEPARATE's reducer: matrices are sent projected, the other tensors sent dense.
 
-``ProjectionReducer`` reduces a bucket. Each tensor is sent whole, projected on random columns, or
+``ProjectionReducer`` reduces a bucket. Each tensor is sent dense, projected on random columns, or
 on tracked columns. Its part of a payload holds what this rank sends of it, and after the exchange
 the average over ranks. Lines are those of SEPARATE's Algorithm 1, see ``compopt.separate``.
 """
@@ -36,18 +36,18 @@ class ReducerInputs:
     the local gradient. ``norm_is_reproducible`` asks for a norm that does not depend on the number
     of threads, since every rank clips by the norm that it computes. ``params_with_basis`` are the
     parameters whose basis has been computed by a step. ``on_cosines`` receives the cosines of
-    Algorithm 3 in a step that adapts to them. ``whole_reducer`` reduces what is not projected where
+    Algorithm 3 in a step that adapts to them. ``dense_reducer`` reduces what is not projected where
     the bucket is cut into shards.
     """
 
-    tensors: Sequence[WholeTensor | ProjectedTensor]
+    tensors: Sequence[DenseTensor | ProjectedTensor]
     draw_matrices: Callable[[], RandomMatrices]
     local_factor: float
     sends_residuals: bool
     norm_is_reproducible: bool
     params_with_basis: set[Tensor]
     on_cosines: Callable[[dict[Tensor, float]], None] | None = None
-    whole_reducer: ReduceScatterReducer | None = None
+    dense_reducer: ReduceScatterReducer | None = None
 
 
 class ProjectionReducer:
@@ -68,9 +68,9 @@ class ProjectionReducer:
 
     def reduce(self) -> RequestGenerator[Payload]:
         """Do lines 1 to 3. Tracked tensors exchange P first, and compute the next basis from p."""
-        whole_reducer = self.inputs.whole_reducer
-        if whole_reducer is not None and not self.projected:
-            self.mean = yield from whole_reducer.reduce()
+        dense_reducer = self.inputs.dense_reducer
+        if dense_reducer is not None and not self.projected:
+            self.mean = yield from dense_reducer.reduce()
             return self.mean
         mean_of_P = None
         if self.tracked:
@@ -88,8 +88,8 @@ class ProjectionReducer:
         self.mean = mean
         averages = [x.projection.view_as_projected(mean.parts[i]) for i, x in self.tracked.items()]
         self.next_bases = dict(zip(self.tracked, orthonormalize_each(averages), strict=True))
-        if whole_reducer is not None and whole_reducer.sent_whole:
-            yield from whole_reducer.reduce()
+        if dense_reducer is not None and dense_reducer.sent_dense:
+            yield from dense_reducer.reduce()
         return mean
 
     def _exchange_P(self) -> RequestGenerator[Payload]:
@@ -139,7 +139,7 @@ class ProjectionReducer:
             tensor.multiply_h(
                 tensor.R, tensor.projection.view_as_projected(payload.unrounded_parts[i])
             )
-        self._write_whole_tensors(payload)
+        self._write_dense_tensors(payload)
         if inputs.on_cosines:
             payload.unrounded_parts[-1].zero_()
             for i, projected in self.projected.items():
@@ -148,16 +148,16 @@ class ProjectionReducer:
                 )
         return payload.round()
 
-    def _write_whole_tensors(self, payload: Payload) -> None:
+    def _write_dense_tensors(self, payload: Payload) -> None:
         pairs = zip(self.tensors, payload.unrounded_parts, strict=False)
-        uncompressed = [(tensor, part) for tensor, part in pairs if isinstance(tensor, WholeTensor)]
-        with_grad = [(part, x.grad.reshape(-1)) for x, part in uncompressed if x.grad is not None]
+        dense = [(tensor, part) for tensor, part in pairs if isinstance(tensor, DenseTensor)]
+        with_grad = [(part, x.grad.reshape(-1)) for x, part in dense if x.grad is not None]
         if with_grad:
             parts = [part for part, _ in with_grad]
             torch._foreach_copy_(parts, [g for _, g in with_grad])
             if self.local_factor != 1:
                 torch._foreach_mul_(parts, self.local_factor)
-        for tensor, part in uncompressed:
+        for tensor, part in dense:
             if tensor.grad is None:
                 part.zero_()
             if tensor.residual is not None and tensor.sends_residual:
@@ -187,8 +187,8 @@ class ProjectionReducer:
     def read_owned_parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
         """Do line 4 for the rows that this rank owns."""
         self.draw_matrices()
-        reducer = self.inputs.whole_reducer
-        uncompressed = iter(() if reducer is None else reducer.read_owned_parts(dtype))
+        reducer = self.inputs.dense_reducer
+        dense_parts = iter(() if reducer is None else reducer.read_owned_parts(dtype))
         for i in range(len(self.tensors)):
             if i in self.projected:
                 start, stop = self.bucket.shards.own_ranges[i]
@@ -196,12 +196,12 @@ class ProjectionReducer:
                 rows = tensor.reconstruct_rows(self.mean.parts[i], start // width, stop // width)
                 yield rows.reshape(-1)
             else:
-                yield next(uncompressed)
+                yield next(dense_parts)
 
     def feed_back(self, have_gradients: list[bool]) -> None:
         """Do line 5, without a clip of the average."""
-        reducer = self.inputs.whole_reducer
-        if reducer is not None and reducer.sent_whole:
+        reducer = self.inputs.dense_reducer
+        if reducer is not None and reducer.sent_dense:
             reducer.feed_back(have_gradients)
         for i, tensor in self.projected.items():
             if have_gradients[i]:
@@ -210,7 +210,7 @@ class ProjectionReducer:
     def next_state(self, i: int) -> dict[str, Tensor]:
         return {"basis": self.next_bases[i]} if i in self.next_bases else {}
 
-    # Under DDP: the commit of whole tensors
+    # Under DDP: the commit of unsharded tensors
 
     def clip_factor(self, norm: float) -> float:
         """Return the factor that clips the averaged gradient."""
@@ -239,7 +239,7 @@ class ProjectionReducer:
 
     @property
     def has_factors(self) -> bool:
-        """True where every averaged gradient is whole, or a product of narrow matrices."""
+        """True where every averaged gradient is dense, or a product of narrow matrices."""
         return len(self.projected) == len(self.tracked)
 
     def list_factored(self, mean: Payload, indices: Sequence[int]) -> list[Factored]:
@@ -251,10 +251,10 @@ class ProjectionReducer:
             factored.append(Factored(i, rows, columns, x.R, mean.parts[i], x.p, errors))
         return factored
 
-    def list_whole(self, indices: Sequence[int]) -> list[int]:
+    def list_dense(self, indices: Sequence[int]) -> list[int]:
         return [i for i in indices if i not in self.projected]
 
-    def feed_back_whole(self, i: int, mean: Payload, factor: float) -> None:
+    def feed_back_dense(self, i: int, mean: Payload, factor: float) -> None:
         self.tensors[i].feed_back(mean, i, factor)
 
     def error_share(self, factor: float) -> float:
@@ -266,8 +266,8 @@ class ProjectionReducer:
 
 
 @dataclass
-class WholeTensor:
-    """A tensor whose gradient is averaged whole.
+class DenseTensor:
+    """A tensor whose gradient is averaged dense.
 
     ``residual`` is what earlier steps, projected or rounded, have not sent (None: nothing ever
     remains); it may be non-zero only where ``has_residual``. ``sends_residual`` is false for the

@@ -128,11 +128,11 @@ class FactoredAverages(Protocol):
     def list_factored(self, mean: Payload, indices: Sequence[int]) -> list[Factored]:
         """Return those of ``indices`` whose averaged gradient is a product."""
 
-    def list_whole(self, indices: Sequence[int]) -> list[int]:
+    def list_dense(self, indices: Sequence[int]) -> list[int]:
         """Return the others."""
 
-    def feed_back_whole(self, i: int, mean: Payload, factor: float) -> None:
-        """Update the residual of a tensor that was sent whole."""
+    def feed_back_dense(self, i: int, mean: Payload, factor: float) -> None:
+        """Update the residual of a tensor that was sent dense."""
 
     def error_share(self, factor: float) -> float:
         """Return the weight of the new error of a product, where ``factor`` clips the average."""

@@ -117,7 +117,7 @@ class Bucket:
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of the uncompressed gradient, which DDP would all-reduce."""
+        """Bytes of the dense gradient, which DDP would all-reduce."""
         return self.numel * self.grad_dtype.itemsize
 
     @property

@@ -320,12 +320,12 @@ class SeparateCall(NamedTuple):
 
 def update_separate(ops: KernelOps, calls: Calls) -> list[None]:
     """Do lines 4 and 5 and AdamW's step: tensors whose average is a product in one launch, tensors
-    that were sent whole in another.
+    that were sent dense in another.
     """
     for batch in launch_groups_of(ops, [SeparateCall(*call) for call in calls]):
         batch.count_steps()
         _update_factored(batch)
-        _update_whole(batch)
+        _update_dense(batch)
     return [None] * len(calls)
 
 
@@ -366,13 +366,13 @@ def _update_factored(batch: LaunchGroup) -> None:
         copy_back(bucket, i, weight)
 
 
-def _update_whole(batch: LaunchGroup) -> None:
+def _update_dense(batch: LaunchGroup) -> None:
     rows: list[kernels.AdamWRow] = []
     updated = []
     for call in batch.calls:
         bucket, mean, state = call.bucket, call.mean, call.bucket.state
         weights = contiguous_weights(bucket)
-        tensors = call.reducer.list_whole(_numbers_of(call.have_gradients))
+        tensors = call.reducer.list_dense(_numbers_of(call.have_gradients))
         if call.factor != 1 and tensors:
             torch._foreach_mul_([mean.parts[i] for i in tensors], call.factor)
         for i in tensors:
@@ -388,7 +388,7 @@ def _update_whole(batch: LaunchGroup) -> None:
     kernels.adamw(blocks, blocks.firsts, rows, lr=float(group["lr"]), **hyper)
     for call, i, weight in updated:
         copy_back(call.bucket, i, weight)
-        call.reducer.feed_back_whole(i, call.mean, call.factor)
+        call.reducer.feed_back_dense(i, call.mean, call.factor)
 
 
 def _numbers_of(flags: list[bool]) -> list[int]:
