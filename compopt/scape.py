@@ -119,7 +119,8 @@ def update(
     ``clip_factor_in_v`` is a factor on G in v alone.
     """
     group, state, grads = bucket.group, bucket.state, bucket.grads()
-    momentum_positions, have_gradients = bucket.cache["mask"].positions, bucket.have_gradients(mean)
+    momentum_positions = bucket.cache["momentum_mask"].positions
+    have_gradients = bucket.have_gradients(mean)
     old = resize_momenta(bucket, mean, mask)
     keep_absent_momenta(old, state["exp_avg"], have_gradients)
     residuals, weights = bucket.iterate_state("residual", write=True), bucket.iterate_weights()
@@ -354,7 +355,7 @@ class ScapeAdamS(CompressedOptimizer):
         self._session.post_commit.finish()
         overlaps: dict[str, tuple[int, int]] = {}
         for bucket in self._buckets:
-            newest, momentum_mask = bucket.cache.get("next_mask"), bucket.cache["mask"]
+            newest, momentum_mask = bucket.cache.get("next_mask"), bucket.cache["momentum_mask"]
             for i, name in enumerate(bucket.names):
                 positions = momentum_mask.positions[i]
                 if noted := bucket.cache["overlap"][i]:

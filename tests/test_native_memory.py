@@ -183,7 +183,7 @@ def test_positions_left_by_an_interrupted_commit_end_in_words(monkeypatch, broke
     train(ranks, 3)
     (bucket,) = ranks.optimizers[0]._buckets
     (i,) = [i for i, compressed in enumerate(bucket.compressed) if compressed]
-    positions = bucket.cache["mask"].positions
+    positions = bucket.cache["momentum_mask"].positions
     held = positions[i]
     positions[i] = {
         "beyond": held + 70 * 64,

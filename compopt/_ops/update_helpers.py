@@ -69,7 +69,7 @@ def compute_x_of_slice(bucket: Bucket, i: int, piece: MaskSlice, g: Tensor | Non
     """Return line 10's x = b1 m + (1 - b1) g + e on a slice of tensor i, in new memory, before
     ``update`` changes e.
     """
-    momentum_positions, m = bucket.cache["mask"].positions[i], bucket.state["exp_avg"][i]
+    momentum_positions, m = bucket.cache["momentum_mask"].positions[i], bucket.state["exp_avg"][i]
     beta1, start, stop = bucket.group["betas"][0], piece.start, piece.stop
     x = bucket.fetch_state("residual", i, slice(start, stop))
     if g is not None:

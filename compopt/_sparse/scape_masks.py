@@ -1,8 +1,9 @@
 """SCAPE's masks: which rank selects which elements (line 15), and the masks a bucket keeps.
 
-A bucket keeps two masks. Its momentum is on the *current* one, ``cache["mask"]``. The *next* one,
-``cache["next_mask"]``, was selected in the last step (``mask_delay=1``) and is what the coming step
-sends; it is gathered after the commit, while the ranks train on.
+A bucket keeps two masks. Off the *momentum mask*, ``cache["momentum_mask"]``, its momentum is 0;
+the bits are ``state["mask"]``. The *next* mask, ``cache["next_mask"]``, was selected in the last
+step (``mask_delay=1``) and is what the coming step sends; it is gathered after the commit, while
+the ranks train on.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def exchange_masks(
     """Store this step's mask, on which momenta are now. With a delay, gather the selections of all
     ranks as the next step's mask (line 15). It runs after the commit.
     """
-    yield from _store_current_mask(bucket, ops, mask, mean)
+    yield from _store_momentum_mask(bucket, ops, mask, mean)
     if selection:
         selection.store_thresholds()
     if bucket.group["mask_delay"] == 0:
@@ -149,18 +150,18 @@ def store_next_mask(bucket: Bucket, ops: Ops, selection: Selection, messages: Te
     return store_mask(bucket, ops, selection.assemble(messages), "next_mask")
 
 
-def _store_current_mask(
+def _store_momentum_mask(
     bucket: Bucket, ops: Ops, mask: Mask, mean: Payload
 ) -> RequestGenerator[None]:
     """Note that the momenta of tensors with a gradient on any rank are on this mask now."""
-    have_gradients, momentum_mask = bucket.have_gradients(mean), bucket.cache["mask"]
+    have_gradients, momentum_mask = bucket.have_gradients(mean), bucket.cache["momentum_mask"]
     if bucket.group["mask_delay"] == 0:  # the mask of before is not kept
         for i, has_gradient in enumerate(have_gradients):
             bits, index = mask.bits[i], momentum_mask.positions[i]
             if has_gradient and bits is not None and index is not None:
                 bucket.cache["overlap"][i] = int(count_set_bits(bits, index)), mask.sizes[i]
     if all(have_gradients) and mask.is_sparse:
-        bucket.cache["mask"] = yield RunBatched(store_mask, bucket, ops, mask, "mask")
+        bucket.cache["momentum_mask"] = yield RunBatched(store_mask, bucket, ops, mask, "mask")
         return
     state, positions = bucket.state["mask"], [*momentum_mask.positions]
     for i, bits in enumerate(mask.bits):
@@ -173,7 +174,7 @@ def _store_current_mask(
             set_all_bits_(state[i], bucket.lengths[i])
     pairs = zip(positions, state, strict=True)
     bits_of_state = [None if index is None else bits for index, bits in pairs]
-    bucket.cache["mask"] = Mask(bucket, bits=bits_of_state, positions=positions)
+    bucket.cache["momentum_mask"] = Mask(bucket, bits=bits_of_state, positions=positions)
 
 
 def restore_masks(bucket: Bucket, decode: Callable[[Tensor, int, int | None], Tensor]) -> None:
@@ -186,7 +187,7 @@ def restore_masks(bucket: Bucket, decode: Callable[[Tensor, int, int | None], Te
             set_all_bits_(state["mask"][i], n)
         elif n:
             bits[i] = state["mask"][i]
-    bucket.cache["mask"] = Mask(bucket, bits=bits, decode=decode)
+    bucket.cache["momentum_mask"] = Mask(bucket, bits=bits, decode=decode)
     if bucket.flat["next_mask"].any():
         bucket.cache["next_mask"] = Mask(bucket, bits=state["next_mask"], decode=decode)
 
@@ -221,7 +222,8 @@ def scape_stats(
     """Add SCAPE's own numbers to what all optimizers report of a step."""
     selected = total = mask_bytes = 0
     for bucket in buckets:
-        for n, size in zip(bucket.compressed_lengths, bucket.cache["mask"].sizes, strict=True):
+        sizes = bucket.cache["momentum_mask"].sizes
+        for n, size in zip(bucket.compressed_lengths, sizes, strict=True):
             selected, total = selected + (size if n else 0), total + n
         delay, t = bucket.group["mask_delay"], bucket.group["step"]
         partition = mask_partition_at(bucket, t + (delay if applied else 1), ranks)

@@ -153,7 +153,7 @@ def update_scape(
     lengths, have_gradients, momentum_mask = (
         bucket.lengths,
         bucket.have_gradients(mean),
-        bucket.cache["mask"],
+        bucket.cache["momentum_mask"],
     )
     old = resize_momenta(bucket, mean, mask)
     if old is bucket.state["exp_avg"] and (mask.is_sparse or momentum_mask.is_sparse):

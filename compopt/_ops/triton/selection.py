@@ -109,7 +109,7 @@ class SelectionInputs(NamedTuple):
             selection.bits.data_ptr(),
             addresses(self.old),
             gradients_key(self.grads[self.tensors]),
-            mask_key(bucket, bucket.cache["mask"]),
+            mask_key(bucket, bucket.cache["momentum_mask"]),
         )
 
 
@@ -158,7 +158,7 @@ def _select_batch(inputs: list[SelectionInputs]) -> None:
     key = make_key(flat.data_ptr(), *(one.key for one in inputs))
     moment, top_k = ops.tables(("selection", bucket.index), key, tables)
     buckets = [one.selection.bucket for one in inputs]
-    offsets = block_offsets_of_all(buckets, [bucket.cache["mask"] for bucket in buckets])
+    offsets = block_offsets_of_all(buckets, [bucket.cache["momentum_mask"] for bucket in buckets])
     kernels.moment(blocks, offsets, moment, betas=group["betas"], maximize=group["maximize"])
     kernels.top_k(kernels.make_blocks(tuple(sizes), device), top_k)
 
@@ -170,7 +170,8 @@ def _moment_rows(
     rows, remaining, ahead = [], iter(xs), 0
     for one, selected_grads in zip(inputs, grads, strict=True):
         bucket, slices = one.selection.bucket, {p.tensor: p for p in one.selection.own_range.slices}
-        momentum_mask, residual, old = bucket.cache["mask"], bucket.state["residual"], one.old
+        momentum_mask = bucket.cache["momentum_mask"]
+        residual, old = bucket.state["residual"], one.old
         counts = blocks_of(bucket).per_tensor
         ahead += sum(counts[: one.tensors.start])
         for i, grad in enumerate(selected_grads, one.tensors.start):

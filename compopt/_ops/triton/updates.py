@@ -242,7 +242,7 @@ def update_scape(ops: KernelOps, calls: Calls) -> list[None]:
         if inputs:
             select_all(inputs)
         masks = [call.mask for call in batch.calls]
-        momentum_masks = [bucket.cache["mask"] for bucket in buckets]
+        momentum_masks = [bucket.cache["momentum_mask"] for bucket in buckets]
         columns = zip(momenta, grads, buckets, masks, momentum_masks, strict=True)
         keys = [
             make_key(addresses(m), gradients_key(g), mask_key(bucket, new), mask_key(bucket, last))
@@ -266,7 +266,7 @@ def _old_momenta(batch: LaunchGroup) -> list[list[Tensor]]:
     for n, call in enumerate(batch.calls):
         bucket = call.bucket
         old.append(resize_momenta(bucket, call.mean, call.mask))
-        has_moved = call.mask.is_sparse or bucket.cache["mask"].is_sparse
+        has_moved = call.mask.is_sparse or bucket.cache["momentum_mask"].is_sparse
         if old[n] is bucket.state["exp_avg"] and has_moved:
             moved.append(n)
     flats = [batch.buckets[n].flat["exp_avg"] for n in moved]
@@ -281,7 +281,8 @@ def _old_momenta(batch: LaunchGroup) -> list[list[Tensor]]:
 def scape_rows(
     call: ScapeCall, have_gradients: list[bool], old: list[Tensor], grads: Tensors
 ) -> Iterator[kernels.ScapeRow]:
-    bucket, mask, mean, momentum_mask = call.bucket, call.mask, call.mean, call.bucket.cache["mask"]
+    bucket, mask, mean = call.bucket, call.mask, call.mean
+    momentum_mask = bucket.cache["momentum_mask"]
     state, grads = bucket.state, flatten(grads)
     rounding_errors: Tensors = [*mean.rounding_error_parts] or [None] * len(grads)
     rows = zip(contiguous_weights(bucket), old, state["exp_avg"], strict=True)
