@@ -485,6 +485,7 @@ class LocalSteps(AnchoredWrapper):
         self._check_own_params()
         if anchors is None:
             return
+        self._session.follow_default_group()
         step, in_round = self._options["step"], self._options["step"] - counts.begun
         is_applied = yield from self._perform_sync()
         if self._options["round_seconds"] is not None:

@@ -55,6 +55,7 @@ def late(rank: int, folder: str) -> dict[str, list]:
             assert optimizer.stats.residual_norm() == 0 and optimizer.comm.size == 1
         train(optimizer, range(2), 0, averaged=False)  # alone: two steps, of the same data on all ranks
     dist.init_process_group("gloo", init_method=f"file://{folder}/again", rank=rank, world_size=2, timeout=FOREVER)
+    assert made["RadiusAdamW"].state_dict()["param_groups"][0]["residuals"] == f"rank {rank} of 2"
     wanted = train(made["AdamW"], range(2, 5), rank, averaged=True)
     results = {}
     for name in list(MAKE)[:-1]:

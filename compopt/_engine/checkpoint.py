@@ -70,6 +70,7 @@ def complete_state_dict(session: Session, saved: dict[str, Any]) -> None:
         for i, p in enumerate(bucket.params):
             if entry := saved["state"].get(number[p]):
                 saved["state"][number[p]] = expand_entry(bucket, i, layouts, entry)
+    session.follow_default_group()  # groups say whose residuals these are
     for saved_group, group in zip(saved["param_groups"], groups, strict=True):
         saved_group.update(describe_group(session, group))
 
@@ -123,6 +124,7 @@ def consolidate_as_generator(session: Session) -> CollectiveGenerator[None]:
     dict.
     """
     settle_for_saving(session)
+    session.follow_default_group()
     session.overlap.discard()  # payloads of a backward hold the residuals of before
     for bucket in session.buckets:
         for name in session.optimizer.rank_local_state:
@@ -202,6 +204,7 @@ def load_state(session: Session, state_dict: dict[str, Any]) -> None:
     Raises:
         ValueError: it does not fit, or is damaged.
     """
+    session.follow_default_group()
     groups, saved = session.option_groups, check_groups(session, state_dict)
     class_name = _check_class(session.name, state_dict)
     options = [

@@ -91,7 +91,7 @@ class CompressedOptimizer(OptimizerBase):
     @property
     def comm(self) -> Communicator:
         """The ranks to average over; connected when first needed."""
-        return self._session.comm
+        return self._session.follow_default_group()
 
     @property
     def ops(self) -> Ops:
@@ -404,6 +404,7 @@ class CompressedOptimizer(OptimizerBase):
         session = self._session
         session.check_has_shards()
         checkpoint.settle_for_saving(session)
+        session.follow_default_group()
         missing_ranks.wait_for_all_to_consolidate(session, patience)
         try:
             for _ in self.consolidate_as_generator():

@@ -423,31 +423,35 @@ class Session:
 
     @property
     def comm(self) -> Communicator:
-        """The ranks to average over; connected when first needed.
-
-        Without a process group this is a single process until torch.distributed is initialised,
-        which may be after a checkpoint was loaded.
-        """
-        connection, is_wrapped = self.connection, self.role is Role.WRAPPED
-        follows_default = self.group is None and not is_wrapped
-        if connection is not None and follows_default and is_outdated(connection):
-            self.settle_state()
-            self.overlap.discard()
-            self.connection = None  # shards are laid out for the ranks of the new group
-            self.build_buckets()
+        """The ranks to average over; connected when first needed."""
         if self.connection is None:
+            is_wrapped = self.role is Role.WRAPPED
             self.connection = (
                 Communicator(single_process=True) if is_wrapped else connect(self.group)
             )
             self.connection.on_wait = self.waits.add_wait
         return self.connection
 
+    def follow_default_group(self) -> Communicator:
+        """Connect again if torch.distributed was initialized since, and return the ranks.
+
+        Without a process group this is a single process until then, which may be after a checkpoint
+        was loaded. Everything public that needs the ranks begins with this call.
+        """
+        follows_default = self.group is None and self.role is not Role.WRAPPED
+        if self.connection is not None and follows_default and is_outdated(self.connection):
+            self.settle_state()
+            self.overlap.discard()
+            self.connection = None  # shards are laid out for the ranks of the new group
+            self.build_buckets()
+        return self.comm
+
     def connect_ranks(self) -> Communicator:
         """Connect the ranks of the coming step, and tell buckets if there is only one.
 
         Warns once if a launcher has started several processes that are not connected.
         """
-        comm = self.comm
+        comm = self.follow_default_group()
         size, is_wrapped = count_launched_ranks(), self.role is Role.WRAPPED
         if size > 1 and comm.size == 1 and self.group is None and not is_wrapped:
             self.warn_once(
