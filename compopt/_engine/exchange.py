@@ -127,7 +127,7 @@ class BucketExchange:
         self._answers: list[Answer] = []  # all answers that the generator has had
         self._generator: RequestGenerator[None] | None = None
         if inputs.problem is None:
-            self._start_or_withhold(self._begin)
+            self._start_or_withhold(self._make_first_request)
         else:
             self._take_part_without_gradients(inputs.problem)
 
@@ -242,7 +242,7 @@ class BucketExchange:
         ]
         self._start_or_withhold(lambda: self._replay(answers))
 
-    def _begin(self) -> Request:
+    def _make_first_request(self) -> Request:
         self.staleness = StalenessCheck(self.bucket) if self.in_backward else None
         return self._replay([])
 

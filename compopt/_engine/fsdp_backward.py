@@ -265,13 +265,13 @@ class FSDPBackward:
         for reduction in self.in_flight:
             reduction.advance()
         for bucket in buckets:
-            generator = self._average(bucket, rows, out)
+            generator = self._reduce_bucket(bucket, rows, out)
             self.in_flight.append(PendingReduction(generator, self.session.comm))
         self.in_flight = [one for one in self.in_flight if one.pending is not None]
         if blocking or any(p.grad is not None for p in key):
             self.finish()
 
-    def _average(
+    def _reduce_bucket(
         self, bucket: ReduceScatterBucket, rows: Tensor, out: Tensor
     ) -> RequestGenerator[None]:
         """Average the gradients of one bucket, from ``rows`` into ``out``."""

@@ -81,10 +81,12 @@ class WrappedUpdate:
         """
         params = [p for group in self.base.param_groups for p in group["params"]]
         applied, self._applied = self._applied, set()
-        with replace_gradients({p: self._grad_of(p) if p in applied else None for p in params}):
+        with replace_gradients(
+            {p: self._average_in_strides_of(p) if p in applied else None for p in params}
+        ):
             self.base.step()
 
-    def _grad_of(self, p: Tensor) -> Tensor:
+    def _average_in_strides_of(self, p: Tensor) -> Tensor:
         """Return the average with the strides of ``p``, as backward would leave it: torch's fused
         steps on CPUs read both in the order of their memory.
         """
