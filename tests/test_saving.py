@@ -253,7 +253,9 @@ def test_masters_whose_owner_is_gone_are_what_parameters_are():
 
 def test_what_is_on_its_way_over_a_group_that_is_gone_is_let_go(monkeypatch):
     run, let_go = Run(RADIUS).train(1), []
-    tails = [exchange.pending for optimizer in run.optimizers for exchange in optimizer._session.post_commit.exchanges]
+    tails = [
+        exchange.in_flight for optimizer in run.optimizers for exchange in optimizer._session.post_commit.exchanges
+    ]
     assert tails
     monkeypatch.setattr(SimPending, "untrack", lambda pending: let_go.append(pending))
     moved(run, [0, 1])

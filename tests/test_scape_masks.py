@@ -34,7 +34,7 @@ def test_a_lost_mask_makes_the_next_step_dense_and_nothing_is_lost_with_it():
     for t in range(3):
         step(world, params, optimizers, gradients(2, t, SHAPES))
     for pending in (
-        exchange.pending for optimizer in optimizers for exchange in optimizer._session.post_commit.exchanges
+        exchange.in_flight for optimizer in optimizers for exchange in optimizer._session.post_commit.exchanges
     ):
         world.failing_everywhere.add(pending.number)
     p = params[0][0]

@@ -173,7 +173,7 @@ def test_a_mask_that_is_lost_is_not_the_one_before_it(dtype):
         run.step()
     step(run.world, run.params, run.optimizers, gradients(2, run.t, run.shapes, dtype))
     for pending in (
-        exchange.pending for optimizer in run.optimizers for exchange in optimizer._session.post_commit.exchanges
+        exchange.in_flight for optimizer in run.optimizers for exchange in optimizer._session.post_commit.exchanges
     ):
         run.world.failing_everywhere.add(pending.number)
     for optimizer in run.optimizers:

@@ -118,7 +118,7 @@ class BucketExchange:
         stamp = encode_stamp(bucket.index, bucket.group["step"] + 1)
         self.fields = {"stamp": stamp, **(inputs.fields if is_last else {})}
         self.control = ControlFields()
-        self.pending: PendingCollective | None = None
+        self._in_flight: PendingCollective | None = None
         self.request: Request | None = None
         self._agree: Agree | None = None
         self.is_ready_to_commit = False  # True once a sharded step has gathered everything
@@ -133,9 +133,9 @@ class BucketExchange:
 
     @property
     def in_flight(self) -> PendingCollective:
-        """The collective that the generator waits for."""
-        assert self.pending is not None
-        return self.pending
+        """The collective of a generator that waits for one."""
+        assert self._in_flight is not None
+        return self._in_flight
 
     @property
     def agreement(self) -> Agree:
@@ -152,7 +152,7 @@ class BucketExchange:
         """True if another collective, which need not wait for ``step()``, follows the one in
         flight.
         """
-        return self.pending is not None and self.pending.has_next
+        return self._in_flight is not None and self._in_flight.has_next
 
     @property
     def numbers_to_read(self) -> Tensor | None:
@@ -163,7 +163,7 @@ class BucketExchange:
         """Wait for the collective in flight; start its second stage, or resume the generator."""
         answer = self.in_flight.wait()
         if isinstance(answer, PendingCollective):
-            self.pending = answer
+            self._in_flight = answer
         else:
             self.resume_before_agree(answer)
 
@@ -196,9 +196,9 @@ class BucketExchange:
         """Close the generator. Wait for the collective in flight, because its memory is reused; if
         ``waits`` is false, give that memory up instead.
         """
-        if self.pending is not None and waits:
-            self.pending.drain()
-        elif self.pending is not None:
+        if self._in_flight is not None and waits:
+            self._in_flight.drain()
+        elif self._in_flight is not None:
             self.bucket.release_memory()
         self.close()
         # drop the exception: its traceback refers to this object (a reference cycle)
@@ -206,14 +206,17 @@ class BucketExchange:
 
     def forget(self) -> None:
         """Close the generator; what is in flight will never arrive, because its group is gone."""
-        if self.pending is not None:
-            self.pending.untrack()
+        if self._in_flight is not None:
+            self._in_flight.untrack()
         self.close()
 
     def close(self) -> None:
         """Close the generator."""
         if self._generator is not None:
             self._generator.close()
+
+    # A generator that raises before ``Agree`` is closed. A new one, which sees no gradients, is
+    # brought to the same request by the answers so far.
 
     def _start_or_withhold(self, make_request: Callable[[], Request]) -> None:
         """Start the request that ``make_request`` returns; if it raises, take part without
@@ -291,7 +294,7 @@ class BucketExchange:
         if isinstance(request, Agree):
             self._agree = request
         is_local = isinstance(request, ReadToHost | Agree | ReadyToCommit | RunBatched)
-        self.pending = None if is_local else self.comm.start(request)
+        self._in_flight = None if is_local else self.comm.start(request)
 
 
 class ExchangeSchedule:

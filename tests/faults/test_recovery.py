@@ -142,7 +142,7 @@ def test_masks_that_reached_some_ranks_only_never_meet_payloads_of_another_lengt
     ranks = make_ranks(case, 3)
     ranks.train(loss, 5)
     ranks.backward(loss)
-    tails = [exchange.pending for exchange in ranks.optimizers[1]._session.post_commit.exchanges]
+    tails = [exchange.in_flight for exchange in ranks.optimizers[1]._session.post_commit.exchanges]
     if not tails or ranks.optimizers[1]._session.post_commit.unconfirmed:
         pytest.skip("sends nothing behind the commit, or asks before it relies on it")
     ranks.world.failing.update((1, pending.number) for pending in tails)
@@ -164,7 +164,7 @@ def test_a_mask_of_radius_lost_on_one_rank_is_chosen_anew_by_all(on):
     phases = []
     for _ in range(11):
         ranks.backward(loss)
-        tails = [exchange.pending for exchange in ranks.optimizers[0]._session.post_commit.exchanges]
+        tails = [exchange.in_flight for exchange in ranks.optimizers[0]._session.post_commit.exchanges]
         if ranks.steps == 4:
             assert len(tails) > 0
             ranks.world.failing.update((rank, pending.number) for rank in on for pending in tails)
@@ -181,7 +181,7 @@ def test_ranks_that_meet_again_after_some_lost_their_masks_choose_them_anew(case
     """After the timeouts that a lost mask may end in, every rank begins with a handshake: it tells."""
     ranks = make_ranks(case, 3)
     ranks.train(loss, 5)
-    tails = [exchange.pending for exchange in ranks.optimizers[1]._session.post_commit.exchanges]
+    tails = [exchange.in_flight for exchange in ranks.optimizers[1]._session.post_commit.exchanges]
     if not tails:
         pytest.skip("sends nothing behind the commit")
     ranks.world.failing.update((1, pending.number) for pending in tails)
