@@ -20,10 +20,11 @@ samples that ranks took in the round.
 
 There is one outer optimizer; anchors are its parameters, fragments its groups. An exchange is one
 step of the outer optimizer on the fragments that are due. It has two halves: up to the decision of
-all ranks, and the commit. Differences from the papers: Streaming DiLoCo discards a part of what a
-rank moved during an exchange; here all of it is kept (line 5). And d_k is taken from where the rank
-began: for bfloat16 parameters that is a_p rounded to bfloat16. Otherwise rounding errors would leak
-into the anchors.
+all ranks, and the commit. ``FragmentSync`` in ``_local/exchange.py`` does lines 2 to 5.
+
+Differences from the papers: Streaming DiLoCo discards a part of what a rank moved during an
+exchange; here all of it is kept (line 5). And d_k is taken from where the rank began: for bfloat16
+parameters that is a_p rounded to bfloat16. Otherwise rounding errors would leak into the anchors.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 from typing import Any, Literal
 
 import torch
@@ -57,30 +59,20 @@ from ._engine.options import (
     select_options,
 )
 from ._engine.resharding import average_base, average_state
-from ._engine.session import Handshake
+from ._engine.session import Handshake, weak_method
 from ._engine.signals import defer_signals
-from ._engine.stats import show_line
+from ._engine.stats import Stats, show_line
 from ._engine.step import Step, check_can_step
 from ._engine.update import replace_gradients
 from ._local import rounds
-from ._local.anchors import (
-    Anchors,
-    MakeOuter,
-    reset_moments,
-    squared_norm_of_part,
-)
-from ._local.exchange import Contribution, FragmentSync, Outcome
-from ._local.rounds import RoundCounts
+from ._local.anchors import MakeOuter, reset_moments, squared_norm_of_part
+from ._local.exchange import FragmentSync, Outcome
 from ._local.wrapper import AnchoredWrapper
 from ._ops.norms import clip_factor, scale_all_
 from ._state.buckets import Bucket
 from ._state.layouts import Layout, LocalShape, PaddedVector
 from ._state.tensors import to_local
-from ._wire.collectives import (
-    PendingCollective,
-    ProcessGroup,
-    get_rank,
-)
+from ._wire.collectives import PendingCollective, ProcessGroup, get_rank
 from ._wire.payload import PayloadDtype
 from ._wire.requests import AllGather, CommunicationError, RequestGenerator
 from .average import average, outer_sgd
@@ -145,6 +137,7 @@ class LocalSteps(AnchoredWrapper):
     rank_local_state = ("residual",)
     default_outer = staticmethod(outer_sgd)
     _samples: float | None = None  # the samples of the coming step
+    _exchange_stats: dict[str, Any] = {}  # what ``stats`` report of the last exchange
 
     def __init__(
         self,
@@ -166,7 +159,7 @@ class LocalSteps(AnchoredWrapper):
         offload: Literal["outer"] | None = None,
         simulate: bool = False,
     ):
-        self.offload, inner = offload, combine_optimizers(inner)
+        inner = combine_optimizers(inner)
         if outer_momentum is None:  # these gave the lowest loss (docs/local_settings.md)
             outer_momentum = 0.6 if "Muon" in describe_members(inner) else 0.9
         if every is not None and round_seconds is not None:
@@ -187,8 +180,7 @@ class LocalSteps(AnchoredWrapper):
             payload_dtype=payload_dtype,
             max_grad_norm=max_grad_norm,
         )
-        self._make_outer, self._counts = outer, RoundCounts()
-        super().__init__(inner, options, process_group, simulate)
+        super().__init__(inner, options, process_group, simulate, outer, offload)
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -245,16 +237,17 @@ class LocalSteps(AnchoredWrapper):
             self._check_own_params()
             self._see_ranks_and_groups()
             if session.handshake is not Handshake.VERIFIED and not session.is_single_process:
-                yield from self._copy_options_from_ranks_with_data()
+                yield from copy_options_from_ranks_with_data(session)
                 yield from Step(session, session.comm, session.steps + 1).verify_peers()
             self._ensure_anchors()
-            if self._anchors is not None:
+            if (sync := self._sync) is not None:
                 # new anchors rebuild the outer optimizer's buckets: apply a running exchange before
-                if self._exchange is not None and self._anchors.list_new(self._params):
+                if sync.in_flight is not None and sync.anchors.list_new(self._params):
                     with self._explain_failed_exchange():
-                        is_applied = yield from self._perform_sync()
-                self._anchors.note_training(self._params)
-                self._read_clock()
+                        is_applied = (yield from self._perform_and_report(sync)).is_applied
+                sync.anchors.note_training(self._params)
+                if self._options["round_seconds"] is not None:
+                    self._counts.read_clock()
             norm = yield from self._step_inner()  # line 1
             try:
                 with self._explain_failed_exchange():
@@ -287,87 +280,44 @@ class LocalSteps(AnchoredWrapper):
 
         Returns whether an exchange was applied.
         """
-        options, counts, anchors, is_applied = self._options, self._counts, self._anchors, False
-        if anchors is None:
+        options, counts, sync, is_applied = self._options, self._counts, self._sync, False
+        if sync is None:
             return False
-        step, count = options["step"], options["fragments"]
+        step, count, fragments = options["step"], options["fragments"], sync.anchors.fragments
         in_round = step - counts.begun  # steps of the running round
         if options["round_seconds"] is not None:
             length = in_round
             if counts.seconds >= rounds.round_duration(options, counts.mean_step):
-                self._due |= anchors.fragments
+                sync.due |= fragments
         else:
             length = rounds.round_length(options, counts.begun - options["warmup_steps"])
-            self._due |= {n for n in anchors.fragments if rounds.is_due(n, in_round, length, count)}
+            sync.due |= {n for n in fragments if rounds.is_due(n, in_round, length, count)}
             if in_round >= length:
                 counts.round, counts.begun = counts.round + 1, step
-        if self._exchange is not None and (self._due or step >= self._exchange.apply_at):
-            is_applied = yield from self._perform_sync()
-        if self._due:
+        if sync.in_flight is not None and (sync.due or step >= sync.in_flight.apply_at):
+            is_applied = (yield from self._perform_and_report(sync)).is_applied
+        if sync.due:
             # at most the number of steps between two exchanges
             delay = min(int(options["delay"]), length // int(count))
-            apply_at = step + delay if delay else 0
-            yield from self._prepare_sync(anchors, length, apply_at)
+            yield from sync.prepare_sync(counts, length, apply_at=step + delay if delay else 0)
             if not delay:
-                is_applied = yield from self._perform_sync()
+                is_applied = (yield from self._perform_and_report(sync)).is_applied
         return is_applied
 
-    @torch.no_grad()
-    def _prepare_sync(
-        self, anchors: Anchors, steps: int, apply_at: int = 0, is_last: bool = False
-    ) -> CollectiveGenerator[FragmentSync]:
-        """Begin the exchange of the fragments that are due, after a round of ``steps`` steps."""
-        fragments, session, counts = self._due, self._session, self._counts
-        yield from self._copy_options_from_ranks_with_data()
-        try:
-            moved, shards = anchors.set_pseudo_gradients(fragments), session.shard_communicators
-            squared = squared_norm_of_part(moved, shards, anchors.outer._session.device)
-            if shards:  # one shard that is not finite makes the whole replica so
-                sums = yield from sum_over_groups(shards, [float(squared)], session.device)
-                squared = squared.new_tensor(sums[0])
-        except BaseException:
-            anchors.cancel(fragments)
-            raise
-        self._due = frozenset()
-        weight = counts.weight if self._options["weighted"] else 1.0
-        contribution = Contribution(weight, steps, counts.seconds, is_last)
-        self._exchange = exchange = FragmentSync(  # line 3
-            session, anchors, fragments, apply_at, squared, contribution
-        )
-        if apply_at:
-            exchange.communication.poll()
-        return exchange
-
-    @torch.no_grad()
-    def _perform_sync(self) -> CollectiveGenerator[bool]:
-        """Wait for the exchange in flight, if there is one, and apply it.
-
-        Returns whether it was applied: not if the average is not finite. If the exchange fails, on
-        all ranks, nothing is applied, and its fragments are due again.
-        """
-        session, exchange = self._session, self._exchange
-        if exchange is None:
-            return False
+    def _perform_and_report(self, sync: FragmentSync) -> CollectiveGenerator[Outcome]:
+        """Wait for the exchange in flight, apply it, and report it."""
+        session = self._session
         waited = session.waits.seconds
-        try:
-            outcome = yield from exchange.communication.finish()
-            with defer_signals():
-                is_applied = self._apply(exchange, outcome)
-        except BaseException:
-            exchange.step.undo()
-            self._cancel_exchange()
-            raise
-        self._exchange = None
-        exchange.step.comm.unfinished.clear()
+        outcome = yield from sync.perform_sync(self._counts)
         self._exchange_stats = {
             **self._exchange_stats,
             **outcome.measure_distances(),
             "weight": outcome.share,
-            "round_steps": int(exchange.contribution.steps),
+            "round_steps": int(outcome.own.steps),
             "round_wait_seconds": session.waits.seconds - waited,
         }
-        if outcome.is_non_finite and is_applied:
-            reset_moments(self.base, exchange.list_received(is_non_finite=True))
+        if outcome.received is not None and outcome.is_non_finite:
+            reset_moments(self.base, outcome.received)
             session.warn_once(
                 "lost",
                 f"rank {session.comm.rank} had parameters that are not finite after step "
@@ -375,34 +325,7 @@ class LocalSteps(AnchoredWrapper):
                 "that are not finite. Lower the learning rate, or clip (max_grad_norm=).",
                 0,  # on this rank, whichever it is
             )
-        return is_applied
-
-    def _apply(self, exchange: FragmentSync, outcome: Outcome) -> bool:
-        """Do lines 4 and 5, if all ranks have decided to. Returns whether they have."""
-        anchors, session, decision = exchange.anchors, self._session, outcome.decision
-        counts = self._counts
-        if outcome.is_empty:
-            anchors.clear_gradients()
-            return False
-        if decision is not None and not decision.applied:
-            exchange.step.commit(decision)  # which counts and reports what is skipped
-            anchors.cancel(exchange.fragments)
-            return False
-        received = exchange.list_received(outcome.is_non_finite)
-        is_late = exchange.apply_at > 0 and not outcome.is_non_finite
-        since = [t.moved_since() if is_late else None for t in received]
-        session.corrupt = f"the exchange before step {session.steps + 1} was interrupted"
-        if decision is not None:
-            exchange.step.commit(decision)  # line 4
-        for t, moved in zip(received, since, strict=True):
-            t.write_param(moved)  # line 5
-        session.corrupt = ""
-        anchors.outer._session.consolidated_at = session.consolidated_at = None
-        anchors.clear_gradients()
-        counts.weight = 0.0
-        if self._options["round_seconds"] is not None:
-            self._begin_round(counts.round + 1, counts.mean_step + outcome.mean.steps)
-        return True
+        return outcome
 
     # Line 1: a rank's own step
 
@@ -436,7 +359,7 @@ class LocalSteps(AnchoredWrapper):
                 entries = [self.state.get(p, {}) for p in grads]
                 if counts := [entry["step"] for entry in entries if "step" in entry]:
                     torch._foreach_add_(counts, 1)
-                if grads and self._anchors is not None:
+                if grads and self._sync is not None:
                     self._counts.weight += 1 if self._samples is None else self._samples
             for group in self._wrapper_groups:
                 group["step"] += 1
@@ -481,42 +404,39 @@ class LocalSteps(AnchoredWrapper):
             ) from error
 
     def end_round_as_generator(self) -> Generator[PendingCollective, None, None]:
-        anchors, counts, last = self._anchors, self._counts, self._session.stats
+        sync, counts, last = self._sync, self._counts, self._session.stats
         self._check_own_params()
-        if anchors is None:
+        if sync is None:
             return
         self._session.follow_default_group()
-        step, in_round = self._options["step"], self._options["step"] - counts.begun
-        is_applied = yield from self._perform_sync()
+        step, is_applied = self._options["step"], False
+        in_round = step - counts.begun
+        if sync.in_flight is not None:
+            is_applied = (yield from self._perform_and_report(sync)).is_applied
         if self._options["round_seconds"] is not None:
             # take part in the rounds of ranks that still train, until all have called this
             is_applied = is_last = False
             while not is_last:
-                self._read_clock()
-                anchors.note_training(self._params)
-                self._due |= anchors.fragments
-                steps = self._options["step"] - self._counts.begun
-                exchange = yield from self._prepare_sync(anchors, steps, is_last=True)
-                is_applied |= yield from self._perform_sync()
-                outcome = yield from exchange.communication.finish()  # it has ended
+                counts.read_clock()
+                sync.anchors.note_training(self._params)
+                sync.due |= sync.anchors.fragments
+                steps = self._options["step"] - counts.begun
+                yield from sync.prepare_sync(counts, steps, is_last=True)
+                outcome = yield from self._perform_and_report(sync)
+                is_applied |= outcome.is_applied
                 is_last = outcome.mean.is_last == 1
         elif in_round > 0:
             counts.round, counts.begun = counts.round + 1, step
-        self._due |= {moved.fragment for moved in anchors.tensors if moved.has_moved}
-        if self._due:
-            yield from self._prepare_sync(anchors, max(1, in_round))
-            is_applied = yield from self._perform_sync()
+        sync.due |= {t.fragment for t in sync.anchors.tensors if t.has_moved}
+        if sync.due:
+            yield from sync.prepare_sync(counts, max(1, in_round))
+            is_applied = (yield from self._perform_and_report(sync)).is_applied
         self._note_open_round()
         if is_applied or in_round > 0:
             self._report(last.grad_norm, is_applied, is_step=False)
             self._session.stats.bytes_sent += last.bytes_sent
 
     # Join: ranks that run out of data
-
-    def _copy_options_from_ranks_with_data(self) -> CollectiveGenerator[None]:
-        session = self._session
-        if session.is_joining and session.comm.size > 1:
-            yield from copy_options_from_ranks_with_data(session, session.comm)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         if self._options["round_seconds"] is not None:
@@ -561,8 +481,8 @@ class LocalSteps(AnchoredWrapper):
     def gradients_ready(self, params: Iterable[Tensor]) -> None:
         if self.averages_gradients:
             super().gradients_ready(params)
-        elif self._exchange is not None:
-            self._exchange.communication.poll()
+        elif self._sync is not None:
+            self._sync.poll()
 
     # Anchors
 
@@ -578,12 +498,26 @@ class LocalSteps(AnchoredWrapper):
         the block a step, the end of a round, and saving or loading this optimizer raise
         RuntimeError.
         """
-        anchors, exchange = self._anchors, self._exchange
-        underway = exchange.fragments if exchange else ()
-        with nullcontext() if anchors is None else anchors.put_into_params(underway):
+        sync = self._sync
+        underway = sync.in_flight.fragments if sync and sync.in_flight else ()
+        with sync.anchors.put_into_params(underway) if sync else nullcontext():
             yield
 
     # Reports
+
+    def after_layout(self) -> None:
+        super().after_layout()
+        self._session.stats = self.add_to_stats(self._session.stats, StepDecision())
+
+    def add_to_stats(self, stats: Stats, decision: StepDecision) -> Stats:
+        options, counts = self._options, self._counts
+        if self._anchors is not None:
+            stats.residual_norm = weak_method(self._anchors.outer._session.residual_norm)
+        known = {field.name: getattr(stats, field.name) for field in fields(Stats)}
+        in_round = max(0, options["step"] - max(counts.begun, options["warmup_steps"]))
+        return rounds.LocalStats(
+            **known, round=counts.round, steps_into_round=in_round, **self._exchange_stats
+        )
 
     def _report(self, norm: float, is_applied: bool, is_step: bool = True) -> None:
         """Update ``stats`` after a step or the end of a round."""
@@ -605,10 +539,11 @@ class LocalSteps(AnchoredWrapper):
         """Replace residuals and the state of the inner optimizer by their means over ranks; within
         a round parameters too, so that all ranks have moved the same.
         """
-        session, anchors = self._session, self._anchors
+        session, sync = self._session, self._sync
         self._check_own_params()
-        yield from self._perform_sync()
-        if anchors is not None and self.round_is_open:
+        if sync is not None and sync.in_flight is not None:
+            yield from self._perform_and_report(sync)
+        if sync is not None and self.round_is_open:
             weight = 1.0
             if self._options["weighted"]:  # this rank's weight over the mean of all weights
                 message = torch.tensor([self._counts.weight], dtype=torch.float64, device="cpu")
@@ -616,12 +551,12 @@ class LocalSteps(AnchoredWrapper):
                 rows = yield from exchange_one(session.comm, request)
                 mean = float(rows.mean())
                 weight = self._counts.weight / mean if mean else 1.0
-            for t in anchors.tensors:
+            for t in sync.anchors.tensors:
                 if not bool(to_local(t.param.detach()).isfinite().all()):
                     t.write_param()
                     reset_moments(self.base, [t])
                 yield from average_state(t.param.detach(), session.device, session.comm, weight)
-        if anchors is not None:
-            yield from anchors.outer.consolidate_as_generator()
+        if sync is not None:
+            yield from sync.anchors.outer.consolidate_as_generator()
             yield from average_base(self.base, session.buckets, session.comm)
         yield from super().consolidate_as_generator()

@@ -23,7 +23,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 100.0
-        monkeypatch.setattr("compopt._local.wrapper.monotonic", lambda: self.now)
+        monkeypatch.setattr("compopt._local.rounds.monotonic", lambda: self.now)
 
 
 @pytest.fixture

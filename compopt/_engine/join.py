@@ -13,7 +13,6 @@ import json
 import torch
 from torch import Tensor
 
-from .._wire.collectives import Communicator
 from .collective_generators import CollectiveGenerator
 from .handshake import gather_json
 from .missing_ranks import run_watching_ranks
@@ -46,18 +45,18 @@ class JoinHook:
         self._session.optimizer.end_join()
 
 
-def copy_options_from_ranks_with_data(
-    session: Session, comm: Communicator
-) -> CollectiveGenerator[None]:
-    """Copy the options of the first rank with data to ranks without data. On all ranks, set the
-    ``gradient_factor`` of buckets, which is not 1 if the mean is over ranks with data only.
+def copy_options_from_ranks_with_data(session: Session) -> CollectiveGenerator[None]:
+    """In a join, copy the options of the first rank with data to ranks without data. On all ranks,
+    set the ``gradient_factor`` of buckets, which is not 1 if the mean is over ranks with data only.
     """
+    if not session.is_joining or session.comm.size == 1:
+        return
     groups = [*session.optimizer.param_groups]
     if session.option_groups is not session.optimizer.param_groups:
         groups += session.option_groups
     options = [{n: to_plain(v) for n, v in g.items() if n not in LOCAL_ENTRIES} for g in groups]
     options = [{n: v for n, v in g.items() if _is_number(v)} for g in options]
-    rows = yield from gather_json([session.has_data, options], session.device, comm)
+    rows = yield from gather_json([session.has_data, options], session.device, session.comm)
     with_data = [rank_options for has_data, rank_options in rows if has_data]
     if not session.has_data and with_data:
         for group, rank_options in zip(groups, with_data[0], strict=True):
@@ -69,7 +68,7 @@ def copy_options_from_ranks_with_data(
                     current.fill_(value)
                 else:
                     group[name] = tuple(value) if isinstance(value, list) else value
-    factor = 1.0 if session.divides_by_all else comm.size / max(1, len(with_data))
+    factor = 1.0 if session.divides_by_all else session.comm.size / max(1, len(with_data))
     for bucket in session.buckets:
         bucket.gradient_factor = factor
 

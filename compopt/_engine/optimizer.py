@@ -213,9 +213,8 @@ class CompressedOptimizer(OptimizerBase):
         had data last, because its scheduler may have stepped since its last step.
         """
         session = self._session
-        if session.is_joining and self.comm.size > 1:
-            for _ in copy_options_from_ranks_with_data(session, self.comm):
-                pass
+        for _ in copy_options_from_ranks_with_data(session):
+            pass
         self._join_config, session.has_data, session.divides_by_all = None, True, True
         for bucket in session.buckets:
             bucket.gradient_factor = 1.0

@@ -46,8 +46,7 @@ def exchange_and_commit(session: Session) -> CollectiveGenerator[None]:
     """Take a step, as a generator that yields each collective it is about to wait for."""
     check_can_step(session)
     comm = session.connect_ranks()  # first: state may have to be resharded
-    if session.is_joining and comm.size > 1:
-        yield from copy_options_from_ranks_with_data(session, comm)
+    yield from copy_options_from_ranks_with_data(session)
     step = Step(session, comm, session.steps + 1)
     try:
         decision = yield from step.exchange()

@@ -259,8 +259,8 @@ class Anchors:
         for t in self.tensors:
             t.anchor.grad = None
 
-    def cancel(self, fragments: Collection[int]) -> None:
-        """Note that the exchange of these fragments is not applied."""
+    def restore_moved(self, fragments: Collection[int]) -> None:
+        """Undo ``set_pseudo_gradients``, of an exchange that is not applied."""
         for t in self.list_sent(fragments):
             t.has_moved = True
         self.clear_gradients()

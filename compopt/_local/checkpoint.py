@@ -18,7 +18,6 @@ from torch import Tensor
 
 from .._engine.options import is_number
 from .._state.tensors import distribute_like, to_local
-from .anchors import Anchors
 from .exchange import Contribution, FragmentSync
 from .rounds import RoundCounts
 
@@ -29,37 +28,30 @@ Entry = dict[str, Any]
 
 
 def save_rounds(
-    params: Iterable[Tensor],
-    anchors: Anchors,
-    options: dict[str, Any],
-    counts: RoundCounts,
-    due: frozenset[int],
-    exchange: FragmentSync | None,
+    params: Iterable[Tensor], sync: FragmentSync, options: dict[str, Any], counts: RoundCounts
 ) -> list[Entry | None]:
     """Return the entry of every parameter, None of those without an anchor."""
-    outer = anchors.outer
+    outer, exchange = sync.anchors.outer, sync.in_flight
     exchanges = [group["step"] for group in outer._option_groups for _ in group["params"]]
     states, entries = outer._saved()["state"], {}
-    for place, t in enumerate(anchors.tensors):
+    for place, t in enumerate(sync.anchors.tensors):
         numbers = {
             "step": options["step"],
             **asdict(counts),
             "fragment": t.fragment,
             "has_moved": t.has_moved,
             "is_sent": t.anchor.requires_grad,
-            "is_due": t.fragment in due,
+            "is_due": t.fragment in sync.due,
             "exchanges": exchanges[place],
         }
         entry = {"anchor": t.anchor.detach(), "optimizer": states.get(place, {})}
         if options["delay"] or exchange is not None:
             underway: dict[str, float] = dict(is_underway=False, apply_at=0, steps=0, squared=0.0)
             if exchange is not None and t.fragment in exchange.fragments:
-                underway = {
-                    "is_underway": True,
-                    "apply_at": exchange.apply_at,
-                    "steps": exchange.contribution.steps,
-                    "squared": float(exchange.squared),
-                }
+                steps, squared = exchange.contribution.steps, float(exchange.squared)
+                underway = dict(
+                    is_underway=True, apply_at=exchange.apply_at, steps=steps, squared=squared
+                )
             d = t.anchor.grad
             entry["exchange"] = {
                 "pseudo_gradient": torch.zeros_like(t.anchor.detach()) if d is None else d,
@@ -111,8 +103,8 @@ class SavedRounds:
 
     ``fragments``: of every parameter, -1 where it has no anchor. ``anchored``: the entries of those
     that have one, in the order of ``Anchors.tensors``. ``due``: the fragments that wait for an
-    exchange. ``exchange``: the arguments of the one that was on its way. ``anchors``: those that
-    were loaded from entries.
+    exchange. ``exchange``: the arguments of ``FragmentSync.start`` for the one in flight. ``sync``:
+    what was loaded from entries.
     """
 
     step: int
@@ -121,7 +113,7 @@ class SavedRounds:
     anchored: list[Entry]
     due: frozenset[int]
     exchange: dict[str, Any] | None
-    anchors: Anchors | None = None
+    sync: FragmentSync | None = None
 
     @property
     def is_open(self) -> bool:
@@ -129,12 +121,13 @@ class SavedRounds:
         return self.exchange is not None or any(bool(e["has_moved"]) for e in self.anchored)
 
     @torch.no_grad()
-    def load_into(self, anchors: Anchors, residuals: str) -> None:
-        """Load anchors that were made for ``fragments``, and their outer optimizer.
+    def load_into(self, sync: FragmentSync, residuals: str) -> None:
+        """Load anchors that were made for ``fragments``, their outer optimizer, and what is due.
 
         ``residuals``: whose residuals the state dict has, as its groups say.
         """
-        entries, saved = self.anchored, anchors.outer._saved()
+        anchors, entries = sync.anchors, self.anchored
+        saved = anchors.outer._saved()
         for t, entry in zip(anchors.tensors, entries, strict=True):
             exchange = entry.get("exchange", {})
             tensors = [entry["anchor"], exchange.get("pseudo_gradient", entry["anchor"])]
@@ -159,7 +152,7 @@ class SavedRounds:
             count = _read_number(entries[group["params"][0]], "exchanges")
             group.update(step=count, residuals=residuals)
         anchors.outer.load_state_dict(saved)
-        self.anchors = anchors
+        sync.due, self.sync = self.due, sync
 
 
 def read_rounds(entries: Sequence[Entry | None]) -> SavedRounds | None:

@@ -1,5 +1,5 @@
-"""An exchange of fragments in flight: a step of the outer optimizer, and the message before its
-payloads.
+"""The exchange of fragments: lines 2 to 5 of the module ``local_steps``, as a step of the outer
+optimizer, and the message before its payloads.
 
 In the message every rank sends what must be equal on all ranks, its weight in the average, the norm
 of its pseudo-gradient, and a sketch of it.
@@ -27,14 +27,16 @@ from .._engine.collective_generators import (
 )
 from .._engine.decision import StepDecision
 from .._engine.handshake import raise_mismatch
+from .._engine.join import copy_options_from_ranks_with_data
 from .._engine.session import Session
+from .._engine.signals import defer_signals
 from .._engine.step import Step
 from .._ops.norms import scale_all_
 from .._state.tensors import to_local
 from .._wire.collectives import get_replicate_size
 from .._wire.requests import AllGather, CommunicationError
-from .anchors import Anchored, Anchors
-from .rounds import outer_share
+from .anchors import Anchored, Anchors, squared_norm_of_part
+from .rounds import RoundCounts, outer_share
 from .sketches import make_sketch, sketch_size, sum_of_products
 
 # The number of float64 fields of a message: the number of exchanges, the checksum of the settings,
@@ -55,22 +57,29 @@ class Contribution(NamedTuple):
 
 @dataclass
 class Outcome:
-    """The result of an exchange, which all ranks know.
+    """The result of an exchange.
 
-    ``decision``: None where there was nothing to send. ``is_non_finite``: this rank's parameters
-    are not finite. ``mean``: of all contributions; its ``is_last`` is 1 if every rank waits in
-    ``end_round()``. ``share``: this rank's weight over the sum of all weights. ``weights``,
-    ``squares``, ``sketches``: of all ranks, the weights, and the squared norms and sketches of
-    pseudo-gradients.
+    ``is_non_finite``: this rank's parameters are not finite. ``own``: this rank's contribution.
+    ``mean``: of all contributions; its ``is_last`` is 1 if every rank waits in ``end_round()``.
+    ``share``: this rank's weight over the sum of all weights. ``weights``, ``squares``,
+    ``sketches``: of all ranks, the weights, and the squared norms and sketches of pseudo-gradients.
+    ``decision``: None where there was nothing to send. ``received``: the parameters that have new
+    anchors; None if the exchange was not applied.
     """
 
     is_non_finite: bool
+    own: Contribution
     mean: Contribution
     share: float
     weights: Tensor
     squares: Tensor
     sketches: Tensor
     decision: StepDecision | None = None
+    received: list[Anchored] | None = None
+
+    @property
+    def is_applied(self) -> bool:
+        return self.received is not None
 
     @property
     def is_empty(self) -> bool:
@@ -100,47 +109,150 @@ class Outcome:
         return {"cosine": (mean - apart) / (most - apart), "spread": spread}
 
 
-class FragmentSync:
-    """The exchange of some fragments by a ``step`` of the outer optimizer, applied after step
-    ``apply_at`` of the inner one (0: at once). Pseudo-gradients are set before.
+@dataclass
+class InFlight:
+    """An exchange in flight, which is applied after step ``apply_at`` (0: at once).
 
-    ``source``: the session of the inner steps. ``squared``: the squared norm of this rank's
-    pseudo-gradient, of all shards. Where it is not finite, the rank sends nothing and takes the
-    average of the others. ``contribution``: of this rank.
+    ``squared``: the squared norm of this rank's pseudo-gradient, of all shards. Where it is not
+    finite, the rank sends nothing and takes the average of the others. ``contribution``: of this
+    rank. ``step``: of the outer optimizer. ``communication``: all of it up to the decision.
     """
 
-    def __init__(
-        self,
-        source: Session,
-        anchors: Anchors,
-        fragments: frozenset[int],
-        apply_at: int,
-        squared: Tensor,
-        contribution: Contribution,
-    ):
-        self.anchors, self.fragments, self.apply_at = anchors, fragments, apply_at
-        self.squared, self.contribution = squared, contribution
-        outer, groups = anchors.outer._session, anchors.groups_of(fragments)
-        self.step = Step(outer, outer.connect_ranks(), anchors.applied_exchanges + 1, groups)
-        self.communication = Background(
-            _communicate(source, anchors, self.step, squared, contribution, apply_at > 0)
-        )
-        if apply_at:
-            outer.comm.unfinished.add("delayed exchange")
+    fragments: frozenset[int]
+    apply_at: int
+    squared: Tensor
+    contribution: Contribution
+    step: Step
+    communication: Background[Outcome]
 
-    def list_received(self, is_non_finite: bool) -> list[Anchored]:
-        """Return the parameters that get new anchors: those that were sent, or all if this rank's
-        parameters are not finite.
+
+class FragmentSync:
+    """Anchors, and the exchange of their fragments, one at a time.
+
+    ``LocalSteps`` adds fragments to those that are ``due``. ``prepare_sync`` begins their exchange,
+    ``poll`` advances it in backward where there is a delay, and ``perform_sync`` ends it: it is
+    applied on all ranks, or on none. If it fails, or ``cancel`` gives it up (in a rebind), its
+    fragments are due again.
+
+    ``session``: that of the inner steps.
+    """
+
+    def __init__(self, session: Session, anchors: Anchors):
+        self._session, self.anchors = session, anchors
+        self.due: frozenset[int] = frozenset()
+        self.in_flight: InFlight | None = None
+
+    @torch.no_grad()
+    def prepare_sync(
+        self, counts: RoundCounts, steps: int, apply_at: int = 0, is_last: bool = False
+    ) -> CollectiveGenerator[None]:
+        """Begin the exchange of the fragments that are due, after a round of ``steps`` steps."""
+        session, anchors, fragments = self._session, self.anchors, self.due
+        yield from copy_options_from_ranks_with_data(session)
+        shards = session.shard_communicators
+        try:
+            moved = anchors.set_pseudo_gradients(fragments)  # line 2
+            squared = squared_norm_of_part(moved, shards, anchors.outer._session.device)
+            if shards:  # one shard that is not finite makes the whole replica so
+                sums = yield from sum_over_groups(shards, [float(squared)], session.device)
+                squared = squared.new_tensor(sums[0])
+        except BaseException:
+            anchors.restore_moved(fragments)
+            raise
+        self.due = frozenset()
+        weight = counts.weight if session.option_groups[0]["weighted"] else 1.0
+        contribution = Contribution(weight, steps, counts.seconds, is_last)
+        self.start(fragments, apply_at, squared, contribution)
+        if apply_at:
+            self.poll()
+
+    def start(
+        self, fragments: frozenset[int], apply_at: int, squared: Tensor, contribution: Contribution
+    ) -> None:
+        """Put an exchange in flight, whose pseudo-gradients are set."""
+        anchors, outer = self.anchors, self.anchors.outer._session
+        number, groups = anchors.applied_exchanges + 1, anchors.groups_of(fragments)
+        step = Step(outer, outer.connect_ranks(), number, groups)
+        communication = Background(  # line 3
+            _communicate(self._session, anchors, step, squared, contribution, apply_at > 0)
+        )
+        self.in_flight = InFlight(fragments, apply_at, squared, contribution, step, communication)
+        if apply_at:
+            step.comm.unfinished.add("delayed exchange")
+
+    def poll(self) -> None:
+        """Advance what is in flight as far as possible without waiting."""
+        if self.in_flight is not None:
+            self.in_flight.communication.poll()
+
+    @torch.no_grad()
+    def perform_sync(self, counts: RoundCounts) -> CollectiveGenerator[Outcome]:
+        """Wait for the exchange in flight, and apply it, unless the average is not finite.
+
+        If it fails, on all ranks, nothing is applied.
         """
-        anchors = self.anchors
-        return (anchors.list_members if is_non_finite else anchors.list_sent)(self.fragments)
+        exchange = self.in_flight
+        assert exchange is not None
+        try:
+            outcome = yield from exchange.communication.finish()
+            with defer_signals():
+                outcome.received = self._apply(exchange, outcome, counts)
+        except BaseException:
+            exchange.step.undo()
+            self.cancel()
+            raise
+        self.in_flight = None
+        exchange.step.comm.unfinished.clear()
+        return outcome
+
+    def _apply(
+        self, exchange: InFlight, outcome: Outcome, counts: RoundCounts
+    ) -> list[Anchored] | None:
+        """Do lines 4 and 5, if all ranks have decided to. Returns the parameters that received new
+        anchors: those that were sent, or all if this rank's are not finite.
+        """
+        anchors, session, decision = self.anchors, self._session, outcome.decision
+        if outcome.is_empty:
+            anchors.clear_gradients()
+            return None
+        if decision is not None and not decision.applied:
+            exchange.step.commit(decision)  # which counts and reports what is skipped
+            anchors.restore_moved(exchange.fragments)
+            return None
+        is_lost = outcome.is_non_finite
+        received = (anchors.list_members if is_lost else anchors.list_sent)(exchange.fragments)
+        is_late = exchange.apply_at > 0 and not is_lost
+        since = [t.moved_since() if is_late else None for t in received]
+        session.corrupt = f"the exchange before step {session.steps + 1} was interrupted"
+        if decision is not None:
+            exchange.step.commit(decision)  # line 4
+        for t, moved in zip(received, since, strict=True):
+            t.write_param(moved)  # line 5
+        session.corrupt = ""
+        anchors.outer._session.consolidated_at = session.consolidated_at = None
+        anchors.clear_gradients()
+        counts.weight = 0.0
+        if session.option_groups[0]["round_seconds"] is not None:
+            mean_step = counts.mean_step + outcome.mean.steps
+            counts.begin_round(counts.round + 1, session.steps, mean_step)
+        return received
+
+    def cancel(self) -> None:
+        """Give up what is in flight; its fragments are due again."""
+        exchange, self.in_flight = self.in_flight, None
+        if exchange is not None:
+            exchange.communication.close()
+            self.anchors.outer._session.forget_in_flight()
+            self.anchors.restore_moved(exchange.fragments)
+            self.due |= exchange.fragments
 
     def drain(self) -> None:
-        """Wait for its collectives, because the next exchange uses the same group."""
-        with contextlib.suppress(Exception):
-            for pending in self.communication.finish():
-                if pending.is_lockstep:  # in the simulator no rank may wait for another here
-                    return
+        """Wait for collectives in flight, because the next exchange uses the same group."""
+        if self.in_flight is not None:
+            with contextlib.suppress(Exception):
+                for pending in self.in_flight.communication.finish():
+                    if pending.is_lockstep:  # in the simulator no rank may wait for another here
+                        return
 
 
 def _communicate(
@@ -184,7 +296,8 @@ def _communicate(
     scale = contribution.weight / mean.weight if mean.weight else 1.0
     weights = contributions[0] if mean.weight else torch.ones_like(contributions[0])
     is_non_finite = not bool(squares[comm.rank].isfinite())
-    outcome = Outcome(is_non_finite, mean, scale / comm.size, weights, squares, sketches)
+    share = scale / comm.size
+    outcome = Outcome(is_non_finite, contribution, mean, share, weights, squares, sketches)
     if is_delayed:
         outcome.decision = decision
     elif not outcome.is_empty:

@@ -16,6 +16,7 @@ import math
 import sys
 import weakref
 from dataclasses import dataclass
+from time import monotonic
 
 from torch.optim import Optimizer
 
@@ -50,6 +51,20 @@ class RoundCounts:
     mean_step: float = 0.0
     weight: float = 0.0
     seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.clock: float | None = None  # the last reading in the running round
+
+    def begin_round(self, number: int, step: int, mean_step: float) -> None:
+        """Begin a round that ends by time, on this rank's clock."""
+        self.round, self.begun, self.mean_step = number, step, mean_step
+        self.weight, self.seconds, self.clock = 0.0, 0.0, monotonic()
+
+    def read_clock(self) -> None:
+        """Add the time since the last call to the time of the round."""
+        now = monotonic()
+        self.seconds += now - (now if self.clock is None else self.clock)
+        self.clock = now
 
 
 def check_options(group: Group, offload: str | None) -> None:

@@ -1,12 +1,11 @@
-"""A wrapper with anchors: how it makes them, saves and loads them, and goes on with other ranks."""
+"""A wrapper with anchors: it makes them, saves and loads them, and goes on with other ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import fields
+from dataclasses import replace
 from functools import partial
-from time import monotonic
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from .._engine.optimizer import CompressedOptimizer
 from .._engine.options import Group
 from .._engine.resharding import catch_up, warn_of_lost_residuals
 from .._engine.session import weak_method
-from .._engine.stats import Stats
 from .._engine.wrapper import Wrapper
 from .._state.tensors import HOST
 from .._wire.collectives import Communicator, PendingCollective, ProcessGroup
@@ -27,23 +25,32 @@ from .._wire.requests import CommunicationError
 from .anchors import Anchors, MakeOuter, assign_to_fragments
 from .checkpoint import Entry, SavedRounds, read_rounds, save_rounds, split_rounds
 from .exchange import FragmentSync
-from .rounds import LocalStats, OpenRound, RoundCounts
+from .rounds import OpenRound, RoundCounts
 
 
 class AnchoredWrapper(Wrapper):
-    """Wraps the optimizer of a rank's own steps, and keeps anchors beside it. The subclass,
-    ``LocalSteps``, exchanges them.
+    """Wraps the optimizer of a rank's own steps, ``inner``, and keeps what outlives a step: anchors
+    with their exchange (``_sync``), and the counts of rounds. The subclass, ``LocalSteps``, takes
+    the steps, and calls ``_sync`` to exchange fragments; only this class replaces it.
+
+    ``make_outer``: makes the outer optimizer; None: ``default_outer``.
     """
 
-    _anchors: Anchors | None = None  # made in the first local step, if there are other ranks
-    _exchange: FragmentSync | None = None  # the one in flight
-    _due: frozenset[int] = frozenset()  # fragments that wait for an exchange
-    _exchange_stats: dict[str, Any] = {}  # what ``stats`` report of the last exchange
-    _counts: RoundCounts
-    _clock: float | None = None  # the last reading in the running round
-    _open_round: OpenRound | None = None
-    _make_outer: MakeOuter | None
     default_outer: Callable[[Group, list[Tensor]], CompressedOptimizer]
+    _sync: FragmentSync | None = None  # made in the first local step, if there are other ranks
+    _open_round: OpenRound | None = None
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        options: Group,
+        process_group: ProcessGroup | None,
+        simulate: bool,
+        make_outer: MakeOuter | None,
+        offload: Literal["outer"] | None,
+    ):
+        self._make_outer, self.offload, self._counts = make_outer, offload, RoundCounts()
+        super().__init__(inner, options, process_group, simulate)
 
     @property
     def _options(self) -> Group:
@@ -55,8 +62,12 @@ class AnchoredWrapper(Wrapper):
         return [p for group in self.param_groups for p in group["params"]]
 
     @property
+    def _anchors(self) -> Anchors | None:
+        return None if self._sync is None else self._sync.anchors
+
+    @property
     def has_equal_replicas(self) -> bool:
-        return self._anchors is None
+        return self._sync is None
 
     # Anchors
 
@@ -80,17 +91,16 @@ class AnchoredWrapper(Wrapper):
                 "backend, has one."
             )
         if session.is_single_process:
-            self._cancel_exchange()
-            self._anchors, self._due = None, frozenset()
-        elif self._anchors is None:
+            self._drop_anchors()
+        elif self._sync is None:
             counts.begun = options["step"]
-            self._anchors = self._make_anchors(options)
-        if self._anchors is None:
+            self._sync = self._make_sync(options)
+        if self._sync is None:
             counts.begun = options["step"] + 1  # a round begins after this step
         else:
-            self._anchors.connect_outer(session, is_delayed=options["delay"] > 0)
+            self._sync.anchors.connect_outer(session, is_delayed=options["delay"] > 0)
 
-    def _make_anchors(self, options: Group, fragments: list[int] | None = None) -> Anchors | None:
+    def _make_sync(self, options: Group, fragments: list[int] | None = None) -> FragmentSync | None:
         """Make anchors in these ``fragments``, by default in those of a new run; None if nothing is
         trained.
         """
@@ -100,12 +110,18 @@ class AnchoredWrapper(Wrapper):
             return None
         make_outer = self._make_outer or partial(self.default_outer, options)
         count, on_host = options["fragments"], self.offload == "outer"
-        return Anchors(self._params, fragments, count, make_outer, on_host)
+        anchors = Anchors(self._params, fragments, count, make_outer, on_host)
+        return FragmentSync(self._session, anchors)
+
+    def _drop_anchors(self) -> None:
+        if self._sync is not None:
+            self._sync.cancel()
+        self._sync = None
 
     @torch.no_grad()
     def _replace_parameters(self) -> None:
         """Lay out state for other parameters; those that stay keep their anchors."""
-        entries = None if self._anchors is None else self._save_rounds()
+        entries = None if self._sync is None else self._save_rounds()
         super()._replace_parameters()
         if entries is not None:
             self._resume_rounds(self._restore_anchors(entries, self._options))
@@ -133,51 +149,16 @@ class AnchoredWrapper(Wrapper):
         """True if parameters may differ from rank to rank: after a local step, until all fragments
         have been exchanged, or ``end_round()`` is called.
         """
-        anchors = self._anchors
-        has_moved = anchors is not None and any(t.has_moved for t in anchors.tensors)
-        return has_moved or self._exchange is not None
+        sync = self._sync
+        return sync is not None and (
+            sync.in_flight is not None or any(t.has_moved for t in sync.anchors.tensors)
+        )
 
     def _note_open_round(self) -> None:
-        if self._anchors is not None:
+        if self._sync is not None:
             step = self._options["step"]
             self._open_round = self._open_round or OpenRound(self, step - 1)
             self._open_round.update(self.round_is_open, step, self.comm)
-
-    def after_layout(self) -> None:
-        super().after_layout()
-        self._session.stats = self.add_to_stats(self._session.stats)
-
-    def add_to_stats(self, stats: Stats, decision: StepDecision | None = None) -> Stats:
-        options, counts = self._options, self._counts
-        if self._anchors is not None:
-            stats.residual_norm = weak_method(self._anchors.outer._session.residual_norm)
-        known = {field.name: getattr(stats, field.name) for field in fields(Stats)}
-        in_round = max(0, options["step"] - max(counts.begun, options["warmup_steps"]))
-        return LocalStats(
-            **known, round=counts.round, steps_into_round=in_round, **self._exchange_stats
-        )
-
-    def _begin_round(self, number: int, mean_step: float) -> None:
-        """Begin a round that ends by time, on this rank's clock."""
-        self._counts = RoundCounts(number, self._options["step"], mean_step)
-        self._clock = monotonic()
-
-    def _read_clock(self) -> None:
-        """Add the time since the last call to the time of the round, if rounds end by time."""
-        if self._options["round_seconds"] is None:
-            return
-        now = monotonic()
-        self._counts.seconds += now - (now if self._clock is None else self._clock)
-        self._clock = now
-
-    def _cancel_exchange(self) -> None:
-        """Give up the exchange in flight; its fragments are due again."""
-        exchange, self._exchange = self._exchange, None
-        if exchange is not None:
-            exchange.communication.close()
-            exchange.step.session.forget_in_flight()
-            exchange.anchors.cancel(exchange.fragments)
-            self._due |= exchange.fragments
 
     # Other ranks
 
@@ -194,21 +175,24 @@ class AnchoredWrapper(Wrapper):
                 "ranks instead."
             )
         before = session.begin_rebind()
-        self._cancel_exchange()
+        if self._sync is not None:
+            self._sync.cancel()
         session.forget_in_flight()
         session.connect_to(process_group)
-        fragments = yield from self._adopt_counts()
+        fragments, due = yield from self._adopt_counts()
         if fragments:
             self._see_ranks_and_groups()
-            is_new = self._anchors is None
+            is_new = self._sync is None
             try:
-                self._anchors = self._anchors or self._make_anchors(self._options, fragments)
+                self._sync = self._sync or self._make_sync(self._options, fragments)
+                if is_new and self._sync is not None:
+                    self._sync.due = due
                 self._ensure_anchors()
                 if self._anchors is not None and (yield from self._anchors.catch_up(is_new)):
                     self._counts.weight = 0.0
             except BaseException:
                 if is_new:  # the next rebind() finds this rank as new as it is
-                    self._anchors = None
+                    self._sync = None
                 elif self._anchors is not None:
                     session.corrupt = session.corrupt or self._anchors.outer._session.corrupt
                 raise
@@ -219,37 +203,40 @@ class AnchoredWrapper(Wrapper):
         session.end_rebind()
         warn_of_lost_residuals(session, before, session.comm.size, driver.residual_norm)
 
-    def _adopt_counts(self) -> CollectiveGenerator[list[int]]:
-        """Adopt the counts of the rank that is furthest, of those with anchors, and what is due on
-        any rank. Returns the fragments of that rank; an empty list if no rank has anchors.
+    def _adopt_counts(self) -> CollectiveGenerator[tuple[list[int], frozenset[int]]]:
+        """Adopt the counts of the rank that is furthest, of those with anchors. Returns the
+        fragments of that rank, none if no rank has anchors, and those that are due on any rank.
 
         If rounds end by time, a rank that has anchors keeps its number of steps, and begins a round
         if others have begun a later one.
         """
         session, options, counts = self._session, self._options, self._counts
-        anchored = self._anchors.tensors if self._anchors else []
-        fragment_of = {t.param: t.fragment for t in anchored}
+        sync = self._sync
+        fragment_of = {t.param: t.fragment for t in sync.anchors.tensors} if sync else {}
         fragments = [fragment_of.get(p, -1) for p in self._params]
-        exchanges = self._anchors.applied_exchanges if self._anchors else -1
+        exchanges = sync.anchors.applied_exchanges if sync else -1
         known = (counts.round, options["step"], counts.begun, counts.mean_step, exchanges)
-        row = [self._anchors is not None, *known, fragments, [n in self._due for n in fragments]]
+        are_due = [sync is not None and n in sync.due for n in fragments]
+        row = [sync is not None, *known, fragments, are_due]
         rows = yield from gather_json(row, session.device, session.comm)
         has_anchors, number, step, begun, mean_step, _, fragments, _ = max(rows)
         if not has_anchors:
-            return []
+            return [], frozenset()
         # a rank that lacks an exchange takes it over, and does not repeat it
         latest = max(row[5] for row in rows)
         dues = [row[-1] for row in rows if row[5] == latest]
-        self._due = frozenset(n for n, *on in zip(fragments, *dues, strict=True) if any(on))
+        due = frozenset(n for n, *on in zip(fragments, *dues, strict=True) if any(on))
+        if sync is not None:
+            sync.due = due
         by_time = options["round_seconds"] is not None
-        keeps_step = by_time and self._anchors is not None
+        keeps_step = by_time and sync is not None
         if not keeps_step:
             counts.round, counts.begun = number, begun
             for group in self._wrapper_groups:
                 group["step"] = step
         if by_time and (not keeps_step or counts.round < number):
-            self._begin_round(number, mean_step)
-        return list(fragments)
+            counts.begin_round(number, options["step"], mean_step)
+        return list(fragments), due
 
     # Checkpoints
 
@@ -277,13 +264,13 @@ class AnchoredWrapper(Wrapper):
         of temporary anchors, which have the same names and shapes.
         """
         self._check_own_params()
-        anchors, options = self._anchors, self._options
-        if anchors is None and (anchors := self._make_anchors(options)) is not None:
-            for t in anchors.tensors:
+        sync, options = self._sync, self._options
+        if sync is None and (sync := self._make_sync(options)) is not None:
+            for t in sync.anchors.tensors:
                 t.fragment = -1
-        if anchors is None:
+        if sync is None:
             return [None] * len(self._params)
-        return save_rounds(self._params, anchors, options, self._counts, self._due, self._exchange)
+        return save_rounds(self._params, sync, options, self._counts)
 
     def _show_base_in_state(self) -> None:
         """Show the base's state, and an empty "outer": a flattened state dict needs its name."""
@@ -334,9 +321,9 @@ class AnchoredWrapper(Wrapper):
             # a single process without a group may meet others before the next step
             if self._session.is_single_process and self._session.group is not None:
                 return saved
-            if (anchors := self._make_anchors(options, saved.fragments)) is not None:
-                anchors.connect_outer(self._session, is_delayed=options["delay"] > 0)
-                saved.load_into(anchors, options.get("residuals", "mean"))
+            if (sync := self._make_sync(options, saved.fragments)) is not None:
+                sync.anchors.connect_outer(self._session, is_delayed=options["delay"] > 0)
+                saved.load_into(sync, options.get("residuals", "mean"))
             return saved
         except CommunicationError:
             raise
@@ -348,29 +335,28 @@ class AnchoredWrapper(Wrapper):
 
     def _resume_rounds(self, saved: SavedRounds | None) -> None:
         """Continue from saved anchors, and with the exchange that was in flight."""
-        if self._exchange is not None:
-            self._exchange.drain()
-        self._cancel_exchange()
-        self._clock = None
-        self._anchors, self._due = None, frozenset()
+        if self._sync is not None:
+            self._sync.drain()
+        self._drop_anchors()
+        self._counts.clock = None
         if saved is not None:
-            self._anchors, self._due, self._counts = saved.anchors, saved.due, saved.counts
+            self._sync, self._counts = saved.sync, saved.counts
             for group in self._wrapper_groups:
                 group["step"] = saved.step
-            if saved.anchors is not None and saved.exchange:
-                self._exchange = FragmentSync(self._session, saved.anchors, **saved.exchange)
+            if saved.sync is not None and saved.exchange:
+                saved.sync.start(**saved.exchange)
         if self._open_round is not None:
             self._open_round.update(False, self._counts.begun, self.comm)
         self._note_open_round()
-        self._session.stats = self.add_to_stats(self._session.stats)
+        self._session.stats = self.add_to_stats(self._session.stats, StepDecision())
 
     def _begin_anew(self) -> None:
         self._counts = RoundCounts()
         super()._begin_anew()
 
     def _copyable_attributes(self) -> dict[str, Any]:
-        saved = None if self._anchors is None else self._save_rounds()
-        kept = {"_make_outer": self._make_outer, "_counts": self._counts, "_rounds": saved}
+        saved = None if self._sync is None else self._save_rounds()
+        kept = {"_make_outer": self._make_outer, "_counts": replace(self._counts), "_rounds": saved}
         return {**super()._copyable_attributes(), **kept}
 
     @torch.no_grad()
