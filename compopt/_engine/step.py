@@ -426,11 +426,12 @@ def start_in_backward(session: Session, params: Iterable[torch.Tensor]) -> None:
 
     ``params``: those whose gradients backward has just finished.
     """
+    comm = session.follow_default_group()
     if (
         session.handshake is not Handshake.VERIFIED
         or session.corrupt
         or session.has_grad_scaler
-        or session.comm.size == 1
+        or comm.size == 1
     ):
         return
     if session.is_joining:  # a rank without data has no backward
@@ -439,4 +440,4 @@ def start_in_backward(session: Session, params: Iterable[torch.Tensor]) -> None:
     if overlap.is_idle and (session.has_new_options or session.trainable_has_changed):
         return
     finished = [(p, session.bucket_of[p]) for p in params if p in session.bucket_of]
-    overlap.start_ready(finished, session.buckets, session.algorithm, session.comm)
+    overlap.start_ready(finished, session.buckets, session.algorithm, comm)
