@@ -236,23 +236,26 @@ def test_an_optimizer_made_after_the_process_group_was_made_anew(tmp_path):
         assert results["apart"] == 0 and results["share"] < 0.6
 
 
-def stepped_before_ddp(rank: int) -> bool:
-    """Return whether gradients are the rank's own in a DDP around a model that was trained without one before."""
+def stepped_without(rank: int, ddp_is: str) -> bool:
+    """Return whether gradients are the rank's own in a DDP around a model that was trained without it before."""
     torch.manual_seed(0)
     net = Net()
+    model = None if ddp_is == "made later" else DDP(net)
+    first = DDP(net) if ddp_is == "the second" else net
     optimizer = radius(net.parameters())
-    plain(net, optimizer, 0, None)
-    model = DDP(net)
+    plain(first, optimizer, 0, None)
+    model = model or DDP(net)
     net(batch(rank)).square().mean().backward()
     expected = [p.grad.clone() for p in net.parameters()]
     optimizer.zero_grad()
     model(batch(rank)).square().mean().backward()
-    return all(torch.equal(p.grad, e) for p, e in zip(net.parameters(), expected, strict=True))
+    return not forward_hooks and all(torch.equal(p.grad, e) for p, e in zip(net.parameters(), expected, strict=True))
 
 
-def test_an_optimizer_that_has_stepped_without_ddp_finds_it_later():
+@pytest.mark.parametrize("ddp_is", ["made later", "made before", "the second"])
+def test_an_optimizer_that_has_stepped_without_a_ddp_finds_it_later(ddp_is):
     """DDP went on averaging, whole, beside the optimizer's own exchange."""
-    assert run_ranks(stepped_before_ddp, 2) == [True, True]
+    assert run_ranks(stepped_without, 2, ddp_is) == [True, True]
 
 
 def chain(depth: int) -> nn.Module:

@@ -42,7 +42,8 @@ class ModuleWatch:
 
     ``integrate`` is called with new modules, and returns those that it has integrated. The hook is
     removed when these hold all trainable parameters of the optimizer; or when each of the others
-    has had a gradient in a step, so that no module is left to find; or with the optimizer.
+    has had a gradient in a step, so that no module is left to find; or with the optimizer. It stays
+    while ``expects_more`` is true of the optimizer.
     """
 
     def __init__(
@@ -50,14 +51,16 @@ class ModuleWatch:
         optimizer: CompressedOptimizer,
         integrate: Callable[[list[nn.Module], CompressedOptimizer], Sequence[nn.Module]],
         integrated: Sequence[nn.Module] = (),
+        expects_more: Callable[[CompressedOptimizer], bool] = lambda _: False,
     ):
         self._optimizer, self._integrate = weakref.ref(optimizer), integrate
+        self._expects_more = expects_more
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._remaining = {
             p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
         }
         self._remove_parameters_of(integrated)
-        self.is_active = bool(self._remaining)
+        self.is_active = bool(self._remaining) or expects_more(optimizer)
         if self.is_active:
             self._hook = register_module_forward_pre_hook(self.on_forward)
             # torch's own step hooks could not remove themselves
@@ -94,8 +97,9 @@ class ModuleWatch:
 
     def _end_if_complete(self) -> None:
         optimizer = self._optimizer()
-        if not self._remaining:
-            self.is_active = False
-            self._hook.remove()
-            if optimizer is not None and self.on_step in optimizer.step_callbacks:
-                optimizer.step_callbacks.remove(self.on_step)
+        if self._remaining or (optimizer is not None and self._expects_more(optimizer)):
+            return
+        self.is_active = False
+        self._hook.remove()
+        if optimizer is not None and self.on_step in optimizer.step_callbacks:
+            optimizer.step_callbacks.remove(self.on_step)

@@ -29,6 +29,7 @@ from .._engine.optimizer import CompressedOptimizer, construction_callbacks, joi
 from .._engine.session import Role
 from ._shared import ModuleWatch, call_after_backward, list_group_ranks
 
+_ddps: weakref.WeakSet[DDP] = weakref.WeakSet()  # all that were made
 _handovers: weakref.WeakKeyDictionary[DDP, Handover] = weakref.WeakKeyDictionary()
 # the times at which optimizers were made or attached, in an order that all ranks share
 _since_of: weakref.WeakKeyDictionary[CompressedOptimizer, int] = weakref.WeakKeyDictionary()
@@ -338,7 +339,14 @@ def _on_construction(optimizer: CompressedOptimizer) -> None:
     _since_of[optimizer] = now = time.monotonic_ns()
     integrated = hand_over_gradients(_list_alive(list(_handovers)), optimizer, now)
     integrate = functools.partial(hand_over_gradients, since=now)
-    _watch_of[optimizer] = ModuleWatch(optimizer, integrate, integrated)
+    _watch_of[optimizer] = ModuleWatch(optimizer, integrate, integrated, _has_ddp_to_find)
+
+
+def _has_ddp_to_find(optimizer: CompressedOptimizer) -> bool:
+    """Return whether a DDP with parameters of ``optimizer`` has been handed to no optimizer."""
+    params = list_parameters(optimizer)
+    others = _list_alive(ddp for ddp in _ddps if ddp not in _handovers)
+    return any(not params.isdisjoint(ddp.parameters()) for ddp in others)
 
 
 def _on_registration(module: nn.Module, name: str, child: nn.Module | None) -> None:
@@ -346,6 +354,7 @@ def _on_registration(module: nn.Module, name: str, child: nn.Module | None) -> N
     they have found a DDP for all parameters, or stepped on gradients that came without one.
     """
     if isinstance(module, DDP) and name == "module" and child is not None:
+        _ddps.add(module)
         params = set(child.parameters())
         for optimizer, since in list(_since_of.items()):
             is_waiting = optimizer in _watch_of and _watch_of[optimizer].is_active
