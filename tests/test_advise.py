@@ -151,6 +151,17 @@ def test_local_steps_of_many_ranks_say_how_many_were_measured():
     assert "More than 16 ranks were not measured" in many.why and "not measured" not in few.why
 
 
+def test_a_short_run_has_no_loss_that_was_measured():
+    short, measured = (asked(350e6, ranks=8, link=1e9, steps=steps).why for steps in (1, 800))
+    assert "the losses here say nothing about one of 1." in short and "No run of fewer" not in measured
+
+
+def test_advice_for_ever_so_many_ranks_and_steps_takes_no_longer():
+    """A billion ranks took hours, 100 million steps minutes."""
+    advice = asked(350e6, ranks=10**9, link=1e9, steps=10**15, memory_bytes=1e8)
+    assert advice.rows[0].shard == 100 and advice.situation.steps == 10**15
+
+
 def test_a_model_that_does_not_fit_is_cut_over_machines():
     there = dict(ranks=512, link_bits_per_s=200e9, step_s=10, device="h100")
     rows = advise(70_000_000_000, ranks_per_node=8, **there).rows

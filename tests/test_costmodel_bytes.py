@@ -108,7 +108,7 @@ def test_state_of_local_steps_is_the_most_that_is_kept_in_a_round():
     assert min(kept[2:]) == pytest.approx(predicted - 4 * work.parameters, rel=0.01)
 
 
-@pytest.mark.parametrize(("every", "growing", "steps"), [(6, 20, 50), (4, 0, 9), (5, 40, 30)])
+@pytest.mark.parametrize(("every", "growing", "steps"), [(6, 20, 50), (4, 0, 9), (5, 40, 30), (3, 4, 11)])
 def test_rounds_of_a_run_are_those_of_the_class(every, growing, steps):
     ranks = local_steps(2, every=every, every_warmup_steps=growing)
     sent = round_bytes(ranks, steps)

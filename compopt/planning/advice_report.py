@@ -19,8 +19,9 @@ from .losses import ALLOWANCE, nearest_measurement
 from .methods import METHODS, local_steps_cost, tracked_cost
 from .prediction import BASELINE, ROOM, Row, Situation, count_held_bytes, predict_rows
 
-# The widest model on which tracked projections were measured.
+# The widest model on which tracked projections were measured, and the shortest run of any method.
 MEASURED_WIDTH = 512
+MEASURED_STEPS = 800
 
 # Sentences
 
@@ -52,6 +53,7 @@ def explain_choice(situation: Situation, rows: list[Row], best: Row | None) -> s
         f"({conditions}).",
         describe_muon(situation, best),
         certainty,
+        describe_shortness(situation),
         explain_memory(situation, rows),
         describe_limits(situation, best),
         describe_alternative(situation, rows, best),
@@ -113,6 +115,15 @@ def explain_memory(situation: Situation, rows: list[Row]) -> str:
         "copy sends parameters and gradients over this link for "
         f"{format_seconds(baseline.shard_s)} of every step, which no optimizer makes less: put "
         "more ranks into a machine (--ranks-per-node) if you can."
+    )
+
+
+def describe_shortness(situation: Situation) -> str:
+    if situation.steps >= MEASURED_STEPS:
+        return ""
+    return (
+        f"No run of fewer than {MEASURED_STEPS} steps was measured: the losses here say nothing "
+        f"about one of {situation.steps:,}."
     )
 
 

@@ -403,10 +403,14 @@ def count_round_lengths(every: int, growth: int, steps: int) -> tuple[tuple[int,
     options, since = {"every": every, "every_warmup_steps": growth}, 0
     counts: Counter[int] = Counter()
     while since < steps:
-        length = min(rounds.round_length(options, since), steps - since)
-        counts[length] += 1
-        since += length
-    return tuple(sorted(counts.items()))
+        length = rounds.round_length(options, since)
+        grown_at = steps if since >= growth else -(-length * growth // max(1, every - 1))
+        number = -(-(min(grown_at, steps) - since) // length)  # of rounds as long as this one
+        last = min(length, steps - since - (number - 1) * length)
+        counts[length] += number - 1
+        counts[last] += 1
+        since += (number - 1) * length + last
+    return tuple(sorted((+counts).items()))
 
 
 # A dense start of 15 % is what the runs had in which losses were measured.

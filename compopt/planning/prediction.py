@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from .hardware import Machine, all_gather_seconds, all_reduce_seconds, message_seconds
 from .losses import TOKENS_PER_PARAMETER, Measurement, nearest_measurement
@@ -247,14 +248,20 @@ def count_held_bytes(situation: Situation, method: Method, shard: int) -> tuple[
     return WEIGHTS * part.parameters + state, state
 
 
+@lru_cache
+def list_divisors(n: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
+
+
 def choose_shard(situation: Situation, method: Method) -> int:
     """Ranks over which a copy is cut: none if it fits on one, else a machine's, else as few
     machines as hold it; 1 where nothing does.
     """
     if situation.shard is not None:
         return situation.shard
-    ranks, node = situation.machine.ranks, situation.machine.ranks_per_node
-    layouts = [1, *(n for n in range(node, ranks + 1, node) if ranks % n == 0)]
+    node = situation.machine.ranks_per_node
+    layouts = [1, *(node * n for n in list_divisors(situation.machine.ranks // node))]
     if method.instead_of:
         layouts = [1]
     return next(
