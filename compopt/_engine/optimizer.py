@@ -397,8 +397,8 @@ class CompressedOptimizer(OptimizerBase):
                 others half an hour for rank 0, which may evaluate before.
 
         Raises CommunicationError, with nothing changed, if some ranks have not called it, or are in
-        ``step()`` instead, and also if a rank dies meanwhile; ValueError if ranks consolidate
-        different optimizers.
+        ``step()`` instead; also if a rank dies meanwhile, when some residuals may be means already
+        on some ranks; ValueError if ranks consolidate different optimizers.
         """
         session = self._session
         session.check_has_shards()
