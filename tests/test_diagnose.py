@@ -286,6 +286,7 @@ def test_under_fsdp_shards_are_looked_at():
     assert [one[0] for one in plain] == [one[0] for one in watched]
     report = watched[0][1]
     assert report == watched[1][1] and "128 x 64" in report
+    assert "0.0164 M of 0.0331 M elements" in report  # bytes and advice are of the whole model
 
 
 def one_step_less(rank: int) -> str:

@@ -217,6 +217,8 @@ def refused(rank: int) -> dict[str, str]:
     with torch.device("meta"):
         without_storage = fully_shard(make(), mesh=mesh["shard"])
     results["meta"] = radius(without_storage, process_group=group)
+    optimizer = compopt.RadiusAdamW(make().parameters(), process_group=mesh["replicate"])
+    results["mesh"] = catch_message(ValueError, lambda: optimizer.comm)
     results["FSDP1"] = radius(FullyShardedDataParallel(make(), device_id=torch.device("cpu"), use_orig_params=True))
     return results
 
@@ -227,6 +229,7 @@ def test_refusals_say_what_to_do():
         assert "different shards of parameter" in results["default group"] and "'shard'" in results["default group"]
         assert "different shards of parameter" in results["sharded over it"]
         assert "to_empty" in results["meta"]
+        assert 'a DeviceMesh: pass its group, as mesh.get_group("dp")' in results["mesh"]
         assert "FullyShardedDataParallel" in results["FSDP1"]
         for name in ("reduced already", "default group", "sharded over it", "FSDP1"):
             assert "fully_shard(model, mesh=mesh['shard'])" in results[name]

@@ -14,6 +14,7 @@ from table import CASES, FORMS, GAUSSIAN
 from torch import nn
 
 import compopt
+from compopt._engine.stats import describe_compression
 
 COMPRESSING = [case for case in CASES + FORMS if "when" in inspect.signature(case.cls).parameters]
 
@@ -62,6 +63,13 @@ def test_by_default(capsys):
 def test_shares_are_of_the_gradients_as_they_are(dtype, payload, dense, capsys):
     (line,) = heard(capsys, two(compopt.RadiusAdamW, lambda: Small(dtype), density=0.4, payload_dtype=payload))
     assert f"of the bytes of an all-reduce of the gradients, a dense one before it {dense}%" in line
+
+
+def test_a_dense_step_inside_fsdp_is_not_quantized():
+    """The line promised 26 %; what `fully_shard` shards over the ranks goes by a reduce-scatter of floats."""
+    buckets = two(compopt.SeparateAdam).optimizers[0]._buckets
+    line = describe_compression(buckets, [0.0 for _ in buckets], in_fsdp=True)
+    assert "0.0% of the bytes of a reduce-scatter of the gradients, a dense one before it 100%" in line
 
 
 def test_nothing_to_send_has_no_share(capsys):

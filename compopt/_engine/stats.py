@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
 from .._state.buckets import Bucket
-from .._wire.payload import bytes_per_value
+from .._wire.payload import bytes_per_value, quantized_bits
 from .dense_start import FOREVER, count_dense_steps, ramp_of
 
 log = logging.getLogger("compopt")
@@ -56,7 +56,9 @@ class Stats:
     """The last step, as this rank saw it.
 
     ``bytes_sent`` is what this rank handed to collectives since the step before, ``bytes_dense``
-    what DDP would have. ``parameter_bytes`` is the part of ``bytes_sent`` that went into gathering
+    what DDP would have. The network carries an all-reduce twice, a reduce-scatter once, and a
+    gather from one rank to all others: where state is sharded its share is another, over many
+    ranks a larger one. ``parameter_bytes`` is the part of ``bytes_sent`` that went into gathering
     updated parameters, where state is sharded. ``grad_norm`` is the number that ``max_grad_norm``
     clips by: of the average over ranks, before the clip. ``skipped`` counts the skipped steps so
     far. ``when`` is the result of the trial of ``when="auto"``, with the milliseconds of a step of
@@ -162,13 +164,17 @@ def format_bytes(count: float) -> str:
     return f"{count} bytes"
 
 
+def is_quantized(bucket: Bucket) -> bool:
+    return quantized_bits(bucket.group["payload_dtype"]) is not None
+
+
 def describe_compression(
-    buckets: Sequence[Bucket], values_sent: Sequence[float | None], collective: str
+    buckets: Sequence[Bucket], values_sent: Sequence[float | None], in_fsdp: bool
 ) -> str:
     """Describe what is compressed of ``buckets``, from which step on, and how much is then sent.
 
     ``values_sent``: by each bucket in a compressed step; None where a class cannot tell.
-    ``collective``: the dense step's.
+    ``in_fsdp``: dense steps use a reduce-scatter, which carries floats only.
     """
     tensors = sum(len(bucket.params) for bucket in buckets)
     compressing = [bucket for bucket in buckets if any(bucket.compressed)]
@@ -191,7 +197,11 @@ def describe_compression(
     if len(counts) == len(buckets) and dense:
         sizes = [bytes_per_value(b.group["payload_dtype"], b.grad_dtype) for b in buckets]
         sent = sum(count * size for count, size in zip(counts, sizes, strict=True))
-        first = sum(bucket.numel * size for bucket, size in zip(buckets, sizes, strict=True))
+        first = sum(
+            b.numel * (b.grad_dtype.itemsize if in_fsdp and is_quantized(b) else size)
+            for b, size in zip(buckets, sizes, strict=True)
+        )
+        collective = "a reduce-scatter" if in_fsdp else "an all-reduce"
         text += (
             f" A step then sends {sent / dense:.1%} of the bytes of {collective} of the "
             f"gradients, a dense one before it {first / dense:.0%}."

@@ -394,8 +394,8 @@ class Step:
             )
             if not session.is_single_process:
                 values_sent = [optimizer.values_sent(bucket, comm.size) for bucket in buckets]
-                usual = "a reduce-scatter" if optimizer.replaces_reduce_scatter else "an all-reduce"
-                text = describe_compression(buckets, values_sent, usual)
+                in_fsdp = optimizer.replaces_reduce_scatter
+                text = describe_compression(buckets, values_sent, in_fsdp)
             show_line(f"{session.name}: {text}")
         sent = comm.bytes_sent - session.bytes_reported
         session.bytes_reported = comm.bytes_sent

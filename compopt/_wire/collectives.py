@@ -201,6 +201,11 @@ class Communicator:
                 "process_group was given, but torch.distributed is not initialized: call "
                 "init_process_group first."
             )
+        if hasattr(group, "get_group"):
+            raise ValueError(
+                'process_group is a DeviceMesh: pass its group, as mesh.get_group("dp") returns it '
+                "for the dimension to average over."
+            )
         self.group = None if single_process else group or dist.group.WORLD
         # Exchanges that may still be in flight when this communicator is deleted.
         self.unfinished: set[str] = set()

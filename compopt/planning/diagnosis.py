@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from .._engine.optimizer import CompressedOptimizer
 from .._ops.reference import one_thread
 from .._state.tensors import to_local
-from .._wire.collectives import Communicator, ProcessGroup
+from .._wire.collectives import Communicator, ProcessGroup, is_sharded_over
 from .._wire.requests import AllGather, AllReduceMean
 from . import diagnosis_report
 from .advice import advise
@@ -71,11 +71,14 @@ class Diagnosis:
                 "compopt.diagnose has nothing to look at: no tensor of this optimizer requires a "
                 "gradient and has 2 dimensions and 4096 elements, so none would be compressed."
             )
-        self._work = Workload.of(
-            (names.get(id(p), ""), to_local(p)) for group in groups for p in group["params"]
-        )
         self._device = self.sampled[0].param.device
         self._comm = Communicator(process_group)
+        # Between nodes a rank averages its shards; what FSDP2 shards over all ranks they average.
+        self._work = Workload.of(
+            (names.get(id(p), ""), p if is_sharded_over(p, self._comm) else to_local(p))
+            for group in groups
+            for p in group["params"]
+        )
         self._hook: RemovableHandle | None = None
         self._is_used = False
         self.steps, self.skipped, self.seconds = 0, 0, 0.0
