@@ -23,7 +23,7 @@ from .planning.layer_prediction import Grid, LayerRow, Layers
 from .planning.layer_prediction import predict_layer_rows as rows_of_layers
 from .planning.losses import LOSSES, Measurement
 from .planning.measurement import Fit, fit, fit_communication
-from .planning.methods import METHODS, Cost, Method, Workload
+from .planning.methods import METHODS, Cost, Method
 from .planning.model_parallel import (
     PAPER,
     LayerCosts,
@@ -33,6 +33,7 @@ from .planning.model_parallel import (
 )
 from .planning.prediction import Row, Situation, Step, step_seconds
 from .planning.prediction import predict_rows as rows_of
+from .planning.workload import Workload
 
 __all__ = [
     "COMPRESSORS",

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..activations import AutoEncoder, PowerSGD, Quantize, RandomK, TopK
 from ..activations.base import Compressor, Ranks
-from .hardware import Speed
+from .hardware import QR_SLOWDOWN, TOP_K_PASSES, Speed
 
 # Percent of digits classified correctly without compression, in the setup of the rows below.
 UNCOMPRESSED = 94.3
@@ -99,10 +99,6 @@ COMPRESSORS: dict[str, Kind] = {
 """By name; a new compressor is one line here."""
 
 
-# Passes of torch.topk over its input: 18 to 32 on a CPU, 22 and 32 in MCBench's table 6.
-TOP_K_PASSES = 25
-# A QR factorisation comes at this share of a product's speed.
-QR_SHARE = 1 / 20
 # Operators that allocate or change a shape, and move nothing.
 FREE_OPERATORS = {"aten::empty_like", "aten::empty", "aten::new_empty", "aten::_unsafe_view"}
 PRODUCT_OPERATORS = {"aten::mm", "aten::bmm", "aten::addmm"}
@@ -199,7 +195,7 @@ class _WorkCounter(TorchDispatchMode):
         self.work.traffic += sum(x.nbytes for x in (*inputs, *outputs))
         if name == "aten::linalg_qr":
             rows, columns = sorted(inputs[0].shape[-2:], reverse=True)
-            self.work.flops += 4 * rows * columns**2 / QR_SHARE
+            self.work.flops += 4 * rows * columns**2 * QR_SLOWDOWN
         elif name in PRODUCT_OPERATORS:
             flops = 2.0 * outputs[0].numel() * inputs[-2].shape[-1]
             if outputs[0].element_size() < 4:

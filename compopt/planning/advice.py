@@ -12,7 +12,6 @@ from .decision import choose_row
 from .formatting import format_advice
 from .hardware import Machine, check_positive, find_device
 from .losses import TOKENS_PER_PARAMETER
-from .methods import Workload
 from .prediction import (
     BACKWARD,
     BASELINE,
@@ -24,6 +23,7 @@ from .prediction import (
     Situation,
     predict_rows,
 )
+from .workload import Workload
 
 # Seconds of a message between machines of one room, and with --wan.
 LATENCY, WAN_LATENCY = 50e-6, 30e-3

@@ -25,7 +25,8 @@ from ..scape import ScapeAdamS
 from ..separate import SeparateAdam
 from ..tagc import TagcAdamW
 from .gradient_statistics import SampledTensor
-from .methods import METHODS, Workload
+from .methods import FLOAT, METHODS
+from .workload import Workload
 
 CLASSES: Mapping[str, Callable[..., CompressedOptimizer]] = MappingProxyType(
     {cls.__name__: cls for cls in (AdamS, RadiusAdamW, ScapeAdamS, SeparateAdam, TagcAdamW)}
@@ -69,7 +70,7 @@ class Candidate:
             return None
         options = self.options if self.cost_options is None else self.cost_options
         cost = METHODS[self.cost_row](work, ranks, **options)
-        return cost.as_all_reduced / (4 * work.parameters)
+        return cost.as_all_reduced / (FLOAT * work.parameters)
 
     def make_optimizer(self, groups: Iterable[dict[str, Any]], start: int) -> CompressedOptimizer:
         """Construct the optimizer; it is dense for ``start`` steps."""

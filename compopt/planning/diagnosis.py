@@ -32,8 +32,8 @@ from .gradient_statistics import (
     find_eligible_tensors,
     sample_tensors,
 )
-from .methods import Workload
 from .prediction import Situation
+from .workload import Workload
 
 
 class Diagnosis:

@@ -10,8 +10,8 @@ from .candidates import Candidate
 from .decision import at_link_rate, choose_row
 from .formatting import align_columns, format_rate, format_seconds, make_figure, save_figure
 from .gradient_statistics import DENSITIES, LAGS, SampledTensor
-from .methods import Workload
 from .prediction import Situation, predict_rows
+from .workload import Workload
 
 Findings = dict[tuple[str, ...], float]
 

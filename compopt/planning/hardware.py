@@ -16,6 +16,10 @@ PRODUCT_SHARE = 0.5
 LAYER_SHARE = 0.4
 # Share of the peak bytes a second that collectives reach between devices of one machine.
 PEER_SHARE = 0.8
+# Passes of torch.topk over its input: 18 to 32 on a CPU, 22 and 32 in MCBench's table 6.
+TOP_K_PASSES = 25
+# A QR factorisation takes this many times as long as products of as many operations.
+QR_SLOWDOWN = 20
 
 
 def check_positive(**values: float) -> None:
@@ -153,15 +157,19 @@ class Machine:
         return self.ranks // self.ranks_per_node
 
 
+def ring_bytes(ranks: int, size: float) -> float:
+    """Bytes that each of these ranks sends in a ring all-reduce of `size` bytes."""
+    return 2 * (ranks - 1) / ranks * size
+
+
 def all_reduce_seconds(machine: Machine, size: float) -> float:
-    """A ring all-reduce of `size` bytes: 2 (N-1) messages, 2 (N-1)/N of the bytes (Radius,
-    equation 3), N machines with the links of all their ranks.
+    """A ring all-reduce of `size` bytes (Radius, equation 3) over machines, each of which sends on
+    the links of all its ranks.
     """
     if not size:
         return 0.0
     rate = machine.ranks_per_node * machine.link_bytes_per_s
-    transfer_s = 2 * (machine.nodes - 1) / machine.nodes * size / rate
-    return transfer_s + message_seconds(machine)
+    return ring_bytes(machine.nodes, size) / rate + message_seconds(machine)
 
 
 def all_gather_seconds(machine: Machine, size: float) -> float:

@@ -23,7 +23,15 @@ from .activation_costs import (
     dtype_of,
     exchange_of,
 )
-from .hardware import Machine, Speed, all_gather_seconds, all_reduce_seconds, check_positive
+from .hardware import (
+    Machine,
+    Speed,
+    all_gather_seconds,
+    all_reduce_seconds,
+    check_positive,
+    ring_bytes,
+)
+from .model_parallel import layer_flops
 from .prediction import Step
 
 # Most micro-batches times stages: the schedule goes through them one by one.
@@ -63,11 +71,11 @@ class Layers:
 
     @property
     def flops(self) -> float:
-        """Operations of all layers on one micro-batch, forward and backward (Narayanan et al. 2021,
-        without recomputation).
+        """Operations of all layers on one micro-batch: of four passes as long as forward, all but
+        recomputation.
         """
-        tokens = self.micro_batch * self.sequence
-        return self.layers * tokens * (72 * self.hidden**2 + 12 * self.sequence * self.hidden)
+        recomputing = layer_flops(self.micro_batch, self.sequence, self.hidden)
+        return 3 / 4 * self.layers * recomputing
 
 
 @dataclass(frozen=True)
@@ -254,7 +262,7 @@ def schedule_seconds(grid: Grid, costs: dict[str, CodecCosts], name: str, where:
             (dense.exchange, last - first - compressed),
             (compressor.exchange, compressed),
         ):
-            seconds = exchange_seconds(grid, exchange, dense.exchange)
+            seconds = layer_exchange_seconds(grid, exchange, dense.exchange)
             forward[stage] += layers * seconds[0]
             backward[stage] += layers * seconds[1]
         if stage == 0:
@@ -275,7 +283,7 @@ def count_compressed(work: Layers, first: int, last: int) -> int:
     return last - max(first, min(last, work.layers // 2))
 
 
-def exchange_seconds(grid: Grid, exchange: Exchange, dense: Exchange) -> tuple[float, float]:
+def layer_exchange_seconds(grid: Grid, exchange: Exchange, dense: Exchange) -> tuple[float, float]:
     """Seconds of one layer's exchanges, forward and backward."""
     if grid.tensor == 1:
         return 0.0, 0.0
@@ -316,13 +324,13 @@ def _make_row(
 ) -> LayerRow:
     exchange = costs[name if where in ("layers", "both") else NONE].exchange
     crossing = costs[name if where in ("boundaries", "both") else NONE].crossing
-    work, ring = grid.work, (grid.tensor - 1) / grid.tensor
+    work, tensor = grid.work, grid.tensor
     gradients = (*costs[NONE].exchange.reduced, *exchange.reduced_back)
-    one = 2 * ring * (sum(exchange.reduced) + sum(gradients))
-    one += (grid.tensor - 1) * sum(exchange.gathered)
+    one = ring_bytes(tensor, sum(exchange.reduced) + sum(gradients))
+    one += (tensor - 1) * sum(exchange.gathered)
     last = work.layers - (grid.pipeline - 1) * work.layers // grid.pipeline
     compressed = count_compressed(work, work.layers - last, work.layers)
-    plain = 4 * ring * sum(costs[NONE].exchange.reduced)
+    plain = 2 * ring_bytes(tensor, sum(costs[NONE].exchange.reduced))
     inside = EXCHANGES * work.micro_batches * (compressed * one + (last - compressed) * plain)
     between = work.micro_batches * (crossing.forth + crossing.back) if grid.pipeline > 1 else 0
     accuracy = COMPRESSORS[name].accuracy if name != NONE else UNCOMPRESSED

@@ -7,108 +7,25 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
-import torch
-
 from .._local import rounds
 from .._local.exchange import message_bytes
-from .._state.tensors import MIN_COMPRESSED_NUMEL
 from .._wire.payload import ROW as VALUES_PER_SCALE
+from .hardware import QR_SLOWDOWN, TOP_K_PASSES
+from .workload import Workload
 
 # Bytes of a number: gradients, payloads and optimizer state are float32.
 FLOAT = 4
-# Bytes of a parameter and its gradient.
-WEIGHTS = 8
-# Bytes an element that torch.topk moves on a CPU: 18 to 32 passes.
-TOP_K = 25 * FLOAT
+# Bytes an element: of a parameter and its gradient, and of AdamW's two moments.
+WEIGHTS = MOMENTS = 2 * FLOAT
+# Bytes an element that fused AdamW moves: it reads w, g, m and v, and writes w, m and v.
+ADAMW_TRAFFIC = 7 * FLOAT
 # Bytes an element that a sampled threshold moves in PyTorch's operators: flags, words, positions.
 THRESHOLD = 60
-# Parts of a name by which TAGC recognizes attention.
-ATTENTION = ("attn", "attention", "qkv", "q_proj", "k_proj", "v_proj", "o_proj")
-
-
-@dataclass(frozen=True)
-class Workload:
-    """The parameters of one model.
-
-    Args:
-        parameters: their number.
-        compressed: share of them in tensors that are compressed (at least 2-D and 4096 elements).
-        side: the smaller side of those tensors, averaged by size. What a projection costs.
-        perimeter: sum of (rows + columns) over those tensors. What low-rank factors cost.
-        large: share of parameters in matrices that are not attention's. What TAGC compresses by
-            default.
-        columns: of the perimeter, the sum of the columns, which FSDP2 leaves whole; None: half.
-        tensors: number of tensors that are compressed.
-    """
-
-    parameters: int
-    compressed: float
-    side: float
-    perimeter: float
-    large: float
-    columns: float | None = None
-    tensors: float = 0.0
-
-    @classmethod
-    def of_size(cls, parameters: int) -> Workload:
-        """A transformer of so many parameters: 64 times as wide as deep, but of four layers at
-        least, 12 width^2 a layer, two thirds in the MLP.
-        """
-        if parameters < 1:
-            raise ValueError(f"parameters must be positive; got {parameters}.")
-        width = max(8.0, min((64 * parameters / 12) ** (1 / 3), (parameters / 48) ** 0.5))
-        layers = parameters / (12 * width**2)
-        # Rows and columns of a layer, in widths: qkv, out, up, down.
-        shapes = [(3, 1), (1, 1), (4, 1), (1, 4)]
-        shapes = [(r, c) for r, c in shapes if r * c * width**2 >= MIN_COMPRESSED_NUMEL]
-        perimeter = sum(r + c for r, c in shapes) * width * layers
-        columns = sum(c for _, c in shapes) * width * layers
-        compressed = 0.997 * sum(r * c for r, c in shapes) / 12
-        large = sum(r * c for r, c in shapes if r * c == 4) / 12
-        return cls(parameters, compressed, width, perimeter, large, columns, len(shapes) * layers)
-
-    @classmethod
-    def of(cls, named: Iterable[tuple[str, torch.Tensor]]) -> Workload:
-        """Read named parameters, `model.named_parameters()`; those that require no gradient are
-        left out.
-        """
-        named = [(name, p) for name, p in named if p.requires_grad]
-        if not named:
-            raise ValueError("No parameter requires a gradient: there is nothing to average.")
-        total = sum(p.numel() for _, p in named)
-        chosen = [
-            (name, p) for name, p in named if p.ndim >= 2 and p.numel() >= MIN_COMPRESSED_NUMEL
-        ]
-        size = sum(p.numel() for _, p in chosen)
-        rows = [p.numel() // p.shape[-1] for _, p in chosen]
-        columns = [p.shape[-1] for _, p in chosen]
-        sides = [min(pair) for pair in zip(rows, columns, strict=True)]
-        side = sum(p.numel() * d for (_, p), d in zip(chosen, sides, strict=True)) / max(1, size)
-        large = sum(
-            p.numel() for name, p in chosen if not any(word in name.lower() for word in ATTENTION)
-        )
-        perimeter = float(sum(rows) + sum(columns))
-        return cls(
-            total, size / total, side, perimeter, large / total, float(sum(columns)), len(chosen)
-        )
-
-    def shard(self, shard: int) -> Workload:
-        """The part of one rank where FSDP2 cuts the rows of each tensor over ``shard`` ranks."""
-        if shard == 1:
-            return self
-        columns = self.perimeter / 2 if self.columns is None else self.columns
-        perimeter = (self.perimeter - columns) / shard + columns
-        return replace(
-            self,
-            parameters=max(1, self.parameters // shard),
-            perimeter=perimeter,
-            columns=columns,
-        )
 
 
 @dataclass(frozen=True)
@@ -178,7 +95,7 @@ def dense_cost(work: Workload, ranks: int, width: int = FLOAT) -> Cost:
     # A narrower message is written and read once more than the gradient.
     return Cost(
         width * work.parameters,
-        state=8.0 * work.parameters,
+        state=MOMENTS * work.parameters,
         traffic=(FLOAT - width) * 3.0 * work.parameters,
     )
 
@@ -190,14 +107,14 @@ def quantized_start_cost(work: Workload, ranks: int, bits: int = 8) -> Cost:
     return Cost(
         0.0,
         quantized=code_bytes(bits) * n,
-        state=12.0 * n,
+        state=(MOMENTS + FLOAT) * n,
         traffic=48.0 * n,
         calls=call_seconds(work, 4.0, 0.05),
     )
 
 
 def radius_cost(work: Workload, ranks: int, density: float = 0.4, interval: int = 200) -> Cost:
-    n, rest = work.parameters * work.compressed, work.parameters * (1 - work.compressed)
+    n, rest = work.split(work.compressed)
     resample = 1 / interval
     kept = density * (1 - resample) + resample
     # A sparse step reads gradient and residual, writes the residual, and gathers and scatters the
@@ -206,34 +123,33 @@ def radius_cost(work: Workload, ranks: int, density: float = 0.4, interval: int 
     return Cost(
         reduced=FLOAT * (kept * n + rest),
         hidden=n / 8 * resample,
-        state=8 * work.parameters + (4 + 1 / 8) * n,
-        traffic=n * (sparse * (1 - resample) + TOP_K * resample),
+        state=MOMENTS * work.parameters + (FLOAT + 1 / 8) * n,
+        traffic=n * (sparse * (1 - resample) + TOP_K_PASSES * FLOAT * resample),
         calls=call_seconds(work, 2.0, 0.03),
     )
 
 
 def scape_cost(work: Workload, ranks: int, density: float = 0.1) -> Cost:
-    n, rest = work.parameters * work.compressed, work.parameters * (1 - work.compressed)
+    n, rest = work.split(work.compressed)
     mask = min(1 / 8, density * math.log2(math.e / density) / 8)
-    # Against fused AdamW's 28 bytes: residual and decay 20, 40 a kept element, selection of a
-    # rank's own part.
-    traffic = 20 + 40 * density + THRESHOLD / ranks - 28
+    # In place of AdamW's: residual and decay 20, 40 a kept element, selection of a rank's part.
+    traffic = 20 + 40 * density + THRESHOLD / ranks - ADAMW_TRAFFIC
     return Cost(
         reduced=FLOAT * (density * n + rest),
         hidden=mask * n,
-        state=(4 * density + 4 + 1 / 4) * n + 4 * rest,
+        state=(FLOAT * density + FLOAT + 1 / 4) * n + FLOAT * rest,
         traffic=traffic * n,
         calls=call_seconds(work, 3.5, 0.06),
     )
 
 
 def gaussian_cost(work: Workload, ranks: int, ratio: int = 16) -> Cost:
-    n, rest = work.parameters * work.compressed, work.parameters * (1 - work.compressed)
+    n, rest = work.split(work.compressed)
     # Projection, reconstruction of the mean and of the rank's own part: three products of 2 n
     # c/ratio each.
     return Cost(
         reduced=FLOAT * (n / ratio + rest),
-        state=8 * work.parameters + 4 * n,
+        state=MOMENTS * work.parameters + FLOAT * n,
         # h = g + e, three reads or writes of h and hhat, e, ghat.
         traffic=40 * n,
         flops=6 * n * work.side / ratio,
@@ -242,17 +158,17 @@ def gaussian_cost(work: Workload, ranks: int, ratio: int = 16) -> Cost:
 
 
 def tracked_cost(work: Workload, ranks: int, rank: int = 16, bits: int = 8) -> Cost:
-    n, rest = work.parameters * work.compressed, work.parameters * (1 - work.compressed)
+    n, rest = work.split(work.compressed)
     return Cost(
         reduced=0.0,
         # Both factors of a matrix, and what is not compressed.
         quantized=code_bytes(bits) * (rank * work.perimeter + rest),
         exchanges=2,
-        state=8 * work.parameters + 4 * n + FLOAT * rank * work.perimeter / 2,
+        state=MOMENTS * work.parameters + FLOAT * n + FLOAT * rank * work.perimeter / 2,
         # h = g + e twice, ghat, e and what rounding dropped.
         traffic=48 * n,
-        # Four products, and two orthonormal bases, which come at a twentieth of a product's speed.
-        flops=8 * n * rank + 20 * 2 * rank**2 * work.perimeter,
+        # Four products, and two orthonormal bases.
+        flops=8 * n * rank + QR_SLOWDOWN * 2 * rank**2 * work.perimeter,
         calls=call_seconds(work, 5.0, 0.1),
     )
 
@@ -264,7 +180,7 @@ def tagc_cost(
     width: int = FLOAT,
     updates: int | None = None,
 ) -> Cost:
-    n, rest = work.parameters * work.large, work.parameters * (1 - work.large)
+    n, rest = work.split(work.large)
     # Independent choices: the worst case.
     union = 1 - sparsity**ranks
     back, more, rounding = float(width), 0.0, 0.0
@@ -279,9 +195,9 @@ def tagc_cost(
         gathered=width * (union * n + rest) + bitmaps,
         after_commit=back * work.parameters,
         exchanges=2,
-        state=(8 / ranks + more) * work.parameters + 4 * n,
+        state=(MOMENTS / ranks + more) * work.parameters + FLOAT * n,
         traffic=(16 + THRESHOLD + 12 * union) * n
-        + (rounding - 28 * (1 - 1 / ranks)) * work.parameters,
+        + (rounding - ADAMW_TRAFFIC * (1 - 1 / ranks)) * work.parameters,
         calls=call_seconds(work, 4.5, 0.13),
     )
 
@@ -293,6 +209,11 @@ def tagc_start_cost(
     return replace(tagc_cost(work, ranks, 0.0, width, updates), exchanges=1)
 
 
+# Bytes an element that a round's end moves: anchor - w and its norm 16, + residual 12, codes both
+# ways 31, mean and residual 16, Nesterov's momentum 44, new parameters 8.
+OUTER_TRAFFIC = 127
+
+
 def local_steps_cost(
     work: Workload, ranks: int, every: int = 30, delay: int = 0, bits: int = 4
 ) -> Cost:
@@ -301,10 +222,9 @@ def local_steps_cost(
         reduced=0.0,
         # Once a round, of all parameters, with a message in front of them.
         quantized=(code_bytes(bits) * n + message_bytes(ranks)) / every,
-        # AdamW's moments; anchors, outer momentum, residual, and what moved while it is exchanged.
-        state=(8 + 16) * n,
-        # anchor - w and its norm 16, + residual 12, codes both ways 31, mean and residual 16,
-        # Nesterov's momentum 44, new parameters 8. In every step: is the gradient finite.
+        # Moments; anchors, outer momentum, residual, and the pseudo-gradient in transfer.
+        state=(MOMENTS + 4 * FLOAT) * n,
+        # In every step: is the gradient finite.
         traffic=(OUTER_TRAFFIC / every + FLOAT) * n,
         every=every,
         delay=min(delay, every),
@@ -312,15 +232,12 @@ def local_steps_cost(
     )
 
 
-OUTER_TRAFFIC = 127
-
-
 def powersgd_cost(work: Workload, ranks: int, rank: int = 4) -> Cost:
-    n, rest = work.parameters * work.compressed, work.parameters * (1 - work.compressed)
+    n, rest = work.split(work.compressed)
     return Cost(
         reduced=FLOAT * (rank * work.perimeter + rest),
         exchanges=2,
-        state=8 * work.parameters + 4 * n + FLOAT * rank * work.perimeter,
+        state=MOMENTS * work.parameters + FLOAT * n + FLOAT * rank * work.perimeter,
         traffic=40 * n,
         flops=6 * n * rank,
         calls=call_seconds(work, 2.0, 0.1),
@@ -335,8 +252,9 @@ def offload_residual(cost: Cost, work: Workload, passes: int) -> Cost:
 
 def offload_outer(cost: Cost, work: Workload) -> Cost:
     """``offload="outer"``: a round's exchange and outer step are the host's."""
-    moved = (OUTER_TRAFFIC + 2 * FLOAT) * work.parameters / (cost.every or 1)
-    return replace(cost, state=8.0 * work.parameters, traffic=FLOAT * work.parameters, host=moved)
+    n = work.parameters
+    moved = (OUTER_TRAFFIC + 2 * FLOAT) * n / (cost.every or 1)
+    return replace(cost, state=MOMENTS * n, traffic=FLOAT * n, host=moved)
 
 
 @dataclass(frozen=True)

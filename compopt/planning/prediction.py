@@ -11,9 +11,16 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from .hardware import Machine, all_gather_seconds, all_reduce_seconds, message_seconds
+from .hardware import (
+    Machine,
+    all_gather_seconds,
+    all_reduce_seconds,
+    message_seconds,
+    ring_bytes,
+)
 from .losses import TOKENS_PER_PARAMETER, Measurement, nearest_measurement
-from .methods import FLOAT, METHODS, WEIGHTS, Cost, Method, Workload
+from .methods import FLOAT, METHODS, WEIGHTS, Cost, Method
+from .workload import Workload
 
 BASELINE = "AdamW+DDP"
 # Share of the gradient that is ready only when backward ends: its exchange is not hidden.
@@ -47,10 +54,8 @@ class Step:
 
 
 def sent_bytes(machine: Machine, cost: Cost) -> float:
-    """Return the bytes that a rank sends in a step: 2 (N-1)/N of all-reduced bytes, (N-1)/N of
-    gathered ones.
-    """
-    return (machine.ranks - 1) / machine.ranks * 2 * cost.as_all_reduced
+    """Return the bytes that a rank sends in a step."""
+    return ring_bytes(machine.ranks, cost.as_all_reduced)
 
 
 def exchange_seconds(machine: Machine, cost: Cost) -> float:
@@ -110,17 +115,18 @@ def step_seconds(
         # A mean over a round: the part of its exchange that the steps of its delay do not hide.
         round_s = cost.every * nbytes_s + buckets * latency_s
         waited += max(0.0, round_s - cost.delay * compute_s) / cost.every
-        waited += _exposed(shared_link_s, 0.0, 0.0, compute_s)
+        waited += exposed_seconds(shared_link_s, 0.0, 0.0, compute_s)
         return Step(compute_s, local, waited)
     if shared_link_s:
         overlap_s = min(compute_s, overlap_s + (1 - LAST_BUCKET) * (1 - BACKWARD) * compute_s)
-    waited += _exposed(nbytes_s + shared_link_s, latency_s, (buckets - 1) * latency_s, overlap_s)
+    others_s = (buckets - 1) * latency_s
+    waited += exposed_seconds(nbytes_s + shared_link_s, latency_s, others_s, overlap_s)
     # Masks travel during the next forward and backward.
     waited += max(0.0, all_gather_seconds(machine, cost.hidden) - compute_s)
     return Step(compute_s, local, waited + all_gather_seconds(machine, cost.after_commit))
 
 
-def _exposed(nbytes_s: float, last_s: float, others_s: float, overlap_s: float) -> float:
+def exposed_seconds(nbytes_s: float, last_s: float, others_s: float, overlap_s: float) -> float:
     """Seconds that a step waits for: at least the last bucket, with its latency.
 
     Args:
@@ -304,36 +310,36 @@ def predict_row(situation: Situation, name: str, baseline: Row | None) -> Row:
     buckets = max(1, math.ceil(FLOAT * part.parameters / bucket))
     compute = situation.compute_s
     # Inside a machine all of forward and backward hide the shards' traffic, but for the last unit.
-    exposed = _exposed(inside_s, 0.0, 0.0, (1 - LAST_BUCKET) * compute)
+    exposed = exposed_seconds(inside_s, 0.0, 0.0, (1 - LAST_BUCKET) * compute)
     shard_bytes = between_s * replicas.link_bytes_per_s
 
-    def step_of(cost: Cost) -> tuple[Step, float]:
-        """A step and its bytes."""
+    def predict_step(cost: Cost) -> tuple[Step, float]:
+        """The step, and the bytes that a rank sends in it."""
         step = step_seconds(replicas, cost, compute, situation.overlap_s, buckets, between_s)
         sent = sent_bytes(replicas, cost) + shard_bytes
         return replace(step, exchange=step.exchange + exposed), sent
 
     run_s = run_sent = 0.0
     for number, cost in method.phases(part, replicas.ranks, situation.steps):
-        step, sent = step_of(cost)
+        step, sent = predict_step(cost)
         run_s, run_sent = run_s + number * step.total, run_sent + number * sent
-    step, sent = step_of(method(part, replicas.ranks))
+    step, sent = predict_step(method(part, replicas.ranks))
     key, size = method.losses or name, situation.work.parameters
     measurement = nearest_measurement(key, size, replicas.ranks, situation.tokens_per_parameter)
     expected_loss = 1.0 if baseline is None else None
     return Row(
-        name,
-        method.ours,
-        shard,
-        sent,
-        step,
-        run_s,
-        run_sent,
-        state,
-        held,
-        held <= situation.room_bytes,
-        measurement,
-        measurement.allow_for_size(size) if measurement else expected_loss,
-        between_s,
-        baseline,
+        method=name,
+        ours=method.ours,
+        shard=shard,
+        sent=sent,
+        step=step,
+        run_s=run_s,
+        run_sent=run_sent,
+        state=state,
+        held_bytes=held,
+        fits=held <= situation.room_bytes,
+        measurement=measurement,
+        expected_loss=measurement.allow_for_size(size) if measurement else expected_loss,
+        shard_s=between_s,
+        baseline=baseline,
     )

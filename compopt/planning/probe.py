@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .. import activations
 from .._state.tensors import get_device, get_device_module
 from .formatting import format_number_of
+from .hardware import ring_bytes
 from .measurement import (
     fit,
     fit_communication,
@@ -69,7 +70,7 @@ def measure_network() -> dict[str, Any]:
         default=(seconds[0], messages[0]),
     )
     interference = measure_interference(flops, message, message_s, ranks)
-    sent = [2 * (size - 1) / size * x.nbytes for x in messages]
+    sent = [ring_bytes(size, x.nbytes) for x in messages]
     rate, latency = fit_link(sent, 2.0 * (size - 1), seconds)
     return {
         "ranks": size,
@@ -150,7 +151,7 @@ def measure_interference(
     cases = (0, False), (0, True), (in_flight, True)
     local = [median_seconds(functools.partial(step, *case), device) for case in cases]
     computing, waiting, sending = average_over_ranks(local, ranks, device)
-    nbytes = in_flight * message.nbytes * 2 * (ranks.size - 1) / ranks.size
+    nbytes = ring_bytes(ranks.size, in_flight * message.nbytes)
     return [max(0.0, waiting / computing - 1), max(0.0, sending - waiting) / nbytes]
 
 
@@ -215,7 +216,7 @@ def measure_layers(
         "costs": asdict(costs),
     }
     if tensor > 1:
-        sent = [2 * (tensor - 1) / tensor * nbytes for nbytes in LAYER_SIZES]
+        sent = [ring_bytes(tensor, nbytes) for nbytes in LAYER_SIZES]
         rate, latency = fit_link(sent, 2.0 * (tensor - 1), inside)
         results |= {"inside_bits_per_s": rate, "inside_latency_s": latency}
     if between:

@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 
 from .._state.tensors import get_device, synchronize
 from .formatting import format_number_of
-from .methods import Workload
+from .workload import Workload
 
 
 class StopScriptError(BaseException):

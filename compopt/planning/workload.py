@@ -1,0 +1,97 @@
+"""The parameters of a model, as far as costs depend on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from .._state.tensors import MIN_COMPRESSED_NUMEL
+
+# Parts of a name by which TAGC recognizes attention.
+ATTENTION = ("attn", "attention", "qkv", "q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The parameters of one model.
+
+    Args:
+        parameters: their number.
+        compressed: share of them in tensors that are compressed (at least 2-D and 4096 elements).
+        side: the smaller side of those tensors, averaged by size. What a projection costs.
+        perimeter: sum of (rows + columns) over those tensors. What low-rank factors cost.
+        large: share of parameters in matrices that are not attention's. What TAGC compresses by
+            default.
+        columns: of the perimeter, the sum of the columns, which FSDP2 leaves whole; None: half.
+        tensors: number of tensors that are compressed.
+    """
+
+    parameters: int
+    compressed: float
+    side: float
+    perimeter: float
+    large: float
+    columns: float | None = None
+    tensors: float = 0.0
+
+    @classmethod
+    def of_size(cls, parameters: int) -> Workload:
+        """A transformer of so many parameters: 64 times as wide as deep, but of four layers at
+        least, 12 width^2 a layer, two thirds in the MLP.
+        """
+        if parameters < 1:
+            raise ValueError(f"parameters must be positive; got {parameters}.")
+        width = max(8.0, min((64 * parameters / 12) ** (1 / 3), (parameters / 48) ** 0.5))
+        layers = parameters / (12 * width**2)
+        # Rows and columns of a layer, in widths: qkv, out, up, down.
+        shapes = [(3, 1), (1, 1), (4, 1), (1, 4)]
+        shapes = [(r, c) for r, c in shapes if r * c * width**2 >= MIN_COMPRESSED_NUMEL]
+        perimeter = sum(r + c for r, c in shapes) * width * layers
+        columns = sum(c for _, c in shapes) * width * layers
+        compressed = 0.997 * sum(r * c for r, c in shapes) / 12
+        large = sum(r * c for r, c in shapes if r * c == 4) / 12
+        return cls(parameters, compressed, width, perimeter, large, columns, len(shapes) * layers)
+
+    @classmethod
+    def of(cls, named: Iterable[tuple[str, torch.Tensor]]) -> Workload:
+        """Read named parameters, `model.named_parameters()`; those that require no gradient are
+        left out.
+        """
+        named = [(name, p) for name, p in named if p.requires_grad]
+        if not named:
+            raise ValueError("No parameter requires a gradient: there is nothing to average.")
+        total = sum(p.numel() for _, p in named)
+        chosen = [
+            (name, p) for name, p in named if p.ndim >= 2 and p.numel() >= MIN_COMPRESSED_NUMEL
+        ]
+        size = sum(p.numel() for _, p in chosen)
+        rows = [p.numel() // p.shape[-1] for _, p in chosen]
+        columns = [p.shape[-1] for _, p in chosen]
+        sides = [min(pair) for pair in zip(rows, columns, strict=True)]
+        side = sum(p.numel() * d for (_, p), d in zip(chosen, sides, strict=True)) / max(1, size)
+        large = sum(
+            p.numel() for name, p in chosen if not any(word in name.lower() for word in ATTENTION)
+        )
+        perimeter = float(sum(rows) + sum(columns))
+        return cls(
+            total, size / total, side, perimeter, large / total, float(sum(columns)), len(chosen)
+        )
+
+    def split(self, share: float) -> tuple[float, float]:
+        """This share of the parameters, and the rest."""
+        return self.parameters * share, self.parameters * (1 - share)
+
+    def shard(self, shard: int) -> Workload:
+        """The part of one rank where FSDP2 cuts the rows of each tensor over ``shard`` ranks."""
+        if shard == 1:
+            return self
+        columns = self.perimeter / 2 if self.columns is None else self.columns
+        perimeter = (self.perimeter - columns) / shard + columns
+        return replace(
+            self,
+            parameters=max(1, self.parameters // shard),
+            perimeter=perimeter,
+            columns=columns,
+        )
