@@ -39,7 +39,7 @@ import train_gpt  # noqa: E402
 
 import compopt  # noqa: E402
 from compopt.costmodel import Workload, advise  # noqa: E402
-from compopt.planning.probe import measure_network  # noqa: E402
+from compopt.planning.network_probe import measure_network  # noqa: E402
 
 RANKS, STEPS, BLOCK, PARAMETERS = 2, 400, 20, 861_312
 ALONE, DENSE = "without communication", "AdamW+DDP"

@@ -24,8 +24,8 @@ from compopt.planning.advise_command import main
 from compopt.planning.decision import pays_below
 from compopt.planning.formatting import format_count, format_rate, format_seconds, parse_quantity
 from compopt.planning.measurement import measure_local
+from compopt.planning.network_probe import collective_device
 from compopt.planning.prediction import BASELINE
-from compopt.planning.probe import collective_device
 from compopt.planning.scripts import profile_script
 from compopt.probe import main as measure
 
@@ -456,7 +456,7 @@ def test_a_bandwidth_replaces_the_one_that_was_probed_alone(tmp_path, capsys):
 
 def test_ranks_meet_on_the_cpu_where_the_device_has_no_collectives(monkeypatch):
     monkeypatch.setattr(
-        "compopt.planning.probe.get_device", lambda: torch.device("mps")
+        "compopt.planning.network_probe.get_device", lambda: torch.device("mps")
     )  # whose module has no set_device
     assert collective_device() == torch.device("cpu")
 

@@ -209,7 +209,7 @@ def test_a_code_that_says_what_was_not_agreed_writes_nothing_beyond(ops, byte, l
     out, bits = torch.full((piece.k + 8,), -1, dtype=torch.int32), torch.zeros(9 * size, dtype=torch.uint8)
     message = torch.full((partition.message_bytes,), byte, dtype=torch.uint8)
     message[code_layout(shard)[0] // 8 - 1] = last  # the last of the runs that tell high bits
-    row = Table(1, found=out.data_ptr(), k=piece.k, at=piece.first_bit, start=piece.start, stop=piece.stop)
+    row = Table(1, positions=out.data_ptr(), k=piece.k, at=piece.first_bit, start=piece.start, stop=piece.stop)
     read = ops.library.decode(message.data_ptr(), size, code_table(shard), row, 1, bits.data_ptr())
     assert read != piece.k
     assert (out[piece.k :] == -1).all() and not bits[size:].any()
@@ -220,7 +220,7 @@ def test_one_position_more_than_agreed_is_not_written(ops):
     chosen, bits = torch.tensor([3, 5, 11], dtype=torch.int32), torch.zeros(4, dtype=torch.uint8)
     ops.library.encode(Table(1, chosen=chosen.data_ptr(), k=3, at=0), 1, None, bits.data_ptr(), 4)
     out, again = torch.full((3,), -1, dtype=torch.int32), torch.zeros(4, dtype=torch.uint8)
-    row = Table(1, found=out.data_ptr(), k=2, at=0, start=0, stop=32)
+    row = Table(1, positions=out.data_ptr(), k=2, at=0, start=0, stop=32)
     assert ops.library.decode(bits.data_ptr(), 4, None, row, 1, again.data_ptr()) == -1
     assert out.tolist() == [3, 5, -1]
 

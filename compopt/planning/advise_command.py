@@ -25,19 +25,14 @@ from typing import Any
 
 from .activation_advice import advise_layers
 from .advice import WAN_LATENCY, advise
-from .decision import at_link_rate
+from .figures import plot_speedups
 from .formatting import (
-    format_count,
-    format_seconds,
-    make_figure,
     parse_quantity,
     parse_rate,
     print_report,
-    save_figure,
 )
 from .hardware import DEVICES, find_device
 from .layer_prediction import Layers
-from .prediction import Situation, predict_rows
 from .probe import read_layer_probe, read_probe
 from .scripts import profile_script
 
@@ -201,29 +196,6 @@ def layer_arguments(given: argparse.Namespace) -> dict[str, Any]:
     nbytes = nbytes if given.activation_bytes is None else given.activation_bytes
     work = Layers(**sizes, micro_batches=micro_batches, activation_bytes=nbytes)
     return arguments | {"work": work}
-
-
-def plot_speedups(path: str, situation: Situation) -> None:
-    """Save a PNG: speed-up of every method's run over link rates from 10 Mbit/s to 100 Gbit/s."""
-    figure, axes = make_figure(f"--plot {path}", path)
-    rates = [10 ** (exponent / 10) for exponent in range(70, 111)]
-    tables = [predict_rows(at_link_rate(situation, rate)) for rate in rates]
-    for i, row in enumerate(tables[0]):
-        speedups = [table[i].run for table in tables]
-        style = "-" if row.ours else "--"
-        axes.plot([rate / 1e6 for rate in rates], speedups, style, label=row.method)
-    machine = situation.machine
-    axes.axvline(8 * machine.link_bytes_per_s / 1e6, color="grey", linestyle=":", label="your link")
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlabel="link of a rank, Mbit/s",
-        ylabel="speed-up of the run over AdamW+DDP",
-        title=f"{format_count(situation.work.parameters)} parameters, {machine.ranks} ranks, "
-        f"{format_seconds(situation.compute_s)} of computation",
-    )
-    axes.legend(fontsize=8)
-    save_figure(figure, path)
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "compopt-advise") -> None:

@@ -24,6 +24,7 @@ from . import diagnosis_report
 from .advice import advise
 from .candidates import CANDIDATES, TINY, Candidate, CandidateRuns, adam_options
 from .diagnosis_report import Findings, Row
+from .figures import plot_diagnosis
 from .formatting import format_number_of
 from .gradient_statistics import (
     DENSITIES,
@@ -257,7 +258,7 @@ class Diagnosis:
             name: [value / self._gradient_norm for value in values]
             for name, values in self.runs.residuals.items()
         }
-        diagnosis_report.draw(path, self.findings, self.rows, residuals)
+        plot_diagnosis(path, self.findings, self.rows, residuals)
 
 
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -1,4 +1,4 @@
-"""The report of a diagnosis: tables, conclusions and a picture from its findings."""
+"""The report of a diagnosis: tables and conclusions from its findings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import groupby
 
 from .candidates import Candidate
 from .decision import at_link_rate, choose_row
-from .formatting import align_columns, format_rate, format_seconds, make_figure, save_figure
+from .formatting import align_columns, format_rate, format_seconds
 from .gradient_statistics import DENSITIES, LAGS, SampledTensor
 from .prediction import Situation, predict_rows
 from .workload import Workload
@@ -296,39 +296,3 @@ def assess_start(findings: Findings) -> str:
             "start would not help. Diagnose again later: methods that select may keep less."
         )
     return f"Dense start: {numbers}. A longer one would change little of what is selected."
-
-
-# Picture
-
-
-def draw(
-    path: str, findings: Findings, rows: Sequence[Row], residuals: Mapping[str, Sequence[float]]
-) -> None:
-    """Save three panels; the suffix of the path says as what kind of picture.
-
-    Raises ValueError where its folder is missing or matplotlib is not installed.
-    """
-    figure, (overlaps, methods, norms) = make_figure(f"plot({path!r})", path, columns=3)
-    for density in DENSITIES:
-        points = [(lag, findings.get(("overlap", str(density), str(lag), ""))) for lag in LAGS]
-        seen = [(lag, share) for lag, share in points if share is not None]
-        if seen:
-            x, y = zip(*seen, strict=True)
-            overlaps.plot(x, y, marker="o", label=f"density {density}")
-    overlaps.set(xscale="log", xlabel="steps between", ylim=(0, 1))
-    overlaps.set_title("share of AdamW's largest updates that stay")
-    overlaps.legend(fontsize=7, frameon=False)
-    for row in rows:
-        if row.share is not None:
-            methods.plot(row.share, row.kept, "o", color="C0" if row.front else "C7")
-            methods.annotate(f" {row.method}", (row.share, row.kept), fontsize=7, va="center")
-    methods.set(xscale="log", xlabel="share of a dense step's bytes", ylim=(0, 1.02))
-    methods.set_title("kept of AdamW's update")
-    methods.set_xmargin(0.3)
-    for number, (name, values) in enumerate(residuals.items()):
-        if any(values):
-            style = "-" if number < 10 else "--"
-            norms.plot(range(1, len(values) + 1), values, style, label=name, lw=1.2)
-    norms.set(xlabel="step after the start", title="residual, in multiples of the gradient's norm")
-    norms.legend(fontsize=6, frameon=False, ncols=2)
-    save_figure(figure, path)

@@ -1,4 +1,4 @@
-"""Numbers, tables and pictures for people."""
+"""Numbers and tables as text, and quantities read from it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import re
 import sys
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 
@@ -104,35 +102,3 @@ def print_report(text: str) -> None:
     except BrokenPipeError:
         # What is left is flushed once more when the process ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def make_figure(asked: str, path: str, columns: int = 1) -> tuple[Any, Any]:
-    """An empty figure of matplotlib and its axes, to be saved at ``path``.
-
-    Raises ValueError, which begins with what the user ``asked`` for, where the path's folder is
-    missing or matplotlib is not installed.
-    """
-    if not (folder := Path(path).resolve().parent).is_dir():
-        raise ValueError(f"{asked}: there is no folder {folder}.")
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError(
-            f"{asked} needs matplotlib, which is not installed: pip install matplotlib."
-        ) from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, columns, figsize=(2 + 5 * columns, 4.2), layout="constrained")
-    for axis in figure.axes:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.25)
-    return figure, axes
-
-
-def save_figure(figure: Any, path: str) -> None:
-    """Save a figure that `make_figure` made, and free it."""
-    from matplotlib import pyplot
-
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)

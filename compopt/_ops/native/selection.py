@@ -162,7 +162,7 @@ class NativeSelection:
         k = [piece.k for piece in byte_range.slices]
         table = Table(
             len(k),
-            found=address_in_turn("positions", positions, k, torch.int32),
+            positions=address_in_turn("positions", positions, k, torch.int32),
             k=k,
             at=[piece.first_bit for piece in byte_range.slices],
             start=[piece.start for piece in byte_range.slices],
