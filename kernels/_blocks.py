@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -170,6 +171,11 @@ def make_blocks(lengths: tuple[int, ...], device: torch.device, size: int | None
     return Blocks(lengths, device, size)
 
 
+def log_decays(betas: Sequence[float]) -> list[float]:
+    """Return the logarithm of each beta, by which kernels compute beta^step."""
+    return [math.log(beta) if beta else -math.inf for beta in betas]
+
+
 @triton.jit
 def _starts(counts, bounds, starts, PART: tl.constexpr):
     """Run one program for each tensor."""
@@ -177,15 +183,22 @@ def _starts(counts, bounds, starts, PART: tl.constexpr):
     before = tl.zeros([], tl.int64)
     for part in range(tl.cdiv(last - first, PART)):
         i = first + part * PART + tl.arange(0, PART)
-        own = tl.load(counts + i, mask=i < last, other=0)
-        tl.store(starts + i, before + (tl.cumsum(own, 0) - own).to(tl.int64), mask=i < last)
-        before += tl.sum(own, 0).to(tl.int64)
+        size = tl.load(counts + i, mask=i < last, other=0)
+        tl.store(starts + i, before + (tl.cumsum(size, 0) - size).to(tl.int64), mask=i < last)
+        before += tl.sum(size, 0).to(tl.int64)
 
 
 @inlined
 def load_scalar(table, i):
     """Load number i of the table's head, float64."""
     return tl.load(table + i).to(tl.float64, bitcast=True)
+
+
+@inlined
+def load_step(row, FIELD: tl.constexpr):
+    """Load the number of a tensor's step, float64; 1 before the first, which avoids 0 / 0."""
+    step = tl.load(tl.load(row + FIELD).to(tl.pointer_type(tl.float32)))
+    return tl.maximum(step, 1.0).to(tl.float64)
 
 
 @inlined

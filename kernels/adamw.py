@@ -5,7 +5,6 @@ No dense gradient is made in between. Reference: ``radius_`` of ``tests/oracles/
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,6 +23,8 @@ from ._blocks import (
     load_field,
     load_mask,
     load_scalar,
+    load_step,
+    log_decays,
     selected_before,
     store_field,
 )
@@ -85,9 +86,7 @@ def _adamw(
         load_scalar(table, 6),
         load_scalar(table, 7),
     )
-    step = tl.maximum(tl.load(tl.load(row + STEP).to(tl.pointer_type(tl.float32))), 1.0).to(
-        tl.float64
-    )
+    step = load_step(row, STEP)
     first = (1 - tl.exp(step * log1)).to(ST)
     second = tl.sqrt(1 - tl.exp(step * log2)).to(ST)
     updates = in_range & is_set(tl.load(row + UPDATE), i)
@@ -144,12 +143,6 @@ def adamw(
     ``starts``: the ``block_offsets`` of the rows' bits.
     """
     table = rows if isinstance(rows, Table) else adamw_table(blocks, rows)
-    head = [
-        lr,
-        *betas,
-        eps,
-        weight_decay,
-        -1.0 if maximize else 1.0,
-        *(math.log(b) if b else -math.inf for b in betas),
-    ]
+    sign = -1.0 if maximize else 1.0
+    head = [lr, *betas, eps, weight_decay, sign, *log_decays(betas)]
     blocks.launch(_adamw, table.with_head(head), starts, **table.constants)

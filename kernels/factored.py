@@ -6,7 +6,6 @@ Reference: ``commit`` in ``compopt/separate.py``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -23,6 +22,8 @@ from ._blocks import (
     alignment_of,
     load_field,
     load_scalar,
+    load_step,
+    log_decays,
     on,
     store_field,
     upload,
@@ -37,8 +38,8 @@ class FactoredRow(NamedTuple):
     """One tensor, as a contiguous matrix.
 
     The averaged gradient is ``R p^T``: R of shape (rows, r), whose elements lie ``down`` apart
-    along a column and ``across`` along a row; p column by column. ``own`` is what this rank sent of
-    p, ``rounding_errors`` the rounding error of that. ``public``: a copy of ``w`` in lower
+    along a column and ``across`` along a row; p column by column. ``sent_p`` is what this rank
+    sent of p, ``rounding_errors`` its rounding error. ``public``: a copy of ``w`` in lower
     precision.
     """
 
@@ -49,7 +50,7 @@ class FactoredRow(NamedTuple):
     down: int
     across: int
     p: Tensor
-    own: Tensor
+    sent_p: Tensor
     w: Tensor
     m: Tensor
     v: Tensor
@@ -61,9 +62,23 @@ class FactoredRow(NamedTuple):
 
 
 FIELDS = tl.constexpr(len(FactoredRow._fields))
-COLUMNS_, RANK, R, DOWN, ACROSS, P, OWN, W, M, V, STEP, RESIDUAL, DROPPED, GRAD, PUBLIC = (
-    tl.constexpr(f) for f in range(1, 16)
-)
+(
+    COLUMNS_,
+    RANK,
+    R,
+    DOWN,
+    ACROSS,
+    P,
+    SENT_P,
+    W,
+    M,
+    V,
+    STEP,
+    RESIDUAL,
+    ROUNDING_ERRORS,
+    GRAD,
+    PUBLIC,
+) = (tl.constexpr(f) for f in range(1, 16))
 
 
 @triton.jit
@@ -90,11 +105,11 @@ def _factored(
     for k in range(tl.load(row + RANK)):
         a = load_field(row, R, i * down + k * across, above, ST)
         p = load_field(row, P, k * columns + j, left, VT).to(ST)
-        own = load_field(row, OWN, k * columns + j, left, VT).to(ST)
+        sent_p = load_field(row, SENT_P, k * columns + j, left, VT).to(ST)
         if ROUNDS:
-            own -= load_field(row, DROPPED, k * columns + j, left, ST)
+            sent_p -= load_field(row, ROUNDING_ERRORS, k * columns + j, left, ST)
         average += a[:, None] * p[None, :]
-        sent += a[:, None] * own[None, :]
+        sent += a[:, None] * sent_p[None, :]
 
     lr, beta1, beta2, eps = (
         load_scalar(table, 0),
@@ -108,9 +123,7 @@ def _factored(
         load_scalar(table, 8),
         load_scalar(table, 9),
     )
-    step = tl.maximum(tl.load(tl.load(row + STEP).to(tl.pointer_type(tl.float32))), 1.0).to(
-        tl.float64
-    )
+    step = load_step(row, STEP)
     first = (1 - tl.exp(step * log1)).to(ST)
     second = tl.sqrt(1 - tl.exp(step * log2)).to(ST)
     at, in_range = i[:, None] * columns + j[None, :], above[:, None] & left[None, :]
@@ -156,12 +169,11 @@ def factored(
 ) -> None:
     """Do one AdamW step of all tensors on ``of_average R p^T``; each ``step`` already counts it.
 
-    ``of_grad grad - of_sent R (own - rounding_errors)^T`` is added to ``residual``.
+    ``of_grad grad - of_sent R (sent_p - rounding_errors)^T`` is added to ``residual``.
     """
     device = rows[0].w.device
     tiles = tiles_of(tuple(row[:2] for row in rows), device, *tile)
-    logs = [math.log(beta) if beta else -math.inf for beta in betas]
-    head = [lr, *betas, eps, weight_decay, *logs, of_average, of_sent, of_grad]
+    head = [lr, *betas, eps, weight_decay, *log_decays(betas), of_average, of_sent, of_grad]
     grads = [row.grad.dtype for row in rows if row.grad is not None]
     public = [row.public.dtype for row in rows if row.public is not None]
     names = ("w", "m", "v", "residual", "grad", "public")

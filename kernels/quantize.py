@@ -132,8 +132,8 @@ def _store_codes(
     scales = (message + scales_at).to(tl.pointer_type(tl.float32))
     tl.store(scales + row + r, scale, mask=r * ROW_ < n)
     if BITS == 8:
-        own = (message + codes_at).to(tl.pointer_type(tl.int8))
-        tl.store(own + at + i, t.to(tl.int8), mask=in_range)
+        target = (message + codes_at).to(tl.pointer_type(tl.int8))
+        tl.store(target + at + i, t.to(tl.int8), mask=in_range)
     else:
         tl.store(codes + start + at + i, t.to(tl.int8), mask=in_range)
 
@@ -170,9 +170,9 @@ def _quantize(
     start = tl.load(head)
     x = tl.load(body + start + at + i, mask=in_range, other=0)
     t, scale = _round(x, noise, place, tl.load(head + 1) + row, in_range, BITS, ROWS)
-    own = message + chunk.to(tl.int64) * stride
+    target = message + chunk.to(tl.int64) * stride
     _store_codes(
-        own, codes, scales_at, codes_at, start, at, row, i, in_range, n, t, scale, BITS, ROWS
+        target, codes, scales_at, codes_at, start, at, row, i, in_range, n, t, scale, BITS, ROWS
     )
     tl.store(rounding_errors + start + at + i, x - t * scale[:, None], mask=in_range)
 
@@ -199,18 +199,18 @@ def _mean(
     start, size, r = tl.load(head), tl.load(head + 2), tl.arange(0, ROWS)
     total = tl.zeros([ROWS, ROW_], tl.float32)
     for rank in range(ranks):
-        theirs = received + tl.full([], rank, tl.int64) * stride
-        scales = (theirs + scales_at).to(tl.pointer_type(tl.float32))
+        source = received + tl.full([], rank, tl.int64) * stride
+        scales = (source + scales_at).to(tl.pointer_type(tl.float32))
         scale = tl.load(scales + row + r, mask=r * ROW_ < n, other=0)
-        total += _load_code(theirs + codes_at, at + i, in_range, size, BITS) * scale[:, None]
+        total += _load_code(source + codes_at, at + i, in_range, size, BITS) * scale[:, None]
     total = tl.div_rn(total, tl.full([ROWS, ROW_], 1.0, tl.float32) * ranks)
     t, scale = _round(total, noise, place, row, in_range, BITS, ROWS)
     _store_codes(
         message, codes, 0, own_codes_at, start, at, row, i, in_range, n, t, scale, BITS, ROWS
     )
-    mine = rounding_errors + start + at + i
+    errors = rounding_errors + start + at + i
     rest = total - t * scale[:, None]
-    tl.store(mine, tl.load(mine, mask=in_range, other=0) + rest * ranks, mask=in_range)
+    tl.store(errors, tl.load(errors, mask=in_range, other=0) + rest * ranks, mask=in_range)
 
 
 @triton.jit
@@ -218,9 +218,9 @@ def _dequantize(
     rows_of, chunks, gathered, body, stride, codes_at, BITS: tl.constexpr, ROWS: tl.constexpr
 ):
     at, row, i, in_range, n, chunk, head = _load_chunk(rows_of, chunks, ROWS)
-    theirs, r = gathered + chunk.to(tl.int64) * stride, tl.arange(0, ROWS)
-    scale = tl.load(theirs.to(tl.pointer_type(tl.float32)) + row + r, mask=r * ROW_ < n, other=0)
-    code = _load_code(theirs + codes_at, at + i, in_range, tl.load(head + 2), BITS)
+    source, r = gathered + chunk.to(tl.int64) * stride, tl.arange(0, ROWS)
+    scale = tl.load(source.to(tl.pointer_type(tl.float32)) + row + r, mask=r * ROW_ < n, other=0)
+    code = _load_code(source + codes_at, at + i, in_range, tl.load(head + 2), BITS)
     tl.store(body + tl.load(head) + at + i, code * scale[:, None], mask=in_range)
 
 
@@ -232,8 +232,8 @@ def _pack4(chunks, codes, message, stride, codes_at, BYTES: tl.constexpr):
     half, i = (size + 1) // 2, tl.program_id(0) * BYTES + tl.arange(0, BYTES)
     first = tl.load(codes + start + i, mask=i < half, other=0).to(tl.int32)
     second = tl.load(codes + start + half + i, mask=half + i < size, other=0).to(tl.int32)
-    own = (message + chunk * stride + codes_at).to(tl.pointer_type(tl.int8))
-    tl.store(own + i, (first + 16 * second).to(tl.int8), mask=i < half)
+    target = (message + chunk * stride + codes_at).to(tl.pointer_type(tl.int8))
+    tl.store(target + i, (first + 16 * second).to(tl.int8), mask=i < half)
 
 
 @triton.jit
@@ -242,8 +242,8 @@ def _words(received, out, count, stride, ranks, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.load(received.to(tl.pointer_type(tl.float32)) + i, mask=i < count, other=0)
     for rank in range(1, ranks):
-        theirs = (received + tl.full([], rank, tl.int64) * stride).to(tl.pointer_type(tl.float32))
-        total += tl.load(theirs + i, mask=i < count, other=0)
+        source = (received + tl.full([], rank, tl.int64) * stride).to(tl.pointer_type(tl.float32))
+        total += tl.load(source + i, mask=i < count, other=0)
     tl.store(out + i, tl.div_rn(total, tl.full([BLOCK], 1.0, tl.float32) * ranks), mask=i < count)
 
 

@@ -5,7 +5,6 @@ References: ``moment``, ``scape_`` of ``tests/oracles/kernels.py``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,6 +24,8 @@ from ._blocks import (
     load_field,
     load_mask,
     load_scalar,
+    load_step,
+    log_decays,
     selected_before,
     store_field,
 )
@@ -78,7 +79,7 @@ FIELDS = tl.constexpr(len(ScapeRow._fields))
     X,
     BEGIN,
     END,
-    DROPPED,
+    ROUNDING_ERRORS,
     AHEAD,
 ) = (tl.constexpr(f) for f in range(1, 17))
 
@@ -134,9 +135,7 @@ def _scape(
         load_scalar(table, 7),
         load_scalar(table, 8),
     )
-    step = tl.maximum(tl.load(tl.load(row + STEP).to(tl.pointer_type(tl.float32))), 1.0).to(
-        tl.float64
-    )
+    step = load_step(row, STEP)
     first = 1 - tl.exp(step * log1)
     if ADAMS:
         of_old, of_new = beta2 / (first * first), 1 - beta2
@@ -158,7 +157,7 @@ def _scape(
     w = w * (1 - lr * decay).to(ST) - change
     x = _x(row, table, i, updates, old, ST, GT, ALIGN)
     if ROUNDS:
-        rounding = (1 - beta1).to(ST) * load_field(row, DROPPED, at, sent, ST)
+        rounding = (1 - beta1).to(ST) * load_field(row, ROUNDING_ERRORS, at, sent, ST)
         store_field(row, RESIDUAL, i, updates, tl.where(chosen == 1, rounding, x), ST, ALIGN)
     else:
         store_field(row, RESIDUAL, i, updates, tl.where(chosen == 1, 0.0, x), ST, ALIGN)
@@ -249,5 +248,5 @@ def _head(
     clip: float = 1.0,
     maximize: bool = False,
 ) -> list[float]:
-    logs = [math.log(beta) if beta else -math.inf for beta in betas]
-    return [lr, *betas, eps, weight_decay, -1.0 if maximize else 1.0, *logs, clip]
+    sign = -1.0 if maximize else 1.0
+    return [lr, *betas, eps, weight_decay, sign, *log_decays(betas), clip]

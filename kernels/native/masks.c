@@ -8,9 +8,9 @@ typedef struct {
 } Chosen;
 
 typedef struct {
-    int32_t *found;             // ascending, counted from the first element of the tensor
+    int32_t *positions;         // ascending, counted from the first element of the tensor
     int64_t k, at, start, stop;  // the slice: how many, where among the bits of its range, which elements of the tensor
-} Found;
+} Decoded;
 
 typedef struct {
     int64_t low, upper, row;  // the number of low bits; bits of the run of high bits, and of a row of low bits
@@ -48,22 +48,22 @@ int64_t encode(const Chosen *pieces, int64_t many, const Code *code, uint8_t *me
 
 // Writes the positions of a mask's set bits among the first n to `out`, if there is one, at most `room`. Returns how many.
 int64_t positions(const uint8_t *mask, int64_t n, int64_t room, int32_t *out) {
-    int64_t found = 0;
+    int64_t count = 0;
     if (out) {
         EACH_BIT(mask, (n + 7) / 8, i, {
-            if (i >= n || found == room) return found;
-            out[found++] = (int32_t)i;
+            if (i >= n || count == room) return count;
+            out[count++] = (int32_t)i;
         })
     } else {
-        for (int64_t i = 0; i < n / 8; i++) found += __builtin_popcount(mask[i]);
-        for (int64_t i = n - n % 8; i < n; i++) found += on(mask, i);
+        for (int64_t i = 0; i < n / 8; i++) count += __builtin_popcount(mask[i]);
+        for (int64_t i = n - n % 8; i < n; i++) count += on(mask, i);
     }
-    return found;
+    return count;
 }
 
 // Decodes a rank's message for `bytes` of mask to positions in each tensor, and to `bits`, which are 0 before. A message of
 // another rank is not trusted: returns how many positions are in their slices and in order, and stops at the first that is not.
-int64_t decode(const uint8_t *message, int64_t bytes, const Code *code, const Found *pieces, int64_t many,
+int64_t decode(const uint8_t *message, int64_t bytes, const Code *code, const Decoded *pieces, int64_t many,
                uint8_t *bits) {
     const int64_t low = code ? code->low : 0, row = code ? code->row / 8 : 0;
     const uint8_t *const rows = message + (code ? code->upper / 8 : 0);
@@ -74,9 +74,9 @@ int64_t decode(const uint8_t *message, int64_t bytes, const Code *code, const Fo
         int64_t place = code ? (i - n) << low : i;
         for (int64_t b = 0; b < low; b++) place |= (int64_t)(rows[b * row + n / 8] >> n % 8 & 1) << b;
         const int64_t element = place - pieces[p].at + pieces[p].start;
-        const int64_t before = count ? pieces[p].found[count - 1] : pieces[p].start - 1;
+        const int64_t before = count ? pieces[p].positions[count - 1] : pieces[p].start - 1;
         if (element <= before || element >= pieces[p].stop) return n;
-        pieces[p].found[count++] = (int32_t)element;
+        pieces[p].positions[count++] = (int32_t)element;
         set(bits, place);
         n++;
     })

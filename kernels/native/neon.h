@@ -7,14 +7,14 @@
 
 static inline Bits beyond(const float *x, int32_t limit) {
     static const uint32_t each[4] = {1, 2, 4, 8};
-    Bits found = 0;
+    Bits hits = 0;
     for (int quarter = 0; quarter < 4; quarter++) {
         const uint32x4_t bits = vreinterpretq_u32_f32(vld1q_f32(x + 4 * quarter));
         const int32x4_t size = vreinterpretq_s32_u32(vandq_u32(bits, vdupq_n_u32(0x7fffffff)));
         const uint32x4_t hit = vandq_u32(vcgtq_s32(size, vdupq_n_s32(limit)), vld1q_u32(each));
-        found |= vaddvq_u32(hit) << 4 * quarter;
+        hits |= vaddvq_u32(hit) << 4 * quarter;
     }
-    return found;
+    return hits;
 }
 
 static inline int64_t compress(void *out, const void *x, Bits some) {

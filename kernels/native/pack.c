@@ -61,8 +61,8 @@ static int pack_row(const Pack *row, float sign, float scale) {
             for (; count < row->k && within(row->index[count], a, size); count++) {
                 const int32_t i = row->index[count];
                 if (add && count + AHEAD < row->k) __builtin_prefetch(add + row->index[count + AHEAD]);
-                const float own = g ? sign * g[i] : 0;
-                out[count] = add ? own + scale * add[i] : own;
+                const float value = g ? sign * g[i] : 0;
+                out[count] = add ? value + scale * add[i] : value;
             }
             continue;
         }

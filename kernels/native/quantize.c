@@ -12,7 +12,7 @@ typedef struct {
     float *values;    // to be rounded, or memory for what was decoded
     float *scales;    // one for each row
     int8_t *codes;    // of the whole chunk
-    float *rounding_errors;   // rounding errors
+    float *rounding_errors;
     int64_t at;       // its first value in the chunk
     int64_t row;      // the number of its first row, which determines u
     int64_t n, size;  // how many values it has, and its chunk
@@ -31,7 +31,7 @@ typedef struct {
 
 // Rounds the values of a row to codes.
 static void round_row(const float *restrict x, int n, const float *restrict u, float most, float *restrict scale,
-                      int8_t *restrict code, float *restrict rest) {
+                      int8_t *restrict code, float *restrict errors) {
     uint32_t largest = 0;
     for (int i = 0; i < n; i++) {
         const uint32_t size = magnitude(x[i]);
@@ -41,7 +41,7 @@ static void round_row(const float *restrict x, int n, const float *restrict u, f
     memcpy(&all, &largest, 4);
     if (!(all <= FLT_MAX)) {
         *scale = NAN;
-        for (int i = 0; i < n; i++) code[i] = 0, rest[i] = NAN;
+        for (int i = 0; i < n; i++) code[i] = 0, errors[i] = NAN;
         return;
     }
     const float nearest = all / most, unit = nearest < FLT_MIN ? 0 : nearest;  // 1 / unit is finite
@@ -55,7 +55,7 @@ static void round_row(const float *restrict x, int n, const float *restrict u, f
         whole = whole < -end ? -end : whole;
         whole = whole > end ? end : whole;
         code[i] = (int8_t)whole;
-        rest[i] = x[i] - (float)whole * unit;
+        errors[i] = x[i] - (float)whole * unit;
     }
 }
 
@@ -95,19 +95,19 @@ int64_t mean_of_codes(const Piece *pieces, int64_t first, int64_t last, const Ro
     for (const Piece *p = pieces + first; p < pieces + last; p++)
         for (int64_t a = 0, r = 0; a < p->n; a += ROW, r++) {
             const int n = (int)smaller(ROW, p->n - a);
-            float total[ROW] = {0}, rest[ROW];
-            int8_t held[ROW];
+            float total[ROW] = {0}, errors[ROW];
+            int8_t unpacked[ROW];
             for (int64_t rank = 0; rank < from->ranks; rank++) {
-                const char *const theirs = from->messages + rank * from->stride;
+                const char *const message = from->messages + rank * from->stride;
                 const int8_t *const code =
-                    read_codes((const int8_t *)theirs + from->codes_at, p->at + a, n, p->size, how->bits, held);
+                    read_codes((const int8_t *)message + from->codes_at, p->at + a, n, p->size, how->bits, unpacked);
                 float scale;
-                memcpy(&scale, theirs + from->scales_at + 4 * (p->row + r), 4);
+                memcpy(&scale, message + from->scales_at + 4 * (p->row + r), 4);
                 for (int i = 0; i < n; i++) total[i] += code[i] * scale;
             }
             for (int i = 0; i < n; i++) total[i] /= ranks;
-            round_row(total, n, numbers_of(how, p->row + r), most, p->scales + r, p->codes + p->at + a, rest);
-            for (int i = 0; i < n; i++) p->rounding_errors[a + i] += ranks * rest[i];
+            round_row(total, n, numbers_of(how, p->row + r), most, p->scales + r, p->codes + p->at + a, errors);
+            for (int i = 0; i < n; i++) p->rounding_errors[a + i] += ranks * errors[i];
         }
     return -1;
 }
@@ -116,8 +116,8 @@ int64_t dequantize(const Piece *pieces, int64_t first, int64_t last, int64_t bit
     for (const Piece *p = pieces + first; p < pieces + last; p++)
         for (int64_t a = 0, r = 0; a < p->n; a += ROW, r++) {
             const int n = (int)smaller(ROW, p->n - a);
-            int8_t held[ROW];
-            const int8_t *const code = read_codes(p->codes, p->at + a, n, p->size, bits, held);
+            int8_t unpacked[ROW];
+            const int8_t *const code = read_codes(p->codes, p->at + a, n, p->size, bits, unpacked);
             for (int i = 0; i < n; i++) p->values[a + i] = code[i] * p->scales[r];
         }
     return -1;

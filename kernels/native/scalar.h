@@ -3,16 +3,16 @@
 #pragma once
 #define ISA "portable"
 
-static inline uint32_t kept_if(uint32_t word, Bits bit) { return word & (0u - bit); }
+static inline uint32_t select_word(uint32_t word, Bits bit) { return word & (0u - bit); }
 
 static inline Bits beyond(const float *x, int32_t limit) {
-    Bits found = 0;
+    Bits hits = 0;
     for (int lane = 0; lane < LANES; lane++) {
         int32_t size;
         memcpy(&size, x + lane, 4);
-        found |= (Bits)((size & 0x7fffffff) > limit) << lane;
+        hits |= (Bits)((size & 0x7fffffff) > limit) << lane;
     }
-    return found;
+    return hits;
 }
 
 static inline int64_t compress(void *out, const void *x, Bits some) {
@@ -38,7 +38,7 @@ static inline void expand(float *out, const float *values, Bits some) {
     for (int lane = 0; lane < LANES; lane++) {
         uint32_t word;
         memcpy(&word, values + count, 4);
-        word = kept_if(word, some >> lane & 1);
+        word = select_word(word, some >> lane & 1);
         memcpy(out + lane, &word, 4);
         count += some >> lane & 1;
     }
@@ -48,7 +48,7 @@ static inline void clear(float *x, Bits some) {
     for (int lane = 0; lane < LANES; lane++) {
         uint32_t word;
         memcpy(&word, x + lane, 4);
-        word = kept_if(word, 1 - (some >> lane & 1));
+        word = select_word(word, 1 - (some >> lane & 1));
         memcpy(x + lane, &word, 4);
     }
 }

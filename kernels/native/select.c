@@ -61,19 +61,19 @@ static int bin_of(const int32_t *counts, int64_t k, int64_t *larger) {
 // Returns the k-th largest magnitude, 1 <= k <= n, found eight bits at a time; *larger: how many are larger.
 static uint32_t kth(const float *restrict x, int64_t n, int64_t k, int64_t *larger) {
     static const int shifts[] = {23, 15, 7, 0};
-    uint32_t found = 0, known = 0;  // the bits found so far, and a mask of them
+    uint32_t prefix = 0, known = 0;  // the bits so far, and a mask of them
     *larger = 0;
     for (int level = 0; level < 4; level++) {
         int32_t counts[256] = {0};
         const uint32_t mask = level < 3 ? 255 : 127;
         for (int64_t i = 0; i < n; i++) {
             const uint32_t bits = magnitude(x[i]);
-            if ((bits & known) == found) counts[bits >> shifts[level] & mask]++;
+            if ((bits & known) == prefix) counts[bits >> shifts[level] & mask]++;
         }
-        found |= (uint32_t)bin_of(counts, k, larger) << shifts[level];
+        prefix |= (uint32_t)bin_of(counts, k, larger) << shifts[level];
         known |= mask << shifts[level];
     }
-    return found;
+    return prefix;
 }
 
 enum { BIN = 1 << 15, NEAR = 16 };  // the width of a bin, 0.4 to 0.8 % of a value; bins from which a slope is estimated
@@ -110,9 +110,9 @@ static uint32_t kth_by(uint32_t least, const int32_t *counts, const float *restr
     }
     for (; i < n; i++)
         if (magnitude(x[i]) - low < BIN && size < k) few[size++] = x[i];
-    const uint32_t found = kth(few, size, k - *larger, &above_these);
+    const uint32_t least_of_k = kth(few, size, k - *larger, &above_these);
     *larger += above_these;
-    return found;
+    return least_of_k;
 }
 
 // Writes the positions, ascending, of the k elements with magnitudes of `least` and more, of which `more` are larger. `of`: the
