@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from . import activation_report as report
 from .activation_decision import choose_layer_row
 from .formatting import format_advice
-from .hardware import LAYER_SHARE, Machine, Speed, find_device
+from .hardware import LAYER_SHARE, Machine, Speed, find_device, source_of
 from .layer_prediction import NONE, Grid, LayerRow, Layers, count_codecs, predict_layer_rows
 from .model_parallel import LayerCosts
 
@@ -85,24 +85,24 @@ def advise_layers(
     Raises:
         ValueError: a number is out of range or missing; the sentence names it.
     """
-    chosen, named = find_device(device)
+    hardware, device_name = find_device(device)
     if not 0 <= loss_budget < math.inf:
         raise ValueError(f"loss_budget must be a share such as 0.01; got {loss_budget}.")
     _check_link("pipeline", pipeline, "link_bits_per_s", link_bits_per_s)
     _check_link("tensor", tensor, "inside_bits_per_s", inside_bits_per_s)
-    computed = "measured" if costs else f"assumed: {named}"
-    known = {
-        "computation": computed if step_s is None else "given",
+    computed = "measured" if costs else f"assumed: {device_name}"
+    default_sources = {
+        "computation": source_of(step_s, computed),
         "link": "given",
         "inside": "given",
-        "link latency": "assumed" if latency_s is None else "given",
-        "inside latency": "assumed" if inside_latency_s is None else "given",
+        "link latency": source_of(latency_s),
+        "inside latency": source_of(inside_latency_s),
         "micro-batches": "given",
-        "own work": "measured" if local else f"assumed: {named}",
+        "own work": "measured" if local else f"assumed: {device_name}",
     }
     if step_s is None:
         # alpha is of the ranks of a layer together.
-        alpha = costs.alpha if costs else 1 / (LAYER_SHARE * chosen.half_flops_per_s * tensor)
+        alpha = costs.alpha if costs else 1 / (LAYER_SHARE * hardware.half_flops_per_s * tensor)
         step_s = alpha * work.flops * work.micro_batches / pipeline
     # A link that nothing crosses has any rate.
     grid = Grid(
@@ -116,9 +116,9 @@ def advise_layers(
         ),
         Machine(pipeline, (link_bits_per_s or 1e9) / 8, 50e-6 if latency_s is None else latency_s),
         step_s,
-        Speed(*local) if local else chosen.speed,
+        Speed(*local) if local else hardware.speed,
         loss_budget,
-        {**known, **(sources or {})},
+        {**default_sources, **(sources or {})},
     )
     codecs = count_codecs(work, tensor)
     rows = predict_layer_rows(grid, codecs)

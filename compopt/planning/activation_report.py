@@ -66,10 +66,10 @@ HEAD = (
 
 def format_grid(grid: Grid) -> str:
     """Format the inputs of the predictions: given, measured or assumed."""
-    work, s = grid.work, grid.sources
+    work, sources = grid.work, grid.sources
     links = [
-        f"{what} {count}, over {format_rate(8 * link.link_bytes_per_s)} a rank ({s[name]}) and "
-        f"{format_seconds(link.latency_s)} a message ({s[f'{name} latency']})"
+        f"{what} {count}, over {format_rate(8 * link.link_bytes_per_s)} a rank ({sources[name]}) "
+        f"and {format_seconds(link.latency_s)} a message ({sources[f'{name} latency']})"
         for what, count, link, name in (
             ("tensor parallelism of", grid.tensor, grid.inside, "inside"),
             ("stages:", grid.pipeline, grid.between, "link"),
@@ -80,13 +80,13 @@ def format_grid(grid: Grid) -> str:
     return "\n".join(
         [
             f"{work.layers} layers of width {work.hidden}, {work.micro_batches} micro-batches a "
-            f"step ({s['micro-batches']}) of {work.micro_batch} x {work.sequence} tokens, "
+            f"step ({sources['micro-batches']}) of {work.micro_batch} x {work.sequence} tokens, "
             f"{work.activation_bytes} bytes a number;",
             *(f"{link};" for link in links),
-            f"a rank computes {format_seconds(grid.compute_s)} a step ({s['computation']});",
+            f"a rank computes {format_seconds(grid.compute_s)} a step ({sources['computation']});",
             f"compressors at {speed.memory_bytes_per_s / 1e12:.4g} TB/s, "
             f"{speed.flops_per_s / 1e12:.4g} and {speed.half_flops_per_s / 1e12:.4g} TFLOP/s in "
-            f"float32 and 16 bits ({s['own work']});",
+            f"float32 and 16 bits ({sources['own work']});",
             "compressed: the last half of the layers, and the boundaries that lead into them.",
         ]
     )

@@ -10,7 +10,7 @@ import torch
 from . import advice_report as report
 from .decision import choose_row
 from .formatting import format_advice
-from .hardware import Machine, check_positive, find_device
+from .hardware import Machine, check_positive, find_device, source_of
 from .losses import TOKENS_PER_PARAMETER
 from .prediction import (
     BACKWARD,
@@ -121,36 +121,39 @@ def advise(
     if isinstance(model, torch.nn.Module):
         model = Workload.of(model.named_parameters())
     work = model if isinstance(model, Workload) else Workload.of_size(model)
-    chosen, named = find_device(device)
+    hardware, device_name = find_device(device)
     if not 0 <= loss_budget < math.inf:
         raise ValueError(f"loss_budget must be a share such as 0.01; got {loss_budget}.")
-    counts = {"steps": steps, "tokens_per_parameter": tokens_per_parameter}
-    given = {**counts, "memory_bytes": memory_bytes}
-    check_positive(**{name: value for name, value in given.items() if value is not None})
-    node = check_layout(ranks, shard, ranks_per_node)
+    numbers = {
+        "steps": steps,
+        "tokens_per_parameter": tokens_per_parameter,
+        "memory_bytes": memory_bytes,
+    }
+    check_positive(**{name: value for name, value in numbers.items() if value is not None})
+    node = count_ranks_per_node(ranks, shard, ranks_per_node)
     machine = Machine(
         ranks,
         link_bits_per_s / 8,
         LATENCY if latency_s is None else latency_s,
-        *(local or chosen.local),
+        *(local or hardware.local),
         *interference,
         ranks_per_node=node,
     )
     # Where all ranks share one machine there is one kind of link.
-    inside = link_bits_per_s if node == ranks else chosen.inside_bits_per_s
-    known = {
+    inside = link_bits_per_s if node == ranks else hardware.inside_bits_per_s
+    default_sources = {
         "computation": "given",
-        "overlap": "assumed" if overlap_s is None else "given",
+        "overlap": source_of(overlap_s),
         "link": "given",
-        "latency": "assumed" if latency_s is None else "given",
-        "nodes": "assumed" if ranks_per_node is None else "given",
-        "inside": f"assumed: {named}" if inside_bits_per_s is None else "given",
-        "steps": "assumed" if steps is None else "given",
-        "tokens": "assumed" if tokens_per_parameter is None else "given",
-        "memory": f"assumed: {named}" if memory_bytes is None else "given",
-        "own work": f"assumed: {named}" if local is None else "measured",
+        "latency": source_of(latency_s),
+        "nodes": source_of(ranks_per_node),
+        "inside": source_of(inside_bits_per_s, f"assumed: {device_name}"),
+        "steps": source_of(steps),
+        "tokens": source_of(tokens_per_parameter),
+        "memory": source_of(memory_bytes, f"assumed: {device_name}"),
+        "own work": f"assumed: {device_name}" if local is None else "measured",
     }
-    sources = {**known, **(sources or {})}
+    sources = {**default_sources, **(sources or {})}
     if inside_bits_per_s is None and node == ranks:
         sources["inside"] = sources["link"]
     situation = Situation(
@@ -159,7 +162,7 @@ def advise(
         compute_s=step_s,
         overlap_s=(1 - LAST_BUCKET) * BACKWARD * step_s if overlap_s is None else overlap_s,
         shard=shard,
-        memory_bytes=chosen.memory_bytes if memory_bytes is None else memory_bytes,
+        memory_bytes=hardware.memory_bytes if memory_bytes is None else memory_bytes,
         loss_budget=loss_budget,
         sources=sources,
         steps=STEPS if steps is None else steps,
@@ -175,8 +178,8 @@ def advise(
     return Advice(situation, rows, row.method, report.make_line(situation, row), why)
 
 
-def check_layout(ranks: int, shard: int | None, ranks_per_node: int | None) -> int:
-    """Ranks of a machine; raise ValueError where copies or machines do not divide the ranks."""
+def count_ranks_per_node(ranks: int, shard: int | None, ranks_per_node: int | None) -> int:
+    """Ranks of a machine; raise ValueError where copies or machines do not divide all ranks."""
     if ranks < 1:
         raise ValueError(f"ranks must be at least 1; got {ranks}.")
     node = ranks_per_node or shard or 1

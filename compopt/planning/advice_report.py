@@ -95,7 +95,7 @@ def is_local(row: Row) -> bool:
 
 
 def explain_memory(situation: Situation, rows: list[Row]) -> str:
-    """Why AdamW needs its layout; "" where it fits on every rank, or the layout was given."""
+    """The reason for AdamW's layout; "" where it fits on every rank, or the layout was given."""
     baseline = rows[0]
     held, _ = count_held_bytes(situation, METHODS[BASELINE], 1)
     if held <= situation.room_bytes or situation.shard is not None:
@@ -306,27 +306,34 @@ def format_table(situation: Situation, rows: list[Row], chosen: str, all_rows: b
 
 def format_situation(situation: Situation) -> str:
     """Format the inputs of the predictions: given, measured or assumed."""
-    s, m, work = situation.sources, situation.machine, situation.work
-    node = f"{m.ranks_per_node} in a machine" if m.ranks_per_node > 1 else "each in its own machine"
-    ranks, steps = format_number_of(m.ranks, "rank"), format_number_of(situation.steps, "step")
+    sources, machine, work = situation.sources, situation.machine, situation.work
+    node = (
+        f"{machine.ranks_per_node} in a machine"
+        if machine.ranks_per_node > 1
+        else "each in its own machine"
+    )
+    ranks, steps = (
+        format_number_of(machine.ranks, "rank"),
+        format_number_of(situation.steps, "step"),
+    )
     parameters = "parameter" if work.parameters == 1 else "parameters"
     lines = [
-        f"{format_count(work.parameters)} {parameters}; {ranks}, {node} ({s['nodes']})",
-        f"{format_rate(8 * m.link_bytes_per_s)} a rank between machines ({s['link']}), "
-        f"{format_seconds(m.latency_s)} a message ({s['latency']})",
-        f"{format_seconds(situation.compute_s)} of computation a step ({s['computation']}), "
-        f"{format_seconds(situation.overlap_s)} of it hiding communication ({s['overlap']})",
-        f"a run of {steps} ({s['steps']}), "
-        f"{situation.tokens_per_parameter:g} tokens per parameter ({s['tokens']})",
-        f"own work at {format_quantity(m.memory_bytes_per_s)}B/s and "
-        f"{format_quantity(m.flops_per_s)}FLOP/s ({s['own work']})",
+        f"{format_count(work.parameters)} {parameters}; {ranks}, {node} ({sources['nodes']})",
+        f"{format_rate(8 * machine.link_bytes_per_s)} a rank between machines ({sources['link']}), "
+        f"{format_seconds(machine.latency_s)} a message ({sources['latency']})",
+        f"{format_seconds(situation.compute_s)} of computation a step ({sources['computation']}), "
+        f"{format_seconds(situation.overlap_s)} of it hiding communication ({sources['overlap']})",
+        f"a run of {steps} ({sources['steps']}), "
+        f"{situation.tokens_per_parameter:g} tokens per parameter ({sources['tokens']})",
+        f"own work at {format_quantity(machine.memory_bytes_per_s)}B/s and "
+        f"{format_quantity(machine.flops_per_s)}FLOP/s ({sources['own work']})",
     ]
-    if m.ranks_per_node > 1:
+    if machine.ranks_per_node > 1:
         inside = format_rate(8 * situation.inside_bytes_per_s)
-        lines.insert(2, f"{inside} a rank inside one ({s['inside']})")
+        lines.insert(2, f"{inside} a rank inside one ({sources['inside']})")
     if situation.memory_bytes is not None:
         lines.append(
             f"{format_quantity(situation.room_bytes)}B of memory for parameters, gradients and "
-            f"state, {100 * ROOM:g} % of a device's ({s['memory']})"
+            f"state, {100 * ROOM:g} % of a device's ({sources['memory']})"
         )
     return "\n".join(["Computed from", *(f"  {line}" for line in lines)])

@@ -103,7 +103,7 @@ class _ScriptWatcher:
         self.error: Exception | None = None
 
     def before_forward(self, module: nn.Module, args: object) -> None:
-        """Outer modules are called before the modules that they hold."""
+        """Note a module; outer ones are called before the modules that they hold."""
         if self.diagnosis is None:
             self.modules.setdefault(id(module), module)
 
@@ -177,17 +177,17 @@ def main(argv: Sequence[str] | None = None, prog: str = "compopt-diagnose") -> N
     add("--plot", metavar="FILE.png", help="save a picture")
     add("script", help="that trains")
     add("arguments", nargs=argparse.REMAINDER, help="the script's own")
-    asked = parser.parse_args(argv)
-    options = {name: getattr(asked, name) for name in ("steps", "start", "elements")}
+    options = parser.parse_args(argv)
+    settings = {name: getattr(options, name) for name in ("steps", "start", "elements")}
     try:
-        diagnosis = diagnose_script(asked.script, asked.arguments, options)
+        diagnosis = diagnose_script(options.script, options.arguments, settings)
     except ScriptError as error:
         parser.error(str(error))
     if os.environ.get("RANK", "0") != "0":
         return
     print_report(str(diagnosis))
-    if asked.plot:
+    if options.plot:
         try:
-            diagnosis.plot(asked.plot)
+            diagnosis.plot(options.plot)
         except ValueError as error:
             parser.error(str(error))

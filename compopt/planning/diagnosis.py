@@ -165,15 +165,8 @@ class Diagnosis:
         findings["seconds", "step"] = median(self._step_seconds)
         findings |= summarize_stability(self.stability, self.sampled)
         if comm.size > 1:
-            names = sorted(findings)
-            check_same_on_all_ranks(map(str, names), self.steps, comm, device)
-            values = [findings[name] for name in names]
-            numbers = torch.tensor(values, dtype=torch.float32, device=device)
-            # A rank on which no gradient has reached a tensor does not count.
-            message = torch.cat([numbers.nan_to_num(0.0), (~numbers.isnan()).float()])
-            comm.start(AllReduceMean(message)).wait()
-            means, shares = message.chunk(2)
-            findings = dict(zip(names, (means / shares).tolist(), strict=True))
+            check_same_on_all_ranks(map(str, sorted(findings)), self.steps, comm, device)
+            findings = average_findings(findings, comm, device)
         self.findings = findings = {
             name: number
             for name, number in findings.items()
@@ -322,6 +315,17 @@ def summarize_stability(stability: TopKStability, sampled: Sequence[SampledTenso
         findings["settling", "first"] = mean(mean(row[: len(row) // 3]) for row in rows)
         findings["settling", "last"] = mean(mean(row[-(len(row) // 3) :]) for row in rows)
     return findings
+
+
+def average_findings(findings: Findings, comm: Communicator, device: torch.device) -> Findings:
+    """The means over ranks; one on which no gradient has reached a tensor does not count."""
+    names = sorted(findings)
+    values = [findings[name] for name in names]
+    numbers = torch.tensor(values, dtype=torch.float32, device=device)
+    message = torch.cat([numbers.nan_to_num(0.0), (~numbers.isnan()).float()])
+    comm.start(AllReduceMean(message)).wait()
+    means, shares = message.chunk(2)
+    return dict(zip(names, (means / shares).tolist(), strict=True))
 
 
 def check_same_on_all_ranks(

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from .candidates import Candidate
 from .decision import at_link_rate, choose_row
-from .formatting import align_columns, format_rate, format_seconds
+from .formatting import align_columns, format_number_of, format_rate, format_seconds
 from .gradient_statistics import DENSITIES, LAGS, SampledTensor
 from .prediction import Situation, predict_rows
 from .workload import Workload
@@ -131,7 +131,7 @@ def format_methods(rows: Sequence[Row]) -> list[str]:
 
 
 def format_stability(findings: Findings) -> list[str]:
-    table = [("  density", *(f"{lag} steps" if lag > 1 else "1 step" for lag in LAGS))]
+    table = [("  density", *(format_number_of(lag, "step") for lag in LAGS))]
     for density in DENSITIES:
         cells = []
         for lag in LAGS:

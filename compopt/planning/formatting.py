@@ -13,8 +13,8 @@ UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 
 
 def parse_quantity(text: str, suffix: str = "") -> float:
-    """'350M', '1.8b' or '12000' as a number; with suffix 'bit', a rate as tc writes it ('100mbit',
-    '2.5gbit').
+    """Read '350M', '1.8b' or '12000' as a number; with suffix 'bit', a rate as tc writes it
+    ('100mbit', '2.5gbit').
     """
     match = re.fullmatch(rf"(\d+(?:\.\d+)?(?:e\d{{1,2}})?)([kmgbt]?){suffix}", text.strip().lower())
     if match is None or float(match[1]) == 0:
@@ -34,7 +34,7 @@ def format_digits(number: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Milliseconds to days."""
+    """Format as microseconds to days."""
     for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
         if seconds >= (2 if unit != "s" else 1) * size:
             return f"{format_digits(seconds / size)} {unit}"
@@ -44,7 +44,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_quantity(number: float) -> str:
-    """With an SI prefix, for a unit to follow."""
+    """Format with an SI prefix, for a unit to follow."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.4g} {unit}"

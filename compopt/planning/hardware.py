@@ -111,6 +111,11 @@ def find_device(name: str | None) -> tuple[Device, str]:
     return DEVICES[name or "a100"], name or "a100, name another with --device"
 
 
+def source_of(number: float | None, default: str = "assumed") -> str:
+    """Where the user's number comes from: "given", or the source of the default in its place."""
+    return default if number is None else "given"
+
+
 @dataclass(frozen=True)
 class Machine:
     """The ranks that average gradients, and the links between them.

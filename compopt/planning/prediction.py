@@ -227,7 +227,7 @@ class Row:
 
     @property
     def speedup(self) -> float:
-        """Of a compressed step over AdamW's."""
+        """Speed-up of a compressed step over AdamW's."""
         return (self.baseline or self).step.total / self.step.total
 
     @property
@@ -286,8 +286,8 @@ def shard_seconds(situation: Situation, shard: int) -> tuple[float, float]:
 
 
 def predict_rows(situation: Situation) -> list[Row]:
-    """Every method in this situation; offloaded where it does not fit without crossing the link,
-    but not where copies are to be cut: an offloaded method takes whole ones.
+    """Predict every method in this situation. It is also offloaded where it does not fit without
+    crossing the link, but not where copies are to be cut: an offloaded method takes whole ones.
     """
     is_cut = situation.shard not in (None, 1)
     baseline = predict_row(situation, BASELINE, None)
