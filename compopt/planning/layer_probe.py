@@ -44,28 +44,21 @@ def measure_layers(
     mesh = init_device_mesh(
         device.type, (size // tensor, tensor), mesh_dim_names=("stages", "inside")
     )
-    everyone = activations.MeshRanks.world(device.type, size)
-    inside = average_over_ranks(
-        time_all_reduces(activations.MeshRanks(mesh["inside"]), dtype, device), everyone, device
-    )
-    between = (
-        average_over_ranks(time_stage_messages(mesh, device), everyone, device)
-        if size > tensor
-        else []
-    )
-    layer_s, encode_s, *local = average_over_ranks(
+    world = activations.MeshRanks.world(device.type, size)
+    average = functools.partial(average_over_ranks, ranks=world, device=device)
+    inside = average(time_all_reduces(activations.MeshRanks(mesh["inside"]), dtype, device))
+    between = average(time_stage_messages(mesh, device)) if size > tensor else []
+    layer_s, encode_s, *local = average(
         [
             *time_computation(tensor, hidden, tokens, dtype, device),
             *measure_local(device),
             measure_products(device, torch.bfloat16),
-        ],
-        everyone,
-        device,
+        ]
     )
-    elements = [nbytes / dtype.itemsize for nbytes in LAYER_SIZES]
-    beta, constant, threshold, _ = (
-        fit_communication(elements, inside) if tensor > 1 else (0.0, 0.0, 0, [])
-    )
+    beta, constant, threshold = 0.0, 0.0, 0
+    if tensor > 1:
+        elements = [nbytes / dtype.itemsize for nbytes in LAYER_SIZES]
+        beta, constant, threshold, _ = fit_communication(elements, inside)
     # A multilayer perceptron of four times the width, forward and backward, on all its ranks.
     flops = 48 * tokens * hidden**2
     costs = LayerCosts(
