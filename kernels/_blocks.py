@@ -195,6 +195,13 @@ def load_scalar(table, i):
 
 
 @inlined
+def load_options(table):
+    """Load the numbers that every head begins with: lr, both betas, eps and the weight decay."""
+    lr, beta1, beta2 = load_scalar(table, 0), load_scalar(table, 1), load_scalar(table, 2)
+    return lr, beta1, beta2, load_scalar(table, 3), load_scalar(table, 4)
+
+
+@inlined
 def load_step(row, FIELD: tl.constexpr):
     """Load the number of a tensor's step, float64; 1 before the first, which avoids 0 / 0."""
     step = tl.load(tl.load(row + FIELD).to(tl.pointer_type(tl.float32)))

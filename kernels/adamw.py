@@ -22,6 +22,7 @@ from ._blocks import (
     load_block,
     load_field,
     load_mask,
+    load_options,
     load_scalar,
     load_step,
     log_decays,
@@ -74,18 +75,8 @@ def _adamw(
     BLOCK: tl.constexpr,
 ):
     block, row, i, in_range = load_block(where, table, FIELDS, BLOCK, ALIGN)
-    lr, beta1, beta2, eps = (
-        load_scalar(table, 0),
-        load_scalar(table, 1),
-        load_scalar(table, 2),
-        load_scalar(table, 3),
-    )
-    decay, sign, log1, log2 = (
-        load_scalar(table, 4),
-        load_scalar(table, 5),
-        load_scalar(table, 6),
-        load_scalar(table, 7),
-    )
+    lr, beta1, beta2, eps, decay = load_options(table)
+    sign, log1, log2 = load_scalar(table, 5), load_scalar(table, 6), load_scalar(table, 7)
     step = load_step(row, STEP)
     first = (1 - tl.exp(step * log1)).to(ST)
     second = tl.sqrt(1 - tl.exp(step * log2)).to(ST)

@@ -21,6 +21,7 @@ from ._blocks import (
     TYPES,
     alignment_of,
     load_field,
+    load_options,
     load_scalar,
     load_step,
     log_decays,
@@ -62,23 +63,8 @@ class FactoredRow(NamedTuple):
 
 
 FIELDS = tl.constexpr(len(FactoredRow._fields))
-(
-    COLUMNS_,
-    RANK,
-    R,
-    DOWN,
-    ACROSS,
-    P,
-    SENT_P,
-    W,
-    M,
-    V,
-    STEP,
-    RESIDUAL,
-    ROUNDING_ERRORS,
-    GRAD,
-    PUBLIC,
-) = (tl.constexpr(f) for f in range(1, 16))
+COLUMNS_, RANK, R, DOWN, ACROSS, P, SENT_P = (tl.constexpr(f) for f in range(1, 8))
+W, M, V, STEP, RESIDUAL, ROUNDING_ERRORS, GRAD, PUBLIC = (tl.constexpr(f) for f in range(8, 16))
 
 
 @triton.jit
@@ -111,13 +97,8 @@ def _factored(
         average += a[:, None] * p[None, :]
         sent += a[:, None] * sent_p[None, :]
 
-    lr, beta1, beta2, eps = (
-        load_scalar(table, 0),
-        load_scalar(table, 1),
-        load_scalar(table, 2),
-        load_scalar(table, 3),
-    )
-    decay, log1, log2 = load_scalar(table, 4), load_scalar(table, 5), load_scalar(table, 6)
+    lr, beta1, beta2, eps, decay = load_options(table)
+    log1, log2 = load_scalar(table, 5), load_scalar(table, 6)
     of_average, of_sent, of_grad = (
         load_scalar(table, 7),
         load_scalar(table, 8),

@@ -23,6 +23,7 @@ from ._blocks import (
     load_block,
     load_field,
     load_mask,
+    load_options,
     load_scalar,
     load_step,
     log_decays,
@@ -64,24 +65,9 @@ class ScapeRow(NamedTuple):
 # fields of tensors that are read or written whole
 WHOLE = ("w", "residual", "grad", "public")
 FIELDS = tl.constexpr(len(ScapeRow._fields))
-(
-    BITS,
-    HELD,
-    OLD,
-    VALUES,
-    W,
-    M,
-    STEP,
-    UPDATE,
-    RESIDUAL,
-    GRAD,
-    PUBLIC,
-    X,
-    BEGIN,
-    END,
-    ROUNDING_ERRORS,
-    AHEAD,
-) = (tl.constexpr(f) for f in range(1, 17))
+BITS, HELD, OLD, VALUES, W, M, STEP, UPDATE = (tl.constexpr(f) for f in range(1, 9))
+RESIDUAL, GRAD, PUBLIC, X, BEGIN, END = (tl.constexpr(f) for f in range(9, 15))
+ROUNDING_ERRORS, AHEAD = (tl.constexpr(f) for f in (15, 16))
 
 
 @inlined
@@ -123,18 +109,8 @@ def _scape(
     BLOCK: tl.constexpr,
 ):
     block, row, i, in_range = load_block(where, table, FIELDS, BLOCK, ALIGN)
-    lr, beta1, beta2, eps = (
-        load_scalar(table, 0),
-        load_scalar(table, 1),
-        load_scalar(table, 2),
-        load_scalar(table, 3),
-    )
-    decay, log1, log2, clip = (
-        load_scalar(table, 4),
-        load_scalar(table, 6),
-        load_scalar(table, 7),
-        load_scalar(table, 8),
-    )
+    lr, beta1, beta2, eps, decay = load_options(table)
+    log1, log2, clip = load_scalar(table, 6), load_scalar(table, 7), load_scalar(table, 8)
     step = load_step(row, STEP)
     first = 1 - tl.exp(step * log1)
     if ADAMS:

@@ -7,8 +7,7 @@ measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -170,6 +169,10 @@ class _WorkCounter(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.work = Work()
 
+    def __enter__(self) -> Work:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self.work
+
     def __torch_dispatch__(
         self,
         func: Any,
@@ -228,18 +231,12 @@ class _RecordingRanks(Ranks):
         return view
 
 
-@contextmanager
-def _count_work() -> Iterator[Work]:
-    with _WorkCounter() as counter:
-        yield counter.work
-
-
 def _count_backward(
     y: Tensor, x: Tensor, codec: Compressor, gradient: Tensor
 ) -> tuple[Tensor, Work]:
     """The gradient of x, and the work of computing it and those of the codec's weights."""
     needed = [x, *codec.parameters()]
-    with _count_work() as work:
+    with _WorkCounter() as work:
         gradients = torch.autograd.grad(y, needed, gradient, allow_unused=True)
     return gradients[0], work
 
@@ -256,7 +253,7 @@ def exchange_of(
     x = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     group = _RecordingRanks(ranks)
     # A codec's random numbers must not come from the caller's generator.
-    with torch.random.fork_rng(devices=[]), _count_work() as forward:
+    with torch.random.fork_rng(devices=[]), _WorkCounter() as forward:
         y = codec(x, group)
     _, backward = _count_backward(y, x, codec, torch.empty_like(y))
     return Exchange(
@@ -273,11 +270,11 @@ def crossing_of(codec: Compressor, shape: tuple[int, ...], dtype: torch.dtype) -
     """
     x = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     is_separate = codec.straight_through and not codec.fits_payload()
-    with torch.random.fork_rng(devices=[]), _count_work() as send:
+    with torch.random.fork_rng(devices=[]), _WorkCounter() as send:
         values, side = codec.compress(x.detach() if is_separate else x)
     forth = values.nbytes + (0 if side is None else side.nbytes)
     arrived = values.detach().requires_grad_()
-    with _count_work() as receive:
+    with _WorkCounter() as receive:
         y = codec.decompress(arrived, side, shape)
     if not is_separate:
         gradient, receive_back = _count_backward(y, arrived, codec, torch.empty_like(y))
@@ -285,9 +282,9 @@ def crossing_of(codec: Compressor, shape: tuple[int, ...], dtype: torch.dtype) -
         return Crossing(forth, gradient.nbytes, send, receive, receive_back, send_back)
     packed, receive_back, send_back = x, Work(), Work()
     if codec.gradient_bits is not None:
-        with _count_work() as receive_back:
+        with _WorkCounter() as receive_back:
             packed = codec.pack(x, codec.gradient_bits)
-        with _count_work() as send_back:
+        with _WorkCounter() as send_back:
             codec.unpack(packed, shape, codec.gradient_bits)
     # The gradient's number takes a message of the payload's size.
     back = values.nbytes + packed.nbytes
