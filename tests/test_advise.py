@@ -156,7 +156,7 @@ def test_a_short_run_has_no_loss_that_was_measured():
     assert "the losses here say nothing about one of 1." in short and "No run of fewer" not in measured
 
 
-def test_advice_for_ever_so_many_ranks_and_steps_takes_no_longer():
+def test_advice_for_a_billion_ranks_takes_no_longer():
     """A billion ranks took hours, 100 million steps minutes."""
     advice = asked(350e6, ranks=10**9, link=1e9, steps=10**15, memory_bytes=1e8)
     assert advice.rows[0].shard == 100 and advice.situation.steps == 10**15
