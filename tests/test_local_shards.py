@@ -173,11 +173,11 @@ def ends_by_time(rank: int) -> list[str]:
     """Two replicas of two shards; a step takes 3 s by the first shard's clock and 6 s by the other's."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from compopt._local import wrapper
+    from compopt._local import rounds
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     seconds = 0.0
-    wrapper.monotonic = lambda: seconds
+    rounds.monotonic = lambda: seconds
     params, optimizer = sharded(mesh, round_seconds=10)
     phases = []
     for t in range(7):
