@@ -24,8 +24,8 @@ from compopt.planning.advise_command import main
 from compopt.planning.decision import pays_below
 from compopt.planning.formatting import format_count, format_rate, format_seconds, parse_quantity
 from compopt.planning.measurement import measure_local
-from compopt.planning.network_probe import collective_device
 from compopt.planning.prediction import BASELINE
+from compopt.planning.probe import collective_device
 from compopt.planning.scripts import profile_script
 from compopt.probe import main as measure
 
@@ -157,7 +157,7 @@ def test_a_short_run_has_no_loss_that_was_measured():
 
 
 def test_advice_for_a_billion_ranks_takes_no_longer():
-    """A billion ranks took hours, 100 million steps minutes."""
+    """A billion ranks, or 100 million steps, took minutes."""
     advice = asked(350e6, ranks=10**9, link=1e9, steps=10**15, memory_bytes=1e8)
     assert advice.rows[0].shard == 100 and advice.situation.steps == 10**15
 
@@ -456,7 +456,7 @@ def test_a_bandwidth_replaces_the_one_that_was_probed_alone(tmp_path, capsys):
 
 def test_ranks_meet_on_the_cpu_where_the_device_has_no_collectives(monkeypatch):
     monkeypatch.setattr(
-        "compopt.planning.network_probe.get_device", lambda: torch.device("mps")
+        "compopt.planning.probe.get_device", lambda: torch.device("mps")
     )  # whose module has no set_device
     assert collective_device() == torch.device("cpu")
 
