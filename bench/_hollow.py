@@ -210,7 +210,7 @@ def _dequantize(cut, gathered, body, *_) -> int:
 
 def _factored(rows, **_) -> int:
     """Tiles read factors over again, from the device's cache."""
-    once, twice = ("R", "p", "own", "rounding_errors", "grad", "public"), ("w", "m", "v", "residual")
+    once, twice = ("R", "p", "sent_p", "rounding_errors", "grad", "public"), ("w", "m", "v", "residual")
     return sum(sum(size(getattr(r, n)) for n in once) + 2 * sum(size(getattr(r, n)) for n in twice) for r in rows)
 
 
