@@ -455,9 +455,8 @@ def test_a_bandwidth_replaces_the_one_that_was_probed_alone(tmp_path, capsys):
 
 
 def test_ranks_meet_on_the_cpu_where_the_device_has_no_collectives(monkeypatch):
-    monkeypatch.setattr(
-        "compopt.planning.probe.get_device", lambda: torch.device("mps")
-    )  # whose module has no set_device
+    get_device = "compopt.planning.network_probe.get_device"
+    monkeypatch.setattr(get_device, lambda: torch.device("mps"))  # whose module has no set_device
     assert collective_device() == torch.device("cpu")
 
 
