@@ -44,7 +44,7 @@ LOOKS = {
     "_sparse.top_k select_above": ("ScapeAdamS, sampled", "how many a threshold lets through"),
     "_sparse.top_k _threshold_of_sample": ("ScapeAdamS, sampled", "a threshold, from a sample"),
     "_ops.update_helpers compute_x_of_slice": ("ScapeAdamS, no delay", "where a slice begins among the elements kept"),
-    "_sparse.scape_masks _store_current_mask": ("ScapeAdamS, no delay", "how many two masks share, for stats"),
+    "_sparse.scape_masks _store_momentum_mask": ("ScapeAdamS, no delay", "how many two masks share, for stats"),
     "_state.bits find_positions": ("ScapeAdamS, no delay", "how many bits a mask has, and how many words have more"),
     "_state.bits split_positions": ("ScapeAdamS, no delay", "how many selected elements each tensor has"),
     "_sharded.codecs __init__": ("TagcAdamW, sketch", "how many elements of each shard are left to peel"),
