@@ -33,7 +33,7 @@ from sim import World  # noqa: E402
 from train_gpt import GPT  # noqa: E402
 
 import compopt  # noqa: E402
-from compopt._local import wrapper  # noqa: E402
+from compopt._local import rounds  # noqa: E402
 
 BATCH, CONTEXT, EVERY = 8, 64, 30
 ROWS = {
@@ -49,7 +49,7 @@ class Clocks:
     def __init__(self, ranks: int):
         self.times, self.running = [0.0] * ranks, 0
         self._begun: dict[int, float] = defaultdict(float)  # when the last rank came to a collective
-        wrapper.monotonic = lambda: self.times[self.running]
+        rounds.monotonic = lambda: self.times[self.running]
 
     def run(self, rank: int, turns: Iterator) -> Iterator:
         """The turns of a rank, on its clock."""
