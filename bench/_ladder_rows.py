@@ -159,7 +159,6 @@ VARIANTS = {  # of LocalSteps(Muon) at its defaults, "30, int4, 800", and of Sep
     "LocalSteps(Muon) 30, int4, 800, momentum averaged": vary_default(WithAveragedMomentum),
     "LocalSteps(Muon) 1, float32": vary_default(every=1, payload_dtype="float32"),
     "Separate(Muon) 16, int4": Row(functools.partial(separate_muon, payload_dtype="int4"), AlikeLockstep, 8e-3),
-    "Separate(Muon) 16, int2": Row(functools.partial(separate_muon, payload_dtype="int2"), AlikeLockstep, 8e-3),
     "Separate(Muon) 8, int4": Row(functools.partial(separate_muon, rank=8, payload_dtype="int4"), AlikeLockstep, 8e-3),
     "Separate(Muon) 4, int4": Row(functools.partial(separate_muon, rank=4, payload_dtype="int4"), AlikeLockstep, 8e-3),
 }

@@ -112,7 +112,7 @@ def find_device(name: str | None) -> tuple[Device, str]:
 
 
 def source_of(number: float | None, default: str = "assumed") -> str:
-    """Where the user's number comes from: "given", or the source of the default in its place."""
+    """Return "given" for a number of the user's, else the source of the default."""
     return default if number is None else "given"
 
 
