@@ -433,10 +433,11 @@ class Session:
         return self.connection
 
     def follow_default_group(self) -> Communicator:
-        """Connect again if torch.distributed was initialized since, and return the ranks.
+        """Connect again if the default process group is another one now, and return the ranks.
 
-        Without a process group this is a single process until then, which may be after a checkpoint
-        was loaded. Everything public that needs the ranks begins with this call.
+        Without a group the optimizer is a single process until torch.distributed is initialized,
+        which may be after a checkpoint was loaded. Everything public that needs the ranks begins
+        with this call.
         """
         follows_default = self.group is None and self.role is not Role.WRAPPED
         if self.connection is not None and follows_default and is_outdated(self.connection):
