@@ -22,6 +22,7 @@ import triton
 from compopt_kernels._blocks import BLOCK
 from torch import Tensor
 from torch.optim import optimizer as torchs
+from torch.utils import _foreach_utils as foreach
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -347,6 +348,8 @@ def hollow(backend: str, addresses: bool = True) -> Iterator[None]:
             (Tensor, "cpu", _cpu),
             (Tensor, "data_ptr", _data_ptr if addresses else data_ptr),
             (torchs, "_get_fused_kernels_supported_devices", lambda: [DEVICE.type]),
+            (foreach, "_get_foreach_kernels_supported_devices", lambda: [DEVICE.type]),
+            (torchs, "_get_foreach_kernels_supported_devices", lambda: [DEVICE.type]),
             (base, "check_tensors", lambda group: None),  # which refuses tensors without memory
             (step, "verify_peers", _greet),
             (decision, "read_numbers", _read_numbers),

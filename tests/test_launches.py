@@ -26,8 +26,8 @@ MOST = {
     "Separate 16": (134, 1),
     "tracked 16, int8": (152, 1),
     "Average, int8": (46, 1),
-    "LocalSteps, between": (42, 1),
-    "LocalSteps, exchange": (302, 3),  # with the message in front of its payloads
+    "LocalSteps, between": (11, 1),
+    "LocalSteps, exchange": (130, 3),  # with the message in front of its payloads
 }
 
 
