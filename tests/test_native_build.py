@@ -49,9 +49,10 @@ def cache(monkeypatch, tmp_path, quick) -> Path:
     monkeypatch.delenv("COMPOPT_BACKEND", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CC", quick)
-    build._load.cache_clear()
+    build._load_once.cache_clear()
+    backends._warn_once.cache_clear()
     yield tmp_path / "compopt"
-    build._load.cache_clear()
+    build._load_once.cache_clear()
 
 
 def built(folder: Path) -> Path:
@@ -104,7 +105,7 @@ def test_what_cannot_be_loaded_or_kept_is_built_for_this_process_alone(monkeypat
     monkeypatch.setattr(build.ctypes, "CDLL", refuse)
     assert backends.choose_backend({"cpu"}).name == "native"
     assert len(loads) == 2 and not Path(loads[1]).exists()
-    build._load.cache_clear()
+    build._load_once.cache_clear()
     monkeypatch.setattr(build.ctypes, "CDLL", real)
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
     assert backends.choose_backend({"cpu"}).name == "native"

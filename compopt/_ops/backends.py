@@ -12,11 +12,12 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from .._wire.collectives import connect
+from .._wire.collectives import get_rank
 from .._wire.warning import warn
 from .native.build import UnknownISA, find_compiler
 from .operations import Group, Ops
@@ -79,10 +80,10 @@ def _choose_fastest(devices: set[str]) -> Ops:
         except UnknownISA:  # an explicit COMPOPT_NATIVE_ISA is not ignored
             raise
         except Exception as error:  # no compiler, another driver: kernels are built here
-            warn(
+            _warn_once(
                 f"the {name} backend is installed but does not run, PyTorch's operators take its "
                 f"place: {error}",
-                connect(None).rank,
+                get_rank(),
             )
             reasons.append(f"{name} does not run")
             continue
@@ -97,6 +98,12 @@ def _choose_fastest(devices: set[str]) -> Ops:
     backend = make_backend("torch")
     backend.reason = _describe_choice(backend, "; ".join(reasons))
     return backend
+
+
+@lru_cache
+def _warn_once(message: str, rank: int) -> None:
+    """Warn at the first call with this message: a backend is chosen whenever buckets are laid out."""
+    warn(message, rank)
 
 
 def _describe_choice(backend: Ops, reason: str) -> str:
