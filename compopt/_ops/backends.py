@@ -102,7 +102,7 @@ def _choose_fastest(devices: set[str]) -> Ops:
 
 @lru_cache
 def _warn_once(message: str, rank: int) -> None:
-    """Warn at the first call with this message: a backend is chosen whenever buckets are laid out."""
+    """Warn at the first call with this message: backends are chosen whenever buckets are made."""
     warn(message, rank)
 
 

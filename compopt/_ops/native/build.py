@@ -227,9 +227,10 @@ def build_library(cc: str, isa: str, folder: Path, deadline: float = math.inf) -
             return found
         if not is_first:
             raise OSError(errno.ENOENT, "the process that compiled the C passes has failed")
-        for abandoned in folder.glob(f"{BUILDING}*"):  # its process was killed
+        prefix = f"{BUILDING}{name}-"
+        for abandoned in folder.glob(f"{prefix}*"):  # its process was killed
             shutil.rmtree(abandoned, ignore_errors=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=BUILDING) as private:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=prefix) as private:
             library = Path(private) / "library.so"
             files = [str(path) for path in sources if path.suffix == ".c"]
             _compile(cc, TARGETS[isa], files, library, deadline)
@@ -295,9 +296,9 @@ def _remove_abandoned_folders(folder: Path) -> None:
     """Remove the private folders of this user's processes that were killed while they compiled."""
     for path in folder.glob(f"{BUILDING}*"):
         with contextlib.suppress(OSError):
-            status = path.lstat()
-            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-            if is_own and time.time() - status.st_mtime > 2 * LIMIT:  # no build takes so long
+            found = path.lstat()
+            is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+            if is_own and time.time() - found.st_mtime > 2 * LIMIT:  # no build takes so long
                 shutil.rmtree(path, ignore_errors=True)
 
 
