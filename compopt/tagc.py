@@ -362,7 +362,8 @@ class TagcAdamW(ReducingOptimizer):
         is_share = is_numeric(sparsity) and 0 <= sparsity < 1
         require_option(is_share, group, "sparsity", "in [0, 1)")
         ratio = group["sketch_ratio"]
-        require_option(is_numeric(ratio) and ratio >= 1, group, "sketch_ratio", ">= 1")
+        is_ratio = is_numeric(ratio) and 1 <= ratio < math.inf
+        require_option(is_ratio, group, "sketch_ratio", "finite and >= 1")
         require_option(group["codec"] in CODECS, group, "codec", " or ".join(map(repr, CODECS)))
         select = group["select"]
         try:

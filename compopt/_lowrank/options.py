@@ -111,7 +111,7 @@ def check_options(group: Group) -> None:
 
 
 def is_positive_integer(number: Any) -> bool:
-    return isinstance(number, Integral) and int(number) >= 1
+    return isinstance(number, Integral) and not isinstance(number, bool) and int(number) >= 1
 
 
 def is_clipped(group: Group, where: Literal["local", "average"]) -> bool:
