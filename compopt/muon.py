@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._engine.combined import CombinedOptimizer
-from ._engine.options import Group, check_adam, is_count, is_numeric, require_option
+from ._engine.options import Group, check_adam, is_count, is_numeric, require, require_option
 
 UseMuon = Callable[[str, Tensor], bool]
 
@@ -161,6 +161,8 @@ class MuonAdamW(CombinedOptimizer):
         if not isinstance(p, Tensor):
             return False  # torch's AdamW says what is wrong
         use_muon = group.get("use_muon", self._use_muon)
+        is_rule = use_muon is None or isinstance(use_muon, bool) or callable(use_muon)
+        require(is_rule, "use_muon", use_muon, "None, True, False or a function")
         if use_muon is None:
             if p.ndim == 2 and not any(names):
                 raise ValueError(

@@ -62,6 +62,8 @@ def require_option(is_valid: bool, group: Group, name: str, wanted: str) -> None
 
 def is_numeric(value: object) -> bool:
     """True for a number, also of NumPy or in a tensor; not for text, as which YAML reads 1e-3."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.dtype != torch.bool and not value.is_complex()
     return isinstance(value, Real) or hasattr(value, "item")
 
 
@@ -104,7 +106,8 @@ def check_adam(group: dict[str, Any]) -> None:
         if not (is_numeric(value) and 0 <= float(value) < math.inf):
             raise ValueError(f"Invalid {name}: {value!r}: {option} must be finite and >= 0.")
     betas = group["betas"]
-    is_pair = isinstance(betas, Collection) and len(betas) == 2 and all(map(is_numeric, betas))
+    is_row = isinstance(betas, Collection) and getattr(betas, "ndim", 1) == 1
+    is_pair = is_row and len(betas) == 2 and all(map(is_numeric, betas))
     require_option(is_pair, group, "betas", "two numbers in [0, 1)")
     for i, beta in enumerate(betas):
         if not 0 <= beta < 1:
@@ -121,10 +124,8 @@ def check_base_group(group: Group) -> None:
     for name in group.keys() & RATES_OF_BASE:
         value = group[name]
         for rate in value if isinstance(value, list | tuple) else (value,):
-            is_several = isinstance(rate, Tensor) and rate.numel() != 1
-            is_bad = is_numeric(rate) and not is_several and not is_finite(rate)
-            is_good = not is_bad and not isinstance(rate, str)
-            require(is_good, name, value, "finite in the groups of the base optimizer")
+            is_bad = isinstance(rate, str) or (is_numeric(rate) and not is_finite(rate))
+            require(not is_bad, name, value, "finite in the groups of the base optimizer")
 
 
 def check_torch_options(
