@@ -57,7 +57,7 @@ def cache(monkeypatch, tmp_path, quick) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CC", quick)
     build._load_once.cache_clear()
-    backends._warn_once.cache_clear()
+    backends._warn_of_failure.cache_clear()
     yield tmp_path / "compopt"
     build._load_once.cache_clear()
 

@@ -80,12 +80,8 @@ def _choose_fastest(devices: set[str]) -> Ops:
         except UnknownISA:  # an explicit COMPOPT_NATIVE_ISA is not ignored
             raise
         except Exception as error:  # no compiler, another driver: kernels are built here
-            _warn_once(
-                f"the {name} backend is installed but does not run, PyTorch's operators take its "
-                f"place: {error}",
-                get_rank(),
-            )
-            reasons.append(f"{name} does not run")
+            _warn_of_failure(name, str(error))
+            reasons.append(f"{name} does not run ({error})")
             continue
         has_vectors = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "NO AVX")
         if getattr(backend, "isa", "") == "portable" and has_vectors:
@@ -101,9 +97,13 @@ def _choose_fastest(devices: set[str]) -> Ops:
 
 
 @lru_cache
-def _warn_once(message: str, rank: int) -> None:
-    """Warn at the first call with this message: backends are chosen whenever buckets are made."""
-    warn(message, rank)
+def _warn_of_failure(name: str, error: str) -> None:
+    """Warn at the first call with this error: a backend is chosen whenever buckets are made."""
+    warn(
+        f"the {name} backend is installed but does not run, PyTorch's operators take its place: "
+        f"{error}",
+        get_rank(),
+    )
 
 
 def _describe_choice(backend: Ops, reason: str) -> str:

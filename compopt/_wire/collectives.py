@@ -48,8 +48,6 @@ ProcessGroup: TypeAlias = "dist.ProcessGroup"
 AVERAGING, GATHERING = ("nccl",), ("nccl", "xccl")
 
 
-NOT_A_MEMBER = "process_group does not contain this rank: give every rank the group it belongs to."
-
 # Collectives in flight
 
 
@@ -210,7 +208,9 @@ class Communicator:
         self.rank = 0 if single_process else dist.get_rank(self.group)
         self.size = 1 if single_process else dist.get_world_size(self.group)
         if self.rank < 0:
-            raise ValueError(NOT_A_MEMBER)
+            raise ValueError(
+                "process_group does not contain this rank: give every rank the group it belongs to."
+            )
         self.bytes_sent = 0
         # called with the seconds that a collective blocked the host
         self.on_wait: Callable[[float], None] | None = None
@@ -429,7 +429,9 @@ def check_process_group(group: object) -> None:
         )
     not_a_member = dist.GroupMember.NON_GROUP_MEMBER if dist.is_available() else None
     if type(group) is type(not_a_member) and group == not_a_member:
-        raise ValueError(NOT_A_MEMBER)
+        raise ValueError(
+            "process_group does not contain this rank: give every rank the group it belongs to."
+        )
     if not isinstance(group, getattr(dist, "ProcessGroup", ())):
         raise TypeError(
             f"process_group must be None or a group of torch.distributed, got {group!r}: pass what "
