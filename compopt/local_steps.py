@@ -99,7 +99,8 @@ class LocalSteps(AnchoredWrapper):
             counted), or by the ``samples`` passed to ``step()``. Always on with
             ``round_seconds``. Default: equal weights.
         outer: a function of a list of anchors, which returns an optimizer of this package over
-            them; it steps them on pseudo-gradients. Further fragments become groups of it. None:
+            them; it steps them on pseudo-gradients. Further fragments become groups of it. The
+            constructor calls it too, on anchors of its own, to see what it returns. None:
             ``Average`` around ``torch.optim.SGD`` with Nesterov's momentum, by ``payload_dtype``,
             ``outer_lr`` and ``outer_momentum``.
         payload_dtype: dtype on the wire, also for gradients in the averaged start; as in

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._engine.combined import CombinedOptimizer
-from ._engine.options import Group
+from ._engine.options import Group, check_adam, is_count, is_numeric, require, require_option
 
 UseMuon = Callable[[str, Tensor], bool]
 
@@ -94,6 +94,16 @@ class MuonAdamW(CombinedOptimizer):
             )
         if isinstance(params, Tensor):
             raise TypeError("params must be named parameters or groups, got a Tensor.")
+        check_options(
+            dict(
+                lr=lr,
+                weight_decay=weight_decay,
+                momentum=momentum,
+                ns_steps=ns_steps,
+                betas=betas,
+                eps=eps,
+            )
+        )
         given: list[Any] = list(params)
         if not given:
             raise ValueError("params is empty: pass model.named_parameters().")
@@ -133,6 +143,7 @@ class MuonAdamW(CombinedOptimizer):
             raise ValueError(f"params has {', '.join(twice[:5])} in more than one group.")
         if group.get("maximize"):
             raise ValueError("maximize must be False: torch's Muon has none. Negate the loss.")
+        check_options({**self.members[0].defaults, **self.members[1].defaults, **group})
         is_muon = {p: self._is_muon(p, names, group) for p, names in names_of.items()}
         muon, adamw = self.members
         sides = ((muon, True, ADAMW_OPTIONS), (adamw, False, MUON_OPTIONS))
@@ -150,6 +161,8 @@ class MuonAdamW(CombinedOptimizer):
         if not isinstance(p, Tensor):
             return False  # torch's AdamW says what is wrong
         use_muon = group.get("use_muon", self._use_muon)
+        is_rule = use_muon is None or isinstance(use_muon, bool) or callable(use_muon)
+        require(is_rule, "use_muon", use_muon, "None, True, False or a function")
         if use_muon is None:
             if p.ndim == 2 and not any(names):
                 raise ValueError(
@@ -185,6 +198,16 @@ class MuonAdamW(CombinedOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         rule = {"_use_muon": self._use_muon, "_has_layers": self._has_layers}
         return {**super().__getstate__(), **rule}
+
+
+def check_options(group: Group) -> None:
+    """Raise ValueError where an option of a group is out of its range."""
+    check_adam(group)
+    momentum, steps = group["momentum"], group["ns_steps"]
+    is_factor = is_numeric(momentum) and 0 <= momentum < 1
+    require_option(is_factor, group, "momentum", "in [0, 1)")
+    is_good = is_count(steps) and steps < 100
+    require_option(is_good, group, "ns_steps", "an integer from 1 to 99")
 
 
 def is_hidden(name: str, has_layers: bool) -> bool:

@@ -358,15 +358,19 @@ class TagcAdamW(ReducingOptimizer):
                 "be exact; use 'bfloat16'."
             )
         check_updates(group)
+        # what was never sent has moments of 0
+        require_option(float(group["eps"]) > 0, group, "eps", "> 0")
         sparsity = group["sparsity"]
         is_share = is_numeric(sparsity) and 0 <= sparsity < 1
         require_option(is_share, group, "sparsity", "in [0, 1)")
         ratio = group["sketch_ratio"]
-        require_option(is_numeric(ratio) and ratio >= 1, group, "sketch_ratio", ">= 1")
-        require_option(group["codec"] in CODECS, group, "codec", " or ".join(map(repr, CODECS)))
+        is_ratio = is_numeric(ratio) and 1 <= ratio < math.inf
+        require_option(is_ratio, group, "sketch_ratio", "finite and >= 1")
+        is_known = isinstance(group["codec"], str) and group["codec"] in CODECS
+        require_option(is_known, group, "codec", " or ".join(map(repr, CODECS)))
         select = group["select"]
         try:
-            is_pattern = select is None or bool(re.compile(select))
+            is_pattern = select is None or isinstance(re.compile(select).pattern, str)
         except (TypeError, re.error):
             is_pattern = False
         require_option(is_pattern, group, "select", "None or a regular expression")

@@ -167,6 +167,7 @@ def test_a_scheduler_acts_on_the_outer_optimizer():
 
     options = dict(outer=outer, every_warmup_steps=3)
     params, optimizers = train(2, 3, **options)
+    made = made[-2:]  # each constructor has made one too, to see what it is given
     assert all(group["lr"] == 0.75 for one in made for group in one.param_groups)
     for one in made:
         one.param_groups[0]["lr"] = 0.25

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
+import pwd
+import signal
 import subprocess
 import sys
+import tempfile
+import time
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,9 +56,10 @@ def cache(monkeypatch, tmp_path, quick) -> Path:
     monkeypatch.delenv("COMPOPT_BACKEND", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CC", quick)
-    build._load.cache_clear()
+    build._load_once.cache_clear()
+    backends._warn_of_failure.cache_clear()
     yield tmp_path / "compopt"
-    build._load.cache_clear()
+    build._load_once.cache_clear()
 
 
 def built(folder: Path) -> Path:
@@ -104,7 +112,7 @@ def test_what_cannot_be_loaded_or_kept_is_built_for_this_process_alone(monkeypat
     monkeypatch.setattr(build.ctypes, "CDLL", refuse)
     assert backends.choose_backend({"cpu"}).name == "native"
     assert len(loads) == 2 and not Path(loads[1]).exists()
-    build._load.cache_clear()
+    build._load_once.cache_clear()
     monkeypatch.setattr(build.ctypes, "CDLL", real)
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
     assert backends.choose_backend({"cpu"}).name == "native"
@@ -239,3 +247,159 @@ def test_it_is_loaded_with_another_default_dtype(cache):
         assert backends.choose_backend({"cpu"}).name == "native"
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+# Where nothing can be kept
+
+
+def in_cache_it_fails(compiler: str, cache: Path) -> str:
+    """A compiler that finds the disk of the cache full."""
+    full = f'case "$*" in *{cache}/*) echo No space left on device >&2; exit 1;; esac'
+    return program(cache.parent / "full", f'#!/bin/sh\n{full}\nexec {compiler} "$@"\n')
+
+
+@pytest.mark.parametrize("fault", ["no home", "full disk"])
+def test_without_a_home_or_room_in_it_the_library_is_built_for_this_process_alone(monkeypatch, cache, loaded, fault):
+    if fault == "no home":
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # the user has no entry
+    else:
+        monkeypatch.setenv("CC", in_cache_it_fails(os.environ["CC"], cache))
+    assert backends.choose_backend({"cpu"}).name == "native"
+    assert [path.exists() for path in loaded] == [False]
+    assert not list(cache.glob("*"))
+
+
+def test_private_folders_of_killed_builds_are_removed_by_a_later_one(monkeypatch, cache):
+    places = [cache.parent / "tmp" / f"{build.BUILDING}{name}" for name in ("killed", "running")]
+    for place in places:
+        place.mkdir(parents=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(places[0].parent))
+    os.utime(places[0], times=(0, time.time() - 3 * build.LIMIT))
+    monkeypatch.setenv("CC", in_cache_it_fails(os.environ["CC"], cache))
+    assert backends.choose_backend({"cpu"}).name == "native"
+    assert list(places[0].parent.iterdir()) == [places[1]]
+
+
+# A compiler that hangs; several processes
+
+HANGS = """#!/bin/sh
+[ "$1" = {answers} -o -e {repaired} ] && exec {quick} "$@"
+echo $$ >> {calls}
+sleep 600 &
+echo $! >> {sleeping}
+wait
+"""
+
+
+@pytest.fixture
+def hanging(monkeypatch, cache, quick, request) -> tuple[Path, Path, Path]:
+    """Files of a compiler that hangs: its calls, and the processes it runs; if the third exists, it does not hang."""
+    answers = getattr(request, "param", "--version")
+    files = {name: cache.parent / name for name in ("calls", "sleeping", "repaired")}
+    text = HANGS.format(answers=answers, quick=quick, **files)
+    monkeypatch.setenv("CC", program(cache.parent / "hangs", text))
+    yield tuple(files.values())
+    for pid in files["sleeping"].read_text().split():
+        if is_running(pid):
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def is_running(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition) -> None:
+    end = time.monotonic() + 60  # of what takes milliseconds, or one start of Python
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("hanging", ["nothing", "--version"], indirect=True)
+def test_a_compiler_that_hangs_is_ended_once_and_said_once(monkeypatch, cache, hanging):
+    monkeypatch.setattr(build, "LIMIT", 0.3)
+    calls, sleeping, _ = hanging
+    with pytest.warns(UserWarning, match=r"hangs has not finished within 0.3 s.* COMPOPT_BACKEND=torch") as said:
+        for _ in range(3):
+            assert backends.choose_backend({"cpu"}).name == "torch"
+    assert len(said) == len(calls.read_text().split()) == 1
+    wait_until(lambda: not any(map(is_running, sleeping.read_text().split())))
+    assert not list(cache.glob("*"))
+
+
+def lock(folder: Path, name: str):
+    """The lock of a process that compiles the library of this name."""
+    folder.mkdir(exist_ok=True)
+    file = (folder / f"{name}.lock").open("wb")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    return file
+
+
+@pytest.mark.parametrize("ends", ["built", "failed", "killed"])
+def test_a_process_waits_for_the_one_that_compiles(monkeypatch, cache, loaded, ends):
+    ours = built(cache)
+    contents, name = ours.read_bytes(), ours.name.rsplit("-", 1)[0]
+    ours.unlink()
+    running, waits = lock(cache, name), []
+
+    def end(seconds: float) -> None:
+        waits.append(seconds)
+        if ends == "built":
+            ours.write_bytes(contents)
+            ours.chmod(0o700)
+        if ends != "killed":
+            os.unlink(running.name)
+        running.close()
+
+    monkeypatch.setattr(build, "time", SimpleNamespace(monotonic=time.monotonic, time=time.time, sleep=end))
+    assert backends.choose_backend({"cpu"}).name == "native"
+    assert len(waits) == 1
+    assert [path.exists() for path in loaded] == [ends == "built"], "else it is built for this process alone"
+    loaded.clear()
+    build._load_once.cache_clear()
+    assert backends.choose_backend({"cpu"}).name == "native"
+    assert loaded == [ours] == list(cache.iterdir())
+
+
+def test_a_process_that_has_waited_for_too_long_does_without(monkeypatch, cache):
+    name = built(cache).name.rsplit("-", 1)[0]
+    for path in cache.iterdir():
+        path.unlink()
+    monkeypatch.setattr(build, "LIMIT", 0.1)
+    with lock(cache, name), pytest.warns(UserWarning, match=r"another process has been compiling for 0.1 s"):
+        assert backends.choose_backend({"cpu"}).name == "torch"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert backends.choose_backend({"cpu"}).name == "torch", "as before: ranks have agreed on it"
+
+
+def test_where_files_cannot_be_locked_each_process_compiles(monkeypatch, cache, loaded):
+    def refuse(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(build.fcntl, "flock", refuse)
+    assert backends.choose_backend({"cpu"}).name == "native"
+    assert loaded == list(cache.iterdir())
+
+
+COMPILE = "from compopt._ops.native import build; build.build_library(build.find_compiler(), '', build._cache_folder())"
+
+
+def test_a_build_that_was_killed_leaves_nothing_behind_once_another_one_has_run(cache, hanging):
+    calls, _, repaired = hanging
+    killed = subprocess.Popen([sys.executable, "-c", COMPILE])
+    wait_until(calls.exists)
+    killed.kill()
+    killed.wait()
+    os.killpg(int(calls.read_text()), signal.SIGKILL)
+    assert len(list(cache.iterdir())) == 2, "its lock and its folder"
+    other = cache / f"{build.BUILDING}native-avx2-of-another-machine"
+    other.mkdir()
+    repaired.touch()
+    ours = built(cache)
+    assert {*cache.iterdir()} == {ours, other}

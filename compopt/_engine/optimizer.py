@@ -18,7 +18,13 @@ from torch._compile import _disable_dynamo
 
 from .._ops.operations import Ops
 from .._state.buckets import Bucket
-from .._wire.collectives import Communicator, PendingCollective, ProcessGroup, notify_join
+from .._wire.collectives import (
+    Communicator,
+    PendingCollective,
+    ProcessGroup,
+    check_process_group,
+    notify_join,
+)
 from .._wire.requests import CommunicationError
 from . import checkpoint, missing_ranks, resharding
 from .dense_start import TRIAL_OPTIONS
@@ -67,6 +73,7 @@ class CompressedOptimizer(OptimizerBase):
         process_group: ProcessGroup | Communicator | None = None,
         simulate: bool = False,
     ):
+        check_process_group(process_group)
         self.simulate = simulate
         self._session = Session(self, process_group)
         trial_options = TRIAL_OPTIONS if "when" in defaults else {}

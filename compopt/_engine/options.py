@@ -39,6 +39,9 @@ OPTIONS_WITHOUT_HANDSHAKE = {
 # every step describes every option.
 PLAIN = {type(None), bool, int, float, str}
 
+# options of a wrapped optimizer that its class need not check, and that are checked at every step
+RATES_OF_BASE = {"lr", "betas", "eps", "momentum", "weight_decay"}
+
 # options of torch.optim.AdamW that are not supported, and why
 UNSUPPORTED_OPTIONS = {
     "amsgrad": "largest second moments are not kept",
@@ -59,6 +62,8 @@ def require_option(is_valid: bool, group: Group, name: str, wanted: str) -> None
 
 def is_numeric(value: object) -> bool:
     """True for a number, also of NumPy or in a tensor; not for text, as which YAML reads 1e-3."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.dtype != torch.bool and not value.is_complex()
     return isinstance(value, Real) or hasattr(value, "item")
 
 
@@ -67,10 +72,17 @@ def is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def is_count(value: object, least: int = 1) -> bool:
-    """True for a whole number that is at least ``least``."""
+def is_finite(value: object) -> bool:
+    """True for a number of ``is_numeric`` that is neither infinite nor NaN."""
     number: Any = value
-    return is_numeric(value) and least <= number < math.inf and int(number) == number
+    return is_numeric(value) and math.isfinite(number)
+
+
+def is_count(value: object, least: int = 1) -> bool:
+    """True for a whole number that is at least ``least``; not for True."""
+    number: Any = value
+    is_whole = is_numeric(value) and not isinstance(value, bool)
+    return is_whole and least <= number < math.inf and int(number) == number
 
 
 def absolute_rates(group: Group) -> Group:
@@ -91,10 +103,11 @@ def check_adam(group: dict[str, Any]) -> None:
         ("weight_decay", "weight_decay value"),
     ):
         value = group[option]
-        if not (is_numeric(value) and float(value) >= 0):
-            raise ValueError(f"Invalid {name}: {value!r}: {option} must be >= 0.")
+        if not (is_numeric(value) and 0 <= float(value) < math.inf):
+            raise ValueError(f"Invalid {name}: {value!r}: {option} must be finite and >= 0.")
     betas = group["betas"]
-    is_pair = isinstance(betas, Collection) and len(betas) == 2 and all(map(is_numeric, betas))
+    is_row = isinstance(betas, Collection) and getattr(betas, "ndim", 1) == 1
+    is_pair = is_row and len(betas) == 2 and all(map(is_numeric, betas))
     require_option(is_pair, group, "betas", "two numbers in [0, 1)")
     for i, beta in enumerate(betas):
         if not 0 <= beta < 1:
@@ -102,6 +115,17 @@ def check_adam(group: dict[str, Any]) -> None:
                 f"Invalid beta parameter at index {i}: {beta}: betas must be two numbers in [0, "
                 f"1), got {betas!r}."
             )
+
+
+def check_base_group(group: Group) -> None:
+    """Raise ValueError where a rate in a group of a wrapped optimizer is text, or is not finite:
+    one step with it makes all parameters NaN.
+    """
+    for name in group.keys() & RATES_OF_BASE:
+        value = group[name]
+        for rate in value if isinstance(value, list | tuple) else (value,):
+            is_bad = isinstance(rate, str) or (is_numeric(rate) and not is_finite(rate))
+            require(not is_bad, name, value, "finite in the groups of the base optimizer")
 
 
 def check_torch_options(

@@ -35,7 +35,7 @@ from .combined import (
     list_members,
 )
 from .optimizer import CompressedOptimizer
-from .options import Group, Setting, name_groups
+from .options import Group, Setting, check_base_group, name_groups
 from .session import Role
 from .update import WrappedUpdate, replace_gradients
 
@@ -120,7 +120,9 @@ class Wrapper(CompressedOptimizer):
             options.update(self._select_options(group))
 
     def add_groups_of_base(self) -> None:
-        """Add the wrapper's options for groups that were added to the base."""
+        """Check the rates in the base's groups, and add the wrapper's options for new groups."""
+        for group in self.param_groups:
+            check_base_group(group)
         if groups := self.param_groups[len(self._wrapper_groups) :]:
             check_disjoint(list_members(self.base))
             added = [self._options_for(group) for group in groups]

@@ -100,8 +100,7 @@ class Anchors:
         if make_outer is None:
             self.outer.add_param_group({"params": anchors})
         else:
-            with without_integrations():
-                self.outer = make_outer(anchors)
+            self.outer = _call_make_outer(make_outer, anchors)
             check_outer(self.outer, anchors)
         base = getattr(self.outer, "base", None)
         if not isinstance(base, torch.optim.SGD):
@@ -289,6 +288,23 @@ def assign_to_fragments(groups: list[Group], fragments: int) -> list[int]:
             assigned.append(place if p.requires_grad else -1)
             before += size
     return assigned
+
+
+def _call_make_outer(make_outer: MakeOuter, anchors: list[Tensor]) -> CompressedOptimizer:
+    """Return the outer optimizer over these anchors.
+
+    Raises TypeError or ValueError, which names ``outer``, where that is no function of a list of
+    anchors, or raises one.
+    """
+    try:
+        with without_integrations():
+            return make_outer(anchors)
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(
+            f"outer must make an optimizer over a list of anchors, and it failed: {error}. E.g. "
+            "outer=lambda params: compopt.Average(torch.optim.SGD(params, lr=0.7))."
+        ) from error
 
 
 def check_outer(outer: object, anchors: list[Tensor]) -> None:

@@ -77,10 +77,10 @@ def check_options(group: Group, offload: str | None) -> None:
         require(is_good, name, given, f"an integer >= {least}")
     momentum, lr = group["outer_momentum"], group["outer_lr"]
     require(is_numeric(momentum) and 0 <= momentum < 1, "outer_momentum", momentum, "in [0, 1)")
-    require(is_numeric(lr) and lr > 0, "outer_lr", lr, "> 0")
+    require(is_numeric(lr) and 0 < lr < math.inf, "outer_lr", lr, "finite and > 0")
     seconds = group["round_seconds"]
-    is_time = seconds is None or (is_numeric(seconds) and seconds > 0)
-    require(is_time, "round_seconds", seconds, "None or > 0")
+    is_time = seconds is None or (is_numeric(seconds) and 0 < seconds < math.inf)
+    require(is_time, "round_seconds", seconds, "None or finite and > 0")
     if group["weighted"]:  # a payload is made when the weights of all ranks are known
         for name, least in (("delay", 0), ("fragments", 1)):
             require(group[name] == least, name, group[name], f"{least} where ranks are weighted")

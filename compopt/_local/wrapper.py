@@ -51,6 +51,8 @@ class AnchoredWrapper(Wrapper):
     ):
         self._make_outer, self.offload, self._counts = make_outer, offload, RoundCounts()
         super().__init__(inner, options, process_group, simulate)
+        if make_outer is not None:  # refuse here what cannot be made, not in the first local step
+            self._make_sync(self._options)
 
     @property
     def _options(self) -> Group:

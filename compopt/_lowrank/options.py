@@ -96,7 +96,8 @@ def check_options(group: Group) -> None:
     adapts_rank = is_tracked and group["adaptive"]
     require(not adapts_rank, "adaptive", True, "False with projection='tracked'")
     kinds = " or ".join(map(repr, RESET_INTERVALS))
-    require_option(kind in RESET_INTERVALS, group, "projection", kinds)
+    is_known = isinstance(kind, str) and kind in RESET_INTERVALS
+    require_option(is_known, group, "projection", kinds)
     require_option(is_count(interval), group, "adapt_interval", "an integer >= 1")
     is_height = height in (None, "auto") or (not is_tracked and is_positive_integer(height))
     wanted = "None, 'auto' or, of a random projection, an integer >= 1"
@@ -111,7 +112,7 @@ def check_options(group: Group) -> None:
 
 
 def is_positive_integer(number: Any) -> bool:
-    return isinstance(number, Integral) and int(number) >= 1
+    return isinstance(number, Integral) and not isinstance(number, bool) and int(number) >= 1
 
 
 def is_clipped(group: Group, where: Literal["local", "average"]) -> bool:

@@ -12,11 +12,12 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from .._wire.collectives import connect
+from .._wire.collectives import get_rank
 from .._wire.warning import warn
 from .native.build import UnknownISA, find_compiler
 from .operations import Group, Ops
@@ -79,12 +80,8 @@ def _choose_fastest(devices: set[str]) -> Ops:
         except UnknownISA:  # an explicit COMPOPT_NATIVE_ISA is not ignored
             raise
         except Exception as error:  # no compiler, another driver: kernels are built here
-            warn(
-                f"the {name} backend is installed but does not run, PyTorch's operators take its "
-                f"place: {error}",
-                connect(None).rank,
-            )
-            reasons.append(f"{name} does not run")
+            _warn_of_failure(name, str(error))
+            reasons.append(f"{name} does not run ({error})")
             continue
         has_vectors = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "NO AVX")
         if getattr(backend, "isa", "") == "portable" and has_vectors:
@@ -97,6 +94,16 @@ def _choose_fastest(devices: set[str]) -> Ops:
     backend = make_backend("torch")
     backend.reason = _describe_choice(backend, "; ".join(reasons))
     return backend
+
+
+@lru_cache
+def _warn_of_failure(name: str, error: str) -> None:
+    """Warn at the first call with this error: a backend is chosen whenever buckets are made."""
+    warn(
+        f"the {name} backend is installed but does not run, PyTorch's operators take its place: "
+        f"{error}",
+        get_rank(),
+    )
 
 
 def _describe_choice(backend: Ops, reason: str) -> str:

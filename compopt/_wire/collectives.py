@@ -195,16 +195,12 @@ class Communicator:
     group: ProcessGroup | None = None
 
     def __init__(self, group: ProcessGroup | None = None, single_process: bool = False):
+        check_process_group(group)
         single_process = single_process or not _is_initialized()
         if single_process and group is not None:
             raise ValueError(
                 "process_group was given, but torch.distributed is not initialized: call "
                 "init_process_group first."
-            )
-        if hasattr(group, "get_group"):
-            raise ValueError(
-                'process_group is a DeviceMesh: pass its group, as mesh.get_group("dp") returns it '
-                "for the dimension to average over."
             )
         self.group = None if single_process else group or dist.group.WORLD
         # Exchanges that may still be in flight when this communicator is deleted.
@@ -420,6 +416,27 @@ class Communicator:
     def has_bitwise_or(self, device: torch.device) -> bool:
         """True if the backend has ReduceOp.BOR; NCCL and the backends that copy it do not."""
         return self.get_backend(device) in ("gloo", "mpi")
+
+
+def check_process_group(group: object) -> None:
+    """Raise TypeError or ValueError if ``group`` is no process group of this rank."""
+    if group is None or isinstance(group, Communicator):
+        return
+    if hasattr(group, "get_group"):
+        raise ValueError(
+            'process_group is a DeviceMesh: pass its group, as mesh.get_group("dp") returns it '
+            "for the dimension to average over."
+        )
+    not_a_member = dist.GroupMember.NON_GROUP_MEMBER if dist.is_available() else None
+    if type(group) is type(not_a_member) and group == not_a_member:
+        raise ValueError(
+            "process_group does not contain this rank: give every rank the group it belongs to."
+        )
+    if not isinstance(group, getattr(dist, "ProcessGroup", ())):
+        raise TypeError(
+            f"process_group must be None or a group of torch.distributed, got {group!r}: pass what "
+            "torch.distributed.new_group() returns."
+        )
 
 
 def connect(group: ProcessGroup | Communicator | None) -> Communicator:

@@ -5,25 +5,40 @@ A build takes about two seconds with the system's C compiler. The library is cac
 built from (sources, compiler and version, C library, processor) and ends in a checksum of the file:
 a damaged library, which would end the process, is never loaded. Neither is one that another user
 could have written: the cache is used only if the folder and the file belong to this user and
-nobody else may write them. Otherwise the process builds the library in a private folder.
+nobody else may write them. Otherwise, and where the cache cannot be written, the process builds the
+library in a private folder.
+
+One process of a machine compiles, the others wait for it. Nothing waits for longer than ``LIMIT``,
+and what has failed is not tried again in this process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
+import fcntl
 import hashlib
 import importlib.util
+import math
 import os
 import platform
 import shutil
+import signal
 import stat
 import subprocess
 import tempfile
+import time
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from ..._wire.collectives import connect
+from ..._wire.collectives import get_rank
 from ..._wire.warning import warn
+
+# seconds until a process does without the library: its compilations and its waits together
+LIMIT = 60.0
+BUILDING = "compopt-building-"  # begins the name of a folder in which a library is compiled
 
 # No contraction: whether a processor has fused multiply-add must not show in the bits, which all
 # ranks share.
@@ -62,6 +77,10 @@ class UnknownISA(ValueError):
     """COMPOPT_NATIVE_ISA names an unknown instruction set, or one that this processor lacks."""
 
 
+class BuildTimeout(RuntimeError):
+    """The compiler, or the process that runs it, has not finished within ``LIMIT``."""
+
+
 class UntrustedCache(Exception):
     """Another user may write the cache folder, or replace it."""
 
@@ -90,17 +109,28 @@ def load_library() -> ctypes.CDLL:
     if isa not in TARGETS:
         names = ", ".join(name for name in TARGETS if name)
         raise UnknownISA(f"COMPOPT_NATIVE_ISA must be one of {names}, got {isa!r}.")
-    return _load(cc, isa)
-
-
-@lru_cache(maxsize=8)
-def _load(cc: str, isa: str) -> ctypes.CDLL:
     if isa not in ("", "portable") and isa not in (here := list_isas(cc)):
         raise UnknownISA(
             f"COMPOPT_NATIVE_ISA={isa} cannot run here: this processor, as {cc} compiles for it, "
             f"has {', '.join(here)}. Name one of these, or unset it."
         )
-    library = _open(cc, isa)
+    return _load(cc, isa)
+
+
+def _load(cc: str, isa: str) -> ctypes.CDLL:
+    library = _load_once(cc, isa)
+    if isinstance(library, str):
+        raise RuntimeError(library)
+    return library
+
+
+@lru_cache(maxsize=8)
+def _load_once(cc: str, isa: str) -> ctypes.CDLL | str:
+    """Return the library, or why there is none."""
+    try:
+        library = _open(cc, isa)
+    except (OSError, RuntimeError) as error:
+        return str(error)
     for name, signature in SIGNATURES.items():
         result, *arguments = signature.split()
         function = getattr(library, name)
@@ -124,19 +154,24 @@ def isa_of_library(library: ctypes.CDLL) -> str:
 
 
 def _open(cc: str, isa: str) -> ctypes.CDLL:
+    deadline = time.monotonic() + LIMIT
     try:
-        return ctypes.CDLL(str(build_library(cc, isa, _cache_folder())))
+        return ctypes.CDLL(str(build_library(cc, isa, _cache_folder(), deadline)))
     except UntrustedCache as error:
         warn(
             f"the C passes are compiled anew in each process (about two seconds), because {error}, "
             "so another user could replace the cached library. Take away that access, or let "
             "XDG_CACHE_HOME name a folder of your own.",
-            connect(None).rank,
+            get_rank(),
         )
-    except OSError:  # the cache is not writable, or its library does not load on this machine
+    except BuildTimeout:
+        raise
+    except (OSError, RuntimeError):
+        # there is no home folder, it is full or not writable, or its library does not load here
         pass
-    with tempfile.TemporaryDirectory() as private:
-        return ctypes.CDLL(str(build_library(cc, isa, Path(private))))
+    _remove_abandoned_folders(Path(tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=BUILDING) as private:
+        return ctypes.CDLL(str(build_library(cc, isa, Path(private), deadline)))
 
 
 def _cache_folder() -> Path:
@@ -162,8 +197,12 @@ def _cache_folder() -> Path:
     return folder
 
 
-def build_library(cc: str, isa: str, folder: Path) -> Path:
-    """Return the library in this folder; compile it if there is none, or none to be trusted."""
+def build_library(cc: str, isa: str, folder: Path, deadline: float = math.inf) -> Path:
+    """Return the library in this folder; compile it if there is none, or none to be trusted.
+
+    Raises BuildTimeout at the ``deadline``, a reading of ``time.monotonic``; RuntimeError if the
+    compiler fails; OSError if the folder cannot be written.
+    """
     # Not imported: that would need triton.
     package = importlib.util.find_spec("compopt_kernels")
     if package is None or package.origin is None:
@@ -173,13 +212,36 @@ def build_library(cc: str, isa: str, folder: Path) -> Path:
         *(path.read_bytes() for path in sources),
         # machines that need different libraries may share a home folder
         cc.encode(),
-        subprocess.run([cc, "--version"], capture_output=True, timeout=600).stdout,
+        _run([cc, "--version"], deadline)[1],
         " ".join(platform.libc_ver()).encode(),
         platform.machine().encode(),
         _processor(),
         str([TARGETS[isa], FLAGS]).encode(),
     ]
     name = f"native-{isa or 'own'}-{hashlib.sha256(b'|'.join(made_of)).hexdigest()[:16]}"
+    if (found := _find_library(folder, name)) is not None:
+        return found
+    with _only_builder(folder / f"{name}.lock", deadline) as is_first:
+        # the process that has compiled may have finished since
+        if (found := _find_library(folder, name)) is not None:
+            return found
+        if not is_first:
+            raise OSError(errno.ENOENT, "the process that compiled the C passes has failed")
+        prefix = f"{BUILDING}{name}-"
+        for abandoned in folder.glob(f"{prefix}*"):  # its process was killed
+            shutil.rmtree(abandoned, ignore_errors=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=prefix) as private:
+            library = Path(private) / "library.so"
+            files = [str(path) for path in sources if path.suffix == ".c"]
+            _compile(cc, TARGETS[isa], files, library, deadline)
+            library.chmod(0o700)
+            path = folder / _name_of(name, library)
+            os.replace(library, path)
+            return path
+
+
+def _find_library(folder: Path, name: str) -> Path | None:
+    """Return the library of this name that can be trusted."""
     for path in sorted(folder.glob(f"{name}-*.so")):
         status = path.lstat()
         is_trusted = (  # this user's, not a symbolic link, and nobody else may write it
@@ -189,23 +251,98 @@ def build_library(cc: str, isa: str, folder: Path) -> Path:
         )
         if is_trusted and path.name == _name_of(name, path):
             return path
-    # Ranks build at the same time: each compiles in a folder of its own and moves the result.
-    with tempfile.TemporaryDirectory(dir=folder) as private:
-        library = Path(private) / "library.so"
-        _compile(cc, TARGETS[isa], [str(path) for path in sources if path.suffix == ".c"], library)
-        library.chmod(0o700)
-        path = folder / _name_of(name, library)
-        os.replace(library, path)
-    return path
+    return None
 
 
-def _compile(cc: str, targets: list[list[str]], files: list[str], out: Path) -> None:
+@contextlib.contextmanager
+def _only_builder(path: Path, deadline: float) -> Iterator[bool]:
+    """Wait until no other process is in this context with the lock file ``path``. Yield True if
+    none was, and False where another one has ended meanwhile.
+
+    The system releases the lock of a process that is killed.
+    """
+    with open(path, "wb") as file:
+        waited = False
+        while _is_locked(file.fileno()):
+            waited = True
+            if time.monotonic() > deadline:
+                raise BuildTimeout(
+                    f"another process has been compiling for {LIMIT:g} s ({path} is its lock)."
+                )
+            time.sleep(0.05)
+        try:  # the process before has removed the file that this one had opened
+            waited = waited or not os.path.samestat(os.fstat(file.fileno()), path.stat())
+        except FileNotFoundError:
+            waited = True
+        try:
+            yield not waited
+        finally:
+            if not waited:
+                path.unlink(missing_ok=True)
+
+
+def _is_locked(file: int) -> bool:
+    """Lock a file for this process. Return True if another one has locked it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # some network file systems have no locks: each process compiles
+        return False
+    return False
+
+
+def _remove_abandoned_folders(folder: Path) -> None:
+    """Remove the private folders of this user's processes that were killed while they compiled."""
+    for path in folder.glob(f"{BUILDING}*"):
+        with contextlib.suppress(OSError):
+            found = path.lstat()
+            is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+            if is_own and time.time() - found.st_mtime > 2 * LIMIT:  # no build takes so long
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _compile(
+    cc: str, targets: list[list[str]], files: list[str], out: Path, deadline: float
+) -> None:
     for target in targets:
-        words = [cc, *target, *FLAGS, *files, "-o", str(out), "-lm"]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=600)
-        if not done.returncode:
+        command = [cc, *target, *FLAGS, *files, "-o", str(out), "-lm"]
+        status, _, errors = _run(command, deadline, out.parent)
+        if not status:
             return
-    raise RuntimeError(f"{cc} could not build the native backend: {done.stderr.strip()[:500]}")
+    text = errors.decode(errors="replace").strip()[:500]
+    raise RuntimeError(f"{cc} could not build the native backend: {text}")
+
+
+def _run(
+    command: list[str], deadline: float, folder: Path | None = None
+) -> tuple[int, bytes, bytes]:
+    """Run a compiler, whose temporary files are in ``folder``. Return its exit status, its output
+    and its errors.
+
+    At the deadline, and if this process is interrupted, it is killed with the programs it runs.
+    """
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(folder)} if folder else None,
+        start_new_session=True,
+    ) as process:
+        try:
+            left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+            output, errors = process.communicate(timeout=left)
+        except BaseException as error:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            raise BuildTimeout(
+                f"{command[0]} has not finished within {LIMIT:g} s. Look why it hangs; CC names "
+                "another compiler, and COMPOPT_BACKEND=torch needs none."
+            ) from None
+    return process.returncode, output, errors
 
 
 def _name_of(name: str, path: Path) -> str:
