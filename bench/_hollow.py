@@ -22,6 +22,7 @@ import triton
 from compopt_kernels._blocks import BLOCK
 from torch import Tensor
 from torch.optim import optimizer as torchs
+from torch.utils import _foreach_utils as foreach
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -300,6 +301,11 @@ def _number(x: Tensor) -> float:
     return 0.0
 
 
+def _cpu(x: Tensor) -> Tensor:
+    """A copy on the host. ``Counts`` makes it where it runs, for it sees what is copied."""
+    return cpu(x) if x.device != DEVICE or Counts.running is not None else torch.zeros_like(x, device="cpu")
+
+
 def _data_ptr(x: Tensor) -> int:
     """An address as of memory: of its own for each storage, and a multiple of 16 where that begins."""
     if x.device != DEVICE:
@@ -315,7 +321,7 @@ def _pin(x: Tensor, device: object = None) -> Tensor:
     return x
 
 
-to_list, number, data_ptr = Tensor.tolist, Tensor.__float__, Tensor.data_ptr
+to_list, number, cpu, data_ptr = Tensor.tolist, Tensor.__float__, Tensor.cpu, Tensor.data_ptr
 
 
 def _to_list(x: Tensor) -> Any:
@@ -339,8 +345,11 @@ def hollow(backend: str, addresses: bool = True) -> Iterator[None]:
             (Tensor, "pin_memory", _pin),
             (Tensor, "tolist", _to_list),
             (Tensor, "__float__", _number),
+            (Tensor, "cpu", _cpu),
             (Tensor, "data_ptr", _data_ptr if addresses else data_ptr),
             (torchs, "_get_fused_kernels_supported_devices", lambda: [DEVICE.type]),
+            (foreach, "_get_foreach_kernels_supported_devices", lambda: [DEVICE.type]),
+            (torchs, "_get_foreach_kernels_supported_devices", lambda: [DEVICE.type]),
             (base, "check_tensors", lambda group: None),  # which refuses tensors without memory
             (step, "verify_peers", _greet),
             (decision, "read_numbers", _read_numbers),

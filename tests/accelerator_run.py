@@ -96,9 +96,9 @@ class Odd(Small):
 MODELS = {"ScapeAdamS, sampled": Large, "TagcAdamW, large": Large, "TagcAdamW, odd": Odd}
 
 
-def norm_of_devices(x: Tensor) -> Tensor:
+def norms_of_devices(xs: list[Tensor], reproducible: bool = False) -> Tensor:
     """|x|^2 as devices find it, on the CPU too, which else adds up in an order of its own."""
-    return torch.linalg.vector_norm(x, dtype=torch.float64).square()
+    return torch.stack(torch._foreach_norm(list(xs), 2, dtype=torch.float64)).square()
 
 
 def columns_of_devices(given: Tensor) -> Tensor:
@@ -337,8 +337,8 @@ def run_all(names: Iterable[str] = ()) -> dict[str, dict]:
     os.environ["COMPOPT_BACKEND"] = "torch"
     torch.set_num_threads(1)
     for module in [module for name, module in sys.modules.items() if name.startswith("compopt")]:
-        for name in {"squared_norm", "reproducible_squared_norm"} & vars(module).keys():
-            setattr(module, name, norm_of_devices)
+        if hasattr(module, "stacked_squared_norms"):
+            module.stacked_squared_norms = norms_of_devices
     reducer.adds_products = lambda e: True
     for module in (matrices, projections):
         module.orthonormalize = columns_of_devices

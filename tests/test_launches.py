@@ -26,8 +26,8 @@ MOST = {
     "Separate 16": (134, 1),
     "tracked 16, int8": (152, 1),
     "Average, int8": (46, 1),
-    "LocalSteps, between": (42, 1),
-    "LocalSteps, exchange": (302, 3),  # with the message in front of its payloads
+    "LocalSteps, between": (11, 1),
+    "LocalSteps, exchange": (130, 3),  # with the message in front of its payloads
 }
 
 
@@ -48,6 +48,7 @@ def test_a_steady_step_launches_and_waits_no_more_than_is_said(name):
     row = measured_run()[name]
     assert row["launches"] <= MOST[name][0] and row["waits"] == MOST[name][1], row
     assert row["bytes"] > 20 and row["buckets"] == 1
+    assert row["host_ms"] > 0 and row["host_to_adamw"] > 0  # its steps run where nothing is counted, too
 
 
 @pytest.mark.parametrize("fault", ["a number is asked for", "a copy is waited for"])

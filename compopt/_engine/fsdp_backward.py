@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._ops.norms import clip_factor, squared_norm
+from .._ops.norms import clip_factor, stacked_squared_norms
 from .._ops.operations import Ops
 from .._state.buckets import Bucket
 from .._state.layouts import PaddedVector
 from .._state.shards import ParamColumns, cut_by_rows, place_in_rows
-from .._state.tensors import to_local
+from .._state.tensors import to_local, upload
 from .._wire.collectives import Communicator, PendingCollective
 from .._wire.payload import Payload
 from .._wire.requests import Agree, AllReduceMean, ReadToHost, ReadyToCommit, RequestGenerator
@@ -412,11 +412,14 @@ def step_fsdp_shards(
     message = bucket.make_payload([0] * len(grads), None)
     ops.write_header(message, grads)
     mean = yield AllReduceMean(message)
+    given = [g for g in grads if g is not None and g.numel()]
     squared = torch.zeros(1, dtype=torch.float64, device=bucket.device)
-    norm_factors = squared_norm_factors or [1.0] * len(grads)
-    for g, norm_factor in zip(grads, norm_factors, strict=True):
-        if g is not None:
-            squared += squared_norm(g.reshape(-1)) * norm_factor
+    if given:
+        squared = stacked_squared_norms(given)
+    if given and squared_norm_factors is not None:
+        pairs = zip(grads, squared_norm_factors, strict=True)
+        factors = [factor for g, factor in pairs if g is not None and g.numel()]
+        squared.mul_(upload(factors, torch.float64, bucket.device))
     norm = yield Agree(mean, fsdp_backward.phase, squared, covers_shard_only=True)
 
     factor = clip_factor(norm, bucket.group["max_grad_norm"])

@@ -98,12 +98,9 @@ class ReduceScatterReducer:
         return mean
 
     def squared_norm(self) -> Tensor:
-        """Return |G|^2 of this rank's shard; on a device one number for each tensor."""
-        if self.bucket.device.type != "cpu":
-            values = [part for part in self.values if part.numel()]
-            return stacked_squared_norms(values or self.values[:1])
-        first, *others = map(squared_norm, self.values)
-        return sum(others, first)
+        """Return |G|^2 of this rank's shard, one number for each tensor."""
+        values = [part for part in self.values if part.numel()]
+        return stacked_squared_norms(values or self.values[:1])
 
     def clip(self, factor: float) -> None:
         if factor < 1:

@@ -20,31 +20,23 @@ def gradient_marks(grads: Sequence[Tensor | None], like: Tensor) -> Tensor:
     one element of 1e20 is too large, 1e18 is not, and many of 1e18 are.
     """
     given = [g for g in grads if g is not None]
-    if len(given) == len(grads) and all(g.device.type != "cpu" for g in given):
-        dtype = torch.promote_types(given[0].dtype, torch.float32)  # a few launches for all
-        norms = torch.stack(torch._foreach_norm(given, 2, dtype=dtype))
-        return norms.mul_(0).add_(1).to(like.dtype)
-    marks = []
-    for g in grads:
-        if g is None:
-            marks.append(like.new_zeros(()))
-        else:
-            dtype = torch.promote_types(g.dtype, torch.float32)
-            norm: Tensor = torch.linalg.vector_norm(g, dtype=dtype)
-            marks.append(norm.mul_(0).add_(1).to(like.dtype))
-    return torch.stack(marks)
+    if not given:
+        return like.new_zeros(len(grads))
+    dtype = torch.promote_types(given[0].dtype, torch.float32)
+    norms = torch.stack(torch._foreach_norm(given, 2, dtype=dtype))
+    marks = norms.mul_(0).add_(1).to(like.dtype)
+    if len(given) == len(grads):
+        return marks
+    rest, zero = iter(marks.unbind()), marks.new_zeros(())
+    return torch.stack([zero if g is None else next(rest) for g in grads])
 
 
 # Squared norms
 
 
 def squared_norm(x: Tensor) -> Tensor:
-    """Return |x|^2, in float64 where float32 would overflow or x is of lower precision."""
-    if x.device.type != "cpu":  # a look at the first result would cost more than the second
-        norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
-        return norm.square()
-    fast = torch.dot(x, x) if x.dtype in (torch.float32, torch.float64) else None
-    return fast if fast is not None and fast.isfinite() else x.double().square().sum()
+    """Return |x|^2, in float64."""
+    return stacked_squared_norms([x])[0]
 
 
 def total_norm(xs: Sequence[Tensor]) -> Tensor:
@@ -92,17 +84,33 @@ def reproducible_squared_norm(x: Tensor) -> Tensor:
 def squared_norms(xs: Sequence[Tensor], reproducible: bool = False) -> list[Tensor]:
     """Return |x|^2 of each, in float64; on one device in a few launches for all."""
     if len({x.device for x in xs}) > 1:
-        norm = reproducible_squared_norm if reproducible else squared_norm
-        return [norm(x).double() for x in xs]
+        return [squared for x in xs for squared in stacked_squared_norms([x], reproducible)]
     return list(stacked_squared_norms(xs, reproducible).unbind()) if xs else []
 
 
 def stacked_squared_norms(xs: Sequence[Tensor], reproducible: bool = False) -> Tensor:
-    """Return |x|^2 of each tensor, all on one device, as one vector."""
-    if xs[0].device.type == "cpu":
-        norm = reproducible_squared_norm if reproducible else squared_norm
-        return torch.stack([norm(x).double() for x in xs])
-    return torch.stack(torch._foreach_norm(list(xs), 2, dtype=torch.float64)).square_()
+    """Return |x|^2 of each tensor, all on one device, as one vector in float64."""
+    if xs[0].device.type != "cpu":  # a look at float32 results would cost more than float64
+        return torch.stack(torch._foreach_norm(list(xs), 2, dtype=torch.float64)).square_()
+    if reproducible:
+        return torch.stack([reproducible_squared_norm(x).double() for x in xs])
+    return squared_norms_on_cpu(xs)
+
+
+def squared_norms_on_cpu(xs: Sequence[Tensor]) -> Tensor:
+    """Return |x|^2 of each: sums of parts in float32, which are added up in float64; all of it in
+    float64 where float32 overflows.
+    """
+    parts = [x.reshape(-1).split(WIDTH) for x in xs]
+    flat = [part for of_one in parts for part in of_one]
+    dtype = torch.promote_types(flat[0].dtype, torch.float32)
+    squares = torch.stack(torch._foreach_norm(flat, 2, dtype=dtype)).double().square_()
+    if not squares.isfinite().all():
+        squares = torch.stack(torch._foreach_norm(flat, 2, dtype=torch.float64)).square_()
+    if len(flat) == len(xs):
+        return squares
+    tensor = [i for i, of_one in enumerate(parts) for _ in of_one]
+    return squares.new_zeros(len(xs)).index_add_(0, torch.tensor(tensor), squares)
 
 
 # Clipping

@@ -23,12 +23,10 @@ The payload is x_n / (1 - b1) on M, as in the replicated form.
 
 from __future__ import annotations
 
-from functools import reduce
-
 import torch
 from torch import Tensor
 
-from .._ops.norms import clip_factor, squared_norm
+from .._ops.norms import clip_factor, stacked_squared_norms
 from .._ops.operations import Ops
 from .._ops.update_helpers import gradient_weight
 from .._sparse.scape_masks import Selection, exchange_masks, mask_to_send, next_mask_partition
@@ -55,7 +53,7 @@ def sharded_scape(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     row = yield ReduceScatterMean(flat, [payload.flat.numel() for payload in sent])
     mean = sent[shards.rank].with_flat(row)
     average = decode_average(bucket, owned, mean)  # line 14
-    squared = reduce(torch.add, map(squared_norm, average))
+    squared = stacked_squared_norms(average)
     norm = yield Agree(mean, mask.phase, squared, covers_shard_only=True)
 
     weights, momenta = step_owned(bucket, ops, owned, average, bucket.have_gradients(mean), norm)
