@@ -426,13 +426,12 @@ def step_fsdp_shards(
     have_gradients = bucket.have_gradients(mean)
     yield ReadyToCommit()
     # from here on state changes
-    for i in (i for i, has_gradient in enumerate(have_gradients) if has_gradient):
+    indices = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
+    for i in indices:
         fsdp_backward.commit_residual(bucket, i, norm)
-        g = grads[i]
-        bucket.state["step"][i].add_(1)
-        ghat = update.memory_for(bucket, i, g if factor == 1 else None)
-        if g is None:
-            ghat.zero_()
-        elif ghat.data_ptr() != g.data_ptr():
-            ghat.copy_(g).mul_(factor)
-        update.apply(bucket, i, ghat)
+    count_steps(bucket.state["step"], have_gradients)
+    if indices:
+        parts = [None if (g := grads[i]) is None else g.contiguous() for i in indices]
+        averages = update.memory_for(bucket, indices, parts, may_overwrite=factor == 1)
+        scale_all_(averages, factor)
+        update.apply(bucket, indices, averages)

@@ -34,6 +34,7 @@ from .._wire.collectives import (
     is_outdated,
     make_shard_communicators,
 )
+from .._wire.payload import bytes_per_value
 from .._wire.warning import warn
 from .decision import StepDecision
 from .dense_start import Trial, begin_trial
@@ -331,7 +332,9 @@ class Session:
         new = {p for p in params if p not in self.parameters and p.requires_grad}
         self.trainable = frozenset(new | self.trainable & set(params))
         self.parameters = frozenset(params)
-        self.buckets = make_buckets(groups, optimizer.is_compressed, self.trainable)
+        self.buckets = make_buckets(
+            groups, optimizer.is_compressed, self.trainable, self._estimate_bytes_sent
+        )
         not_trainable = self.parameters - self.trainable
         self.frozen_buckets = make_buckets(groups, optimizer.is_compressed, not_trainable)
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
@@ -353,6 +356,12 @@ class Session:
             self._fill_state(bucket)
             optimizer.rebuild_cache(bucket)
         optimizer.after_layout()
+
+    def _estimate_bytes_sent(self, bucket: Bucket) -> float:
+        """Estimate the bytes of a bucket's payload in a compressed step."""
+        values = self.optimizer.values_sent(bucket, 2)
+        size = bytes_per_value(bucket.group.get("payload_dtype"), bucket.grad_dtype)
+        return size * (bucket.numel if values is None else values)
 
     def _fill_state(self, bucket: Bucket) -> None:
         """Allocate the bucket's state, copy ``optimizer.state`` into it, and make

@@ -6,7 +6,7 @@ network, and ``scale * (H R) R^T`` is its reconstruction. The values of ``projec
 - "gaussian": R holds independent normal numbers. The reconstruction is unbiased.
 - "orthonormal": R holds orthonormal columns that span the same space. The reconstruction is a
   contraction: it never enlarges the error.
-- "tracked": R holds orthonormal columns that follow the gradient, see ``reducer.TrackedTensor``.
+- "tracked": R holds orthonormal columns that follow the gradient, see ``stacks``.
   Only the first R is drawn at random.
 """
 
@@ -68,37 +68,33 @@ class Projection:
 
     def view_as_matrix(self, tensor: Tensor) -> Tensor:
         """View a contiguous tensor as the (m, d) matrix H."""
-        matrix = tensor.view(self.rows, self.columns)
-        return matrix.t() if self.transposes else matrix
+        return self.view_as_matrices(tensor)[0]
 
-    def view_as_projected(self, part: Tensor) -> Tensor:
-        """View the tensor's part of a payload as the (m, r) matrix H R.
+    def view_as_matrices(self, stack: Tensor) -> Tensor:
+        """View a contiguous stack of tensors as the (k, m, d) matrices H."""
+        matrices = stack.view(-1, self.rows, self.columns)
+        return matrices.mT if self.transposes else matrices
 
-        A tracked one is stored by columns: columns differ in size, and values of one size then
-        share the scales of a quantized payload.
-        """
-        if self.is_tracked:
-            return part.view(self.r, self.m).t()
-        return part.view(self.m, self.r)
+    def has_blocks(self, R: Tensor) -> bool:
+        """True if R, of a stack of tensors, has columns of its own for each block of rows."""
+        return self.block_height is not None and R.dim() > 3
 
     def iterate_blocks(
         self, R: Tensor, left: Tensor, right: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield each R with the rows of two matrices that it belongs to.
+        """Yield each R with the rows of two (stacks of) matrices that it belongs to.
 
         All full blocks come first, as one stack, then the remaining rows.
         """
-        if self.block_height is None or R.dim() == 2:
-            yield R, left, right
-            return
-        count, rest = divmod(len(left), self.block_height)
-        rows = len(left) - rest
+        assert self.block_height is not None
+        count, rest = divmod(left.shape[-2], self.block_height)
+        rows, blocks = left.shape[-2] - rest, (count, self.block_height)
         if count:
-            left_blocks = left[:rows].unflatten(0, (count, self.block_height))
-            right_blocks = right[:rows].unflatten(0, (count, self.block_height))
-            yield R[:count], left_blocks, right_blocks
+            left_blocks = left[..., :rows, :].unflatten(-2, blocks)
+            right_blocks = right[..., :rows, :].unflatten(-2, blocks)
+            yield R[..., :count, :, :], left_blocks, right_blocks
         if rest:
-            yield R[count], left[rows:], right[rows:]
+            yield R[..., count, :, :], left[..., rows:, :], right[..., rows:, :]
 
 
 @lru_cache(maxsize=4096, typed=True)
@@ -201,16 +197,18 @@ def orthonormalize_by_cholesky(matrices: Tensor) -> Tensor:
     return columns
 
 
-def orthonormalize_each(matrices: list[Tensor]) -> list[Tensor]:
-    """Orthonormalize the columns of each matrix, those of one shape and device in one call.
+def orthonormalize_each(stacks: list[Tensor]) -> list[Tensor]:
+    """Orthonormalize the columns of each stack of matrices, those of one shape and device in one
+    call.
 
     Zeros become unit vectors. Equal matrices give columns that are equal to the bit, as all ranks
     need.
     """
     by_index: dict[int, Tensor] = {}
-    keys = [(matrix.shape, matrix.device) for matrix in matrices]
+    keys = [(stack.shape[1:], stack.device) for stack in stacks]
     for key in {*keys}:
-        indices = [i for i in range(len(matrices)) if keys[i] == key]
-        columns = orthonormalize(torch.stack([matrices[i] for i in indices]))
-        by_index.update(zip(indices, columns, strict=True))
-    return [by_index[i] for i in range(len(matrices))]
+        indices = [i for i in range(len(stacks)) if keys[i] == key]
+        together = [stacks[i] for i in indices]
+        columns = orthonormalize(together[0] if len(together) == 1 else torch.cat(together))
+        by_index.update(zip(indices, columns.split([len(x) for x in together]), strict=True))
+    return [by_index[i] for i in range(len(stacks))]

@@ -18,7 +18,7 @@ enum { HIGH = 4, COLUMNS = 8, ROWS = 2 };
 enum { WIDTH = 256, HEIGHT = 16, PARTS = LANES / WIDE, MOST = 64 };
 
 typedef struct {
-    int64_t rows, columns, r;
+    int64_t height, width, r;
     const float *g, *e;  // this rank's gradient, or NULL, and its residual
     const float *right;  // the narrow matrix, by rows
     float *out;          // the product, by columns
@@ -68,21 +68,21 @@ static void multiply(const Product *x, float factor, float *memory) {
     const int64_t r = x->r, stride = (r + LANES - 1) / LANES * LANES;
     const float *Q = x->right;
     if (stride != r) {
-        memset(memory, 0, x->columns * stride * sizeof(float));
-        for (int64_t j = 0; j < x->columns; j++) memcpy(memory + j * stride, Q + j * r, r * sizeof(float));
+        memset(memory, 0, x->width * stride * sizeof(float));
+        for (int64_t j = 0; j < x->width; j++) memcpy(memory + j * stride, Q + j * r, r * sizeof(float));
         Q = memory;
     }
     float h[HIGH][WIDTH];
-    for (int64_t i = 0; i < x->rows; i += HIGH) {
-        const int rows = (int)smaller(HIGH, x->rows - i);
+    for (int64_t i = 0; i < x->height; i += HIGH) {
+        const int rows = (int)smaller(HIGH, x->height - i);
         for (int64_t k = 0; k < r; k += LANES) {
             Floats sums[HIGH][PARTS];
             for (int n = 0; n < HIGH; n++)
                 for (int c = 0; c < PARTS; c++) sums[n][c] = fill_all(0);
-            for (int64_t a = 0; a < x->columns; a += WIDTH) {
-                const int64_t size = smaller(WIDTH, x->columns - a);
+            for (int64_t a = 0; a < x->width; a += WIDTH) {
+                const int64_t size = smaller(WIDTH, x->width - a);
                 for (int n = 0; n < HIGH; n++)  // rows that are not there: the last one again
-                    add_residual(x, (i + (n < rows ? n : rows - 1)) * x->columns + a, size, size, HIGH * x->columns,
+                    add_residual(x, (i + (n < rows ? n : rows - 1)) * x->width + a, size, size, HIGH * x->width,
                                  factor, h[n]);
                 multiply_tile((const float(*)[WIDTH])h, Q + a * stride + k, stride, size, sums);
             }
@@ -90,7 +90,7 @@ static void multiply(const Product *x, float factor, float *memory) {
             for (int n = 0; n < HIGH; n++)
                 for (int c = 0; c < PARTS; c++) store(product[n] + c * WIDE, sums[n][c]);
             for (int64_t c = 0; c < smaller(LANES, r - k); c++)
-                for (int n = 0; n < rows; n++) x->out[(k + c) * x->rows + i + n] = product[n][c];
+                for (int n = 0; n < rows; n++) x->out[(k + c) * x->height + i + n] = product[n][c];
         }
     }
 }
@@ -115,27 +115,27 @@ static void multiply_transposed(const Product *x, float factor, float *memory) {
     const int64_t r = x->r, stride = (r + COLUMNS - 1) / COLUMNS * COLUMNS;
     const float *R = x->right;
     if (stride != r) {
-        memset(memory, 0, x->rows * stride * sizeof(float));
-        for (int64_t i = 0; i < x->rows; i++) memcpy(memory + i * stride, R + i * r, r * sizeof(float));
+        memset(memory, 0, x->height * stride * sizeof(float));
+        for (int64_t i = 0; i < x->height; i++) memcpy(memory + i * stride, R + i * r, r * sizeof(float));
         R = memory;
     }
     float h[HEIGHT][WIDTH], sums[MOST][WIDTH];
-    for (int64_t a = 0; a < x->columns; a += WIDTH) {
-        const int64_t size = smaller(WIDTH, x->columns - a), padded = (size + LANES - 1) / LANES * LANES;
+    for (int64_t a = 0; a < x->width; a += WIDTH) {
+        const int64_t size = smaller(WIDTH, x->width - a), padded = (size + LANES - 1) / LANES * LANES;
         for (int64_t first = 0; first < r; first += MOST) {
             const int64_t count = smaller(MOST, stride - first);
             memset(sums, 0, count * sizeof *sums);
-            for (int64_t i = 0; i < x->rows; i += HEIGHT) {
-                const int64_t rows = smaller(HEIGHT, x->rows - i);
+            for (int64_t i = 0; i < x->height; i += HEIGHT) {
+                const int64_t rows = smaller(HEIGHT, x->height - i);
                 for (int64_t n = 0; n < rows; n++)
-                    add_residual(x, (i + n) * x->columns + a, size, padded, HEIGHT * x->columns, factor, h[n]);
+                    add_residual(x, (i + n) * x->width + a, size, padded, HEIGHT * x->width, factor, h[n]);
                 for (int64_t k = 0; k < count; k += COLUMNS)
                     for (int64_t j = 0; j < padded; j += WIDE)
                         multiply_transposed_tile((const float(*)[WIDTH])(*h + j), R + i * stride + first + k, stride, rows,
                                                  (float(*)[WIDTH])(sums[k] + j));
             }
             for (int64_t k = 0; k < smaller(count, r - first); k++)
-                memcpy(x->out + (first + k) * x->columns + a, sums[k], size * sizeof(float));
+                memcpy(x->out + (first + k) * x->width + a, sums[k], size * sizeof(float));
         }
     }
 }
@@ -151,7 +151,7 @@ int64_t project(const Product *rows, int64_t first, int64_t last, double factor,
 }
 
 typedef struct {
-    int64_t rows, columns, r;
+    int64_t height, width, r;
     const float *R, *p, *sent;  // by columns: the averaged gradient is R p^T, and this rank has sent R sent^T of it
     const float *errors;        // NULL, or the rounding errors of what it has sent
     const float *g;             // this rank's gradient, or NULL
@@ -168,7 +168,7 @@ static inline void expand_tile(const Factored *x, const float *sent, int64_t i, 
                                float average[ROWS][WIDTH], float own[ROWS][WIDTH]) {
     enum { PAIR = 2 };
     const float *R[ROWS];
-    for (int n = 0; n < ROWS; n++) R[n] = x->R + smaller(i + n, x->rows - 1);
+    for (int n = 0; n < ROWS; n++) R[n] = x->R + smaller(i + n, x->height - 1);
     int64_t j = 0;
     for (; j + PAIR * WIDE <= size; j += PAIR * WIDE) {
         Floats one[ROWS][PAIR], two[ROWS][PAIR];
@@ -176,11 +176,11 @@ static inline void expand_tile(const Factored *x, const float *sent, int64_t i, 
         for (int n = 0; n < ROWS; n++)
             for (int c = 0; c < PAIR; c++) one[n][c] = two[n][c] = fill_all(0);
         for (int64_t k = 0; k < x->r; k++) {
-            const float *const p = x->p + k * x->columns + a + j, *const mine = sent + k * x->columns + a + j;
+            const float *const p = x->p + k * x->width + a + j, *const mine = sent + k * x->width + a + j;
             const Floats mean[PAIR] = {load(p), load(p + WIDE)}, local[PAIR] = {load(mine), load(mine + WIDE)};
 #pragma GCC unroll 16
             for (int n = 0; n < ROWS; n++) {
-                const Floats left = fill_all(R[n][k * x->rows]);
+                const Floats left = fill_all(R[n][k * x->height]);
 #pragma GCC unroll 2
                 for (int c = 0; c < PAIR; c++) {
                     one[n][c] = add_product(one[n][c], left, mean[c]);
@@ -199,8 +199,8 @@ static inline void expand_tile(const Factored *x, const float *sent, int64_t i, 
         for (int n = 0; n < ROWS; n++) {
             float one = 0, two = 0;
             for (int64_t k = 0; k < x->r; k++) {
-                one = fmaf(R[n][k * x->rows], x->p[k * x->columns + a + j], one);
-                two = fmaf(R[n][k * x->rows], sent[k * x->columns + a + j], two);
+                one = fmaf(R[n][k * x->height], x->p[k * x->width + a + j], one);
+                two = fmaf(R[n][k * x->height], sent[k * x->width + a + j], two);
             }
             average[n][j] = one, own[n][j] = two;
         }
@@ -212,21 +212,21 @@ static void update_factored(const Factored *x, const Weights *h, float *memory) 
     const float scale = (float)(h->sign * h->of_average), of_sent = (float)h->of_sent, of_grad = (float)h->of_grad;
     const float *sent = x->sent;
     if (x->errors) {
-        for (int64_t j = 0; j < x->r * x->columns; j++) memory[j] = x->sent[j] - x->errors[j];
+        for (int64_t j = 0; j < x->r * x->width; j++) memory[j] = x->sent[j] - x->errors[j];
         sent = memory;
     }
     float average[ROWS][WIDTH], own[ROWS][WIDTH];
-    for (int64_t i = 0; i < x->rows; i += ROWS) {
-        const int rows = (int)smaller(ROWS, x->rows - i);
-        for (int64_t a = 0; a < x->columns; a += WIDTH) {
-            const int64_t size = smaller(WIDTH, x->columns - a);
+    for (int64_t i = 0; i < x->height; i += ROWS) {
+        const int rows = (int)smaller(ROWS, x->height - i);
+        for (int64_t a = 0; a < x->width; a += WIDTH) {
+            const int64_t size = smaller(WIDTH, x->width - a);
             expand_tile(x, sent, i, a, size, average, own);
             for (int n = 0; n < rows; n++) {
-                const int64_t at = (i + n) * x->columns + a;
+                const int64_t at = (i + n) * x->width + a;
                 float *restrict const w = x->w + at, *restrict const m = x->m + at, *restrict const v = x->v + at;
                 float *restrict const e = x->e + at;
                 const float *restrict const g = x->g ? x->g + at : NULL, *restrict const ghat = average[n];
-                const int64_t next = ROWS * x->columns;
+                const int64_t next = ROWS * x->width;
                 fetch(w + next, size), fetch(m + next, size), fetch(v + next, size), fetch(e + next, size);
                 if (g) fetch(g + next, size);
                 for (int64_t c = 0; c < size; c++)
