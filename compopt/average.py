@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ._engine.combined import OneOrSeveral
 from ._engine.fsdp_backward import step_fsdp_shards

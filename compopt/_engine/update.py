@@ -45,7 +45,11 @@ class Update(Protocol):
 
 def write_averages(to: Sequence[Tensor], averages: Sequence[Tensor | None]) -> None:
     """Copy averages to memory of their tensors' shapes; zeros for None."""
-    pairs = [(x, average.view(x.shape)) for x, average in zip(to, averages, strict=True) if average is not None]
+    pairs = [
+        (x, average.view(x.shape))
+        for x, average in zip(to, averages, strict=True)
+        if average is not None
+    ]
     if pairs:
         torch._foreach_copy_([x for x, _ in pairs], [average for _, average in pairs])
     for x, average in zip(to, averages, strict=True):

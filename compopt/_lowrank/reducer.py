@@ -24,7 +24,7 @@ from .._state.tensors import upload
 from .._wire.payload import Payload
 from .._wire.requests import AllReduceMean, RequestGenerator
 from .options import is_clipped, is_reset_step
-from .projections import orthonormalize_each
+from .projections import orthonormalize
 from .stacks import (
     ProjectedStack,
     compute_cosines,
@@ -96,7 +96,7 @@ class ProjectionReducer:
         if self.is_tracked:
             parts = [self._part_of(mean, stack, mean.body) for stack in self.stacks]
             averages = [x.view_as_projected(p) for x, p in zip(self.stacks, parts, strict=True)]
-            for stack, Q in zip(self.stacks, orthonormalize_each(averages), strict=True):
+            for stack, Q in zip(self.stacks, orthonormalize(averages), strict=True):
                 self.next_bases.update(zip(stack.indices, Q.unbind(), strict=True))
         if dense_reducer is not None and dense_reducer.sent_dense:
             yield from dense_reducer.reduce()
@@ -120,7 +120,7 @@ class ProjectionReducer:
             x.view_as_P(part).to(Q.dtype)
             for x, part, Q in zip(self.stacks, parts, bases, strict=True)
         ]
-        for stack, R in zip(self.stacks, orthonormalize_each(averages), strict=True):  # line 2
+        for stack, R in zip(self.stacks, orthonormalize(averages), strict=True):  # line 2
             stack.R = R
         return mean
 
@@ -232,7 +232,9 @@ class ProjectionReducer:
                 yield next(dense_parts)
                 continue
             stack = self.stack_of[i]
-            start, stop = (at // stack.projection.columns for at in self.bucket.shards.own_ranges[i])
+            start, stop = (
+                at // stack.projection.columns for at in self.bucket.shards.own_ranges[i]
+            )
             number = i - stack.indices[0]
             yield reconstruct_rows(stack, number, self.mean.parts[i], start, stop).reshape(-1)
 
@@ -261,7 +263,9 @@ class ProjectionReducer:
             if all(flags):
                 yield stack
                 continue
-            edges = [n for n in range(len(flags) + 1) if n in (0, len(flags)) or flags[n] != flags[n - 1]]
+            edges = [
+                n for n in range(len(flags) + 1) if n in (0, len(flags)) or flags[n] != flags[n - 1]
+            ]
             for first, last in zip(edges, edges[1:], strict=False):
                 if flags[first]:
                     yield stack.select(first, last)

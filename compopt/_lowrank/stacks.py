@@ -100,6 +100,9 @@ def add_residual(ops: Ops, stack: ProjectedStack, local_factor: float) -> Tensor
     """Line 1: return h = g + e, with g times ``local_factor``, in memory of the step."""
     e = stack.residual
     h = ops.scratch(e, e.numel(), use="h").view(e.shape)
+    if len(stack.grads) == 1 and stack.grads[0] is not None:
+        torch.add(e[0], stack.grads[0], alpha=local_factor, out=h[0])
+        return h
     h.copy_(e)
     rows = [(to, g) for to, g in zip(h.unbind(), stack.grads, strict=True) if g is not None]
     if rows:

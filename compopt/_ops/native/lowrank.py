@@ -46,8 +46,9 @@ def multiply_stacks(
     local_factor: float,
     transposed: bool,
 ) -> None:
-    """Write ``h Q`` (``transposed``, since H is the transpose of the tensor), or ``h^T R``, of every
-    tensor of the stacks.
+    """Write ``h Q``, or ``h^T R``, of every tensor of the stacks.
+
+    It is the first where ``transposed``: H is the transpose of the tensor.
     """
     sizes: list[tuple[int, int, int]] = []
     columns: dict[str, list[Tensor | None]] = {name: [] for name in ("g", "e", "right", "out")}
@@ -143,9 +144,7 @@ def _update_factored(
     memory = per_thread_scratch(ops, weights[0], room)
     run_over_rows(
         lengths,
-        lambda a, b, thread: ops.library.factored(
-            table, a, b, options, memory + 4 * room * thread
-        ),
+        lambda a, b, thread: ops.library.factored(table, a, b, options, memory + 4 * room * thread),
     )
 
 
