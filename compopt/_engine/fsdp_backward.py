@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._ops.norms import clip_factor, stacked_squared_norms
+from .._ops.norms import clip_factor, scale_all_, stacked_squared_norms
 from .._ops.operations import Ops
+from .._ops.update_helpers import count_steps
 from .._state.buckets import Bucket
 from .._state.layouts import PaddedVector
 from .._state.shards import ParamColumns, cut_by_rows, place_in_rows

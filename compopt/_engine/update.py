@@ -161,8 +161,7 @@ class WrappedUpdate:
 
 def as_gradient(average: Tensor, p: Tensor) -> Tensor:
     """Return the average of this rank's part of ``p`` as backward would leave it: in the placements
-    of ``p``, and in its strides, because torch's fused steps on CPUs read both in the order of their
-    memory.
+    of ``p``, and in its strides, because torch's fused steps on CPUs read both in memory order.
     """
     param = p.detach()
     local = to_local(param)

@@ -199,8 +199,9 @@ def _orthonormalize_each(stacks: list[Tensor]) -> list[Tensor]:
 
 
 def orthonormalize_by_cholesky(stacks: list[Tensor]) -> list[Tensor]:
-    """Run Cholesky-QR twice, in float64, without a host wait: all matrices of one rank together, and
-    what depends on the number of rows for each stack.
+    """Run Cholesky-QR twice, in float64, without a host wait.
+
+    Matrices of one rank are factorized together, whatever their number of rows.
 
     The second pass removes what rounding left of dependent columns. Factorization errors are not
     checked: they come from non-finite numbers, and a step with such is not applied.

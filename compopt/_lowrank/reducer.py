@@ -2,14 +2,15 @@
 
 ``ProjectionReducer`` reduces a bucket. A tensor is sent dense, or with the stack of its neighbours
 that have the same projection. Its part of a payload holds what this rank sends of it, and after the
-exchange the average over ranks. Lines are those of SEPARATE's Algorithm 1, see ``compopt.separate``;
-their arithmetic is in ``stacks``.
+exchange the average over ranks. Lines are those of Algorithm 1, see ``compopt.separate``; their
+arithmetic is in ``stacks``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -263,10 +264,8 @@ class ProjectionReducer:
             if all(flags):
                 yield stack
                 continue
-            edges = [
-                n for n in range(len(flags) + 1) if n in (0, len(flags)) or flags[n] != flags[n - 1]
-            ]
-            for first, last in zip(edges, edges[1:], strict=False):
+            changes = [n for n in range(1, len(flags)) if flags[n] != flags[n - 1]]
+            for first, last in pairwise([0, *changes, len(flags)]):
                 if flags[first]:
                     yield stack.select(first, last)
 

@@ -221,4 +221,5 @@ def compute_cosines(stack: ProjectedStack, part: Tensor) -> Tensor:
     expand(stack.projection, p, R, stack.projection.view_as_matrices(ghat))
     g, ghat = g.flatten(1), ghat.flatten(1)
     lengths = torch.linalg.vector_norm(g, dim=1) * torch.linalg.vector_norm(ghat, dim=1)
-    return (g * ghat).sum(1) / lengths.clamp_min(torch.finfo(R.dtype).tiny)
+    cosines: Tensor = (g * ghat).sum(1) / lengths.clamp_min(torch.finfo(R.dtype).tiny)
+    return cosines
