@@ -171,6 +171,8 @@ class Step:
                         bucket.cache.clear()  # derived from state, which may be wrong
                     raise
                 session.corrupt = ""
+            # read again: a commit may have adapted options, alike on all ranks
+            session.options.refresh(self.optimizer._compared_groups)
             session.verified_message_options = session.options.message_options
             self.is_complete = True
         is_read = self.optimizer.fsdp_backward is None and not session.has_pseudo_gradients
