@@ -15,7 +15,8 @@ def check_gradients(session: Session) -> None:
     """
     for bucket in session.buckets:
         dtype, device = bucket.dtype, bucket.device
-        tensors = zip(bucket.params, bucket.local_params, bucket.lengths, bucket.names, strict=True)
+        local_params = bucket.local_params if bucket.is_dtensor else bucket.params
+        tensors = zip(bucket.params, local_params, bucket.lengths, bucket.names, strict=True)
         for p, local, n, name in tensors:
             if local.numel() != n or p.dtype != dtype or p.device != device:
                 raise TypeError(

@@ -18,11 +18,11 @@ import torch
 
 from .._state.buckets import Bucket
 from .._wire.collectives import Communicator, get_rank, profiler_range
-from .._wire.payload import FieldValues, encode_bits
-from .._wire.requests import AllReduceMean, CommunicationError
+from .._wire.payload import FieldValues
+from .._wire.requests import AllReduceMean, Answer, CommunicationError, RunBatched
 from .collective_generators import CollectiveGenerator, exchange_one
 from .decision import StepDecision, combine_decisions, read_decision
-from .exchange import BucketExchange, ExchangeSchedule
+from .exchange import BucketExchange, ExchangeSchedule, run_batched_requests
 from .gradients import check_gradients, drop_scale, restore_scale, unscale_gradients
 from .handshake import (
     checksum_text,
@@ -36,7 +36,6 @@ from .join import copy_options_from_ranks_with_data
 from .missing_ranks import RankLeft, explain_failure, post_lost_masks
 from .optimizer_base import OptimizerBase
 from .options import Group
-from .overlap import run_batched_requests
 from .resharding import lay_out_trainable_parameters
 from .session import Handshake, Role, Session
 from .signals import defer_signals
@@ -215,7 +214,8 @@ class Step:
             self.scale = unscale_gradients(self.optimizer)
             self.optimizer.before_exchange()
             for bucket in session.buckets:
-                bucket.update_masters()
+                if "master" in bucket.state:
+                    bucket.update_masters()
         except Exception as error:
             return error
         return None
@@ -223,9 +223,10 @@ class Step:
     def _finish_post_commit(self) -> CollectiveGenerator[None]:
         """Wait for the exchanges after the last commit, and find out whether a handshake is due."""
         session, post_commit = self.session, self.session.post_commit
-        for exchange in post_commit.exchanges:
-            yield exchange.in_flight
-        post_commit.finish()
+        if post_commit.exchanges:
+            for exchange in post_commit.exchanges:
+                yield exchange.in_flight
+            post_commit.finish()
         if post_commit.lost and not post_commit.unconfirmed:
             post_lost_masks(session)
         if post_commit.unconfirmed and self.comm.size > 1:
@@ -267,15 +268,15 @@ class Step:
         session, comm, buckets = self.session, self.comm, self.buckets
         schedules: list[ExchangeSchedule] = []
         try:
-            schedules.append(session.overlap.take_schedule(buckets, session.algorithm, comm))
+            begun = session.overlap.schedule and session.overlap.take_schedule()
+            schedules.append(begun or ExchangeSchedule(buckets, session.algorithm, comm))
             decision = yield from self._run_schedule(schedules)
-            covers_shard_only = any(
-                exchange.agreement.covers_shard_only for exchange in decision.exchanges
-            )
+            exchanges = decision.exchanges
+            covers_shard_only = any(one.agreement.covers_shard_only for one in exchanges)
             comms = session.shard_communicators
             if covers_shard_only:
                 comms = [comm, *comms]
-            has_error = any(exchange.error is not None for exchange in decision.exchanges)
+            has_error = any(exchange.error is not None for exchange in exchanges)
             if has_error and not decision.has_failed_rank:
                 # This rank failed after it had sent everything. With sharded state one more message
                 # reports it before anything is written. Otherwise the other ranks apply the step
@@ -316,7 +317,12 @@ class Step:
             schedule.inputs.problem = RuntimeError(
                 "other parameters require a gradient than before"
             )
-        schedule.inputs.fields = self._make_control_fields(any_stale, is_unfrozen)
+        schedule.inputs.checksum = self._checksum_settings()
+        schedule.inputs.fields = {
+            "stale": any_stale,
+            "waits": session.waits.make_field(self.number, comm.rank, comm.size),
+            "unfrozen": [float(is_unfrozen)],
+        }
         yield from schedule.run()
         decision = read_decision(exchanges)
         if decision.control_means["stale"][0] == 0 or len(exchanges) == 1:
@@ -331,22 +337,13 @@ class Step:
         decision.resent = True
         return decision
 
-    def _make_control_fields(
-        self, any_stale: FieldValues, is_unfrozen: bool
-    ) -> dict[str, FieldValues]:
-        """Return the control fields of the last bucket's payload (see ``decision``)."""
-        session, comm = self.session, self.comm
+    def _checksum_settings(self) -> int:
+        """Return a checksum of the settings, at intervals also of the parameters."""
         checksum = self.optimizer.checksum_settings()
         every = self.optimizer.check_replicas_every
         if every and self.number % every == 0:
             checksum ^= checksum_text(describe_optimizer(self.optimizer))
-        return {
-            "stale": any_stale,
-            # the mean over ranks of these bits shows any difference
-            "settings": encode_bits(checksum, 16),
-            "waits": session.waits.make_field(self.number, comm.rank, comm.size),
-            "unfrozen": [float(is_unfrozen)],
-        }
+        return checksum
 
     def _raise_if_failed(self, decision: StepDecision) -> CollectiveGenerator[None]:
         """Raise the same error on all ranks if the step failed."""
@@ -381,15 +378,30 @@ class Step:
         session = self.session
         for exchange in decision.exchanges:
             self.committing = exchange.bucket
-            session.post_commit.commit_bucket(exchange, decision.norm)
+            self._commit_bucket(exchange, decision.norm)
         self.committing = None
-        run_batched_requests(decision.exchanges, session.post_commit.commit_bucket)
+        run_batched_requests(decision.exchanges, self._commit_bucket)
         self.optimizer.after_commit()
         for group in session.option_groups if self._groups is None else self._groups:
             group["step"] += 1
         if session.trial is not None and session.trial.result:
             session.trial.record_result()
             session.trial_result, session.trial = session.trial.result, None
+
+    def _commit_bucket(self, exchange: BucketExchange, answer: Answer) -> None:
+        """Resume the generator of one bucket, which applies the step. It stops at a ``RunBatched``,
+        which the caller runs for all buckets, or at a post-commit exchange.
+        """
+        try:
+            # Unsharded: resumed at Agree with the norm. Sharded: at ReadyToCommit, which has
+            # no answer.
+            exchange.resume_and_start_next(answer)
+        except StopIteration:
+            return
+        except CommunicationError:
+            pass
+        if not isinstance(exchange.request, RunBatched):
+            self.session.post_commit.add(exchange)
 
     def _report(self, decision: StepDecision) -> None:
         """Update ``stats``; after the first step show a line."""
