@@ -48,12 +48,9 @@ def average(bucket: Bucket, ops: Ops, update: Update) -> RequestGenerator[None]:
     count_steps(bucket.state["step"], have_gradients)
     indices = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
     if indices:
-        to = [update.memory_for(bucket, i, mean.parts[i]) for i in indices]
-        means = [mean.parts[i].view(g.shape) for i, g in zip(indices, to, strict=True)]
-        torch._foreach_copy_(to, means)
-        scale_all_(to, factor)  # line 4
-        for i, g in zip(indices, to, strict=True):
-            update.apply(bucket, i, g)
+        averages = update.memory_for(bucket, indices, [mean.parts[i] for i in indices])
+        scale_all_(averages, factor)  # line 4
+        update.apply(bucket, indices, averages)
     reducer.feed_back(have_gradients)  # line 5
 
 

@@ -43,7 +43,7 @@ from ._engine.combined import OneOrSeveral, combine_optimizers, describe_members
 from ._engine.decision import StepDecision
 from ._engine.gradients import (
     check_gradients,
-    drop_scale_on_error,
+    drop_scale,
     restore_scale,
     unscale_gradients,
 )
@@ -51,12 +51,10 @@ from ._engine.handshake import warn_without_gradients
 from ._engine.join import JoinHook, copy_options_from_ranks_with_data
 from ._engine.missing_ranks import RankLeft
 from ._engine.options import (
-    OPTIONS_WITHOUT_HANDSHAKE,
     Group,
     Setting,
     is_number,
     require,
-    select_options,
 )
 from ._engine.resharding import average_base, average_state
 from ._engine.session import Handshake, weak_method
@@ -190,19 +188,16 @@ class LocalSteps(AnchoredWrapper):
     def check_group(self, group: Group) -> None:
         rounds.check_options(group, self.offload)
 
-    def _settings(self) -> list[Setting]:
-        running = {name: getattr(self._counts, name) for name in ("round", "begun", "mean_step")}
-        settings = [*super()._settings(), ("running round", running)]
-        if self._options["round_seconds"] is None:
-            return settings
-        # ranks differ in steps, and in schedules by them
-        unequal = {"begun", "momentum", *OPTIONS_WITHOUT_HANDSHAKE}
-        return [
-            (subject, select_options(value, value.keys() - unequal))
-            if isinstance(value, dict)
-            else (subject, value)
-            for subject, value in settings
-        ]
+    @property
+    def _is_in_step(self) -> bool:  # type: ignore[override]
+        return self._options["round_seconds"] is None
+
+    def _running_settings(self) -> list[Setting]:
+        counts = self._counts
+        running = {"round": counts.round, "mean_step": counts.mean_step}
+        if self._is_in_step:
+            running["begun"] = counts.begun
+        return [("running round", running)]
 
     # A step
 
@@ -233,13 +228,13 @@ class LocalSteps(AnchoredWrapper):
             yield from super().step_as_generator()
             return
         session, is_applied = self._session, False
-        with drop_scale_on_error(session):
+        try:
             check_can_step(session)
             self._check_own_params()
             self._see_ranks_and_groups()
             if session.handshake is not Handshake.VERIFIED and not session.is_single_process:
-                yield from copy_options_from_ranks_with_data(session)
-                yield from Step(session, session.comm, session.steps + 1).verify_peers()
+                yield from copy_options_from_ranks_with_data(self)
+                yield from Step(self, session.comm, session.steps + 1).verify_peers()
             self._ensure_anchors()
             if (sync := self._sync) is not None:
                 # new anchors rebuild the outer optimizer's buckets: apply a running exchange before
@@ -257,7 +252,10 @@ class LocalSteps(AnchoredWrapper):
                 session.has_local_gradients = False
                 self._note_open_round()
             self._report(norm, is_applied)
-            session.count_skips(math.isfinite(norm))
+            session.count_skips(math.isfinite(norm), self.max_skipped)
+        except BaseException:
+            drop_scale(self)
+            raise
 
     @contextmanager
     def _explain_failed_exchange(self) -> Iterator[None]:
@@ -338,7 +336,7 @@ class LocalSteps(AnchoredWrapper):
         """
         session = self._session
         check_gradients(session)
-        scale = unscale_gradients(session)
+        scale = unscale_gradients(self)
         grads = {
             p: to_local(p.grad) for p in self._params if p.requires_grad and p.grad is not None
         }
@@ -409,7 +407,7 @@ class LocalSteps(AnchoredWrapper):
         self._check_own_params()
         if sync is None:
             return
-        self._session.follow_default_group()
+        self._session.follow_default_group(self)
         step, is_applied = self._options["step"], False
         in_round = step - counts.begun
         if sync.in_flight is not None:
@@ -455,7 +453,7 @@ class LocalSteps(AnchoredWrapper):
 
     def end_join(self) -> None:
         """End the running round: what all ranks have moved is averaged."""
-        if self._session.is_joining:
+        if self.is_joining:
             self.end_round()
         super().end_join()
 
@@ -527,7 +525,7 @@ class LocalSteps(AnchoredWrapper):
         sent = 0 if anchors is None else anchors.take_bytes_sent()
         non_finite = [] if math.isfinite(norm) else ["of this rank"]
         decision = StepDecision(norm=norm, phase_of={0: phase}, non_finite=non_finite)
-        session.update_stats(decision, sent, is_step)
+        session.update_stats(self, decision, sent, is_step)
         is_shown = is_applied and session.comm.rank == 0 == get_rank() and session.comm.size > 1
         stats = session.stats
         if is_shown and stats.bytes_dense and session.claim_first("compression"):

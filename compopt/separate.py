@@ -47,6 +47,7 @@ from ._engine.wrapper import Wrapper
 from ._lowrank.options import check_group_sizes, resolve_options
 from ._lowrank.projecting_optimizer import ProjectingOptimizer
 from ._lowrank.reducer import ProjectionReducer
+from ._ops.norms import scale_all_
 from ._ops.operations import Ops
 from ._ops.update_helpers import count_steps
 from ._state.buckets import Bucket
@@ -64,7 +65,7 @@ def separate(
     norm = yield Agree(mean, reducer.phase, reducer.squared_norm())
 
     # from here on state changes
-    reducer.draw_matrices()  # again: R is not kept during the exchange, which would take memory
+    reducer.draw_columns()  # again: R is not kept during the exchange, which would take memory
     factor = reducer.clip_factor(norm)
     have_gradients = bucket.have_gradients(mean)
     # fused implementations know AdamW only, and averages that are dense or factored
@@ -88,14 +89,17 @@ def update_tensors(
 ) -> None:
     """Do lines 4 and 5 and the update for all tensors with a gradient on any rank."""
     count_steps(bucket.state["step"], have_gradients)
-    for i, (tensor, has_gradient) in enumerate(zip(reducer.tensors, have_gradients, strict=True)):
-        if not has_gradient:
-            continue
-        part = mean.parts[i]
-        memory = update.memory_for(bucket, i, tensor.average_in(part))
-        ghat = tensor.reconstruct(part, factor, memory)  # line 4
-        update.apply(bucket, i, ghat)
-        tensor.feed_back(mean, i, factor)  # line 5
+    for stack in reducer.stacks_with_gradients(have_gradients):
+        ghat = update.memory_for_stack(bucket, stack.indices)
+        reducer.reconstruct_stack(stack, factor, ghat)  # line 4
+        update.apply(bucket, stack.indices, ghat.unbind())
+        reducer.feed_back_stack(stack, factor)  # line 5
+    dense = [i for i in reducer.dense if have_gradients[i]]
+    if dense:
+        averages = update.memory_for(bucket, dense, [mean.parts[i] for i in dense])
+        scale_all_(averages, factor)
+        update.apply(bucket, dense, averages)
+        reducer.feed_back_dense(dense, mean, factor)
 
 
 def choose_generator(

@@ -45,7 +45,7 @@ def randomk(bucket: Bucket, reducer: AllReduceReducer, update: AdamWUpdate) -> R
     have_gradients = bucket.have_gradients(mean)
     count_steps(bucket.state["step"], have_gradients)
     for i in (i for i, has_gradient in enumerate(have_gradients) if has_gradient):
-        update.apply(bucket, i, reducer.average(i, bucket.weight(i)))  # line 6
+        update.apply(bucket, [i], [reducer.average(i, bucket.weight(i))])  # line 6
     reducer.feed_back(have_gradients)  # line 5
 
 

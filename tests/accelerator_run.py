@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from compopt._lowrank import matrices, projections, reducer
+from compopt._lowrank import projections
 from compopt._wire.requests import CommunicationError
 
 CPU = torch.device("cpu")
@@ -99,11 +99,6 @@ MODELS = {"ScapeAdamS, sampled": Large, "TagcAdamW, large": Large, "TagcAdamW, o
 def norms_of_devices(xs: list[Tensor], reproducible: bool = False) -> Tensor:
     """|x|^2 as devices find it, on the CPU too, which else adds up in an order of its own."""
     return torch.stack(torch._foreach_norm(list(xs), 2, dtype=torch.float64)).square()
-
-
-def columns_of_devices(given: Tensor) -> Tensor:
-    """Orthonormal columns as devices find them, on the CPU too."""
-    return projections.orthonormalize_by_cholesky(given).to(given.dtype)
 
 
 def placed(model: nn.Module, device: torch.device) -> nn.Module:
@@ -339,9 +334,7 @@ def run_all(names: Iterable[str] = ()) -> dict[str, dict]:
     for module in [module for name, module in sys.modules.items() if name.startswith("compopt")]:
         if hasattr(module, "stacked_squared_norms"):
             module.stacked_squared_norms = norms_of_devices
-    reducer.adds_products = lambda e: True
-    for module in (matrices, projections):
-        module.orthonormalize = columns_of_devices
+    projections._orthonormalize_each = projections.orthonormalize_by_cholesky
     results = {}
     for name in names or RUNS:
         try:

@@ -41,9 +41,10 @@ def test_a_group_may_hold_anything_and_ranks_do_not_differ_by_it(case):
         optimizer.param_groups[0].update(anything(rank))
     ranks.train(loss, 3)
     for rank, _, optimizer in ranks:  # changed, and no reason for a handshake
-        before = optimizer._session.message_options
+        before = optimizer._session.options.message_options
         optimizer.param_groups[0].update(anything(rank + 1))
-        assert optimizer._session.message_options == before
+        optimizer.apply_changed_options()
+        assert optimizer._session.options.message_options == before
     ranks.train(loss, 1)
     assert all(optimizer.stats.step == 4 and optimizer.stats.skipped == 0 for optimizer in ranks.optimizers)
     ranks.finish_round(loss)

@@ -72,8 +72,9 @@ def separate(start: list[Tensor], optimizers: list, options: dict[str, Any]):
 
 def tracked(start: list[Tensor], optimizers: list, options: dict[str, Any]):
     (bucket,) = optimizers[0]._buckets
-    tracked = optimizers[0].reducer(bucket).tracked
-    bases = {len(start) - 1 - i: tensor.Q.double() for i, tensor in tracked.items()}
+    order = {p: i for i, p in enumerate(optimizers[0].param_groups[0]["params"])}
+    stacks = optimizers[0].reducer(bucket).stacks
+    bases = {order[bucket.params[i]]: Q.double() for x in stacks for i, Q in zip(x.indices, x.Q, strict=True)}
     return PowerSGDOracle([w.clone() for w in start], len(optimizers), adamw, bases.get)
 
 

@@ -169,7 +169,7 @@ def state_set_from_outside(job: Job) -> None:
 def masks_forgotten(job: Job) -> None:
     """A step that chooses masks anew."""
     for optimizer in job.optimizers:
-        optimizer._session.forget_masks()
+        optimizer._session.forget_masks(optimizer.mask_state)
 
 
 def not_finite(job: Job) -> None:

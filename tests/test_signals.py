@@ -71,11 +71,10 @@ def test_other_threads_hold_nothing_back():
 
 def interrupted_in_the_commit(optimizer) -> None:
     """A signal arrives before the first bucket is updated, and another between the buckets and the count."""
-    post_commit, after_commit = optimizer._session.post_commit, optimizer.after_commit
-    commit_bucket = post_commit.commit_bucket
+    commit_bucket, after_commit = Step._commit_bucket, optimizer.after_commit
 
     def after(*args):
-        del post_commit.commit_bucket
+        Step._commit_bucket = commit_bucket
         signal.raise_signal(signal.SIGINT)
         commit_bucket(*args)
 
@@ -83,7 +82,7 @@ def interrupted_in_the_commit(optimizer) -> None:
         signal.raise_signal(signal.SIGALRM)
         after_commit()
 
-    post_commit.commit_bucket, optimizer.after_commit = after, between
+    Step._commit_bucket, optimizer.after_commit = after, between
 
 
 @every_average

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from .._state.buckets import Bucket
 from .._state.layouts import Layout, TensorInfo
@@ -26,6 +25,7 @@ from .._state.tensors import to_local
 from .._wire.payload import dtype_name
 from .._wire.warning import warn
 from .collective_generators import CollectiveGenerator
+from .optimizer_base import OptimizerBase
 from .options import Group, absolute_rates, refuse_unsupported
 from .resharding import average_state, gather_shards
 from .session import Session
@@ -49,7 +49,7 @@ def settle_for_saving(session: Session) -> None:
 
 
 @contextmanager
-def without_hooks(optimizer: Optimizer) -> Iterator[None]:
+def without_hooks(optimizer: OptimizerBase) -> Iterator[None]:
     """Call no state dict hooks of ``optimizer`` in this context."""
     names = "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"
     hooks = {name: getattr(optimizer, name) for name in names}
@@ -60,19 +60,19 @@ def without_hooks(optimizer: Optimizer) -> Iterator[None]:
         vars(optimizer).update(hooks)
 
 
-def complete_state_dict(session: Session, saved: dict[str, Any]) -> None:
+def complete_state_dict(optimizer: OptimizerBase, saved: dict[str, Any]) -> None:
     """Give every state of torch's state dict its parameter's shape, and complete its groups."""
-    groups = session.optimizer.param_groups
+    session, groups = optimizer._session, optimizer.param_groups
     params = [p for group in groups for p in group["params"]]
     number = {p: n for n, p in enumerate(params)}
     for bucket in [*session.buckets, *session.frozen_buckets]:
-        layouts = session.optimizer._bucket_layouts(bucket)
+        layouts = optimizer._bucket_layouts(bucket)
         for i, p in enumerate(bucket.params):
             if entry := saved["state"].get(number[p]):
                 saved["state"][number[p]] = expand_entry(bucket, i, layouts, entry)
-    session.follow_default_group()  # groups say whose residuals these are
+    session.follow_default_group(optimizer)  # groups say whose residuals these are
     for saved_group, group in zip(saved["param_groups"], groups, strict=True):
-        saved_group.update(describe_group(session, group))
+        saved_group.update(describe_group(optimizer, group))
 
 
 def expand_entry(bucket: Bucket, i: int, layouts: Layouts, entry: dict[str, Any]) -> dict[str, Any]:
@@ -87,29 +87,29 @@ def expand_entry(bucket: Bucket, i: int, layouts: Layouts, entry: dict[str, Any]
     return expanded
 
 
-def describe_group(session: Session, group: Group) -> dict[str, Any]:
+def describe_group(optimizer: OptimizerBase, group: Group) -> dict[str, Any]:
     """Return the entries that every group of a state dict has beside its options: whose residuals
     it holds, the class and format, and which parameters have no state.
     """
     entries = {
-        "residuals": describe_residual_source(session),
-        "class": session.name,
+        "residuals": describe_residual_source(optimizer),
+        "class": optimizer._session.name,
         "format": FORMAT,
     }
     if "payload_dtype" in group:  # users may set it
         entries["payload_dtype"] = dtype_name(group["payload_dtype"])
     # never trained: a checkpoint without their state is not damaged
-    state = session.optimizer.state
+    state = optimizer.state
     without = [index for index, p in enumerate(group["params"]) if not state.get(p)]
     # also if empty: torch.distributed.checkpoint refuses to load what a checkpoint lacks
     return {**entries, "without_state": without}
 
 
-def describe_residual_source(session: Session) -> str:
+def describe_residual_source(optimizer: OptimizerBase) -> str:
     """Return the rank whose residuals a state dict would hold now, or "mean" for their mean over
     ranks.
     """
-    optimizer = session.optimizer
+    session = optimizer._session
     if not (optimizer.sharded or optimizer.rank_local_state):
         return "mean"
     is_gathered = all(b.gathered_state or not b.sharded_names for b in session.buckets)
@@ -119,15 +119,16 @@ def describe_residual_source(session: Session) -> str:
     return f"rank {comm.rank} of {comm.size}"
 
 
-def consolidate_as_generator(session: Session) -> CollectiveGenerator[None]:
+def consolidate_as_generator(optimizer: OptimizerBase) -> CollectiveGenerator[None]:
     """Replace residuals by their mean over ranks, and gather sharded state for the next state
     dict.
     """
+    session = optimizer._session
     settle_for_saving(session)
-    session.follow_default_group()
+    session.follow_default_group(optimizer)
     session.overlap.discard()  # payloads of a backward hold the residuals of before
     for bucket in session.buckets:
-        for name in session.optimizer.rank_local_state:
+        for name in optimizer.rank_local_state:
             if bucket.flat[name].numel():
                 yield from average_state(bucket.flat[name], bucket.device, session.comm)
         bucket.gathered_state = {}
@@ -135,23 +136,24 @@ def consolidate_as_generator(session: Session) -> CollectiveGenerator[None]:
             bucket.gathered_state[name] = yield from gather_shards(bucket, name, session.comm)
     for bucket in session.frozen_buckets:
         for p in bucket.params:
-            entry = session.optimizer.state.get(p, {})
-            for name in session.optimizer.rank_local_state:
+            entry = optimizer.state.get(p, {})
+            for name in optimizer.rank_local_state:
                 if name in entry:
                     yield from average_state(entry[name], bucket.device, session.comm)
     session.consolidated_at = session.steps
 
 
-def warn_of_missing_state(session: Session, inner: Iterable[Session] = ()) -> None:
+def warn_of_missing_state(optimizer: OptimizerBase, inner: Iterable[OptimizerBase] = ()) -> None:
     """Warn once, on the rank that saves, about state of other ranks that a state dict lacks.
 
-    ``inner``: sessions whose state it holds too.
+    ``inner``: optimizers whose state it holds too.
     """
+    session = optimizer._session
     if "saving" in session.warned:
         return
     missing = dict.fromkeys(
         sentence
-        for one in (session, *inner)
+        for one in (optimizer, *inner)
         if describe_residual_source(one) != "mean"
         for sentence in _describe_missing_state(one)
     )
@@ -164,8 +166,9 @@ def warn_of_missing_state(session: Session, inner: Iterable[Session] = ()) -> No
         )
 
 
-def _describe_missing_state(session: Session) -> Iterator[str]:
-    comm, optimizer, buckets = session.comm, session.optimizer, session.buckets
+def _describe_missing_state(optimizer: OptimizerBase) -> Iterator[str]:
+    session = optimizer._session
+    comm, buckets = session.comm, session.buckets
     others = "the other rank" if comm.size == 2 else f"the other {comm.size - 1} ranks"
     sharded = [bucket for bucket in buckets if bucket.sharded_names]
     if sharded and session.steps:
@@ -198,29 +201,30 @@ class LoadedTensor:
     entry: dict[str, Any]
 
 
-def load_state(session: Session, state_dict: dict[str, Any]) -> None:
+def load_state(optimizer: OptimizerBase, state_dict: dict[str, Any]) -> None:
     """Load all groups and tensors of ``state_dict`` into the optimizer, or none.
 
     Raises:
         ValueError: it does not fit, or is damaged.
     """
-    session.follow_default_group()
+    session = optimizer._session
+    session.follow_default_group(optimizer)
     groups, saved = session.option_groups, check_groups(session, state_dict)
     class_name = _check_class(session.name, state_dict)
     options = [
-        _read_options(session, group, other) for group, other in zip(groups, saved, strict=True)
+        _read_options(optimizer, group, other) for group, other in zip(groups, saved, strict=True)
     ]
     with _apply_options(groups, options):  # they determine which state there is
-        tensors = list(_read_tensors(session, state_dict, class_name))
+        tensors = list(_read_tensors(optimizer, state_dict, class_name))
         for tensor in tensors:
             _check_tensor(tensor)
-        _warn_of_lost_residuals(session, saved, tensors)
+        _warn_of_lost_residuals(optimizer, saved, tensors)
 
     counted = max([float(tensor.entry.get("step", 0)) for tensor in tensors], default=0.0)
     for group, other in zip(groups, saved, strict=True):
         if "step" not in other:  # torch.optim counts steps by parameter only
             group["step"] = int(counted)
-    state = session.optimizer.state
+    state = optimizer.state
     for tensor in tensors:
         state[tensor.info.param] = {
             name: value
@@ -259,16 +263,17 @@ def _apply_options(groups: list[Group], options: list[Group]) -> Iterator[None]:
 
 
 def _read_tensors(
-    session: Session, state_dict: dict[str, Any], class_name: str
+    optimizer: OptimizerBase, state_dict: dict[str, Any], class_name: str
 ) -> Iterator[LoadedTensor]:
     """Yield the state dict's entry of every tensor.
 
     Raises ValueError if a state is missing, or is no tensor.
     """
+    session = optimizer._session
     known: dict[Tensor, tuple[TensorInfo, Layouts]] = {}
     for bucket in [*session.buckets, *session.frozen_buckets]:
         for p, compressed in zip(bucket.params, bucket.compressed, strict=True):
-            known[p] = TensorInfo(p, compressed), session.optimizer._bucket_layouts(bucket)
+            known[p] = TensorInfo(p, compressed), optimizer._bucket_layouts(bucket)
     is_same_class, number = class_name == session.name, 0
     for group, other in zip(session.option_groups, state_dict["param_groups"], strict=True):
         names = group.get("param_names") or other.get("param_names")
@@ -282,7 +287,7 @@ def _read_tensors(
             # torch.distributed.checkpoint leaves out that of a parameter which is frozen now
             is_needed = p.requires_grad and index not in other.get("without_state", ())
             if entry or (is_same_class and is_needed):
-                compressed = is_same_class and session.optimizer.is_compressed(p, options, name)
+                compressed = is_same_class and optimizer.is_compressed(p, options, name)
                 _check_states(label, entry, layouts, compressed, session.name)
             local = {
                 name: to_local(value) if isinstance(value, Tensor) else value
@@ -297,7 +302,7 @@ def _read_tensors(
             number += 1
 
 
-def _read_options(session: Session, group: Group, other: Group) -> Group:
+def _read_options(optimizer: OptimizerBase, group: Group, other: Group) -> Group:
     """Return the options of one saved group, also those that only the user knows.
 
     The optimizer keeps its own names of parameters: they select what is compressed. Raises
@@ -315,7 +320,7 @@ def _read_options(session: Session, group: Group, other: Group) -> Group:
     rates = absolute_rates(options)
     checked = {**options, **rates}
     try:
-        session.optimizer.check_group(checked)
+        optimizer.check_group(checked)
     except (TypeError, AttributeError) as error:
         raise ValueError(
             f"loaded state dict has an option of a wrong type ({error}): it is damaged."
@@ -428,7 +433,7 @@ def _check_tensor(tensor: LoadedTensor) -> None:
 
 
 def _warn_of_lost_residuals(
-    session: Session, saved: list[Group], tensors: list[LoadedTensor]
+    optimizer: OptimizerBase, saved: list[Group], tensors: list[LoadedTensor]
 ) -> None:
     """Warn if the checkpoint holds only one rank's residuals or shards, on the first rank that did
     not write it.
@@ -437,9 +442,9 @@ def _warn_of_lost_residuals(
     """
     if not saved or saved[0].get("step", 0) == 0:
         return
-    names, comm = session.optimizer.rank_local_state, session.comm
+    names, comm = optimizer.rank_local_state, optimizer._session.comm
     states = (t.entry[name] for t in tensors for name in names if name in t.entry)
-    if not (session.optimizer.sharded or any(bool(value.any()) for value in states)):
+    if not (optimizer.sharded or any(bool(value.any()) for value in states)):
         return
     residuals = saved[0].get("residuals", "mean")
     first = int(residuals == f"rank 0 of {comm.size}")

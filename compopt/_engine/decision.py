@@ -137,5 +137,6 @@ def read_numbers(exchanges: list[BucketExchange]) -> list[float]:
     computed = iter(squared_norms(bodies, clips))
     norms = [next(computed) if a.squared_norm is None else a.squared_norm for a in agreements]
     squares = [square.to(device).view(-1) for square in norms]
-    numbers: list[float] = torch.cat([*squares, torch.cat(fields).double()]).tolist()
+    header = torch.cat(fields) if len(fields) > 1 else fields[0]
+    numbers: list[float] = torch.cat([*squares, header.double()]).tolist()
     return numbers

@@ -7,7 +7,7 @@ finishes gradients, and not on how many exchanges start in backward (see ``Excha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._state.buckets import Bucket
 from .._wire.collectives import Communicator, PendingCollective, profiler_range
-from .._wire.payload import ControlFields, FieldValues, Payload, encode_stamp
+from .._wire.payload import ControlFields, FieldValues, Payload, encode_bits, encode_stamp
 from .._wire.requests import (
     Agree,
     AllReduceMean,
@@ -29,7 +29,7 @@ from .._wire.requests import (
     RequestGenerator,
     RunBatched,
 )
-from .collective_generators import CollectiveGenerator, Result
+from .collective_generators import CollectiveGenerator
 
 Algorithm = Callable[[Bucket], RequestGenerator[None]]
 
@@ -94,8 +94,9 @@ class ExchangeInputs:
     algorithm: Algorithm
     comm: Communicator
     in_backward: bool = False
-    # control fields of the last bucket's payload
+    # control fields of the last bucket's payload, and the checksum of the settings in another
     fields: dict[str, FieldValues] = field(default_factory=dict)
+    checksum: int = 0
     # why this rank cannot send its gradients
     problem: Exception | None = None
 
@@ -112,65 +113,45 @@ class BucketExchange:
     ``error`` is what was raised.
     """
 
+    in_flight: PendingCollective  # the collective that the generator waits for, if it does
+    agreement: Agree  # of a generator that has reached it
+    control: ControlFields
+    _generator: RequestGenerator[None] | None = None
+
     def __init__(self, bucket: Bucket, inputs: ExchangeInputs, is_last: bool):
         self.bucket, self.algorithm, self.comm = bucket, inputs.algorithm, inputs.comm
         self.in_backward = inputs.in_backward
-        stamp = encode_stamp(bucket.index, bucket.group["step"] + 1)
-        self.fields = {"stamp": stamp, **(inputs.fields if is_last else {})}
-        self.control = ControlFields()
-        self._in_flight: PendingCollective | None = None
-        self.request: Request | None = None
-        self._agree: Agree | None = None
+        self.inputs = inputs if is_last else None
+        self.is_in_flight = self.has_reached_agree = False
         self.is_ready_to_commit = False  # True once a sharded step has gathered everything
+        self.request: Request | None = None
         self.error: Exception | None = None
         self.staleness: StalenessCheck | None = None
         self._answers: list[Answer] = []  # all answers that the generator has had
-        self._generator: RequestGenerator[None] | None = None
         if inputs.problem is None:
-            self._start_or_withhold(self._make_first_request)
+            self._advance([], is_new=True)
         else:
             self._take_part_without_gradients(inputs.problem)
-
-    @property
-    def in_flight(self) -> PendingCollective:
-        """The collective of a generator that waits for one."""
-        assert self._in_flight is not None
-        return self._in_flight
-
-    @property
-    def agreement(self) -> Agree:
-        """The ``Agree`` of a generator that has reached it."""
-        assert self._agree is not None
-        return self._agree
-
-    @property
-    def has_reached_agree(self) -> bool:
-        return self._agree is not None
 
     @property
     def has_next_stage(self) -> bool:
         """True if another collective, which need not wait for ``step()``, follows the one in
         flight.
         """
-        return self._in_flight is not None and self._in_flight.has_next
-
-    @property
-    def numbers_to_read(self) -> Tensor | None:
-        """The numbers of the device that the generator waits for, if it does."""
-        return self.request.tensor if isinstance(self.request, ReadToHost) else None
+        return self.is_in_flight and self.in_flight.has_next
 
     def complete_stage(self) -> None:
         """Wait for the collective in flight; start its second stage, or resume the generator."""
         answer = self.in_flight.wait()
         if isinstance(answer, PendingCollective):
-            self._in_flight = answer
+            self.in_flight = answer
         else:
             self.resume_before_agree(answer)
 
     def resume_before_agree(self, answer: Answer) -> None:
         """Resume the generator with what it has requested before ``Agree``."""
         self._answers.append(answer)
-        self._start_or_withhold(lambda: self._resume_generator(answer))
+        self._advance([answer])
 
     def resume_and_start_next(self, answer: Answer) -> None:
         """Resume the generator up to its next request, and start that."""
@@ -196,9 +177,9 @@ class BucketExchange:
         """Close the generator. Wait for the collective in flight, because its memory is reused; if
         ``waits`` is false, give that memory up instead.
         """
-        if self._in_flight is not None and waits:
-            self._in_flight.drain()
-        elif self._in_flight is not None:
+        if self.is_in_flight and waits:
+            self.in_flight.drain()
+        elif self.is_in_flight:
             self.bucket.release_memory()
         self.close()
         # drop the exception: its traceback refers to this object (a reference cycle)
@@ -206,28 +187,32 @@ class BucketExchange:
 
     def forget(self) -> None:
         """Close the generator; what is in flight will never arrive, because its group is gone."""
-        if self._in_flight is not None:
-            self._in_flight.untrack()
+        if self.is_in_flight:
+            self.in_flight.untrack()
         self.close()
 
     def close(self) -> None:
         """Close the generator."""
         if self._generator is not None:
             self._generator.close()
+            self._generator = None
 
     # A generator that raises before ``Agree`` is closed. A new one, which sees no gradients, is
     # brought to the same request by the answers so far.
 
-    def _start_or_withhold(self, make_request: Callable[[], Request]) -> None:
-        """Start the request that ``make_request`` returns; if it raises, take part without
-        gradients.
+    def _advance(self, answers: list[Answer], is_new: bool = False) -> None:
+        """Give the generator, or a new one, these answers, and start what it requests next. If it
+        raises, take part without gradients.
         """
+        self.bucket.withholds_gradients = self.error is not None
         try:
             with profiler_range("compopt::encode"):
-                request = make_request()
+                request = self._replay(answers) if is_new else self._resume_generator(*answers)
         except Exception as error:
             self._take_part_without_gradients(error)
             return
+        finally:
+            self.bucket.withholds_gradients = False
         try:
             self._start(request)
         except EncodeError as error:
@@ -243,19 +228,11 @@ class BucketExchange:
         answers = [
             answer.clone() if isinstance(answer, Tensor) else answer for answer in self._answers
         ]
-        self._start_or_withhold(lambda: self._replay(answers))
-
-    def _make_first_request(self) -> Request:
-        self.staleness = StalenessCheck(self.bucket) if self.in_backward else None
-        return self._replay([])
+        self._advance(answers, is_new=True)
 
     def _replay(self, answers: list[Answer]) -> Request:
         """Start a new generator, give it these answers, and return its next request."""
         self.close()
-        failed = [float(self.error is not None)]
-        self.control = self.bucket.control = ControlFields(failed=failed, **self.fields)
-        # some algorithms read gradients when they are called, before their first request
-        self._generator = self._withhold_if_failed(lambda: self.algorithm(self.bucket))
         request = self._resume_generator(None)
         for answer in answers:
             if isinstance(answer, Payload):
@@ -265,9 +242,10 @@ class BucketExchange:
         return request
 
     def _resume_generator(self, answer: Answer) -> Request:
-        generator = self._generator
-        assert generator is not None
-        request = self._withhold_if_failed(lambda: generator.send(answer))
+        if (generator := self._generator) is None:
+            self._write_control()
+            self._generator = generator = self.algorithm(self.bucket)
+        request = generator.send(answer)
         while isinstance(request, RunBatched):
             ops, reference, bucket = request.ops, request.reference, request.bucket
             if ops.find_batched(reference, bucket) is not None:
@@ -281,20 +259,29 @@ class BucketExchange:
         self.request = request
         return request
 
-    def _withhold_if_failed(self, run: Callable[[], Result]) -> Result:
-        """Return ``run()``; meanwhile the bucket has no gradients if this rank has an error."""
-        self.bucket.withholds_gradients = self.error is not None
-        try:
-            return run()
-        finally:
-            self.bucket.withholds_gradients = False
+    def _write_control(self) -> None:
+        """Set the control fields of the bucket's payload."""
+        bucket = self.bucket
+        if self.in_backward and self.error is None:
+            self.staleness = StalenessCheck(bucket)
+        stamp = encode_stamp(bucket.index, bucket.group["step"] + 1)
+        fields: dict[str, FieldValues] = {
+            "failed": [float(self.error is not None)],
+            "stamp": stamp,
+        }
+        if self.inputs is not None:
+            fields |= {**self.inputs.fields, "settings": encode_bits(self.inputs.checksum, 16)}
+        self.control = bucket.control = ControlFields(**fields)
 
     def _start(self, request: Request) -> None:
         self.is_ready_to_commit = isinstance(request, ReadyToCommit)
+        self.is_in_flight = False
         if isinstance(request, Agree):
-            self._agree = request
-        is_local = isinstance(request, ReadToHost | Agree | ReadyToCommit | RunBatched)
-        self._in_flight = None if is_local else self.comm.start(request)
+            self.agreement, self.has_reached_agree = request, True
+        elif isinstance(request, ReadyToCommit | RunBatched):
+            assert self.has_reached_agree
+        elif not isinstance(request, ReadToHost):
+            self.in_flight, self.is_in_flight = self.comm.start(request), True
 
 
 class ExchangeSchedule:
@@ -367,21 +354,44 @@ def _start_in_order(
                 yield exchange.in_flight
                 exchange.complete_stage()
     while waiting := [exchange for exchange in exchanges if not exchange.has_reached_agree]:
-        if not any(exchange.has_next_stage for exchange in waiting):
-            _read_together(waiting)
+        reading = [exchange for exchange in waiting if isinstance(exchange.request, ReadToHost)]
+        if reading and not any(exchange.has_next_stage for exchange in waiting):
+            _read_together(reading)
         for exchange in waiting:
-            if exchange.numbers_to_read is None and not exchange.has_reached_agree:
+            if exchange.is_in_flight:
                 yield exchange.in_flight
                 exchange.complete_stage()
 
 
 def _read_together(exchanges: list[BucketExchange]) -> None:
-    """Resume the exchanges that wait for numbers of a device, in one host wait."""
+    """Resume the exchanges, which wait for numbers of a device, in one host wait."""
     by_device: dict[torch.device, list[tuple[BucketExchange, Tensor]]] = {}
     for exchange in exchanges:
-        if (numbers := exchange.numbers_to_read) is not None:
-            by_device.setdefault(numbers.device, []).append((exchange, numbers))
+        assert isinstance(exchange.request, ReadToHost)
+        numbers = exchange.request.tensor
+        by_device.setdefault(numbers.device, []).append((exchange, numbers))
     for pairs in by_device.values():
         values = iter(torch.cat([numbers for _, numbers in pairs]).tolist())
         for exchange, numbers in pairs:
             exchange.resume_before_agree(list(islice(values, len(numbers))))
+
+
+# After the decision
+
+
+def run_batched_requests(
+    exchanges: Sequence[BucketExchange], resume: Callable[[BucketExchange, Answer], None]
+) -> None:
+    """Run what buckets have requested, all of one function in one launch, until none requests more;
+    ``resume`` passes answers on.
+    """
+    while pairs := [(e, e.request) for e in exchanges if isinstance(e.request, RunBatched)]:
+        first = pairs[0][1]
+        waiting = [(e, request) for e, request in pairs if request.reference is first.reference]
+        fused = first.ops.find_batched(first.reference, first.bucket)
+        assert fused is not None
+        calls = [(request.bucket, *request.args) for _, request in waiting]
+        answers = fused.run(first.ops, calls)
+        for (exchange, _), answer in zip(waiting, answers, strict=True):
+            exchange.request = None
+            resume(exchange, answer)

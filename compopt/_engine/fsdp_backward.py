@@ -15,6 +15,7 @@ In a further backward of the same step residuals are left out: they have been se
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._ops.norms import clip_factor, stacked_squared_norms
+from .._ops.norms import clip_factor, scale_all_, stacked_squared_norms
 from .._ops.operations import Ops
+from .._ops.update_helpers import count_steps
 from .._state.buckets import Bucket
 from .._state.layouts import PaddedVector
 from .._state.shards import ParamColumns, cut_by_rows, place_in_rows
@@ -31,6 +33,7 @@ from .._state.tensors import to_local, upload
 from .._wire.collectives import Communicator, PendingCollective
 from .._wire.payload import Payload
 from .._wire.requests import Agree, AllReduceMean, ReadToHost, ReadyToCommit, RequestGenerator
+from .optimizer import CompressedOptimizer
 from .reducer import Reducer
 from .session import Session
 from .update import Update
@@ -209,11 +212,12 @@ class FSDPBackward:
 
     def __init__(
         self,
-        session: Session,
+        optimizer: CompressedOptimizer,
         make_reducer: Callable[[Bucket], Reducer],
         write_residual: WriteResidual,
     ):
-        self.session, self.make_reducer = session, make_reducer
+        self.session, self.make_reducer = optimizer._session, make_reducer
+        self._optimizer = weakref.proxy(optimizer)
         self.write_residual = write_residual
         # kept when state is laid out again between backward and step(), which has to commit it
         self.pending_residuals: PendingResiduals = {}
@@ -235,6 +239,12 @@ class FSDPBackward:
         """Bytes that FSDP2 itself would have sent."""
         buckets = self.session.buckets
         return sum(p.numel() * b.grad_dtype.itemsize for b in buckets for p in b.params)
+
+    def end_step(self) -> None:
+        """Forget what the step has committed or skipped. If it raised all is kept: ``step()`` may
+        be called again with the same averages.
+        """
+        self.pending_residuals, self.buckets_since_step = {}, {}
 
     def forget_units(self) -> None:
         """Forget all layouts; the next backward makes new ones.
@@ -259,7 +269,7 @@ class FSDPBackward:
         if backward != self._backward_number:
             self._backward_number = backward
             self.finish()  # reductions of a backward that raised
-            self.session.apply_changed_options()
+            self._optimizer.apply_changed_options()
             self._discard_unapplied()
         buckets = self._buckets_of(params, key, rows.dtype)
         for reduction in self.in_flight:
@@ -294,7 +304,7 @@ class FSDPBackward:
                     i = next(i for i, other in enumerate(bucket.params) if other is p)
                     positions[n] = bucket, i
             self._units[key] = FSDPUnit(pieces, positions)
-        unit, needs_matrix = self._units[key], self.session.optimizer.reduces_as_matrix
+        unit, needs_matrix = self._units[key], self._optimizer.reduces_as_matrix
         positions = unit.bucket_positions
         as_matrix = [position is not None and needs_matrix(*position) for position in positions]
         if unit.as_matrix != as_matrix:
@@ -426,13 +436,12 @@ def step_fsdp_shards(
     have_gradients = bucket.have_gradients(mean)
     yield ReadyToCommit()
     # from here on state changes
-    for i in (i for i, has_gradient in enumerate(have_gradients) if has_gradient):
+    indices = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
+    for i in indices:
         fsdp_backward.commit_residual(bucket, i, norm)
-        g = grads[i]
-        bucket.state["step"][i].add_(1)
-        ghat = update.memory_for(bucket, i, g if factor == 1 else None)
-        if g is None:
-            ghat.zero_()
-        elif ghat.data_ptr() != g.data_ptr():
-            ghat.copy_(g).mul_(factor)
-        update.apply(bucket, i, ghat)
+    count_steps(bucket.state["step"], have_gradients)
+    if indices:
+        parts = [None if (g := grads[i]) is None else g.contiguous() for i in indices]
+        averages = update.memory_for(bucket, indices, parts, may_overwrite=factor == 1)
+        scale_all_(averages, factor)
+        update.apply(bucket, indices, averages)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from .._state.tensors import to_local
+from .optimizer_base import OptimizerBase
 from .session import Session
 
 
@@ -16,11 +14,14 @@ def check_gradients(session: Session) -> None:
     gradient.
     """
     for bucket in session.buckets:
-        for p, n, name in zip(bucket.params, bucket.lengths, bucket.names, strict=True):
-            if p.dtype != bucket.dtype or p.device != bucket.device or to_local(p).numel() != n:
+        dtype, device = bucket.dtype, bucket.device
+        local_params = bucket.local_params if bucket.is_dtensor else bucket.params
+        tensors = zip(bucket.params, local_params, bucket.lengths, bucket.names, strict=True)
+        for p, local, n, name in tensors:
+            if local.numel() != n or p.dtype != dtype or p.device != device:
                 raise TypeError(
-                    f"{name} has {to_local(p).numel()} elements of {p.dtype} on {p.device} here, "
-                    f"and had {n} of {bucket.dtype} on {bucket.device} when the optimizer was "
+                    f"{name} has {local.numel()} elements of {p.dtype} on {p.device} here, "
+                    f"and had {n} of {dtype} on {device} when the optimizer was "
                     "made: make the optimizer after the model is converted, moved or resized."
                 )
             if p.grad is not None and p.grad.is_sparse:
@@ -30,18 +31,17 @@ def check_gradients(session: Session) -> None:
                 )
 
 
-def unscale_gradients(session: Session) -> float | None:
+def unscale_gradients(optimizer: OptimizerBase) -> float | None:
     """Divide the gradients by a GradScaler's scale, which may differ between ranks; return it.
 
     Returns None if no scaler left one. With a scaler no bucket starts in backward: its gradients
     are not yet the ones to send.
     """
-    optimizer = session.optimizer
-    session.has_grad_scaler = hasattr(optimizer, "found_inf")
+    optimizer._session.has_grad_scaler = hasattr(optimizer, "found_inf")
     scale = getattr(optimizer, "grad_scale", None)
     if scale is None:
         return None
-    _scale_gradients(session, float(scale.double().reciprocal()))
+    _scale_gradients(optimizer._session, float(scale.double().reciprocal()))
     return float(scale)
 
 
@@ -50,18 +50,13 @@ def restore_scale(session: Session, scale: float) -> None:
     _scale_gradients(session, scale)
 
 
-@contextmanager
-def drop_scale_on_error(session: Session) -> Iterator[None]:
-    """Drop a GradScaler's scale if the step in this context raises: the next one would multiply its
-    own scale by it.
+def drop_scale(optimizer: OptimizerBase) -> None:
+    """Drop a GradScaler's scale after the step has raised: the next one would multiply its own
+    scale by it, and a scaler deletes it only if ``step()`` succeeds.
     """
-    try:
-        yield
-    except BaseException:
-        for name in ("grad_scale", "found_inf"):  # a scaler deletes them only if step() succeeds
-            if hasattr(session.optimizer, name):
-                delattr(session.optimizer, name)
-        raise
+    for name in ("grad_scale", "found_inf"):
+        if hasattr(optimizer, name):
+            delattr(optimizer, name)
 
 
 def _scale_gradients(session: Session, factor: float) -> None:

@@ -26,6 +26,7 @@ from .._wire.collectives import Communicator
 from .._wire.requests import AllGather, CommunicationError
 from .collective_generators import CollectiveGenerator, exchange_one
 from .decision import StepDecision
+from .optimizer_base import OptimizerBase
 from .session import Session
 
 VALUES = "checksum of its values"  # the name of a Fact
@@ -55,7 +56,7 @@ class Fact(NamedTuple):
 
 
 def verify_peers(
-    session: Session, comm: Communicator, has_problem: bool = False
+    optimizer: OptimizerBase, comm: Communicator, has_problem: bool = False
 ) -> CollectiveGenerator[bool]:
     """Compare this rank's optimizer with those of all ranks.
 
@@ -64,14 +65,15 @@ def verify_peers(
 
     Raises ValueError if ranks differ, RuntimeError if something else has averaged the gradients.
     """
+    session = optimizer._session
     dense_time, compressed_time = (session.trial and session.trial.compute_medians()) or (0, 0)
-    names = session.optimizer.mask_state
+    names = optimizer.mask_state
     masks = [bucket.flat[name] for bucket in session.buckets for name in names]
     local_checksums = Checksums(
-        description=_checksum_text(describe_optimizer(session)),
+        description=checksum_text(describe_optimizer(optimizer)),
         gradients=0 if has_problem else _checksum_gradients(session),
-        masks=_checksum_text([_checksum(flat) for flat in masks]),
-        backend=_checksum_text(session.ops.name),
+        masks=checksum_text([_checksum(flat) for flat in masks]),
+        backend=checksum_text(session.ops.name),
         is_backend_automatic=session.ops.automatic,
         dense_time=dense_time,
         compressed_time=compressed_time,
@@ -80,12 +82,12 @@ def verify_peers(
     gathered = yield from exchange_one(comm, AllGather(numbers))
     rows = [Checksums(*row) for row in gathered.tolist()]
     if _differ(row.backend for row in rows) and all(row.is_backend_automatic for row in rows):
-        session.use_pytorch()
-        return (yield from verify_peers(session, comm, has_problem))
+        session.use_pytorch(optimizer)
+        return (yield from verify_peers(optimizer, comm, has_problem))
     if _differ(row.description for row in rows):
-        yield from raise_mismatch(session, comm)
+        yield from raise_mismatch(optimizer, comm)
     if _differ(row.masks for row in rows):  # some ranks lost theirs
-        session.forget_masks()
+        session.forget_masks(names)
     times = [[row.dense_time, row.compressed_time] for row in rows]
     if session.trial is not None and all(map(all, times)):
         session.trial.compare_medians(times)
@@ -123,11 +125,10 @@ def _report_equal_gradients(session: Session, comm: Communicator) -> None:
 
 def warn_if_without_gradients(session: Session, decision: StepDecision) -> None:
     """Warn once on a rank without gradients in a step in which other ranks had some."""
-    reads_grad = session.optimizer.fsdp_backward is None and not session.has_pseudo_gradients
-    if session.comm.size == 1 or not reads_grad or not session.has_data:
-        return
-    if any(p.grad is not None for bucket in session.buckets for p in bucket.params):
-        return
+    for bucket in session.buckets:
+        for p in bucket.params:
+            if p.grad is not None:
+                return
     exchanges = decision.exchanges
     if any(any(one.bucket.have_gradients(one.agreement.payload)) for one in exchanges):
         warn_without_gradients(session, session.steps, "counts as zeros in the mean over ranks")
@@ -146,16 +147,16 @@ def warn_without_gradients(session: Session, step: int, consequence: str) -> Non
 # The facts and checksums that ranks compare
 
 
-def describe_optimizer(session: Session) -> list[Fact]:
+def describe_optimizer(optimizer: OptimizerBase) -> list[Fact]:
     """List everything that must be equal on all ranks.
 
     Facts that explain others come first: the class before its options, shapes before values.
     """
-    facts = []
-    for subject, values in session.settings:
+    session, facts = optimizer._session, []
+    for subject, values in optimizer.list_settings():
         plain = values if isinstance(values, dict) else {"": values}
         facts += [Fact(subject, name, repr(value)) for name, value in sorted(plain.items())]
-    facts.append(Fact("", "check_replicas_every", repr(session.optimizer.check_replicas_every)))
+    facts.append(Fact("", "check_replicas_every", repr(optimizer.check_replicas_every)))
     names, layouts, checksums = [], [], []
     located = {
         p: (name, is_compressed)
@@ -175,12 +176,12 @@ def describe_optimizer(session: Session) -> list[Fact]:
             compress=is_compressed,
         )
         layouts += [Fact(name, what, str(value)) for what, value in layout.items()]
-        if session.optimizer.has_equal_replicas:
+        if optimizer.has_equal_replicas:
             checksums.append(Fact(name, VALUES, str(_checksum(to_local(p.detach())))))
     return facts + names + layouts + checksums
 
 
-def _checksum_text(text: object) -> int:
+def checksum_text(text: object) -> int:
     return zlib.crc32(str(text).encode())
 
 
@@ -206,15 +207,16 @@ def _checksum_gradients(session: Session) -> int:
         g = None if p.grad is None else to_local(p.grad)
         counts = g is not None and bool(g.any()) and bool(g.isfinite().all())
         sums.append(_checksum(g) or 1 if counts and g is not None else 0)
-    return _checksum_text(sums) + 1 if any(sums) else 0
+    return checksum_text(sums) + 1 if any(sums) else 0
 
 
 # Errors that all ranks raise
 
 
-def raise_mismatch(session: Session, comm: Communicator) -> CollectiveGenerator[NoReturn]:
+def raise_mismatch(optimizer: OptimizerBase, comm: Communicator) -> CollectiveGenerator[NoReturn]:
     """Gather the descriptions, and raise a ValueError that names the first difference."""
-    gathered = yield from gather_json(describe_optimizer(session), session.device, comm)
+    device = optimizer._session.device
+    gathered = yield from gather_json(describe_optimizer(optimizer), device, comm)
     descriptions = [[Fact(*fact) for fact in facts] for facts in gathered]
     for rank, facts in enumerate(descriptions):
         if message := _explain_difference(descriptions[0], facts, rank):

@@ -16,8 +16,8 @@ from torch import Tensor
 from .collective_generators import CollectiveGenerator
 from .handshake import gather_json
 from .missing_ranks import run_watching_ranks
+from .optimizer_base import OptimizerBase
 from .options import to_plain
-from .session import Session
 
 # entries of a group that are not options, and may differ between ranks
 LOCAL_ENTRIES = {"params", "param_names"}
@@ -26,13 +26,13 @@ LOCAL_ENTRIES = {"params", "param_names"}
 class JoinHook:
     """The hooks that a rank without data calls; the interface of torch's ``JoinHook``."""
 
-    def __init__(self, session: Session):
-        self._session = session
+    def __init__(self, optimizer: OptimizerBase):
+        self._optimizer = optimizer
 
     @torch.no_grad()
     def main_hook(self) -> None:
         """Take part in a step of the ranks that have data."""
-        session, optimizer = self._session, self._session.optimizer
+        optimizer, session = self._optimizer, self._optimizer._session
         for p in session.parameters:
             p.grad = None
         session.has_data = False
@@ -42,17 +42,18 @@ class JoinHook:
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """End the join: all ranks have finished their data."""
-        self._session.optimizer.end_join()
+        self._optimizer.end_join()
 
 
-def copy_options_from_ranks_with_data(session: Session) -> CollectiveGenerator[None]:
+def copy_options_from_ranks_with_data(optimizer: OptimizerBase) -> CollectiveGenerator[None]:
     """In a join, copy the options of the first rank with data to ranks without data. On all ranks,
     set the ``gradient_factor`` of buckets, which is not 1 if the mean is over ranks with data only.
     """
-    if not session.is_joining or session.comm.size == 1:
+    session = optimizer._session
+    if not optimizer.is_joining or session.comm.size == 1:
         return
-    groups = [*session.optimizer.param_groups]
-    if session.option_groups is not session.optimizer.param_groups:
+    groups = [*optimizer.param_groups]
+    if session.option_groups is not optimizer.param_groups:
         groups += session.option_groups
     options = [{n: to_plain(v) for n, v in g.items() if n not in LOCAL_ENTRIES} for g in groups]
     options = [{n: v for n, v in g.items() if _is_number(v)} for g in options]

@@ -19,6 +19,7 @@ from enum import Enum
 from .._wire.collectives import Store
 from .._wire.requests import CommunicationError
 from .collective_generators import CollectiveGenerator
+from .optimizer_base import OptimizerBase
 from .session import Session
 
 PREFIX = "compopt/"  # begins all keys, because the store is shared
@@ -45,15 +46,15 @@ class RankLeft(BaseException):
 # Consolidation
 
 
-def wait_for_all_to_consolidate(session: Session, patience: float | None) -> None:
+def wait_for_all_to_consolidate(optimizer: OptimizerBase, patience: float | None) -> None:
     """Wait until all ranks have called ``consolidate_state()`` on the same optimizer.
 
     Raises CommunicationError, with nothing started, if some have not after ``patience`` seconds;
     ValueError if they consolidate different optimizers.
     """
-    comm, names = session.comm, session.optimizer.rank_local_state
-    store = comm.store
-    if store is None or not (names or session.optimizer.sharded):
+    session, names = optimizer._session, optimizer.rank_local_state
+    comm, store = session.comm, session.comm.store
+    if store is None or not (names or optimizer.sharded):
         return
     averaged = sum(bucket.flat[name].numel() for bucket in session.buckets for name in names)
     sharded = sum(

@@ -7,9 +7,11 @@ Classes override the methods of ``OptimizerBase``. The data between steps is in 
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,10 +30,9 @@ from .._wire.collectives import (
 from .._wire.requests import CommunicationError
 from . import checkpoint, missing_ranks, resharding
 from .dense_start import TRIAL_OPTIONS
-from .gradients import drop_scale_on_error
 from .join import JoinHook, copy_options_from_ranks_with_data
 from .optimizer_base import OptimizerBase
-from .options import Group, Setting, check_tensors, name_groups, refuse_unsupported
+from .options import Group, Setting, absolute_rates, check_tensors, refuse_unsupported
 from .session import Session
 from .stats import Stats
 from .step import exchange_and_commit, start_in_backward
@@ -64,8 +65,6 @@ class CompressedOptimizer(OptimizerBase):
     failed may have applied the step; :meth:`rebind` then copies its state to the others.
     """
 
-    _session: Session
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -80,7 +79,7 @@ class CompressedOptimizer(OptimizerBase):
         defaults = {**defaults, **trial_options, "compress": None, "step": 0}
         self._check_defaults(defaults)  # before parameters, as torch
         super().__init__(params, defaults)
-        self._session.build_buckets()
+        self._session.build_buckets(self)
         if _has_integrations.get():
             for on_construction in construction_callbacks:
                 on_construction(self)
@@ -98,7 +97,7 @@ class CompressedOptimizer(OptimizerBase):
     @property
     def comm(self) -> Communicator:
         """The ranks to average over; connected when first needed."""
-        return self._session.follow_default_group()
+        return self._session.follow_default_group(self)
 
     @property
     def ops(self) -> Ops:
@@ -140,7 +139,7 @@ class CompressedOptimizer(OptimizerBase):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._session.is_joining:
+        if self.is_joining:
             notify_join(self)
         missing_ranks.run_watching_ranks(self._session, self.step_as_generator())
         for on_step in tuple(self.step_callbacks):
@@ -149,8 +148,7 @@ class CompressedOptimizer(OptimizerBase):
 
     def step_as_generator(self) -> Generator[PendingCollective, None, None]:
         """Return the step as a generator, which yields each collective before it waits for it."""
-        with drop_scale_on_error(self._session):
-            yield from exchange_and_commit(self._session)
+        return exchange_and_commit(self)
 
     # step() unscales and skips instead of GradScaler, so that all ranks agree
     _step_supports_amp_scaling = True
@@ -181,7 +179,7 @@ class CompressedOptimizer(OptimizerBase):
     def rebind_as_generator(
         self, process_group: ProcessGroup | Communicator | None = None
     ) -> Generator[PendingCollective, None, None]:
-        yield from resharding.rebind_session(self._session, process_group)
+        yield from resharding.rebind_optimizer(self, process_group)
 
     # Join: ranks that run out of data
 
@@ -194,16 +192,15 @@ class CompressedOptimizer(OptimizerBase):
 
         Raises ValueError inside FSDP2, whose own collectives every rank has to call.
         """
-        session = self._session
         if self.replaces_reduce_scatter:
             raise ValueError(
                 "Join cannot stand in for FSDP2's collectives: give all ranks equally many batches "
                 "(drop_last=True)."
             )
-        session.divides_by_all = bool(kwargs.get("divide_by_initial_world_size", True))
+        self._session.divides_by_all = bool(kwargs.get("divide_by_initial_world_size", True))
         for on_join in join_callbacks:
             on_join(self)
-        return JoinHook(session)
+        return JoinHook(self)
 
     @property
     def join_device(self) -> torch.device:
@@ -220,7 +217,7 @@ class CompressedOptimizer(OptimizerBase):
         had data last, because its scheduler may have stepped since its last step.
         """
         session = self._session
-        for _ in copy_options_from_ranks_with_data(session):
+        for _ in copy_options_from_ranks_with_data(self):
             pass
         self._join_config, session.has_data, session.divides_by_all = None, True, True
         for bucket in session.buckets:
@@ -230,7 +227,7 @@ class CompressedOptimizer(OptimizerBase):
 
     def gradients_ready(self, params: Iterable[Tensor]) -> None:
         """Start the exchanges of complete buckets: backward has finished ``params``."""
-        start_in_backward(self._session, params)
+        start_in_backward(self, params)
 
     def backward_done(self) -> None:
         """End the exchanges of a backward: it has finished all gradients."""
@@ -240,12 +237,60 @@ class CompressedOptimizer(OptimizerBase):
 
     def _settings(self) -> list[Setting]:
         sharded = " (sharded)" if self.sharded else ""
-        return [
-            ("class", type(self).__name__ + sharded),
-            *name_groups("group", self._option_groups, self._known_options),
-            # backends round differently, and select differently among equal values
-            ("backend", self.backend),
-        ]
+        # backends round differently, and select differently among equal values
+        return [("class", type(self).__name__ + sharded), ("backend", self.backend)]
+
+    def list_settings(self) -> list[Setting]:
+        snapshot, compared = self._session.options, self._compared_groups
+        snapshot.refresh(compared)
+        groups = [group for _, groups, _ in compared for group in groups]
+        options: list[Setting] = []
+        for seen, group in zip(snapshot.groups, groups, strict=True):
+            steps = {"step": group["step"]} if "step" in group else {}
+            running = {**seen.rates, **steps} if self._is_in_step else {}
+            options.append((seen.name, {**seen.fixed, **running}))
+        first, *others = self._settings()  # the class, which explains differences of the others
+        settings = [first, *options, *others, *self._running_settings()]
+        if not self._session.has_pseudo_gradients:
+            return settings
+        return [(f"outer optimizer, {subject}", value) for subject, value in settings]
+
+    def checksum_settings(self) -> int:
+        snapshot = self._session.options
+        if snapshot.checksum is None:
+            fixed = [seen.fixed for seen in snapshot.groups]
+            snapshot.checksum = zlib.crc32(repr([*self._settings(), *fixed]).encode())
+        running: list[object] = [*self._running_settings()]
+        if self._is_in_step:
+            steps = [group["step"] for group in self._option_groups]
+            running += [steps, *[seen.rates for seen in snapshot.groups]]
+        return zlib.crc32(repr(running).encode(), snapshot.checksum)
+
+    def check_changed_options(self) -> None:
+        snapshot = self._session.options
+        snapshot.refresh(self._compared_groups)
+        if not snapshot.unchecked:
+            return
+        self.read_options()
+        snapshot.refresh(self._compared_groups)
+        for number, group in enumerate(self._option_groups):
+            if number in snapshot.unchecked:
+                self.check_group({**group, **absolute_rates(group), "params": []})
+        snapshot.unchecked.clear()
+
+    def lay_out_changed_state(self) -> None:
+        session = self._session
+        session.option_groups = self._option_groups
+        has_new_layout = session.has_new_options and self.has_new_layout
+        if has_new_layout or session.has_foreign_state(self.state):
+            session.rebuild_buckets(self)
+
+    def apply_changed_options(self) -> None:
+        """Lay out state again where parameters or options were changed; check nothing."""
+        self.lay_out_new_parameters()
+        self.read_options()
+        self._session.options.refresh(self._compared_groups)
+        self.lay_out_changed_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its options are checked, its state created.
@@ -270,14 +315,15 @@ class CompressedOptimizer(OptimizerBase):
         """Drop the state of a group that was removed."""
         for p in group["params"]:
             self.state.pop(p, None)
-        self._session.rebuild_buckets()
+        self._session.rebuild_buckets(self)
 
     def lay_out_new_parameters(self) -> None:
         """Lay out state anew if ``param_groups`` hold other parameters by now: Accelerate puts
         FSDP2's shards in their place, and torch's optimizers step what is appended to a group.
         """
         groups = self.param_groups[: len(self._option_groups)]  # more: new ones of a base
-        if self._session.parameters != {p for group in groups for p in group["params"]}:
+        params = chain.from_iterable([group["params"] for group in groups])
+        if self._session.parameters != set(params):
             self._replace_parameters()
             for on_construction in construction_callbacks:
                 on_construction(self)
@@ -293,7 +339,7 @@ class CompressedOptimizer(OptimizerBase):
         params = {p for group in self.param_groups for p in group["params"]}
         for p in self._session.parameters - params:
             self.state.pop(p, None)
-        self._session.rebuild_buckets()
+        self._session.rebuild_buckets(self)
 
     def _forget_shards(self, group: Group) -> None:
         """Drop the shards of a group whose parameters have changed.
@@ -327,7 +373,7 @@ class CompressedOptimizer(OptimizerBase):
         """Lay out a group that was added after the optimizer was made."""
         if self._session.is_built:
             group["step"] = self._option_groups[0]["step"]
-            self._session.rebuild_buckets()
+            self._session.rebuild_buckets(self)
 
     # Checkpoints
 
@@ -349,16 +395,15 @@ class CompressedOptimizer(OptimizerBase):
 
     def _make_state_dict(self) -> dict[str, Any]:
         saved = self._saved()
-        checkpoint.warn_of_missing_state(self._session)
+        checkpoint.warn_of_missing_state(self)
         return saved
 
     def _saved(self) -> dict[str, Any]:
-        session = self._session
-        checkpoint.settle_for_saving(session)
-        session.apply_changed_options()
+        checkpoint.settle_for_saving(self._session)
+        self.apply_changed_options()
         with checkpoint.without_hooks(self):  # they are given the complete state dict
             saved: dict[str, Any] = super().state_dict()
-        checkpoint.complete_state_dict(session, saved)
+        checkpoint.complete_state_dict(self, saved)
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -384,9 +429,9 @@ class CompressedOptimizer(OptimizerBase):
         session = self._session
         session.settle_state()
         session.overlap.discard()
-        checkpoint.load_state(session, state_dict)
+        checkpoint.load_state(self, state_dict)
         session.consolidated_at = None
-        session.rebuild_buckets()
+        session.rebuild_buckets(self)
         session.consecutive_skips, session.corrupt = 0, ""
         session.unverify()
 
@@ -410,8 +455,8 @@ class CompressedOptimizer(OptimizerBase):
         session = self._session
         session.check_has_shards()
         checkpoint.settle_for_saving(session)
-        session.follow_default_group()
-        missing_ranks.wait_for_all_to_consolidate(session, patience)
+        session.follow_default_group(self)
+        missing_ranks.wait_for_all_to_consolidate(self, patience)
         try:
             for _ in self.consolidate_as_generator():
                 pass
@@ -431,7 +476,7 @@ class CompressedOptimizer(OptimizerBase):
         self.consolidate_state()
 
     def consolidate_as_generator(self) -> Generator[PendingCollective, None, None]:
-        yield from checkpoint.consolidate_as_generator(self._session)
+        yield from checkpoint.consolidate_as_generator(self)
 
     # Copies
 
@@ -470,7 +515,7 @@ class CompressedOptimizer(OptimizerBase):
             self, group, contents.pop("_parameters"), contents.pop("_trainable")
         )
         super().__setstate__(contents)
-        self._session.build_buckets()
+        self._session.build_buckets(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedOptimizer:
         self._session.check_has_shards()

@@ -8,7 +8,7 @@ the rest (``CompressedOptimizer``, ``Wrapper``).
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,8 +20,11 @@ from .._state.tensors import is_compressed
 from .._wire.collectives import PendingCollective
 from .._wire.requests import RequestGenerator
 from .decision import StepDecision
-from .options import Group, Setting
+from .options import ComparedGroups, Group, Setting
 from .stats import Stats
+
+if TYPE_CHECKING:
+    from .session import Session
 
 
 class BackwardReduction(Protocol):
@@ -36,10 +39,14 @@ class BackwardReduction(Protocol):
     def check(self) -> None:
         """Raise if the step cannot use the gradients that backward averaged."""
 
+    def end_step(self) -> None:
+        """Forget what the step has committed or skipped."""
+
 
 class OptimizerBase(Optimizer):
     """The attributes and methods that classes of optimizers override."""
 
+    _session: Session  # the data between steps
     # state that differs from rank to rank, of which only the mean over ranks matters
     rank_local_state: tuple[str, ...] = ()
     # sharded error feedback, which only the owner of a shard has; consolidate_state() gathers it
@@ -77,11 +84,32 @@ class OptimizerBase(Optimizer):
         """True if parameters are equal on all ranks between steps."""
         return not self.replaces_reduce_scatter
 
+    @property
+    def is_joining(self) -> bool:
+        """True within a ``Join`` of torch, where ranks may run out of data."""
+        return self._join_config is not None and bool(self._join_config.enable)
+
     def read_options(self) -> None:
-        """Read options that were changed in groups of another optimizer, before each step."""
+        """Read options that were changed in groups of another optimizer."""
 
     def lay_out_new_parameters(self) -> None:
         """Lay out state anew if ``param_groups`` hold other parameters by now."""
+
+    def check_changed_options(self) -> None:
+        """Check the options of groups that have changed since their last check."""
+        raise NotImplementedError
+
+    def lay_out_changed_state(self) -> None:
+        """Lay out state again if new options need state of another kind or size (``rank``)."""
+        raise NotImplementedError
+
+    def list_settings(self) -> list[Setting]:
+        """Return all that must be equal on all ranks in every step."""
+        raise NotImplementedError
+
+    def checksum_settings(self) -> int:
+        """Return a number that is equal on ranks with equal settings."""
+        raise NotImplementedError
 
     @property
     def has_new_layout(self) -> bool:
@@ -155,9 +183,21 @@ class OptimizerBase(Optimizer):
         """The names of the options of this class; other entries of a group are the user's."""
         return set(self.defaults)
 
+    @property
+    def _compared_groups(self) -> list[ComparedGroups]:
+        """The groups whose options ranks compare, first those of ``_option_groups``."""
+        return [("group", self.param_groups, self.defaults)]
+
+    # ranks have taken equally many steps, at equal rates
+    _is_in_step = True
+
     def _settings(self) -> list[Setting]:
-        """Return the settings that must be equal on all ranks in every step."""
+        """Return what ranks compare beside options. It changes only with options and layout."""
         raise NotImplementedError
+
+    def _running_settings(self) -> list[Setting]:
+        """Return what ranks compare beside options, and may change from step to step."""
+        return []
 
     def _bucket_layouts(self, bucket: Bucket) -> dict[str, Layout]:
         """Return the layouts of a bucket's state: the class's, and masters for low precision."""

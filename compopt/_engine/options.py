@@ -8,8 +8,9 @@ text that is the same in every process, whatever the address of an object or the
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral, Real
+from operator import is_
 from typing import Any
 
 import torch
@@ -24,19 +25,13 @@ Group = dict[str, Any]  # one of torch's parameter groups: "params", and options
 # the name of a group, a class or a base in a message, and its options or its name
 Setting = tuple[str, Any]
 
-# options that may change between steps without a handshake: they change no message's length
-OPTIONS_WITHOUT_HANDSHAKE = {
-    "step",
-    "lr",
-    "betas",
-    "eps",
-    "weight_decay",
-    "maximize",
-    "max_grad_norm",
-}
+# groups whose options ranks compare: a name, the groups, and the options that their class knows
+ComparedGroups = tuple[str, list[Group], Collection[str]]
 
-# The types of most options, tested first: tests for other numbers take ten times as long, and
-# every step describes every option.
+# options that may change between steps without a handshake: they change no message's length
+RATES = {"lr", "betas", "eps", "weight_decay", "maximize", "momentum", "max_grad_norm"}
+
+# The types of most options, which cannot change in place.
 PLAIN = {type(None), bool, int, float, str}
 
 # options of a wrapped optimizer that its class need not check, and that are checked at every step
@@ -57,7 +52,8 @@ def require(good: bool, argument: str, value: object, wanted: str) -> None:
 
 def require_option(is_valid: bool, group: Group, name: str, wanted: str) -> None:
     """Raise a ValueError that names the option of ``group`` and its value."""
-    require(is_valid, name, group[name], wanted)
+    if not is_valid:
+        require(False, name, group[name], wanted)
 
 
 def is_numeric(value: object) -> bool:
@@ -242,15 +238,73 @@ def check_adams(group: dict[str, Any]) -> None:
 # The form in which ranks compare options
 
 
-def name_groups(name: str, groups: list[Group], known: Iterable[str]) -> list[Setting]:
-    """List the ``known`` options of each group, as ``name`` and its number."""
-    numbered = enumerate(groups)
-    return [(f"{name} {number}", select_options(group, known)) for number, group in numbered]
+class GroupSnapshot:
+    """The options of one group that ranks compare, as plain values.
+
+    ``rates`` may change from step to step; ``fixed`` are all others.
+    """
+
+    def __init__(self, name: str, group: Group, known: Collection[str]):
+        self.name = name
+        self.names = [n for n in sorted(known) if n in group and n != "step"]
+        self.values: list[object] = [self] * len(self.names)  # when they were last read
+        self.rates: dict[str, object] = {}
+        self.fixed: dict[str, object] = {}
+
+    def update(self, values: list[object]) -> bool:
+        """Note new values. Returns True if a fixed option has changed."""
+        is_changed = False
+        for name, value, old in zip(self.names, values, self.values, strict=True):
+            if value is old:
+                continue
+            plain = to_plain(value)
+            if name in RATES:
+                self.rates[name] = plain
+            elif repr(self.fixed.get(name, self)) != repr(plain):
+                self.fixed[name], is_changed = plain, True
+        # no value is this object: what may change in place is compared anew every time
+        self.values = [value if is_immutable(value) else self for value in values]
+        return is_changed
 
 
-def select_options(group: Group, known: Iterable[str]) -> dict[str, object]:
-    """Return the ``known`` options of a group as plain values."""
-    return {name: to_plain(group[name]) for name in sorted(known) if name in group}
+class OptionSnapshot:
+    """The options of all groups when they were last read; they are rendered only when one has
+    changed.
+    """
+
+    def __init__(self) -> None:
+        self.groups: list[GroupSnapshot] = []
+        self.unchecked: set[int] = set()  # numbers of groups that have changed since their check
+        # the options that decide what is sent, and so the lengths of messages
+        self.message_options = ""
+        self.checksum: int | None = None  # of all settings but rates; None: not known
+        self._entries: list[tuple[str, ...]] = []
+
+    def refresh(self, compared: Sequence[ComparedGroups]) -> None:
+        """Read the options again. ``compared`` begins with the groups that the class checks."""
+        groups = [group for _, groups, _ in compared for group in groups]
+        if (entries := [*map(tuple, groups)]) != self._entries:
+            self._entries, self.unchecked = entries, set()
+            self.groups = [
+                GroupSnapshot(f"{name} {number}", group, known)
+                for name, groups, known in compared
+                for number, group in enumerate(groups)
+            ]
+        is_changed = False
+        for number, (seen, group) in enumerate(zip(self.groups, groups, strict=True)):
+            values = [*map(group.__getitem__, seen.names)]
+            if not all(map(is_, values, seen.values)):
+                self.unchecked.add(number)
+                is_changed |= seen.update(values)
+        if is_changed:
+            own = self.groups[: len(compared[0][1])]
+            self.message_options = repr([seen.fixed for seen in own])
+            self.checksum = None
+
+
+def is_immutable(value: object) -> bool:
+    """True for a value of a type that most options have, which cannot change in place."""
+    return type(value) in PLAIN or (type(value) is tuple and PLAIN.issuperset(map(type, value)))
 
 
 def to_plain(value: object) -> object:

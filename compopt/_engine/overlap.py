@@ -7,14 +7,14 @@ backward are stale. The next step waits for post-commit exchanges, which send ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
 from torch import Tensor
 
 from .._state.buckets import Bucket
 from .._wire.collectives import Communicator
-from .._wire.requests import Answer, Broadcast, CommunicationError, RunBatched
-from .exchange import Algorithm, BucketExchange, ExchangeSchedule
+from .._wire.requests import Broadcast, CommunicationError
+from .exchange import Algorithm, BucketExchange, ExchangeSchedule, run_batched_requests
 
 
 class PostCommitExchanges:
@@ -27,22 +27,15 @@ class PostCommitExchanges:
         # ranks still have to tell each other whether an exchange failed
         self.unconfirmed = False
 
-    def commit_bucket(self, exchange: BucketExchange, answer: Answer) -> None:
-        """Resume the generator of one bucket, which applies the step. It stops at a ``RunBatched``,
-        which the caller runs for all buckets, or at a post-commit exchange, which is kept here.
+    def add(self, exchange: BucketExchange) -> None:
+        """Keep an exchange that has committed. It failed if its request is not in flight: the step
+        is applied, only what follows it is lost.
         """
-        try:
-            # Unsharded: resumed at Agree with the norm. Sharded: at ReadyToCommit, which has
-            # no answer.
-            exchange.resume_and_start_next(answer)
-        except StopIteration:
-            return
-        except CommunicationError:  # the step is applied; only the exchange after it is lost
+        if exchange.is_in_flight:
+            self.exchanges.append(exchange)
+        else:
             exchange.close()
             self.lost = True
-        else:
-            if not isinstance(exchange.request, RunBatched):
-                self.exchanges.append(exchange)
         request = exchange.request
         self.unconfirmed |= isinstance(request, Broadcast) and request.confirm
 
@@ -65,24 +58,6 @@ class PostCommitExchanges:
         for exchange in self.exchanges:
             exchange.forget()
         self.exchanges, self.unconfirmed = [], False
-
-
-def run_batched_requests(
-    exchanges: Sequence[BucketExchange], resume: Callable[[BucketExchange, Answer], None]
-) -> None:
-    """Run what buckets have requested, all of one function in one launch, until none requests more;
-    ``resume`` passes answers on.
-    """
-    while pairs := [(e, e.request) for e in exchanges if isinstance(e.request, RunBatched)]:
-        first = pairs[0][1]
-        waiting = [(e, request) for e, request in pairs if request.reference is first.reference]
-        fused = first.ops.find_batched(first.reference, first.bucket)
-        assert fused is not None
-        calls = [(request.bucket, *request.args) for _, request in waiting]
-        answers = fused.run(first.ops, calls)
-        for (exchange, _), answer in zip(waiting, answers, strict=True):
-            exchange.request = None
-            resume(exchange, answer)
 
 
 class BackwardOverlap:
@@ -156,24 +131,19 @@ class BackwardOverlap:
             if exchange.staleness is not None:
                 exchange.staleness.accept_zeros_of_ddp()
 
-    def take_schedule(
-        self, buckets: list[Bucket], algorithm: Algorithm, comm: Communicator
-    ) -> ExchangeSchedule:
-        """Return the schedule for ``step()``: the one that backward started, or a new one."""
+    def take_schedule(self) -> ExchangeSchedule | None:
+        """Return the schedule that backward started, if it did: ``step()`` runs the rest of it."""
         schedule, self.schedule = self.schedule, None
         self._is_same_backward = False
-        return schedule or ExchangeSchedule(buckets, algorithm, comm)
+        return schedule
 
     def discard(self) -> None:
         """Abandon the schedule that backward started."""
-        schedule, self.schedule = self.schedule, None
-        self._is_same_backward = False
-        if schedule is not None:
+        if (schedule := self.take_schedule()) is not None:
             schedule.abandon()
 
     def forget(self) -> None:
         """Drop the schedule without waiting: its group is gone."""
-        schedule, self.schedule = self.schedule, None
-        if schedule is not None:
+        if (schedule := self.take_schedule()) is not None:
             for exchange in schedule.exchanges:
                 exchange.forget()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-
 import torch
 
 from .._state.buckets import Bucket
 from .._state.layouts import GlobalShape, Layout, LocalShape, Sharded
-from .._wire.collectives import PendingCollective, connect, is_sharded_over
+from .._wire.collectives import connect, is_sharded_over
 from .fsdp_backward import FSDPBackward, PendingResidual
 from .optimizer import CompressedOptimizer
 from .reducer import Reducer
@@ -48,13 +46,6 @@ class ReducingOptimizer(CompressedOptimizer):
         """
         pending.write_to(bucket.state["residual"][i], 1.0)
 
-    def step_as_generator(self) -> Generator[PendingCollective, None, None]:
-        yield from super().step_as_generator()
-        # if the step raised they stay: step() may be called again with the same averages
-        if self.fsdp_backward is not None:
-            self.fsdp_backward.pending_residuals = {}
-            self.fsdp_backward.buckets_since_step = {}
-
     def before_layout(self) -> None:
         super().before_layout()
         params = [p for group in self._option_groups for p in group["params"]]
@@ -88,7 +79,7 @@ class ReducingOptimizer(CompressedOptimizer):
         super().after_layout()
         if self.replaces_reduce_scatter and self.fsdp_backward is None:
             self.fsdp_backward = FSDPBackward(
-                self._session, weak_method(self.reducer), weak_method(self.write_residual)
+                self, weak_method(self.reducer), weak_method(self.write_residual)
             )
         if self.fsdp_backward is not None:
             self.fsdp_backward.forget_units()

@@ -28,8 +28,8 @@ from .._wire.requests import AllGather, AllReduceMean, Broadcast
 from .._wire.warning import warn
 from .collective_generators import CollectiveGenerator, exchange_one
 from .handshake import gather_json
+from .optimizer_base import OptimizerBase
 from .options import Group
-from .session import Session
 from .signals import defer_signals
 
 # options that a commit sets, alike on all ranks
@@ -121,13 +121,15 @@ def reshard_state(
                     shard.copy_(vector[start:stop])
 
 
-def lay_out_trainable_parameters(session: Session, comm: Communicator) -> CollectiveGenerator[None]:
+def lay_out_trainable_parameters(
+    optimizer: OptimizerBase, comm: Communicator
+) -> CollectiveGenerator[None]:
     """Lay out the parameters that require a gradient now, which are the same on all ranks.
 
     Sharded state of a frozen parameter is gathered on every rank.
     """
+    session, state = optimizer._session, optimizer.state
     session.settle_state()
-    state = session.optimizer.state
     for bucket in session.buckets:
         for name in bucket.sharded_names:
             gathered = yield from gather_shards(bucket, name, comm)
@@ -138,7 +140,7 @@ def lay_out_trainable_parameters(session: Session, comm: Communicator) -> Collec
             if not p.requires_grad:
                 state[p] = {name: t.clone() for name, t in entry.items() if isinstance(t, Tensor)}
     session.trainable = frozenset(p for p in session.parameters if p.requires_grad)
-    session.rebuild_buckets()
+    session.rebuild_buckets(optimizer)
     for bucket in session.buckets:
         bucket.update_masters()
 
@@ -146,35 +148,37 @@ def lay_out_trainable_parameters(session: Session, comm: Communicator) -> Collec
 # Recovery after ranks were lost
 
 
-def rebind_session(
-    session: Session, group: ProcessGroup | Communicator | None
+def rebind_optimizer(
+    optimizer: OptimizerBase, group: ProcessGroup | Communicator | None
 ) -> CollectiveGenerator[None]:
     """Continue over another group (see ``CompressedOptimizer.rebind``)."""
+    session, sharded = optimizer._session, optimizer.sharded
     size_before = session.begin_rebind()
-    sharded = session.optimizer.sharded
     if sharded and (size := connect(group).size) > size_before:
         raise ValueError(
             f"rebind of {session.name} cannot go from {size_before} to {size} ranks, because its "
             "state is sharded: load a consolidated checkpoint on all ranks instead."
         )
     session.forget_in_flight()
-    session.forget_masks()
+    session.forget_masks(optimizer.mask_state)
     session.offload.finish()
     for bucket in session.buckets:
         for entry in bucket.entries:
             for name in bucket.sharded_names:
                 entry.pop(name, None)
-    session.buckets_to_reshard = session.buckets_to_reshard or session.buckets
-    session.connect_to(group)
-    yield from catch_up(session, session.comm)
     if sharded:
-        yield from reshard_state(session.buckets_to_reshard, session.buckets, session.comm)
+        session.buckets_to_reshard = session.buckets_to_reshard or session.buckets
+    session.connect_to(optimizer, group)
+    yield from catch_up(optimizer, session.comm)
+    if sharded:
+        before = session.buckets_to_reshard or session.buckets
+        yield from reshard_state(before, session.buckets, session.comm)
     session.end_rebind()
-    warn_of_lost_residuals(session, size_before, session.comm.size)
+    warn_of_lost_residuals(optimizer, size_before, session.comm.size)
 
 
 def catch_up(
-    session: Session, comm: Communicator, is_new: bool = False
+    optimizer: OptimizerBase, comm: Communicator, is_new: bool = False
 ) -> CollectiveGenerator[None]:
     """Copy state from a rank that is ahead to ranks that are one step behind, or new.
 
@@ -185,8 +189,7 @@ def catch_up(
     Raises:
         ValueError: ranks are further apart than one failed step can explain.
     """
-    optimizer = session.optimizer
-    saved = optimizer._saved()
+    session, saved = optimizer._session, optimizer._saved()
     # all tensors that ranks share, in the same order on all of them
     unshared = {name for bucket in session.buckets for name in bucket.sharded_names}
     unshared.update(optimizer.rank_local_state)
@@ -236,7 +239,7 @@ def catch_up(
             session.corrupt = "rebind() was interrupted while it wrote a step of another rank"
             for tensor, message in zip(copied, received, strict=True):
                 tensor.copy_(message)
-            _load_without_residuals(session, saved, counts.tolist(), learned)
+            _load_without_residuals(optimizer, saved, counts.tolist(), learned)
     if late := ", ".join(f"rank {rank}" for rank, n in enumerate(totals) if 0 <= n < latest):
         warn(
             f"{late} had not applied step {int(counts.max())}, and took it over from rank "
@@ -246,12 +249,12 @@ def catch_up(
 
 
 def _load_without_residuals(
-    session: Session, saved: dict[str, Any], steps: list[int], learned: list[Group]
+    optimizer: OptimizerBase, saved: dict[str, Any], steps: list[int], learned: list[Group]
 ) -> None:
     """Load ``saved``, which has the tensors of the rank that is ahead, with that rank's ``steps``
     and ``learned`` options. Zero the residuals of the groups in which it is ahead.
     """
-    optimizer = session.optimizer
+    session = optimizer._session
     for group, step, options in zip(saved["param_groups"], steps, learned, strict=True):
         entries = [saved["state"].get(key, {}) for key in group["params"] if group["step"] != step]
         for entry in entries:
@@ -272,7 +275,7 @@ def _to_tuples(value: Any) -> Any:
 
 
 def warn_of_lost_residuals(
-    session: Session,
+    optimizer: OptimizerBase,
     size_before: int,
     size: int,
     residual_norm: Callable[[], float] | None = None,
@@ -281,7 +284,7 @@ def warn_of_lost_residuals(
 
     ``residual_norm``: computes the norm of this rank's residuals, if the session holds only a part.
     """
-    optimizer = session.optimizer
+    session = optimizer._session
     if optimizer.rank_local_state and size < size_before:
         shards = " The moments of their shards begin again at zero." if optimizer.sharded else ""
         norm = (residual_norm or session.residual_norm)()

@@ -1,18 +1,18 @@
 """The session of one optimizer: its buckets and their state, the ranks it averages with, its
 backend, and the exchanges in flight.
 
-A ``CompressedOptimizer`` owns its session, which refers to it weakly, as an ``OptimizerBase``: both
-are freed when the optimizer is deleted. ``build_buckets`` lays out buckets and state for the
-current groups; it runs again after groups, ranks or a checkpoint have changed them. Data of a
-single step is in ``Step``.
+A session is data: the ``CompressedOptimizer`` that owns it passes itself where its hooks are
+called. ``build_buckets`` lays out buckets and state for the current groups; it runs again after
+groups, ranks or a checkpoint have changed them. Data of a single step is in ``Step``.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import replace
 from enum import Enum, auto
+from operator import attrgetter, is_, is_not
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from .._ops.backends import choose_backend, fall_back_to_torch
 from .._ops.operations import Ops
 from .._state.buckets import Bucket, make_buckets
+from .._state.layouts import Layout
 from .._state.offload import Offload
 from .._state.shards import cut_evenly
 from .._state.tensors import is_accelerator, to_local
@@ -34,15 +35,17 @@ from .._wire.collectives import (
     is_outdated,
     make_shard_communicators,
 )
+from .._wire.payload import bytes_per_value
 from .._wire.warning import warn
 from .decision import StepDecision
 from .dense_start import Trial, begin_trial
 from .optimizer_base import OptimizerBase
-from .options import OPTIONS_WITHOUT_HANDSHAKE, Group, Setting, select_options
+from .options import Group, OptionSnapshot
 from .overlap import BackwardOverlap, PostCommitExchanges
 from .stats import RunTotals, Stats, WaitRecord, show_summary
 
 OFFLOADED = {"residual": ("residual",), "all": ("residual", "master")}
+requires_grad = attrgetter("requires_grad")
 
 
 class Role(Enum):
@@ -90,16 +93,21 @@ class Session:
         parameters: frozenset[Tensor] = frozenset(),
         trainable: frozenset[Tensor] = frozenset(),
     ):
-        self._optimizer = weakref.ref(optimizer)
+        self.name = type(optimizer).__name__
         self.role = Role.ACTIVE
         self.warned: set[str] = set()  # keys of warnings and lines that were shown
 
         # the other ranks
         self.group = group
         self.connection: Communicator | None = None
+        # no other ranks, and no ``simulate``: steps are the base optimizer's
+        self.is_single_process = False
         self.handshake = Handshake.UNVERIFIED
         # why parameters and state are inconsistent (a step was applied in part), or empty
         self.corrupt = ""
+        # the groups that hold the options of the class, and the options as last read
+        self.option_groups: list[Group] = []
+        self.options = OptionSnapshot()
         # the options that decide what is sent, which all ranks had in the last step
         self.verified_message_options = ""
         # the ranks that hold the other parts of this rank's model, by dimensions of its mesh
@@ -111,10 +119,12 @@ class Session:
         # buckets and backend
         self.parameters = parameters  # all, of all groups
         self.trainable = trainable  # those that require a gradient: buckets hold them
+        self._requires_grad: dict[Tensor, bool] = {}  # of all, when they were laid out
         self.is_built = False
         self.buckets: list[Bucket] = []
         self.frozen_buckets: list[Bucket] = []  # without memory, never exchanged
         self.bucket_of: dict[Tensor, Bucket] = {}
+        self.dense_bytes = 0  # of the gradients in buckets, which DDP would all-reduce
         self.offload = Offload(())
         self.ops = Ops()
         # buckets from before a rebind, until their shards are resharded, and the number of ranks
@@ -143,24 +153,7 @@ class Session:
         self.trial: Trial | None = None  # the running trial of when="auto"
         self.trial_result = ""
         self.step_callbacks: list[Callable[[], None]] = []  # called after every step
-
-    @property
-    def optimizer(self) -> OptimizerBase:
-        """Return the optimizer; raise ReferenceError if it was deleted."""
-        optimizer = self._optimizer()
-        if optimizer is None:
-            raise ReferenceError("the optimizer of this session was deleted: keep a reference.")
-        return optimizer
-
-    @property
-    def name(self) -> str:
-        """The optimizer's class."""
-        return type(self.optimizer).__name__
-
-    @property
-    def option_groups(self) -> list[Group]:
-        """The groups that hold the options of the class."""
-        return self.optimizer._option_groups
+        self._weak_residual_norm = weak_method(self.residual_norm)
 
     @property
     def steps(self) -> int:
@@ -174,58 +167,21 @@ class Session:
         return self.buckets[0].device if self.buckets else torch.device("cpu")
 
     @property
-    def is_single_process(self) -> bool:
-        """True if there are no other ranks, so that steps are the base optimizer's."""
-        has_one_rank = self.connection is not None and self.connection.size == 1
-        return has_one_rank and not self.optimizer.simulate
-
-    @property
-    def is_joining(self) -> bool:
-        """True within a ``Join`` of torch, where ranks may run out of data."""
-        config = self.optimizer._join_config
-        return config is not None and bool(config.enable)
-
-    @property
-    def settings(self) -> list[Setting]:
-        """The settings that must be equal on all ranks in every step."""
-        settings = self.optimizer._settings()
-        if not self.has_pseudo_gradients:
-            return settings
-        return [(f"outer optimizer, {subject}", value) for subject, value in settings]
-
-    @property
-    def message_options(self) -> str:
-        """The options that decide what is sent, and so the lengths of messages."""
-        sizing = self.optimizer._known_options - OPTIONS_WITHOUT_HANDSHAKE
-        return repr([select_options(group, sizing) for group in self.option_groups])
-
-    @property
-    def has_foreign_state(self) -> bool:
-        """True if ``optimizer.state`` was replaced, and no longer refers to the buckets' state."""
-        state = self.optimizer.state
-        return any(
-            state.get(p) is not entry
-            for bucket in self.buckets
-            for p, entry in zip(bucket.params, bucket.entries, strict=True)
-        )
-
-    @property
     def has_new_options(self) -> bool:
         """True if options that decide what is sent were changed since the last step."""
-        return self.verified_message_options != self.message_options
-
-    def apply_changed_options(self) -> None:
-        """Lay out state again if new options need state of another kind or size (``rank``)."""
-        self.optimizer.lay_out_new_parameters()
-        self.optimizer.read_options()
-        has_new_layout = self.has_new_options and self.optimizer.has_new_layout
-        if self.has_foreign_state or has_new_layout:
-            self.rebuild_buckets()
+        return self.verified_message_options != self.options.message_options
 
     @property
     def trainable_has_changed(self) -> bool:
         """True if other parameters require a gradient than those in buckets."""
-        return any(p.requires_grad != (p in self.trainable) for p in self.parameters)
+        known = self._requires_grad
+        return any(map(is_not, map(requires_grad, known), known.values()))
+
+    def has_foreign_state(self, state: Mapping[Tensor, Any]) -> bool:
+        """Return True if the optimizer's ``state`` was replaced: it does not show the buckets."""
+        return not all(
+            all(map(is_, map(state.get, bucket.params), bucket.entries)) for bucket in self.buckets
+        )
 
     def claim_first(self, key: str) -> bool:
         """Return True at the first call with ``key``."""
@@ -244,7 +200,7 @@ class Session:
 
     def check_has_shards(self) -> None:
         """Raise RuntimeError if a ``rebind`` failed before this rank had its shards."""
-        if self.optimizer.sharded and self.buckets_to_reshard is not None:
+        if self.buckets_to_reshard is not None:
             raise RuntimeError(
                 f"rebind() of {self.name} failed before ranks had exchanged their shards: make a "
                 "new process group and call rebind() again, or load a checkpoint on all ranks."
@@ -259,49 +215,53 @@ class Session:
                 "ranks."
             )
 
-    def update_stats(self, decision: StepDecision, bytes_sent: int, is_step: bool = True) -> None:
+    def update_stats(
+        self,
+        optimizer: OptimizerBase,
+        decision: StepDecision,
+        bytes_sent: int,
+        is_step: bool = True,
+    ) -> None:
         """Set ``stats`` after a step was applied or skipped, and add them to the run's totals.
 
         ``is_step``: False for an exchange that follows the step.
         """
-        applied, phases = decision.applied, sorted(set(decision.phase_of.values()))
-        self.totals.skipped += is_step and not applied
+        applied, totals = decision.applied, self.totals
+        totals.skipped += is_step and not applied
         # an outer optimizer's waits are reported by its LocalSteps
         is_outer = self.has_pseudo_gradients
         waited, waited_for_ranks = (0.0, 0.0) if is_outer else self.waits.take_step()
+        phases = "+".join(sorted({*decision.phase_of.values()})) or "dense"
         stats = Stats(
             step=self.steps,
-            phase=("+".join(phases) or "dense") if applied else "skipped",
+            phase=phases if applied else "skipped",
             bytes_sent=0 if self.is_single_process else bytes_sent,
-            bytes_dense=sum(bucket.dense_bytes for bucket in self.buckets),
-            parameter_bytes=applied * sum(bucket.parameter_bytes for bucket in self.buckets),
+            bytes_dense=self.dense_bytes,
+            parameter_bytes=applied * sum(map(attrgetter("parameter_bytes"), self.buckets)),
             grad_norm=decision.norm,
             early_buckets=decision.early_buckets,
             buckets=len(self.buckets),
             resent=decision.resent,
-            skipped=self.totals.skipped,
+            skipped=totals.skipped,
             reason="" if applied else f"non-finite gradient: {', '.join(decision.non_finite[:3])}",
-            residual_norm=weak_method(self.residual_norm),
+            residual_norm=self._weak_residual_norm,
             when=self.trial_result,
             wait_seconds=waited,
             straggler_seconds=waited_for_ranks,
         )
-        stats = self.optimizer.add_to_stats(stats, decision)
-        self.totals.add_exchange(stats, is_step)
-        stats.run = replace(self.totals)
+        stats = optimizer.add_to_stats(stats, decision)
+        totals.add_exchange(stats, is_step)
+        stats.run = replace(totals)
         self.stats = stats
-        has_summary = self.comm.size > 1 and not is_outer
-        if has_summary and self.claim_first("summary") and get_rank() == 0:
+        is_shown = "summary" not in self.warned and not is_outer and self.comm.size > 1
+        if is_shown and self.claim_first("summary") and get_rank() == 0:
             # when the optimizer is deleted, or the program ends
-            weakref.finalize(self.optimizer, show_summary, self.name, self.totals)
+            weakref.finalize(optimizer, show_summary, self.name, totals)
 
-    def count_skips(self, is_applied: bool) -> None:
-        """Count consecutive skipped steps.
-
-        Raises FloatingPointError if they reach ``max_skipped``.
-        """
+    def count_skips(self, is_applied: bool, limit: int) -> None:
+        """Count consecutive skipped steps; raise FloatingPointError if they reach ``limit``."""
         self.consecutive_skips = 0 if is_applied else self.consecutive_skips + 1
-        if not is_applied and self.consecutive_skips >= self.optimizer.max_skipped:
+        if self.consecutive_skips >= limit:
             raise FloatingPointError(
                 f"{self.consecutive_skips} steps in a row were skipped, the last because of "
                 f"{self.stats.reason}: lower the learning rate or look for what makes the loss "
@@ -310,20 +270,21 @@ class Session:
 
     # Buckets
 
-    def build_buckets(self) -> None:
+    def build_buckets(self, optimizer: OptimizerBase) -> None:
         """Lay out buckets and state for the current groups, and copy the existing state."""
-        optimizer, connection = self.optimizer, self.connection
+        connection = self.connection
         optimizer.before_layout()
-        groups = self.option_groups
+        self.option_groups = groups = optimizer._option_groups
         self.ops = choose_backend({p.device.type for group in groups for p in group["params"]})
         self.stats = Stats(
             skipped=self.totals.skipped,
             run=self.stats.run,
-            residual_norm=weak_method(self.residual_norm),
+            residual_norm=self._weak_residual_norm,
         )
         self.bytes_reported = connection.bytes_sent if connection else 0
         self.unverify()
         self.verified_message_options = ""
+        self.options.checksum = None
         self.post_commit = PostCommitExchanges()
         self.overlap = BackwardOverlap(self.post_commit)
         # a known parameter whose requires_grad has changed moves in lay_out_trainable_parameters
@@ -331,10 +292,17 @@ class Session:
         new = {p for p in params if p not in self.parameters and p.requires_grad}
         self.trainable = frozenset(new | self.trainable & set(params))
         self.parameters = frozenset(params)
-        self.buckets = make_buckets(groups, optimizer.is_compressed, self.trainable)
+        self._requires_grad = {p: p in self.trainable for p in params}
+        self.buckets = make_buckets(
+            groups,
+            optimizer.is_compressed,
+            self.trainable,
+            lambda bucket: estimate_bytes_sent(optimizer, bucket),
+        )
         not_trainable = self.parameters - self.trainable
         self.frozen_buckets = make_buckets(groups, optimizer.is_compressed, not_trainable)
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
+        self.dense_bytes = sum(bucket.dense_bytes for bucket in self.buckets)
         self.trial = begin_trial(groups, self.buckets)
         self.offload = Offload(OFFLOADED.get(optimizer.offload or "", ()))
         # inside FSDP2 the mesh is that of the optimizer's own ranks: no others hold shards
@@ -342,6 +310,8 @@ class Session:
         meshes = make_shard_communicators(p for bucket in on_mesh for p in bucket.params)
         self.shard_communicators = self.given_shard_communicators or meshes
         self.is_built = True
+        has_one_rank = connection is not None and connection.size == 1
+        self.is_single_process = has_one_rank and not optimizer.simulate
         for bucket in self.buckets:
             bucket.is_single_process = self.is_single_process
             bucket.replicate_size = get_replicate_size(bucket.params[0], meshes)
@@ -350,15 +320,16 @@ class Session:
                 comm = self.comm
                 bucket.shards = cut_evenly(bucket.lengths, bucket.compressed, comm.rank, comm.size)
             bucket.mean_factory = self.ops.quantized_mean_factory(bucket)
-            self._fill_state(bucket)
+            self._fill_state(bucket, optimizer._bucket_layouts(bucket), optimizer.state)
             optimizer.rebuild_cache(bucket)
         optimizer.after_layout()
 
-    def _fill_state(self, bucket: Bucket) -> None:
-        """Allocate the bucket's state, copy ``optimizer.state`` into it, and make
-        ``optimizer.state`` show views of it.
+    def _fill_state(
+        self, bucket: Bucket, layouts: dict[str, Layout], state: MutableMapping[Tensor, Any]
+    ) -> None:
+        """Allocate the bucket's state, copy ``state``, the optimizer's, into it, and make that show
+        views of it.
         """
-        layouts, state = self.optimizer._bucket_layouts(bucket), self.optimizer.state
         entries = [
             {name: to_local(value) for name, value in state.get(p, {}).items()}
             for p in bucket.params
@@ -386,11 +357,11 @@ class Session:
             state[p] = entry
         bucket.entries = [state[p] for p in bucket.params]
 
-    def rebuild_buckets(self) -> None:
+    def rebuild_buckets(self, optimizer: OptimizerBase) -> None:
         """Lay out buckets and state again, over the same ranks."""
         self.settle_state()
         self.overlap.discard()
-        self.build_buckets()
+        self.build_buckets(optimizer)
 
     def settle_state(self) -> None:
         """Wait for the exchanges after the last commit, and for copies of offloaded state."""
@@ -403,19 +374,19 @@ class Session:
         flats = [b.flat["residual"] for b in self.buckets if "residual" in b.flat]
         return float(sum(float(torch.linalg.vector_norm(flat)) ** 2 for flat in flats) ** 0.5)
 
-    def use_pytorch(self) -> None:
+    def use_pytorch(self, optimizer: OptimizerBase) -> None:
         """Fall back to PyTorch's operators, because ranks have chosen different backends."""
-        optimizer = self.optimizer
         self.ops = fall_back_to_torch(self.comm.rank)
+        self.options.checksum = None
         for bucket in self.buckets:
             bucket.mean_factory = self.ops.quantized_mean_factory(bucket)
             optimizer.rebuild_cache(bucket)
         optimizer.on_fallback()
 
-    def forget_masks(self) -> None:
-        """Clear all masks: the next step chooses new ones."""
+    def forget_masks(self, names: Iterable[str]) -> None:
+        """Clear the masks of these names: the next step chooses new ones."""
         for bucket in self.buckets:
-            for name in self.optimizer.mask_state:
+            for name in names:
                 bucket.flat[name].zero_()
                 bucket.cache.pop(name, None)
 
@@ -432,29 +403,44 @@ class Session:
             self.connection.on_wait = self.waits.add_wait
         return self.connection
 
-    def follow_default_group(self) -> Communicator:
+    def follow_default_group(self, optimizer: OptimizerBase) -> Communicator:
         """Connect again if the default process group is another one now, and return the ranks.
 
         Without a group the optimizer is a single process until torch.distributed is initialized,
         which may be after a checkpoint was loaded. Everything public that needs the ranks begins
         with this call.
         """
+        connection = self.connection
+        if connection is None:
+            return self.comm
         follows_default = self.group is None and self.role is not Role.WRAPPED
-        if self.connection is not None and follows_default and is_outdated(self.connection):
+        if follows_default and is_outdated(connection):
             self.settle_state()
             self.overlap.discard()
             self.connection = None  # shards are laid out for the ranks of the new group
-            self.build_buckets()
-        return self.comm
+            self.build_buckets(optimizer)
+            return self.comm
+        return connection
 
-    def connect_ranks(self) -> Communicator:
+    def connect_ranks(self, optimizer: OptimizerBase) -> Communicator:
         """Connect the ranks of the coming step, and tell buckets if there is only one.
 
         Warns once if a launcher has started several processes that are not connected.
         """
-        comm = self.follow_default_group()
-        size, is_wrapped = count_launched_ranks(), self.role is Role.WRAPPED
-        if size > 1 and comm.size == 1 and self.group is None and not is_wrapped:
+        comm = self.follow_default_group(optimizer)
+        if comm.size == 1 and self.group is None and self.role is not Role.WRAPPED:
+            self._warn_if_not_connected()
+        is_single_process = comm.size == 1 and not optimizer.simulate
+        if is_single_process != self.is_single_process:
+            self.is_single_process = is_single_process
+            for bucket in self.buckets:
+                bucket.is_single_process = is_single_process
+                # Recompute: residuals may hold rounding errors from when there were other ranks.
+                bucket.cache.pop("has_residual", None)
+        return comm
+
+    def _warn_if_not_connected(self) -> None:
+        if (size := count_launched_ranks()) > 1:
             self.warn_once(
                 "missing group",
                 f"WORLD_SIZE is {size}, but torch.distributed is not initialized: every process "
@@ -462,17 +448,13 @@ class Session:
                 "torch.distributed.init_process_group()",
                 get_rank(),
             )
-        for bucket in self.buckets:
-            if bucket.is_single_process != self.is_single_process:
-                bucket.is_single_process = self.is_single_process
-                # Recompute: residuals may hold rounding errors from when there were other ranks.
-                bucket.cache.pop("has_residual", None)
-        return comm
 
-    def connect_to(self, group: ProcessGroup | Communicator | None) -> None:
+    def connect_to(
+        self, optimizer: OptimizerBase, group: ProcessGroup | Communicator | None
+    ) -> None:
         """Average over another group from now on."""
         self.group, self.connection = group, None
-        self.build_buckets()
+        self.build_buckets(optimizer)
 
     def begin_rebind(self) -> int:
         """Return the number of ranks before this rebind, or before the first that failed."""
@@ -494,3 +476,10 @@ class Session:
         self.role = Role.REPLACED
         self.overlap.discard()
         self.post_commit.finish()
+
+
+def estimate_bytes_sent(optimizer: OptimizerBase, bucket: Bucket) -> float:
+    """Estimate the bytes of a bucket's payload in a compressed step."""
+    values = optimizer.values_sent(bucket, 2)
+    size = bytes_per_value(bucket.group.get("payload_dtype"), bucket.grad_dtype)
+    return size * (bucket.numel if values is None else values)

@@ -12,20 +12,20 @@ resends alone.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from .._state.buckets import Bucket
 from .._wire.collectives import Communicator, get_rank, profiler_range
-from .._wire.payload import FieldValues, encode_bits
-from .._wire.requests import AllReduceMean, CommunicationError
+from .._wire.payload import FieldValues
+from .._wire.requests import AllReduceMean, Answer, CommunicationError, RunBatched
 from .collective_generators import CollectiveGenerator, exchange_one
 from .decision import StepDecision, combine_decisions, read_decision
-from .exchange import BucketExchange, ExchangeSchedule
-from .gradients import check_gradients, restore_scale, unscale_gradients
+from .exchange import BucketExchange, ExchangeSchedule, run_batched_requests
+from .gradients import check_gradients, drop_scale, restore_scale, unscale_gradients
 from .handshake import (
+    checksum_text,
     describe_optimizer,
     raise_failure,
     raise_mismatch,
@@ -34,29 +34,33 @@ from .handshake import (
 )
 from .join import copy_options_from_ranks_with_data
 from .missing_ranks import RankLeft, explain_failure, post_lost_masks
-from .options import Group, absolute_rates
-from .overlap import run_batched_requests
+from .optimizer_base import OptimizerBase
+from .options import Group
 from .resharding import lay_out_trainable_parameters
 from .session import Handshake, Role, Session
 from .signals import defer_signals
 from .stats import describe_compression, show_line
 
 
-def exchange_and_commit(session: Session) -> CollectiveGenerator[None]:
+def exchange_and_commit(optimizer: OptimizerBase) -> CollectiveGenerator[None]:
     """Take a step, as a generator that yields each collective it is about to wait for."""
-    check_can_step(session)
-    comm = session.connect_ranks()  # first: state may have to be resharded
-    yield from copy_options_from_ranks_with_data(session)
-    step = Step(session, comm, session.steps + 1)
+    session, step = optimizer._session, None
     try:
+        check_can_step(session)
+        comm = session.connect_ranks(optimizer)  # first: state may have to be resharded
+        if optimizer.is_joining:
+            yield from copy_options_from_ranks_with_data(optimizer)
+        step = Step(optimizer, comm, session.steps + 1)
         decision = yield from step.exchange()
         if decision is not None:
             step.commit(decision)
-    except GeneratorExit:
-        raise
+        if optimizer.fsdp_backward is not None:
+            optimizer.fsdp_backward.end_step()
     except BaseException as error:
-        step.undo()
-        if not isinstance(error, CommunicationError | RankLeft):
+        if step is not None and not isinstance(error, GeneratorExit):
+            step.undo()
+        drop_scale(optimizer)
+        if step is None or not isinstance(error, CommunicationError | RankLeft):
             raise
         why = (
             f"{error}. Make a new process group on all ranks and call rebind()"
@@ -68,7 +72,8 @@ def exchange_and_commit(session: Session) -> CollectiveGenerator[None]:
         ) from error
     finally:
         # drop the exception: its traceback refers to this frame (a reference cycle)
-        step.problem = None
+        if step is not None:
+            step.problem = None
 
 
 def check_can_step(session: Session) -> None:
@@ -79,8 +84,9 @@ def check_can_step(session: Session) -> None:
             "parameters and has their gradients now. Step that one, or call "
             "compopt.attach(ddp_model, optimizer) to have this one back."
         )
-    session.check_sound()
-    session.check_has_shards()
+    if session.corrupt or session.buckets_to_reshard is not None:
+        session.check_sound()
+        session.check_has_shards()
 
 
 class Step:
@@ -88,12 +94,13 @@ class Step:
 
     def __init__(
         self,
-        session: Session,
+        optimizer: OptimizerBase,
         comm: Communicator,
         number: int,
         groups: Sequence[Group] | None = None,
     ):
-        self.session, self.comm, self.number, self._groups = session, comm, number, groups
+        self.optimizer, self.session = optimizer, optimizer._session
+        self.comm, self.number, self._groups = comm, number, groups
         # why this rank cannot send its gradients
         self.problem: Exception | None = None
         # all ranks have applied or skipped this step: a later error needs no undo
@@ -163,9 +170,12 @@ class Step:
                         bucket.cache.clear()  # derived from state, which may be wrong
                     raise
                 session.corrupt = ""
-            session.verified_message_options = session.message_options
+            # read again: a commit may have adapted options, alike on all ranks
+            session.options.refresh(self.optimizer._compared_groups)
+            session.verified_message_options = session.options.message_options
             self.is_complete = True
-        if decision.applied:
+        is_read = self.optimizer.fsdp_backward is None and not session.has_pseudo_gradients
+        if decision.applied and is_read and session.has_data and self.comm.size > 1:
             warn_if_without_gradients(session, decision)
         self._report(decision)
 
@@ -184,15 +194,13 @@ class Step:
 
         Returns an error instead of raising it, as ``_prepare_gradients``.
         """
-        session = self.session
+        optimizer = self.optimizer
+        optimizer.lay_out_new_parameters()
         try:
-            session.optimizer.read_options()
-            for group in session.option_groups:
-                checked = {**group, **absolute_rates(group), "params": []}
-                session.optimizer.check_group(checked)
+            optimizer.check_changed_options()
         except (TypeError, ValueError) as error:
             return error
-        session.apply_changed_options()
+        optimizer.lay_out_changed_state()
         return None
 
     def _prepare_gradients(self) -> Exception | None:
@@ -203,10 +211,11 @@ class Step:
         session = self.session
         try:
             check_gradients(session)
-            self.scale = unscale_gradients(session)
-            session.optimizer.before_exchange()
+            self.scale = unscale_gradients(self.optimizer)
+            self.optimizer.before_exchange()
             for bucket in session.buckets:
-                bucket.update_masters()
+                if "master" in bucket.state:
+                    bucket.update_masters()
         except Exception as error:
             return error
         return None
@@ -214,9 +223,10 @@ class Step:
     def _finish_post_commit(self) -> CollectiveGenerator[None]:
         """Wait for the exchanges after the last commit, and find out whether a handshake is due."""
         session, post_commit = self.session, self.session.post_commit
-        for exchange in post_commit.exchanges:
-            yield exchange.in_flight
-        post_commit.finish()
+        if post_commit.exchanges:
+            for exchange in post_commit.exchanges:
+                yield exchange.in_flight
+            post_commit.finish()
         if post_commit.lost and not post_commit.unconfirmed:
             post_lost_masks(session)
         if post_commit.unconfirmed and self.comm.size > 1:
@@ -238,12 +248,13 @@ class Step:
         """Run the handshake, and lay out the parameters that require a gradient now."""
         session = self.session
         session.overlap.discard()
-        had_gradients = yield from verify_peers(session, self.comm, self.problem is not None)
+        optimizer, has_problem = self.optimizer, self.problem is not None
+        had_gradients = yield from verify_peers(optimizer, self.comm, has_problem)
         if session.trainable_has_changed:  # the same on all ranks: the handshake has compared it
-            yield from lay_out_trainable_parameters(session, self.comm)
-            session.optimizer.before_exchange()
+            yield from lay_out_trainable_parameters(optimizer, self.comm)
+            optimizer.before_exchange()
         # without gradients to compare, the next step begins with a handshake too
-        is_exempt = session.optimizer.replaces_reduce_scatter or session.has_pseudo_gradients
+        is_exempt = optimizer.replaces_reduce_scatter or session.has_pseudo_gradients
         is_verified = had_gradients or is_exempt
         session.handshake = Handshake.VERIFIED if is_verified else Handshake.UNVERIFIED
 
@@ -257,15 +268,15 @@ class Step:
         session, comm, buckets = self.session, self.comm, self.buckets
         schedules: list[ExchangeSchedule] = []
         try:
-            schedules.append(session.overlap.take_schedule(buckets, session.algorithm, comm))
+            begun = session.overlap.schedule and session.overlap.take_schedule()
+            schedules.append(begun or ExchangeSchedule(buckets, session.algorithm, comm))
             decision = yield from self._run_schedule(schedules)
-            covers_shard_only = any(
-                exchange.agreement.covers_shard_only for exchange in decision.exchanges
-            )
+            exchanges = decision.exchanges
+            covers_shard_only = any(one.agreement.covers_shard_only for one in exchanges)
             comms = session.shard_communicators
             if covers_shard_only:
                 comms = [comm, *comms]
-            has_error = any(exchange.error is not None for exchange in decision.exchanges)
+            has_error = any(exchange.error is not None for exchange in exchanges)
             if has_error and not decision.has_failed_rank:
                 # This rank failed after it had sent everything. With sharded state one more message
                 # reports it before anything is written. Otherwise the other ranks apply the step
@@ -306,7 +317,12 @@ class Step:
             schedule.inputs.problem = RuntimeError(
                 "other parameters require a gradient than before"
             )
-        schedule.inputs.fields = self._make_control_fields(any_stale, is_unfrozen)
+        schedule.inputs.checksum = self._checksum_settings()
+        schedule.inputs.fields = {
+            "stale": any_stale,
+            "waits": session.waits.make_field(self.number, comm.rank, comm.size),
+            "unfrozen": [float(is_unfrozen)],
+        }
         yield from schedule.run()
         decision = read_decision(exchanges)
         if decision.control_means["stale"][0] == 0 or len(exchanges) == 1:
@@ -321,22 +337,13 @@ class Step:
         decision.resent = True
         return decision
 
-    def _make_control_fields(
-        self, any_stale: FieldValues, is_unfrozen: bool
-    ) -> dict[str, FieldValues]:
-        """Return the control fields of the last bucket's payload (see ``decision``)."""
-        session, comm = self.session, self.comm
-        settings: list[object] = [*session.settings]
-        every = session.optimizer.check_replicas_every
+    def _checksum_settings(self) -> int:
+        """Return a checksum of the settings, at intervals also of the parameters."""
+        checksum = self.optimizer.checksum_settings()
+        every = self.optimizer.check_replicas_every
         if every and self.number % every == 0:
-            settings += describe_optimizer(session)
-        return {
-            "stale": any_stale,
-            # the mean over ranks of these bits shows any difference
-            "settings": encode_bits(zlib.crc32(repr(settings).encode()), 16),
-            "waits": session.waits.make_field(self.number, comm.rank, comm.size),
-            "unfrozen": [float(is_unfrozen)],
-        }
+            checksum ^= checksum_text(describe_optimizer(self.optimizer))
+        return checksum
 
     def _raise_if_failed(self, decision: StepDecision) -> CollectiveGenerator[None]:
         """Raise the same error on all ranks if the step failed."""
@@ -362,7 +369,7 @@ class Step:
                     raise
                 raise self.problem from None
         if decision.mismatched:
-            yield from raise_mismatch(session, self.comm)
+            yield from raise_mismatch(self.optimizer, self.comm)
 
     # After it
 
@@ -371,40 +378,62 @@ class Step:
         session = self.session
         for exchange in decision.exchanges:
             self.committing = exchange.bucket
-            session.post_commit.commit_bucket(exchange, decision.norm)
+            self._commit_bucket(exchange, decision.norm)
         self.committing = None
-        run_batched_requests(decision.exchanges, session.post_commit.commit_bucket)
-        session.optimizer.after_commit()
+        run_batched_requests(decision.exchanges, self._commit_bucket)
+        self.optimizer.after_commit()
         for group in session.option_groups if self._groups is None else self._groups:
             group["step"] += 1
         if session.trial is not None and session.trial.result:
             session.trial.record_result()
             session.trial_result, session.trial = session.trial.result, None
 
+    def _commit_bucket(self, exchange: BucketExchange, answer: Answer) -> None:
+        """Resume the generator of one bucket, which applies the step. It stops at a ``RunBatched``,
+        which the caller runs for all buckets, or at a post-commit exchange.
+        """
+        try:
+            # Unsharded: resumed at Agree with the norm. Sharded: at ReadyToCommit, which has
+            # no answer.
+            exchange.resume_and_start_next(answer)
+        except StopIteration:
+            return
+        except CommunicationError:
+            pass
+        if not isinstance(exchange.request, RunBatched):
+            self.session.post_commit.add(exchange)
+
     def _report(self, decision: StepDecision) -> None:
-        """Update ``stats``, and show the first line once on rank 0."""
+        """Update ``stats``; after the first step show a line."""
         session, comm, applied = self.session, self.comm, decision.applied
-        groups, buckets, optimizer = session.option_groups, session.buckets, session.optimizer
-        compresses = bool(groups) and all("when" in group for group in groups)
-        is_due = applied and session.claim_first("compression") and compresses
-        if is_due and comm.rank == 0 == get_rank():
-            text = (
-                "there are no other ranks, so every step is the base's and nothing is sent "
-                "(simulate=True compresses all the same)."
-            )
-            if not session.is_single_process:
-                values_sent = [optimizer.values_sent(bucket, comm.size) for bucket in buckets]
-                in_fsdp = optimizer.replaces_reduce_scatter
-                text = describe_compression(buckets, values_sent, in_fsdp)
-            show_line(f"{session.name}: {text}")
+        if applied and "compression" not in session.warned:
+            self._show_first_line()
         sent = comm.bytes_sent - session.bytes_reported
         session.bytes_reported = comm.bytes_sent
         session.waits.note_field(self.number, comm.size, decision.control_means["waits"][0])
-        session.update_stats(decision, sent)
+        session.update_stats(self.optimizer, decision, sent)
         trial = None if session.is_single_process else session.trial
         if trial and trial.time_step(decision.phase_of, applied, session.device):
             session.unverify()  # ranks compare their times in the next step's handshake
-        session.count_skips(applied)
+        session.count_skips(applied, self.optimizer.max_skipped)
+
+    def _show_first_line(self) -> None:
+        """Show on rank 0 what is compressed, if the class compresses."""
+        session, comm, optimizer = self.session, self.comm, self.optimizer
+        session.warned.add("compression")
+        groups = session.option_groups
+        compresses = bool(groups) and all("when" in group for group in groups)
+        if not compresses or not comm.rank == 0 == get_rank():
+            return
+        text = (
+            "there are no other ranks, so every step is the base's and nothing is sent "
+            "(simulate=True compresses all the same)."
+        )
+        if not session.is_single_process:
+            values_sent = [optimizer.values_sent(bucket, comm.size) for bucket in session.buckets]
+            in_fsdp = optimizer.replaces_reduce_scatter
+            text = describe_compression(session.buckets, values_sent, in_fsdp)
+        show_line(f"{session.name}: {text}")
 
 
 def _run_to_commit(decision: StepDecision) -> CollectiveGenerator[None]:
@@ -421,12 +450,13 @@ def _run_to_commit(decision: StepDecision) -> CollectiveGenerator[None]:
 
 
 @torch.no_grad()
-def start_in_backward(session: Session, params: Iterable[torch.Tensor]) -> None:
+def start_in_backward(optimizer: OptimizerBase, params: Iterable[torch.Tensor]) -> None:
     """Start the exchanges of all buckets that are ready, except the last, in their order.
 
     ``params``: those whose gradients backward has just finished.
     """
-    comm = session.follow_default_group()
+    session = optimizer._session
+    comm = session.follow_default_group(optimizer)
     if (
         session.handshake is not Handshake.VERIFIED
         or session.corrupt
@@ -434,10 +464,12 @@ def start_in_backward(session: Session, params: Iterable[torch.Tensor]) -> None:
         or comm.size == 1
     ):
         return
-    if session.is_joining:  # a rank without data has no backward
+    if optimizer.is_joining:  # a rank without data has no backward
         return
     overlap = session.overlap
-    if overlap.is_idle and (session.has_new_options or session.trainable_has_changed):
-        return
+    if overlap.is_idle:
+        session.options.refresh(optimizer._compared_groups)
+        if session.has_new_options or session.trainable_has_changed:
+            return
     finished = [(p, session.bucket_of[p]) for p in params if p in session.bucket_of]
     overlap.start_ready(finished, session.buckets, session.algorithm, comm)

@@ -1,36 +1,60 @@
 """Updates: an optimizer's step on averaged gradients, of tensors or of this rank's shards.
 
-A generator writes the average of a tensor to the update's memory (``memory_for``), and then calls
-``apply``. ``AdamWUpdate`` updates the tensor in ``apply``. ``WrappedUpdate`` steps a torch
-optimizer once per step, after all buckets have committed.
+A generator writes the averages of some tensors to the update's memory (``memory_for``, or
+``memory_for_stack``), and then calls ``apply``. ``AdamWUpdate`` updates the tensors in ``apply``.
+``WrappedUpdate`` steps a torch optimizer once per step, after all buckets have committed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._ops.operations import Ops
+from .._ops.operations import AdamWTensors, Ops
 from .._state.buckets import Bucket
-from .._state.tensors import get_grad_dtype, to_local
+from .._state.tensors import distribute_like, get_grad_dtype, to_local
 
 
 class Update(Protocol):
-    """An optimizer's update, a tensor at a time."""
+    """An optimizer's update, of some tensors of a bucket at a time."""
 
-    def memory_for(self, bucket: Bucket, i: int, average: Tensor | None) -> Tensor:
-        """Return the memory for the average of tensor i.
+    def memory_for(
+        self,
+        bucket: Bucket,
+        indices: Sequence[int],
+        averages: Sequence[Tensor | None],
+        may_overwrite: bool = True,
+    ) -> list[Tensor]:
+        """Return memory that holds these averages, zeros for None, each in its tensor's shape.
 
-        ``average``: the memory that holds it already, if any; it may be returned.
+        With ``may_overwrite`` it may be that of ``averages``.
         """
 
-    def apply(self, bucket: Bucket, i: int, average: Tensor) -> None:
-        """Update tensor i by ``average``, which is in the memory for it."""
+    def memory_for_stack(self, bucket: Bucket, indices: range) -> Tensor:
+        """Return memory for the averages of neighbours of one shape, as one tensor."""
+
+    def apply(self, bucket: Bucket, indices: Sequence[int], averages: Sequence[Tensor]) -> None:
+        """Update tensors by these averages, which are in the memory for them."""
+
+
+def write_averages(to: Sequence[Tensor], averages: Sequence[Tensor | None]) -> None:
+    """Copy averages to memory of their tensors' shapes; zeros for None."""
+    pairs = [
+        (x, average.view(x.shape))
+        for x, average in zip(to, averages, strict=True)
+        if average is not None
+    ]
+    if pairs:
+        torch._foreach_copy_([x for x, _ in pairs], [average for _, average in pairs])
+    for x, average in zip(to, averages, strict=True):
+        if average is None:
+            x.zero_()
 
 
 class AdamWUpdate:
@@ -39,40 +63,87 @@ class AdamWUpdate:
     def __init__(self, ops: Ops):
         self.ops = ops
 
-    def memory_for(self, bucket: Bucket, i: int, average: Tensor | None) -> Tensor:
-        w = bucket.weight(i)
-        if average is None or average.dtype != w.dtype:
-            average = self.ops.scratch(w, w.numel())
-        return average.view(w.shape)
+    def memory_for(
+        self,
+        bucket: Bucket,
+        indices: Sequence[int],
+        averages: Sequence[Tensor | None],
+        may_overwrite: bool = True,
+    ) -> list[Tensor]:
+        weights = [bucket.weight(i) for i in indices]
+        if may_overwrite and all(
+            average is not None and average.dtype == w.dtype
+            for average, w in zip(averages, weights, strict=True)
+        ):
+            pairs = zip(averages, weights, strict=True)
+            return [average.view(w.shape) for average, w in pairs if average is not None]
+        sizes = [w.numel() for w in weights]
+        flat = self.ops.scratch(weights[0], sum(sizes), use="averages")
+        memory = [x.view(w.shape) for x, w in zip(flat.split(sizes), weights, strict=True)]
+        write_averages(memory, averages)
+        return memory
 
-    def apply(self, bucket: Bucket, i: int, average: Tensor) -> None:
-        state, w = bucket.state, bucket.weight(i)
-        m, v, step = state["exp_avg"][i], state["exp_avg_sq"][i], state["step"][i]
-        self.ops.adamw(bucket.group, w, average, m, v, step)
-        bucket.publish_master(i)
+    def memory_for_stack(self, bucket: Bucket, indices: range) -> Tensor:
+        w = bucket.weight(indices[0])
+        size = len(indices) * w.numel()
+        return self.ops.scratch(w, size, use="averages").view(len(indices), *w.shape)
+
+    def apply(self, bucket: Bucket, indices: Sequence[int], averages: Sequence[Tensor]) -> None:
+        state = bucket.state
+        tensors = AdamWTensors(
+            [bucket.weight(i) for i in indices],
+            list(averages),
+            [state["exp_avg"][i] for i in indices],
+            [state["exp_avg_sq"][i] for i in indices],
+            [state["step"][i] for i in indices],
+        )
+        self.ops.adamw_each(bucket.group, tensors)
+        if "master" in state:
+            for i in indices:
+                bucket.publish_master(i)
 
 
 class WrappedUpdate:
     """The step of a torch optimizer, ``base``, on all averages of a step.
 
-    The memory for the averages lives as long as this object.
+    On a CPU the memory for the averages lives as long as this object, because new pages cost more
+    than copies; elsewhere it lives for a step.
     """
 
     def __init__(self, base: Optimizer):
         self.base = base
-        self._averages: dict[Tensor, Tensor] = {}
-        self._applied: set[Tensor] = set()  # the parameters with an average in this step
+        self._memory: WeakKeyDictionary[Bucket, list[Tensor]] = WeakKeyDictionary()
+        self._averages: dict[Tensor, Tensor] = {}  # those of this step, by parameter
 
-    def memory_for(self, bucket: Bucket, i: int, average: Tensor | None) -> Tensor:
-        p = bucket.params[i]
-        if p not in self._averages:
-            self._averages[p] = torch.empty_like(
-                p.detach(), dtype=get_grad_dtype(p), memory_format=torch.contiguous_format
-            )
-        return to_local(self._averages[p])
+    def _memory_of(self, bucket: Bucket) -> list[Tensor]:
+        """Return the memory for all averages of a bucket, neighbours one after the other."""
+        if bucket not in self._memory:
+            params = bucket.local_params
+            dtype = get_grad_dtype(bucket.params[0])
+            flat = torch.empty(bucket.numel, dtype=dtype, device=bucket.device)
+            pairs = zip(flat.split(bucket.lengths), params, strict=True)
+            self._memory[bucket] = [x.view(p.shape) for x, p in pairs]
+        return self._memory[bucket]
 
-    def apply(self, bucket: Bucket, i: int, average: Tensor) -> None:
-        self._applied.add(bucket.params[i])
+    def memory_for(
+        self,
+        bucket: Bucket,
+        indices: Sequence[int],
+        averages: Sequence[Tensor | None],
+        may_overwrite: bool = True,
+    ) -> list[Tensor]:
+        memory = [self._memory_of(bucket)[i] for i in indices]
+        write_averages(memory, averages)
+        return memory
+
+    def memory_for_stack(self, bucket: Bucket, indices: range) -> Tensor:
+        first = self._memory_of(bucket)[indices[0]]
+        strides = first.numel(), *first.stride()
+        return first.as_strided((len(indices), *first.shape), strides)
+
+    def apply(self, bucket: Bucket, indices: Sequence[int], averages: Sequence[Tensor]) -> None:
+        memory = self._memory_of(bucket)
+        self._averages.update((bucket.params[i], memory[i]) for i in indices)
 
     def step_base(self) -> None:
         """Step ``base`` once, on all averages.
@@ -80,20 +151,23 @@ class WrappedUpdate:
         Meanwhile ``p.grad`` is the average, or None if no rank had a gradient.
         """
         params = [p for group in self.base.param_groups for p in group["params"]]
-        applied, self._applied = self._applied, set()
-        with replace_gradients(
-            {p: self._average_in_strides_of(p) if p in applied else None for p in params}
-        ):
+        averages, self._averages = self._averages, {}
+        gradients = {p: as_gradient(averages[p], p) if p in averages else None for p in params}
+        with replace_gradients(gradients):
             self.base.step()
+        for bucket in [bucket for bucket in self._memory if bucket.device.type != "cpu"]:
+            del self._memory[bucket]
 
-    def _average_in_strides_of(self, p: Tensor) -> Tensor:
-        """Return the average with the strides of ``p``, as backward would leave it: torch's fused
-        steps on CPUs read both in the order of their memory.
-        """
-        average, param = self._averages[p], p.detach()
-        if to_local(param).is_contiguous():
-            return average
-        return torch.empty_like(param, dtype=average.dtype).copy_(average)
+
+def as_gradient(average: Tensor, p: Tensor) -> Tensor:
+    """Return the average of this rank's part of ``p`` as backward would leave it: in the placements
+    of ``p``, and in its strides, because torch's fused steps on CPUs read both in memory order.
+    """
+    param = p.detach()
+    local = to_local(param)
+    if not local.is_contiguous():
+        average = torch.empty_like(local, dtype=average.dtype).copy_(average)
+    return distribute_like(param, average)
 
 
 @contextmanager

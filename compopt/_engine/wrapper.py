@@ -35,7 +35,7 @@ from .combined import (
     list_members,
 )
 from .optimizer import CompressedOptimizer
-from .options import Group, Setting, check_base_group, name_groups
+from .options import ComparedGroups, Group, Setting, check_base_group
 from .session import Role
 from .update import WrappedUpdate, replace_gradients
 
@@ -106,6 +106,7 @@ class Wrapper(CompressedOptimizer):
 
     def _options_for(self, group: Group) -> Group:
         """Return the checked options of the wrapper for a group of the base."""
+        check_base_group(group)
         given = self._select_options(group)
         options = {**self._wrapper_defaults, **given, "params": group["params"]}
         self._check_new_group(options)
@@ -119,10 +120,13 @@ class Wrapper(CompressedOptimizer):
         for options, group in zip(self._wrapper_groups, self.param_groups, strict=False):
             options.update(self._select_options(group))
 
-    def add_groups_of_base(self) -> None:
-        """Check the rates in the base's groups, and add the wrapper's options for new groups."""
+    def check_changed_options(self) -> None:
         for group in self.param_groups:
             check_base_group(group)
+        super().check_changed_options()
+
+    def add_groups_of_base(self) -> None:
+        """Add the wrapper's options for new groups of the base."""
         if groups := self.param_groups[len(self._wrapper_groups) :]:
             check_disjoint(list_members(self.base))
             added = [self._options_for(group) for group in groups]
@@ -132,7 +136,7 @@ class Wrapper(CompressedOptimizer):
                     self._lay_out_group(options)
             except (TypeError, ValueError):
                 del self._wrapper_groups[-len(added) :]
-                self._session.rebuild_buckets()
+                self._session.rebuild_buckets(self)
                 raise
 
     def _replace_parameters(self) -> None:
@@ -156,10 +160,14 @@ class Wrapper(CompressedOptimizer):
         self.add_groups_of_base()
         super().before_exchange()
 
+    @property
+    def _compared_groups(self) -> list[ComparedGroups]:
+        of_base = ("base's group", self.base.param_groups, self._base_options)
+        return [("group", self._wrapper_groups, self._wrapper_defaults), of_base]
+
     def _settings(self) -> list[Setting]:
-        known = {name for member in list_members(self.base) for name in member.defaults}
-        groups = name_groups("base's group", self.base.param_groups, known)
-        return [*super()._settings(), ("base", describe_members(self.base)), *groups]
+        (subject, name), *others = super()._settings()
+        return [(subject, f"{name} around {describe_members(self.base)}"), *others]
 
     # State
 
@@ -173,6 +181,8 @@ class Wrapper(CompressedOptimizer):
         for inner in self._compressed_members:
             inner._session.role, inner._session.connection = Role.WRAPPED, None
         self._update = WrappedUpdate(self.base)
+        members = list_members(self.base)
+        self._base_options = {name for member in members for name in member.defaults}
 
     def _bucket_layouts(self, bucket: Bucket) -> dict[str, Layout]:
         layouts = super()._bucket_layouts(bucket)
@@ -181,7 +191,7 @@ class Wrapper(CompressedOptimizer):
 
     def on_fallback(self) -> None:
         for inner in self._compressed_members:
-            inner._session.use_pytorch()
+            inner._session.use_pytorch(inner)
 
     # Stepping
 
@@ -201,7 +211,7 @@ class Wrapper(CompressedOptimizer):
             saved["param_groups"], base_saved["param_groups"], self._wrapper_groups, strict=True
         ):
             options = {n: wrapper_group[n] for n in self._known_options if n in wrapper_group}
-            options |= describe_group(self._session, wrapper_group)
+            options |= describe_group(self, wrapper_group)
             shared = group.keys() & options.keys() - {"params"}
             hidden = {PREFIX + name: group[name] for name in shared}
             numbers = merged["params"]
@@ -274,7 +284,7 @@ class Wrapper(CompressedOptimizer):
         for group in self._wrapper_groups:
             group["step"] = 0
         session.consolidated_at, session.corrupt = None, ""
-        session.rebuild_buckets()
+        session.rebuild_buckets(self)
 
     def _copyable_attributes(self) -> dict[str, Any]:
         contents = super()._copyable_attributes()

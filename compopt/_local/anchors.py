@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from .._engine.collective_generators import CollectiveGenerator
 from .._engine.optimizer import CompressedOptimizer, without_integrations
+from .._engine.optimizer_base import OptimizerBase
 from .._engine.options import Group
 from .._engine.resharding import catch_up
-from .._engine.session import Session
 from .._ops.norms import total_norm
 from .._state.tensors import HOST, distribute_like, pin, to_local
 from .._wire.collectives import Communicator, get_replicate_size
@@ -144,12 +144,12 @@ class Anchors:
 
     # The other ranks
 
-    def connect_outer(self, session: Session, is_delayed: bool) -> None:
-        """Exchange anchors over the ranks of ``session``, that of the inner steps. Delayed
+    def connect_outer(self, optimizer: OptimizerBase, is_delayed: bool) -> None:
+        """Exchange anchors over the ranks of ``optimizer``, that of the inner steps. Delayed
         exchanges run beside training, so they get process groups of their own.
         """
-        outer, comm = self.outer._session, session.comm
-        self.outer.simulate = session.optimizer.simulate
+        session, outer = optimizer._session, self.outer._session
+        self.outer.simulate, comm = optimizer.simulate, session.comm
         if is_delayed:
             comm = comm.with_own_group()
             outer.given_shard_communicators = [
@@ -157,7 +157,7 @@ class Anchors:
             ]
         if outer.group is not comm and not session.is_single_process:
             outer.waits = session.waits
-            outer.connect_to(comm)
+            outer.connect_to(self.outer, comm)
             self._bytes_reported = comm.bytes_sent
 
     def take_bytes_sent(self) -> int:
@@ -173,10 +173,10 @@ class Anchors:
         """
         outer, before = self.outer._session, self.count_exchanges()
         outer.forget_in_flight()
-        outer.forget_masks()
+        outer.forget_masks(self.outer.mask_state)
         late: set[int] = set()
         try:
-            yield from catch_up(outer, outer.comm, is_new)
+            yield from catch_up(self.outer, outer.comm, is_new)
         finally:  # also if a signal arrived while anchors were written
             applied = self.count_exchanges()
             late.update(n for n in self.fragments if is_new or applied[n] > before[n])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import zlib
+import weakref
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from .._engine.collective_generators import (
 from .._engine.decision import StepDecision
 from .._engine.handshake import raise_mismatch
 from .._engine.join import copy_options_from_ranks_with_data
+from .._engine.optimizer_base import OptimizerBase
 from .._engine.session import Session
 from .._engine.signals import defer_signals
 from .._engine.step import Step
@@ -137,8 +138,9 @@ class FragmentSync:
     ``session``: that of the inner steps.
     """
 
-    def __init__(self, session: Session, anchors: Anchors):
-        self._session, self.anchors = session, anchors
+    def __init__(self, optimizer: OptimizerBase, anchors: Anchors):
+        self._optimizer, self._session = weakref.proxy(optimizer), optimizer._session
+        self.anchors = anchors
         self.due: frozenset[int] = frozenset()
         self.in_flight: InFlight | None = None
 
@@ -148,7 +150,7 @@ class FragmentSync:
     ) -> CollectiveGenerator[None]:
         """Begin the exchange of the fragments that are due, after a round of ``steps`` steps."""
         session, anchors, fragments = self._session, self.anchors, self.due
-        yield from copy_options_from_ranks_with_data(session)
+        yield from copy_options_from_ranks_with_data(self._optimizer)
         shards = session.shard_communicators
         try:
             moved = anchors.set_pseudo_gradients(fragments)  # line 2
@@ -170,11 +172,11 @@ class FragmentSync:
         self, fragments: frozenset[int], apply_at: int, squared: Tensor, contribution: Contribution
     ) -> None:
         """Put an exchange in flight, whose pseudo-gradients are set."""
-        anchors, outer = self.anchors, self.anchors.outer._session
+        anchors, outer = self.anchors, self.anchors.outer
         number, groups = anchors.applied_exchanges + 1, anchors.groups_of(fragments)
-        step = Step(outer, outer.connect_ranks(), number, groups)
+        step = Step(outer, outer._session.connect_ranks(outer), number, groups)
         communication = Background(  # line 3
-            _communicate(self._session, anchors, step, squared, contribution, apply_at > 0)
+            _communicate(self._optimizer, anchors, step, squared, contribution, apply_at > 0)
         )
         self.in_flight = InFlight(fragments, apply_at, squared, contribution, step, communication)
         if apply_at:
@@ -256,7 +258,7 @@ class FragmentSync:
 
 
 def _communicate(
-    source: Session,
+    optimizer: OptimizerBase,
     anchors: Anchors,
     step: Step,
     squared: Tensor,
@@ -268,10 +270,11 @@ def _communicate(
     Payloads start when messages have arrived: ranks then know that they fit, and all weights. With
     a delay payloads start at once, to travel while training goes on; weights are then equal.
     """
-    comm, device = step.comm, step.session.device
+    source, comm, device = optimizer._session, step.comm, step.session.device
     grads = [to_local(t.anchor.grad) for t in anchors.tensors if t.anchor.grad is not None]
-    checksum = zlib.crc32(repr(source.settings).encode())
-    numbers = [anchors.applied_exchanges, checksum, *contribution]
+    optimizer.read_options()
+    source.options.refresh(optimizer._compared_groups)
+    numbers = [anchors.applied_exchanges, optimizer.checksum_settings(), *contribution]
     sent = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(device)
     sketch = yield from _sketch_pseudo_gradient(source, anchors, step)
     message = torch.cat([sent, squared.to(device).view(1), sketch.view(torch.float64)])
@@ -285,7 +288,7 @@ def _communicate(
     exchanges, settings, *contributions, squares = rows[:, :FIELDS].unbind(1)
     sketches = rows[:, FIELDS:].contiguous().view(torch.float32)
     if (settings != settings[comm.rank]).any():
-        yield from raise_mismatch(source, comm)
+        yield from raise_mismatch(optimizer, comm)
     if (exchanges != exchanges[0]).any():
         raise CommunicationError(
             f"rank {int(exchanges.argmin())} lacks an exchange that others have applied: call "

@@ -76,12 +76,12 @@ class AnchoredWrapper(Wrapper):
     def _see_ranks_and_groups(self) -> None:
         """Connect ranks, add new groups, and keep nothing of the averaged start."""
         session = self._session
-        session.connect_ranks()
+        session.connect_ranks(self)
         self.lay_out_new_parameters()
         self.add_groups_of_base()
         has_residual = any(bucket.flat["residual"].numel() for bucket in session.buckets)
-        if has_residual or session.has_foreign_state:
-            session.rebuild_buckets()
+        if has_residual or session.has_foreign_state(self.state):
+            session.rebuild_buckets(self)
 
     def _ensure_anchors(self) -> None:
         """Make anchors once there are other ranks, and something to train."""
@@ -100,7 +100,7 @@ class AnchoredWrapper(Wrapper):
         if self._sync is None:
             counts.begun = options["step"] + 1  # a round begins after this step
         else:
-            self._sync.anchors.connect_outer(session, is_delayed=options["delay"] > 0)
+            self._sync.anchors.connect_outer(self, is_delayed=options["delay"] > 0)
 
     def _make_sync(self, options: Group, fragments: list[int] | None = None) -> FragmentSync | None:
         """Make anchors in these ``fragments``, by default in those of a new run; None if nothing is
@@ -113,7 +113,7 @@ class AnchoredWrapper(Wrapper):
         make_outer = self._make_outer or partial(self.default_outer, options)
         count, on_host = options["fragments"], self.offload == "outer"
         anchors = Anchors(self._params, fragments, count, make_outer, on_host)
-        return FragmentSync(self._session, anchors)
+        return FragmentSync(self, anchors)
 
     def _drop_anchors(self) -> None:
         if self._sync is not None:
@@ -180,7 +180,7 @@ class AnchoredWrapper(Wrapper):
         if self._sync is not None:
             self._sync.cancel()
         session.forget_in_flight()
-        session.connect_to(process_group)
+        session.connect_to(self, process_group)
         fragments, due = yield from self._adopt_counts()
         if fragments:
             self._see_ranks_and_groups()
@@ -199,11 +199,11 @@ class AnchoredWrapper(Wrapper):
                     session.corrupt = session.corrupt or self._anchors.outer._session.corrupt
                 raise
         else:
-            yield from catch_up(session, session.comm)
+            yield from catch_up(self, session.comm)
         driver = session if self._anchors is None else self._anchors.outer._session
         session.stats.residual_norm = weak_method(driver.residual_norm)
         session.end_rebind()
-        warn_of_lost_residuals(session, before, session.comm.size, driver.residual_norm)
+        warn_of_lost_residuals(self, before, session.comm.size, driver.residual_norm)
 
     def _adopt_counts(self) -> CollectiveGenerator[tuple[list[int], frozenset[int]]]:
         """Adopt the counts of the rank that is furthest, of those with anchors. Returns the
@@ -257,8 +257,7 @@ class AnchoredWrapper(Wrapper):
         for place, entry in enumerate(self._save_rounds()):
             if entry is not None:
                 saved["state"].setdefault(place, {})["outer"] = entry
-        outer = [] if self._anchors is None else [self._anchors.outer._session]
-        warn_of_missing_state(self._session, outer)
+        warn_of_missing_state(self, [] if self._anchors is None else [self._anchors.outer])
         return saved
 
     def _save_rounds(self) -> list[Entry | None]:
@@ -319,12 +318,12 @@ class AnchoredWrapper(Wrapper):
         try:
             if (saved := read_rounds(entries)) is None:
                 return None
-            self._session.connect_ranks()
+            self._session.connect_ranks(self)
             # a single process without a group may meet others before the next step
             if self._session.is_single_process and self._session.group is not None:
                 return saved
             if (sync := self._make_sync(options, saved.fragments)) is not None:
-                sync.anchors.connect_outer(self._session, is_delayed=options["delay"] > 0)
+                sync.anchors.connect_outer(self, is_delayed=options["delay"] > 0)
                 saved.load_into(sync, options.get("residuals", "mean"))
             return saved
         except CommunicationError:

@@ -59,7 +59,7 @@ class MatrixSource:
         for q, part, count in zip(plan, parts, counts, strict=True):
             R = None if q is None else part[:count].view(q.random_shape)
             if q is not None and R is not None and q.kind == "orthonormal":
-                R.copy_(orthonormalize(R))
+                R.copy_(orthonormalize([R.view(-1, *R.shape[-2:])])[0].view(R.shape))
             matrices.append(R)
         return matrices
 
@@ -122,6 +122,6 @@ def checksum_projection(kind: str, device: torch.device) -> str:
     q = Projection(64, 64, False, m=64, d=64, r=8, kind=kind, beta=0.0)
     (R,) = MatrixSource().draw(bucket, [0], [q], seed=0, step=1)
     if R is not None and q.is_tracked:
-        R = orthonormalize(R)
+        (R,) = orthonormalize([R.unsqueeze(0)])
     text = "" if R is None else str(R.tolist())
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -35,7 +36,8 @@ from .._wire.warning import warn
 from .matrices import MatrixSource, RandomMatrices, checksum_projection
 from .options import check_options, is_clipped, is_reset_step
 from .projections import Projection, is_dtensor, plan_projection
-from .reducer import DenseTensor, ProjectedTensor, ProjectionReducer, ReducerInputs, TrackedTensor
+from .reducer import ProjectionReducer, ReducerInputs
+from .stacks import ProjectedStack
 
 Plan = list[Projection | None]  # one for each tensor of a bucket; None: sent dense
 
@@ -179,10 +181,9 @@ class ProjectingOptimizer(ReducingOptimizer):
             dense_reducer = ReduceScatterReducer(bucket, self.ops, sent_dense, sends_residuals)
         t = group["step"] + 1
         adapts = any(plan) and group["adaptive"] and t % group["adapt_interval"] == 0
-        random = [None if q is None or q.is_tracked else q for q in plan]
         inputs = ReducerInputs(
-            tensors=self._make_tensors(bucket, plan, local_factor, sends_residuals),
-            draw_matrices=self._make_draw(bucket, random),
+            stacks=self._make_stacks(bucket, plan),
+            draw_columns=self._make_draw(bucket, plan),
             local_factor=local_factor,
             sends_residuals=sends_residuals,
             norm_is_reproducible=any(is_clipped(group, "average") for group in self._option_groups),
@@ -192,46 +193,71 @@ class ProjectingOptimizer(ReducingOptimizer):
         )
         return ProjectionReducer(bucket, self.ops, inputs)
 
-    def _make_tensors(
-        self, bucket: Bucket, plan: Plan, local_factor: float, sends_residuals: bool
-    ) -> list[DenseTensor | ProjectedTensor]:
-        grads, residual = bucket.grads(), bucket.state["residual"]
-        bases: dict[int, Tensor] = {}
-        if tracked := {i: q for i, q in enumerate(plan) if q is not None and q.is_tracked}:
-            # The basis of the last step; at first random numbers, valid until the next draw.
-            has_basis = [p in self._params_with_basis for p in bucket.model_params]
-            drawn: Plan = [None] * len(plan)
-            for i in tracked:
-                m, d = tracked[i].m, tracked[i].d
-                drawn[i] = None if has_basis[i] else replace(tracked[i], m=d, d=m)
-            random, stored = self._make_draw(bucket, drawn)(), bucket.state["basis"]
-            for i in tracked:
-                if (Q := stored[i] if has_basis[i] else random[i]) is not None:
-                    bases[i] = Q.view(tracked[i].m, -1)
-        tensors: list[DenseTensor | ProjectedTensor] = []
-        for i, (q, g, e) in enumerate(zip(plan, grads, residual, strict=True)):
-            if q is not None and e is not None and q.is_tracked:
-                tensors.append(TrackedTensor(g, e, local_factor, q, self.ops, bases[i]))
-            elif q is not None and e is not None:
-                tensors.append(ProjectedTensor(g, e, local_factor, q, self.ops))
-            elif bucket.is_sharded:  # sent by another reducer
-                tensors.append(DenseTensor(grad=None, residual=None))
-            else:
-                length, has_residual = bucket.lengths[i], bucket.has_residual
-                tensors.append(
-                    DenseTensor(g, e, local_factor, length, has_residual, sends_residuals)
-                )
-        return tensors
+    def _make_stacks(self, bucket: Bucket, plan: Plan) -> list[ProjectedStack]:
+        """Return a stack of each run of neighbours with one projection."""
+        grads, stacks = bucket.grads(), []
+        runs = groupby(range(len(plan)), lambda i: (plan[i], bucket.params[i].shape))
+        for (projection, _), run in runs:
+            members = list(run)
+            if projection is None:
+                continue
+            indices = range(members[0], members[-1] + 1)
+            residual = bucket.stack_state("residual", indices)
+            of_stack = grads[indices.start : indices.stop]
+            stacks.append(ProjectedStack(indices, projection, of_stack, residual))
+        if any(stack.projection.is_tracked for stack in stacks):
+            self._read_bases(bucket, plan, stacks)
+        return stacks
 
-    def _make_draw(self, bucket: Bucket, plan: Plan) -> Callable[[], RandomMatrices]:
-        """Return a function that draws the matrices of the coming step, without a reference to the
-        optimizer.
+    def _read_bases(self, bucket: Bucket, plan: Plan, stacks: list[ProjectedStack]) -> None:
+        """Set Q of tracked stacks: the basis of the last step, at first random numbers, which are
+        valid until the next draw.
         """
-        draw = self._matrices.draw
+        has_basis = [p in self._params_with_basis for p in bucket.model_params]
+        drawn: Plan = [
+            None if q is None or has else replace(q, m=q.d, d=q.m)
+            for q, has in zip(plan, has_basis, strict=True)
+        ]
+        random = self._draw(bucket, drawn)
+        for stack in stacks:
+            flags, m = [has_basis[i] for i in stack.indices], stack.projection.m
+            if all(flags):
+                stack.Q = bucket.stack_state("basis", stack.indices).view(len(flags), m, -1)
+                continue
+            bases = [
+                bucket.state["basis"][i] if has else random[i]
+                for i, has in zip(stack.indices, flags, strict=True)
+            ]
+            stack.Q = torch.stack([Q.view(m, -1) for Q in bases if Q is not None])
+
+    def _draw(self, bucket: Bucket, plan: Plan) -> RandomMatrices:
+        """Draw the random matrices of the coming step."""
         # FSDP2 may reduce tensors of other optimizers with these, which are not projected
         numbers = [self._numbers.get(p, (0, 0))[0] for p in bucket.model_params]
         seed, t = bucket.group["seed"], bucket.group["step"] + 1
-        return lambda: draw(bucket, numbers, plan, seed, t)
+        return self._matrices.draw(bucket, numbers, plan, seed, t)
+
+    def _make_draw(self, bucket: Bucket, plan: Plan) -> Callable[[list[ProjectedStack]], None]:
+        """Return a function that draws R of the coming step's stacks, without a reference to the
+        optimizer.
+        """
+        random = [None if q is None or q.is_tracked else q for q in plan]
+        if not any(random):
+            return lambda stacks: None
+        draw = self._matrices.draw
+        numbers = [self._numbers.get(p, (0, 0))[0] for p in bucket.model_params]
+        seed, t = bucket.group["seed"], bucket.group["step"] + 1
+
+        def draw_columns(stacks: list[ProjectedStack]) -> None:
+            matrices = draw(bucket, numbers, random, seed, t)
+            for stack in stacks:
+                first, k = matrices[stack.indices[0]], len(stack.indices)
+                assert first is not None
+                # a tensor's numbers begin with a word of four
+                distance = 4 * -(-first.numel() // 4)
+                stack.R = first.as_strided((k, *first.shape), (distance, *first.stride()))
+
+        return draw_columns
 
     # A clip of the local gradient needs its norm over all buckets, so that no bucket can be sent
     # during backward

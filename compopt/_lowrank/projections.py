@@ -6,14 +6,14 @@ network, and ``scale * (H R) R^T`` is its reconstruction. The values of ``projec
 - "gaussian": R holds independent normal numbers. The reconstruction is unbiased.
 - "orthonormal": R holds orthonormal columns that span the same space. The reconstruction is a
   contraction: it never enlarges the error.
-- "tracked": R holds orthonormal columns that follow the gradient, see ``reducer.TrackedTensor``.
+- "tracked": R holds orthonormal columns that follow the gradient, see ``stacks``.
   Only the first R is drawn at random.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -68,37 +68,33 @@ class Projection:
 
     def view_as_matrix(self, tensor: Tensor) -> Tensor:
         """View a contiguous tensor as the (m, d) matrix H."""
-        matrix = tensor.view(self.rows, self.columns)
-        return matrix.t() if self.transposes else matrix
+        return self.view_as_matrices(tensor)[0]
 
-    def view_as_projected(self, part: Tensor) -> Tensor:
-        """View the tensor's part of a payload as the (m, r) matrix H R.
+    def view_as_matrices(self, stack: Tensor) -> Tensor:
+        """View a contiguous stack of tensors as the (k, m, d) matrices H."""
+        matrices = stack.view(-1, self.rows, self.columns)
+        return matrices.mT if self.transposes else matrices
 
-        A tracked one is stored by columns: columns differ in size, and values of one size then
-        share the scales of a quantized payload.
-        """
-        if self.is_tracked:
-            return part.view(self.r, self.m).t()
-        return part.view(self.m, self.r)
+    def has_blocks(self, R: Tensor) -> bool:
+        """True if R, of a stack of tensors, has columns of its own for each block of rows."""
+        return self.block_height is not None and R.dim() > 3
 
     def iterate_blocks(
         self, R: Tensor, left: Tensor, right: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield each R with the rows of two matrices that it belongs to.
+        """Yield each R with the rows of two (stacks of) matrices that it belongs to.
 
         All full blocks come first, as one stack, then the remaining rows.
         """
-        if self.block_height is None or R.dim() == 2:
-            yield R, left, right
-            return
-        count, rest = divmod(len(left), self.block_height)
-        rows = len(left) - rest
+        assert self.block_height is not None
+        count, rest = divmod(left.shape[-2], self.block_height)
+        rows, blocks = left.shape[-2] - rest, (count, self.block_height)
         if count:
-            left_blocks = left[:rows].unflatten(0, (count, self.block_height))
-            right_blocks = right[:rows].unflatten(0, (count, self.block_height))
-            yield R[:count], left_blocks, right_blocks
+            left_blocks = left[..., :rows, :].unflatten(-2, blocks)
+            right_blocks = right[..., :rows, :].unflatten(-2, blocks)
+            yield R[..., :count, :, :], left_blocks, right_blocks
         if rest:
-            yield R[count], left[rows:], right[rows:]
+            yield R[..., count, :, :], left[..., rows:, :], right[..., rows:, :]
 
 
 @lru_cache(maxsize=4096, typed=True)
@@ -170,47 +166,75 @@ def is_dtensor(p: Tensor) -> bool:
     return to_local(p) is not p
 
 
-def orthonormalize(matrices: Tensor) -> Tensor:
-    """Return orthonormal columns that span those of a matrix, or of each of a stack, in at least
+def orthonormalize(stacks: Sequence[Tensor]) -> list[Tensor]:
+    """Return orthonormal columns that span those of the matrices of each stack, in at least
     float32.
 
-    A CPU uses QR, on one thread: with more threads the last bits depend on their number, and it is
-    hardly faster. Other devices use Cholesky-QR, since QR launches a kernel for each column. On a
-    CPU Cholesky-QR takes 2 to 7 times as long.
+    Zeros become unit vectors. Equal matrices give columns that are equal to the bit, as all ranks
+    need. A CPU uses QR, on one thread: with more threads the last bits depend on their number, and
+    it is hardly faster. Other devices use Cholesky-QR, since QR launches a kernel for each column.
+    On a CPU Cholesky-QR takes 2 to 7 times as long.
     """
-    dtype = torch.promote_types(matrices.dtype, torch.float32)
-    if matrices.device.type != "cpu":
-        return orthonormalize_by_cholesky(matrices).to(dtype)
+    by_index: dict[int, Tensor] = {}
+    shapes = [stack.shape[1:] for stack in stacks]
+    groups = [[i for i, x in enumerate(shapes) if x == shape] for shape in dict.fromkeys(shapes)]
+    together = [
+        stacks[group[0]] if len(group) == 1 else torch.cat([stacks[i] for i in group])
+        for group in groups
+    ]
+    for group, columns in zip(groups, _orthonormalize_each(together), strict=True):
+        parts = columns.split([len(stacks[i]) for i in group])
+        by_index.update(zip(group, parts, strict=True))
+    return [by_index[i] for i in range(len(stacks))]
+
+
+def _orthonormalize_each(stacks: list[Tensor]) -> list[Tensor]:
+    if stacks and stacks[0].device.type != "cpu":
+        return orthonormalize_by_cholesky(stacks)
     with one_thread():
-        columns: Tensor = torch.linalg.qr(matrices.to(dtype)).Q
-    return columns
+        return [
+            torch.linalg.qr(stack.to(torch.promote_types(stack.dtype, torch.float32))).Q
+            for stack in stacks
+        ]
 
 
-def orthonormalize_by_cholesky(matrices: Tensor) -> Tensor:
+def orthonormalize_by_cholesky(stacks: list[Tensor]) -> list[Tensor]:
     """Run Cholesky-QR twice, in float64, without a host wait.
+
+    Matrices of one rank are factorized together, whatever their number of rows.
 
     The second pass removes what rounding left of dependent columns. Factorization errors are not
     checked: they come from non-finite numbers, and a step with such is not applied.
     """
-    lengths = torch.linalg.vector_norm(matrices, dim=-2, keepdim=True, dtype=torch.float64)
-    columns: Tensor = matrices / lengths.clamp_min_(torch.finfo(torch.float64).tiny)
-    columns.diagonal(dim1=-2, dim2=-1).add_(SHIFT)
-    for _ in range(2):
-        factor = torch.linalg.cholesky_ex(columns.mT @ columns).L
-        columns = torch.linalg.solve_triangular(factor.mT, columns, upper=True, left=False)
-    return columns
+    lengths = [
+        torch.linalg.vector_norm(stack, dim=-2, keepdim=True, dtype=torch.float64)
+        for stack in stacks
+    ]
+    torch._foreach_clamp_min_(lengths, torch.finfo(torch.float64).tiny)
+    columns = [stack / length for stack, length in zip(stacks, lengths, strict=True)]
+    for stack in columns:
+        stack.diagonal(dim1=-2, dim2=-1).add_(SHIFT)
+    for r in {stack.shape[-1] for stack in columns}:
+        chosen = [i for i, stack in enumerate(columns) if stack.shape[-1] == r]
+        for _ in range(2):
+            products = _divide_by_factors([columns[i] for i in chosen])
+            for i, product in zip(chosen, products, strict=True):
+                columns[i] = product
+    dtype = torch.promote_types(stacks[0].dtype, torch.float32)
+    results = [torch.empty_like(x, dtype=dtype) for x in columns]
+    torch._foreach_copy_(results, columns)
+    return results
 
 
-def orthonormalize_each(matrices: list[Tensor]) -> list[Tensor]:
-    """Orthonormalize the columns of each matrix, those of one shape and device in one call.
-
-    Zeros become unit vectors. Equal matrices give columns that are equal to the bit, as all ranks
-    need.
-    """
-    by_index: dict[int, Tensor] = {}
-    keys = [(matrix.shape, matrix.device) for matrix in matrices]
-    for key in {*keys}:
-        indices = [i for i in range(len(matrices)) if keys[i] == key]
-        columns = orthonormalize(torch.stack([matrices[i] for i in indices]))
-        by_index.update(zip(indices, columns, strict=True))
-    return [by_index[i] for i in range(len(matrices))]
+def _divide_by_factors(columns: list[Tensor]) -> list[Tensor]:
+    """Return C L^-T for each stack C of r columns, with L the Cholesky factor of C^T C."""
+    sizes, r = [len(stack) for stack in columns], columns[0].shape[-1]
+    grams = columns[0].new_empty(sum(sizes), r, r)
+    for stack, gram in zip(columns, grams.split(sizes), strict=True):
+        torch.bmm(stack.mT, stack, out=gram)
+    factors = torch.linalg.cholesky_ex(grams).L
+    identity = torch.eye(r, dtype=grams.dtype, device=grams.device).expand_as(grams)
+    inverse = torch.linalg.solve_triangular(factors.mT, identity, upper=True)
+    return [
+        torch.bmm(stack, each) for stack, each in zip(columns, inverse.split(sizes), strict=True)
+    ]

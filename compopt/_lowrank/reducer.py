@@ -1,21 +1,22 @@
 """SEPARATE's reducer: matrices are sent projected, the other tensors sent dense.
 
-``ProjectionReducer`` reduces a bucket. Each tensor is sent dense, projected on random columns, or
-on tracked columns. Its part of a payload holds what this rank sends of it, and after the exchange
-the average over ranks. Lines are those of SEPARATE's Algorithm 1, see ``compopt.separate``.
+``ProjectionReducer`` reduces a bucket. A tensor is sent dense, or with the stack of its neighbours
+that have the same projection. Its part of a payload holds what this rank sends of it, and after the
+exchange the average over ranks. Lines are those of Algorithm 1, see ``compopt.separate``; their
+arithmetic is in ``stacks``.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from .._engine.reducer import ReduceScatterReducer
-from .._ops.norms import clip_factor, scale_, stacked_squared_norms
+from .._ops.norms import clip_factor, scale_all_, stacked_squared_norms
 from .._ops.operations import Ops
 from .._ops.update_helpers import Factored
 from .._state.buckets import Bucket
@@ -23,25 +24,32 @@ from .._state.masks import Mask
 from .._state.tensors import upload
 from .._wire.payload import Payload
 from .._wire.requests import AllReduceMean, RequestGenerator
-from .matrices import RandomMatrices
 from .options import is_clipped, is_reset_step
-from .projections import Projection, orthonormalize_each
+from .projections import orthonormalize
+from .stacks import (
+    ProjectedStack,
+    compute_cosines,
+    feed_back,
+    multiply,
+    reconstruct,
+    reconstruct_rows,
+)
 
 
 @dataclass(frozen=True)
 class ReducerInputs:
     """The tensors of one bucket at one step, and how they are reduced.
 
-    ``draw_matrices`` draws R of those that are projected on random columns. ``local_factor`` clips
-    the local gradient. ``norm_is_reproducible`` asks for a norm that does not depend on the number
-    of threads, since every rank clips by the norm that it computes. ``params_with_basis`` are the
-    parameters whose basis has been computed by a step. ``on_cosines`` receives the cosines of
-    Algorithm 3 in a step that adapts to them. ``dense_reducer`` reduces what is not projected where
-    the bucket is cut into shards.
+    ``draw_columns`` draws R of the stacks that are projected on random columns. ``local_factor``
+    clips the local gradient. ``norm_is_reproducible`` asks for a norm that does not depend on the
+    number of threads, since every rank clips by the norm that it computes. ``params_with_basis``
+    are the parameters whose basis has been computed by a step. ``on_cosines`` receives the cosines
+    of Algorithm 3 in a step that adapts to them. ``dense_reducer`` reduces what is not projected
+    where the bucket is cut into shards.
     """
 
-    tensors: Sequence[DenseTensor | ProjectedTensor]
-    draw_matrices: Callable[[], RandomMatrices]
+    stacks: list[ProjectedStack]
+    draw_columns: Callable[[list[ProjectedStack]], None]
     local_factor: float
     sends_residuals: bool
     norm_is_reproducible: bool
@@ -55,66 +63,89 @@ class ProjectionReducer:
 
     def __init__(self, bucket: Bucket, ops: Ops, inputs: ReducerInputs):
         self.bucket, self.ops, self.inputs = bucket, ops, inputs
-        self.tensors, self.local_factor = inputs.tensors, inputs.local_factor
-        # tensors by their index in the bucket
-        pairs = [*enumerate(self.tensors)]
-        self.projected = {i: x for i, x in pairs if isinstance(x, ProjectedTensor)}
-        self.tracked = {i: x for i, x in pairs if isinstance(x, TrackedTensor)}
+        self.stacks, self.local_factor = inputs.stacks, inputs.local_factor
+        self.stack_of = {i: stack for stack in self.stacks for i in stack.indices}
+        self.dense = [i for i in range(len(bucket.params)) if i not in self.stack_of]
+        self.is_tracked = any(stack.projection.is_tracked for stack in self.stacks)
         self.next_bases: dict[int, Tensor] = {}
 
     @property
     def phase(self) -> str:
-        return "projected" if self.projected else "dense"
+        return "projected" if self.stacks else "dense"
 
     def reduce(self) -> RequestGenerator[Payload]:
         """Do lines 1 to 3. Tracked tensors exchange P first, and compute the next basis from p."""
         dense_reducer = self.inputs.dense_reducer
-        if dense_reducer is not None and not self.projected:
+        if dense_reducer is not None and not self.stacks:
             self.mean = yield from dense_reducer.reduce()
             return self.mean
         mean_of_P = None
-        if self.tracked:
+        if self.is_tracked:
             mean_of_P = yield from self._exchange_P()
-        self.draw_matrices()
+        self.draw_columns()
         payload = self._encode(mean_of_P)
-        if self.projected:  # copy what this rank sends: the all-reduce overwrites the payload
-            parts = [payload.parts[i] for i in self.projected]
-            memory = torch.empty_like(payload.body[: sum(map(len, parts))])
-            copies = list(memory.split([len(part) for part in parts]))
-            torch._foreach_copy_(copies, parts)
-            for tensor, copy in zip(self.projected.values(), copies, strict=True):
-                tensor.p = copy
+        if self.stacks:  # copy what this rank sends: the all-reduce overwrites the payload
+            sent = [self._part_of(payload, stack, payload.body) for stack in self.stacks]
+            copies = torch.empty_like(payload.body[: sum(map(len, sent))]).split(
+                [len(part) for part in sent]
+            )
+            torch._foreach_copy_(list(copies), sent)
+            for stack, copy in zip(self.stacks, copies, strict=True):
+                stack.sent = copy
         mean: Payload = yield AllReduceMean(payload)
         self.mean = mean
-        averages = [x.projection.view_as_projected(mean.parts[i]) for i, x in self.tracked.items()]
-        self.next_bases = dict(zip(self.tracked, orthonormalize_each(averages), strict=True))
+        if self.is_tracked:
+            parts = [self._part_of(mean, stack, mean.body) for stack in self.stacks]
+            averages = [x.view_as_projected(p) for x, p in zip(self.stacks, parts, strict=True)]
+            for stack, Q in zip(self.stacks, orthonormalize(averages), strict=True):
+                self.next_bases.update(zip(stack.indices, Q.unbind(), strict=True))
         if dense_reducer is not None and dense_reducer.sent_dense:
             yield from dense_reducer.reduce()
         return mean
 
     def _exchange_P(self) -> RequestGenerator[Payload]:
-        """Do lines 1 and 2 of ``TrackedTensor``: compute R of each. Return the averaged payload."""
-        lengths = [0] * len(self.tensors)
-        for i, tensor in self.tracked.items():
-            lengths[i] = tensor.projection.d * tensor.projection.r
+        """Do lines 1 and 2 of a tracked projection: compute R. Return the averaged payload."""
+        lengths = [0] * len(self.bucket.params)
+        for i, stack in self.stack_of.items():
+            lengths[i] = stack.projection.d * stack.projection.r
         dtype = self.bucket.group["payload_dtype"]
         payload = self.bucket.make_payload(lengths, dtype, use=1)
         self.ops.write_header(payload, self.bucket.grads())
-        for i, tensor in self.tracked.items():
-            P = tensor.view_as_P(payload.unrounded_parts[i])
-            tensor.multiply_h(tensor.Q, P, transposed=True)
+        bases = [stack.Q for stack in self.stacks if stack.Q is not None]
+        unrounded = self._unrounded(payload)
+        out = [x.view_as_P(self._part_of(payload, x, unrounded)) for x in self.stacks]
+        self._multiply(bases, out, transposed=True)
         mean: Payload = yield AllReduceMean(payload.round(), has_next=True)  # line 1
-        averages = [x.view_as_P(mean.parts[i]).to(x.Q.dtype) for i, x in self.tracked.items()]
-        bases = orthonormalize_each(averages)
-        for tensor, R in zip(self.tracked.values(), bases, strict=True):  # line 2
-            tensor.R = R
+        parts = [self._part_of(mean, stack, mean.body) for stack in self.stacks]
+        averages = [
+            x.view_as_P(part).to(Q.dtype)
+            for x, part, Q in zip(self.stacks, parts, bases, strict=True)
+        ]
+        for stack, R in zip(self.stacks, orthonormalize(averages), strict=True):  # line 2
+            stack.R = R
         return mean
 
-    def draw_matrices(self) -> None:
+    def _multiply(self, right: list[Tensor], out: list[Tensor], transposed: bool = False) -> None:
+        inputs = self.stacks, right, out, self.local_factor, transposed
+        self.ops.run(multiply, self.bucket, *inputs)
+
+    def draw_columns(self) -> None:
         """Do line 2: draw R, which is valid until matrices of another bucket are drawn."""
-        for tensor, R in zip(self.tensors, self.inputs.draw_matrices(), strict=True):
-            if isinstance(tensor, ProjectedTensor) and R is not None:
-                tensor.R = R
+        self.inputs.draw_columns(self.stacks)
+
+    @staticmethod
+    def _part_of(payload: Payload, stack: ProjectedStack, memory: Tensor) -> Tensor:
+        """Return the stack's part of the payload's body, or of other memory in its layout."""
+        first, last = stack.indices[0], stack.indices[-1] + 1
+        start = sum(payload.lengths[:first])
+        return memory[start : start + sum(payload.lengths[first:last])]
+
+    @staticmethod
+    def _unrounded(payload: Payload) -> Tensor:
+        """Return the memory to which values are written before ``round``."""
+        if payload.is_rounded_later and payload.rounding_errors is not None:
+            return payload.rounding_errors
+        return payload.body
 
     def _encode(self, mean_of_P: Payload | None) -> Payload:
         """Do lines 1 and 2: make the bucket's payload.
@@ -122,62 +153,70 @@ class ProjectionReducer:
         Its header is copied from ``mean_of_P``, on which all ranks have agreed already.
         """
         bucket, inputs = self.bucket, self.inputs
-        if not self.projected and self.local_factor == 1:  # one pass, where the backend has one
+        if not self.stacks and self.local_factor == 1:  # one pass, where the backend has one
             residual: list[Tensor | None] = [*bucket.state["residual"]]
             add = residual if inputs.sends_residuals else None
             return self.ops.encode(bucket, bucket.grads(), Mask(bucket), add)
-        lengths = [tensor.length for tensor in self.tensors]
+        lengths = [0 if bucket.is_sharded else n for n in bucket.lengths]
+        for i, stack in self.stack_of.items():
+            lengths[i] = stack.projection.m * stack.projection.r
         if inputs.on_cosines:
-            lengths.append(len(self.tensors))
+            lengths.append(len(bucket.params))
         payload = bucket.make_payload(lengths, bucket.group["payload_dtype"])
         if mean_of_P is None:
             self.ops.write_header(payload, bucket.grads())
         else:
             header_length = len(payload.flat) - len(payload.body)
             payload.flat[:header_length].copy_(mean_of_P.flat[:header_length])
-        for i, tensor in self.projected.items():
-            tensor.multiply_h(
-                tensor.R, tensor.projection.view_as_projected(payload.unrounded_parts[i])
-            )
-        self._write_dense_tensors(payload)
+        unrounded = self._unrounded(payload)
+        parts = [self._part_of(payload, stack, unrounded) for stack in self.stacks]
+        out = [x.view_as_projected(part) for x, part in zip(self.stacks, parts, strict=True)]
+        self._multiply([stack.columns for stack in self.stacks], out)
+        if not bucket.is_sharded:
+            self._write_dense_tensors(payload)
         if inputs.on_cosines:
             payload.unrounded_parts[-1].zero_()
-            for i, projected in self.projected.items():
-                payload.unrounded_parts[-1][i] = projected.compute_cosine(
-                    payload.unrounded_parts[i]
-                )
+            for stack, part in zip(self.stacks, parts, strict=True):
+                cosines = compute_cosines(stack, part)
+                payload.unrounded_parts[-1][stack.indices[0] : stack.indices[-1] + 1] = cosines
         return payload.round()
 
     def _write_dense_tensors(self, payload: Payload) -> None:
-        pairs = zip(self.tensors, payload.unrounded_parts, strict=False)
-        dense = [(tensor, part) for tensor, part in pairs if isinstance(tensor, DenseTensor)]
-        with_grad = [(part, x.grad.reshape(-1)) for x, part in dense if x.grad is not None]
-        if with_grad:
-            parts = [part for part, _ in with_grad]
-            torch._foreach_copy_(parts, [g for _, g in with_grad])
-            if self.local_factor != 1:
-                torch._foreach_mul_(parts, self.local_factor)
-        for tensor, part in dense:
-            if tensor.grad is None:
-                part.zero_()
-            if tensor.residual is not None and tensor.sends_residual:
-                part.add_(tensor.residual.view(-1))
+        grads, residuals = self.bucket.grads(), self.bucket.state["residual"]
+        parts = [payload.unrounded_parts[i] for i in self.dense]
+        pairs = [(p, grads[i]) for p, i in zip(parts, self.dense, strict=True)]
+        given = [(p, g.reshape(-1)) for p, g in pairs if g is not None]
+        absent = [p for p, g in pairs if g is None]
+        if given:
+            torch._foreach_copy_([p for p, _ in given], [g for _, g in given])
+            scale_all_([p for p, _ in given], self.local_factor)
+        if absent:
+            torch._foreach_zero_(absent)
+        if self.inputs.sends_residuals:
+            for part, i in zip(parts, self.dense, strict=True):
+                if residuals[i] is not None:
+                    part.add_(residuals[i].view(-1))
 
     def squared_norm(self) -> Tensor | None:
-        """Return the squared norm of the averaged gradients, one number for each tensor; None where
-        it is that of the payload.
+        """Return the squared norm of the averaged gradients, one number for neighbours that are
+        sent in the same way; None where it is that of the payload.
 
         It is the norm before reconstruction. With a Gaussian R the mean of |h R|^2 / r is |h|^2;
         orthonormal columns give the norm of the part of h that they span.
         """
-        if not self.projected:
+        if not self.stacks:
             return None
-        parts = self.mean.parts[: len(self.tensors)]
+        lengths = self.mean.lengths[: len(self.bucket.params)]
+        scales: list[float] = []
+        sizes: list[int] = []
+        for i, n in enumerate(lengths):
+            scale = self.stack_of[i].projection.scale if i in self.stack_of else 1.0
+            if not scales or scale != scales[-1]:
+                scales.append(scale)
+                sizes.append(0)
+            sizes[-1] += n
+        parts = self.mean.body[: sum(sizes)].split(sizes)
         squares = stacked_squared_norms(parts, self.inputs.norm_is_reproducible)
-        scales = [
-            self.projected[i].projection.scale if i in self.projected else 1.0
-            for i in range(len(parts))
-        ]
         if {*scales} == {1.0}:
             return squares
         return squares * upload(scales, torch.float64, self.mean.flat.device)
@@ -186,26 +225,27 @@ class ProjectionReducer:
 
     def read_owned_parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
         """Do line 4 for the rows that this rank owns."""
-        self.draw_matrices()
+        self.draw_columns()
         reducer = self.inputs.dense_reducer
         dense_parts = iter(() if reducer is None else reducer.read_owned_parts(dtype))
-        for i in range(len(self.tensors)):
-            if i in self.projected:
-                start, stop = self.bucket.shards.own_ranges[i]
-                tensor, width = self.projected[i], self.projected[i].projection.columns
-                rows = tensor.reconstruct_rows(self.mean.parts[i], start // width, stop // width)
-                yield rows.reshape(-1)
-            else:
+        for i in range(len(self.bucket.params)):
+            if i not in self.stack_of:
                 yield next(dense_parts)
+                continue
+            stack = self.stack_of[i]
+            start, stop = (
+                at // stack.projection.columns for at in self.bucket.shards.own_ranges[i]
+            )
+            number = i - stack.indices[0]
+            yield reconstruct_rows(stack, number, self.mean.parts[i], start, stop).reshape(-1)
 
     def feed_back(self, have_gradients: list[bool]) -> None:
         """Do line 5, without a clip of the average."""
         reducer = self.inputs.dense_reducer
         if reducer is not None and reducer.sent_dense:
             reducer.feed_back(have_gradients)
-        for i, tensor in self.projected.items():
-            if have_gradients[i]:
-                tensor.feed_back(self.mean, i, 1.0)
+        for stack in self.stacks_with_gradients(have_gradients):
+            self.feed_back_stack(stack, 1.0)
 
     def next_state(self, i: int) -> dict[str, Tensor]:
         return {"basis": self.next_bases[i]} if i in self.next_bases else {}
@@ -216,6 +256,48 @@ class ProjectionReducer:
         """Return the factor that clips the averaged gradient."""
         group = self.bucket.group
         return clip_factor(norm, group["max_grad_norm"]) if is_clipped(group, "average") else 1.0
+
+    def stacks_with_gradients(self, have_gradients: Sequence[bool]) -> Iterator[ProjectedStack]:
+        """Iterate over the stacks, without the tensors that no rank has a gradient of."""
+        for stack in self.stacks:
+            flags = [have_gradients[i] for i in stack.indices]
+            if all(flags):
+                yield stack
+                continue
+            changes = [n for n in range(1, len(flags)) if flags[n] != flags[n - 1]]
+            for first, last in pairwise([0, *changes, len(flags)]):
+                if flags[first]:
+                    yield stack.select(first, last)
+
+    def reconstruct_stack(self, stack: ProjectedStack, factor: float, out: Tensor) -> None:
+        """Do line 4: write ``factor`` times the averaged gradients of a stack to ``out``."""
+        reconstruct(self.ops, stack, self._part_of(self.mean, stack, self.mean.body), factor, out)
+
+    def feed_back_stack(self, stack: ProjectedStack, factor: float) -> None:
+        """Do line 5 for a stack; ``factor`` has clipped the average."""
+        errors = None
+        if self.mean.seed is not None and self.mean.rounding_errors is not None:
+            errors = self._part_of(self.mean, stack, self.mean.rounding_errors)
+        feed_back(stack, errors, factor, self.local_factor)
+
+    def feed_back_dense(self, indices: Sequence[int], mean: Payload, factor: float) -> None:
+        """Set the residuals of tensors that were sent dense to their rounding errors.
+
+        ``factor`` has clipped the average. Of the old residual 1 - ``factor`` stays; of the new
+        rounding error ``factor`` is added. A residual that was not sent, the noise of an unbiased
+        projection, is dropped.
+        """
+        is_rounded = mean.rounding_errors is not None
+        if not (is_rounded or self.bucket.has_residual):
+            return
+        known = [i for i in indices if self.bucket.state["residual"][i] is not None]
+        residuals = [self.bucket.state["residual"][i].view(-1) for i in known]
+        if not residuals:
+            return
+        torch._foreach_mul_(residuals, 1 - factor if self.inputs.sends_residuals else 0.0)
+        if is_rounded:
+            errors = [mean.rounding_error_parts[i] for i in known]
+            torch._foreach_add_(residuals, errors, alpha=factor)
 
     def commit_state(self, have_gradients: list[bool], factor: float) -> None:
         """Reset residuals where they are due, store the next bases, and report the cosines."""
@@ -228,11 +310,11 @@ class ProjectionReducer:
             torch._foreach_copy_(state, [self.next_bases[i] for i in updated])
             self.inputs.params_with_basis.update(bucket.model_params[i] for i in updated)
         remains = not all(have_gradients) or (self.inputs.sends_residuals and factor != 1)
-        bucket.cache["has_residual"] = bool(self.projected) or (bucket.has_residual and remains)
+        bucket.cache["has_residual"] = bool(self.stacks) or (bucket.has_residual and remains)
         if self.inputs.on_cosines:
             cosines = self.mean.parts[-1].tolist()  # means over ranks
             self.inputs.on_cosines(
-                {bucket.params[i]: cosines[i] for i in self.projected if have_gradients[i]}
+                {bucket.params[i]: cosines[i] for i in self.stack_of if have_gradients[i]}
             )
 
     # For fused implementations of lines 4 and 5 with AdamW (see ``_ops.update_helpers``)
@@ -240,226 +322,24 @@ class ProjectionReducer:
     @property
     def has_factors(self) -> bool:
         """True where every averaged gradient is dense, or a product of narrow matrices."""
-        return len(self.projected) == len(self.tracked)
+        return self.is_tracked or not self.stacks
 
     def list_factored(self, mean: Payload, indices: Sequence[int]) -> list[Factored]:
-        factored = []
-        for i in (i for i in indices if i in self.tracked):
-            x = self.tracked[i]
-            rows, columns = x.projection.rows, x.projection.columns
-            errors = None if mean.seed is None else mean.rounding_error_parts[i]
-            factored.append(Factored(i, rows, columns, x.R, mean.parts[i], x.p, errors))
+        factored: list[Factored] = []
+        wanted = {*indices}
+        for stack in self.stacks if self.is_tracked else ():
+            rows, columns = stack.projection.rows, stack.projection.columns
+            assert stack.sent is not None
+            sent = stack.sent.view(len(stack.indices), -1).unbind()
+            for i, R, own in zip(stack.indices, stack.columns.unbind(), sent, strict=True):
+                if i in wanted:
+                    errors = None if mean.seed is None else mean.rounding_error_parts[i]
+                    factored.append(Factored(i, rows, columns, R, mean.parts[i], own, errors))
         return factored
 
     def list_dense(self, indices: Sequence[int]) -> list[int]:
-        return [i for i in indices if i not in self.projected]
-
-    def feed_back_dense(self, i: int, mean: Payload, factor: float) -> None:
-        self.tensors[i].feed_back(mean, i, factor)
+        return [i for i in indices if i not in self.stack_of]
 
     def error_share(self, factor: float) -> float:
-        shares = [1 - tensor.projection.beta for tensor in self.tracked.values()]
+        shares = [1 - stack.projection.beta for stack in self.stacks if self.is_tracked]
         return factor * shares[0] if shares else 0.0
-
-
-# One tensor at one step
-
-
-@dataclass
-class DenseTensor:
-    """A tensor whose gradient is averaged dense.
-
-    ``residual`` is what earlier steps, projected or rounded, have not sent (None: nothing ever
-    remains); it may be non-zero only where ``has_residual``. ``sends_residual`` is false for the
-    noise of an unbiased projection, which is not worth sending. ``local_factor`` clips the local
-    gradient.
-    """
-
-    grad: Tensor | None
-    residual: Tensor | None
-    local_factor: float = 1.0
-    length: int = 0
-    has_residual: bool = False
-    sends_residual: bool = False
-
-    def average_in(self, part: Tensor) -> Tensor | None:
-        """Return memory that already holds the averaged gradient, if any."""
-        return part
-
-    def reconstruct(self, part: Tensor, factor: float, out: Tensor) -> Tensor:
-        """Write ``factor`` times the averaged gradient to ``out``, which may be ``part``."""
-        if out.data_ptr() != part.data_ptr():
-            out.view(-1).copy_(part)
-        scale_(out, factor)
-        return out
-
-    def feed_back(self, mean: Payload, i: int, factor: float) -> None:
-        """Set the residual to the rounding error of this rank's payload.
-
-        ``factor`` has clipped the average. Of the old residual 1 - ``factor`` stays; of the new
-        rounding error ``factor`` is added.
-        """
-        if self.residual is None or not (self.has_residual or mean.rounding_errors is not None):
-            return
-        self.residual.mul_(1 - factor if self.sends_residual else 0.0)
-        if mean.rounding_errors is not None:
-            self.residual.view(-1).add_(mean.rounding_error_parts[i], alpha=factor)
-
-
-@dataclass
-class ProjectedTensor:
-    """A tensor of which p_n = h_n R is averaged: SEPARATE's lines 1, 2, 4 and 5 for one matrix.
-
-    ``residual`` is e_n, ``projection`` gives R its shape, ``local_factor`` clips the local
-    gradient. ``R`` is drawn again before each use; ``p`` is a copy of what this rank sends.
-    """
-
-    grad: Tensor | None
-    residual: Tensor
-    local_factor: float
-    projection: Projection
-    ops: Ops
-    R: Tensor = field(init=False)
-    p: Tensor = field(init=False)
-
-    @property
-    def length(self) -> int:
-        return self.projection.m * self.projection.r
-
-    def multiply_h(self, right: Tensor, out: Tensor, transposed: bool = False) -> None:
-        """Do lines 1 and 2: write ``h right``, or ``h^T right``, to ``out``, with h = e + g.
-
-        ``out`` may be of another dtype.
-        """
-        projection, e, g = self.projection, self.residual, self.grad
-        if adds_products(e) and (g is None or g.dtype == e.dtype == out.dtype):
-            terms = [(projection.view_as_matrix(e), 1.0)]
-            if g is not None:
-                terms.append((projection.view_as_matrix(g.contiguous()), self.local_factor))
-        else:
-            h = self.ops.scratch(e, e.numel()).view(e.shape)
-            if g is None:
-                h.copy_(e)
-            else:
-                torch.add(e, g, alpha=self.local_factor, out=h)
-            terms = [(projection.view_as_matrix(h), 1.0)]
-        for n, (matrix, factor) in enumerate(terms):
-            matrix = matrix.t() if transposed else matrix
-            for R, rows, out_rows in projection.iterate_blocks(right, matrix, out):
-                if n > 0:
-                    add_product_(out_rows, rows, R, factor)
-                elif out.dtype == R.dtype:
-                    torch.matmul(rows, R, out=out_rows)
-                else:
-                    out_rows.copy_(rows @ R)
-
-    def compute_cosine(self, part: Tensor) -> Tensor | float:
-        """Return the cosine between the local gradient and its reconstruction (Algorithm 3)."""
-        projection, R = self.projection, self.R
-        if self.grad is None:
-            return 0.0
-        g = projection.view_as_matrix(self.grad.contiguous()).to(R.dtype)
-        ghat = self._expand(projection.view_as_projected(part).to(R.dtype), R, torch.empty_like(g))
-        lengths = torch.linalg.vector_norm(g) * torch.linalg.vector_norm(ghat)
-        cosine: Tensor = (g * ghat).sum() / lengths.clamp_min(torch.finfo(R.dtype).tiny)
-        return cosine
-
-    def average_in(self, part: Tensor) -> Tensor | None:
-        return None  # it exists only as a reconstruction
-
-    def reconstruct(self, part: Tensor, factor: float, out: Tensor) -> Tensor:
-        """Do line 4: write ``factor`` times the averaged gradient to ``out``."""
-        projection, R = self.projection, self.R
-        p = projection.view_as_projected(part).to(R.dtype) * (projection.scale * factor)
-        if out.dtype == R.dtype:
-            self._expand(p, R, projection.view_as_matrix(out))
-            return out
-        wide = self.ops.scratch(R, out.numel()).view(out.shape)
-        self._expand(p, R, projection.view_as_matrix(wide))
-        return out.copy_(wide)
-
-    def reconstruct_rows(self, part: Tensor, first: int, last: int) -> Tensor:
-        """Do line 4 for some rows of the tensor as a matrix."""
-        projection, R = self.projection, self.R
-        p = projection.view_as_projected(part).to(R.dtype)
-        if projection.transposes:
-            rows = R.new_empty(last - first, projection.m)
-            self._expand(p, R[..., first:last, :], rows.t())
-            return rows.mul_(projection.scale)
-        height = projection.block_height
-        if height is None:
-            p, first, last = p[first:last], 0, last - first
-        else:  # only the blocks that contain these rows
-            begin, end = first // height, math.ceil(last / height)
-            R, p = R[begin:end], p[begin * height : end * height]
-            first, last = first - begin * height, last - begin * height
-        blocks = self._expand(p, R, R.new_empty(len(p), projection.d))
-        return blocks[first:last].mul_(projection.scale)
-
-    def _expand(self, p: Tensor, R: Tensor, out: Tensor) -> Tensor:
-        """Write ``p R^T`` to ``out``."""
-        for matrix, rows, out_rows in self.projection.iterate_blocks(R, p, out):
-            torch.matmul(rows, matrix.mT, out=out_rows)
-        return out
-
-    def feed_back(self, mean: Payload, i: int, factor: float) -> None:
-        """Line 5: e <- beta e + (1 - beta) (g + e - p R^T / r) = e + (1 - beta) (g - p R^T / r).
-
-        p is what the other ranks received from this one, after rounding. Where the average was
-        clipped by ``factor``, only that share of the new error is taken.
-        """
-        e, g, projection, R = self.residual, self.grad, self.projection, self.R
-        if projection.beta == 1:
-            return
-        new = (1 - projection.beta) * factor
-        if mean.seed is not None:
-            self.p.sub_(mean.rounding_error_parts[i])
-        p = projection.view_as_projected(self.p).to(R.dtype)
-        if g is not None:
-            e.add_(g, alpha=new * self.local_factor)
-        for matrix, rows, e_rows in projection.iterate_blocks(R, p, projection.view_as_matrix(e)):
-            add_product_(e_rows, rows, matrix.mT, -new * projection.scale)
-
-
-@dataclass
-class TrackedTensor(ProjectedTensor):
-    """A tensor that is projected on columns which follow its gradient.
-
-    The projection is PowerSGD's power iteration (Vogels, Karimireddy and Jaggi, NeurIPS 2019,
-    Algorithm 1). H_n, the gradient plus residual of rank n, is (d, m) here: the transpose of the
-    matrix that ``Projection`` calls H. Q, (m, r), is the basis of the step before::
-
-        1  P <- mean over ranks of H_n Q
-        2  R <- orthonormal columns that span those of P
-        3  p_n <- H_n^T R;  p <- mean over ranks of p_n         # SEPARATE, on H_n^T, with this R
-        4  Hhat <- R p^T;  the residual is H_n - R p_n^T
-        5  Q <- orthonormal columns that span those of p
-
-    The space that is sent follows the gradient's largest singular vectors, one power iteration a
-    step. R is the same on all ranks, since P is. The mean of the residuals is exact for any R, so P
-    may be sent as int8 like p.
-
-    Two things differ from the paper. The residual is what the rank itself has not sent, instead of
-    its distance from the average; the mean is the same, and it does not grow. Q is orthonormal, so
-    that the columns of P differ in size by singular values instead of their squares, and int8
-    keeps the small ones.
-    """
-
-    Q: Tensor
-
-    def view_as_P(self, part: Tensor) -> Tensor:
-        """View a part of the first payload as P, (d, r); it is stored by columns."""
-        return part.view(self.projection.r, self.projection.d).t()
-
-
-def adds_products(e: Tensor) -> bool:
-    """True where multiplying e and g and adding the products beats writing and reading e + g."""
-    return e.device.type != "cpu"
-
-
-def add_product_(x: Tensor, a: Tensor, b: Tensor, factor: float) -> None:
-    """Add ``factor * a b`` to ``x``; all are matrices, or stacks of matrices."""
-    if x.dim() == 2:
-        x.addmm_(a, b, alpha=factor)
-    else:
-        x.baddbmm_(a, b, alpha=factor)

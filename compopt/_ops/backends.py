@@ -20,7 +20,7 @@ from torch import Tensor
 from .._wire.collectives import get_rank
 from .._wire.warning import warn
 from .native.build import UnknownISA, find_compiler
-from .operations import Group, Ops
+from .operations import AdamWTensors, Group, Ops
 
 NAMES = ("auto", "torch", "native", "triton", "apex")
 # the type of device that apex is built for: NVIDIA's, and AMD's under the same name
@@ -176,6 +176,10 @@ class ApexOps(Ops):
 
         super().__init__()
         self._adam, self._apply = amp_C.multi_tensor_adam, multi_tensor_applier
+
+    def adamw_each(self, group: Group, tensors: AdamWTensors) -> None:
+        for row in zip(*vars(tensors).values(), strict=True):
+            self.adamw(group, *row)
 
     def adamw(self, group: Group, w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor) -> None:
         is_float32 = w.dtype == g.dtype == torch.float32

@@ -91,6 +91,9 @@ def squared_norms(xs: Sequence[Tensor], reproducible: bool = False) -> list[Tens
 def stacked_squared_norms(xs: Sequence[Tensor], reproducible: bool = False) -> Tensor:
     """Return |x|^2 of each tensor, all on one device, as one vector in float64."""
     if xs[0].device.type != "cpu":  # a look at float32 results would cost more than float64
+        if len(xs) == 1:
+            norm: Tensor = torch.linalg.vector_norm(xs[0], dtype=torch.float64)
+            return norm.square_().view(1)
         return torch.stack(torch._foreach_norm(list(xs), 2, dtype=torch.float64)).square_()
     if reproducible:
         return torch.stack([reproducible_squared_norm(x).double() for x in xs])

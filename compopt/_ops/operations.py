@@ -232,6 +232,14 @@ class Ops:
             return reference.adamw_(w, g, m, v, float(step), lr=float(group["lr"]), **hyper)
         adamw_batched_(group, AdamWTensors([w], [g], [m], [v], [step]))
 
+    def adamw_each(self, group: Group, tensors: AdamWTensors) -> None:
+        """Do one AdamW step of every tensor in place; ``steps`` already count it."""
+        lists = tensors.weights, tensors.grads, tensors.exp_avgs, tensors.exp_avg_sqs, tensors.steps
+        if all(x.is_contiguous() for some in lists[:2] for x in some):
+            return adamw_batched_(group, tensors)
+        for w, g, m, v, step in zip(*lists, strict=True):
+            self.adamw(group, w, g, m, v, step)
+
     def compute_adamw_weights(self, group: Group, tensors: AdamWTensors, out: list[Tensor]) -> None:
         """Write to ``out`` the weights after an AdamW step, and nothing else."""
         old = tensors.weights, tensors.exp_avgs, tensors.exp_avg_sqs

@@ -131,8 +131,8 @@ class FactoredAverages(Protocol):
     def list_dense(self, indices: Sequence[int]) -> list[int]:
         """Return the others."""
 
-    def feed_back_dense(self, i: int, mean: Payload, factor: float) -> None:
-        """Update the residual of a tensor that was sent dense."""
+    def feed_back_dense(self, indices: Sequence[int], mean: Payload, factor: float) -> None:
+        """Update the residuals of tensors that were sent dense."""
 
     def error_share(self, factor: float) -> float:
         """Return the weight of the new error of a product, where ``factor`` clips the average."""

@@ -1,8 +1,10 @@
 """Buckets: parameters whose gradients travel in one payload, with their state and their masters.
 
-A bucket holds parameters of one group, dtype and device, in reverse order of registration, in which
-backward finishes them. Each kind of state is one flat tensor with a view for each parameter, which
-``optimizer.state[p]`` shows. If parameters have less precision than float32, one kind of state is
+A bucket holds parameters of one group, dtype and device. Buckets follow each other in reverse order
+of registration, in which backward finishes them. Within a bucket tensors of one shape are
+neighbours, a *stack*: each kind of state is one flat tensor with a view for each parameter, which
+``optimizer.state[p]`` shows, and the state of a stack of k tensors is one tensor of k times the
+shape. If parameters have less precision than float32, one kind of state is
 their float32 master, which a step updates in their place.
 """
 
@@ -29,10 +31,9 @@ from .offload import Offload
 from .shards import ShardLayout
 from .tensors import CompressionRule, get_grad_dtype, is_compressed, pin, to_local
 
-# Bytes of parameters: enough for the link's bandwidth, few enough to overlap with backward.
-BUCKET_BYTES = 8 * 2**20
-# On a device every bucket costs launches and host waits.
-DEVICE_BUCKET_BYTES = 128 * 2**20
+# Bytes of parameters: enough for the link's bandwidth, few enough to overlap with backward. On a
+# device every bucket costs launches and host waits.
+BUCKET_BYTES, DEVICE_BUCKET_BYTES = 8 * 2**20, 128 * 2**20
 
 # What the optimizer's state shows of one tensor.
 Entry = dict[str, Tensor]
@@ -199,6 +200,17 @@ class Bucket:
             for view, info, has in zip(views, infos, has_state, strict=True)
         ]
         self.state[name] = shaped
+
+    def stack_state(self, name: str, indices: range) -> Tensor:
+        """Return one kind of state of neighbours that have it in one shape, as one tensor: a view
+        of the state, or a copy where it has been collected from other buckets.
+        """
+        views = [self.state[name][i] for i in indices]
+        first, last = views[0], views[-1]
+        distance = first.itemsize * first.numel() * (len(views) - 1)
+        if last.data_ptr() - first.data_ptr() != distance or not first.is_contiguous():
+            return torch.stack(views)
+        return first.as_strided((len(views), *first.shape), (first.numel(), *first.stride()))
 
     def resize_state(self, name: str, sizes: list[int]) -> list[Tensor]:
         """Allocate state on a mask with other sizes, contents undefined; return its views.
@@ -455,26 +467,77 @@ def make_buckets(
     groups: Iterable[dict[str, Any]],
     compression_rule: CompressionRule | None = None,
     included: Container[Tensor] | None = None,
+    bytes_sent: Callable[[Bucket], float] | None = None,
 ) -> list[Bucket]:
     """Assign the parameters of all groups to buckets, the last registered first: of about 8 MiB on
-    CPUs, 128 MiB on other devices.
+    CPUs, 128 MiB on other devices; larger where these send little.
 
     ``compression_rule`` decides which parameters are compressed, by default :func:`is_compressed`.
     ``included`` are the parameters to assign, by default all that require a gradient.
+    ``bytes_sent`` estimates what a bucket sends, by default as much as its gradients.
     """
     runs: list[UniformParams] = []
-    for group, params, names in reversed(list(_uniform_runs(groups, included))):
-        size = 0
-        for p, name in zip(reversed(params), reversed(names), strict=True):
-            nbytes = to_local(p).numel() * p.element_size()
-            if size == 0 or size + nbytes > bucket_bytes(p.device):
-                runs.append((group, [], []))
-                size = 0
-            runs[-1][1].append(p)
-            runs[-1][2].append(name)
-            size += max(nbytes, 1)
     scratch = Scratch()
-    return [Bucket(index, *run, compression_rule, scratch) for index, run in enumerate(runs)]
+
+    def make(index: int, run: UniformParams) -> Bucket:
+        return Bucket(index, *run, compression_rule, scratch)
+
+    for of_group in reversed(list(_uniform_runs(groups, included))):
+        pieces = list(_cut_by_bytes(of_group))
+        if bytes_sent is not None and len(pieces) > 1:
+            sent = [bytes_sent(make(0, piece)) for piece in pieces]
+            pieces = _join_by_bytes(pieces, sent)
+        runs += [_sort_by_shape(piece, compression_rule or is_compressed) for piece in pieces]
+    return [make(index, run) for index, run in enumerate(runs)]
+
+
+def _cut_by_bytes(run: UniformParams) -> Iterator[UniformParams]:
+    """Cut parameters, the last first, into buckets by their bytes."""
+    group, params, names = run
+    piece: UniformParams = (group, [], [])
+    size = 0
+    for p, name in zip(reversed(params), reversed(names), strict=True):
+        nbytes = to_local(p).numel() * p.element_size()
+        if piece[1] and size + nbytes > bucket_bytes(p.device):
+            yield piece
+            piece, size = (group, [], []), 0
+        piece[1].append(p)
+        piece[2].append(name)
+        size += max(nbytes, 1)
+    yield piece
+
+
+def _join_by_bytes(pieces: list[UniformParams], sent: list[float]) -> list[UniformParams]:
+    """Join neighbours while they send less together than is worth a message: on CPUs a 16th of
+    ``BUCKET_BYTES``, on other devices as much as parameters in a bucket.
+    """
+    device = pieces[0][1][0].device
+    limit = bucket_bytes(device) / (16 if device.type == "cpu" else 1)
+    joined: list[UniformParams] = []
+    total = 0.0
+    for (group, params, names), size in zip(pieces, sent, strict=True):
+        if joined and total + size <= limit:
+            joined[-1] = group, [*joined[-1][1], *params], [*joined[-1][2], *names]
+            total += size
+        else:
+            joined.append((group, params, names))
+            total = size
+    return joined
+
+
+def _sort_by_shape(run: UniformParams, compression_rule: CompressionRule) -> UniformParams:
+    """Make neighbours of compressed tensors of one shape; the tensors that are not compressed
+    follow them.
+    """
+    group, params, names = run
+    places: dict[torch.Size, int] = {}
+    keys = []
+    for p, name in zip(params, names, strict=True):
+        compressed = compression_rule(p, group, name)
+        place = places.setdefault(to_local(p).shape, len(places)) if compressed else 0
+        keys.append((not compressed, place))
+    order = sorted(range(len(params)), key=keys.__getitem__)
+    return group, [params[i] for i in order], [names[i] for i in order]
 
 
 def bucket_bytes(device: torch.device) -> int:

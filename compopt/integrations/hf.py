@@ -153,7 +153,7 @@ class CompoptCallback(TrainerCallback):
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
         ours = unwrap_optimizer(optimizer)
-        owner = describe_residual_source(ours._session)
+        owner = describe_residual_source(ours)
         is_open = getattr(ours, "round_is_open", False)
         contents = ["the model of rank 0 within a round"] if is_open else []
         contents += [f"the residuals of {owner} only"] if owner != "mean" else []

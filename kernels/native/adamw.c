@@ -1,6 +1,7 @@
 // Radius, lines 10, 15, 16 and 21 to 25 (the numbered lines of compopt/radius.py), and AdamW. Reference: radius_ of
 // tests/oracles/kernels.py and adamw_ of compopt/_ops/reference.py.
 
+#include "adamw.h"
 #include "common.h"
 
 typedef struct {
@@ -49,23 +50,11 @@ static void update_residual(float *restrict residual, const float *restrict g, c
         if (on(mask, a + i)) residual[i] = 0;
 }
 
-typedef struct {
-    float beta2, new1, new2, eps, by_root, shrink, rate;
-} Factors;
-
-// Updates the moments and returns their ratio.
-static inline float update_moments(float *m, float *v, float g, Factors f) {
-    *m += f.new1 * (g - *m);
-    *v = f.beta2 * *v + f.new2 * g * g;
-    return *m / (sqrtf(*v) * f.by_root + f.eps);
-}
-
 // Returns whether all averaged values were used.
 static int adamw_row(const AdamW *row, const Hyper *h) {
-    const double step = *row->step + 1, first = 1 - pow(h->beta1, step), second = 1 - pow(h->beta2, step);
-    const Factors f = {h->beta2,        1 - h->beta1,          1 - h->beta2,  h->eps,
-                       1 / sqrt(second), 1 - h->lr * h->decay, h->lr / first};
-    const float by_first = 1 / first, decay = h->decay, sign = h->sign;
+    const double step = *row->step + 1;
+    const Factors f = adamw_factors(step, h->lr, h->beta1, h->beta2, h->eps, h->decay);
+    const float by_first = 1 / (1 - pow(h->beta1, step)), decay = h->decay, sign = h->sign;
     float mean[BLOCK];
     int64_t count = 0;
     for (int64_t a = 0; a < row->n; a += BLOCK) {

@@ -52,3 +52,11 @@ static inline void clear(float *x, Bits some) {
         _mm256_storeu_ps(x + 8 * half, _mm256_and_ps(_mm256_loadu_ps(x + 8 * half), _mm256_castsi256_ps(left)));
     }
 }
+
+// Eight float32 in a register, for products.
+typedef __m256 Floats;
+enum { WIDE = 8 };
+static inline Floats load(const float *x) { return _mm256_loadu_ps(x); }
+static inline void store(float *x, Floats values) { _mm256_storeu_ps(x, values); }
+static inline Floats fill_all(float x) { return _mm256_set1_ps(x); }
+static inline Floats add_product(Floats sum, Floats a, Floats b) { return _mm256_fmadd_ps(a, b, sum); }

@@ -28,3 +28,11 @@ static inline void expand(float *out, const float *values, Bits some) {
 static inline void clear(float *x, Bits some) {
     _mm512_storeu_ps(x, _mm512_maskz_mov_ps((__mmask16)~some, _mm512_loadu_ps(x)));
 }
+
+// Sixteen float32 in a register, for products.
+typedef __m512 Floats;
+enum { WIDE = 16 };
+static inline Floats load(const float *x) { return _mm512_loadu_ps(x); }
+static inline void store(float *x, Floats values) { _mm512_storeu_ps(x, values); }
+static inline Floats fill_all(float x) { return _mm512_set1_ps(x); }
+static inline Floats add_product(Floats sum, Floats a, Floats b) { return _mm512_fmadd_ps(a, b, sum); }

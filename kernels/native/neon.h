@@ -52,3 +52,11 @@ static inline void clear(float *x, Bits some) {
         vst1q_f32(x + 4 * quarter, vreinterpretq_f32_u32(left));
     }
 }
+
+// Four float32 in a register, for products.
+typedef float32x4_t Floats;
+enum { WIDE = 4 };
+static inline Floats load(const float *x) { return vld1q_f32(x); }
+static inline void store(float *x, Floats values) { vst1q_f32(x, values); }
+static inline Floats fill_all(float x) { return vdupq_n_f32(x); }
+static inline Floats add_product(Floats sum, Floats a, Floats b) { return vfmaq_f32(sum, a, b); }

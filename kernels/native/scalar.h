@@ -1,6 +1,7 @@
 // vectors.h in plain C, for correctness. No branch depends on a bit: it would be mispredicted.
 
 #pragma once
+#include <math.h>
 #define ISA "portable"
 
 static inline uint32_t select_word(uint32_t word, Bits bit) { return word & (0u - bit); }
@@ -52,3 +53,11 @@ static inline void clear(float *x, Bits some) {
         memcpy(x + lane, &word, 4);
     }
 }
+
+// One float32, for products.
+typedef float Floats;
+enum { WIDE = 1 };
+static inline Floats load(const float *x) { return *x; }
+static inline void store(float *x, Floats value) { *x = value; }
+static inline Floats fill_all(float x) { return x; }
+static inline Floats add_product(Floats sum, Floats a, Floats b) { return fmaf(a, b, sum); }

@@ -9,6 +9,9 @@
 //     int64_t places(int32_t *out, int32_t base, Bits some)   the same of base, base + 1, ...
 //     void expand(float *out, const float *values, Bits some) writes the next value where there is a bit, 0 elsewhere
 //     void clear(float *x, Bits some)                         writes 0 where there is a bit
+//
+// Products need as many numbers as a register holds, WIDE, and one rounding of a product and its sum, which not all compilers make
+// of plain loops: Floats, load, store, fill_all (one number to all places) and add_product (sum + a b).
 
 #pragma once
 #include <stdint.h>
@@ -21,7 +24,7 @@ typedef uint32_t Bits;
 #include "scalar.h"
 #elif defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #include "avx512.h"
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && defined(__FMA__)
 #include "avx2.h"
 #elif defined(__aarch64__) && defined(__ARM_NEON)
 #include "neon.h"

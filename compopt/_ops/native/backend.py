@@ -20,6 +20,7 @@ from ..._wire.payload import Payload
 from ..._wire.quantization import QuantizedMean
 from ..operations import Fused, Ops, empty_payload
 from .build import isa_of_library, load_library
+from .lowrank import is_tracked, multiply_stacks, update_separate
 from .passes import (
     PACK,
     Memory,
@@ -167,7 +168,19 @@ def can_write(ops: Ops, bucket: Bucket) -> bool:
     return can_read(ops, bucket) and all(to_local(p).is_contiguous() for p in bucket.params)
 
 
+def can_project(ops: Ops, bucket: Bucket) -> bool:
+    """True if passes can project this bucket's gradients on tracked columns."""
+    return can_read(ops, bucket) and is_tracked(bucket)
+
+
+def can_update_factored(ops: Ops, bucket: Bucket) -> bool:
+    """True if passes can update parameters by products of narrow matrices."""
+    return can_write(ops, bucket) and is_tracked(bucket)
+
+
 NativeOps.fused = {
+    "_lowrank.stacks.multiply": Fused(can_project, multiply_stacks),
+    "separate.update_tensors": Fused(can_update_factored, update_separate),
     "radius.update": Fused(can_write, update_radius),
     "adams.update": Fused(can_write, update_adams),
     "scape.update": Fused(can_write, update_scape),

@@ -62,6 +62,8 @@ SIGNATURES = {  # result and arguments of each function: p memory, n a size, d a
     "scape": "n pnnppp",
     "adams": "n pp",
     "adamw": "n pnnp",
+    "project": "n pnnddp",
+    "factored": "n pnnpp",
     "largest": "d pnndpp",
     "room_for": "n n",
     "encode": "n pnppn",

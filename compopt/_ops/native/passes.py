@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..operations import Ops
+
 # The address of a tensor of no elements: not 0, which means that there is no tensor. Nothing is
 # read there.
 EMPTY = 8
@@ -193,6 +195,12 @@ def run_over_rows(lengths: Sequence[int], run: Callable[[int, int, int], int]) -
     first, last = zip(*ranges, strict=True)
     results = list(_pool(threads).map(run, first, last, range(threads)))
     return min((row for row in results if row >= 0), default=-1)
+
+
+def per_thread_scratch(ops: Ops, like: Tensor, room: int) -> int:
+    """Return the address of memory for ``room`` float32 numbers of each thread."""
+    size = torch.get_num_threads() * room
+    return address("memory of a pass", ops.scratch(like, size, torch.float32, "passes"), size)
 
 
 @lru_cache(maxsize=4)

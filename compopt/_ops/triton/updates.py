@@ -380,16 +380,16 @@ def _update_dense(batch: LaunchGroup) -> None:
             moments = state["exp_avg"][i], state["exp_avg_sq"][i], state["step"][i]
             row = (bucket.lengths[i], None, mean.parts[i], weights[i], *moments, 1)
             rows.append(kernels.AdamWRow(*row, public=published_parameter(bucket, i)))
-            updated.append((call, i, weights[i]))
+            updated.append((bucket, i, weights[i]))
+        call.reducer.feed_back_dense(tensors, mean, call.factor)
     if not rows:
         return
     group, device = batch.group, rows[0].w.device
     blocks = kernels.make_blocks(tuple(row.n for row in rows), device)
     hyper = {name: group[name] for name in HYPER}
     kernels.adamw(blocks, blocks.firsts, rows, lr=float(group["lr"]), **hyper)
-    for call, i, weight in updated:
-        copy_back(call.bucket, i, weight)
-        call.reducer.feed_back_dense(i, call.mean, call.factor)
+    for bucket, i, weight in updated:
+        copy_back(bucket, i, weight)
 
 
 def _numbers_of(flags: list[bool]) -> list[int]:

@@ -1,0 +1,225 @@
+"""Projections of stacks: SEPARATE's lines for k tensors of one shape, as one tensor (k, m, d).
+
+Lines are those of Algorithm 1, see ``compopt.separate``, one statement each::
+
+    1  h <- g + e                                     add_residual
+    2  p <- h R                                       multiply
+    4  ghat <- p R^T / r                              reconstruct
+    5  e <- e + (1 - beta) (g - p R^T / r)            feed_back
+
+A tracked projection is PowerSGD's power iteration (Vogels, Karimireddy and Jaggi, NeurIPS 2019,
+Algorithm 1). H_n, the gradient plus residual of rank n, is (d, m) here: the transpose of the matrix
+that ``Projection`` calls H. Q, (m, r), is the basis of the step before::
+
+    1  P <- mean over ranks of H_n Q
+    2  R <- orthonormal columns that span those of P
+    3  p_n <- H_n^T R;  p <- mean over ranks of p_n         # SEPARATE, on H_n^T, with this R
+    4  Hhat <- R p^T;  the residual is H_n - R p_n^T
+    5  Q <- orthonormal columns that span those of p
+
+The space that is sent follows the gradient's largest singular vectors, one power iteration a step.
+R is the same on all ranks, since P is. The mean of the residuals is exact for any R, so P may be
+sent as int8 like p. Two things differ from the paper. The residual is what the rank itself has not
+sent, instead of its distance from the average; the mean is the same, and it does not grow. Q is
+orthonormal, so that the columns of P differ in size by singular values instead of their squares,
+and int8 keeps the small ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .._ops.operations import Ops
+from .._state.buckets import Bucket
+from .projections import Projection
+
+
+@dataclass
+class ProjectedStack:
+    """Neighbours in a bucket with one projection, at one step.
+
+    ``indices``: their places in the bucket. ``grads``: this rank's gradients, None where there is
+    none. ``residual``: their residuals, (k, *shape), which ``feed_back`` writes. ``R``: the random
+    or orthonormal columns, (k, d, r), or (k, blocks, d, r). ``Q``: the basis of a tracked
+    projection, (k, m, r). ``sent``: what this rank sends of p, as it lies in the payload.
+    """
+
+    indices: range
+    projection: Projection
+    grads: list[Tensor | None]
+    residual: Tensor
+    Q: Tensor | None = None
+    R: Tensor | None = None
+    sent: Tensor | None = None
+
+    def select(self, first: int, last: int) -> ProjectedStack:
+        """Return the stack of some of its tensors."""
+        at = slice(first, last)
+        cut = [None if x is None else x[at] for x in (self.Q, self.R)]
+        sent = self.sent
+        if sent is not None:
+            sent = sent.view(len(self.indices), -1)[at].reshape(-1)
+        return replace(
+            self,
+            indices=self.indices[at],
+            grads=self.grads[at],
+            residual=self.residual[at],
+            Q=cut[0],
+            R=cut[1],
+            sent=sent,
+        )
+
+    @property
+    def columns(self) -> Tensor:
+        """R, once it has been drawn or computed."""
+        assert self.R is not None
+        return self.R
+
+    def view_as_projected(self, part: Tensor) -> Tensor:
+        """View the stack's part of a payload as the (k, m, r) matrices H R.
+
+        Tracked ones are stored by columns: columns differ in size, and values of one size then
+        share the scales of a quantized payload.
+        """
+        projection = self.projection
+        if projection.is_tracked:
+            return part.view(-1, projection.r, projection.m).mT
+        return part.view(-1, projection.m, projection.r)
+
+    def view_as_P(self, part: Tensor) -> Tensor:
+        """View the stack's part of the first payload as P, (k, d, r); it is stored by columns."""
+        return part.view(-1, self.projection.r, self.projection.d).mT
+
+
+def add_residual(ops: Ops, stack: ProjectedStack, local_factor: float) -> Tensor:
+    """Line 1: return h = g + e, with g times ``local_factor``, in memory of the step."""
+    e = stack.residual
+    h = ops.scratch(e, e.numel(), use="h").view(e.shape)
+    if len(stack.grads) == 1 and stack.grads[0] is not None:
+        torch.add(e[0], stack.grads[0], alpha=local_factor, out=h[0])
+        return h
+    h.copy_(e)
+    rows = [(to, g) for to, g in zip(h.unbind(), stack.grads, strict=True) if g is not None]
+    if rows:
+        torch._foreach_add_([to for to, _ in rows], [g for _, g in rows], alpha=local_factor)
+    return h
+
+
+def multiply(
+    bucket: Bucket,
+    ops: Ops,
+    stacks: Sequence[ProjectedStack],
+    right: Sequence[Tensor],
+    out: Sequence[Tensor],
+    local_factor: float,
+    transposed: bool,
+) -> None:
+    """Lines 1 and 2: write ``h right``, or ``h^T right``, of each stack to ``out``, which may be of
+    another dtype.
+    """
+    for stack, R, p in zip(stacks, right, out, strict=True):
+        h = stack.projection.view_as_matrices(add_residual(ops, stack, local_factor))
+        h = h.mT if transposed else h
+        if stack.projection.has_blocks(R):
+            for columns, rows, p_rows in stack.projection.iterate_blocks(R, h, p):
+                p_rows.copy_(rows @ columns)
+        elif p.dtype != R.dtype:
+            p.copy_(h @ R)
+        elif p.is_contiguous():
+            torch.bmm(h, R, out=p)
+        else:  # stored by columns
+            torch.bmm(R.mT, h.mT, out=p.mT)
+
+
+def reconstruct(ops: Ops, stack: ProjectedStack, part: Tensor, factor: float, out: Tensor) -> None:
+    """Line 4: write ``factor`` times the averaged gradients, of which ``part`` is the projection,
+    to ``out``.
+    """
+    projection, R = stack.projection, stack.columns
+    p = stack.view_as_projected(part).to(R.dtype)
+    if projection.scale * factor != 1:
+        p = p * (projection.scale * factor)
+    wide = out if out.dtype == R.dtype else ops.scratch(R, out.numel(), use="h").view(out.shape)
+    expand(projection, p, R, stack.projection.view_as_matrices(wide))
+    if wide is not out:
+        out.copy_(wide)
+
+
+def expand(projection: Projection, p: Tensor, R: Tensor, out: Tensor) -> None:
+    """Write ``p R^T`` to ``out``, (k, m, d)."""
+    if projection.has_blocks(R):
+        for columns, rows, out_rows in projection.iterate_blocks(R, p, out):
+            out_rows.copy_(rows @ columns.mT)
+    elif out.is_contiguous():
+        torch.bmm(p, R.mT, out=out)
+    else:
+        torch.bmm(R, p.mT, out=out.mT)
+
+
+def feed_back(
+    stack: ProjectedStack, rounding_errors: Tensor | None, factor: float, local_factor: float
+) -> None:
+    """Line 5: e <- beta e + (1 - beta) (g + e - p R^T / r) = e + (1 - beta) (g - p R^T / r).
+
+    p is what the other ranks received from this one, after rounding. Where the average was clipped
+    by ``factor``, only that share of the new error is taken.
+    """
+    e, projection, R = stack.residual, stack.projection, stack.columns
+    if projection.beta == 1:
+        return
+    new = (1 - projection.beta) * factor
+    assert stack.sent is not None
+    if rounding_errors is not None:
+        stack.sent.sub_(rounding_errors)
+    p = stack.view_as_projected(stack.sent).to(R.dtype)
+    rows = [(to, g) for to, g in zip(e.unbind(), stack.grads, strict=True) if g is not None]
+    if rows:
+        alpha = new * local_factor
+        torch._foreach_add_([to for to, _ in rows], [g for _, g in rows], alpha=alpha)
+    matrices, scale = stack.projection.view_as_matrices(e), -new * projection.scale
+    if projection.has_blocks(R):
+        for columns, p_rows, e_rows in projection.iterate_blocks(R, p, matrices):
+            e_rows.add_(p_rows @ columns.mT, alpha=scale)
+    elif matrices.is_contiguous():
+        matrices.baddbmm_(p, R.mT, alpha=scale)
+    else:
+        matrices.mT.baddbmm_(R, p.mT, alpha=scale)
+
+
+def reconstruct_rows(
+    stack: ProjectedStack, number: int, part: Tensor, first: int, last: int
+) -> Tensor:
+    """Line 4 for some rows of one tensor of the stack as a matrix."""
+    projection, R = stack.projection, stack.columns[number]
+    p = stack.view_as_projected(part)[0].to(R.dtype)
+    if projection.transposes:
+        return (R[first:last] @ p.mT).mul_(projection.scale)
+    height = projection.block_height
+    if height is None or R.dim() == 2:
+        return (p[first:last] @ R.mT).mul_(projection.scale)
+    # only the blocks that contain these rows
+    begin, end = first // height, math.ceil(last / height)
+    p = p[begin * height : end * height]
+    blocks = R.new_empty(len(p), projection.d)
+    for columns, rows, out_rows in projection.iterate_blocks(R[begin:end], p, blocks):
+        out_rows.copy_(rows @ columns.mT)
+    return blocks[first - begin * height : last - begin * height].mul_(projection.scale)
+
+
+def compute_cosines(stack: ProjectedStack, part: Tensor) -> Tensor:
+    """Return the cosine between each local gradient and its reconstruction (Algorithm 3)."""
+    R, shape = stack.columns, stack.residual.shape[1:]
+    zeros = R.new_zeros(shape)
+    g = torch.stack([zeros if g is None else g.to(R.dtype) for g in stack.grads]).contiguous()
+    ghat = torch.empty_like(g)
+    p = stack.view_as_projected(part).to(R.dtype)
+    expand(stack.projection, p, R, stack.projection.view_as_matrices(ghat))
+    g, ghat = g.flatten(1), ghat.flatten(1)
+    lengths = torch.linalg.vector_norm(g, dim=1) * torch.linalg.vector_norm(ghat, dim=1)
+    cosines: Tensor = (g * ghat).sum(1) / lengths.clamp_min(torch.finfo(R.dtype).tiny)
+    return cosines

@@ -1,0 +1,178 @@
+"""SEPARATE with tracked columns by C passes (kernels/native/lowrank.c): the products of
+``_lowrank.stacks.multiply``, and lines 4 and 5 with AdamW, ``separate.update_tensors``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..._state.buckets import Bucket
+from ..._wire.payload import Payload
+from ..update_helpers import FactoredAverages
+from .passes import (
+    ADAMW,
+    Memory,
+    Options,
+    Struct,
+    as_float32,
+    per_thread_scratch,
+    run_over_rows,
+)
+from .updates import adamw_options, averages_in_float32
+
+if TYPE_CHECKING:
+    from .backend import NativeOps
+
+LANES = 16  # as in vectors.h: narrow matrices are copied to rows of whole steps
+PRODUCT = Struct("height width r g e right out")
+FACTORED = Struct("height width r R p sent errors g e w m v step")
+
+
+def is_tracked(bucket: Bucket) -> bool:
+    """True if the bucket's matrices are projected on tracked columns, in float32."""
+    group = bucket.group
+    return group.get("projection") == "tracked" and group["payload_dtype"] != "float64"
+
+
+def multiply_stacks(
+    bucket: Bucket,
+    ops: NativeOps,
+    stacks: Sequence[Any],
+    right: Sequence[Tensor],
+    out: Sequence[Tensor],
+    local_factor: float,
+    transposed: bool,
+) -> None:
+    """Write ``h Q``, or ``h^T R``, of every tensor of the stacks.
+
+    It is the first where ``transposed``: H is the transpose of the tensor.
+    """
+    sizes: list[tuple[int, int, int]] = []
+    columns: dict[str, list[Tensor | None]] = {name: [] for name in ("g", "e", "right", "out")}
+    for stack, narrow, product in zip(stacks, right, out, strict=True):
+        projection, k = stack.projection, len(stack.indices)
+        sizes += [(projection.rows, projection.columns, projection.r)] * k
+        columns["g"] += stack.grads
+        columns["e"] += stack.residual.unbind()
+        columns["right"] += narrow.contiguous().unbind()
+        columns["out"] += product.mT.unbind()
+    rows, widths, ranks = (list(x) for x in zip(*sizes, strict=True))
+    lengths = [n * m for n, m, _ in sizes]
+    taken, given = (widths, rows) if transposed else (rows, widths)
+    grads = as_float32(columns["g"])
+    table = PRODUCT.table(
+        len(sizes),
+        height=rows,
+        width=widths,
+        r=ranks,
+        g=Memory(grads, lengths),
+        e=Memory(columns["e"], lengths),
+        right=Memory(columns["right"], [n * r for n, r in zip(taken, ranks, strict=True)]),
+        out=Memory(columns["out"], [n * r for n, r in zip(given, ranks, strict=True)]),
+    )
+    room = max(max(n, m) * (r + LANES) for n, m, r in sizes)
+    memory = per_thread_scratch(ops, out[0], room)
+    library = ops.library
+    run_over_rows(
+        lengths,
+        lambda a, b, thread: library.project(
+            table, a, b, local_factor, float(not transposed), memory + 4 * room * thread
+        ),
+    )
+
+
+def update_separate(
+    bucket: Bucket,
+    ops: NativeOps,
+    mean: Payload,
+    reducer: FactoredAverages,
+    update: Any,
+    have_gradients: list[bool],
+    factor: float,
+) -> None:
+    """Do lines 4 and 5 and AdamW's step of all tensors with a gradient on any rank."""
+    indices = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
+    parts = averages_in_float32(mean)
+    _update_factored(bucket, ops, mean, reducer, parts, indices, factor)
+    _update_dense(bucket, ops, mean, reducer, parts, indices, factor)
+
+
+def _update_factored(
+    bucket: Bucket,
+    ops: NativeOps,
+    mean: Payload,
+    reducer: FactoredAverages,
+    parts: Sequence[Tensor],
+    indices: Sequence[int],
+    factor: float,
+) -> None:
+    factors = reducer.list_factored(mean, indices)
+    if not factors:
+        return
+    group, state, grads, weights = bucket.group, bucket.state, bucket.grads(), bucket.weights
+    numbers = [x.i for x in factors]
+    lengths = [bucket.lengths[i] for i in numbers]
+    rows, columns = [x.rows for x in factors], [x.columns for x in factors]
+    ranks = [x.R.shape[-1] for x in factors]
+    narrow = [r * n for r, n in zip(ranks, columns, strict=True)]
+    table = FACTORED.table(
+        len(factors),
+        height=rows,
+        width=columns,
+        r=ranks,
+        R=Memory(
+            [x.R.mT.contiguous() for x in factors],
+            [r * n for r, n in zip(ranks, rows, strict=True)],
+        ),
+        p=Memory([parts[i] for i in numbers], narrow),
+        sent=Memory(as_float32([x.sent for x in factors]), narrow),
+        errors=Memory([x.rounding_errors for x in factors], narrow),
+        g=Memory(as_float32([grads[i] for i in numbers]), lengths),
+        e=Memory([state["residual"][i] for i in numbers], lengths),
+        w=Memory([weights[i] for i in numbers], lengths),
+        m=Memory([state["exp_avg"][i] for i in numbers], lengths),
+        v=Memory([state["exp_avg_sq"][i] for i in numbers], lengths),
+        step=Memory([state["step"][i] for i in numbers], [1] * len(numbers)),
+    )
+    share, room = reducer.error_share(factor), max(narrow)
+    (beta1, beta2), sign = group["betas"], -1.0 if group["maximize"] else 1.0
+    hyper = float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], sign
+    options = Options(*hyper, factor, share, share * reducer.local_factor)
+    memory = per_thread_scratch(ops, weights[0], room)
+    run_over_rows(
+        lengths,
+        lambda a, b, thread: ops.library.factored(table, a, b, options, memory + 4 * room * thread),
+    )
+
+
+def _update_dense(
+    bucket: Bucket,
+    ops: NativeOps,
+    mean: Payload,
+    reducer: FactoredAverages,
+    parts: Sequence[Tensor],
+    indices: Sequence[int],
+    factor: float,
+) -> None:
+    numbers = reducer.list_dense(indices)
+    if not numbers:
+        return
+    state, weights = bucket.state, bucket.weights
+    lengths = [bucket.lengths[i] for i in numbers]
+    averages = [parts[i] if factor == 1 else parts[i].mul_(factor) for i in numbers]
+    table = ADAMW.table(
+        len(numbers),
+        n=lengths,
+        w=Memory([weights[i] for i in numbers], lengths),
+        m=Memory([state["exp_avg"][i] for i in numbers], lengths),
+        v=Memory([state["exp_avg_sq"][i] for i in numbers], lengths),
+        step=Memory([state["step"][i] for i in numbers], [1] * len(numbers)),
+        mean=Memory(averages, lengths),
+        k=lengths,
+    )
+    options = adamw_options(bucket.group)
+    run_over_rows(lengths, lambda a, b, _: ops.library.adamw(table, a, b, options))
+    reducer.feed_back_dense(numbers, mean, factor)
