@@ -66,7 +66,7 @@ def test_payloads_without_values_are_averaged_all_the_same(case, model, dtype):
         )
         ours.train(slope, 5)
         ours.assert_replicas_equal()
-        assert ours.optimizers[0].stats.skipped == 0 and ours.optimizers[0].stats.step == 5
+        assert ours.optimizers[0].stats.skipped == 0 and ours.optimizers[0].stats.applied_steps == 5
 
 
 @pytest.mark.parametrize("model", MODELS)

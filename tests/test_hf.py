@@ -85,7 +85,7 @@ def trained(rank: int, folder: str) -> dict[str, dict]:
             "resumed": torch.equal(first, second),
             "replicas": torch.equal(second, theirs),
             "early": [optimizer.stats.buckets, optimizer.stats.early_buckets],
-            "steps": optimizer.stats.step,
+            "steps": optimizer.stats.applied_steps,
             "clip": [again.args.max_grad_norm, *(g.get("max_grad_norm") for g in optimizer._option_groups)],
             "residuals": torch.load(place / f"checkpoint-{AT}" / "optimizer.pt")["param_groups"][0]["residuals"],
             "logs": [log for log in whole.state.log_history if "loss" in log],

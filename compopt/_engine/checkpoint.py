@@ -140,6 +140,7 @@ def consolidate_as_generator(session: Session) -> CollectiveGenerator[None]:
                 if name in entry:
                     yield from average_state(entry[name], bucket.device, session.comm)
     session.consolidated_at = session.steps
+    session.count_save()
 
 
 def warn_of_missing_state(session: Session, inner: Iterable[Session] = ()) -> None:

@@ -136,7 +136,7 @@ class Session:
         self.stats = Stats()
         self.totals = RunTotals()
         self.waits = WaitRecord()
-        self.bytes_reported = 0  # bytes sent by the connection that stats have counted
+        self.bytes_reported = 0  # bytes sent by the connection that `take_bytes_sent` has returned
         self.consecutive_skips = 0
         # the step at which residuals became their mean over ranks
         self.consolidated_at: int | None = None
@@ -270,7 +270,7 @@ class Session:
         is_outer = self.has_pseudo_gradients
         waited, waited_for_ranks = (0.0, 0.0) if is_outer else self.waits.take_step()
         stats = Stats(
-            step=self.steps,
+            applied_steps=self.steps,
             phase=("+".join(phases) or "dense") if applied else "skipped",
             bytes_sent=0 if self.is_single_process else bytes_sent,
             bytes_dense=sum(bucket.dense_bytes for bucket in self.buckets),
@@ -294,6 +294,18 @@ class Session:
         if has_summary and self.claim_first("summary") and get_rank() == 0:
             # when the optimizer is deleted, or the program ends
             weakref.finalize(self.optimizer, show_summary, self.name, self.totals)
+
+    def take_bytes_sent(self) -> int:
+        """Return the bytes that the connection has sent since the last call."""
+        before, self.bytes_reported = self.bytes_reported, self.comm.bytes_sent
+        return self.bytes_reported - before
+
+    def count_save(self) -> None:
+        """Add to the run's totals what a ``consolidate_state()`` that ends now has sent."""
+        sent = self.take_bytes_sent()
+        if not (self.is_single_process or self.has_pseudo_gradients):
+            self.totals.add_save(sent, self.waits.take_seconds())
+            self.stats.run = replace(self.totals)
 
     def count_skips(self, is_applied: bool) -> None:
         """Count consecutive skipped steps.

@@ -397,10 +397,8 @@ class Step:
                 in_fsdp = optimizer.replaces_reduce_scatter
                 text = describe_compression(buckets, values_sent, in_fsdp)
             show_line(f"{session.name}: {text}")
-        sent = comm.bytes_sent - session.bytes_reported
-        session.bytes_reported = comm.bytes_sent
         session.waits.note_field(self.number, comm.size, decision.control_means["waits"][0])
-        session.update_stats(decision, sent)
+        session.update_stats(decision, session.take_bytes_sent())
         trial = None if session.is_single_process else session.trial
         if trial and trial.time_step(decision.phase_of, applied, session.device):
             session.unverify()  # ranks compare their times in the next step's handshake
