@@ -529,7 +529,7 @@ class LocalSteps(AnchoredWrapper):
         is_shown = is_applied and session.comm.rank == 0 == get_rank() and session.comm.size > 1
         stats = session.stats
         if is_shown and stats.bytes_dense and session.claim_first("compression"):
-            text = rounds.describe_rounds(self._options, stats.bytes_sent / stats.bytes_dense)
+            text = rounds.describe_rounds(self._options, stats.bytes_sent, stats.bytes_dense)
             show_line(f"{session.name}: {text}")
 
     # Checkpoints

@@ -293,7 +293,8 @@ class Session:
         has_summary = self.comm.size > 1 and not is_outer
         if has_summary and self.claim_first("summary") and get_rank() == 0:
             # when the optimizer is deleted, or the program ends
-            weakref.finalize(self.optimizer, show_summary, self.name, self.totals)
+            baseline = "FSDP2" if self.optimizer.replaces_reduce_scatter else "DDP"
+            weakref.finalize(self.optimizer, show_summary, self.name, self.totals, baseline)
 
     def take_bytes_sent(self) -> int:
         """Return the bytes that the connection has sent since the last call."""

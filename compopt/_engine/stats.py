@@ -158,8 +158,11 @@ def show_line(text: str) -> None:
         print(f"compopt: {text}", file=sys.stderr, flush=True)
 
 
-def show_summary(name: str, run: RunTotals) -> None:
-    """Show a line about the whole run, unless it was only a trial of a few steps."""
+def show_summary(name: str, run: RunTotals, baseline: str) -> None:
+    """Show a line about the whole run, unless it was only a trial of a few steps.
+
+    ``baseline``: who averages gradients without this optimizer, "DDP" or "FSDP2".
+    """
     if run.steps < SHORTEST_RUN:
         return
     skipped = f", {run.skipped} skipped" if run.skipped else ""
@@ -169,7 +172,7 @@ def show_summary(name: str, run: RunTotals) -> None:
     for_ranks = run.straggler_seconds
     slower = f", {for_ranks:.1f} s of them for slower ranks" if for_ranks >= 0.05 else ""
     show_line(
-        f"{name}: {run.steps} steps{skipped}. Rank 0 sent {sent}, {run.share:.1%} of DDP's "
+        f"{name}: {run.steps} steps{skipped}. Rank 0 sent {sent}, {run.share:.1%} of {baseline}'s "
         f"{dense}{saves}, and waited {run.wait_seconds:.1f} s for collectives{slower}."
     )
 
@@ -218,11 +221,13 @@ def describe_compression(
             b.numel * (b.grad_dtype.itemsize if in_fsdp and is_quantized(b) else size)
             for b, size in zip(buckets, sizes, strict=True)
         )
-        collective = "a reduce-scatter" if in_fsdp else "an all-reduce"
+        collective = "FSDP2's reduce-scatter" if in_fsdp else "an all-reduce"
         text += (
             f" A step then sends {sent / dense:.1%} of the bytes of {collective} of the "
             f"gradients, a dense one before it {first / dense:.0%}."
         )
+        if in_fsdp:
+            text += " The parameters that FSDP2 gathers are not counted."
 
     total = compressing[0].group.get("total_steps")
     if total is not None and starts[0] + ramp >= total:
