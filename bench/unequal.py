@@ -104,11 +104,13 @@ def train(options: dict, seed: int, seconds: float, lr: float, steps: list[float
             yield from clocks.run(rank, optimizer.step_as_generator())
             is_new = not losses or clock[rank] >= losses[-1]["seconds"] + 3
             if rank == 0 and optimizer.stats.phase == "exchanged" and is_new:
-                losses.append({"seconds": round(clock[0], 1), "steps": optimizer.stats.applied_steps, "loss": evaluate()})
+                steps_of_0 = optimizer.stats.applied_steps
+                losses.append({"seconds": round(clock[0], 1), "steps": steps_of_0, "loss": evaluate()})
         yield from clocks.run(rank, optimizer.end_round_as_generator())
 
     world.run([work(rank) for rank in range(ranks)])
-    losses.append({"seconds": round(clocks.times[0], 1), "steps": optimizers[0].stats.applied_steps, "loss": evaluate()})
+    steps_of_0 = optimizers[0].stats.applied_steps
+    losses.append({"seconds": round(clocks.times[0], 1), "steps": steps_of_0, "loss": evaluate()})
     return losses
 
 

@@ -55,6 +55,8 @@ def test_bytes_and_state_are_the_classes_own(name):
         assert 2 * masks == pytest.approx(cost.hidden, rel=0.15)  # the formula counts both ranks' parts
     kept = {id(value): value for entry in optimizer.state.values() for value in entry.values() if value.dim()}
     assert sum(value.nbytes for value in kept.values()) == pytest.approx(cost.state, rel=0.03)
+    ranks.world.consolidate(ranks.optimizers)
+    assert optimizer.stats.run.bytes_of_saves == pytest.approx(cost.save, rel=0.03)
 
 
 def local_steps(ranks: int, **options) -> Ranks:
@@ -83,6 +85,8 @@ def test_bytes_of_a_round_are_local_steps_own(size, every, delay):
     assert first == pytest.approx(every * cost.sent, rel=0.02)
     if not delay:
         assert sum(round_bytes(ranks, every)) == pytest.approx(every * cost.sent, rel=0.01)
+        ranks.world.consolidate(ranks.optimizers)
+        assert ranks.optimizers[0].stats.run.bytes_of_saves == pytest.approx(cost.save, rel=0.01)
 
 
 def kept_by(optimizer: compopt.LocalSteps) -> int:

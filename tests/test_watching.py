@@ -190,7 +190,10 @@ def summary(rank: int) -> str:
 def test_rank_0_sums_the_run_up_at_its_end():
     first, second = run_ranks(summary, 2)
     line = first.splitlines()[-1]
-    assert line.startswith("compopt: SeparateAdam: 24 steps. Rank 0 sent ") and "% of DDP's 1.79 MB, 73.7 kB of them in con" in line, line
+    assert (
+        line.startswith("compopt: SeparateAdam: 24 steps. Rank 0 sent ")
+        and "% of DDP's 1.79 MB, 73.7 kB of them in con" in line
+    ), line
     assert second == ""
 
 
