@@ -368,7 +368,7 @@ def test_the_layout_and_the_run_are_given(capsys):
 
 
 def test_ranks_of_one_machine_need_no_link(capsys):
-    start = [*GIVEN[:2], *GIVEN[4:], "--ranks", "8", "--ranks-per-node", "8"]
+    start = [*GIVEN[:2], *GIVEN[6:], "--ranks", "8", "--ranks-per-node", "8"]
     assert "--link" not in start
     main([*start, "--device", "h100"])
     message = capsys.readouterr().out
