@@ -49,10 +49,10 @@ def explain_choice(situation: Situation, rows: list[Row], best: Row | None) -> s
     conditions = best.measurement.conditions if best.measurement else ""
     parts = [
         f"{run}.",
+        describe_saves(situation, best),
         f"Its loss was {compare_loss(best.loss)} AdamW's in the nearest measurement "
         f"({conditions}).",
         describe_muon(situation, best),
-        describe_saves(situation, best),
         certainty,
         describe_shortness(situation),
         explain_memory(situation, rows),
