@@ -215,6 +215,16 @@ def test_local_steps_say_what_an_exchange_sends():
     assert line in first.splitlines()[0] and "of the gradients, 3" in first and second == ""
 
 
+def test_a_model_smaller_than_a_message_has_no_share(capsys):
+    def make(params, process_group):
+        return compopt.LocalSteps(torch.optim.AdamW(params), every=30, process_group=process_group)
+
+    Ranks(2, lambda: nn.Linear(96, 1), make).train(small_loss, 1)
+    printed = capsys.readouterr().err
+    assert "An exchange sends 8.63 kB, the gradients of a step have 388 bytes: this model is too small" in printed
+    assert "%" not in printed
+
+
 @pytest.mark.parametrize("count, text", [(7, "7 bytes"), (1500, "1.5 kB"), (68_488_416, "68.5 MB"), (2e9, "2 GB")])
 def test_bytes_are_shown_with_three_digits(count, text):
     assert format_bytes(count) == text
