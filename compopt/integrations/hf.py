@@ -57,8 +57,9 @@ class CompoptCallback(TrainerCallback):
       rank, a step, averaged since the last log, without saves), ``bytes_dense`` (what DDP would
       have handed over), ``share`` (of DDP's bytes, since the optimizer was made, with saves),
       ``wait_seconds`` (of this rank for collectives, a step, averaged since the last log),
-      ``straggler_seconds`` (the part of it spent on slower ranks), ``phase``, ``skipped_steps`` (so far) and ``residual_norm`` (this rank's).
-      ``report_to`` gets them too: TensorBoard, W&B and the others.
+      ``straggler_seconds`` (the part of it spent on slower ranks), ``phase``, ``skipped_steps`` (so
+      far) and ``residual_norm`` (this rank's). ``report_to`` gets them too: TensorBoard, W&B and
+      the others.
 
     Raises ValueError if the Trainer's optimizer is not one of compopt's.
     """
