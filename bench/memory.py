@@ -8,7 +8,7 @@ Every row is a process of its own that builds one optimizer and steps it under t
 allocation and release. Gradients are there before. The other ranks are made up (_fleet.py): no message takes time, but
 what one rank has in memory is there: messages, masks on their way, what is gathered. Bytes a parameter of:
 
-    saved    what optimizer.state holds, as it is while training
+    saved    what optimizer.state holds, as it is while training; of LocalSteps also anchors and the outer optimizer's
     beside   what else stays after a compressed step: decoded positions, messages, scratch memory, masks on their way
     peak     what a compressed step takes on top and gives back
     most     all of that at the worst moment: the dense start, a step that resamples, or a compressed one
@@ -74,6 +74,9 @@ ROWS: dict[str, Callable] = {
         "SeparateAdam", projection="tracked", rank=16, payload_dtype=torch.int8, **DENSE
     ),
     "TagcAdamW 0.9875": ours("TagcAdamW", **DENSE),
+    "LocalSteps, AdamW": lambda params, comm: compopt.LocalSteps(
+        torch.optim.AdamW([p for _, p in params], fused=True), every=2, every_warmup_steps=0, process_group=comm
+    ),
 }
 PARTS = ("saved", "beside", "peak", "most", "host")
 
@@ -115,6 +118,16 @@ def bytes_in(tensors: Iterable[torch.Tensor]) -> int:
     return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
 
 
+def saved_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the tensors that a state dict holds, in the form in which memory keeps them."""
+    tensors = [t for entry in optimizer.state.values() for t in entry.values() if torch.is_tensor(t)]
+    if isinstance(optimizer, compopt.LocalSteps):
+        outer = optimizer._anchors.outer
+        parts = [saved_tensors(one) for one in (optimizer.base, outer, outer.base)]
+        return [t for part in parts for t in part] + [t.anchor.detach() for t in optimizer._anchors.tensors]
+    return tensors
+
+
 def measure(name: str, ranks: int) -> dict:
     torch.set_num_threads(1)
     if name == POWERSGD:
@@ -132,7 +145,7 @@ def measure(name: str, ranks: int) -> dict:
                 optimizer.step()
             for _, p in params:
                 p.grad.normal_(std=1e-2)
-        saved = bytes_in(t for entry in optimizer.state.values() for t in entry.values() if torch.is_tensor(t))
+        saved = bytes_in(saved_tensors(optimizer))
         offloaded = [b.flat["residual"] for b in optimizer._buckets] if getattr(optimizer, "offload", None) else []
     last = str(STEPS - 1)
     held, most = results.before[last], max(results.most.values())

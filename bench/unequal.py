@@ -92,7 +92,7 @@ def train(options: dict, seed: int, seconds: float, lr: float, steps: list[float
 
         def share() -> float:
             """Of the run; where rounds have equal steps, ranks' steps and learning rates are equal."""
-            return (optimizer.stats.step * max(steps) if "every" in options else clock[rank]) / seconds
+            return (optimizer.stats.applied_steps * max(steps) if "every" in options else clock[rank]) / seconds
 
         while (now := share()) < 1 - 1e-9:
             scale = min(1.0, 15 * now) * (0.55 + 0.45 * math.cos(math.pi * now))
@@ -104,11 +104,13 @@ def train(options: dict, seed: int, seconds: float, lr: float, steps: list[float
             yield from clocks.run(rank, optimizer.step_as_generator())
             is_new = not losses or clock[rank] >= losses[-1]["seconds"] + 3
             if rank == 0 and optimizer.stats.phase == "exchanged" and is_new:
-                losses.append({"seconds": round(clock[0], 1), "steps": optimizer.stats.step, "loss": evaluate()})
+                steps_of_0 = optimizer.stats.applied_steps
+                losses.append({"seconds": round(clock[0], 1), "steps": steps_of_0, "loss": evaluate()})
         yield from clocks.run(rank, optimizer.end_round_as_generator())
 
     world.run([work(rank) for rank in range(ranks)])
-    losses.append({"seconds": round(clocks.times[0], 1), "steps": optimizers[0].stats.step, "loss": evaluate()})
+    steps_of_0 = optimizers[0].stats.applied_steps
+    losses.append({"seconds": round(clocks.times[0], 1), "steps": steps_of_0, "loss": evaluate()})
     return losses
 
 

@@ -520,16 +520,15 @@ class LocalSteps(AnchoredWrapper):
 
     def _report(self, norm: float, is_applied: bool, is_step: bool = True) -> None:
         """Update ``stats`` after a step or the end of a round."""
-        session, anchors = self._session, self._anchors
+        session = self._session
         phase = "exchanged" if is_applied else "dense" if session.is_single_process else "local"
-        sent = 0 if anchors is None else anchors.take_bytes_sent()
         non_finite = [] if math.isfinite(norm) else ["of this rank"]
         decision = StepDecision(norm=norm, phase_of={0: phase}, non_finite=non_finite)
-        session.update_stats(self, decision, sent, is_step)
+        session.update_stats(self, decision, session.take_bytes_sent(), is_step)
         is_shown = is_applied and session.comm.rank == 0 == get_rank() and session.comm.size > 1
         stats = session.stats
         if is_shown and stats.bytes_dense and session.claim_first("compression"):
-            text = rounds.describe_rounds(self._options, stats.bytes_sent / stats.bytes_dense)
+            text = rounds.describe_rounds(self._options, stats.bytes_sent, stats.bytes_dense)
             show_line(f"{session.name}: {text}")
 
     # Checkpoints

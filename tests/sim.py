@@ -65,11 +65,12 @@ class SimCommunicator(Communicator):
 
     def __init__(self, world: World, rank: int):
         self.world, self.rank, self.size = world, rank, world.size
-        self.bytes_sent = self.started = 0
+        self._bytes_sent = self.started = 0
+        self._own_group: SimCommunicator | None = None
         self.unfinished: set[str] = set()
 
     def start(self, request: Request) -> SimPending:
-        self.bytes_sent += count_bytes(request)
+        self._bytes_sent += count_bytes(request)
         number, self.started = self.started, self.started + 1
         self.world.ask(number, self.rank, request)
         return SimPending(
@@ -79,7 +80,8 @@ class SimCommunicator(Communicator):
     def with_own_group(self) -> SimCommunicator:
         """On a world beside this one, whose collectives have numbers of their own."""
         self.world.beside = self.world.beside or World(self.size)
-        return self.world.beside.comms[self.rank]
+        self._own_group = self.world.beside.comms[self.rank]
+        return self._own_group
 
     def __deepcopy__(self, memo: dict) -> SimCommunicator:
         return self

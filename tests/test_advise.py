@@ -361,13 +361,28 @@ def test_the_layout_and_the_run_are_given(capsys):
     main([*GIVEN, "--ranks-per-node", "2", "--inside", "10gbit", "--steps", "400", "--tokens-per-parameter", "2"])
     message = capsys.readouterr().out
     assert "4 ranks, 2 in a machine (given)" in message and "10 Gbit/s a rank inside one (given)" in message
-    assert "a run of 400 steps (given), 2 tokens per parameter (given)" in message
+    assert "a run of 400 steps (given), no saves (assumed), 2 tokens per parameter (given)" in message
+    main([*GIVEN, "--save-every", "100", "--frozen", "14G"])
+    message = capsys.readouterr().out
+    assert "a save every 100 (given)" in message and "14 GB frozen; 4 ranks" in message
+
+
+def test_ranks_of_one_machine_need_no_link(capsys):
+    start = [*GIVEN[:2], *GIVEN[6:], "--ranks", "8", "--ranks-per-node", "8"]
+    assert "--link" not in start
+    main([*start, "--device", "h100"])
+    message = capsys.readouterr().out
+    assert "Tbit/s a rank inside one (assumed: h100)" in message and "between machines" not in message
+    main([*start, "--inside", "10gbit"])
+    assert "10 Gbit/s a rank inside one (given)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (GIVEN[:2], "The network is missing"),
+        (GIVEN[:2], "The number of ranks is missing: give --ranks, or --probed FILE."),
+        ([*GIVEN[:2], "--ranks", "4"], "The link is missing: give --link, the rate at which one rank sends to other"),
+        ([*GIVEN, "--save-every", "0"], "save_every must be positive"),
         (GIVEN[2:6], "The model is missing"),
         (GIVEN[:6], "The model is missing"),
         ([*GIVEN, "--ranks", "0"], "ranks must be at least 1"),

@@ -93,7 +93,7 @@ def through_dcp(rank: int, folder: str) -> dict[str, dict[str, list[str]]]:
             "loaded": apart(then, loaded),
             "resumed": apart(everything(model, optimizer), everything(same, again)),
             "cut otherwise": [what for what in apart(then, everything(cut, elsewhere)) if "threshold" not in what],
-            "steps": again.stats.step,
+            "steps": again.stats.applied_steps,
         }
     return results
 

@@ -13,8 +13,11 @@ from torch import nn
 
 import compopt
 from compopt._local.exchange import message_bytes
-from compopt.costmodel import METHODS, Machine, Situation, Workload, rows_of
-from compopt.planning.methods import count_round_lengths
+from compopt._wire.payload import Payload
+from compopt._wire.quantization import make_quantized_mean
+from compopt.costmodel import METHODS, Cost, Machine, Situation, Workload, rows_of
+from compopt.planning.methods import code_bytes, count_round_lengths
+from compopt.planning.prediction import exchange_seconds
 
 WORDS = 1000  # bytes of headers and control words, more or less
 STEADY = 10**9  # steps between masks: a sparse step is compared
@@ -55,6 +58,8 @@ def test_bytes_and_state_are_the_classes_own(name):
         assert 2 * masks == pytest.approx(cost.hidden, rel=0.15)  # the formula counts both ranks' parts
     kept = {id(value): value for entry in optimizer.state.values() for value in entry.values() if value.dim()}
     assert sum(value.nbytes for value in kept.values()) == pytest.approx(cost.state, rel=0.03)
+    ranks.world.consolidate(ranks.optimizers)
+    assert optimizer.stats.run.bytes_of_saves == pytest.approx(cost.save, rel=0.03)
 
 
 def local_steps(ranks: int, **options) -> Ranks:
@@ -83,6 +88,8 @@ def test_bytes_of_a_round_are_local_steps_own(size, every, delay):
     assert first == pytest.approx(every * cost.sent, rel=0.02)
     if not delay:
         assert sum(round_bytes(ranks, every)) == pytest.approx(every * cost.sent, rel=0.01)
+        ranks.world.consolidate(ranks.optimizers)
+        assert ranks.optimizers[0].stats.run.bytes_of_saves == pytest.approx(cost.save, rel=0.01)
 
 
 def kept_by(optimizer: compopt.LocalSteps) -> int:
@@ -168,6 +175,29 @@ def test_bytes_of_a_run_are_those_of_the_runs_that_were_measured(name):
     rounds = count_round_lengths(every, 800 if every == 30 else 2000, 2000)
     messages = sum(number for _, number in rounds) * message_bytes(4)
     assert row.run_bytes == pytest.approx((MEASURED[name] + messages) / dense, rel=0.002)
+
+
+@pytest.mark.parametrize(("ranks", "node"), [(8, 4), (8, 2), (6, 1)])
+def test_ranks_of_a_machine_cannot_add_up_quantized_means(ranks, node):
+    """Each rank sends a message to every owner, who sends its average to every rank: what leaves a machine of these."""
+    values, rate, bits = 2**20, 1e6, 4
+    flat = torch.zeros(values)
+    payloads = [Payload(flat, 0, 0, [values], (1, 0), torch.empty(values), bits=bits) for _ in range(ranks)]
+    means = [make_quantized_mean(payload, rank, ranks) for rank, payload in enumerate(payloads)]
+    sent = torch.stack([mean.encode_for_owners() for mean in means])  # by sender, by owner
+    averages = [mean.average_own_chunk(sent[:, rank]) for rank, mean in enumerate(means)]
+    crossing = sum(
+        sent[here, there].nbytes + averages[here].nbytes
+        for here in range(ranks)
+        for there in range(ranks)
+        if here // node != there // node
+    )
+    seconds = crossing / ranks / rate  # over the links of all ranks
+    machine = Machine(ranks, rate, latency_s=0.0, ranks_per_node=node)
+    quantized = Cost(0.0, quantized=code_bytes(bits) * values)
+    assert exchange_seconds(machine, quantized) == pytest.approx(seconds, rel=0.01)
+    # a sum of floats leaves a machine once
+    assert exchange_seconds(machine, Cost(code_bytes(bits) * values)) == pytest.approx(seconds / node, rel=0.01)
 
 
 def test_every_class_of_ours_in_the_table_is_compared():

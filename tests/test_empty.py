@@ -66,12 +66,12 @@ def test_payloads_without_values_are_averaged_all_the_same(case, model, dtype):
         )
         ours.train(slope, 5)
         ours.assert_replicas_equal()
-        assert ours.optimizers[0].stats.skipped == 0 and ours.optimizers[0].stats.step == 5
+        assert ours.optimizers[0].stats.skipped == 0 and ours.optimizers[0].stats.applied_steps == 5
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_rounds_of_local_steps_end(model):
-    """Their first exchange shows its share of DDP's bytes, which may be 0."""
+    """Their first exchange is shown with what gradients have, which may be 0 bytes."""
 
     def make(params, process_group):
         adamw = torch.optim.AdamW(list(params))

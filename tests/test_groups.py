@@ -46,7 +46,7 @@ def test_a_group_may_hold_anything_and_ranks_do_not_differ_by_it(case):
         optimizer.apply_changed_options()
         assert optimizer._session.options.message_options == before
     ranks.train(loss, 1)
-    assert all(optimizer.stats.step == 4 and optimizer.stats.skipped == 0 for optimizer in ranks.optimizers)
+    assert all(optimizer.stats.applied_steps == 4 and optimizer.stats.skipped == 0 for optimizer in ranks.optimizers)
     ranks.finish_round(loss)
     ranks.assert_replicas_equal()
 

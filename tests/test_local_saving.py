@@ -465,7 +465,7 @@ def test_an_exchange_on_its_way_has_the_rate_of_its_round():
 
 def advance(world, params, optimizers, t: int) -> bool:
     """Take step t, the first time all before it; whether an exchange is on its way then."""
-    for at in range(optimizers[0].stats.step, t + 1):
+    for at in range(optimizers[0].stats.applied_steps, t + 1):
         step(world, params, optimizers, single(2, at))
     return bool(quiet_state(optimizers[0])[0]["outer"]["exchange"]["is_underway"])
 

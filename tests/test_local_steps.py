@@ -111,7 +111,7 @@ def test_on_one_process_it_is_the_inner_optimizer_to_the_bit(options):
         optimizer.step()
     for p, q in zip(params, oracle.train(1, weights(dtype=torch.float32), single, 9, 99, adamw)[0], strict=True):
         assert torch.equal(p, q)
-    assert optimizer.stats.step == 9 and optimizer.stats.bytes_sent == 0
+    assert optimizer.stats.applied_steps == 9 and optimizer.stats.bytes_sent == 0
 
 
 def test_simulated_on_one_process_it_takes_rounds():

@@ -30,7 +30,7 @@ def unequal(rank: int, ranks: int) -> dict:
     while optimizer.stats.round < ROUNDS:
         begun, rounds = time.perf_counter(), optimizer.stats.round
         time.sleep(0.09 if rank == ranks - 1 else 0.03)
-        for p, g in zip(params, gradient(rank, optimizer.stats.step), strict=True):
+        for p, g in zip(params, gradient(rank, optimizer.stats.applied_steps), strict=True):
             p.grad = g
         optimizer.step()
         stats = optimizer.stats
@@ -101,7 +101,7 @@ def before_an_evaluation(rank: int) -> list[bool]:
     found = []
     for steps in ([2, 1][rank], [1, 0][rank], 0):
         for _ in range(steps):
-            for p, g in zip(params, gradient(rank, optimizer.stats.step), strict=True):
+            for p, g in zip(params, gradient(rank, optimizer.stats.applied_steps), strict=True):
                 p.grad = g
             optimizer.step()
         end_open_rounds([optimizer])

@@ -51,9 +51,12 @@ def beside_ddp(who: int, kind=separate, backwards: int = 1, **options) -> dict[s
     train(fsdp, inside, range(5), who, backwards=backwards)
     train(ddp, outside, range(5), who, backwards=backwards)
     assert inside.stats.phase == outside.stats.phase == "projected"
+    values = sum(inside.values_sent(bucket, dist.get_world_size()) for bucket in inside._buckets)
     ours, theirs = mean_residuals(inside, fsdp), mean_residuals(outside, ddp)
     return {
         "apart": apart(fsdp, ddp),
+        # the first line's bytes, of float64, in times those of stats
+        "told": 8 * dist.get_world_size() * values * backwards / inside.stats.bytes_sent,
         "owed": max(float((ours[n] - theirs[n]).abs().max()) for n in theirs),
         "norm": abs(inside.stats.grad_norm / outside.stats.grad_norm - 1),
     }
@@ -253,6 +256,7 @@ def test_it_is_what_it_is_under_ddp(runs, name):
         assert max(rank[name]["apart"], rank[name]["owed"]) < 1e-12, rank
         # of a Gaussian projection each estimates it in its own way
         assert rank[name]["norm"] < (0.2 if name in ("gaussian", "two backwards") else 1e-12)
+    assert 0.9 < runs[0][name]["told"] <= 1, runs[0]  # by rank 0, of its shards; headers are not told
 
 
 def test_nothing_is_lost(uses):

@@ -69,7 +69,7 @@ def test_a_dense_step_inside_fsdp_is_not_quantized():
     """The line promised 26 %; what `fully_shard` shards over the ranks goes by a reduce-scatter of floats."""
     buckets = two(compopt.SeparateAdam).optimizers[0]._buckets
     line = describe_compression(buckets, [0.0 for _ in buckets], in_fsdp=True)
-    assert "0.0% of the bytes of a reduce-scatter of the gradients, a dense one before it 100%" in line
+    assert "0.0% of the bytes of FSDP2's reduce-scatter of the gradients, a dense one before it 100%" in line
 
 
 def test_nothing_to_send_has_no_share(capsys):

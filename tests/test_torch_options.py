@@ -70,7 +70,7 @@ def test_capturable_is_ignored_around_a_base_too(wrapper):
     assert len(report) == 1 and report[0].filename == __file__
     p.grad = torch.ones_like(p)
     optimizer.step()
-    assert torch.equal(p, -torch.ones_like(p)) and optimizer.stats.step == 1
+    assert torch.equal(p, -torch.ones_like(p)) and optimizer.stats.applied_steps == 1
 
 
 def test_other_ranks_say_nothing(monkeypatch):

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from in_place import as_torchrun_would
 from ranks import run_ranks
-from table import CASES, FORMS, by_name
+from sim import Ranks
+from table import CASES, FORMS, by_name, local_adamw
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -132,6 +133,41 @@ def test_the_end_of_a_round_counts_no_skipped_step_again():
     assert runs == [(4, 1, 1)] * 2
 
 
+def small_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    return model(torch.randn(8, 96, generator=torch.Generator().manual_seed(100 * step + rank))).square().mean()
+
+
+SAVING = [(case.name, case.make) for case in [*CASES, *FORMS]]
+SAVING.append(("LocalSteps, delay", lambda params, **options: local_adamw(params, every=4, delay=2, **options)))
+
+
+@pytest.mark.parametrize("make", [make for _, make in SAVING], ids=[name for name, _ in SAVING])
+def test_the_bytes_of_a_save_count_in_the_run_and_in_no_step(make):
+    ranks = Ranks(2, net, make)
+    ranks.train(small_loss, 6)
+    (first, _), before = ranks.optimizers, ranks.optimizers[0].comm.bytes_sent
+    steps = first.stats.run.bytes_sent
+    assert steps == before and first.stats.run.bytes_of_saves == 0
+    last = first.stats.bytes_sent
+    ranks.world.consolidate(ranks.optimizers)
+    sent, run = first.comm.bytes_sent - before, first.stats.run
+    assert (run.bytes_sent, run.bytes_of_saves, first.stats.bytes_sent) == (steps + sent, sent, last)
+    assert sent > 0 or not (first.rank_local_state or first.sharded)
+    assert first.stats.as_dict()["run_bytes_of_saves"] == sent
+    ranks.train(small_loss, 1)
+    after = first.stats.run
+    assert (after.bytes_of_saves, after.bytes_sent) == (sent, run.bytes_sent + first.stats.bytes_sent)
+    worlds = [world for world in (ranks.world, ranks.world.beside) if world]  # delayed exchanges have one of their own
+    assert after.bytes_sent == first.comm.bytes_sent == sum(world.comms[0]._bytes_sent for world in worlds)
+
+
+def test_no_key_of_the_flat_stats_is_a_logger_s_own():
+    """Trainers, W&B and Lightning have a "step" and an "epoch" of their own."""
+    optimizer = compopt.SeparateAdam(net().parameters())
+    assert not {"step", "epoch", "loss", "global_step"} & optimizer.stats.as_dict().keys()
+    assert optimizer.stats.as_dict()["applied_steps"] == 0
+
+
 def test_a_single_process_sends_nothing():
     model = net()
     optimizer = compopt.SeparateAdam(model.parameters())
@@ -145,6 +181,7 @@ def summary(rank: int) -> str:
         model = DDP(net())
         optimizer = compopt.SeparateAdam(model.parameters())
         train(rank, optimizer, model, 24)
+        optimizer.consolidate_state()
         del model, optimizer
         gc.collect()
     return printed.getvalue()
@@ -153,7 +190,10 @@ def summary(rank: int) -> str:
 def test_rank_0_sums_the_run_up_at_its_end():
     first, second = run_ranks(summary, 2)
     line = first.splitlines()[-1]
-    assert line.startswith("compopt: SeparateAdam: 24 steps. Rank 0 sent ") and "% of DDP's 1.79 MB" in line, line
+    assert (
+        line.startswith("compopt: SeparateAdam: 24 steps. Rank 0 sent ")
+        and "% of DDP's 1.79 MB, 73.7 kB of them in con" in line
+    ), line
     assert second == ""
 
 
@@ -173,6 +213,16 @@ def test_local_steps_say_what_an_exchange_sends():
     first, second = run_ranks(rounds, 2)
     line = "ranks take 3 steps of their own between exchanges. An exchange sends 1"
     assert line in first.splitlines()[0] and "of the gradients, 3" in first and second == ""
+
+
+def test_a_model_smaller_than_a_message_has_no_share(capsys):
+    def make(params, process_group):
+        return compopt.LocalSteps(torch.optim.AdamW(params), every=30, process_group=process_group)
+
+    Ranks(2, lambda: nn.Linear(96, 1), make).train(small_loss, 1)
+    printed = capsys.readouterr().err
+    assert "An exchange sends 8.63 kB, the gradients of a step have 388 bytes: this model is too small" in printed
+    assert "%" not in printed
 
 
 @pytest.mark.parametrize("count, text", [(7, "7 bytes"), (1500, "1.5 kB"), (68_488_416, "68.5 MB"), (2e9, "2 GB")])

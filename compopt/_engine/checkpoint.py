@@ -141,6 +141,7 @@ def consolidate_as_generator(optimizer: OptimizerBase) -> CollectiveGenerator[No
                 if name in entry:
                     yield from average_state(entry[name], bucket.device, session.comm)
     session.consolidated_at = session.steps
+    session.count_save()
 
 
 def warn_of_missing_state(optimizer: OptimizerBase, inner: Iterable[OptimizerBase] = ()) -> None:

@@ -146,7 +146,7 @@ class Session:
         self.stats = Stats()
         self.totals = RunTotals()
         self.waits = WaitRecord()
-        self.bytes_reported = 0  # bytes sent by the connection that stats have counted
+        self.bytes_reported = 0  # bytes sent by the connection that `take_bytes_sent` has returned
         self.consecutive_skips = 0
         # the step at which residuals became their mean over ranks
         self.consolidated_at: int | None = None
@@ -233,7 +233,7 @@ class Session:
         waited, waited_for_ranks = (0.0, 0.0) if is_outer else self.waits.take_step()
         phases = "+".join(sorted({*decision.phase_of.values()})) or "dense"
         stats = Stats(
-            step=self.steps,
+            applied_steps=self.steps,
             phase=phases if applied else "skipped",
             bytes_sent=0 if self.is_single_process else bytes_sent,
             bytes_dense=self.dense_bytes,
@@ -256,7 +256,20 @@ class Session:
         is_shown = "summary" not in self.warned and not is_outer and self.comm.size > 1
         if is_shown and self.claim_first("summary") and get_rank() == 0:
             # when the optimizer is deleted, or the program ends
-            weakref.finalize(optimizer, show_summary, self.name, totals)
+            baseline = "FSDP2" if optimizer.replaces_reduce_scatter else "DDP"
+            weakref.finalize(optimizer, show_summary, self.name, totals, baseline)
+
+    def take_bytes_sent(self) -> int:
+        """Return the bytes that the connection has sent since the last call."""
+        before, self.bytes_reported = self.bytes_reported, self.comm.bytes_sent
+        return self.bytes_reported - before
+
+    def count_save(self) -> None:
+        """Add to the run's totals what a ``consolidate_state()`` that ends now has sent."""
+        sent = self.take_bytes_sent()
+        if not (self.is_single_process or self.has_pseudo_gradients):
+            self.totals.add_save(sent, self.waits.take_seconds())
+            self.stats.run = replace(self.totals)
 
     def count_skips(self, is_applied: bool, limit: int) -> None:
         """Count consecutive skipped steps; raise FloatingPointError if they reach ``limit``."""

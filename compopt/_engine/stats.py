@@ -26,14 +26,16 @@ SHORTEST_RUN = 20  # steps of a run with a summary
 class RunTotals:
     """Sums over all steps of this optimizer in this process, of this rank.
 
-    ``skipped`` counts the skipped steps, and ``share`` is ``bytes_sent`` over ``bytes_dense``. The
-    other fields are sums of those of :class:`Stats`.
+    ``skipped`` counts the skipped steps. ``bytes_sent`` includes ``bytes_of_saves``, what
+    ``consolidate_state()`` has sent. ``share`` is ``bytes_sent`` over ``bytes_dense``. The other
+    fields are sums of those of :class:`Stats`. A run that resumes from a checkpoint begins at 0.
     """
 
     steps: int = 0
     skipped: int = 0
     bytes_sent: int = 0
     bytes_dense: int = 0
+    bytes_of_saves: int = 0
     wait_seconds: float = 0.0
     straggler_seconds: float = 0.0
 
@@ -50,20 +52,28 @@ class RunTotals:
         self.wait_seconds += stats.wait_seconds
         self.straggler_seconds += stats.straggler_seconds
 
+    def add_save(self, bytes_sent: int, waited: float) -> None:
+        """Add what ``consolidate_state()`` sent, and the seconds that it waited."""
+        self.bytes_sent += bytes_sent
+        self.bytes_of_saves += bytes_sent
+        self.wait_seconds += waited
+
 
 @dataclass
 class Stats:
     """The last step, as this rank saw it.
 
-    ``bytes_sent`` is what this rank handed to collectives since the step before, ``bytes_dense``
-    what DDP would have. The network carries an all-reduce twice, a reduce-scatter once, and a
-    gather from one rank to all others: where state is sharded its share is another, over many
-    ranks a larger one. ``parameter_bytes`` is the part of ``bytes_sent`` that went into gathering
-    updated parameters, where state is sharded. ``grad_norm`` is the number that ``max_grad_norm``
-    clips by: of the average over ranks, before the clip. ``skipped`` counts the skipped steps so
-    far. ``when`` is the result of the trial of ``when="auto"``, with the milliseconds of a step of
-    each kind. ``phase`` is what the compressed tensors did: "dense", "skipped" (nothing was
-    applied), or a phase of the class.
+    ``applied_steps`` is the number of steps applied so far, also before a checkpoint was loaded.
+    ``bytes_sent`` is what this rank handed to collectives in the step, ``bytes_dense`` what DDP
+    would have, or FSDP2 to its reduce-scatter; what ``consolidate_state()`` sends is in ``run``
+    alone. The network carries an all-reduce twice, a reduce-scatter once, and a gather from one
+    rank to all others: where state is sharded its share is another, over many ranks a larger one.
+    ``parameter_bytes`` is the part of ``bytes_sent`` that went into gathering updated parameters,
+    where the optimizer shards state; what FSDP2 gathers is in neither number. ``grad_norm`` is the
+    number that ``max_grad_norm`` clips by: of the average over ranks, before the clip. ``skipped``
+    counts the skipped steps so far. ``when`` is the result of the trial of ``when="auto"``, with
+    the milliseconds of a step of each kind. ``phase`` is what the compressed tensors did: "dense",
+    "skipped" (nothing was applied), or a phase of the class.
 
     ``wait_seconds`` is how long this rank's host waited for collectives. ``straggler_seconds`` is
     this wait less the shortest wait of any rank: it was spent on slower ranks, not on the network.
@@ -71,7 +81,7 @@ class Stats:
     totals.
     """
 
-    step: int = 0
+    applied_steps: int = 0
     phase: str = "none"
     bytes_sent: int = 0
     bytes_dense: int = 0
@@ -104,7 +114,7 @@ class WaitRecord:
 
     def __init__(self) -> None:
         self.seconds = 0.0  # waited by this rank in all
-        self.reported = 0.0  # the part of it that `take_step` has returned
+        self.reported = 0.0  # the part of it that `take_seconds` has returned
         self.steps = 0  # with collectives, since this rank's last turn
         self.since_turn = 0.0
         self.mean_of_rank: dict[int, float] = {}  # seconds per step, as last reported
@@ -124,9 +134,14 @@ class WaitRecord:
         if mean > 0:
             self.mean_of_rank[step % size] = mean * size
 
+    def take_seconds(self) -> float:
+        """Return the seconds waited since the last call."""
+        waited, self.reported = self.seconds - self.reported, self.seconds
+        return waited
+
     def take_step(self) -> tuple[float, float]:
         """Return the seconds waited since the last call, and the part due to slower ranks."""
-        waited, self.reported = self.seconds - self.reported, self.seconds
+        waited = self.take_seconds()
         self.steps += waited > 0  # local steps wait for no one
         self.since_turn += waited
         least = min(self.mean_of_rank.values(), default=waited)
@@ -143,17 +158,22 @@ def show_line(text: str) -> None:
         print(f"compopt: {text}", file=sys.stderr, flush=True)
 
 
-def show_summary(name: str, run: RunTotals) -> None:
-    """Show a line about the whole run, unless it was only a trial of a few steps."""
+def show_summary(name: str, run: RunTotals, baseline: str) -> None:
+    """Show a line about the whole run, unless it was only a trial of a few steps.
+
+    ``baseline``: who averages gradients without this optimizer, "DDP" or "FSDP2".
+    """
     if run.steps < SHORTEST_RUN:
         return
     skipped = f", {run.skipped} skipped" if run.skipped else ""
     sent, dense = (format_bytes(count) for count in (run.bytes_sent, run.bytes_dense))
+    for_saves = format_bytes(run.bytes_of_saves)
+    saves = f", {for_saves} of them in consolidate_state()" if run.bytes_of_saves else ""
     for_ranks = run.straggler_seconds
     slower = f", {for_ranks:.1f} s of them for slower ranks" if for_ranks >= 0.05 else ""
     show_line(
-        f"{name}: {run.steps} steps{skipped}. Rank 0 sent {sent}, {run.share:.1%} of DDP's "
-        f"{dense}, and waited {run.wait_seconds:.1f} s for collectives{slower}."
+        f"{name}: {run.steps} steps{skipped}. Rank 0 sent {sent}, {run.share:.1%} of {baseline}'s "
+        f"{dense}{saves}, and waited {run.wait_seconds:.1f} s for collectives{slower}."
     )
 
 
@@ -201,11 +221,13 @@ def describe_compression(
             b.numel * (b.grad_dtype.itemsize if in_fsdp and is_quantized(b) else size)
             for b, size in zip(buckets, sizes, strict=True)
         )
-        collective = "a reduce-scatter" if in_fsdp else "an all-reduce"
+        collective = "FSDP2's reduce-scatter" if in_fsdp else "an all-reduce"
         text += (
             f" A step then sends {sent / dense:.1%} of the bytes of {collective} of the "
             f"gradients, a dense one before it {first / dense:.0%}."
         )
+        if in_fsdp:
+            text += " The parameters that FSDP2 gathers are not counted."
 
     total = compressing[0].group.get("total_steps")
     if total is not None and starts[0] + ramp >= total:

@@ -408,10 +408,8 @@ class Step:
         session, comm, applied = self.session, self.comm, decision.applied
         if applied and "compression" not in session.warned:
             self._show_first_line()
-        sent = comm.bytes_sent - session.bytes_reported
-        session.bytes_reported = comm.bytes_sent
         session.waits.note_field(self.number, comm.size, decision.control_means["waits"][0])
-        session.update_stats(self.optimizer, decision, sent)
+        session.update_stats(self.optimizer, decision, session.take_bytes_sent())
         trial = None if session.is_single_process else session.trial
         if trial and trial.time_step(decision.phase_of, applied, session.device):
             session.unverify()  # ranks compare their times in the next step's handshake

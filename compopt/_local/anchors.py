@@ -80,7 +80,6 @@ class Anchors:
         self._own_rates: list[dict[str, float]] = []
         self._last_rates: list[dict[str, float]] = []
         self.are_in_params = False
-        self._bytes_reported = 0  # bytes sent by the outer connection that stats have counted
         for number in sorted(set(fragments) - {-1}):
             members = [p for p, n in zip(params, fragments, strict=True) if n == number]
             self._add_fragment(number, members, None if self.tensors else make_outer)
@@ -158,12 +157,6 @@ class Anchors:
         if outer.group is not comm and not session.is_single_process:
             outer.waits = session.waits
             outer.connect_to(self.outer, comm)
-            self._bytes_reported = comm.bytes_sent
-
-    def take_bytes_sent(self) -> int:
-        """Return the bytes that were sent since the last call."""
-        before, self._bytes_reported = self._bytes_reported, self.outer._session.comm.bytes_sent
-        return self._bytes_reported - before
 
     def catch_up(self, is_new: bool) -> CollectiveGenerator[bool]:
         """Copy anchors from a rank that is ahead. On a rank that is new or lacks an exchange, the

@@ -29,7 +29,7 @@ from .._engine.options import (
     is_numeric,
     require,
 )
-from .._engine.stats import Stats
+from .._engine.stats import Stats, format_bytes
 from .._wire.collectives import Communicator
 from .._wire.warning import user_location, warn_at
 
@@ -106,18 +106,24 @@ def round_duration(options: Group, mean_step: float) -> float:
     return seconds * min(1.0, mean_step / growth) if growth else seconds
 
 
-def describe_rounds(options: Group, share: float) -> str:
-    """Describe rounds, whose exchanges send this ``share`` of the bytes of an all-reduce."""
+def describe_rounds(options: Group, sent: float, dense: float) -> str:
+    """Describe rounds, in which an exchange of a fragment sends so many bytes; ``dense``: those of
+    the gradients.
+    """
     every, growth, seconds = (options[n] for n in ("every", "every_warmup_steps", "round_seconds"))
-    share *= options["fragments"]  # the exchange was of one of them
+    sent *= options["fragments"]  # the exchange was of one of them
+    share = sent / dense
     of_time = seconds is not None
     duration = f"steps of their own for {seconds:g} s" if of_time else f"{every} steps of their own"
     grown = f" once rounds have grown, over {growth} steps" if growth else ""
     per_step = "" if of_time else f", {share / every:.2%} per step"
-    return (
-        f"ranks take {duration} between exchanges{grown}. An exchange sends {share:.1%} of the "
-        f"bytes of an all-reduce of the gradients{per_step}."
-    )
+    text = f"ranks take {duration} between exchanges{grown}. An exchange sends "
+    if share > 1:  # a message with sketches goes in front of it
+        return (
+            f"{text}{format_bytes(sent)}, the gradients of a step have {format_bytes(dense)}: this "
+            "model is too small to save bytes in an exchange."
+        )
+    return f"{text}{share:.1%} of the bytes of an all-reduce of the gradients{per_step}."
 
 
 def outer_share(options: Group, steps: float, seconds: float) -> float:

@@ -132,9 +132,8 @@ class ProjectingOptimizer(ReducingOptimizer):
         return [*super()._settings(), ("random matrices", checksums)]
 
     def values_sent(self, bucket: Bucket, ranks: int) -> float:
-        # Inside FSDP2 lengths are those of shards, a ``ranks``-th of the global tensor's, and the
-        # projection is all-reduced, which sends twice as much as a reduce-scatter.
-        parts = ranks / 2 if self.replaces_reduce_scatter else 1
+        # Inside FSDP2 lengths are those of shards, a ``ranks``-th of the global tensor's.
+        parts = ranks if self.replaces_reduce_scatter else 1
         total = 0.0
         for n, q in zip(bucket.lengths, self._plan_compressed(bucket), strict=True):
             if q is not None:  # a tracked tensor sends P and p

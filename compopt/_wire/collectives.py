@@ -211,10 +211,15 @@ class Communicator:
             raise ValueError(
                 "process_group does not contain this rank: give every rank the group it belongs to."
             )
-        self.bytes_sent = 0
+        self._bytes_sent = 0
         # called with the seconds that a collective blocked the host
         self.on_wait: Callable[[float], None] | None = None
         self._own_group: Communicator | None = None
+
+    @property
+    def bytes_sent(self) -> int:
+        """The bytes that were handed to collectives, also to those of its own group."""
+        return self._bytes_sent + (self._own_group.bytes_sent if self._own_group else 0)
 
     @property
     def ranks(self) -> list[int]:
@@ -250,7 +255,7 @@ class Communicator:
     def start(self, request: Request) -> PendingCollective:
         """Start the collective that answers ``request``, and count its bytes."""
         size = count_bytes(request)
-        self.bytes_sent += size
+        self._bytes_sent += size
         description = f"{type(request).__name__} of {size} bytes over {self.size} ranks"
         match request:
             case AllReduceMean():

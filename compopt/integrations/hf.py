@@ -54,11 +54,12 @@ class CompoptCallback(TrainerCallback):
     - The running round of :class:`compopt.LocalSteps` is ended before an evaluation, before a save
       and at the end of training, because within a round models differ between ranks.
     - The Trainer's logs gain ``grad_norm`` (of the averaged gradient), ``bytes_sent`` (by this
-      rank, a step, averaged since the last log), ``bytes_dense`` (what DDP would have handed over),
-      ``share`` (of DDP's bytes, over the whole run), ``wait_seconds`` (of this rank for
-      collectives, a step, averaged since the last log), ``straggler_seconds`` (the part of it spent
-      on slower ranks), ``phase``, ``skipped_steps`` (so far) and ``residual_norm`` (this rank's).
-      ``report_to`` gets them too: TensorBoard, W&B and the others.
+      rank, a step, averaged since the last log, without saves), ``bytes_dense`` (what DDP would
+      have handed over), ``share`` (of DDP's bytes, since the optimizer was made, with saves),
+      ``wait_seconds`` (of this rank for collectives, a step, averaged since the last log),
+      ``straggler_seconds`` (the part of it spent on slower ranks), ``phase``, ``skipped_steps`` (so
+      far) and ``residual_norm`` (this rank's). ``report_to`` gets them too: TensorBoard, W&B and
+      the others.
 
     Raises ValueError if the Trainer's optimizer is not one of compopt's.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -71,7 +71,7 @@ def advise(
     model: torch.nn.Module | Workload | int,
     *,
     ranks: int,
-    link_bits_per_s: float,
+    link_bits_per_s: float | None = None,
     step_s: float,
     overlap_s: float | None = None,
     latency_s: float | None = None,
@@ -86,6 +86,8 @@ def advise(
     inside_bits_per_s: float | None = None,
     steps: int | None = None,
     tokens_per_parameter: float | None = None,
+    save_every: int | None = None,
+    frozen_bytes: float | None = None,
 ) -> Advice:
     """Predict a training step and run with every method of `METHODS`, and say what to use.
 
@@ -94,7 +96,7 @@ def advise(
             assumed).
         ranks: processes in all.
         link_bits_per_s: rate at which one rank sends to other machines while it receives as
-            much.
+            much; needed unless all ranks are in one machine.
         step_s: seconds of a dense step of one process, without communication.
         overlap_s: seconds of it during which gradients may already travel; None: nine tenths of
             backward.
@@ -114,6 +116,8 @@ def advise(
         inside_bits_per_s: rate at which one rank sends to those; None: the device's.
         steps: of the run; None: 10,000.
         tokens_per_parameter: that the run trains on, in all; None: 20.
+        save_every: steps between two saves, each after a `consolidate_state()`; None: no save.
+        frozen_bytes: of weights that are not trained; None: those of the model.
 
     Raises:
         ValueError: a number is out of range; the sentence names it.
@@ -121,6 +125,9 @@ def advise(
     if isinstance(model, torch.nn.Module):
         model = Workload.of(model.named_parameters())
     work = model if isinstance(model, Workload) else Workload.of_size(model)
+    if frozen_bytes is not None:
+        check_positive(frozen_bytes=frozen_bytes)
+        work = replace(work, frozen_bytes=frozen_bytes)
     hardware, device_name = find_device(device)
     if not 0 <= loss_budget < math.inf:
         raise ValueError(f"loss_budget must be a share such as 0.01; got {loss_budget}.")
@@ -128,19 +135,27 @@ def advise(
         "steps": steps,
         "tokens_per_parameter": tokens_per_parameter,
         "memory_bytes": memory_bytes,
+        "save_every": save_every,
+        "inside_bits_per_s": inside_bits_per_s,
     }
     check_positive(**{name: value for name, value in numbers.items() if value is not None})
     node = count_ranks_per_node(ranks, shard, ranks_per_node)
+    if link_bits_per_s is None and node != ranks:
+        raise ValueError(
+            "link_bits_per_s is missing: how fast one rank sends to other machines "
+            f"(ranks_per_node={ranks} where all ranks are in one)."
+        )
+    # Where all ranks share one machine there is one kind of link.
+    shared = link_bits_per_s if node == ranks else None
+    inside = inside_bits_per_s or shared or hardware.inside_bits_per_s
     machine = Machine(
         ranks,
-        link_bits_per_s / 8,
+        (link_bits_per_s or inside) / 8,
         LATENCY if latency_s is None else latency_s,
         *(local or hardware.local),
         *interference,
         ranks_per_node=node,
     )
-    # Where all ranks share one machine there is one kind of link.
-    inside = link_bits_per_s if node == ranks else hardware.inside_bits_per_s
     default_sources = {
         "computation": "given",
         "overlap": source_of(overlap_s),
@@ -149,12 +164,13 @@ def advise(
         "nodes": source_of(ranks_per_node),
         "inside": source_of(inside_bits_per_s, f"assumed: {device_name}"),
         "steps": source_of(steps),
+        "saves": source_of(save_every),
         "tokens": source_of(tokens_per_parameter),
         "memory": source_of(memory_bytes, f"assumed: {device_name}"),
         "own work": f"assumed: {device_name}" if local is None else "measured",
     }
     sources = {**default_sources, **(sources or {})}
-    if inside_bits_per_s is None and node == ranks:
+    if inside_bits_per_s is None and shared is not None:
         sources["inside"] = sources["link"]
     situation = Situation(
         work,
@@ -169,7 +185,8 @@ def advise(
         tokens_per_parameter=(
             TOKENS_PER_PARAMETER if tokens_per_parameter is None else tokens_per_parameter
         ),
-        inside_bytes_per_s=(inside if inside_bits_per_s is None else inside_bits_per_s) / 8,
+        save_every=save_every,
+        inside_bytes_per_s=inside / 8,
         bucket_bytes=CPU_BUCKET if device == "cpu" else DEVICE_BUCKET,
     )
     rows = predict_rows(situation)

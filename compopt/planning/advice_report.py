@@ -17,7 +17,7 @@ from .formatting import (
 )
 from .losses import ALLOWANCE, nearest_measurement
 from .methods import METHODS, local_steps_cost, tracked_cost
-from .prediction import BASELINE, ROOM, Row, Situation, count_held_bytes, predict_rows
+from .prediction import BASELINE, PEAK_ROOM, ROOM, Row, Situation, count_bytes, predict_rows
 
 # The widest model on which tracked projections were measured, and the shortest run of any method.
 MEASURED_WIDTH = 512
@@ -49,6 +49,7 @@ def explain_choice(situation: Situation, rows: list[Row], best: Row | None) -> s
     conditions = best.measurement.conditions if best.measurement else ""
     parts = [
         f"{run}.",
+        describe_saves(situation, best),
         f"Its loss was {compare_loss(best.loss)} AdamW's in the nearest measurement "
         f"({conditions}).",
         describe_muon(situation, best),
@@ -90,6 +91,15 @@ def describe_muon(situation: Situation, best: Row) -> str:
     )
 
 
+def describe_saves(situation: Situation, best: Row) -> str:
+    """What saves send; "" where there are none."""
+    if not best.saves_sent or not situation.save_every:
+        return ""
+    saves = format_number_of(situation.steps // situation.save_every, "save")
+    share = format_percent(best.saves_sent / best.run_sent)
+    return f"Of these bytes {share} are consolidate_state()'s, before its {saves}."
+
+
 def is_local(row: Row) -> bool:
     return METHODS[row.method].cost is local_steps_cost
 
@@ -97,7 +107,7 @@ def is_local(row: Row) -> bool:
 def explain_memory(situation: Situation, rows: list[Row]) -> str:
     """The reason for AdamW's layout; "" where it fits on every rank, or the layout was given."""
     baseline = rows[0]
-    held, _ = count_held_bytes(situation, METHODS[BASELINE], 1)
+    held, _ = count_bytes(situation, METHODS[BASELINE], 1)
     if held <= situation.room_bytes or situation.shard is not None:
         return ""
     text = (
@@ -134,9 +144,18 @@ def describe_limits(situation: Situation, best: Row) -> str:
         ranks = best.measurement.ranks
         return f"More than {ranks} ranks were not measured: compare with AdamW first."
     width, method = situation.work.side, METHODS[best.method]
-    if method.cost is not tracked_cost or width <= 1.1 * MEASURED_WIDTH:
+    if method.cost is not tracked_cost:
         return ""
     rank = method.options.get("rank", 16)
+    projected, _ = situation.work.count_factors(rank)
+    if projected < 0.5 * situation.work.parameters:
+        narrow = format_percent(1 - projected / situation.work.parameters)
+        return (
+            f"{narrow} of the parameters are in tensors too narrow for rank {rank}, as LoRA's "
+            f"adapters are: they are only rounded, to int{method.options.get('bits', 8)}."
+        )
+    if width <= 1.1 * MEASURED_WIDTH:
+        return ""
     return (
         f"Rank {rank} was measured up to width {MEASURED_WIDTH}, yours is about {width:.0f}: if "
         f"the loss falls behind AdamW's, take rank={4 * rank}."
@@ -243,7 +262,7 @@ HEAD = (
     "exposed",
     "MB sent",
     "bytes",
-    "GB held",
+    "GB peak",
     "shards",
 )
 
@@ -285,7 +304,7 @@ def format_table(situation: Situation, rows: list[Row], chosen: str, all_rows: b
             *(f"{1e3 * s:,.0f}" if s >= 0.1 else f"{1e3 * s:.1f}" for s in seconds),
             f"{row.sent / 1e6:,.{0 if row.sent >= 1e8 else 2}f}",
             format_percent(row.run_bytes),
-            f"{format_digits(row.held_bytes / 1e9)}{'' if row.fits else ' (does not fit)'}",
+            f"{format_digits(row.peak_bytes / 1e9)}{'' if row.fits else ' (does not fit)'}",
             str(row.shard),
         )
         table.append(cells)
@@ -317,23 +336,30 @@ def format_situation(situation: Situation) -> str:
         format_number_of(situation.steps, "step"),
     )
     parameters = "parameter" if work.parameters == 1 else "parameters"
+    frozen = f"{format_quantity(work.frozen_bytes)}B frozen; " if work.frozen_bytes else ""
+    saves = "no saves" if situation.save_every is None else f"a save every {situation.save_every}"
+    is_single = machine.ranks_per_node == machine.ranks > 1
+    link = 8 * (situation.inside_bytes_per_s if is_single else machine.link_bytes_per_s)
+    place, source = ("inside one", "inside") if is_single else ("between machines", "link")
     lines = [
-        f"{format_count(work.parameters)} {parameters}; {ranks}, {node} ({sources['nodes']})",
-        f"{format_rate(8 * machine.link_bytes_per_s)} a rank between machines ({sources['link']}), "
+        f"{format_count(work.parameters)} {parameters}; {frozen}{ranks}, {node} "
+        f"({sources['nodes']})",
+        f"{format_rate(link)} a rank {place} ({sources[source]}), "
         f"{format_seconds(machine.latency_s)} a message ({sources['latency']})",
         f"{format_seconds(situation.compute_s)} of computation a step ({sources['computation']}), "
         f"{format_seconds(situation.overlap_s)} of it hiding communication ({sources['overlap']})",
-        f"a run of {steps} ({sources['steps']}), "
+        f"a run of {steps} ({sources['steps']}), {saves} ({sources['saves']}), "
         f"{situation.tokens_per_parameter:g} tokens per parameter ({sources['tokens']})",
         f"own work at {format_quantity(machine.memory_bytes_per_s)}B/s and "
         f"{format_quantity(machine.flops_per_s)}FLOP/s ({sources['own work']})",
     ]
-    if machine.ranks_per_node > 1:
+    if machine.ranks_per_node > 1 and not is_single:
         inside = format_rate(8 * situation.inside_bytes_per_s)
         lines.insert(2, f"{inside} a rank inside one ({sources['inside']})")
     if situation.memory_bytes is not None:
         lines.append(
             f"{format_quantity(situation.room_bytes)}B of memory for parameters, gradients and "
-            f"state, {100 * ROOM:g} % of a device's ({sources['memory']})"
+            f"state, {100 * ROOM:g} % of a device's, and {100 * PEAK_ROOM:g} % at the peak "
+            f"({sources['memory']})"
         )
     return "\n".join(["Computed from", *(f"  {line}" for line in lines)])

@@ -53,6 +53,8 @@ GRADIENT_ARGUMENTS = {
     "shard": "shard",
     "steps": "steps",
     "tokens_per_parameter": "tokens_per_parameter",
+    "save_every": "save_every",
+    "frozen": "frozen_bytes",
 }
 LAYER_ARGUMENTS = {"tensor": "tensor", "pipeline": "pipeline"}
 LAYER_SIZES = ("hidden", "layers", "sequence", "micro_batch")
@@ -79,6 +81,10 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     add("--overlap", type=ms, metavar="MS", help="of it that hides communication (else 60 %%)")
     add("--steps", type=int, help="of the run (else 10,000)")
     add("--tokens-per-parameter", type=float, metavar="N", help="of the run, in all (else 20)")
+    saves = "a checkpoint every N steps: what consolidate_state() sends (else none)"
+    add("--save-every", type=int, metavar="N", help=saves)
+    frozen = "of weights that are not trained, such as LoRA's base, for example 14G"
+    add("--frozen", type=parse_quantity, metavar="BYTES", help=frozen)
     add("--probed", metavar="FILE", help="written by compopt.probe: ranks, link, local speed")
     add("--device", choices=DEVICES, help="for the speed of local work, and memory (else a100)")
     add("--memory-bandwidth", type=parse_quantity, metavar="BYTES", help="a second, as 3.3T")
@@ -149,8 +155,15 @@ def gradient_arguments(given: argparse.Namespace) -> dict[str, Any]:
         probed.pop("local", None)
     arguments = merge_arguments(given, COMMON_ARGUMENTS | GRADIENT_ARGUMENTS, probed, "latency")
     sources = arguments["sources"]
-    if not {"ranks", "link_bits_per_s"} <= arguments.keys():
-        raise ValueError("The network is missing: give --ranks and --link, or --probed FILE.")
+    if "ranks" not in arguments:
+        raise ValueError("The number of ranks is missing: give --ranks, or --probed FILE.")
+    node = arguments.get("ranks_per_node", arguments.get("shard", 1))
+    if "link_bits_per_s" not in arguments and node != arguments["ranks"]:
+        raise ValueError(
+            "The link is missing: give --link, the rate at which one rank sends to other machines, "
+            "or --probed FILE. If all ranks are in one machine, --ranks-per-node "
+            f"{arguments['ranks']} says so."
+        )
     if given.parameters:
         arguments["model"] = round(given.parameters)
     if given.profile:

@@ -24,6 +24,9 @@ FLOAT = 4
 WEIGHTS = MOMENTS = 2 * FLOAT
 # Bytes an element that fused AdamW moves: it reads w, g, m and v, and writes w, m and v.
 ADAMW_TRAFFIC = 7 * FLOAT
+# Bytes an element of messages and scratch memory beside the state, at the worst moment of a step:
+# bench/memory.py counted them on CPUs.
+RADIUS_PEAK, SCAPE_PEAK, GAUSSIAN_PEAK, TRACKED_PEAK, LOCAL_PEAK = 6.4, 9.5, 4.7, 9.4, 13.9
 # Bytes an element that a sampled threshold moves in PyTorch's operators: flags, words, positions.
 THRESHOLD = 60
 
@@ -37,6 +40,8 @@ class Cost:
         gathered: bytes that every rank holds after gathers, or held before reduce-scatters.
         hidden: such bytes that travel during the next forward and backward.
         state: bytes of optimizer state.
+        peak: bytes beside it at the worst moment of a step, of messages and scratch memory.
+        save: bytes of an all-reduce that loads the network as much as ``consolidate_state()``.
         traffic: bytes moved in memory beyond a dense AdamW step; negative when there are fewer.
         flops: floating-point operations beyond it.
         every: steps of a round, after whose last everything goes out at once; None: it goes out in
@@ -54,6 +59,8 @@ class Cost:
     gathered: float = 0.0
     hidden: float = 0.0
     state: float = 0.0
+    peak: float = 0.0
+    save: float = 0.0
     traffic: float = 0.0
     flops: float = 0.0
     every: int | None = None
@@ -124,6 +131,8 @@ def radius_cost(work: Workload, ranks: int, density: float = 0.4, interval: int 
         reduced=FLOAT * (kept * n + rest),
         hidden=n / 8 * resample,
         state=MOMENTS * work.parameters + (FLOAT + 1 / 8) * n,
+        peak=RADIUS_PEAK * work.parameters,
+        save=FLOAT * n,
         traffic=n * (sparse * (1 - resample) + TOP_K_PASSES * FLOAT * resample),
         calls=call_seconds(work, 2.0, 0.03),
     )
@@ -138,6 +147,8 @@ def scape_cost(work: Workload, ranks: int, density: float = 0.1) -> Cost:
         reduced=FLOAT * (density * n + rest),
         hidden=mask * n,
         state=(FLOAT * density + FLOAT + 1 / 4) * n + FLOAT * rest,
+        peak=SCAPE_PEAK * work.parameters,
+        save=FLOAT * n,
         traffic=traffic * n,
         calls=call_seconds(work, 3.5, 0.06),
     )
@@ -150,6 +161,8 @@ def gaussian_cost(work: Workload, ranks: int, ratio: int = 16) -> Cost:
     return Cost(
         reduced=FLOAT * (n / ratio + rest),
         state=MOMENTS * work.parameters + FLOAT * n,
+        peak=GAUSSIAN_PEAK * work.parameters,
+        save=FLOAT * n,
         # h = g + e, three reads or writes of h and hhat, e, ghat.
         traffic=40 * n,
         flops=6 * n * work.side / ratio,
@@ -158,17 +171,20 @@ def gaussian_cost(work: Workload, ranks: int, ratio: int = 16) -> Cost:
 
 
 def tracked_cost(work: Workload, ranks: int, rank: int = 16, bits: int = 8) -> Cost:
-    n, rest = work.split(work.compressed)
+    n = work.parameters * work.compressed
+    projected, factors = work.count_factors(rank)
     return Cost(
         reduced=0.0,
-        # Both factors of a matrix, and what is not compressed.
-        quantized=code_bytes(bits) * (rank * work.perimeter + rest),
+        # Both factors of a matrix, and what is not projected.
+        quantized=code_bytes(bits) * (factors + work.parameters - projected),
         exchanges=2,
-        state=MOMENTS * work.parameters + FLOAT * n + FLOAT * rank * work.perimeter / 2,
+        state=MOMENTS * work.parameters + FLOAT * n + FLOAT * factors / 2,
+        peak=TRACKED_PEAK * work.parameters,
+        save=FLOAT * n,
         # h = g + e twice, ghat, e and what rounding dropped.
         traffic=48 * n,
         # Four products, and two orthonormal bases.
-        flops=8 * n * rank + QR_SLOWDOWN * 2 * rank**2 * work.perimeter,
+        flops=8 * projected * rank + QR_SLOWDOWN * 2 * rank * factors,
         calls=call_seconds(work, 5.0, 0.1),
     )
 
@@ -196,6 +212,9 @@ def tagc_cost(
         after_commit=back * work.parameters,
         exchanges=2,
         state=(MOMENTS / ranks + more) * work.parameters + FLOAT * n,
+        peak=(8 + 8 / ranks) * work.parameters,
+        # The residual is averaged, what is sharded is gathered.
+        save=FLOAT * n + (MOMENTS + more * ranks) * work.parameters / 2,
         traffic=(16 + THRESHOLD + 12 * union) * n
         + (rounding - ADAMW_TRAFFIC * (1 - 1 / ranks)) * work.parameters,
         calls=call_seconds(work, 4.5, 0.13),
@@ -224,6 +243,9 @@ def local_steps_cost(
         quantized=(code_bytes(bits) * n + message_bytes(ranks)) / every,
         # Moments; anchors, outer momentum, residual, and the pseudo-gradient in transfer.
         state=(MOMENTS + 4 * FLOAT) * n,
+        peak=LOCAL_PEAK * n,
+        # Residual and moments, after end_round().
+        save=(FLOAT + MOMENTS) * n,
         # In every step: is the gradient finite.
         traffic=(OUTER_TRAFFIC / every + FLOAT) * n,
         every=every,
@@ -254,7 +276,7 @@ def offload_outer(cost: Cost, work: Workload) -> Cost:
     """``offload="outer"``: a round's exchange and outer step are the host's."""
     n = work.parameters
     moved = (OUTER_TRAFFIC + 2 * FLOAT) * n / (cost.every or 1)
-    return replace(cost, state=MOMENTS * n, traffic=FLOAT * n, host=moved)
+    return replace(cost, state=MOMENTS * n, peak=0.0, traffic=FLOAT * n, host=moved)
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,9 @@ BASELINE = "AdamW+DDP"
 LAST_BUCKET = 0.1
 # Share of a step that is backward: two of its three passes over the layers.
 BACKWARD = 2 / 3
-# Share of a device's memory for parameters, gradients and state; the rest is for activations.
-ROOM = 0.6
+# Share of a device's memory for parameters, gradients and state; the rest is for activations. And
+# the share for these and messages at the worst moment of a step, when activations are gone.
+ROOM, PEAK_ROOM = 0.6, 0.9
 # Gathers of the parameters, forward and backward, and reduce-scatters of the gradients, in FSDP2.
 SHARD_EXCHANGES = 3
 # Bytes of a bucket: DDP's, and the package's on accelerators.
@@ -151,6 +152,7 @@ class Situation:
         sources: for each number by its name, whether it was given, measured or assumed.
         steps: of the run.
         tokens_per_parameter: of the run.
+        save_every: steps between two calls of ``consolidate_state()``; None: there are none.
         inside_bytes_per_s: rate at which one rank sends to the others of its machine.
         bucket_bytes: of the package's messages.
     """
@@ -165,6 +167,7 @@ class Situation:
     sources: dict[str, str] = field(default_factory=dict)
     steps: int = STEPS
     tokens_per_parameter: float = TOKENS_PER_PARAMETER
+    save_every: int | None = None
     inside_bytes_per_s: float = 100e9
     bucket_bytes: float = DEVICE_BUCKET
 
@@ -172,6 +175,11 @@ class Situation:
     def room_bytes(self) -> float:
         """Memory of a rank for parameters, gradients and optimizer state."""
         return math.inf if self.memory_bytes is None else ROOM * self.memory_bytes
+
+    @property
+    def peak_room_bytes(self) -> float:
+        """Memory of a rank for these and messages, at the worst moment of a step."""
+        return math.inf if self.memory_bytes is None else PEAK_ROOM * self.memory_bytes
 
     def replicas(self, shard: int) -> Machine:
         """The ranks that average a part of the model, where copies are cut over ``shard`` ranks."""
@@ -193,11 +201,14 @@ class Row:
         sent: bytes that leave a rank in a compressed step, of ring collectives, with those of a
             copy that is cut over machines; of local steps the mean over a round.
         step: seconds of such a step: computation, own work, exposed communication.
-        run_s: seconds of the whole run, with its dense start, or with its rounds while they grow.
+        run_s: seconds of the whole run, with its dense start, or with its rounds while they grow,
+            and with its saves.
         run_sent: bytes of the whole run.
+        saves_sent: of these, what ``consolidate_state()`` sends before saves.
         state: bytes of optimizer state a rank.
-        held_bytes: bytes of parameters, gradients and state a rank.
-        fits: whether these fit into the memory that is left for them.
+        peak_bytes: bytes of parameters, gradients, state and messages a rank, at the worst moment
+            of a step.
+        fits: whether there is room for these, between steps and at that moment.
         measurement: of the loss, the nearest one.
         expected_loss: final loss over AdamW's, with an allowance for the distance of that
             measurement; None where there is none.
@@ -212,8 +223,9 @@ class Row:
     step: Step
     run_s: float
     run_sent: float
+    saves_sent: float
     state: float
-    held_bytes: float
+    peak_bytes: float
     fits: bool
     measurement: Measurement | None
     expected_loss: float | None
@@ -247,11 +259,19 @@ class Row:
         return self.shard_s > self.step.compute
 
 
-def count_held_bytes(situation: Situation, method: Method, shard: int) -> tuple[float, float]:
-    """Return the bytes on each rank of parameters, gradients and state, and of state only."""
+def count_bytes(situation: Situation, method: Method, shard: int) -> tuple[float, float]:
+    """Return the bytes on each rank of parameters, gradients and state, and those with messages at
+    the worst moment of a step.
+    """
     part = situation.work.shard(shard)
-    state = method(part, situation.replicas(shard).ranks).state
-    return WEIGHTS * part.parameters + state, state
+    cost = method(part, situation.replicas(shard).ranks)
+    held = WEIGHTS * part.parameters + part.frozen_bytes + cost.state
+    return held, held + cost.peak
+
+
+def has_room(situation: Situation, method: Method, shard: int) -> bool:
+    held, peak = count_bytes(situation, method, shard)
+    return held <= situation.room_bytes and peak <= situation.peak_room_bytes
 
 
 @lru_cache
@@ -270,14 +290,13 @@ def choose_shard(situation: Situation, method: Method) -> int:
     layouts = [1, *(node * n for n in list_divisors(situation.machine.ranks // node))]
     if method.instead_of:
         layouts = [1]
-    return next(
-        (n for n in layouts if count_held_bytes(situation, method, n)[0] <= situation.room_bytes), 1
-    )
+    return next((n for n in layouts if has_room(situation, method, n)), 1)
 
 
 def shard_seconds(situation: Situation, shard: int) -> tuple[float, float]:
     """Seconds a step that a cut copy occupies the links inside the machines, and between them."""
-    nbytes = SHARD_EXCHANGES * FLOAT * situation.work.parameters
+    work = situation.work
+    nbytes = SHARD_EXCHANGES * FLOAT * work.parameters + (SHARD_EXCHANGES - 1) * work.frozen_bytes
     machine, inside = situation.machine, min(shard, situation.machine.ranks_per_node)
     inside_s = nbytes * (inside - 1) / inside / situation.inside_bytes_per_s
     nodes = shard // inside
@@ -303,7 +322,6 @@ def predict_rows(situation: Situation) -> list[Row]:
 def predict_row(situation: Situation, name: str, baseline: Row | None) -> Row:
     method = METHODS[name]
     shard = choose_shard(situation, method)
-    held, state = count_held_bytes(situation, method, shard)
     part, replicas = situation.work.shard(shard), situation.replicas(shard)
     inside_s, between_s = shard_seconds(situation, shard)
     bucket = DDP_BUCKET if method.ddp_buckets else situation.bucket_bytes
@@ -323,7 +341,11 @@ def predict_row(situation: Situation, name: str, baseline: Row | None) -> Row:
     for number, cost in method.phases(part, replicas.ranks, situation.steps):
         step, sent = predict_step(cost)
         run_s, run_sent = run_s + number * step.total, run_sent + number * sent
-    step, sent = predict_step(method(part, replicas.ranks))
+    cost = method(part, replicas.ranks)
+    step, sent = predict_step(cost)
+    saves = situation.steps // situation.save_every if situation.save_every else 0
+    saves_sent = saves * ring_bytes(replicas.ranks, cost.save)
+    run_s += saves * all_reduce_seconds(replicas, cost.save)
     key, size = method.losses or name, situation.work.parameters
     measurement = nearest_measurement(key, size, replicas.ranks, situation.tokens_per_parameter)
     expected_loss = 1.0 if baseline is None else None
@@ -334,10 +356,11 @@ def predict_row(situation: Situation, name: str, baseline: Row | None) -> Row:
         sent=sent,
         step=step,
         run_s=run_s,
-        run_sent=run_sent,
-        state=state,
-        held_bytes=held,
-        fits=held <= situation.room_bytes,
+        run_sent=run_sent + saves_sent,
+        saves_sent=saves_sent,
+        state=cost.state,
+        peak_bytes=count_bytes(situation, method, shard)[1],
+        fits=has_room(situation, method, shard),
         measurement=measurement,
         expected_loss=measurement.allow_for_size(size) if measurement else expected_loss,
         shard_s=between_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -26,6 +27,9 @@ class Workload:
             default.
         columns: of the perimeter, the sum of the columns, which FSDP2 leaves whole; None: half.
         tensors: number of tensors that are compressed.
+        matrices: of those, rows, columns and number of each shape; empty where shapes are not
+            known.
+        frozen_bytes: bytes of parameters that require no gradient.
     """
 
     parameters: int
@@ -35,6 +39,8 @@ class Workload:
     large: float
     columns: float | None = None
     tensors: float = 0.0
+    matrices: tuple[tuple[float, float, int], ...] = ()
+    frozen_bytes: float = 0.0
 
     @classmethod
     def of_size(cls, parameters: int) -> Workload:
@@ -56,10 +62,11 @@ class Workload:
 
     @classmethod
     def of(cls, named: Iterable[tuple[str, torch.Tensor]]) -> Workload:
-        """Read named parameters, `model.named_parameters()`; those that require no gradient are
-        left out.
+        """Read named parameters, `model.named_parameters()`. Those that require no gradient only
+        take memory.
         """
-        named = [(name, p) for name, p in named if p.requires_grad]
+        given = list(named)
+        named = [(name, p) for name, p in given if p.requires_grad]
         if not named:
             raise ValueError("No parameter requires a gradient: there is nothing to average.")
         total = sum(p.numel() for _, p in named)
@@ -74,10 +81,33 @@ class Workload:
         large = sum(
             p.numel() for name, p in chosen if not any(word in name.lower() for word in ATTENTION)
         )
-        perimeter = float(sum(rows) + sum(columns))
         return cls(
-            total, size / total, side, perimeter, large / total, float(sum(columns)), len(chosen)
+            total,
+            size / total,
+            side,
+            perimeter=float(sum(rows) + sum(columns)),
+            large=large / total,
+            columns=float(sum(columns)),
+            tensors=len(chosen),
+            matrices=tuple(
+                (r, c, k) for (r, c), k in Counter(zip(rows, columns, strict=True)).items()
+            ),
+            frozen_bytes=float(sum(p.nbytes for _, p in given if not p.requires_grad)),
         )
+
+    def count_factors(self, rank: int) -> tuple[float, float]:
+        """The elements of the matrices that a rank makes smaller, and those of their factors.
+
+        Others are too narrow: they are sent whole, as SeparateAdam does.
+        """
+        if not self.matrices:
+            return self.parameters * self.compressed, rank * self.perimeter
+        elements = factors = 0.0
+        for rows, columns, count in self.matrices:
+            values = min(rank, rows, columns) * (rows + columns)
+            if values < rows * columns:
+                elements, factors = elements + count * rows * columns, factors + count * values
+        return elements, factors
 
     def split(self, share: float) -> tuple[float, float]:
         """This share of the parameters, and the rest."""
@@ -94,4 +124,6 @@ class Workload:
             parameters=max(1, self.parameters // shard),
             perimeter=perimeter,
             columns=columns,
+            matrices=tuple((r / shard, c, k) for r, c, k in self.matrices),
+            frozen_bytes=self.frozen_bytes / shard,
         )

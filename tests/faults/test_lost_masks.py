@@ -18,7 +18,7 @@ def lose_a_mask(rank: int) -> dict:
 
     def failing(self):
         answer = wait(self)
-        if rank == 1 and self.description.startswith("Broadcast") and optimizer.stats.step == 3:
+        if rank == 1 and self.description.startswith("Broadcast") and optimizer.stats.applied_steps == 3:
             raise compopt.CommunicationError(f"{self.description} was made to fail")
         return answer
 
@@ -45,7 +45,7 @@ def lose_a_gathered_mask(rank: int) -> dict:
 
     def failing(self):
         answer = wait(self)
-        if rank == 1 and self.description.startswith("AllGather") and optimizer.stats.step == 4:
+        if rank == 1 and self.description.startswith("AllGather") and optimizer.stats.applied_steps == 4:
             raise compopt.CommunicationError(f"{self.description} was made to fail")
         return answer
 

@@ -83,7 +83,8 @@ def consolidated_by_some(rank: int) -> dict:
             message.append(consolidate(run))
         complete = consolidate(run)
         run.train(2)
-        results[name] = {"said": message, "complete": complete, "sum": run.sum(), "steps": run.optimizer.stats.step}
+        steps = run.optimizer.stats.applied_steps
+        results[name] = {"said": message, "complete": complete, "sum": run.sum(), "steps": steps}
     a, b = Run(rank), Run(rank, "SeparateAdam")
     results["others"] = consolidate(a if rank == 0 else b), consolidate(a), consolidate(b)
     run = Run(rank)

@@ -222,4 +222,4 @@ def test_ranks_may_also_join_an_equal_group_anew(case):
     ranks.train(loss, 4)
     ranks.finish_round(loss)
     ranks.assert_replicas_equal()
-    assert ranks.optimizers[0].stats.step == ranks.steps >= 10
+    assert ranks.optimizers[0].stats.applied_steps == ranks.steps >= 10
