@@ -66,7 +66,6 @@ class SimCommunicator(Communicator):
     def __init__(self, world: World, rank: int):
         self.world, self.rank, self.size = world, rank, world.size
         self.bytes_sent = self.started = 0
-        self.unfinished: set[str] = set()
 
     def start(self, request: Request) -> SimPending:
         self.bytes_sent += count_bytes(request)

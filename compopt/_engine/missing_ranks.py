@@ -16,7 +16,7 @@ import time
 from datetime import timedelta
 from enum import Enum
 
-from .._wire.collectives import Store
+from .._wire.stores import Store
 from .._wire.requests import CommunicationError
 from .collective_generators import CollectiveGenerator
 from .session import Session

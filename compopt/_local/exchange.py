@@ -177,8 +177,6 @@ class FragmentSync:
             _communicate(self._session, anchors, step, squared, contribution, apply_at > 0)
         )
         self.in_flight = InFlight(fragments, apply_at, squared, contribution, step, communication)
-        if apply_at:
-            step.comm.unfinished.add("delayed exchange")
 
     def poll(self) -> None:
         """Advance what is in flight as far as possible without waiting."""
@@ -202,7 +200,6 @@ class FragmentSync:
             self.cancel()
             raise
         self.in_flight = None
-        exchange.step.comm.unfinished.clear()
         return outcome
 
     def _apply(

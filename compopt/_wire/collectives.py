@@ -37,6 +37,7 @@ from .requests import (
     average_rows,
     count_bytes,
 )
+from .stores import BoundedStore
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
@@ -46,6 +47,8 @@ ProcessGroup: TypeAlias = "dist.ProcessGroup"
 
 # Backends that compute a mean, and those that gather into one tensor without copies.
 AVERAGING, GATHERING = ("nccl",), ("nccl", "xccl")
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own, for a group whose timeout cannot be read
 
 
 # Collectives in flight
@@ -57,17 +60,6 @@ class Work(Protocol):
     def wait(self, timeout: timedelta = ..., /) -> object: ...
 
     def is_completed(self) -> bool: ...
-
-
-class Store(Protocol):
-    """The methods of torch.distributed's stores that are used here."""
-
-    def add(self, key: str, amount: int, /) -> int: ...
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
-    def delete_key(self, key: str, /) -> bool: ...
 
 
 class PendingCollective:
@@ -95,7 +87,6 @@ class PendingCollective:
         self._on_completion = on_completion
         if work is not None:
             PendingCollective.started = True
-            _in_flight.add(self)
 
     def wait(self) -> object:
         if self.work is not None:
@@ -151,10 +142,35 @@ class PendingCollective:
 
     def untrack(self) -> None:
         """Do not wait for this collective at exit: it has ended, or its group has."""
-        _in_flight.discard(self)
+        if self.work is not None:
+            _in_flight.pop(self.work, None)
+
+    def __del__(self) -> None:
+        # nobody will wait for it: if it has not ended, ``_release_ended`` will see that it has
+        if not _in_flight or self.work not in _in_flight:  # None while the interpreter ends
+            return
+        if self.work.is_completed():
+            self.untrack()
+        else:
+            _unowned.add(self.work)
 
 
-_in_flight: set[PendingCollective] = set()
+# The process group of each collective in flight, and the collectives of which the optimizer is gone.
+_in_flight: dict[Work, ProcessGroup | None] = {}
+_unowned: set[Work] = set()
+
+
+def _release_ended() -> None:
+    """Release the memory and the groups of collectives that have ended without anybody waiting."""
+    # copies: a collection of Python's may add to both meanwhile
+    for work in list(_unowned):
+        if work.is_completed():
+            _unowned.discard(work)
+            _in_flight.pop(work, None)
+    for group in list(_abandoned):
+        if not _is_busy(group):
+            _abandoned.remove(group)
+            _destroy(group)
 
 
 @atexit.register
@@ -162,10 +178,9 @@ def _wait_before_exit() -> None:
     """Wait for collectives in flight: a gloo thread that frees a tensor after the interpreter has
     ended aborts the process.
     """
-    for pending in list(_in_flight):
-        if pending.work is not None:
-            with contextlib.suppress(RuntimeError):
-                pending.work.wait(timedelta(seconds=5))
+    for work in list(_in_flight):
+        with contextlib.suppress(RuntimeError):
+            work.wait(timedelta(seconds=5))
     if PendingCollective.started:
         # gloo frees the tensors of a collective shortly after the wait for it returns.
         time.sleep(0.05)
@@ -207,8 +222,6 @@ class Communicator:
                 "for the dimension to average over."
             )
         self.group = None if single_process else group or dist.group.WORLD
-        # Exchanges that may still be in flight when this communicator is deleted.
-        self.unfinished: set[str] = set()
         self.rank = 0 if single_process else dist.get_rank(self.group)
         self.size = 1 if single_process else dist.get_world_size(self.group)
         if self.rank < 0:
@@ -247,12 +260,13 @@ class Communicator:
             self._own_group = Communicator(group)
             self._own_group.on_wait = self.on_wait
             if is_world:
-                unfinished = self._own_group.unfinished
-                weakref.finalize(self, _destroy, group, unfinished).atexit = False
+                weakref.finalize(self, _destroy, group).atexit = False
         return self._own_group
 
     def start(self, request: Request) -> PendingCollective:
         """Start the collective that answers ``request``, and count its bytes."""
+        if _unowned or _abandoned:
+            _release_ended()
         size = count_bytes(request)
         self.bytes_sent += size
         description = f"{type(request).__name__} of {size} bytes over {self.size} ranks"
@@ -382,20 +396,25 @@ class Communicator:
     ) -> dist.Work | None:
         try:
             with profiler_range("compopt::exchange"):
-                return collective(*args, group=self.group, async_op=True)
+                work = collective(*args, group=self.group, async_op=True)
         except RuntimeError as error:
             raise CommunicationError(
                 f"{description} could not start: {_first_line(error)}"
             ) from error
+        if work is not None:
+            _in_flight[work] = self.group
+        return work
 
     @functools.cached_property
-    def store(self) -> Store | None:
-        """The store of the group, for messages beside its collectives; None if there is none."""
+    def store(self) -> BoundedStore | None:
+        """The store of the group, of which no call outlasts the group's timeout; None if there is
+        none.
+        """
         group = self.group
         if group is None or self.size == 1 or dist.get_backend(group) == "mpi":
             return None
-        store: Store = group.get_group_store()
-        return store
+        limit = get_timeout(group) or DEFAULT_TIMEOUT
+        return BoundedStore(group.get_group_store(), limit.total_seconds())
 
     def get_backend(self, device: torch.device) -> str:
         """Return the backend for tensors of this device; "" if there is none.
@@ -427,9 +446,9 @@ def connect(group: ProcessGroup | Communicator | None) -> Communicator:
     return group if isinstance(group, Communicator) else Communicator(group)
 
 
-def _destroy(group: ProcessGroup, unfinished: set[str]) -> None:
+def _destroy(group: ProcessGroup) -> None:
     # gloo would wait for collectives that other ranks may have given up.
-    if unfinished:
+    if _is_busy(group):
         _abandoned.append(group)
         return
     with contextlib.suppress(ValueError):  # all groups have been destroyed already
@@ -437,7 +456,12 @@ def _destroy(group: ProcessGroup, unfinished: set[str]) -> None:
             dist.destroy_process_group(group)
 
 
-# Groups with a collective in flight for which nobody waits.
+def _is_busy(group: ProcessGroup) -> bool:
+    """True if a collective of this group is in flight."""
+    return any(g is group and not work.is_completed() for work, g in list(_in_flight.items()))
+
+
+# Groups that were to be destroyed, with a collective in flight for which nobody waits.
 _abandoned: list[ProcessGroup] = []
 
 
