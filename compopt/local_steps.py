@@ -49,7 +49,7 @@ from ._engine.gradients import (
 )
 from ._engine.handshake import warn_without_gradients
 from ._engine.join import JoinHook, copy_options_from_ranks_with_data
-from ._engine.missing_ranks import RankLeft
+from ._engine.missing_ranks import RankLeft, explain_failure
 from ._engine.options import (
     OPTIONS_WITHOUT_HANDSHAKE,
     Group,
@@ -264,13 +264,14 @@ class LocalSteps(AnchoredWrapper):
         try:
             yield
         except (CommunicationError, RankLeft) as error:
-            advice = "It is tried again after the next step."
+            session, next_ = self._session, ". It is tried again after the next step"
             if isinstance(error, RankLeft):
-                advice = "Make a new process group on all ranks and call rebind()."
-            session = self._session
+                next_ = ". Make a new process group on all ranks and call rebind()"
+            else:
+                next_ += explain_failure(session, error)
             raise CommunicationError(
                 f"step {session.steps} was taken on rank {session.comm.rank}, but not the exchange "
-                f"that follows it: {error}. {advice}"
+                f"that follows it: {error}{next_}."
             ) from error
 
     # Exchanges
@@ -400,8 +401,9 @@ class LocalSteps(AnchoredWrapper):
             session = self._session
             raise CommunicationError(
                 f"the round was not ended on rank {session.comm.rank} after step {session.steps}: "
-                f"{error}. It is tried again after the next step, and by the next end_round()."
-            ) from error
+                f"{error}. It is tried again after the next step, and by the next end_round()"
+                f"{explain_failure(session, error)}."
+            ) from None
 
     def end_round_as_generator(self) -> Generator[PendingCollective, None, None]:
         sync, counts, last = self._sync, self._counts, self._session.stats

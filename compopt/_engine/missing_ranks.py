@@ -13,12 +13,14 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from enum import Enum
 
+from .._wire.collectives import is_launched_by_torchrun
+from .._wire.requests import CommunicationError, RankSilent
 from .._wire.stores import Store
-from .._wire.requests import CommunicationError
-from .collective_generators import CollectiveGenerator
+from .collective_generators import CollectiveGenerator, Result
 from .session import Session
 
 PREFIX = "compopt/"  # begins all keys, because the store is shared
@@ -26,7 +28,19 @@ PREFIX = "compopt/"  # begins all keys, because the store is shared
 # which may evaluate before it calls it.
 PATIENCE, PATIENCE_WITH_RANK_0 = 10.0, 1800.0
 LOOK_AFTER = 2.0  # seconds that a step waits before it looks for notes
+# Seconds that a note may take, and at most this share of the group's timeout: a step that fails at
+# the timeout raises soon after it, also where the link to the store is cut.
+NOTE_LIMIT, NOTE_SHARE = 10.0, 0.2
 
+SILENT = "Another rank, or its node, is gone or does not answer"
+RESTART = (
+    ". When this rank ends, torchrun starts all ranks again, if it has --max-restarts left: load a "
+    "checkpoint where your script begins"
+)
+CONTINUE = (
+    ": make a new process group of the ranks that are left and call rebind(), or start all ranks "
+    "again from a checkpoint"
+)
 ADVICE = "call it on all ranks, before `if rank == 0:`"
 
 
@@ -105,6 +119,9 @@ def run_watching_ranks(session: Session, collectives: CollectiveGenerator[None])
                         raise RankLeft(sentence)
             except BaseException as error:  # raise it where the step waits
                 collectives.throw(error)
+    except CommunicationError as error:
+        # its text says what its causes say: leave out their frames, and those of this package
+        raise error.with_traceback(None) from None
     except Exception:
         raise
     except BaseException as error:
@@ -138,10 +155,8 @@ def withdraw_note(session: Session) -> None:
 
 
 def _write_note(session: Session, text: str) -> None:
-    store = session.comm.store
-    if store is not None:
-        with contextlib.suppress(RuntimeError):
-            store.set(f"{PREFIX}note/{session.comm.rank}", text)
+    key = f"{PREFIX}note/{session.comm.rank}"
+    _use_store(session, lambda store: store.set(key, text))
 
 
 def explain_missing_rank(session: Session) -> str:
@@ -153,21 +168,35 @@ def explain_missing_rank(session: Session) -> str:
     return ""
 
 
-def explain_failure(session: Session) -> str:
-    """Return, in brackets, a note of another rank about the failed step, if there is one."""
-    return "".join(f" ({sentence})" for _, sentence in _read_notes(session)[:1])
+def explain_failure(session: Session, error: CommunicationError) -> str:
+    """Return what to append to ``error``, which ended a step: a note of another rank about this
+    step, in brackets; if there is none, and a rank is gone or silent, what happens next.
+    """
+    if notes := _read_notes(session):
+        return f" ({notes[0][1]})"
+    if not isinstance(error, RankSilent):
+        return ""
+    return f". {SILENT}{RESTART if is_launched_by_torchrun() else CONTINUE}"
 
 
 def _read_notes(session: Session) -> list[tuple[Note, str]]:
     """Read the notes of ranks that have applied no more steps of this optimizer than this rank."""
     comm, (name, steps) = session.comm, _identify_step(session)
-    store, texts = comm.store, []
-    if store is not None:
-        keys = [f"{PREFIX}note/{rank}" for rank in range(comm.size) if rank != comm.rank]
-        with contextlib.suppress(RuntimeError):
-            texts = [store.get(key) for key in keys if store.check([key])]
-    notes = [json.loads(text) for text in texts if text]
+    keys = [f"{PREFIX}note/{rank}" for rank in range(comm.size) if rank != comm.rank]
+    texts = _use_store(session, lambda store: [store.get(k) for k in keys if store.check([k])])
+    notes = [json.loads(text) for text in texts or () if text]
     return [(Note(kind), text) for owner, n, kind, text in notes if owner == name and n <= steps]
+
+
+def _use_store(session: Session, function: Callable[[Store], Result]) -> Result | None:
+    """Return what ``function`` returns for the store of the group; None if it does not answer soon,
+    or there is none.
+    """
+    store = session.comm.store
+    if store is not None:
+        with contextlib.suppress(RuntimeError):
+            return store.run(function, min(NOTE_LIMIT, NOTE_SHARE * store.limit))
+    return None
 
 
 def _identify_step(session: Session) -> tuple[str, int]:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import math
 import os
+import re
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +34,7 @@ from .requests import (
     Broadcast,
     CommunicationError,
     EncodeError,
+    RankSilent,
     ReduceScatterMean,
     Request,
     average_rows,
@@ -95,9 +98,7 @@ class PendingCollective:
                     self.work.wait()
             # gloo raises RuntimeError, of which torch.distributed's own errors are subclasses.
             except RuntimeError as error:
-                raise CommunicationError(
-                    f"{self.description} failed: {_first_line(error)}"
-                ) from error
+                raise RankSilent(f"{self.description} failed: {_first_line(error)}") from error
             finally:
                 self.untrack()
         answer = self._on_completion()
@@ -146,31 +147,36 @@ class PendingCollective:
             _in_flight.pop(self.work, None)
 
     def __del__(self) -> None:
-        # nobody will wait for it: if it has not ended, ``_release_ended`` will see that it has
-        if not _in_flight or self.work not in _in_flight:  # None while the interpreter ends
-            return
-        if self.work.is_completed():
-            self.untrack()
-        else:
+        # nobody will wait for it: ``_release_ended`` sees when it has ended
+        if self.work is not None and _in_flight and self.work in _in_flight:
             _unowned.add(self.work)
 
 
-# The process group of each collective in flight, and the collectives of which the optimizer is gone.
+# The process group of each collective in flight, and those of them whose optimizer is gone.
 _in_flight: dict[Work, ProcessGroup | None] = {}
 _unowned: set[Work] = set()
 
 
 def _release_ended() -> None:
     """Release the memory and the groups of collectives that have ended without anybody waiting."""
-    # copies: a collection of Python's may add to both meanwhile
-    for work in list(_unowned):
-        if work.is_completed():
-            _unowned.discard(work)
-            _in_flight.pop(work, None)
+    # copies: Python's collector may add to both meanwhile. Groups first: gloo frees the tensors of
+    # a collective shortly after its end, and a group that is destroyed then would wait for that.
     for group in list(_abandoned):
-        if not _is_busy(group):
+        if not _is_in_use(group):
             _abandoned.remove(group)
             _destroy(group)
+    _release_ended_works("start")
+
+
+def _release_ended_works(phase: str, *_: object) -> None:
+    if _unowned and phase == "start":
+        for work in [work for work in list(_unowned) if work.is_completed()]:
+            _unowned.discard(work)
+            _in_flight.pop(work, None)
+
+
+# also where no collective starts any more
+gc.callbacks.append(_release_ended_works)
 
 
 @atexit.register
@@ -197,7 +203,9 @@ def profiler_range(name: str) -> contextlib.AbstractContextManager[object]:
 
 
 def _first_line(error: RuntimeError) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    """Return what torch says, without the place in gloo's source and what is typical of it."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[\S+:\d+\] | This is typically caused by .*$", "", line).rstrip(". ")
 
 
 # Communicators
@@ -398,9 +406,7 @@ class Communicator:
             with profiler_range("compopt::exchange"):
                 work = collective(*args, group=self.group, async_op=True)
         except RuntimeError as error:
-            raise CommunicationError(
-                f"{description} could not start: {_first_line(error)}"
-            ) from error
+            raise RankSilent(f"{description} could not start: {_first_line(error)}") from error
         if work is not None:
             _in_flight[work] = self.group
         return work
@@ -448,7 +454,7 @@ def connect(group: ProcessGroup | Communicator | None) -> Communicator:
 
 def _destroy(group: ProcessGroup) -> None:
     # gloo would wait for collectives that other ranks may have given up.
-    if _is_busy(group):
+    if _is_in_use(group):
         _abandoned.append(group)
         return
     with contextlib.suppress(ValueError):  # all groups have been destroyed already
@@ -456,12 +462,12 @@ def _destroy(group: ProcessGroup) -> None:
             dist.destroy_process_group(group)
 
 
-def _is_busy(group: ProcessGroup) -> bool:
-    """True if a collective of this group is in flight."""
-    return any(g is group and not work.is_completed() for work, g in list(_in_flight.items()))
+def _is_in_use(group: ProcessGroup) -> bool:
+    """True if a collective of this group is in flight, or has just ended."""
+    return any(one is group for one in list(_in_flight.values()))
 
 
-# Groups that were to be destroyed, with a collective in flight for which nobody waits.
+# Groups to destroy once their collectives, for which nobody waits, have ended.
 _abandoned: list[ProcessGroup] = []
 
 
@@ -497,6 +503,11 @@ def get_rank() -> int:
         return dist.get_rank()
     rank = os.environ.get("RANK", "0")
     return int(rank) if rank.isdigit() else 0
+
+
+def is_launched_by_torchrun() -> bool:
+    """True if torchrun, or another elastic agent of torch, has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def count_launched_ranks() -> int:

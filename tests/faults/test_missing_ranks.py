@@ -30,7 +30,9 @@ from compopt._engine.missing_ranks import (
     run_watching_ranks,
 )
 from compopt._wire.collectives import PendingCollective
+from compopt._wire.stores import BoundedStore
 
+FAILED = compopt.CommunicationError("it failed")
 by_name = by_name | {case.name: case for case in FORMS}
 
 
@@ -275,15 +277,16 @@ def test_notes_are_heeded_in_the_steps_that_their_rank_does_not_come_to():
     ranks = make_ranks(by_name["RadiusAdamW"], 2)
     ranks.train(loss, 3)
     here, there = (optimizer._session for optimizer in ranks.optimizers)
-    store = dist.HashStore()
+    store = BoundedStore(dist.HashStore(), HANG_GUARD)
     for session in (here, there):
         session.comm.store = store
     post_note(there, Note.LEFT, "rank 1 was interrupted")
     assert (
-        explain_missing_rank(here) == "rank 1 was interrupted" and explain_failure(here) == " (rank 1 was interrupted)"
+        explain_missing_rank(here) == "rank 1 was interrupted"
+        and explain_failure(here, FAILED) == " (rank 1 was interrupted)"
     )
     here.option_groups[0]["step"] -= 1  # a step that rank 1 has applied
-    assert explain_missing_rank(here) == explain_failure(here) == ""
+    assert explain_missing_rank(here) == explain_failure(here, FAILED) == ""
     here.option_groups[0]["step"] += 2
     assert explain_missing_rank(here)
     run_watching_ranks(there, iter(()))
@@ -294,4 +297,6 @@ def test_notes_are_heeded_in_the_steps_that_their_rank_does_not_come_to():
     post_lost_masks(here)
     assert explain_missing_rank(here) == explain_missing_rank(there) == "", "all have lost them, and choose anew"
     post_note(there, Note.CONSOLIDATES, "rank 1 was in consolidate_state()")
-    assert explain_missing_rank(here) == "" and "consolidate_state" in explain_failure(here), "it may come later"
+    assert explain_missing_rank(here) == "" and "consolidate_state" in explain_failure(here, FAILED), (
+        "it may come later"
+    )
