@@ -322,8 +322,9 @@ class LocalSteps(AnchoredWrapper):
             session.warn_once(
                 "lost",
                 f"rank {session.comm.rank} had parameters that are not finite after step "
-                f"{session.steps}: it took the other ranks' average, and zeroed its moments "
-                "that are not finite. Lower the learning rate, or clip (max_grad_norm=).",
+                f"{session.steps}: it took the average, in which what it moved counts as zero, and "
+                "zeroed its moments that are not finite. Lower the learning rate, or clip "
+                "(max_grad_norm=).",
                 0,  # on this rank, whichever it is
             )
         return outcome
