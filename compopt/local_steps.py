@@ -264,14 +264,15 @@ class LocalSteps(AnchoredWrapper):
         try:
             yield
         except (CommunicationError, RankLeft) as error:
-            session, next_ = self._session, ". It is tried again after the next step"
+            session, why = self._session, ""
+            advice = "The exchange is tried again after the next step"
             if isinstance(error, RankLeft):
-                next_ = ". Make a new process group on all ranks and call rebind()"
+                advice = "Make a new process group on all ranks and call rebind()"
             else:
-                next_ += explain_failure(session, error)
+                why = explain_failure(session, error)
             raise CommunicationError(
                 f"step {session.steps} was taken on rank {session.comm.rank}, but not the exchange "
-                f"that follows it: {error}{next_}."
+                f"that follows it: {error}{why}. {advice}."
             ) from error
 
     # Exchanges
@@ -402,8 +403,8 @@ class LocalSteps(AnchoredWrapper):
             session = self._session
             raise CommunicationError(
                 f"the round was not ended on rank {session.comm.rank} after step {session.steps}: "
-                f"{error}. It is tried again after the next step, and by the next end_round()"
-                f"{explain_failure(session, error)}."
+                f"{error}{explain_failure(session, error)}. The exchange is tried again after the "
+                "next step, and by the next end_round()."
             ) from None
 
     def end_round_as_generator(self) -> Generator[PendingCollective, None, None]:

@@ -12,16 +12,17 @@ from .session import Session
 
 
 def check_gradients(session: Session) -> None:
-    """Raise TypeError if a parameter has changed its size, dtype or device, or has a sparse
+    """Raise TypeError if a parameter has changed its shape, dtype or device, or has a sparse
     gradient.
     """
     for bucket in session.buckets:
-        for p, n, name in zip(bucket.params, bucket.lengths, bucket.names, strict=True):
-            if p.dtype != bucket.dtype or p.device != bucket.device or to_local(p).numel() != n:
+        for p, shape, name in zip(bucket.params, bucket.shapes, bucket.names, strict=True):
+            new, old = (to_local(p).shape, p.dtype, p.device), (shape, bucket.dtype, bucket.device)
+            if new != old:
+                now, before = (f"{dt} of shape {tuple(of)} on {dev}" for of, dt, dev in (new, old))
                 raise TypeError(
-                    f"{name} has {to_local(p).numel()} elements of {p.dtype} on {p.device} here, "
-                    f"and had {n} of {bucket.dtype} on {bucket.device} when the optimizer was "
-                    "made: make the optimizer after the model is converted, moved or resized."
+                    f"{name} is {now} here, and was {before} when the optimizer was made: make the "
+                    "optimizer after the model is converted, moved or resized."
                 )
             if p.grad is not None and p.grad.is_sparse:
                 raise TypeError(

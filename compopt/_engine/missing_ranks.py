@@ -50,6 +50,7 @@ class Note(Enum):
     LEFT = "left"  # the rank will not finish the running step
     LOST_MASKS = "lost masks"  # nor will it without its masks, unless all ranks have lost theirs
     CONSOLIDATES = "consolidates"  # the rank waited in consolidate_state(), and gave up
+    FAILED = "failed"  # the rank raised an error, of which collectives may not have told the others
 
 
 class RankLeft(BaseException):
@@ -122,7 +123,9 @@ def run_watching_ranks(session: Session, collectives: CollectiveGenerator[None])
     except CommunicationError as error:
         # its text says what its causes say: leave out their frames, and those of this package
         raise error.with_traceback(None) from None
-    except Exception:
+    except Exception as error:
+        who, what = f"rank {session.comm.rank}", f"{type(error).__name__}: {error}"
+        post_note(session, Note.FAILED, f"{who} raised {what}")
         raise
     except BaseException as error:
         who, name = f"rank {session.comm.rank}", type(error).__name__
@@ -163,7 +166,7 @@ def explain_missing_rank(session: Session) -> str:
     """Return which rank will not join the running step, and why; empty if no note says so."""
     for kind, sentence in _read_notes(session):
         both_lost = kind is Note.LOST_MASKS and session.posted_note == kind.value
-        if kind is not Note.CONSOLIDATES and not both_lost:
+        if kind not in (Note.CONSOLIDATES, Note.FAILED) and not both_lost:
             return sentence
     return ""
 
@@ -172,9 +175,11 @@ def explain_failure(session: Session, error: CommunicationError) -> str:
     """Return what to append to ``error``, which ended a step: a note of another rank about this
     step, in brackets; if there is none, and a rank is gone or silent, what happens next.
     """
-    if notes := _read_notes(session):
-        return f" ({notes[0][1]})"
-    if not isinstance(error, RankSilent):
+    is_silent = isinstance(error, RankSilent)  # else collectives have told what failed
+    for kind, sentence in _read_notes(session):
+        if kind is not Note.FAILED or is_silent:
+            return f" ({sentence})"
+    if not is_silent:
         return ""
     return f". {SILENT}{RESTART if is_launched_by_torchrun() else CONTINUE}"
 

@@ -155,28 +155,34 @@ class PendingCollective:
 # The process group of each collective in flight, and those of them whose optimizer is gone.
 _in_flight: dict[Work, ProcessGroup | None] = {}
 _unowned: set[Work] = set()
+_last_release = 0.0  # when the last of those was released
+FREED_WITHIN = 0.05  # seconds after its end in which gloo frees the tensors of a collective
 
 
-def _release_ended() -> None:
-    """Release the memory and the groups of collectives that have ended without anybody waiting."""
-    # copies: Python's collector may add to both meanwhile. Groups first: gloo frees the tensors of
-    # a collective shortly after its end, and a group that is destroyed then would wait for that.
+def _release_ended(phase: str = "start", *_: object) -> None:
+    """Release the memory and the groups of collectives that have ended without anybody waiting.
+
+    Python's collector calls this, too: perhaps no other collective starts.
+    """
+    global _last_release
+    if phase != "start" or not (_unowned or _abandoned):
+        return
+    now = time.monotonic()
+    # copies: a collection may add to both meanwhile
+    for work in list(_unowned):
+        if work.is_completed():
+            _unowned.discard(work)
+            _in_flight.pop(work, None)
+            _last_release = now
+    if now < _last_release + FREED_WITHIN:  # a group that is destroyed would wait for that
+        return
     for group in list(_abandoned):
         if not _is_in_use(group):
             _abandoned.remove(group)
             _destroy(group)
-    _release_ended_works("start")
 
 
-def _release_ended_works(phase: str, *_: object) -> None:
-    if _unowned and phase == "start":
-        for work in [work for work in list(_unowned) if work.is_completed()]:
-            _unowned.discard(work)
-            _in_flight.pop(work, None)
-
-
-# also where no collective starts any more
-gc.callbacks.append(_release_ended_works)
+gc.callbacks.append(_release_ended)
 
 
 @atexit.register
@@ -188,8 +194,7 @@ def _wait_before_exit() -> None:
         with contextlib.suppress(RuntimeError):
             work.wait(timedelta(seconds=5))
     if PendingCollective.started:
-        # gloo frees the tensors of a collective shortly after the wait for it returns.
-        time.sleep(0.05)
+        time.sleep(FREED_WITHIN)
 
 
 _NO_RANGE = contextlib.nullcontext()
@@ -273,8 +278,7 @@ class Communicator:
 
     def start(self, request: Request) -> PendingCollective:
         """Start the collective that answers ``request``, and count its bytes."""
-        if _unowned or _abandoned:
-            _release_ended()
+        _release_ended()
         size = count_bytes(request)
         self.bytes_sent += size
         description = f"{type(request).__name__} of {size} bytes over {self.size} ranks"

@@ -25,10 +25,10 @@ CHOSEN = {case.name: case for case in [*CASES, *FORMS]} if IS_SOAK else {case.na
 def count_what_lives() -> dict[str, int]:
     """Threads, open files, process groups and tensors of this process, once nothing is in flight any more."""
     until = time.monotonic() + HANG_GUARD
-    while collectives._unowned and time.monotonic() < until:
+    while (collectives._unowned or collectives._abandoned) and time.monotonic() < until:
         gc.collect()
         time.sleep(0.01)
-    time.sleep(0.05)  # gloo frees the tensors of a collective shortly after its end
+    time.sleep(collectives.FREED_WITHIN)
     gc.collect()
     return {
         "threads": len(os.listdir("/proc/self/task")),
@@ -48,10 +48,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: 
 
 
 def made_and_dropped(rank: int, name: str) -> list[dict[str, int]]:
-    torch.manual_seed(0)
     model, seen = nn.Linear(64, 80), []
     delayed = {"delay": 1} if name == "LocalSteps, rounds" else {}
     for number in range(OPTIMIZERS + 1):
+        torch.manual_seed(0)
+        model.reset_parameters()  # a round that is dropped leaves unequal ones
         optimizer = CHOSEN[name].make(model.named_parameters(), **delayed)
         train(model, optimizer, rank, 3)
         del optimizer
