@@ -94,7 +94,7 @@ def wait_for_all_to_consolidate(session: Session, patience: float | None) -> Non
         raise CommunicationError(
             "consolidate_state() could not reach the other ranks, because the store of their "
             f"process group does not answer: {error}"
-        ) from error
+        ) from None
     for rank, description in enumerate(described):
         if description != described[0]:
             raise ValueError(
@@ -248,7 +248,8 @@ def gather_at_store(store: Store, rank: int, size: int, text: str, patience: flo
                 store.wait([f"{prefix}outcome"], timedelta(seconds=PATIENCE))
             time.sleep(0.01)
     except BaseException:
-        end(f"rank {rank} was interrupted")
+        with contextlib.suppress(RuntimeError):  # the store does not answer
+            end(f"rank {rank} was interrupted")
         raise
     if failure := store.get(f"{prefix}outcome").decode():
         raise RanksMissing(failure)

@@ -178,8 +178,9 @@ def _release_ended(phase: str = "start", *_: object) -> None:
         return
     for group in list(_abandoned):
         if not _is_in_use(group):
-            _abandoned.remove(group)
-            _destroy(group)
+            with contextlib.suppress(ValueError):  # another thread has removed it
+                _abandoned.remove(group)
+                _destroy(group)
 
 
 gc.callbacks.append(_release_ended)

@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 
@@ -355,12 +356,12 @@ def test_a_step_does_not_wait_for_the_store(monkeypatch):
     stuck.answers.set()
 
 
-def silent(rank: int, address: str, file: str) -> str:
+def silent(rank: int, address: str, file: str) -> tuple[str, str]:
     """Rank 0, which has the store, is stopped; rank 1 raises although nobody answers its looks."""
     missing_ranks.LOOK_AFTER = 0.05
     dist.destroy_process_group()
     dist.init_process_group("gloo", address, rank=rank, world_size=2, timeout=timedelta(seconds=2))
-    run, message = Run(rank), ""
+    run, message, printed = Run(rank), "", ""
     run.train(3)
     if rank == 0:
         Path(file).write_text(str(os.getpid()))
@@ -368,15 +369,19 @@ def silent(rank: int, address: str, file: str) -> str:
     try:
         run.train()
     except compopt.CommunicationError as error:
-        message = str(error)
+        message, printed = str(error), "".join(traceback.format_exception(error))
     if rank == 1:
         os.kill(int(Path(file).read_text()), signal.SIGCONT)
     dist.destroy_process_group()
     dist.init_process_group("gloo", f"file://{file}-2", rank=rank, world_size=2, timeout=FOREVER)
-    return message
+    return message, printed
 
 
 def test_a_rank_raises_at_the_timeout_though_the_host_of_the_store_is_silent(tmp_path):
-    for rank, message in enumerate(run_ranks(silent, 2, f"tcp://127.0.0.1:{free_port()}", str(tmp_path / "pid"))):
+    answers = run_ranks(silent, 2, f"tcp://127.0.0.1:{free_port()}", str(tmp_path / "pid"))
+    for rank, (message, printed) in enumerate(answers):
         assert message.startswith(f"step 4 was not applied on rank {rank}: "), message
         assert "Another rank, or its node, is gone or does not answer: make a new process group" in message
+        frames = re.findall(r'File ".*/compopt/(_\w+/\w+\.py)", line', printed)
+        assert frames == ["_engine/optimizer.py", "_engine/missing_ranks.py"], "few come before the sentence"
+        assert printed.count("Traceback") == 1
