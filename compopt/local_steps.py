@@ -49,7 +49,7 @@ from ._engine.gradients import (
 )
 from ._engine.handshake import warn_without_gradients
 from ._engine.join import JoinHook, copy_options_from_ranks_with_data
-from ._engine.missing_ranks import RankLeft
+from ._engine.missing_ranks import RankLeft, explain_failure
 from ._engine.options import (
     Group,
     Setting,
@@ -263,13 +263,15 @@ class LocalSteps(AnchoredWrapper):
         try:
             yield
         except (CommunicationError, RankLeft) as error:
-            advice = "It is tried again after the next step."
+            session, why = self._session, ""
+            advice = "The exchange is tried again after the next step"
             if isinstance(error, RankLeft):
-                advice = "Make a new process group on all ranks and call rebind()."
-            session = self._session
+                advice = "Make a new process group on all ranks and call rebind()"
+            else:
+                why = explain_failure(session, error)
             raise CommunicationError(
                 f"step {session.steps} was taken on rank {session.comm.rank}, but not the exchange "
-                f"that follows it: {error}. {advice}"
+                f"that follows it: {error}{why}. {advice}."
             ) from error
 
     # Exchanges
@@ -320,8 +322,9 @@ class LocalSteps(AnchoredWrapper):
             session.warn_once(
                 "lost",
                 f"rank {session.comm.rank} had parameters that are not finite after step "
-                f"{session.steps}: it took the other ranks' average, and zeroed its moments "
-                "that are not finite. Lower the learning rate, or clip (max_grad_norm=).",
+                f"{session.steps}: it took the average, in which what it moved counts as zero, and "
+                "zeroed its moments that are not finite. Lower the learning rate, or clip "
+                "(max_grad_norm=).",
                 0,  # on this rank, whichever it is
             )
         return outcome
@@ -399,8 +402,9 @@ class LocalSteps(AnchoredWrapper):
             session = self._session
             raise CommunicationError(
                 f"the round was not ended on rank {session.comm.rank} after step {session.steps}: "
-                f"{error}. It is tried again after the next step, and by the next end_round()."
-            ) from error
+                f"{error}{explain_failure(session, error)}. The exchange is tried again after the "
+                "next step, and by the next end_round()."
+            ) from None
 
     def end_round_as_generator(self) -> Generator[PendingCollective, None, None]:
         sync, counts, last = self._sync, self._counts, self._session.stats

@@ -132,7 +132,8 @@ while True:
             best_val_loss = min(best_val_loss, losses["val"])
             saved = {"model": raw_model.state_dict(), "optimizer": optimizer.state_dict(), "model_args": model_args}
             saved |= {"iter_num": iter_num, "best_val_loss": best_val_loss, "config": config}
-            torch.save(saved, os.path.join(out_dir, "ckpt.pt"))
+            torch.save(saved, os.path.join(out_dir, "ckpt.new"))  # and rename: a kill leaves the file before
+            os.replace(os.path.join(out_dir, "ckpt.new"), os.path.join(out_dir, "ckpt.pt"))
     if iter_num == max_iters:
         break
     for micro_step in range(micro_steps):

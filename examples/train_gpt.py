@@ -151,8 +151,10 @@ def main():
                 for prepare in ("end_round", "consolidate_state"):  # on all ranks: the checkpoint is one for all
                     getattr(optimizer, prepare, lambda: None)()
                 if rank == 0:
-                    rest = {"optimizer": optimizer.state_dict(), "run": (evals, losses, seconds, sent, phases)}
-                    torch.save(rest | {"model": model.state_dict(), "schedule": schedule.state_dict()}, args.checkpoint)
+                    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                    saved |= {"schedule": schedule.state_dict(), "run": (evals, losses, seconds, sent, phases)}
+                    torch.save(saved, f"{args.checkpoint}.new")
+                    os.replace(f"{args.checkpoint}.new", args.checkpoint)  # a kill while it saves leaves the one before
     if rank == 0 and args.out:
         result = {"config": vars(args) | {"ranks": world, "device": device.type}, "evals": evals, "phases": phases}
         result["bytes_per_step"] = {kind: median(sizes) if sizes else None for kind, sizes in sent.items()}

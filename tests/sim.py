@@ -67,7 +67,6 @@ class SimCommunicator(Communicator):
         self.world, self.rank, self.size = world, rank, world.size
         self._bytes_sent = self.started = 0
         self._own_group: SimCommunicator | None = None
-        self.unfinished: set[str] = set()
 
     def start(self, request: Request) -> SimPending:
         self._bytes_sent += count_bytes(request)

@@ -10,19 +10,19 @@ from .session import Session
 
 
 def check_gradients(session: Session) -> None:
-    """Raise TypeError if a parameter has changed its size, dtype or device, or has a sparse
+    """Raise TypeError if a parameter has changed its shape, dtype or device, or has a sparse
     gradient.
     """
     for bucket in session.buckets:
         dtype, device = bucket.dtype, bucket.device
         local_params = bucket.local_params if bucket.is_dtensor else bucket.params
-        tensors = zip(bucket.params, local_params, bucket.lengths, bucket.names, strict=True)
-        for p, local, n, name in tensors:
-            if local.numel() != n or p.dtype != dtype or p.device != device:
+        tensors = zip(bucket.params, local_params, bucket.shapes, bucket.names, strict=True)
+        for p, local, shape, name in tensors:
+            if local.shape != shape or p.dtype != dtype or p.device != device:
                 raise TypeError(
-                    f"{name} has {local.numel()} elements of {p.dtype} on {p.device} here, "
-                    f"and had {n} of {dtype} on {device} when the optimizer was "
-                    "made: make the optimizer after the model is converted, moved or resized."
+                    f"{name} is {p.dtype} of shape {tuple(local.shape)} on {p.device} here, and "
+                    f"was {dtype} of shape {tuple(shape)} on {device} when the optimizer was made: "
+                    "make the optimizer after the model is converted, moved or resized."
                 )
             if p.grad is not None and p.grad.is_sparse:
                 raise TypeError(

@@ -13,12 +13,14 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from enum import Enum
 
-from .._wire.collectives import Store
-from .._wire.requests import CommunicationError
-from .collective_generators import CollectiveGenerator
+from .._wire.collectives import is_launched_by_torchrun
+from .._wire.requests import CommunicationError, RankSilent
+from .._wire.stores import Store
+from .collective_generators import CollectiveGenerator, Result
 from .optimizer_base import OptimizerBase
 from .session import Session
 
@@ -27,7 +29,19 @@ PREFIX = "compopt/"  # begins all keys, because the store is shared
 # which may evaluate before it calls it.
 PATIENCE, PATIENCE_WITH_RANK_0 = 10.0, 1800.0
 LOOK_AFTER = 2.0  # seconds that a step waits before it looks for notes
+# Seconds that a note may take, and at most this share of the group's timeout: a step that fails at
+# the timeout raises soon after it, also where the link to the store is cut.
+NOTE_LIMIT, NOTE_SHARE = 10.0, 0.2
 
+SILENT = "Another rank, or its node, is gone or does not answer"
+RESTART = (
+    ". When this rank ends, torchrun starts all ranks again, if it has --max-restarts left: load a "
+    "checkpoint where your script begins"
+)
+CONTINUE = (
+    ": make a new process group of the ranks that are left and call rebind(), or start all ranks "
+    "again from a checkpoint"
+)
 ADVICE = "call it on all ranks, before `if rank == 0:`"
 
 
@@ -37,6 +51,7 @@ class Note(Enum):
     LEFT = "left"  # the rank will not finish the running step
     LOST_MASKS = "lost masks"  # nor will it without its masks, unless all ranks have lost theirs
     CONSOLIDATES = "consolidates"  # the rank waited in consolidate_state(), and gave up
+    FAILED = "failed"  # the rank raised an error, of which collectives may not have told the others
 
 
 class RankLeft(BaseException):
@@ -80,7 +95,7 @@ def wait_for_all_to_consolidate(optimizer: OptimizerBase, patience: float | None
         raise CommunicationError(
             "consolidate_state() could not reach the other ranks, because the store of their "
             f"process group does not answer: {error}"
-        ) from error
+        ) from None
     for rank, description in enumerate(described):
         if description != described[0]:
             raise ValueError(
@@ -106,7 +121,12 @@ def run_watching_ranks(session: Session, collectives: CollectiveGenerator[None])
                         raise RankLeft(sentence)
             except BaseException as error:  # raise it where the step waits
                 collectives.throw(error)
-    except Exception:
+    except CommunicationError as error:
+        # its text says what its causes say: leave out their frames, and those of this package
+        raise error.with_traceback(None) from None
+    except Exception as error:
+        who, what = f"rank {session.comm.rank}", f"{type(error).__name__}: {error}"
+        post_note(session, Note.FAILED, f"{who} raised {what}")
         raise
     except BaseException as error:
         who, name = f"rank {session.comm.rank}", type(error).__name__
@@ -139,36 +159,50 @@ def withdraw_note(session: Session) -> None:
 
 
 def _write_note(session: Session, text: str) -> None:
-    store = session.comm.store
-    if store is not None:
-        with contextlib.suppress(RuntimeError):
-            store.set(f"{PREFIX}note/{session.comm.rank}", text)
+    key = f"{PREFIX}note/{session.comm.rank}"
+    _use_store(session, lambda store: store.set(key, text))
 
 
 def explain_missing_rank(session: Session) -> str:
     """Return which rank will not join the running step, and why; empty if no note says so."""
     for kind, sentence in _read_notes(session):
         both_lost = kind is Note.LOST_MASKS and session.posted_note == kind.value
-        if kind is not Note.CONSOLIDATES and not both_lost:
+        if kind not in (Note.CONSOLIDATES, Note.FAILED) and not both_lost:
             return sentence
     return ""
 
 
-def explain_failure(session: Session) -> str:
-    """Return, in brackets, a note of another rank about the failed step, if there is one."""
-    return "".join(f" ({sentence})" for _, sentence in _read_notes(session)[:1])
+def explain_failure(session: Session, error: CommunicationError) -> str:
+    """Return what to append to ``error``, which ended a step: a note of another rank about this
+    step, in brackets; if there is none, and a rank is gone or silent, what happens next.
+    """
+    is_silent = isinstance(error, RankSilent)  # else collectives have told what failed
+    for kind, sentence in _read_notes(session):
+        if kind is not Note.FAILED or is_silent:
+            return f" ({sentence})"
+    if not is_silent:
+        return ""
+    return f". {SILENT}{RESTART if is_launched_by_torchrun() else CONTINUE}"
 
 
 def _read_notes(session: Session) -> list[tuple[Note, str]]:
     """Read the notes of ranks that have applied no more steps of this optimizer than this rank."""
     comm, (name, steps) = session.comm, _identify_step(session)
-    store, texts = comm.store, []
-    if store is not None:
-        keys = [f"{PREFIX}note/{rank}" for rank in range(comm.size) if rank != comm.rank]
-        with contextlib.suppress(RuntimeError):
-            texts = [store.get(key) for key in keys if store.check([key])]
-    notes = [json.loads(text) for text in texts if text]
+    keys = [f"{PREFIX}note/{rank}" for rank in range(comm.size) if rank != comm.rank]
+    texts = _use_store(session, lambda store: [store.get(k) for k in keys if store.check([k])])
+    notes = [json.loads(text) for text in texts or () if text]
     return [(Note(kind), text) for owner, n, kind, text in notes if owner == name and n <= steps]
+
+
+def _use_store(session: Session, function: Callable[[Store], Result]) -> Result | None:
+    """Return what ``function`` returns for the store of the group; None if it does not answer soon,
+    or there is none.
+    """
+    store = session.comm.store
+    if store is not None:
+        with contextlib.suppress(RuntimeError):
+            return store.run(function, min(NOTE_LIMIT, NOTE_SHARE * store.limit))
+    return None
 
 
 def _identify_step(session: Session) -> tuple[str, int]:
@@ -215,7 +249,8 @@ def gather_at_store(store: Store, rank: int, size: int, text: str, patience: flo
                 store.wait([f"{prefix}outcome"], timedelta(seconds=PATIENCE))
             time.sleep(0.01)
     except BaseException:
-        end(f"rank {rank} was interrupted")
+        with contextlib.suppress(RuntimeError):  # the store does not answer
+            end(f"rank {rank} was interrupted")
         raise
     if failure := store.get(f"{prefix}outcome").decode():
         raise RanksMissing(failure)

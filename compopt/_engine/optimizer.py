@@ -173,7 +173,7 @@ class CompressedOptimizer(OptimizerBase):
                 f"rebind() of {self._session.name} failed on rank {self.comm.rank}: {error}. Make "
                 "a new process group of the ranks that are left, and call rebind() again on all of "
                 "them."
-            ) from error
+            ) from None
 
     @torch.no_grad()
     def rebind_as_generator(
@@ -465,7 +465,7 @@ class CompressedOptimizer(OptimizerBase):
                 f"consolidate_state() failed on rank {session.comm.rank} after step "
                 f"{session.steps}: {error}. Do not save. Make a new process group of the ranks "
                 "that are left and call rebind(), or load a checkpoint."
-            ) from error
+            ) from None
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Call ``consolidate_state()``, under the name that Lightning and Fabric call on all ranks

@@ -65,7 +65,7 @@ def exchange_and_commit(optimizer: OptimizerBase) -> CollectiveGenerator[None]:
         why = (
             f"{error}. Make a new process group on all ranks and call rebind()"
             if isinstance(error, RankLeft)
-            else f"{error}{explain_failure(session)}"
+            else f"{error}{explain_failure(session, error)}"
         )
         raise CommunicationError(
             f"step {step.number} was not applied on rank {comm.rank}: {why}"

@@ -115,8 +115,8 @@ class InFlight:
     """An exchange in flight, which is applied after step ``apply_at`` (0: at once).
 
     ``squared``: the squared norm of this rank's pseudo-gradient, of all shards. Where it is not
-    finite, the rank sends nothing and takes the average of the others. ``contribution``: of this
-    rank. ``step``: of the outer optimizer. ``communication``: all of it up to the decision.
+    finite, the rank sends zeros and takes the average. ``contribution``: of this rank. ``step``: of
+    the outer optimizer. ``communication``: all of it up to the decision.
     """
 
     fragments: frozenset[int]
@@ -179,8 +179,6 @@ class FragmentSync:
             _communicate(self._optimizer, anchors, step, squared, contribution, apply_at > 0)
         )
         self.in_flight = InFlight(fragments, apply_at, squared, contribution, step, communication)
-        if apply_at:
-            step.comm.unfinished.add("delayed exchange")
 
     def poll(self) -> None:
         """Advance what is in flight as far as possible without waiting."""
@@ -204,7 +202,6 @@ class FragmentSync:
             self.cancel()
             raise
         self.in_flight = None
-        exchange.step.comm.unfinished.clear()
         return outcome
 
     def _apply(
@@ -342,5 +339,5 @@ def _send_pseudo_gradients(
     share = outer_share(source.option_groups[0], mean.steps, mean.seconds)
     anchors.set_outer_share(share)
     if not math.isfinite(squared):
-        anchors.clear_gradients()  # this rank takes the average of the others
+        anchors.clear_gradients()  # this rank counts as zero in the average, and takes it
     return (yield from step.exchange())

@@ -112,8 +112,8 @@ class ProjectingOptimizer(ReducingOptimizer):
             if (layout is None) != (stored is None):
                 return True
             for i, basis in enumerate(stored or ()):
-                if basis is None or to_local(bucket.params[i]).numel() != bucket.lengths[i]:
-                    continue  # the step refuses a parameter of another size by name
+                if basis is None or to_local(bucket.params[i]).shape != bucket.shapes[i]:
+                    continue  # the step refuses a parameter of another shape by name
                 if layout is not None and layout.numel(bucket.get_tensor_info(i)) != basis.numel():
                     return True
         return False
@@ -145,11 +145,12 @@ class ProjectingOptimizer(ReducingOptimizer):
 
     def _plan_compressed(self, bucket: Bucket) -> Plan:
         """Plan the projections after the dense start."""
+        tensors = zip(bucket.model_params, bucket.shapes, bucket.compressed, strict=True)
         return [
-            plan_tensor(p, bucket.group, self._numbers[p][1], self.replaces_reduce_scatter)
+            plan_tensor(p, bucket.group, self._numbers[p][1], self.replaces_reduce_scatter, shape)
             if c
             else None
-            for p, c in zip(bucket.model_params, bucket.compressed, strict=True)
+            for p, shape, c in tensors
         ]
 
     def _plan_next_step(self, bucket: Bucket) -> Plan:
@@ -320,13 +321,17 @@ class ProjectingOptimizer(ReducingOptimizer):
                 self._params_with_basis.add(bucket.params[i])
 
 
-def plan_tensor(p: Tensor, group: Group, index: int, unsharded: bool) -> Projection | None:
+def plan_tensor(
+    p: Tensor, group: Group, index: int, unsharded: bool, shape: torch.Size | None = None
+) -> Projection | None:
     """Plan the projection of a tensor at this place in its group.
 
-    ``unsharded`` plans for the global tensor, of which this rank may hold a shard only.
+    ``unsharded`` plans for the global tensor, of which this rank may hold a shard only. ``shape``:
+    of this rank's part, as it was when its bucket was made; the step refuses another one.
     """
     ratio, beta = adapted_options(group, index)
-    shape, sharded = (p.shape, False) if unsharded else (to_local(p).shape, is_dtensor(p))
+    local = to_local(p).shape if shape is None else shape
+    shape, sharded = (p.shape, False) if unsharded else (local, is_dtensor(p))
     return plan_projection(
         shape, sharded, ratio, group["projection"], beta, group["rank"], group["block_rows"]
     )

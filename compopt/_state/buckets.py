@@ -61,7 +61,9 @@ class Bucket:
         self.model_params = params
         rule = compression_rule or is_compressed
         self.compressed = [rule(p, group, name) for p, name in zip(params, names, strict=True)]
-        self.lengths = [to_local(p).numel() for p in params]
+        # of this rank's parts, as they were when the bucket was made
+        self.shapes = [to_local(p).shape for p in params]
+        self.lengths = [shape.numel() for shape in self.shapes]
         self.dtype, self.device = params[0].dtype, params[0].device
         # True if all are DTensors; otherwise none is.
         self.is_dtensor = any(hasattr(p, "to_local") for p in params)

@@ -11,8 +11,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import math
 import os
+import re
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -32,11 +34,13 @@ from .requests import (
     Broadcast,
     CommunicationError,
     EncodeError,
+    RankSilent,
     ReduceScatterMean,
     Request,
     average_rows,
     count_bytes,
 )
+from .stores import BoundedStore
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
@@ -46,6 +50,8 @@ ProcessGroup: TypeAlias = "dist.ProcessGroup"
 
 # Backends that compute a mean, and those that gather into one tensor without copies.
 AVERAGING, GATHERING = ("nccl",), ("nccl", "xccl")
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own, for a group whose timeout cannot be read
 
 
 # Collectives in flight
@@ -57,17 +63,6 @@ class Work(Protocol):
     def wait(self, timeout: timedelta = ..., /) -> object: ...
 
     def is_completed(self) -> bool: ...
-
-
-class Store(Protocol):
-    """The methods of torch.distributed's stores that are used here."""
-
-    def add(self, key: str, amount: int, /) -> int: ...
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
-    def delete_key(self, key: str, /) -> bool: ...
 
 
 class PendingCollective:
@@ -95,7 +90,6 @@ class PendingCollective:
         self._on_completion = on_completion
         if work is not None:
             PendingCollective.started = True
-            _in_flight.add(self)
 
     def wait(self) -> object:
         if self.work is not None:
@@ -104,9 +98,7 @@ class PendingCollective:
                     self.work.wait()
             # gloo raises RuntimeError, of which torch.distributed's own errors are subclasses.
             except RuntimeError as error:
-                raise CommunicationError(
-                    f"{self.description} failed: {_first_line(error)}"
-                ) from error
+                raise RankSilent(f"{self.description} failed: {_first_line(error)}") from error
             finally:
                 self.untrack()
         answer = self._on_completion()
@@ -151,10 +143,47 @@ class PendingCollective:
 
     def untrack(self) -> None:
         """Do not wait for this collective at exit: it has ended, or its group has."""
-        _in_flight.discard(self)
+        if self.work is not None:
+            _in_flight.pop(self.work, None)
+
+    def __del__(self) -> None:
+        # nobody will wait for it: ``_release_ended`` sees when it has ended
+        if self.work is not None and _in_flight and self.work in _in_flight:
+            _unowned.add(self.work)
 
 
-_in_flight: set[PendingCollective] = set()
+# The process group of each collective in flight, and those of them whose optimizer is gone.
+_in_flight: dict[Work, ProcessGroup | None] = {}
+_unowned: set[Work] = set()
+_last_release = 0.0  # when the last of those was released
+FREED_WITHIN = 0.05  # seconds after its end in which gloo frees the tensors of a collective
+
+
+def _release_ended(phase: str = "start", *_: object) -> None:
+    """Release the memory and the groups of collectives that have ended without anybody waiting.
+
+    Python's collector calls this, too: perhaps no other collective starts.
+    """
+    global _last_release
+    if phase != "start" or not (_unowned or _abandoned):
+        return
+    now = time.monotonic()
+    # copies: a collection may add to both meanwhile
+    for work in list(_unowned):
+        if work.is_completed():
+            _unowned.discard(work)
+            _in_flight.pop(work, None)
+            _last_release = now
+    if now < _last_release + FREED_WITHIN:  # a group that is destroyed would wait for that
+        return
+    for group in list(_abandoned):
+        if not _is_in_use(group):
+            with contextlib.suppress(ValueError):  # another thread has removed it
+                _abandoned.remove(group)
+                _destroy(group)
+
+
+gc.callbacks.append(_release_ended)
 
 
 @atexit.register
@@ -162,13 +191,11 @@ def _wait_before_exit() -> None:
     """Wait for collectives in flight: a gloo thread that frees a tensor after the interpreter has
     ended aborts the process.
     """
-    for pending in list(_in_flight):
-        if pending.work is not None:
-            with contextlib.suppress(RuntimeError):
-                pending.work.wait(timedelta(seconds=5))
+    for work in list(_in_flight):
+        with contextlib.suppress(RuntimeError):
+            work.wait(timedelta(seconds=5))
     if PendingCollective.started:
-        # gloo frees the tensors of a collective shortly after the wait for it returns.
-        time.sleep(0.05)
+        time.sleep(FREED_WITHIN)
 
 
 _NO_RANGE = contextlib.nullcontext()
@@ -182,7 +209,9 @@ def profiler_range(name: str) -> contextlib.AbstractContextManager[object]:
 
 
 def _first_line(error: RuntimeError) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    """Return what torch says, without the place in gloo's source and what is typical of it."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[\S+:\d+\] | This is typically caused by .*$", "", line).rstrip(". ")
 
 
 # Communicators
@@ -203,8 +232,6 @@ class Communicator:
                 "init_process_group first."
             )
         self.group = None if single_process else group or dist.group.WORLD
-        # Exchanges that may still be in flight when this communicator is deleted.
-        self.unfinished: set[str] = set()
         self.rank = 0 if single_process else dist.get_rank(self.group)
         self.size = 1 if single_process else dist.get_world_size(self.group)
         if self.rank < 0:
@@ -248,12 +275,12 @@ class Communicator:
             self._own_group = Communicator(group)
             self._own_group.on_wait = self.on_wait
             if is_world:
-                unfinished = self._own_group.unfinished
-                weakref.finalize(self, _destroy, group, unfinished).atexit = False
+                weakref.finalize(self, _destroy, group).atexit = False
         return self._own_group
 
     def start(self, request: Request) -> PendingCollective:
         """Start the collective that answers ``request``, and count its bytes."""
+        _release_ended()
         size = count_bytes(request)
         self._bytes_sent += size
         description = f"{type(request).__name__} of {size} bytes over {self.size} ranks"
@@ -383,20 +410,23 @@ class Communicator:
     ) -> dist.Work | None:
         try:
             with profiler_range("compopt::exchange"):
-                return collective(*args, group=self.group, async_op=True)
+                work = collective(*args, group=self.group, async_op=True)
         except RuntimeError as error:
-            raise CommunicationError(
-                f"{description} could not start: {_first_line(error)}"
-            ) from error
+            raise RankSilent(f"{description} could not start: {_first_line(error)}") from error
+        if work is not None:
+            _in_flight[work] = self.group
+        return work
 
     @functools.cached_property
-    def store(self) -> Store | None:
-        """The store of the group, for messages beside its collectives; None if there is none."""
+    def store(self) -> BoundedStore | None:
+        """The store of the group, of which no call outlasts the group's timeout; None if there is
+        none.
+        """
         group = self.group
         if group is None or self.size == 1 or dist.get_backend(group) == "mpi":
             return None
-        store: Store = group.get_group_store()
-        return store
+        limit = get_timeout(group) or DEFAULT_TIMEOUT
+        return BoundedStore(group.get_group_store(), limit.total_seconds())
 
     def get_backend(self, device: torch.device) -> str:
         """Return the backend for tensors of this device; "" if there is none.
@@ -449,9 +479,9 @@ def connect(group: ProcessGroup | Communicator | None) -> Communicator:
     return group if isinstance(group, Communicator) else Communicator(group)
 
 
-def _destroy(group: ProcessGroup, unfinished: set[str]) -> None:
+def _destroy(group: ProcessGroup) -> None:
     # gloo would wait for collectives that other ranks may have given up.
-    if unfinished:
+    if _is_in_use(group):
         _abandoned.append(group)
         return
     with contextlib.suppress(ValueError):  # all groups have been destroyed already
@@ -459,7 +489,12 @@ def _destroy(group: ProcessGroup, unfinished: set[str]) -> None:
             dist.destroy_process_group(group)
 
 
-# Groups with a collective in flight for which nobody waits.
+def _is_in_use(group: ProcessGroup) -> bool:
+    """True if a collective of this group is in flight, or has just ended."""
+    return any(one is group for one in list(_in_flight.values()))
+
+
+# Groups to destroy once their collectives, for which nobody waits, have ended.
 _abandoned: list[ProcessGroup] = []
 
 
@@ -495,6 +530,11 @@ def get_rank() -> int:
         return dist.get_rank()
     rank = os.environ.get("RANK", "0")
     return int(rank) if rank.isdigit() else 0
+
+
+def is_launched_by_torchrun() -> bool:
+    """True if torchrun, or another elastic agent of torch, has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def count_launched_ranks() -> int:

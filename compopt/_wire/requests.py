@@ -170,6 +170,10 @@ class CommunicationError(RuntimeError):
     """
 
 
+class RankSilent(CommunicationError):
+    """A collective failed on its way: another rank is gone, or does not answer."""
+
+
 class EncodeError(Exception):
     """A message could not be encoded on this rank; the cause of this exception says why."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
+import pytest
 import torch
 from conformance import assert_same, every, every_average, loss, make_ranks, snapshot
 from sim import World
@@ -61,6 +62,28 @@ def test_a_sparse_gradient_on_one_rank_is_refused_by_name_and_all_hear_of_it(cas
     for old, optimizer in zip(before, ranks.optimizers, strict=True):
         assert_same(old, snapshot(optimizer))
     ranks.models[1].down.weight.grad = kept  # the step can be taken after all
+    ranks.world.step(ranks.optimizers)
+    ranks.assert_replicas_equal()
+
+
+@every_average
+@pytest.mark.parametrize("form", ["another size", "the same size"])
+def test_a_parameter_that_is_resized_on_one_rank_is_refused_by_name_and_all_hear_of_it(case, form):
+    ranks = make_ranks(case, 2)
+    ranks.train(loss, 5)
+    ranks.backward(loss)
+    weight = ranks.models[1].down.weight
+    kept, rows, columns = (weight.data, weight.grad), *weight.shape
+    shape = (rows, columns + 8) if form == "another size" else (columns, rows)
+    weight.data, weight.grad = torch.ones(shape), torch.ones(shape)
+    errors: list[Exception] = []
+    ranks.world.run([caught(optimizer.step_as_generator(), errors) for optimizer in ranks.optimizers])
+    (theirs,) = (error for error in errors if isinstance(error, compopt.CommunicationError))
+    (ours,) = (error for error in errors if isinstance(error, TypeError))
+    place = find_in_buckets(ranks.optimizers[1], weight)
+    assert f"{place} is torch.float32 of shape {shape} on cpu here, and was torch.float32 of shape" in str(ours)
+    assert "the gradients of rank 1 (TypeError: " in str(theirs) and str(ours) in str(theirs)
+    weight.data, weight.grad = kept
     ranks.world.step(ranks.optimizers)
     ranks.assert_replicas_equal()
 

@@ -6,14 +6,19 @@ import functools
 import os
 import re
 import signal
+import threading
 import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from conformance import loss, make_ranks
 from lossy import run_lossy
-from ranks import FOREVER, HANG_GUARD, run_ranks
+from ranks import FOREVER, HANG_GUARD, free_port, run_ranks
+from sim import SimCommunicator, SimPending
 from table import FORMS, by_name
 from torch import nn
 
@@ -30,7 +35,10 @@ from compopt._engine.missing_ranks import (
     run_watching_ranks,
 )
 from compopt._wire.collectives import PendingCollective
+from compopt._wire.requests import RankSilent
+from compopt._wire.stores import BoundedStore
 
+FAILED = compopt.CommunicationError("it failed")
 by_name = by_name | {case.name: case for case in FORMS}
 
 
@@ -276,15 +284,16 @@ def test_notes_are_heeded_in_the_steps_that_their_rank_does_not_come_to():
     ranks = make_ranks(by_name["RadiusAdamW"], 2)
     ranks.train(loss, 3)
     here, there = (optimizer._session for optimizer in ranks.optimizers)
-    store = dist.HashStore()
+    store = BoundedStore(dist.HashStore(), HANG_GUARD)
     for session in (here, there):
         session.comm.store = store
     post_note(there, Note.LEFT, "rank 1 was interrupted")
     assert (
-        explain_missing_rank(here) == "rank 1 was interrupted" and explain_failure(here) == " (rank 1 was interrupted)"
+        explain_missing_rank(here) == "rank 1 was interrupted"
+        and explain_failure(here, FAILED) == " (rank 1 was interrupted)"
     )
     here.option_groups[0]["step"] -= 1  # a step that rank 1 has applied
-    assert explain_missing_rank(here) == explain_failure(here) == ""
+    assert explain_missing_rank(here) == explain_failure(here, FAILED) == ""
     here.option_groups[0]["step"] += 2
     assert explain_missing_rank(here)
     run_watching_ranks(there, iter(()))
@@ -295,4 +304,85 @@ def test_notes_are_heeded_in_the_steps_that_their_rank_does_not_come_to():
     post_lost_masks(here)
     assert explain_missing_rank(here) == explain_missing_rank(there) == "", "all have lost them, and choose anew"
     post_note(there, Note.CONSOLIDATES, "rank 1 was in consolidate_state()")
-    assert explain_missing_rank(here) == "" and "consolidate_state" in explain_failure(here), "it may come later"
+    assert explain_missing_rank(here) == "" and "consolidate_state" in explain_failure(here, FAILED), (
+        "it may come later"
+    )
+
+
+class StuckStore(dist.HashStore):
+    """Answers once ``answers`` is set, as a store whose host cannot be reached."""
+
+    def __init__(self):
+        super().__init__()
+        self.answers = threading.Event()
+
+    def check(self, keys):
+        self.answers.wait()
+        return super().check(keys)
+
+
+def test_no_call_of_a_store_that_does_not_answer_is_waited_for():
+    stuck = StuckStore()
+    store = BoundedStore(stuck, HANG_GUARD)
+    with pytest.raises(RuntimeError, match=r"the store did not answer within 0\.01 s"):
+        store.run(lambda s: s.check(["key"]), 0.01)
+    for call in (lambda: store.check(["key"]), lambda: store.set("key", "value")):
+        with pytest.raises(RuntimeError, match="an earlier call of the store has not been answered yet"):
+            call()
+    stuck.answers.set()
+    store._running.join()
+    assert not store.check(["key"])
+    store.set("key", "value")
+    assert store.check(["key"]) and store.get("key") == b"value" and store.add("count", 2) == 2
+    store.wait(["key"], timedelta(seconds=0))
+    store.delete_key("key")
+    with pytest.raises(RuntimeError):  # the store's own error
+        store.wait(["key"], timedelta(milliseconds=1))
+
+
+def test_a_step_does_not_wait_for_the_store(monkeypatch):
+    """It does for the other ranks; and consolidate_state() says that the store does not answer."""
+    monkeypatch.setattr(missing_ranks, "NOTE_LIMIT", 0.01)
+    ranks = make_ranks(by_name["RadiusAdamW"], 2)
+    ranks.train(loss, 2)
+    session, stuck = ranks.optimizers[0]._session, StuckStore()
+    session.comm.store = BoundedStore(stuck, 0.05)
+    monkeypatch.setattr(SimCommunicator, "can_poll_store", lambda comm, device: True)
+    waits = iter([False, False, True])
+    monkeypatch.setattr(SimPending, "completes_within", lambda pending, seconds: next(waits), raising=False)
+    run_watching_ranks(session, iter([SimPending(None, 0, 0, False)]))
+    assert next(waits, None) is None and explain_failure(session, RankSilent("it failed")).startswith(". Another rank")
+    with pytest.raises(compopt.CommunicationError, match=r"could not reach the other ranks.* does not answer"):
+        ranks.optimizers[0].consolidate_state()
+    stuck.answers.set()
+
+
+def silent(rank: int, address: str, file: str) -> tuple[str, str]:
+    """Rank 0, which has the store, is stopped; rank 1 raises although nobody answers its looks."""
+    missing_ranks.LOOK_AFTER = 0.05
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", address, rank=rank, world_size=2, timeout=timedelta(seconds=2))
+    run, message, printed = Run(rank), "", ""
+    run.train(3)
+    if rank == 0:
+        Path(file).write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)  # until rank 1 has raised
+    try:
+        run.train()
+    except compopt.CommunicationError as error:
+        message, printed = str(error), "".join(traceback.format_exception(error))
+    if rank == 1:
+        os.kill(int(Path(file).read_text()), signal.SIGCONT)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", f"file://{file}-2", rank=rank, world_size=2, timeout=FOREVER)
+    return message, printed
+
+
+def test_a_rank_raises_at_the_timeout_though_the_host_of_the_store_is_silent(tmp_path):
+    answers = run_ranks(silent, 2, f"tcp://127.0.0.1:{free_port()}", str(tmp_path / "pid"))
+    for rank, (message, printed) in enumerate(answers):
+        assert message.startswith(f"step 4 was not applied on rank {rank}: "), message
+        assert "Another rank, or its node, is gone or does not answer: make a new process group" in message
+        frames = re.findall(r'File ".*/compopt/(_\w+/\w+\.py)", line', printed)
+        assert frames == ["_engine/optimizer.py", "_engine/missing_ranks.py"], "few come before the sentence"
+        assert printed.count("Traceback") == 1
