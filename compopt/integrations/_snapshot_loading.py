@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from .._engine.collective_generators import CollectiveGenerator, exchange_one
 from .._engine.optimizer import CompressedOptimizer
@@ -191,12 +190,14 @@ class Resume:
         message = yield from exchange_one(comm, Broadcast(header.to(device), source))
         if comm.rank != source:
             packed = decode_header(bytes(message.tolist()), limit)
-        shared: State = unpack(packed)
-        for path, value in iterate_leaves(shared):
-            if isinstance(value, Tensor) and not self._rank_parts.is_rank_part(path, value):
-                raw = value.view(-1).view(torch.uint8).to(device)
+        leaves = iterate_leaves(unpack(packed))
+        own = {id(value) for path, value in leaves if self._rank_parts.is_rank_part(path, value)}
+        for tensor in packed.tensors:
+            if id(tensor) not in own:
+                raw = tensor.view(-1).view(torch.uint8).to(device)
                 raw = (yield from exchange_one(comm, Broadcast(raw, source))).to(HOST)
-                value.copy_(raw.view(value.dtype).view(value.shape))
+                tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
+        shared: State = unpack(packed)
         return shared
 
     def _refuse_if_different(self, choice: Choice, state: State) -> CollectiveGenerator[bool]:

@@ -22,7 +22,7 @@ class Meeting:
     ``comm``: the optimizer's ranks. ``world``: those of all shards. ``ranks``: the number of each
     rank of ``world`` in its ``comm``. ``lineage``: this run, and those that it went on from.
     ``resumed``: the stamp from which it went on. ``known``: the runs whose snapshots this rank saw
-    when ranks met.
+    when ranks met. ``written``: the stamps of this rank's snapshots since then, which it keeps.
     """
 
     comm: Communicator
@@ -32,6 +32,7 @@ class Meeting:
     lineage: list[str]
     resumed: int
     known: set[str] = field(default_factory=set)
+    written: list[int] = field(default_factory=list)
 
     @property
     def members(self) -> list[list[int]]:

@@ -187,14 +187,8 @@ class Snapshots:
                 packed = pack(state)
             except Exception as error:  # raised when ranks have exchanged
                 failure = error
-        own = meeting.name_snapshot(0, 0)
-        mine = [s for s in list_snapshots(self.folder) if s._replace(step=0, stamp=0) == own]
-        complete = [s.stamp for s in mine if is_complete(self.folder, s)]
-        rows = yield from meeting.gather(complete)
-        common = sorted(set.intersection(*map(set, rows)))
-        self._remove_old(meeting, mine, {*common[-self._keep :], *complete[-self._keep :]})
-        if common:
-            self._remove_older(meeting, self._keep - len(common))
+        rows = yield from meeting.gather(meeting.written)
+        self._remove_old(meeting, sorted(set.intersection(*map(set, rows)))[-self._keep :])
         self._warn_of_other_runs(meeting)
         if failure is not None or packed is None:
             raise failure or RuntimeError("nothing was packed")
@@ -226,6 +220,8 @@ class Snapshots:
         snapshot, future = pending
         error = future.exception()
         if error is None:
+            if self._meeting is not None and snapshot.run == self._meeting.lineage[0]:
+                self._meeting.written.append(snapshot.stamp)
             return None
         if not is_complete(self.folder, snapshot):  # free its part of a disk that may be full
             remove_snapshot(self.folder, snapshot)
@@ -236,22 +232,24 @@ class Snapshots:
         failure.__cause__ = error
         return failure
 
-    def _remove_old(self, meeting: Meeting, mine: list[Snapshot], needed: set[int]) -> None:
-        """Remove this rank's snapshots of this run, but those whose stamps are ``needed``."""
-        for snapshot in mine:
-            if snapshot.stamp not in needed:
-                remove_snapshot(self.folder, snapshot)
+    def _remove_old(self, meeting: Meeting, common: list[int]) -> None:
+        """Remove what no resume will need of this rank's snapshots. ``common``: the stamps of the
+        last ``keep`` that are complete on all ranks.
 
-    def _remove_older(self, meeting: Meeting, count: int) -> None:
-        """Remove the snapshots of the runs that this one went on from, but ``count`` of those up to
-        the one that was resumed. This run has one that is complete on all ranks.
+        Needed are those, the last ``keep`` of this rank and, of the runs that this one went on
+        from, as many as are lacking in ``common``, up to the one that was resumed.
         """
-        older = [s for s in list_snapshots(self.folder) if s.run in meeting.lineage[1:]]
-        stamps = sorted({s.stamp for s in older if s.stamp <= meeting.resumed})
-        needed = stamps[-count:] if count > 0 else []
-        for snapshot in older:
+        own = meeting.name_snapshot(0, 0)
+        snapshots = list_snapshots(self.folder)
+        mine = [s for s in snapshots if s._replace(step=0, stamp=0) == own]
+        older = [s for s in snapshots if s.run in meeting.lineage[1:] and common]
+        before = sorted({s.stamp for s in older if s.stamp <= meeting.resumed}, reverse=True)
+        lacking = self._keep - len(common)
+        needed = {*common, *meeting.written[-self._keep :], *before[:lacking]}
+        for snapshot in [*mine, *older]:
             if snapshot.stamp not in needed:
                 remove_snapshot(self.folder, snapshot)
+        meeting.written = [stamp for stamp in meeting.written if stamp in needed]
 
     def _warn_of_other_runs(self, meeting: Meeting) -> None:
         known = {*meeting.lineage, *meeting.known}
