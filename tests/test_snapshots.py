@@ -12,10 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import test_fsdp
 import torch
 import torch.distributed as dist
 from conformance import Small
 from ranks import run_ranks
+from table import by_name
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
@@ -462,6 +465,52 @@ def test_the_newest_that_every_replica_has_is_chosen_else_the_newest():
     shards = [*some(0, size=2, shards=2), *some(0, size=2, shard=1, shards=2), *some(1, size=2, shards=2)]
     choice = choose_snapshots(shards)
     assert (choice.snapshots, choice.missing_replicas) == (shards[:2], [1]), "a replica has all its shards"
+
+
+def make_sharded(mesh: DeviceMesh, folder: str, name: str) -> tuple[torch.nn.Module, torch.optim.Optimizer, Snapshots]:
+    model, optimizer = test_fsdp.hsdp(mesh, by_name[name].make)
+    return model, optimizer, Snapshots(Path(folder) / name, model, optimizer)
+
+
+def saves_shards(rank: int, folder: str) -> dict[str, torch.Tensor]:
+    """Two replicas of two ranks save, and go on; the same ranks resume, and go on to the bit. What they saved."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    results = {}
+    for name in ("LocalSteps", "TagcAdamW"):
+        model, optimizer, snapshots = make_sharded(mesh, folder, name)
+        test_fsdp.train(model, optimizer, range(5), rank)
+        snapshots.save()
+        snapshots.close()
+        results[name] = test_fsdp.whole(model)
+        dist.barrier()
+        again, its_optimizer, snapshots = make_sharded(mesh, folder, name)
+        assert snapshots.resume() == 5
+        assert torch.equal(test_fsdp.whole(again), results[name])
+        for one, its in ((model, optimizer), (again, its_optimizer)):
+            test_fsdp.train(one, its, range(5, 7), rank)
+        assert torch.equal(test_fsdp.whole(again), test_fsdp.whole(model))
+    return results
+
+
+def resumes_one_replica(rank: int, folder: str) -> dict[str, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    results = {}
+    for name in ("LocalSteps", "TagcAdamW"):
+        model, _, snapshots = make_sharded(mesh, folder, name)
+        assert snapshots.resume() == 5
+        results[name] = test_fsdp.whole(model)
+    whole = DDP(test_fsdp.make(), find_unused_parameters=True)
+    snapshots = Snapshots(Path(folder) / "TagcAdamW", whole, by_name["TagcAdamW"].make(whole.parameters()))
+    with pytest.raises(RuntimeError, match="are of replicas of 2 ranks, and here a replica has 1: nothing was loaded"):
+        snapshots.resume()
+    return results
+
+
+def test_each_rank_of_a_sharded_replica_writes_its_shard(tmp_path):
+    before = run_ranks(saves_shards, 4, str(tmp_path))
+    for now in run_ranks(resumes_one_replica, 2, str(tmp_path)):
+        for name, values in now.items():
+            torch.testing.assert_close(values, (before[0][name] + before[2][name]) / 2)
 
 
 def test_what_cannot_be_is_refused():

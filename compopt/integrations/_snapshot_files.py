@@ -103,7 +103,7 @@ def is_complete(folder: Path, snapshot: Snapshot) -> bool:
 
 
 def write_snapshot(
-    folder: Path, snapshot: Snapshot, packed: Packed, lineage: list[str], weight: float
+    folder: Path, snapshot: Snapshot, packed: Packed, weight: float, lineage: list[str]
 ) -> None:
     """Write a snapshot; it is complete when this returns."""
     path = make_own_folder(folder) / snapshot.name

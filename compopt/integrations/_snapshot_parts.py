@@ -54,18 +54,19 @@ def choose_snapshots(visible: Iterable[Snapshot]) -> Choice | None:
     """
     saves: dict[tuple[Any, ...], set[Snapshot]] = {}
     for s in visible:
-        saves.setdefault((s.stamp, s.run, s.step, s.replicas, s.shards), set()).add(s)
+        # not by step: where rounds end by time, ranks differ in theirs
+        saves.setdefault((s.stamp, s.run, s.replicas, s.shards), set()).add(s)
     known = []
-    for (stamp, run, step, replicas, shards), members in saves.items():
+    for (stamp, run, replicas, shards), members in saves.items():
         counts = [s.replica for s in members]
         whole = sorted(s for s in members if counts.count(s.replica) == shards)
         if whole:
             is_whole = len(whole) == replicas * shards
-            known.append(((is_whole, stamp, run), step, whole))
+            known.append(((is_whole, stamp, run), whole))
     if not known:
         return None
-    (is_whole, stamp, _), _, chosen = max(known)
-    passed_over = [step for (_, other, _), step, _ in known if other > stamp]
+    (_, stamp, _), chosen = max(known)
+    passed_over = [whole[0].step for (_, other, _), whole in known if other > stamp]
     return Choice(chosen, sorted(passed_over))
 
 

@@ -126,14 +126,22 @@ class Snapshots:
         comm, before = self._optimizer.comm, self._meeting
         if before is not None and before.comm is comm:
             return before
-        world, device = (
-            comm if comm.group is None else Communicator(),
-            self._optimizer._session.device,
-        )
-        snapshots = list_snapshots(self.folder)
+        world, device = comm, self._optimizer._session.device
+        if comm.group is not None:
+            world = Communicator()
+        problem, snapshots = "", []
+        try:
+            check_trust(self.folder)
+            snapshots = list_snapshots(self.folder)
+        except OSError as error:
+            problem = describe(error)
+        except Untrusted as error:
+            problem = (
+                f"{error}, so another user could change a snapshot: take away that access (chmod "
+                "go-w), or name a folder of your own"
+            )
         stamp = max([time.time_ns(), self._stamp, *(s.stamp for s in snapshots)])
-        row = [comm.rank, stamp, secrets.token_hex(8), self._explain_distrust()]
-        rows = yield from gather(row, world, device)
+        rows = yield from gather([comm.rank, stamp, secrets.token_hex(8), problem], world, device)
         numbers, stamps, tokens, problems = zip(*rows, strict=True)
         raise_told(problems, f"snapshots cannot be in {self.folder}")
         self._meeting = Meeting(
@@ -147,16 +155,6 @@ class Snapshots:
         )
         self._stamp = max(stamps)
         return self._meeting
-
-    def _explain_distrust(self) -> str:
-        try:
-            check_trust(self.folder)
-        except Untrusted as error:
-            return (
-                f"{error}, so another user could change a snapshot: take away that access (chmod "
-                "go-w), or name a folder of your own"
-            )
-        return ""
 
     # Saving
 
@@ -177,27 +175,18 @@ class Snapshots:
         """Return ``save()`` as a generator, which yields each collective before it waits for it."""
         meeting = yield from self._meet()
         self._stamp += 1  # also if this rank could not write the last one: stamps are alike on all
-        failure = self._finish_writing()
-        packed: Packed | None = None
+        outcome = self._finish_writing()
         if self._optimizer.sharded:  # with all ranks, also if this one has to raise
             yield from self._optimizer.consolidate_as_generator()
-        if failure is None:
-            try:
-                state = self._read_state()
-                packed = pack(state)
-            except Exception as error:  # raised when ranks have exchanged
-                failure = error
+        copied = outcome or self._pack_state()
         rows = yield from meeting.gather(meeting.written)
         self._remove_old(meeting, sorted(set.intersection(*map(set, rows)))[-self._keep :])
         self._warn_of_other_runs(meeting)
-        if failure is not None or packed is None:
-            raise failure or RuntimeError("nothing was packed")
+        if isinstance(copied, Exception):  # now that ranks have told each other
+            raise copied
         snapshot = meeting.name_snapshot(self._optimizer._session.steps, self._stamp)
-        weight = read_weight(state)
         executor = ThreadPoolExecutor(1, "compopt snapshot")
-        future = executor.submit(
-            write_snapshot, self.folder, snapshot, packed, meeting.lineage, weight
-        )
+        future = executor.submit(write_snapshot, self.folder, snapshot, *copied, meeting.lineage)
         executor.shutdown(wait=False)  # the thread ends with the file
         self._pending = snapshot, future
 
@@ -263,6 +252,16 @@ class Snapshots:
                 0,  # on this rank: others may not see that folder
             )
 
+    def _pack_state(self) -> tuple[Packed, float] | Exception:
+        """Return a copy of all state in host memory, and the rank's weight in the running round; or
+        why there is none.
+        """
+        try:
+            state = self._read_state()
+            return pack(state), read_weight(state)
+        except Exception as error:
+            return error
+
     def _read_state(self) -> State:
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -289,6 +288,7 @@ class Snapshots:
     def resume_as_generator(self) -> CollectiveGenerator[int]:
         """Return ``resume()`` as a generator, which yields each collective before it waits."""
         meeting = yield from self._meet()
+        self._finish_writing()  # what could not be written is incomplete, and passed over
         resume = Resume(self.folder, meeting, self._optimizer, self._read_state, self._write_state)
         are_own = yield from resume.run()
         if are_own is None:
