@@ -44,7 +44,7 @@ def saved(tmp_path_factory) -> dict[tuple, Saved]:
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_a_damaged_snapshot_is_passed_over_or_refused(setting, saved):
     rng = random.Random(str(setting))
-    for _ in range(max(1, DAMAGES // len(SETTINGS))):
+    for _ in range(-(-DAMAGES // len(SETTINGS))):
         faults.damage(saved[setting], rng)
 
 
