@@ -109,14 +109,13 @@ def _pack(value: Any, where: str, tensors: list[Tensor]) -> Any:
 
 
 def _pack_tensor(value: Tensor, where: str, tensors: list[Tensor]) -> Any:
-    local = to_local(value).detach()
+    local = to_local(value).detach().to("cpu", copy=True)
     if type(local) is not Tensor or local.layout is not torch.strided or local.is_quantized:
         raise TypeError(
             f"{where} is a {type(local).__qualname__} of layout {local.layout}, which a snapshot "
             "does not hold: it holds plain dense tensors."
         )
-    copied = local.to("cpu", copy=True).resolve_conj().resolve_neg()
-    tensors.append(copied.contiguous())
+    tensors.append(local.resolve_conj().resolve_neg().contiguous())
     return {"tensor": len(tensors)}
 
 
