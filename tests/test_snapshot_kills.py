@@ -9,7 +9,7 @@ import pytest
 from snapshot_faults import CLASSES
 from snapshot_kills import kill_and_resume
 
-KILLS = int(os.environ.get("COMPOPT_KILLS", 2))
+KILLS = int(os.environ.get("COMPOPT_KILLS", 1))
 SETTINGS = [(2, "LocalSteps"), (3, "SeparateAdam")] + [(size, name) for name in CLASSES for size in (2, 3)]
 
 
