@@ -54,8 +54,10 @@ properties: .venv/ready  ## 2000 new examples of models, options and faults, 500
 fuzz: .venv/ready  ## 3000 new examples of shapes, layouts, dtypes and options, for every class and back end here
 	COMPOPT_FUZZ=3000 $(BIN)/pytest -q tests/test_fuzz.py
 
-soak: .venv/ready  ## 20,000 steps on four simulated ranks with random faults; 200 optimizers of each class made and dropped
+soak: .venv/ready  ## 20,000 steps with random faults; optimizers made and dropped; 2,000 damaged snapshots, 100 kills of real ranks
 	COMPOPT_SOAK=20000 $(BIN)/pytest -q tests/faults/test_soak.py tests/faults/test_leaks.py
+	COMPOPT_DAMAGES=2000 $(BIN)/pytest -q tests/test_snapshot_faults.py -k damaged
+	COMPOPT_KILLS=100 $(BIN)/pytest -q tests/test_snapshot_kills.py
 
 elastic: .venv/ready  ## torchrun agents on this machine that are killed and added during a run, in about ten minutes
 	$(BIN)/python tests/elastic_run.py

@@ -63,8 +63,7 @@ def main():
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # Snapshots need gloo, also where NCCL exchanges.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=args.timeout))
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=args.timeout))
     rank, ranks, device = dist.get_rank(), dist.get_world_size(), "cuda" if cuda else "cpu"
     torch.manual_seed(0)
     model = GPT(args.layers, args.width, args.heads, args.context).to(device)

@@ -9,20 +9,26 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+import test_fsdp
 import torch
 import torch.distributed as dist
 from conformance import Small
 from ranks import run_ranks
+from table import by_name
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
 from compopt._engine import missing_ranks
-from compopt.integrations.snapshots import Snapshot, Snapshots, assign_snapshots
+from compopt.integrations import snapshots as module
+from compopt.integrations._snapshot_files import MANIFEST, STATE, Snapshot, list_snapshots
+from compopt.integrations._snapshot_parts import assign_snapshots, choose_snapshots
+from compopt.integrations.snapshots import Snapshots
 
+RUN = "0123456789abcdef"
 OPTIONS = [dict(), dict(fragments=2, delay=2)]
 
 
@@ -99,22 +105,25 @@ def begins(rank: int, folder: str, kind: str, options: dict, is_shared: bool) ->
         saved = run.parts()
     run.train(1)  # while it is written
     run.snapshots.close()
-    dist.barrier()  # until the others have removed theirs
-    assert len({s.step for s in run.snapshots.find()}) == 2, "as many as are kept"
+    assert {s.step for s in run.snapshots.find()} == {2, 4, 6}, "as many as are kept, and the last"
     run.train(1)
     return {**saved, **{f"then {name}": value for name, value in run.parts().items()}}
 
 
-def resumes(rank: int, folder: str, kind: str, options: dict, is_shared: bool) -> dict[str, torch.Tensor]:
-    """Return what is there after resuming, and two steps later."""
+def resumes(
+    rank: int, folder: str, kind: str, options: dict, is_shared: bool, at: int = 6, warned: str = ""
+) -> dict[str, torch.Tensor]:
+    """Return what is there after resuming, with this warning on rank 0, and two steps later."""
     run = Run(Path(folder) / ("all" if is_shared else f"node {rank}"), kind, **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert run.snapshots.resume() == 6
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert run.snapshots.resume() == at
+    texts = [str(warning.message) for warning in told]
+    assert (warned in texts[0] and len(texts) == 1) if warned and rank == 0 else not texts, texts
     loaded = run.parts()
     position = run.position
-    assert run.scheduler.last_epoch == 6 and position.samples == max(position.shards.values()) > 100
-    assert run.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / 7)
+    assert run.scheduler.last_epoch == at and position.samples == max(position.shards.values()) > 100
+    assert run.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / (at + 1))
     run.train(2)
     results = {**loaded, **{f"then {name}": value for name, value in run.parts().items()}}
     if isinstance(run.optimizer, compopt.LocalSteps):
@@ -181,20 +190,23 @@ def test_other_ranks_go_on_from_the_mean(kind, options, ranks, is_shared, begin,
                 assert torch.equal(value, was[0]), name
 
 
+LOST = "the snapshots of step 6 are not there of replica 0 of 2: the residuals of these ranks are lost"
+
+
 def test_a_rank_that_is_gone_takes_only_its_own_part_with_it(begin, tmp_path):
     before = begin(tmp_path, "rounds", {})
     shutil.rmtree(tmp_path / "node 0")
     (tmp_path / "node 1").rename(tmp_path / "node 0")
-    (now,) = run_ranks(resumes, 1, str(tmp_path), "rounds", {}, False)
+    (now,) = run_ranks(resumes, 1, str(tmp_path), "rounds", {}, False, 6, LOST)
     for name in ("0.outer.anchor", "0.base.exp_avg", "0.outer.optimizer.base.momentum_buffer"):
         torch.testing.assert_close(now[name], before[1][name])
 
 
 def test_what_is_not_complete_is_passed_over(begin, tmp_path):
     begin(tmp_path, "rounds", {})
-    torn = tmp_path / "node 0" / Snapshot(8, 1, 0, 2).name
+    torn = tmp_path / "node 0" / Snapshot(8, 1, RUN, 0, 2).name
     torn.mkdir(parents=True)
-    (torn / "__0_0.distcp").write_bytes(b"torn")
+    (torn / STATE).write_bytes(b"torn")
     run_ranks(resumes, 2, str(tmp_path), "rounds", {}, False)
 
 
@@ -216,7 +228,7 @@ def resumes_at_different_speeds(rank: int, folder: str) -> None:
     model = DDP(Small())
     sharded = compopt.TagcAdamW(model.parameters())
     snapshots = Snapshots(Path(folder) / "sharded", model, sharded)
-    snapshots.wait = slowly(snapshots.wait)
+    snapshots._finish_writing = slowly(snapshots._finish_writing)
     snapshots.save()
     snapshots.close()
 
@@ -255,12 +267,12 @@ def begins_elsewhere(rank: int, folder: str, kind: str) -> None:
 def test_snapshots_of_runs_that_parted_are_not_mixed(kind, begin, tmp_path):
     """Node 0 was killed while it wrote the newest one, and node 1, which has its part of it, comes back later."""
     begin(tmp_path, kind, {})
-    (newest,) = (tmp_path / "node 0").glob("step-00000006-*/replica-0-of-2/.metadata")
+    (newest,) = (tmp_path / "node 0").glob(f"step-00000006-*/replica-0-of-2/{MANIFEST}")
     newest.unlink()
     shutil.move(tmp_path / "node 1", tmp_path / "away")
     run_ranks(begins_elsewhere, 2, str(tmp_path), kind)
     shutil.move(tmp_path / "away", tmp_path / "node 1")
-    run_ranks(resumes, 2, str(tmp_path), kind, {}, False)
+    run_ranks(resumes, 2, str(tmp_path), kind, {}, False, 4, "Those of step 6, 6 were saved later, but are not there")
 
 
 def make_alone(folder: Path, keep: int) -> tuple[Snapshots, torch.optim.Optimizer]:
@@ -270,20 +282,26 @@ def make_alone(folder: Path, keep: int) -> tuple[Snapshots, torch.optim.Optimize
     return Snapshots(folder, model, optimizer, keep=keep), optimizer
 
 
+def save_in_vain(snapshots: Snapshots, monkeypatch) -> None:
+    """Begin a snapshot that is never written: the process is killed."""
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "write_snapshot", lambda *a: None)
+        snapshots.save()
+    snapshots._pending = None
+
+
 def test_the_last_snapshot_remains_until_the_next_is_complete(tmp_path, monkeypatch):
     snapshots, optimizer = make_alone(tmp_path, keep=1)
     optimizer.step()
     snapshots.save()
-    snapshots.wait()
     optimizer.step()
-    with monkeypatch.context() as patch:
-        patch.setattr("torch.distributed.checkpoint.state_dict_saver.async_save", lambda *a, **k: Future())
-        snapshots.save()  # is never written: the process is killed
+    save_in_vain(snapshots, monkeypatch)
     assert [s.step for s in snapshots.find()] == [1]
-    snapshots._pending = None
+    snapshots.save()
+    assert list_snapshots(tmp_path)[0].step == 1, "it is needed until then"
     snapshots.save()
     snapshots.close()
-    assert [s.step for s in snapshots._list_snapshots()] == [2]
+    assert [s.step for s in list_snapshots(tmp_path)] == [2, 2]
 
 
 def test_a_second_snapshot_of_a_step_leaves_the_first_until_it_is_complete(tmp_path, monkeypatch):
@@ -293,59 +311,63 @@ def test_a_second_snapshot_of_a_step_leaves_the_first_until_it_is_complete(tmp_p
     snapshots.save()
     snapshots.wait()
     (first,) = snapshots.find()
-    with monkeypatch.context() as patch:
-        patch.setattr("torch.distributed.checkpoint.state_dict_saver.async_save", lambda *a, **k: Future())
-        snapshots.save()  # is never written: the process is killed
+    save_in_vain(snapshots, monkeypatch)
     assert snapshots.find() == [first]
-    snapshots._pending = None
     snapshots.save()
     snapshots.close()
-    (second,) = snapshots.find()
+    _, second = snapshots.find()
     assert second.step == first.step and second.stamp > first.stamp
 
 
-def test_a_new_run_in_the_folder_of_a_longer_one_keeps_its_own(tmp_path):
+def test_two_runs_in_one_folder_keep_their_own_and_are_told(tmp_path):
     longer, optimizer = make_alone(tmp_path, keep=1)
-    for _ in range(3):
-        optimizer.step()
+    optimizer.step()
     longer.save()
     longer.close()
-    snapshots, optimizer = make_alone(tmp_path, keep=1)
-    optimizer.step()
-    snapshots.save()
+    other, its_optimizer = make_alone(tmp_path, keep=1)
+    for _ in range(3):
+        its_optimizer.step()
+        other.save()
+    other.close()
+    with pytest.warns(UserWarning, match="another run writes snapshots into"):
+        longer.save()
+    for _ in range(2):
+        optimizer.step()
+        longer.save()
+    longer.close()
+    assert sorted(s.step for s in longer.find()) == [2, 2, 3, 3]
+
+
+def test_a_run_that_went_on_removes_what_it_went_on_from_when_it_has_its_own(tmp_path):
+    snapshots, optimizer = make_alone(tmp_path, keep=2)
+    for _ in range(3):
+        optimizer.step()
+        snapshots.save()
     snapshots.close()
-    assert [s.step for s in snapshots.find()] == [1]
+    (tmp_path / Snapshot(9, snapshots._stamp + 1, snapshots._meeting.lineage[0], 0, 1).name).mkdir(parents=True)
+    again, optimizer = make_alone(tmp_path, keep=2)
+    assert again.resume() == 3
+    steps = []
+    for _ in range(4):
+        optimizer.step()
+        again.save()
+        again.wait()
+        steps.append([s.step for s in list_snapshots(tmp_path)])
+    assert steps == [[1, 2, 3, 9, 4], [3, 4, 5], [4, 5, 6], [5, 6, 7]]
 
 
 def test_a_snapshot_that_is_removed_in_part_is_not_complete(tmp_path, monkeypatch):
     snapshots, optimizer = make_alone(tmp_path, keep=1)
-    for _ in range(2):
-        optimizer.step()
-        snapshots.save()
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", lambda *a, **k: None)  # the process is killed there
-        snapshots.close()
-    assert [s.step for s in snapshots.find()] == [2]
-
-
-def test_a_rank_removes_no_snapshot_that_a_running_rank_writes(tmp_path):
-    snapshots, optimizer = make_alone(tmp_path, keep=1)
-    stamp = time.time_ns()
-    snapshots._get_group()  # the run begins
-    running, finished = Snapshot(1, snapshots._stamp + 1, 1, 2), Snapshot(0, stamp, 1, 2)  # running: a save behind
-    for snapshot in (running, finished):
-        (tmp_path / snapshot.name).mkdir(parents=True)
-        (tmp_path / snapshot.name / ".metadata").touch()
-    (tmp_path / "step-notes").touch()
-    for _ in range(2):
+    monkeypatch.setattr(shutil, "rmtree", lambda *a, **k: None)  # the process is killed there
+    for _ in range(3):
         optimizer.step()
         snapshots.save()
     snapshots.close()
-    assert snapshots.find() == [running, Snapshot(2, snapshots._stamp, 0, 1)]
+    assert [s.step for s in snapshots.find()] == [2, 3]
 
 
 def test_a_snapshot_may_be_removed_while_the_folder_is_read(tmp_path):
-    names = [Snapshot(n, 1, 0, 2).name for n in range(50)]
+    names = [Snapshot(n, 1, RUN, 0, 2).name for n in range(50)]
     snapshots, _ = make_alone(tmp_path, keep=1)
     stop = threading.Event()
 
@@ -353,7 +375,7 @@ def test_a_snapshot_may_be_removed_while_the_folder_is_read(tmp_path):
         while not stop.is_set():
             for name in names:
                 (tmp_path / name).mkdir(parents=True)
-                (tmp_path / name / ".metadata").touch()
+                (tmp_path / name / MANIFEST).touch()
             for name in names:
                 shutil.rmtree((tmp_path / name).parent)
 
@@ -373,7 +395,7 @@ def test_a_snapshot_that_could_not_be_written_is_told_and_the_next_one_belongs_t
     snapshots.save()
     snapshots.wait()
     (first,) = snapshots.find()
-    in_the_way = tmp_path / Snapshot(2, first.stamp + 1, 0, 1).name
+    in_the_way = tmp_path / first._replace(step=2, stamp=first.stamp + 1).name
     in_the_way.parent.mkdir()
     in_the_way.write_text("a file where the folder is to be")
     optimizer.step()
@@ -385,35 +407,8 @@ def test_a_snapshot_that_could_not_be_written_is_told_and_the_next_one_belongs_t
     optimizer.step()
     snapshots.save()
     snapshots.close()
-    assert snapshots.find() == [Snapshot(4, first.stamp + 3, 0, 1)], "a stamp for every save(), on all ranks"
-
-
-@pytest.mark.parametrize("damage", ["cut", "gone", "metadata"])
-def test_a_snapshot_that_is_damaged_is_passed_over_with_a_warning(damage, tmp_path):
-    """As by a copy of the folder that was interrupted."""
-    snapshots, optimizer = make_alone(tmp_path, keep=2)
-    for _ in range(2):
-        optimizer.step()
-        snapshots.save()
-    snapshots.close()
-    newest = tmp_path / snapshots.find()[1].name
-    file = newest / ".metadata" if damage == "metadata" else next(newest.glob("*.distcp"))
-    file.unlink() if damage == "gone" else file.write_bytes(file.read_bytes()[:-100])
-    again, _ = make_alone(tmp_path, keep=2)
-    with pytest.warns(UserWarning, match="step-00000002.*is damaged, and is passed over"):
-        assert again.resume() == 1
-
-
-def test_a_snapshot_that_cannot_be_read_is_named(tmp_path):
-    snapshots, optimizer = make_alone(tmp_path, keep=2)
-    optimizer.step()
-    snapshots.save()
-    snapshots.close()
-    (file,) = (tmp_path / snapshots.find()[0].name).glob("*.distcp")
-    file.write_bytes(bytes(file.stat().st_size))
-    again, _ = make_alone(tmp_path, keep=2)
-    with pytest.raises(RuntimeError, match=r"step-00000001.* could not be read on rank 0 .*: move it away, and resume"):
-        again.resume()
+    last = first._replace(step=4, stamp=first.stamp + 3)
+    assert snapshots.find() == [first, last], "a stamp for every save(), on all ranks"
 
 
 def goes_on_over_another_group(rank: int, folder: str) -> list[Snapshot]:
@@ -439,24 +434,83 @@ def goes_on_over_another_group(rank: int, folder: str) -> list[Snapshot]:
 
 def test_snapshots_go_on_after_a_rebind(tmp_path):
     first, second, _ = run_ranks(goes_on_over_another_group, 3, str(tmp_path))
-    # the one before may not have been written in time
     for rank, found in enumerate((first, second)):
-        assert found[-1] == Snapshot(8, first[-1].stamp, rank, 2)
+        assert [(s.step, s.replica, s.replicas) for s in found] == [(4, rank, 3), (8, rank, 2)]
+        assert found[-1] == first[-1]._replace(replica=rank)
 
 
-def test_each_snapshot_of_the_newest_step_is_loaded_once():
-    def of(*numbers: int, step: int = 9, stamp: int = 2, size: int = 3) -> list[Snapshot]:
-        return [Snapshot(step, stamp, n, size) for n in numbers]
+def some(*numbers: int, stamp: int = 2, size: int = 3, shard: int = 0, shards: int = 1) -> list[Snapshot]:
+    return [Snapshot(9, stamp, RUN, n, size, shard, shards) for n in numbers]
 
-    assert assign_snapshots([[], []]) == [[], []]
-    assert assign_snapshots([of(1), of(0), of(2)]) == [of(1), of(0), of(2)], "folders apart: ranks have other numbers"
-    everything = of(0, 1, 2)
-    assert assign_snapshots([everything] * 3) == [of(0), of(1), of(2)]
-    assert assign_snapshots([everything] * 2) == [of(0, 2), of(1)]
-    assert assign_snapshots([everything] * 4) == [of(0), of(1), of(2), []]
-    assert assign_snapshots([of(0, step=6, stamp=1), of(1)]) == [[], of(1)], "the newest, wherever it is"
-    assert assign_snapshots([of(0, stamp=1), of(1)]) == [[], of(1)], "and of one run"
-    assert assign_snapshots([of(0, step=12, stamp=1), of(1)]) == [[], of(1)], "saved last, also after fewer steps"
+
+def test_each_snapshot_is_loaded_once():
+    everything = some(0, 1, 2)
+    assert assign_snapshots([], [[], []]) == [[], []]
+    apart = [some(1), some(0), some(2)]
+    assert assign_snapshots(everything, apart) == apart, "folders apart: ranks have other numbers"
+    assert assign_snapshots(everything, [everything] * 3) == [some(0), some(1), some(2)]
+    assert assign_snapshots(everything, [everything] * 2) == [some(0, 2), some(1)]
+    assert assign_snapshots(everything, [everything] * 4) == [some(0), some(1), some(2), []]
+
+
+def test_the_newest_that_every_replica_has_is_chosen_else_the_newest():
+    assert choose_snapshots([]) is None
+    whole, later = some(0, 1, stamp=3, size=2), some(1, stamp=4, size=2)
+    choice = choose_snapshots([*some(0, 1, stamp=2, size=2), *later, *whole])
+    assert (choice.snapshots, choice.passed_over, choice.missing_replicas) == (whole, [9], [])
+    choice = choose_snapshots([*some(0, stamp=3), *later])
+    assert (choice.snapshots, choice.passed_over, choice.missing_replicas) == (later, [], [0])
+    other = [one._replace(run="f" * 16) for one in later]
+    assert choose_snapshots([*some(0, stamp=4, size=2), *other]).snapshots == other, "of one run"
+    shards = [*some(0, size=2, shards=2), *some(0, size=2, shard=1, shards=2), *some(1, size=2, shards=2)]
+    choice = choose_snapshots(shards)
+    assert (choice.snapshots, choice.missing_replicas) == (shards[:2], [1]), "a replica has all its shards"
+
+
+def make_sharded(mesh: DeviceMesh, folder: str, name: str) -> tuple[torch.nn.Module, torch.optim.Optimizer, Snapshots]:
+    model, optimizer = test_fsdp.hsdp(mesh, by_name[name].make)
+    return model, optimizer, Snapshots(Path(folder) / name, model, optimizer)
+
+
+def saves_shards(rank: int, folder: str) -> dict[str, torch.Tensor]:
+    """Two replicas of two ranks save, and go on; the same ranks resume, and go on to the bit. What they saved."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    results = {}
+    for name in ("LocalSteps", "TagcAdamW"):
+        model, optimizer, snapshots = make_sharded(mesh, folder, name)
+        test_fsdp.train(model, optimizer, range(5), rank)
+        snapshots.save()
+        snapshots.close()
+        results[name] = test_fsdp.whole(model)
+        dist.barrier()
+        again, its_optimizer, snapshots = make_sharded(mesh, folder, name)
+        assert snapshots.resume() == 5
+        assert torch.equal(test_fsdp.whole(again), results[name])
+        for one, its in ((model, optimizer), (again, its_optimizer)):
+            test_fsdp.train(one, its, range(5, 7), rank)
+        assert torch.equal(test_fsdp.whole(again), test_fsdp.whole(model))
+    return results
+
+
+def resumes_one_replica(rank: int, folder: str) -> dict[str, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    results = {}
+    for name in ("LocalSteps", "TagcAdamW"):
+        model, _, snapshots = make_sharded(mesh, folder, name)
+        assert snapshots.resume() == 5
+        results[name] = test_fsdp.whole(model)
+    whole = DDP(test_fsdp.make(), find_unused_parameters=True)
+    snapshots = Snapshots(Path(folder) / "TagcAdamW", whole, by_name["TagcAdamW"].make(whole.parameters()))
+    with pytest.raises(RuntimeError, match="are of replicas of 2 ranks, and here a replica has 1: nothing was loaded"):
+        snapshots.resume()
+    return results
+
+
+def test_each_rank_of_a_sharded_replica_writes_its_shard(tmp_path):
+    before = run_ranks(saves_shards, 4, str(tmp_path))
+    for now in run_ranks(resumes_one_replica, 2, str(tmp_path)):
+        for name, values in now.items():
+            torch.testing.assert_close(values, (before[0][name] + before[2][name]) / 2)
 
 
 def test_what_cannot_be_is_refused():

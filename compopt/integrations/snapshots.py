@@ -1,51 +1,52 @@
 """Snapshots of a run, from which it goes on with any number of ranks.
 
 Every replica of the model writes a complete snapshot of its own, into a folder that other replicas
-need not see: nothing crosses the network. In most runs a replica is one rank. If parameters are
-sharded, the ranks that hold its shards write together.
+need not see. In most runs a replica is one rank. If parameters are sharded, each rank writes its
+shard.
 
 Each snapshot holds what ranks have in common, and a rank's own part: its residual and, in
 LocalSteps, the moments of the inner optimizer and what the rank has moved in the running round. If
 the same ranks resume, each gets its own part back, to the bit. If others resume, they get what
 ranks have in common, and own parts become their mean over the snapshots that are left.
 
-A snapshot's name has a stamp of the ``save()`` that wrote it, the same on all ranks. Two runs that
-continue from one snapshot reach the same steps; the stamp keeps ranks from mixing their snapshots.
-The file ``.metadata`` is written last; a snapshot that has it is complete::
-
-    folder/step-00000120-1759312345678901234/replica-1-of-3/.metadata
+A snapshot's name has a stamp of the ``save()`` that wrote it, the same on all ranks, and the run,
+which gets a new name in every ``resume()``. Two runs that continue from one snapshot reach the same
+steps; stamps and runs keep ranks from mixing their snapshots. The files are those of
+``_snapshot_files``. No file and no message is a pickle: reading them runs no code.
 """
 
 from __future__ import annotations
 
-import io
-import re
-import shutil
+import secrets
 import time
 from collections.abc import Generator, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from .._engine.collective_generators import exchange_one
-from .._engine.handshake import gather_json
+from .._engine.collective_generators import CollectiveGenerator
 from .._engine.optimizer import CompressedOptimizer
-from .._state.tensors import to_local
 from .._wire.collectives import Communicator
-from .._wire.requests import Broadcast
+from .._wire.trust import Untrusted
 from .._wire.warning import warn
-from ._shared import list_group_ranks
+from ._snapshot_codec import Packed, pack
+from ._snapshot_files import (
+    Snapshot,
+    check_trust,
+    is_complete,
+    list_snapshots,
+    remove_snapshot,
+    write_snapshot,
+)
+from ._snapshot_loading import Resume
+from ._snapshot_parts import State, distribute_state, read_weight
+from ._snapshot_ranks import Meeting, describe, gather, raise_told
 
-State = dict[str, Any]
-Path_ = tuple[Any, ...]  # the keys of a value in nested dicts
 Result = TypeVar("Result")
-
-PATTERN = re.compile(r"step-(\d+)-(\d+)/replica-(\d+)-of-(\d+)$")
 
 
 class Stateful(Protocol):
@@ -54,21 +55,6 @@ class Stateful(Protocol):
     def state_dict(self) -> State: ...
 
     def load_state_dict(self, state_dict: Any) -> object: ...
-
-
-class Snapshot(NamedTuple):
-    """A complete snapshot: the step after which it was taken, the stamp of the ``save()`` that took
-    it, greater for later ones, its replica, and how many there were.
-    """
-
-    step: int
-    stamp: int
-    replica: int
-    replicas: int
-
-    @property
-    def name(self) -> str:
-        return f"step-{self.step:08}-{self.stamp}/replica-{self.replica}-of-{self.replicas}"
 
 
 class Snapshots:
@@ -82,12 +68,15 @@ class Snapshots:
         snapshots.close()
 
     Args:
-        folder: on this machine, or one that all machines see. It may be moved between runs.
+        folder: on this machine, or one that all machines see; nobody but this user may write it. It
+            may be moved between runs. Each run needs one of its own.
         model: the model, also within DistributedDataParallel or FSDP2.
         optimizer: one of this package over its parameters.
-        keep: the number of complete snapshots that are kept while the next one is written.
+        keep: the number of snapshots that are complete on all ranks and are kept while the next one
+            is written.
         stateful: further objects with ``state_dict`` and ``load_state_dict``, such as a scheduler
-            and the position in the data. Their states are the same on all ranks.
+            and the position in the data. Their states are the same on all ranks, and consist of
+            numbers, strings, bytes, tensors, NumPy's arrays, and containers of these.
 
     Raises:
         TypeError: ``optimizer`` is not one of this package, or ``stateful`` has a second one.
@@ -120,10 +109,52 @@ class Snapshots:
             )
         self.folder, self._keep = Path(folder), keep
         self._model, self._optimizer, self._stateful = model, optimizer, stateful
-        self._group: dist.ProcessGroup | None = None
-        self._pending: tuple[Path, Future[Any]] | None = None
-        # stamps: of the newest snapshot before this run, and of the last save
-        self._begun = self._stamp = 0
+        self._meeting: Meeting | None = None
+        self._pending: tuple[Snapshot, Future[None]] | None = None
+        self._stamp = 0  # of the last save
+
+    def find(self) -> list[Snapshot]:
+        """Return the complete snapshots in the folder, in the order in which they were saved."""
+        return [s for s in list_snapshots(self.folder) if is_complete(self.folder, s)]
+
+    # Ranks
+
+    def _meet(self) -> CollectiveGenerator[Meeting]:
+        """Return what ranks have agreed on. The first call, also after ``rebind()``, agrees on the
+        run's name, and on a stamp, at least that of all snapshots that any rank sees.
+        """
+        comm, before = self._optimizer.comm, self._meeting
+        if before is not None and before.comm is comm:
+            return before
+        world, device = comm, self._optimizer._session.device
+        if comm.group is not None:
+            world = Communicator()
+        problem, snapshots = "", []
+        try:
+            check_trust(self.folder)
+            snapshots = list_snapshots(self.folder)
+        except OSError as error:
+            problem = describe(error)
+        except Untrusted as error:
+            problem = (
+                f"{error}, so another user could change a snapshot: take away that access (chmod "
+                "go-w), or name a folder of your own"
+            )
+        stamp = max([time.time_ns(), self._stamp, *(s.stamp for s in snapshots)])
+        rows = yield from gather([comm.rank, stamp, secrets.token_hex(8), problem], world, device)
+        numbers, stamps, tokens, problems = zip(*rows, strict=True)
+        raise_told(problems, f"snapshots cannot be in {self.folder}")
+        self._meeting = Meeting(
+            comm,
+            world,
+            device,
+            ranks=[*numbers],
+            lineage=[tokens[0], *(before.lineage if before else [])],
+            resumed=self._stamp,
+            known={s.run for s in snapshots},
+        )
+        self._stamp = max(stamps)
+        return self._meeting
 
     # Saving
 
@@ -131,367 +162,157 @@ class Snapshots:
         """Write a snapshot in the background. All ranks call this after the same step.
 
         It waits until the one before is written, and then for a copy of all state in host memory.
-        """
-        from torch.distributed.checkpoint.state_dict_saver import async_save
+        Ranks tell each other which snapshots are complete, in a few bytes, and each removes those
+        of its own that no ``resume()`` will need.
 
-        comm, group = self._optimizer.comm, self._get_group()
+        Raises RuntimeError, on this rank, if the snapshot before could not be written. The earlier
+        ones are complete, and the next ``save()`` writes another one.
+        """
+        _run(self.save_as_generator())
+
+    @torch.no_grad()
+    def save_as_generator(self) -> CollectiveGenerator[None]:
+        """Return ``save()`` as a generator, which yields each collective before it waits for it."""
+        meeting = yield from self._meet()
         self._stamp += 1  # also if this rank could not write the last one: stamps are alike on all
-        failure: RuntimeError | None = None
-        try:
-            self.wait()
-        except RuntimeError as error:
-            failure = error
+        outcome = self._finish_writing()
         if self._optimizer.sharded:  # with all ranks, also if this one has to raise
-            self._consolidate_state()
-        if failure is not None:
-            raise failure
-        snapshot = Snapshot(self._optimizer._session.steps, self._stamp, comm.rank, comm.size)
-        path = self.folder / snapshot.name
-        with _without_warning(self._optimizer):
-            state = self._read_state()
-        with _raise_brief_errors(path, "written", comm):
-            written: Any = async_save(state, checkpoint_id=path, process_group=group)
-        self._pending = path, getattr(written, "upload_completion", written)
+            yield from self._optimizer.consolidate_as_generator()
+        copied = outcome or self._pack_state()
+        rows = yield from meeting.gather(meeting.written)
+        self._remove_old(meeting, sorted(set.intersection(*map(set, rows)))[-self._keep :])
+        self._warn_of_other_runs(meeting)
+        if isinstance(copied, Exception):  # now that ranks have told each other
+            raise copied
+        snapshot = meeting.name_snapshot(self._optimizer._session.steps, self._stamp)
+        executor = ThreadPoolExecutor(1, "compopt snapshot")
+        future = executor.submit(write_snapshot, self.folder, snapshot, *copied, meeting.lineage)
+        executor.shutdown(wait=False)  # the thread ends with the file
+        self._pending = snapshot, future
 
     def wait(self) -> None:
-        """Wait until the last snapshot is written, then remove all but the last ``keep``.
+        """Wait until the last snapshot is written. It sends nothing.
 
         Raises RuntimeError, on this rank, if writing failed. The snapshots before it are complete,
         and the next ``save()`` writes another one.
         """
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        path, future = pending
-        try:
-            with _raise_brief_errors(path, "written", self._optimizer.comm):
-                future.result()
-        except RuntimeError:
-            if not (path / ".metadata").exists():  # free its part of a disk that may be full
-                shutil.rmtree(path, ignore_errors=True)
-            raise
-        group = self._group
-        if group is None or (list_group_ranks(group) and dist.get_rank(group) == 0):
-            self._remove_old()
+        if (failure := self._finish_writing()) is not None:
+            raise failure
 
     close = wait
 
-    def _remove_old(self) -> None:
-        """Remove old snapshots of this replica, and those of earlier runs.
+    def _finish_writing(self) -> Exception | None:
+        """Wait until the last snapshot is written; return why it could not be."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        snapshot, future = pending
+        error = future.exception()
+        if error is None:
+            if self._meeting is not None and snapshot.run == self._meeting.lineage[0]:
+                self._meeting.written.append(snapshot.stamp)
+            return None
+        if not is_complete(self.folder, snapshot):  # free its part of a disk that may be full
+            remove_snapshot(self.folder, snapshot)
+        failure = RuntimeError(
+            f"the snapshot {self.folder / snapshot.name} could not be written on rank "
+            f"{snapshot.replica} ({describe(error)})."
+        )
+        failure.__cause__ = error
+        return failure
 
-        Other replicas of this run may still write theirs into the same folder.
+    def _remove_old(self, meeting: Meeting, common: list[int]) -> None:
+        """Remove what no resume will need of this rank's snapshots. ``common``: the stamps of the
+        last ``keep`` that are complete on all ranks.
+
+        Needed are those, the last ``keep`` of this rank and, of the runs that this one went on
+        from, as many as are lacking in ``common``, up to the one that was resumed.
         """
-        replica = self._optimizer.comm.rank
-        removable = [
-            s for s in self._list_snapshots() if s.replica == replica or s.stamp <= self._begun
-        ]
-        complete = sorted({s.stamp for s in removable if self._is_complete(s)})
-        for old in removable:
-            if old.stamp < min(complete[-self._keep :], default=0):
-                path = self.folder / old.name
-                with suppress(OSError):  # first: what is removed in part is not complete
-                    (path / ".metadata").unlink()
-                shutil.rmtree(path, ignore_errors=True)
-                with suppress(OSError):  # other replicas are in it
-                    path.parent.rmdir()
+        own = meeting.name_snapshot(0, 0)
+        snapshots = list_snapshots(self.folder)
+        mine = [s for s in snapshots if s._replace(step=0, stamp=0) == own]
+        older = [s for s in snapshots if s.run in meeting.lineage[1:] and common]
+        before = sorted({s.stamp for s in older if s.stamp <= meeting.resumed}, reverse=True)
+        lacking = self._keep - len(common)
+        needed = {*common, *meeting.written[-self._keep :], *before[:lacking]}
+        for snapshot in [*mine, *older]:
+            if snapshot.stamp not in needed:
+                remove_snapshot(self.folder, snapshot)
+        meeting.written = [stamp for stamp in meeting.written if stamp in needed]
+
+    def _warn_of_other_runs(self, meeting: Meeting) -> None:
+        known = {*meeting.lineage, *meeting.known}
+        others = {s.run for s in list_snapshots(self.folder)} - known
+        meeting.known |= others
+        if others:
+            warn(
+                f"another run writes snapshots into {self.folder} too ({', '.join(others)}). Each "
+                "keeps its own, but a resume would take the newest of both: give every run a "
+                "folder of its own.",
+                0,  # on this rank: others may not see that folder
+            )
+
+    def _pack_state(self) -> tuple[Packed, float] | Exception:
+        """Return a copy of all state in host memory, and the rank's weight in the running round; or
+        why there is none.
+        """
+        try:
+            state = self._read_state()
+            return pack(state), read_weight(state)
+        except Exception as error:
+            return error
 
     def _read_state(self) -> State:
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
-        weights, optimizer_state = get_state_dict(self._model, self._optimizer)
-        # bytes: torch.distributed.checkpoint loads only what a dict or a list has already
-        others = _to_bytes({name: thing.state_dict() for name, thing in self._stateful.items()})
+        with _without_warning(self._optimizer):
+            weights, optimizer_state = get_state_dict(self._model, self._optimizer)
+        others = {name: thing.state_dict() for name, thing in self._stateful.items()}
         return {"model": weights, "optimizer": optimizer_state, "stateful": others}
-
-    @torch.no_grad()
-    def _consolidate_state(self) -> None:
-        """Consolidate the optimizer's state, and wait for slow ranks as long as collectives do."""
-        _run(self._optimizer.consolidate_as_generator())
-
-    def _get_group(self) -> dist.ProcessGroup | None:
-        """Return the ranks that write a replica's snapshot together.
-
-        The first call, also after the default group was made anew, agrees on a stamp, at least that
-        of all snapshots that any rank sees.
-        """
-        if self._group is not None and not list_group_ranks(self._group):  # ranks have met anew
-            try:
-                self.wait()
-            except RuntimeError as error:  # it may have been written over that group
-                warn(str(error), 0)
-            self._group = None
-        if self._group is None and (dist.is_initialized() or not self._stamp):
-            replica = self._optimizer.comm.rank
-            rows = [(replica, max([time.time_ns(), *(s.stamp for s in self._list_snapshots())]))]
-            if dist.is_initialized():
-                rows *= dist.get_world_size()
-                dist.all_gather_object(rows, rows[0])
-                ranks_of: dict[int, list[int]] = {}
-                for rank, (n, _) in enumerate(rows):
-                    ranks_of.setdefault(n, []).append(rank)
-                members = [*ranks_of.values()]
-                self._group, _ = dist.new_subgroups_by_enumeration(members, backend="gloo")
-            self._begun = self._stamp = max(stamp for _, stamp in rows)
-        return self._group
 
     # Resuming
 
-    def find(self) -> list[Snapshot]:
-        """Return the complete snapshots in the folder, by step."""
-        return [snapshot for snapshot in self._list_snapshots() if self._is_complete(snapshot)]
-
-    def _find_readable(self) -> list[Snapshot]:
-        """Return the complete snapshots whose files are as they were; warn of others."""
-        found = self.find()
-        readable = [snapshot for snapshot in found if _has_all_bytes(self.folder / snapshot.name)]
-        for damaged in sorted({*found} - {*readable}):
-            warn(
-                f"the snapshot {self.folder / damaged.name} is damaged, and is passed over: files "
-                "in it are missing or cut short.",
-                0,  # warn on this rank, whatever its number
-            )
-        return readable
-
-    def _list_snapshots(self) -> list[Snapshot]:
-        """Return all snapshots in the folder, also incomplete ones, by step."""
-        snapshots = []
-        for step in self.folder.glob("step-*"):
-            with suppress(FileNotFoundError, NotADirectoryError):  # another rank removed it
-                for path in step.iterdir():
-                    if match := PATTERN.search(path.as_posix()):
-                        snapshots.append(Snapshot(*map(int, match.groups())))
-        return sorted(snapshots)
-
-    def _is_complete(self, snapshot: Snapshot) -> bool:
-        return (self.folder / snapshot.name / ".metadata").exists()
-
     def resume(self) -> int:
-        """Load the snapshot of the last ``save()`` that any rank has, and return its step, or 0.
+        """Load the newest snapshot that is complete and intact on all replicas, and return its
+        step; 0 if the folders of all ranks have none. All ranks must call this.
 
-        All ranks must call this.
+        If no snapshot is there of all replicas, the newest of any is loaded, with a warning that
+        names those whose parts are lost. A damaged snapshot is passed over, with a warning.
+
+        Raises RuntimeError, on all ranks and with nothing loaded, if snapshots are there and none
+        can be loaded, or if they are of another model or optimizer.
         """
-        optimizer = self._optimizer
-        comm, device = optimizer.comm, optimizer._session.device
-        self._get_group()  # on all ranks, those without a snapshot too
-        visible = _run(gather_json(self._find_readable(), device, comm))
-        visible = [[Snapshot(*fields) for fields in snapshots] for snapshots in visible]
-        assignment = assign_snapshots(visible)
-        if not any(assignment):
+        return _run(self.resume_as_generator())
+
+    @torch.no_grad()
+    def resume_as_generator(self) -> CollectiveGenerator[int]:
+        """Return ``resume()`` as a generator, which yields each collective before it waits."""
+        meeting = yield from self._meet()
+        self._finish_writing()  # what could not be written is incomplete, and passed over
+        resume = Resume(self.folder, meeting, self._optimizer, self._read_state, self._write_state)
+        are_own = yield from resume.run()
+        if are_own is None:
             return 0
-        assigned = assignment[comm.rank]
-        others = {(s.replica, s.replicas) for snapshots in assignment for s in snapshots}
-        is_unchanged = others == {(rank, comm.size) for rank in range(comm.size)}
-        with _without_warning(optimizer):
-            if is_unchanged and len(assigned) == 1:
-                state = self._read(assigned[0])
-            else:
-                state = self._combine_parts(assignment)
-            self._write_state(state)
-        if not is_unchanged:
-            self._consolidate_state()
-        return optimizer._session.steps
-
-    def _read(self, snapshot: Snapshot) -> State:
-        from torch.distributed.checkpoint.state_dict_loader import load
-
-        state, path, comm = self._read_state(), self.folder / snapshot.name, self._optimizer.comm
-        with _raise_brief_errors(
-            path, "read", comm, ": move it away, and resume from what is left"
-        ):
-            load(state, checkpoint_id=path, process_group=self._get_group())
-        stateful = torch.load(io.BytesIO(state["stateful"]), "cpu", weights_only=False)
-        return {**state, "stateful": stateful}
-
-    def _combine_parts(self, assignment: list[list[Snapshot]]) -> State:
-        """Return what ranks have in common, with this rank's share of their own parts: its mean
-        over ranks is the mean over snapshots.
-        """
-        comm = self._optimizer.comm
-        source = next(rank for rank, snapshots in enumerate(assignment) if snapshots)
-        rank_parts, parts, state = RankParts(self._optimizer), [], self._read_state()
-        for snapshot in assignment[comm.rank]:
-            state = self._read(snapshot)  # overwrites the memory of the snapshot before
-            parts.append(rank_parts.list_parts(state))
-        if not all(assignment):
-            self._share(state, source)
-        rank_parts.scale(state, parts, comm.size / sum(map(len, assignment)))
-        for group in state["optimizer"]["param_groups"]:
-            if "residuals" in group:
-                group["residuals"] = "mean"
-        return state
-
-    def _share(self, state: State, source: int) -> None:
-        """Copy what ranks have in common from rank ``source`` to those without a snapshot."""
-        optimizer = self._optimizer
-        comm, device = optimizer.comm, optimizer._session.device
-        rank_parts = RankParts(optimizer)
-        stateful = state.pop("stateful")
-        leaves = list(iterate_leaves(state))
-        shared = [
-            to_local(value)
-            for path, value in leaves
-            if isinstance(value, Tensor) and not rank_parts.is_rank_part(path, value)
-        ]
-        for tensor in shared:
-            copied = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
-            message = copied.to(device).contiguous()
-            copied.copy_(_run(exchange_one(comm, Broadcast(message, source))))
-        plain = {path: value for path, value in leaves if not isinstance(value, Tensor)}
-        plain["stateful",] = stateful
-        raw = torch.frombuffer(bytearray(_to_bytes(plain)), dtype=torch.uint8)
-        size = torch.tensor([raw.numel()], dtype=torch.int64, device=device)
-        size = _run(exchange_one(comm, Broadcast(size, source)))
-        message = (
-            raw.to(device)
-            if comm.rank == source
-            else torch.empty(int(size), dtype=torch.uint8, device=device)
-        )
-        received = _run(exchange_one(comm, Broadcast(message, source)))
-        file = io.BytesIO(bytes(received.cpu().tolist()))
-        # weights_only: it runs no code, whatever another rank has sent
-        for path, value in torch.load(file, "cpu", weights_only=True).items():
-            entry: Any = state
-            for key in path[:-1]:
-                entry = entry[key]
-            entry[path[-1]] = value
+        if not are_own:
+            yield from self._optimizer.consolidate_as_generator()
+        return self._optimizer._session.steps
 
     def _write_state(self, state: State) -> None:
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
-        set_state_dict(
-            self._model,
-            self._optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
+        with _without_warning(self._optimizer):
+            present = self._read_state()
+            weights, optimizer_state = (
+                distribute_state(state[part], present[part]) for part in ("model", "optimizer")
+            )
+            set_state_dict(
+                self._model,
+                self._optimizer,
+                model_state_dict=weights,
+                optim_state_dict=optimizer_state,
+            )
         for name, thing in self._stateful.items():
             thing.load_state_dict(state["stateful"][name])
-
-
-def assign_snapshots(visible: list[list[Snapshot]]) -> list[list[Snapshot]]:
-    """Return which of the newest snapshots each rank loads, of those that it sees.
-
-    Each is loaded once, by the rank that has the fewest; among equals by the rank of its number.
-    """
-    newest = max((s.stamp for snapshots in visible for s in snapshots), default=0)
-    assignment: list[list[Snapshot]] = [[] for _ in visible]
-    candidates = {s for snapshots in visible for s in snapshots if s.stamp == newest}
-    for snapshot in sorted(candidates):
-        visible_to = [rank for rank, snapshots in enumerate(visible) if snapshot in snapshots]
-        rank = min(visible_to, key=lambda r: (len(assignment[r]), r != snapshot.replica, r))
-        assignment[rank].append(snapshot)
-    return assignment
-
-
-class RankParts:
-    """The parts of a state that differ between ranks, and of which only the mean counts."""
-
-    def __init__(self, optimizer: CompressedOptimizer):
-        self._names = {*optimizer.rank_local_state, "residual", "pseudo_gradient"}
-        self._has_local_moments = hasattr(optimizer, "end_round")
-
-    def is_rank_part(self, path: Path_, value: Tensor) -> bool:
-        """Return True if the value at ``path`` is a rank's own."""
-        if path[:2] != ("optimizer", "state"):
-            return False
-        is_moment = self._has_local_moments and path[3:4] == ("base",)
-        return path[-1] in self._names or (
-            is_moment and value.is_floating_point() and value.dim() > 0
-        )
-
-    def list_parts(self, state: State) -> dict[Path_, Tensor]:
-        """Return copies of a rank's own parts, among them what its parameters have moved from
-        their anchors.
-        """
-        parts = {
-            path: to_local(value).clone()
-            for path, value in iterate_leaves(state)
-            if isinstance(value, Tensor) and self.is_rank_part(path, value)
-        }
-        for name, anchor in _iterate_anchors(state):
-            parts["moved", name] = to_local(state["model"][name]) - anchor
-        return parts
-
-    def scale(self, state: State, parts: list[dict[Path_, Tensor]], factor: float) -> None:
-        """Set the own parts of ``state`` to the sum of ``parts`` times ``factor``."""
-        for path, value in iterate_leaves(state):
-            if isinstance(value, Tensor) and self.is_rank_part(path, value):
-                local = to_local(value).zero_()
-                for part in parts:
-                    local.add_(part[path], alpha=factor)
-        for name, anchor in _iterate_anchors(state):
-            distances = (part["moved", name] * factor for part in parts)
-            to_local(state["model"][name]).copy_(anchor + sum(distances, torch.zeros_like(anchor)))
-
-
-def _iterate_anchors(state: State) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name of every parameter that has an anchor, and this rank's part of it."""
-    for name, entry in state["optimizer"]["state"].items():
-        outer = entry.get("outer") or {}
-        if int(outer.get("fragment", -1)) >= 0:
-            yield name, to_local(outer["anchor"])
-
-
-# Files
-
-
-def _has_all_bytes(path: Path) -> bool:
-    """Return True if the files of a snapshot are as long as they were when it was complete."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    try:
-        parts = FileSystemReader(path).read_metadata().storage_data.values()
-    except Exception:  # whatever a damaged pickle raises
-        return False
-    lengths: dict[str, int] = {}
-    for part in parts:
-        end = part.offset + part.length
-        lengths[part.relative_path] = max(end, lengths.get(part.relative_path, 0))
-    try:
-        return all((path / name).stat().st_size >= n for name, n in lengths.items())
-    except OSError:
-        return False
-
-
-@contextmanager
-def _raise_brief_errors(
-    path: Path, done: str, comm: Communicator, advice: str = ""
-) -> Iterator[None]:
-    """Raise RuntimeError with the rank and a short cause in place of what torch raises, which is
-    long and not even an Exception.
-    """
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    try:
-        yield
-    except (CheckpointException, Exception) as error:
-        failures = error.failures.values() if isinstance(error, CheckpointException) else ()
-        cause = next((cause for cause, _ in failures), error)
-        why = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}"
-        raise RuntimeError(
-            f"the snapshot {path} could not be {done} on rank {comm.rank} ({why}){advice}."
-        ) from error
-
-
-# Nested states
-
-
-def iterate_leaves(state: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
-    """Yield the path and the value of every leaf of nested dicts. The optimizer's list of groups is
-    descended into, other lists are leaves.
-    """
-    items = enumerate(state) if isinstance(state, list) else state.items()
-    for key, value in items:
-        if isinstance(value, dict) or (isinstance(value, list) and path[-1:] == ("optimizer",)):
-            yield from iterate_leaves(value, (*path, key))
-        else:
-            yield (*path, key), value
-
-
-def _to_bytes(value: object) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
 
 
 def _run(turns: Generator[Any, None, Result]) -> Result:

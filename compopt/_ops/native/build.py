@@ -25,7 +25,6 @@ import os
 import platform
 import shutil
 import signal
-import stat
 import subprocess
 import tempfile
 import time
@@ -34,6 +33,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..._wire.collectives import get_rank
+from ..._wire.trust import Untrusted, is_own_file, make_own_folder
 from ..._wire.warning import warn
 
 # seconds until a process does without the library: its compilations and its waits together
@@ -81,10 +81,6 @@ class UnknownISA(ValueError):
 
 class BuildTimeout(RuntimeError):
     """The compiler, or the process that runs it, has not finished within ``LIMIT``."""
-
-
-class UntrustedCache(Exception):
-    """Another user may write the cache folder, or replace it."""
 
 
 def find_compiler() -> str | None:
@@ -159,7 +155,7 @@ def _open(cc: str, isa: str) -> ctypes.CDLL:
     deadline = time.monotonic() + LIMIT
     try:
         return ctypes.CDLL(str(build_library(cc, isa, _cache_folder(), deadline)))
-    except UntrustedCache as error:
+    except Untrusted as error:
         warn(
             f"the C passes are compiled anew in each process (about two seconds), because {error}, "
             "so another user could replace the cached library. Take away that access, or let "
@@ -180,23 +176,10 @@ def _cache_folder() -> Path:
     """Return the cache folder, created if missing, without symbolic links in its path.
 
     Raises:
-        UntrustedCache: another user may write it, or rename it by writing one of its parents.
+        Untrusted: another user may write it, or rename it by writing one of its parents.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = (home / "compopt").resolve()
-    for path in (*reversed(folder.parents), folder):
-        if not path.exists():
-            path.mkdir(mode=0o700, exist_ok=True)
-    user, system = os.geteuid(), {0, os.stat("/").st_uid}
-    for path in (folder, *folder.parents):
-        status = path.stat()
-        trusted = {user} if path == folder else {user, *system}
-        if status.st_uid not in trusted:
-            raise UntrustedCache(f"{path} belongs to the user {status.st_uid}")
-        # Only its owner renames an entry of a sticky folder.
-        if status.st_mode & 0o022 and (path == folder or not status.st_mode & stat.S_ISVTX):
-            raise UntrustedCache(f"{path} is writable for others ({stat.filemode(status.st_mode)})")
-    return folder
+    return make_own_folder(home / "compopt")
 
 
 def build_library(cc: str, isa: str, folder: Path, deadline: float = math.inf) -> Path:
@@ -245,13 +228,7 @@ def build_library(cc: str, isa: str, folder: Path, deadline: float = math.inf) -
 def _find_library(folder: Path, name: str) -> Path | None:
     """Return the library of this name that can be trusted."""
     for path in sorted(folder.glob(f"{name}-*.so")):
-        status = path.lstat()
-        is_trusted = (  # this user's, not a symbolic link, and nobody else may write it
-            stat.S_ISREG(status.st_mode)
-            and status.st_uid == os.geteuid()
-            and not status.st_mode & 0o022
-        )
-        if is_trusted and path.name == _name_of(name, path):
+        if is_own_file(path) and path.name == _name_of(name, path):
             return path
     return None
 

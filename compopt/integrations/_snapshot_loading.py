@@ -1,0 +1,256 @@
+"""A resume: snapshots are chosen by all ranks alike, read into memory, combined for these ranks,
+compared, and put in place when all ranks have come so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from .._engine.collective_generators import CollectiveGenerator, exchange_one
+from .._engine.optimizer import CompressedOptimizer
+from .._state.tensors import HOST
+from .._wire.requests import Broadcast
+from .._wire.warning import warn
+from ._snapshot_codec import Packed, decode_header, pack, unpack
+from ._snapshot_files import (
+    Damaged,
+    Manifest,
+    Snapshot,
+    is_complete,
+    list_snapshots,
+    read_manifest,
+    read_state,
+)
+from ._snapshot_parts import (
+    Choice,
+    Combine,
+    RankParts,
+    State,
+    assign_snapshots,
+    choose_snapshots,
+    explain_misfit,
+    hash_replica,
+    iterate_leaves,
+)
+from ._snapshot_ranks import Meeting, describe
+
+
+class Loaded(NamedTuple):
+    """The snapshots that this rank has read, and which each rank was to read."""
+
+    states: list[State]
+    manifests: list[Manifest]
+    assignment: list[list[Snapshot]]
+
+    def are_own(self) -> bool:
+        """Return True if every rank has read its own snapshot, and there are no others."""
+        size = len(self.assignment)
+        read = [[(s.replica, s.replicas) for s in one] for one in self.assignment]
+        return read == [[(rank, size)] for rank in range(size)]
+
+
+class Resume:
+    """One call of ``Snapshots.resume()``.
+
+    ``read_present`` returns the state of the model, the optimizer and further objects, and
+    ``write`` loads one into them.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        meeting: Meeting,
+        optimizer: CompressedOptimizer,
+        read_present: Callable[[], State],
+        write: Callable[[State], None],
+    ):
+        self._folder, self._meeting = folder, meeting
+        self._read_present, self._write = read_present, write
+        self._rank_parts = RankParts(optimizer)
+        self._refused: dict[Snapshot, str] = {}  # those that this rank cannot use, and why
+
+    def run(self) -> CollectiveGenerator[bool | None]:
+        """Load the newest snapshots that can be used. Return whether each rank has its own part
+        back; None if there are no snapshots.
+        """
+        while True:
+            rows = yield from self._meeting.gather(self._list_intact())
+            seen = [[Snapshot(*fields) for fields in row] for row in rows]
+            choice = choose_snapshots(s for snapshots in seen for s in snapshots)
+            if choice is None:
+                yield from self._raise_if_refused()
+                return None
+            loaded = yield from self._read_assigned(choice, seen)
+            if loaded is None:
+                continue
+            state = yield from self._combine(loaded)
+            if not (yield from self._refuse_if_different(choice, state)):
+                break
+        self._warn_of_lost_parts(choice)
+        yield from self._put_in_place(choice, state)
+        self._meeting.resumed = choice.snapshots[0].stamp
+        return loaded.are_own()
+
+    # Reading
+
+    def _list_intact(self) -> list[Snapshot]:
+        """Return the complete snapshots that this rank sees, whose manifests are right."""
+        intact = []
+        for snapshot in list_snapshots(self._folder):
+            if is_complete(self._folder, snapshot) and snapshot not in self._refused:
+                try:
+                    read_manifest(self._folder, snapshot)
+                    intact.append(snapshot)
+                except Damaged as error:
+                    self._refuse(snapshot, error)
+        return intact
+
+    def _refuse(self, snapshot: Snapshot, error: Damaged) -> None:
+        self._refused[snapshot] = str(error)
+        if is_complete(self._folder, snapshot):  # else another rank has removed it meanwhile
+            warn(
+                f"the snapshot {self._folder / snapshot.name} is damaged, and is passed over: "
+                f"{error}.",
+                0,  # warn on this rank, whatever its number
+            )
+
+    def _raise_if_refused(self) -> CollectiveGenerator[None]:
+        """Raise on all ranks if any has complete snapshots, none of which can be used."""
+        told = [f"{self._folder / s.name}: {why}" for s, why in self._refused.items()]
+        what = f"no snapshot in {self._folder} can be loaded (move it away to begin anew)"
+        yield from self._meeting.raise_problems("; ".join(told), what)
+
+    def _read_assigned(
+        self, choice: Choice, seen: list[list[Snapshot]]
+    ) -> CollectiveGenerator[Loaded | None]:
+        """Read the snapshots that are assigned to this rank into memory; None if any rank could not
+        read one of its own.
+        """
+        meeting = self._meeting
+        shard, shards = meeting.place
+        if choice.shards != shards:
+            raise RuntimeError(
+                f"{choice} in {self._folder} are of replicas of {choice.shards} ranks, and here a "
+                f"replica has {shards}: nothing was loaded. Resume with as many shards, or save "
+                "with torch.distributed.checkpoint."
+            )
+        chosen = [s for s in choice.snapshots if s.shard == shard]
+        assignment = assign_snapshots(chosen, [seen[rank] for rank in meeting.peers])
+        loaded = Loaded([], [], assignment)
+        for snapshot in assignment[meeting.comm.rank]:
+            try:
+                manifest = read_manifest(self._folder, snapshot)
+                loaded.states.append(read_state(self._folder, manifest))
+                loaded.manifests.append(manifest)
+            except Damaged as error:
+                self._refuse(snapshot, error)
+        is_read = len(loaded.states) == len(assignment[meeting.comm.rank])
+        return loaded if all((yield from meeting.gather(is_read))) else None
+
+    # Combining
+
+    def _combine(self, loaded: Loaded) -> CollectiveGenerator[State]:
+        """Return what ranks have in common, with this rank's share of their own parts."""
+        meeting, states, manifests = self._meeting, loaded.states, loaded.manifests
+        weights = [manifest.weight for manifest in manifests]
+        rows = yield from meeting.gather([weights, manifests[0].lineage if manifests else []])
+        lineage = next(lineage for _, lineage in rows if lineage)
+        meeting.lineage += [run for run in lineage if run not in meeting.lineage]
+        if loaded.are_own():
+            return states[0]
+        state = states[0] if states else None
+        if not all(loaded.assignment):
+            source = next(rank for rank, one in enumerate(loaded.assignment) if one)
+            received = yield from self._share(state, source)
+            state = state or received
+        assert state is not None
+        parts = [self._rank_parts.list_parts(one) for one in states]
+        of_all = [weight for rank in meeting.peers for weight in rows[rank][0]]
+        self._rank_parts.combine(state, parts, weights, Combine(meeting.comm.size, of_all))
+        for group in state["optimizer"]["param_groups"]:
+            if "residuals" in group:
+                group["residuals"] = "mean"
+        return state
+
+    def _share(self, state: State | None, source: int) -> CollectiveGenerator[State]:
+        """Send what ranks have in common from rank ``source`` to those without a snapshot."""
+        comm, device = self._meeting.comm, self._meeting.device
+        packed = pack(state) if comm.rank == source else Packed(None, [])
+        header = torch.frombuffer(bytearray(packed.encode_header()), dtype=torch.uint8)
+        sizes = [header.numel(), sum(t.numel() * t.element_size() for t in packed.tensors)]
+        message = torch.tensor(sizes, dtype=torch.int64, device=HOST).to(device)
+        length, limit = (yield from exchange_one(comm, Broadcast(message, source))).tolist()
+        if comm.rank != source:
+            header = header.new_empty(length)
+        message = yield from exchange_one(comm, Broadcast(header.to(device), source))
+        if comm.rank != source:
+            packed = decode_header(bytes(message.tolist()), limit)
+        leaves = iterate_leaves(unpack(packed))
+        own = {id(value) for path, value in leaves if self._rank_parts.is_rank_part(path, value)}
+        for tensor in packed.tensors:
+            if id(tensor) not in own:
+                raw = tensor.view(-1).view(torch.uint8).to(device)
+                raw = (yield from exchange_one(comm, Broadcast(raw, source))).to(HOST)
+                tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
+        shared: State = unpack(packed)
+        return shared
+
+    def _refuse_if_different(self, choice: Choice, state: State) -> CollectiveGenerator[bool]:
+        """Return whether replicas differ in what they have in common; these snapshots are then
+        passed over on all ranks.
+        """
+        meeting = self._meeting
+        rows = yield from meeting.gather(hash_replica(state, self._rank_parts))
+        peers = meeting.peers
+        differing = [n for n, rank in enumerate(peers) if rows[rank] != rows[peers[0]]]
+        numbers = sorted({n for row in (yield from meeting.gather(differing)) for n in row})
+        if not numbers:
+            return False
+        why = f"replica {', '.join(map(str, numbers))} had other values than replica 0"
+        self._refused.update(dict.fromkeys(choice.snapshots, why))
+        warn(f"{choice} in {self._folder} are passed over: {why}.", meeting.world.rank)
+        return True
+
+    def _warn_of_lost_parts(self, choice: Choice) -> None:
+        rank = self._meeting.world.rank
+        if missing := ", ".join(map(str, choice.missing_replicas)):
+            warn(
+                f"{choice} are not there of replica {missing} of {choice.snapshots[0].replicas}: "
+                "the residuals of these ranks are lost, and what they moved in a running round of "
+                "LocalSteps.",
+                rank,
+            )
+        if choice.passed_over:
+            steps = ", ".join(map(str, choice.passed_over))
+            warn(
+                f"{choice} are loaded. Those of step {steps} were saved later, but are not there "
+                "of all replicas, complete and intact.",
+                rank,
+            )
+
+    # Putting in place
+
+    def _put_in_place(self, choice: Choice, state: State) -> CollectiveGenerator[None]:
+        """Load a state on all ranks, or on none."""
+        meeting, problem, before = self._meeting, "", None
+        what = f"{choice} in {self._folder} cannot be loaded"
+        try:
+            before = unpack(pack(self._read_present()))
+            problem = explain_misfit(state, before)
+        except Exception as error:
+            problem = describe(error)
+        yield from meeting.raise_problems(problem, what)
+        try:
+            self._write(state)
+        except Exception as error:
+            problem = describe(error)
+        problems = yield from meeting.gather(problem)
+        if any(problems) and before is not None:
+            with suppress(Exception):  # what failed in loading may fail again
+                self._write(before)
+        yield from meeting.raise_problems(problem, what)

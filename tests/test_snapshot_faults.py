@@ -1,0 +1,405 @@
+"""Snapshots that are damaged, crafted, written by others, of one rank only or of other ranks: what resumes from them.
+
+A few dozen damages here; ``make soak`` takes 2,000, and 100 kills (test_snapshot_kills.py).
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pickle
+import random
+import re
+from pathlib import Path
+
+import pytest
+import snapshot_faults as faults
+import torch
+from sim import Ranks
+from snapshot_faults import CLASSES, LOST, Fleet, Saved
+from table import CASES, FORMS, by_name
+
+import compopt
+from compopt.integrations import _snapshot_files as files
+from compopt.integrations._snapshot_codec import Packed, decode_header, pack, unpack
+from compopt.integrations._snapshot_files import MANIFEST, STATE, Snapshot
+from compopt.integrations.snapshots import Snapshots
+
+DAMAGES = int(os.environ.get("COMPOPT_DAMAGES", 45))
+SETTINGS = [(name, size, is_shared) for name in CLASSES for size, is_shared in ((1, False), (2, False), (2, True))]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> dict[tuple, Saved]:
+    """Runs that have saved, made when first asked for."""
+
+    class Runs(dict):
+        def __missing__(self, setting: tuple) -> Saved:
+            self[setting] = Saved(tmp_path_factory.mktemp("saved"), *setting)
+            return self[setting]
+
+    return Runs()
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_a_damaged_snapshot_is_passed_over_or_refused(setting, saved):
+    rng = random.Random(str(setting))
+    for _ in range(-(-DAMAGES // len(SETTINGS))):
+        faults.damage(saved[setting], rng)
+
+
+def test_every_byte_of_every_file_counts(saved, tmp_path):
+    """Also those between tensors, which nothing reads."""
+    source = saved["SeparateAdam", 1, False].folder / "node 0"
+    (snapshot, *_) = files.list_snapshots(source)
+    manifest = files.read_manifest(source, snapshot)
+    small = Packed({"tensor": 1}, [torch.arange(3, dtype=torch.uint8)])
+    files.write_snapshot(tmp_path, snapshot, small, 0.0, manifest.lineage)
+    for path in (tmp_path / snapshot.name / name for name in (STATE, MANIFEST)):
+        raw = path.read_bytes()
+        for place in range(len(raw)):
+            path.write_bytes(raw[:place] + bytes([raw[place] ^ 1]) + raw[place + 1 :])
+            with pytest.raises(files.Damaged):
+                files.read_state(tmp_path, files.read_manifest(tmp_path, snapshot))
+        path.write_bytes(raw)
+    assert torch.equal(
+        files.read_state(tmp_path, files.read_manifest(tmp_path, snapshot)), torch.arange(3, dtype=torch.uint8)
+    )
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("function", ["open", "replace", "fsync", "close"])
+def test_a_write_that_ends_anywhere_leaves_a_whole_snapshot_or_none(function, tmp_path, monkeypatch):
+    packed, original = pack({"values": torch.arange(100.0)}), getattr(os, function)
+    outcomes = []
+    for last in range(20):
+        snapshot, calls = Snapshot(1, last, "0" * 16, 0, 1), 0
+
+        def call(*args, last: int = last, **options):
+            nonlocal calls
+            calls += 1
+            if calls > last:
+                raise Killed
+            return original(*args, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(files.os, function, call)
+            try:
+                files.write_snapshot(tmp_path, snapshot, packed, 0.0, ["0" * 16])
+                is_killed = False
+            except Killed:
+                is_killed = True
+        if files.is_complete(tmp_path, snapshot):
+            state = files.read_state(tmp_path, files.read_manifest(tmp_path, snapshot))
+            assert torch.equal(state["values"], torch.arange(100.0))
+        outcomes.append((is_killed, files.is_complete(tmp_path, snapshot)))
+        if not is_killed:
+            break
+    assert outcomes[0] == (True, False) and outcomes[-1] == (False, True), outcomes
+
+
+# Ranks
+
+
+@pytest.mark.parametrize("case", CASES + FORMS, ids=lambda case: case.name)
+def test_every_class_goes_on_to_the_bit(case, tmp_path):
+    fleet = Fleet(case, 2, tmp_path, is_shared=False)
+    fleet.train(7)
+    fleet.save()
+    again = Fleet(case, 2, tmp_path, is_shared=False)
+    assert again.resume() == (7, [])
+    for one in (fleet, again):
+        one.train(4)
+        if case.sharded:
+            one.ranks.world.consolidate(one.ranks.optimizers)
+    assert again.states() == fleet.states()
+
+
+@pytest.mark.parametrize("name", ["SeparateAdam", "LocalSteps"])
+def test_all_ranks_take_the_newest_that_is_complete_on_all(name, saved, tmp_path):
+    """A rank was killed before its newest was complete."""
+    run = saved[name, 2, False]
+    faults.shutil.copytree(run.folder, tmp_path, dirs_exist_ok=True)
+    for node in (0, 1):
+        (newest,) = (tmp_path / f"node {node}").glob(f"step-00000008-*/*/{MANIFEST}")
+        newest.unlink()
+        step, told = run.resume_from(tmp_path)
+        assert step == 6 and LOST not in told
+        assert ("Those of step 8 were saved later" in told) == (node == 0)
+
+
+def test_replicas_that_differed_are_passed_over(tmp_path):
+    fleet = Fleet(by_name["SeparateAdam"], 2, tmp_path, is_shared=False)
+    fleet.train(4)
+    fleet.save()
+    with torch.no_grad():
+        fleet.ranks.models[1].scale[0] += 1e-6
+    fleet.save()
+    step, told = Fleet(by_name["SeparateAdam"], 2, tmp_path, is_shared=False).resume()
+    assert step == 4 and "passed over: replica 1 had other values than replica 0" in told[0]
+
+
+def test_what_a_resume_could_need_is_kept(tmp_path, monkeypatch):
+    """The disk of one rank is full for a long time: the other keeps the last one that both have."""
+    fleet = Fleet(by_name["SeparateAdam"], 2, tmp_path, is_shared=False)
+    for step in range(1, 9):
+        fleet.train(1)
+        if step == 3:
+            (tmp_path / "node 1").rename(tmp_path / "away")
+            (tmp_path / "node 1").write_text("no folder")
+        try:
+            fleet.save()
+        except RuntimeError as error:
+            assert step >= 3 and "could not be written on rank 1" in str(error)
+    (tmp_path / "node 1").unlink()
+    (tmp_path / "away").rename(tmp_path / "node 1")
+    found = [[s.step for s in one.find()] for one in fleet.snapshots]
+    assert {1, 2} <= {*found[0]} and len(found[0]) <= 2 * 2 + 1 and found[1] == [1, 2]
+    step, told = Fleet(by_name["SeparateAdam"], 2, tmp_path, is_shared=False).resume()
+    assert step == 2 and "were saved later" in told[0]
+
+
+@pytest.mark.parametrize("failing", ["load_state_dict", "another model"])
+def test_it_is_loaded_on_all_ranks_or_on_none(failing, saved, monkeypatch):
+    run = saved["LocalSteps", 2, False]
+    fleet = Fleet(run.case, 2, run.folder, is_shared=False)
+    before = fleet.states()
+    if failing == "load_state_dict":
+        loaded = []
+
+        def fail(state: dict) -> None:
+            loaded.append(state)
+            if len(loaded) == 1:
+                raise KeyError("not mine")
+
+        monkeypatch.setattr(fleet.positions[1], "load_state_dict", fail)
+        expected = "rank 1: KeyError: 'not mine'"
+    else:
+        fleet.ranks.models[1].register_buffer("more", torch.zeros(3))
+        before = fleet.states()
+        expected = "rank 1: more has the shape None"
+    with pytest.raises(RuntimeError, match=f"step 8 in .* nothing was loaded.*{expected}"):
+        fleet.resume()
+    assert fleet.states() == before
+
+
+# What others wrote
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ('touch "$FLAG"',)
+
+
+@pytest.fixture
+def flag(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("FLAG", str(tmp_path / "code ran"))
+    return tmp_path / "code ran"
+
+
+def crafted() -> list[bytes]:
+    """Files that run code where they are unpickled, or that no reader should trust."""
+    pickled = pickle.dumps(Evil())
+    huge = b'[{"tensor": 1}, [["float32", [1099511627776]]]]'
+    deep = b"[" * 100_000
+    other = b'[{"__reduce__": ["os.system", "touch x"]}, []]'
+    names = b'[{"tensor": 1}, [["load", [1]]]]'
+    headers = [len(raw).to_bytes(8, "little") + raw for raw in (huge, deep, other, names)]
+    return [pickled, *headers, b"", b"\xff" * 100]
+
+
+@pytest.mark.parametrize("number", range(len(crafted())))
+def test_a_crafted_folder_runs_nothing(number, flag, tmp_path):
+    """Also one whose checksums are right."""
+    content = crafted()[number]
+    fleet = Fleet(by_name["SeparateAdam"], 1, tmp_path, is_shared=False)
+    fleet.train(1)
+    fleet.save()
+    node, before = tmp_path / "node 0", fleet.states()
+    (snapshot,) = files.list_snapshots(node)
+
+    class Crafted(Packed):
+        def write(self, write) -> int:
+            write(content)
+            return len(content)
+
+    files.write_snapshot(node, snapshot, Crafted(None, []), 0.0, ["0" * 16])
+    for is_manifest in (False, True):
+        if is_manifest:
+            (node / snapshot.name / MANIFEST).write_bytes(content)
+        fleet = Fleet(by_name["SeparateAdam"], 1, tmp_path, is_shared=False)
+        fresh = fleet.states()
+        with pytest.raises(RuntimeError, match=r"no snapshot in .* can be loaded"):
+            fleet.resume()
+        assert fleet.states() == fresh != before
+    assert not flag.exists()
+
+
+@pytest.mark.parametrize("number", range(len(crafted())))
+def test_a_crafted_message_of_a_peer_runs_nothing(number, flag, saved, tmp_path, monkeypatch):
+    content = crafted()[number]
+    header = content[8:] if content[8:9] == b"[" else content
+    monkeypatch.setattr(Packed, "encode_header", lambda packed: header or b" ")
+    run = saved["SeparateAdam", 1, False]
+    faults.shutil.copytree(run.folder, tmp_path, dirs_exist_ok=True)
+    fleet = Fleet(run.case, 2, tmp_path, is_shared=False)
+    with pytest.raises(Exception):  # noqa: B017 -- whatever the bytes lead to
+        fleet.resume()
+    assert not flag.exists()
+    assert [optimizer._session.steps for optimizer in fleet.ranks.optimizers] == [0, 0]
+
+
+@pytest.mark.parametrize("what", ["folder", "parent", "snapshot", "file", "link"])
+def test_what_others_may_write_is_refused(what, saved, tmp_path):
+    run = saved["SeparateAdam", 1, False]
+    folder = tmp_path / "mine"
+    faults.shutil.copytree(run.folder, folder)
+    node = folder / "node 0"
+    newest = max(node.glob("step-*"))
+    fleet = Fleet(run.case, 1, folder, is_shared=False)
+    if what in ("folder", "parent"):
+        (node if what == "folder" else folder).chmod(0o777)
+        for call in (fleet.resume, fleet.save):
+            with pytest.raises(RuntimeError, match=r"is writable for others .*another user could change a snapshot"):
+                call()
+        folder.chmod(0o1777)  # where only its owner renames an entry
+        node.chmod(0o700)
+        assert fleet.resume() == (8, [])
+        return
+    if what == "link":
+        newest.rename(tmp_path / "elsewhere")
+        newest.symlink_to(tmp_path / "elsewhere")
+    else:
+        (newest if what == "snapshot" else next(newest.rglob(STATE))).chmod(0o770)
+    step, told = run.resume_from(folder)
+    assert step == 6 and "another user may have written it" in told
+
+
+def test_the_package_unpickles_nothing():
+    """Ranks tell each other JSON and tensors, and files are read without pickle."""
+    calls = re.compile(
+        r"all_gather_object|gather_object|broadcast_object_list|scatter_object_list|(send|recv)_object_list"
+        r"|torch\.load\(|pickle\.loads?\(|Unpickler|distributed\.checkpoint\.(state_dict_)?(load|save|filesystem)"
+    )
+    root = Path(compopt.__file__).parent
+    found = [f"{path.name}: {hit[0]}" for path in root.rglob("*.py") for hit in [calls.search(path.read_text())] if hit]
+    assert found == []
+
+
+# Further states
+
+
+def test_objects_of_the_user_reach_a_rank_that_joins(tmp_path):
+    """What resumes on the same ranks is sent to a new one too."""
+    import collections
+
+    import numpy as np
+
+    values = [
+        np.random.RandomState(0).get_state(),
+        np.float64(0.5),
+        collections.deque([1], 3),
+        {1, frozenset([2])},
+        collections.Counter([1, 1]),
+        random.Random(0).getstate(),
+        (1, 2.5, None, 1j, b"\x00", 2**70, float("inf"), {(1, "x"): [torch.eye(2).bfloat16()]}),
+    ]
+
+    class Holder:
+        def __init__(self):
+            self.state = None
+
+        def state_dict(self):
+            return {"values": self.state}
+
+        def load_state_dict(self, state):
+            self.state = state["values"]
+
+    def make(size: int) -> tuple[Fleet, list[Holder]]:
+        fleet, holders = (
+            Fleet(by_name["SeparateAdam"], size, tmp_path, is_shared=False),
+            [Holder() for _ in range(size)],
+        )
+        for one, holder in zip(fleet.snapshots, holders, strict=True):
+            one._stateful["sampler"] = holder
+        return fleet, holders
+
+    fleet, holders = make(2)
+    for holder in holders:
+        holder.state = values
+    fleet.train(1)
+    fleet.save()
+    for size in (2, 3):
+        again, held = make(size)
+        assert again.resume() == (1, [])
+        for holder in held:
+            assert repr(holder.state) == repr(values)
+    holders[1].state = {"begun": datetime.datetime(2026, 1, 1)}
+    with pytest.raises(
+        TypeError, match=r"\['sampler'\]\['values'\]\['begun'\] is a datetime.datetime, which a snapshot"
+    ):
+        fleet.save()
+
+
+def test_a_header_promises_no_more_than_there_is():
+    with pytest.raises(ValueError, match="4 bytes where 3 are"):
+        decode_header(b'[{"tensor": 1}, [["float32", []]]]', 3)
+    with pytest.raises(ValueError, match="unknown kind"):
+        unpack(Packed({"code": []}, []))
+
+
+def move_by(model: torch.nn.Module, distance: float) -> None:
+    model.weight.grad = torch.full_like(model.weight, distance)
+
+
+@pytest.mark.parametrize("rounds", [{"weighted": True, "every": 100}, {"round_seconds": 1e6}], ids=["steps", "time"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_weights_of_a_round_are_carried(size, rounds, tmp_path):
+    """Three ranks have moved by 1, 2 and 6, with weights 1, 3 and 5: by any ranks the round ends at their mean."""
+
+    def make(size: int) -> tuple[Ranks, list[Snapshots]]:
+        ranks = Ranks(
+            size,
+            lambda: torch.nn.Linear(1, 1, bias=False),
+            lambda params, process_group: compopt.LocalSteps(
+                torch.optim.SGD(params, lr=1.0),
+                **rounds,
+                every_warmup_steps=0,
+                outer_lr=1.0,
+                outer_momentum=0.0,
+                payload_dtype="float32",
+                process_group=process_group,
+            ),
+        )
+        with torch.no_grad():
+            for model in ranks.models:
+                model.weight.zero_()
+        snapshots = [Snapshots(tmp_path, m, o) for _, m, o in ranks]
+        return ranks, snapshots
+
+    ranks, snapshots = make(3)
+    for (_, model, optimizer), distance, weight in zip(ranks, (1.0, 2.0, 6.0), (1, 3, 5), strict=True):
+        move_by(model, distance)
+        optimizer._samples = weight
+    ranks.world.step(ranks.optimizers)
+    if "round_seconds" in rounds:  # a rank that takes more steps than the others
+        move_by(ranks.models[1], 0.0)
+        ranks.optimizers[1]._samples = 0
+        assert [*ranks.optimizers[1].step_as_generator()] == []
+    ranks.world.run([one.save_as_generator() for one in snapshots])
+    for one in snapshots:
+        one.close()
+    again, snapshots = make(size)
+    again.world.run([one.resume_as_generator() for one in snapshots])
+    assert {optimizer._session.steps for optimizer in again.optimizers} <= {1, 2}
+    if size == 1:  # a single process has no round to end
+        assert again.models[0].weight.item() == pytest.approx(-37 / 9)
+        return
+    weights = [optimizer._counts.weight for optimizer in again.optimizers]
+    assert weights == ([1, 3, 5] if size == 3 else [3] * size)
+    again.world.run([optimizer.end_round_as_generator() for optimizer in again.optimizers])
+    for model in again.models:
+        assert model.weight.item() == pytest.approx(-37 / 9)
