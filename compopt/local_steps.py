@@ -189,6 +189,10 @@ class LocalSteps(AnchoredWrapper):
     def check_group(self, group: Group) -> None:
         rounds.check_options(group, self.offload)
 
+    @property
+    def steps_alike(self) -> bool:
+        return bool(self._options["warmup_steps"] > 0)
+
     def _settings(self) -> list[Setting]:
         running = {name: getattr(self._counts, name) for name in ("round", "begun", "mean_step")}
         settings = [*super()._settings(), ("running round", running)]

@@ -278,6 +278,13 @@ class Muon(Optimizer):
                 self._step_batch(batch, group)
         return loss
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What must be equal on all ranks that step alike, beside groups."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        dtypes = sorted({str(choose_dtype(p.device)) for p in params})
+        return {"iteration in": dtypes, "parts": [self.parts.get(p, 1) for p in params]}
+
     def _shape_of(self, p: Tensor) -> tuple[int, int]:
         """Return the rows and columns of a tensor's matrices."""
         return p.shape[-2] // self.parts.get(p, 1), p.shape[-1]

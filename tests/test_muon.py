@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conformance import Small, data, loss, through_a_file
 from ranks import run_ranks
+from sim import Ranks
 from test_dcp_options import OPTIONS as DCP
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -427,6 +428,38 @@ def test_torchs_checkpoint_functions_bring_everything_back(how, alone, tmp_path)
     train(model, optimizer, range(4, 8))
     train(other, resumed, range(4, 8))
     assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def with_settings(optimizer: compopt.MuonAdamW, dtype: torch.dtype) -> compopt.MuonAdamW:
+    """As it is on a rank whose device has this dtype's units."""
+    muon = optimizer.members[0]
+    muon.__class__ = type("Muon", (type(muon),), {"settings": muon.settings | {"iteration in": [str(dtype)]}})
+    return optimizer
+
+
+@pytest.mark.parametrize("name, options", [("Average", {}), ("LocalSteps", {"warmup_steps": 3})])
+def test_ranks_that_orthogonalize_otherwise_are_refused_where_they_have_to_step_alike(name, options):
+    def make(params, process_group):
+        inside = compopt.MuonAdamW([(f"layers.{i}", p) for i, p in enumerate(params)])
+        inside = with_settings(inside, DTYPES[process_group.rank])
+        return getattr(compopt, name)(inside, process_group=process_group, **options)
+
+    ranks = Ranks(2, Small, make)
+    ranks.backward(loss)
+    with pytest.raises(ValueError, match=r"Muon, iteration in: rank 0 has .*bfloat16.*, rank 1 has .*float32"):
+        ranks.world.step(ranks.optimizers)
+
+
+def test_in_rounds_ranks_may_orthogonalize_otherwise():
+    def make(params, process_group):
+        inside = compopt.MuonAdamW([(f"layers.{i}", p) for i, p in enumerate(params)])
+        inside = with_settings(inside, DTYPES[process_group.rank])
+        options = dict(warmup_steps=0, every_warmup_steps=0, process_group=process_group)
+        return compopt.LocalSteps(inside, every=2, **options)
+
+    ranks = Ranks(2, Small, make)
+    ranks.train(loss, 4)
+    assert all(map(torch.equal, *(model.parameters() for model in ranks.models)))
 
 
 # Real ranks

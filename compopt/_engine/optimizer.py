@@ -238,6 +238,8 @@ class CompressedOptimizer(OptimizerBase):
             *name_groups("group", self._option_groups, self._known_options),
             # backends round differently, and select differently among equal values
             ("backend", self.backend),
+            # and so do PyTorch's operators on two kinds of devices
+            ("device", self._session.device.type),
         ]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -154,10 +154,20 @@ class Wrapper(CompressedOptimizer):
         self.add_groups_of_base()
         super().before_exchange()
 
+    @property
+    def steps_alike(self) -> bool:
+        """True if all ranks step ``base`` on the same averages, at first or always."""
+        return True
+
     def _settings(self) -> list[Setting]:
         known = {name for member in list_members(self.base) for name in member.defaults}
         groups = name_groups("base's group", self.base.param_groups, known)
-        return [*super()._settings(), ("base", describe_members(self.base)), *groups]
+        members = [
+            (type(member).__name__, member.settings)
+            for member in list_members(self.base)
+            if hasattr(member, "settings") and self.steps_alike
+        ]
+        return [*super()._settings(), ("base", describe_members(self.base)), *members, *groups]
 
     # State
 
