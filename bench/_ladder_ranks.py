@@ -16,12 +16,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.optim._muon
 from _ladder_model import StackedGPT
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from sim import World
+
+import compopt.muon
 
 Views = dict[str, nn.Parameter]
 Make = Callable[[Views, Any], torch.optim.Optimizer]  # from a replica's parameters and its communicator or group
@@ -99,7 +100,7 @@ class AlikeLockstep(Lockstep):
     """Ranks that take the same step: what Muon has orthogonalized for one is not computed again for the others."""
 
     def step_all(self) -> None:
-        compute, known = torch.optim._muon._zeropower_via_newtonschulz, []
+        compute, known = compopt.muon.orthogonalize, []
 
         def look_up(update: Tensor, *options: Any) -> Tensor:
             for other, result in known:
@@ -108,7 +109,7 @@ class AlikeLockstep(Lockstep):
             known.append((update.clone(), compute(update, *options)))
             return known[-1][1]
 
-        with patch.object(torch.optim._muon, "_zeropower_via_newtonschulz", look_up):
+        with patch.object(compopt.muon, "orthogonalize", look_up):
             super().step_all()
 
 

@@ -101,7 +101,7 @@ def operations(n: int, device: torch.device) -> dict[str, Operation]:
                 ),
                 20 * n + n / 4 + 12 * k,
             ),
-            f"top_k {density}": Operation(lambda rows=top: kernels.top_k(blocks, rows), 20 * n + n / 8),
+            f"top_k {density}": Operation(lambda rows=top: kernels.top_k(blocks, rows), 12 * n + 5 * n / 8),
         }
     return results | codes(n, device) | products(n, device)
 

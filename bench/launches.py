@@ -58,6 +58,15 @@ def adamw(params: Params) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, fused=True)
 
 
+def muon(params: Params) -> torch.optim.Optimizer:
+    """Muon on the matrices of the layers, AdamW on the embeddings and vectors."""
+    groups = [
+        {"params": params[2:], "use_muon": lambda name, p: p.ndim == 2},
+        {"params": params[:2], "use_muon": False},
+    ]
+    return compopt.MuonAdamW(groups)
+
+
 LOCAL = dict(every_warmup_steps=0, warmup_steps=0, payload_dtype="int4")
 Make = Callable[[Params], Any]
 # name: back end, optimizer, steps before the one that is counted
@@ -79,6 +88,7 @@ ROWS: dict[str, tuple[str, Make, int]] = {
     "Average, int8": ("triton", lambda p: compopt.Average(adamw(p), payload_dtype="int8"), 2),
     "LocalSteps, between": ("triton", lambda p: compopt.LocalSteps(adamw(p), every=100, **LOCAL), 2),
     "LocalSteps, exchange": ("triton", lambda p: compopt.LocalSteps(adamw(p), every=1, **LOCAL), 2),
+    "MuonAdamW": ("triton", muon, 2),
 }
 
 
@@ -92,7 +102,8 @@ def count(name: str, params: Params) -> tuple[dict[str, Any], Counts]:
         counts.clear()
         optimizer.step()
         asked = (counts.launches, counts.waits, counts.uploads, counts.collectives, counts.moved)
-        return row_of(name, params, len(optimizer._session.buckets), *asked), counts
+        session = getattr(optimizer, "_session", None)  # MuonAdamW alone has none
+        return row_of(name, params, 0 if session is None else len(session.buckets), *asked), counts
 
 
 def row_of(

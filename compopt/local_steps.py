@@ -189,6 +189,10 @@ class LocalSteps(AnchoredWrapper):
         rounds.check_options(group, self.offload)
 
     @property
+    def steps_alike(self) -> bool:
+        return bool(self._options["warmup_steps"] > 0)
+
+    @property
     def _is_in_step(self) -> bool:  # type: ignore[override]
         return self._options["round_seconds"] is None
 

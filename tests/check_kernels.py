@@ -22,9 +22,9 @@ OLD = triton.__version__.startswith("3.2.")  # it has no linker of its own for A
 if not OLD:
     TARGETS.append(GPUTarget("hip", "gfx942", 64))
 POINTERS = {
-    "where": "*i64", "tiles": "*i64", "table": "*i64", "starts": "*i64", "held_starts": "*i64", "counted": "*i64",
-    "bounds": "*i64",
-    "bins": "*i64",
+    "where": "*i64", "tiles": "*i64", "table": "*i64", "starts": "*i64", "held_starts": "*i64",
+    "bounds": "*i64", "bins": "*i64", "larger": "*i64", "sizes": "*i64", "candidates": "*i64", "equals": "*i64",
+    "marks": "*u8",
     "counts": "*i32", "words": "*i32", "prefix": "*i32", "mask": "*u8", "bits": "*u8", "n": "i64",
     "rows_of": "*i32", "chunks": "*i32", "body": "*fp32", "rounding_errors": "*fp32", "noise": "*fp32",
     "message": "*u8", "received": "*u8", "gathered": "*u8", "codes": "*i8", "out": "*fp32", "place": "i32",
@@ -51,10 +51,14 @@ CASES = {
         WIDE | {"ADAMS": False, "ROUNDS": True},
         LOW | {"ADAMS": True, "ROUNDS": True},
     ],
-    "top_k._histogram": [dict(SHIFT=20, WIDTH=11, TYPE=F32, PART=1024), dict(SHIFT=0, WIDTH=9, TYPE=F32, PART=1024)],
-    "top_k._descend": [dict(WIDTH=11), dict(WIDTH=9)],
-    "top_k._count_equal": [dict(TYPE=F32)],
-    "top_k._select": [dict(TYPE=F32)],
+    "top_k._histogram": [
+        dict(SHIFT=23, WIDTH=8, MARKS=False, LOADS_MARKED=False, TYPE=F32, PART=4096),
+        dict(SHIFT=7, WIDTH=8, MARKS=True, LOADS_MARKED=False, TYPE=F32, PART=4096),
+        dict(SHIFT=0, WIDTH=7, MARKS=False, LOADS_MARKED=True, TYPE=F32, PART=4096),
+    ],
+    "top_k._descend": [dict(WIDTH=8), dict(WIDTH=7)],
+    "top_k._count_equal": [dict(TYPE=F32, PART=4096)],
+    "top_k._select": [dict(TYPE=F32, PART=4096)],
     "elias_fano._encode": [{}],
     "elias_fano._decode": [{}],
     "factored._factored": [
@@ -82,8 +86,9 @@ def source(kernel: triton.JITFunction, constants: dict) -> ASTSource:
 def compiled(kernel: triton.JITFunction, constants: dict, target: GPUTarget) -> dict:
     """The kernel in every form that the compiler has it in."""
     if "BLOCK" in kernel.arg_names and "BLOCK" not in constants:
-        constants = constants | {"BLOCK": 16 * 1024 if "PART" in constants else 1024}
-    return triton.compile(source(kernel, constants), target, {"enable_fp_fusion": False}).asm
+        constants = constants | {"BLOCK": 8 * constants.get("PART", 128)}
+    options = {"enable_fp_fusion": False, "num_warps": 8 if "TYPE" in constants and "PART" in constants else 4}
+    return triton.compile(source(kernel, constants), target, options).asm
 
 
 def spilled(forms: dict) -> list[int]:

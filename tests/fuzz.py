@@ -98,7 +98,7 @@ def examples(draw, case: Case, lossless: bool) -> Example:
     if "every" in options:
         options["delay"] = min(options["delay"], options["every"] // options["fragments"])
     if case.form == "Muon":
-        options["maximize"] = False  # which torch's Muon has not
+        options["maximize"] = False  # which Muon has not
     if "projection" in options:  # says which of the two is refused
         options["ratio" if options["projection"] == "tracked" else "rank"] = None
     payloads = [None, None, torch.bfloat16, torch.float16, "int8", "int4"] if "payload_dtype" in known else [None]

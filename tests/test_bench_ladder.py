@@ -26,10 +26,7 @@ from _ladder_tables import tabulate, tabulate_outer
 from _rivals import DeMo, PowerSGD, SparseLoCo
 from torch import Tensor
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch.optim.Muon, of torch 2.9"),
-]
+pytestmark = pytest.mark.slow
 
 TINY, RANKS, STEPS = Size(1, 64, 2, batch=2, context=16), 2, 14  # past the dense starts of ten steps
 SIZES["tiny"] = TINY

@@ -22,10 +22,7 @@ from _ladder_model import SIZES, Size, Text
 from _ladder_rows import BASELINES, ROWS
 from _ladder_runs import Training
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch.optim.Muon, of torch 2.9"),
-]
+pytestmark = pytest.mark.slow
 
 TINY, RANKS, STEPS = Size(1, 64, 2, batch=2, context=16), 2, 40
 SIZES["tiny"] = TINY

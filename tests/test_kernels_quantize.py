@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from compopt._ops.native import build
 from compopt._ops.native import quantization as native
@@ -88,6 +89,39 @@ def test_messages_have_the_references_bytes(isa, memory_is_full, lengths, bits):
     makes = functools.partial(native.make_mean, library_of(isa)), QuantizedMean
     ours, theirs = (exchanged(make, torch.device("cpu"), lengths, 3, bits)[2] for make in makes)
     assert all(map(torch.equal, ours, theirs))
+
+
+class CudasOperators(TorchDispatchMode):
+    """What CUDA's operators round otherwise than a CPU's: they multiply by the inverse of a number that the host holds,
+    and a + alpha * b may be rounded once.
+    """
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        divisions = torch.ops.aten.div.Tensor, torch.ops.aten.div_.Tensor
+        if function in divisions and not isinstance(args[1], torch.Tensor):
+            result = args[0] * (1 / args[0].new_full((), args[1])).item()
+            return args[0].copy_(result) if function is divisions[1] else result
+        if kwargs and kwargs.get("alpha", 1) != 1 and args[0].is_floating_point():
+            return args[0].copy_(args[0].double() + kwargs["alpha"] * args[1].double())
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_emulated_operators_round_otherwise():
+    x = torch.rand(1000)
+    with CudasOperators():
+        assert not torch.equal(x / 127.0, x / x.new_full((), 127.0))
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_messages_and_means_have_the_same_bits_by_cudas_operators(ranks, bits):
+    """So all ranks agree, whether kernels, C passes or operators compute them, and on whichever device."""
+    lengths, cpu = (300, 0, 128, 4000, 1), torch.device("cpu")
+    payloads, rest, messages = exchanged(QuantizedMean, cpu, lengths, ranks, bits)
+    with CudasOperators():
+        others, their_rest, their_messages = exchanged(QuantizedMean, cpu, lengths, ranks, bits)
+    assert all(map(torch.equal, (*payloads, *messages), (*others, *their_messages)))
+    assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-6) for a, b in zip(rest, their_rest, strict=True))
 
 
 @pytest.mark.parametrize("bits", [8, 4])

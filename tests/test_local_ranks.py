@@ -267,7 +267,6 @@ def comes_and_goes(rank: int, options: dict) -> dict:
     }
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 @pytest.mark.parametrize("options", [{}, {"delay": 2}, {"delay": 1, "fragments": 2}], ids=str)
 def test_ranks_go_and_come_within_a_round_of_muon(options):
     """With a delay an exchange is on its way where the first rank goes: it is given up, and repeated."""

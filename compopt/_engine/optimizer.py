@@ -238,7 +238,12 @@ class CompressedOptimizer(OptimizerBase):
     def _settings(self) -> list[Setting]:
         sharded = " (sharded)" if self.sharded else ""
         # backends round differently, and select differently among equal values
-        return [("class", type(self).__name__ + sharded), ("backend", self.backend)]
+        return [
+            ("class", type(self).__name__ + sharded),
+            ("backend", self.backend),
+            # so do PyTorch's operators on two kinds of devices
+            ("device", self._session.device.type),
+        ]
 
     def list_settings(self) -> list[Setting]:
         snapshot, compared = self._session.options, self._compared_groups

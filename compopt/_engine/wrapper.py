@@ -161,13 +161,24 @@ class Wrapper(CompressedOptimizer):
         super().before_exchange()
 
     @property
+    def steps_alike(self) -> bool:
+        """True if all ranks step ``base`` on the same averages, at first or always."""
+        return True
+
+    @property
     def _compared_groups(self) -> list[ComparedGroups]:
         of_base = ("base's group", self.base.param_groups, self._base_options)
         return [("group", self._wrapper_groups, self._wrapper_defaults), of_base]
 
     def _settings(self) -> list[Setting]:
         (subject, name), *others = super()._settings()
-        return [(subject, f"{name} around {describe_members(self.base)}"), *others]
+        members = [
+            (type(member).__name__, member.settings)
+            for member in list_members(self.base)
+            if hasattr(member, "settings") and self.steps_alike
+        ]
+        name = f"{name} around {describe_members(self.base)}"
+        return [(subject, name), *others, *members]
 
     # State
 

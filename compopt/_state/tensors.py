@@ -52,6 +52,20 @@ def distribute_like(p: Tensor, local: Tensor) -> Tensor:
     return result
 
 
+def gather_whole(p: Tensor, local: Tensor) -> Tensor:
+    """Return the whole of a tensor that is sharded like ``p``, from all ranks' ``local`` parts."""
+    dtensor: Any = distribute_like(p, local)
+    result: Tensor = dtensor.full_tensor()
+    return result
+
+
+def take_local_part(p: Tensor, whole: Tensor) -> Tensor:
+    """Return what this rank has of ``whole`` if it is sharded like ``p``, without communication."""
+    dtensor: Any = p
+    replicated = type(dtensor).from_local(whole, dtensor.device_mesh, run_check=False)
+    return to_local(replicated.redistribute(placements=dtensor.placements))
+
+
 def get_grad_dtype(p: Tensor) -> torch.dtype:
     """Return the dtype of the gradients of ``p``: its own, unless ``p.grad_dtype`` (PyTorch 2.10)
     is set, to the same on all ranks.

@@ -182,7 +182,7 @@ def quantize_rows(
     for number, a in enumerate(range(0, len(x), block)):
         x_, scale, drop = x[a : a + block], scales[a : a + block], rounding_errors[a : a + block]
         t = scratch("block", x_.numel(), x.dtype, x.device).view(x_.shape)
-        unit = torch.abs(x_, out=t).amax(1).div_(most)
+        unit = divide_(torch.abs(x_, out=t).amax(1), most)
         scale.copy_(unit.masked_fill_(unit < SMALLEST, 0))
         # inf becomes NaN.
         scale.add_(scale - scale)
@@ -232,6 +232,13 @@ def _round_to_four_levels(
         # inf becomes NaN.
         scale.add_(scale - scale)
         torch.sub(x_, torch.mul(level, scale.to(x.dtype).unsqueeze(1), out=t), out=drop)
+
+
+def divide_(x: Tensor, number: float) -> Tensor:
+    """Divide by a number, with the same bits on all devices: by one that the host holds CUDA does
+    not divide, it multiplies by the inverse.
+    """
+    return x.div_(x.new_full((), number))
 
 
 def dequantize_rows(quantized: Tensor, scales: Tensor, out: Tensor) -> Tensor:
@@ -431,7 +438,7 @@ class QuantizedMean:
         for rank in range(self.ranks):
             rows = read_chunk(values[rank], chunk, self.scratch, self.bits)
             total.add_(dequantize_rows(rows, scales[rank, : chunk.rows], value))
-        total.div_(self.ranks)
+        divide_(total, self.ranks)
 
         out = torch.zeros(1, self._message_bytes(0), dtype=torch.uint8, device=received.device)
         _, scales, values = self._split_messages(out, 0)
@@ -458,7 +465,7 @@ class QuantizedMean:
         """Average the header and control fields of all ranks' messages."""
         # One after the other: the order in which sum() adds depends on the processor.
         total = functools.reduce(torch.add, fields.to(self.payload.flat.dtype))
-        self.payload.flat[: self.fields] = total / self.ranks
+        self.payload.flat[: self.fields] = divide_(total, self.ranks)
 
     def _quantize_body(self) -> tuple[Tensor, Tensor]:
         body, rows, spans = self.payload.body, self.layout.rows, self.layout.spans

@@ -126,6 +126,20 @@ def test_replicas_checked_on_some_ranks_only(case):
     refused(small(case), checking, "check_replicas_every: rank 0 has 0, rank 1 has 1")
 
 
+@every
+def test_another_kind_of_device(case):
+    """Operators round otherwise there, so replicas would drift apart; here a rank only says that it has one."""
+
+    def on_a_gpu(group):
+        optimizer = small(case)(group)
+        settings = optimizer._settings
+        assert ("device", "cpu") in settings()
+        optimizer._settings = lambda: [(n, "cuda" if n == "device" else value) for n, value in settings()]
+        return optimizer
+
+    refused(small(case), on_a_gpu, "device: rank 0 has 'cpu', rank 1 has 'cuda'")
+
+
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_another_class(number):
     a, b = CASES[number], CASES[number - 1]
