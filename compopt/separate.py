@@ -92,9 +92,9 @@ def update_tensors(
         if not has_gradient:
             continue
         part = mean.parts[i]
-        memory = update.memory_for(bucket, i, tensor.average_in(part))
+        (memory,) = update.memory_for(bucket, [i], [tensor.average_in(part)])
         ghat = tensor.reconstruct(part, factor, memory)  # line 4
-        update.apply(bucket, i, ghat)
+        update.apply(bucket, [i], [ghat])
         tensor.feed_back(mean, i, factor)  # line 5
 
 

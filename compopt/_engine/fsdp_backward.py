@@ -24,6 +24,7 @@ from torch import Tensor
 
 from .._ops.norms import clip_factor, stacked_squared_norms
 from .._ops.operations import Ops
+from .._ops.update_helpers import count_steps
 from .._state.buckets import Bucket
 from .._state.layouts import PaddedVector
 from .._state.shards import ParamColumns, cut_by_rows, place_in_rows
@@ -426,13 +427,18 @@ def step_fsdp_shards(
     have_gradients = bucket.have_gradients(mean)
     yield ReadyToCommit()
     # from here on state changes
-    for i in (i for i, has_gradient in enumerate(have_gradients) if has_gradient):
+    count_steps(bucket.state["step"], have_gradients)
+    indices = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
+    for i in indices:
         fsdp_backward.commit_residual(bucket, i, norm)
-        g = grads[i]
-        bucket.state["step"][i].add_(1)
-        ghat = update.memory_for(bucket, i, g if factor == 1 else None)
-        if g is None:
-            ghat.zero_()
-        elif ghat.data_ptr() != g.data_ptr():
-            ghat.copy_(g).mul_(factor)
-        update.apply(bucket, i, ghat)
+    if indices:
+        averages = update.memory_for(
+            bucket, indices, [grads[i] if factor == 1 else None for i in indices]
+        )
+        for i, average in zip(indices, averages, strict=True):
+            g = grads[i]
+            if g is None:
+                average.zero_()
+            elif average.data_ptr() != g.data_ptr():
+                average.copy_(g).mul_(factor)
+        update.apply(bucket, indices, averages)

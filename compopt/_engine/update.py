@@ -1,13 +1,13 @@
 """Updates: an optimizer's step on averaged gradients, of tensors or of this rank's shards.
 
-A generator writes the average of a tensor to the update's memory (``memory_for``), and then calls
-``apply``. ``AdamWUpdate`` updates the tensor in ``apply``. ``WrappedUpdate`` steps a torch
+A generator writes averages to the update's memory (``memory_for``), and then calls ``apply``.
+``AdamWUpdate`` and ``AdamSUpdate`` update the tensors in ``apply``. ``WrappedUpdate`` steps a torch
 optimizer once per step, after all buckets have committed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -15,64 +15,98 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._ops.operations import Ops
+from .._ops.operations import AdamWTensors, Ops
 from .._state.buckets import Bucket
 from .._state.tensors import get_grad_dtype, to_local
 
 
 class Update(Protocol):
-    """An optimizer's update, a tensor at a time."""
+    """An optimizer's update of some tensors of a bucket, by their ``indices``."""
 
-    def memory_for(self, bucket: Bucket, i: int, average: Tensor | None) -> Tensor:
-        """Return the memory for the average of tensor i.
+    def memory_for(
+        self, bucket: Bucket, indices: Sequence[int], averages: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """Return the memory for the averages of these tensors, in their shapes.
 
-        ``average``: the memory that holds it already, if any; it may be returned.
+        ``averages``: the memory that holds each already, if any; it may be returned.
         """
 
-    def apply(self, bucket: Bucket, i: int, average: Tensor) -> None:
-        """Update tensor i by ``average``, which is in the memory for it."""
+    def apply(self, bucket: Bucket, indices: list[int], averages: list[Tensor]) -> None:
+        """Update tensors by their averages, which are in the memory for them."""
 
 
-class AdamWUpdate:
-    """AdamW, whose moments are state of the bucket."""
+class OwnUpdate:
+    """An update whose moments are state of the bucket."""
 
     def __init__(self, ops: Ops):
         self.ops = ops
 
-    def memory_for(self, bucket: Bucket, i: int, average: Tensor | None) -> Tensor:
-        w = bucket.weight(i)
-        if average is None or average.dtype != w.dtype:
-            average = self.ops.scratch(w, w.numel())
-        return average.view(w.shape)
+    def memory_for(
+        self, bucket: Bucket, indices: Sequence[int], averages: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        weights = [bucket.weight(i) for i in indices]
+        rows = list(zip(weights, averages, strict=True))
+        sizes = [0 if g is not None and g.dtype == w.dtype else w.numel() for w, g in rows]
+        new = self.ops.scratch(weights[0], sum(sizes)).split(sizes)
+        return [
+            (part if n or g is None else g).view(w.shape)
+            for (w, g), n, part in zip(rows, sizes, new, strict=True)
+        ]
 
-    def apply(self, bucket: Bucket, i: int, average: Tensor) -> None:
-        state, w = bucket.state, bucket.weight(i)
-        m, v, step = state["exp_avg"][i], state["exp_avg_sq"][i], state["step"][i]
-        self.ops.adamw(bucket.group, w, average, m, v, step)
-        bucket.publish_master(i)
+
+class AdamWUpdate(OwnUpdate):
+    """AdamW."""
+
+    def apply(self, bucket: Bucket, indices: list[int], averages: list[Tensor]) -> None:
+        state, weights = bucket.state, [bucket.weight(i) for i in indices]
+        names = ("exp_avg", "exp_avg_sq", "step")
+        moments = ([state[name][i] for i in indices] for name in names)
+        self.ops.adamw(bucket.group, AdamWTensors(weights, averages, *moments))
+        bucket.publish_masters(indices)
+
+
+class AdamSUpdate(OwnUpdate):
+    """AdamS, of averages that are negated when maximizing."""
+
+    def apply(self, bucket: Bucket, indices: list[int], averages: list[Tensor]) -> None:
+        momenta, steps = bucket.state["exp_avg"], bucket.state["step"]
+        for i, g in zip(indices, averages, strict=True):
+            self.ops.adams(bucket.group, bucket.weight(i), g, momenta[i], steps[i])
+        bucket.publish_masters(indices)
 
 
 class WrappedUpdate:
-    """The step of a torch optimizer, ``base``, on all averages of a step.
-
-    The memory for the averages lives as long as this object.
-    """
+    """The step of a torch optimizer, ``base``, on all averages of a step."""
 
     def __init__(self, base: Optimizer):
         self.base = base
-        self._averages: dict[Tensor, Tensor] = {}
+        self._averages: dict[Tensor, Tensor] = {}  # of this step
+        self._memory: dict[Tensor, Tensor] = {}
         self._applied: set[Tensor] = set()  # the parameters with an average in this step
 
-    def memory_for(self, bucket: Bucket, i: int, average: Tensor | None) -> Tensor:
-        p = bucket.params[i]
-        if p not in self._averages:
-            self._averages[p] = torch.empty_like(
-                p.detach(), dtype=get_grad_dtype(p), memory_format=torch.contiguous_format
-            )
-        return to_local(self._averages[p])
+    def memory_for(
+        self, bucket: Bucket, indices: Sequence[int], averages: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """Return the memory of averages that the base can read as they are, else memory that lives
+        until the base has stepped; on a CPU, where new pages cost more than copies, as long as this
+        object.
+        """
+        memory: list[Tensor] = []
+        for i, given in zip(indices, averages, strict=True):
+            p = bucket.params[i]
+            if given is not None and given.dtype == get_grad_dtype(p) and not bucket.is_dtensor:
+                self._averages[p] = given.view(p.shape)
+            else:
+                if p not in self._memory:
+                    self._memory[p] = torch.empty_like(
+                        p.detach(), dtype=get_grad_dtype(p), memory_format=torch.contiguous_format
+                    )
+                self._averages[p] = self._memory[p]
+            memory.append(to_local(self._averages[p]))
+        return memory
 
-    def apply(self, bucket: Bucket, i: int, average: Tensor) -> None:
-        self._applied.add(bucket.params[i])
+    def apply(self, bucket: Bucket, indices: list[int], averages: list[Tensor]) -> None:
+        self._applied.update(bucket.params[i] for i in indices)
 
     def step_base(self) -> None:
         """Step ``base`` once, on all averages.
@@ -85,6 +119,8 @@ class WrappedUpdate:
             {p: self._average_in_strides_of(p) if p in applied else None for p in params}
         ):
             self.base.step()
+        self._averages = {}
+        self._memory = {p: x for p, x in self._memory.items() if p.device.type == "cpu"}
 
     def _average_in_strides_of(self, p: Tensor) -> Tensor:
         """Return the average with the strides of ``p``, as backward would leave it: torch's fused

@@ -33,7 +33,7 @@ from .passes import (
 )
 from .quantization import dequantize, make_mean, quantize
 from .selection import NativeSelection, NativeTopK
-from .updates import NativeUpdates, raise_bad_row, update_adams, update_radius, update_scape
+from .updates import NativeUpdates, raise_bad_row, update_adams, update_adamw, update_scape
 
 SPARSE = 16  # with fewer than one in so many selected, positions are read faster than bits
 
@@ -168,8 +168,8 @@ def can_write(ops: Ops, bucket: Bucket) -> bool:
 
 
 NativeOps.fused = {
-    "radius.update": Fused(can_write, update_radius),
-    "adams.update": Fused(can_write, update_adams),
+    "_engine.reducer.step_adamw": Fused(can_write, update_adamw),
+    "_engine.reducer.step_adams": Fused(can_write, update_adams),
     "scape.update": Fused(can_write, update_scape),
     "_sparse.scape_masks.Selection": Fused(can_write, NativeSelection),
 }
