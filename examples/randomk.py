@@ -41,7 +41,7 @@ def randomk(bucket: Bucket, reducer: AllReduceReducer, update: AdamWUpdate) -> R
     # From here on state may change.
     reducer.clip(clip_factor(norm, bucket.group["max_grad_norm"]))  # line 4
     # Of a tensor without a gradient on any rank all stays as it was.
-    step_by_average(bucket, reducer.ops, reducer, update)  # lines 5 and 6
+    step_by_average(bucket, reducer.ops, reducer, update)  # line 5 and line 6
 
 
 def draw(bucket: Bucket, t: int) -> Mask:
