@@ -147,7 +147,7 @@ by_table: weakref.WeakKeyDictionary[kernels.Table, int] = weakref.WeakKeyDiction
 
 
 def _adamw(blocks, starts, rows, **_) -> int:
-    once = ("bits", "values", "grad", "score", "public")
+    once = ("bits", "values", "grad", "public")
     twice = ("w", "m", "v", "residual")
     return sum(sum(size(getattr(r, n)) for n in once) + 2 * sum(size(getattr(r, n)) for n in twice) for r in rows)
 

@@ -37,6 +37,11 @@ ROWS = {
     "RadiusAdamW 0.4, sparse": lambda p: compopt.RadiusAdamW(p, lr=3e-4, density=0.4, interval=10**6, warmup_steps=1),
     "ScapeAdamS 0.1": lambda p: compopt.ScapeAdamS(p, lr=3e-4, density=0.1, density_warmup_steps=0),
     "ScapeAdamS 0.01": lambda p: compopt.ScapeAdamS(p, lr=3e-4, density=0.01, density_warmup_steps=0),
+    "Average(AdamW), int8": lambda p: compopt.Average(torch.optim.AdamW(p, lr=3e-4, fused=True), payload_dtype="int8"),
+    "RadiusAdamW 0.4, int8, sparse": lambda p: compopt.RadiusAdamW(
+        p, lr=3e-4, density=0.4, interval=10**6, warmup_steps=1, payload_dtype="int8"
+    ),
+    "TagcAdamW": lambda p: compopt.TagcAdamW(p, lr=3e-4),
     "SeparateAdam 16": lambda p: compopt.SeparateAdam(p, lr=3e-4, projection="gaussian", ratio=16),
     "SeparateAdam 16, blocks": lambda p: compopt.SeparateAdam(
         p, lr=3e-4, projection="gaussian", ratio=16, block_rows="auto"

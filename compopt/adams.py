@@ -21,34 +21,23 @@ from torch.optim.optimizer import ParamsT
 
 from ._engine.optimizer import CompressedOptimizer
 from ._engine.options import Group, check_adams, check_compress, check_torch_options
+from ._engine.reducer import AllReduceReducer, step_adams
 from ._ops.operations import Ops
-from ._ops.update_helpers import count_steps
 from ._state.buckets import Bucket
 from ._state.layouts import Layout, LocalShape
 from ._state.masks import Mask
 from ._wire.collectives import ProcessGroup
-from ._wire.payload import Payload
-from ._wire.requests import Agree, AllReduceMean, RequestGenerator, RunBatched
+from ._wire.requests import Agree, RequestGenerator, RunBatched
 
 
 def adams(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     """Equation 2, one bucket, one step."""
-    sent = ops.encode(bucket, bucket.grads(), Mask(bucket), negate=bucket.group["maximize"])
-    mean = yield AllReduceMean(sent)
-    yield Agree(mean, "dense")  # from here on state changes
-    yield RunBatched(update, bucket, ops, mean)
-
-
-def update(bucket: Bucket, ops: Ops, mean: Payload) -> None:
-    """Update v, m and w of every tensor with a gradient on any rank."""
-    group, m, step = bucket.group, bucket.state["exp_avg"], bucket.state["step"]
-    have_gradients = bucket.have_gradients(mean)
-    count_steps(step, have_gradients)
-    for i, (w, has_gradient) in enumerate(zip(bucket.weights, have_gradients, strict=True)):
-        if has_gradient:
-            average = ops.decode(mean.parts[i], None, w)
-            ops.adams(group, w, average, m[i], step[i])
-            bucket.publish_master(i)
+    reducer = AllReduceReducer(bucket, ops, Mask(bucket))
+    mean = yield from reducer.reduce()
+    yield Agree(mean, reducer.phase)  # from here on state changes
+    if bucket.group["maximize"]:
+        mean.body.neg_()
+    yield RunBatched(step_adams, bucket, ops, reducer)
 
 
 class AdamS(CompressedOptimizer):

@@ -21,13 +21,12 @@ from torch import Tensor
 from ._engine.combined import OneOrSeveral
 from ._engine.fsdp_backward import step_fsdp_shards
 from ._engine.options import Group, check_compress, check_payload_and_clip, ignore_capturable
-from ._engine.reducer import AllReduceReducer, Reducer, ReduceScatterReducer
+from ._engine.reducer import AllReduceReducer, Reducer, ReduceScatterReducer, step_by_average
 from ._engine.reducing_optimizer import ReducingOptimizer
 from ._engine.update import Update
 from ._engine.wrapper import Wrapper
-from ._ops.norms import clip_factor, scale_all_
+from ._ops.norms import clip_factor
 from ._ops.operations import Ops
-from ._ops.update_helpers import count_steps
 from ._state.buckets import Bucket
 from ._state.layouts import GlobalShape, Layout, LocalShape
 from ._state.masks import Mask
@@ -43,15 +42,8 @@ def average(bucket: Bucket, ops: Ops, update: Update) -> RequestGenerator[None]:
     norm = yield Agree(mean, reducer.phase)
 
     # from here on state changes
-    factor = clip_factor(norm, bucket.group["max_grad_norm"])
-    have_gradients = bucket.have_gradients(mean)
-    count_steps(bucket.state["step"], have_gradients)
-    indices = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
-    if indices:
-        averages = update.memory_for(bucket, indices, [mean.parts[i] for i in indices])
-        scale_all_(averages, factor)  # line 4
-        update.apply(bucket, indices, averages)
-    reducer.feed_back(have_gradients)  # line 5
+    factor = clip_factor(norm, bucket.group["max_grad_norm"])  # line 4
+    step_by_average(bucket, ops, reducer, update, factor)  # line 5 too
 
 
 class Average(Wrapper, ReducingOptimizer):

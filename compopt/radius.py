@@ -46,45 +46,37 @@ from ._engine.options import (
     require,
     require_option,
 )
-from ._ops.norms import clip_factor, scale_
+from ._engine.reducer import AllReduceReducer, step_adamw
+from ._ops.norms import clip_factor
 from ._ops.operations import Ops
-from ._ops.update_helpers import count_steps, update_magnitudes
+from ._ops.reference import update_magnitudes
 from ._state.buckets import Bucket
 from ._state.layouts import Bits, Layout, LocalShape
-from ._state.masks import Mask, Tensors, selection_size, sizes_at_density
+from ._state.masks import Mask, selection_size, sizes_at_density
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype
-from ._wire.requests import Agree, AllReduceMean, Broadcast, RequestGenerator, RunBatched
+from ._wire.requests import Agree, Broadcast, RequestGenerator, RunBatched
 
 
 def radius(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     """Algorithm 1, one bucket, one step."""
-    group, phase, grads = bucket.group, choose_phase(bucket), bucket.grads()  # lines 3, 7, 12
-    mask = bucket.cache["mask"] if phase == "sparse" else Mask(bucket)
-    # Residuals are sent in three cases: in a resample step; in any step if payloads are rounded,
-    # because residuals then hold rounding errors; and in a dense step after sparse ones, which
-    # occurs if the user prolongs the warm-up.
-    residuals = None
-    if phase == "resample" or bucket.is_rounded or (phase == "dense" and bucket.has_residual):
-        residuals = bucket.iterate_state("residual")
-    scale = group["residual_scale"] if phase == "resample" else 1.0
-    sent = ops.encode(bucket, grads, mask, residuals, scale)  # lines 8, 13
-    mean = yield AllReduceMean(sent)  # lines 4, 9, 14
-    norm = yield Agree(mean, phase)  # from here on state changes
-    scale_(mean.body, clip_factor(norm, group["max_grad_norm"]))  # line 20
-    # lines 10, 15, 16 and 21 to 25
-    masks = yield RunBatched(update, bucket, ops, mean, phase, mask, grads)
-    have_gradients = bucket.have_gradients(mean)
-    if phase == "dense" and bucket.has_residual and not bucket.is_rounded:
-        # the whole residual was sent
-        residuals = bucket.iterate_state("residual", write=True)
-        for residual, has_gradient in zip(residuals, have_gradients, strict=True):
-            if has_gradient and residual is not None:
-                residual.zero_()
-    bucket.cache["has_residual"] = phase == "sparse" or (
-        bucket.has_residual and not all(have_gradients)
+    group, phase = bucket.group, choose_phase(bucket)  # lines 3, 7, 12
+    resamples = phase == "resample"
+    reducer = AllReduceReducer(
+        bucket,
+        ops,
+        bucket.cache["mask"] if phase == "sparse" else Mask(bucket),
+        sends_residuals(bucket, phase),
+        scale=group["residual_scale"] if resamples else 1.0,
     )
-    if phase == "resample":
+    mean = yield from reducer.reduce()  # lines 4, 8, 9, 13, 14
+    norm = yield Agree(mean, phase)  # from here on state changes
+    reducer.clip(clip_factor(norm, group["max_grad_norm"]))  # line 20
+    before = [w.clone() for w in compressed_weights(bucket)] if resamples else []
+    yield RunBatched(step_adamw, bucket, ops, reducer)  # lines 10, 15 to 17, 21 and 25
+    if resamples:
+        masks = select_masks(bucket, ops, before)
+        del before
         yield from broadcast_mask(bucket, ops, mean, masks)  # line 23
 
 
@@ -99,38 +91,28 @@ def choose_phase(bucket: Bucket) -> str:
     return "resample" if "mask" not in bucket.cache or t % group["interval"] == 0 else "sparse"
 
 
-def update(
-    bucket: Bucket, ops: Ops, mean: Payload, phase: str, mask: Mask, grads: Tensors
-) -> list[Tensor]:
-    """Do lines 10, 15, 16 and 21 to 25 for every tensor with a gradient on any rank; return the
-    masks of line 23.
+def sends_residuals(bucket: Bucket, phase: str) -> bool:
+    """Return True in three cases: in a resample step; in any step if payloads are rounded, because
+    residuals then hold rounding errors; and in a dense step after sparse ones, which occurs if the
+    user prolongs the warm-up.
     """
-    group, state, masks, weights = bucket.group, bucket.state, [], bucket.weights
-    is_rounded, have_gradients = mean.rounding_errors is not None, bucket.have_gradients(mean)
-    residuals = iter(state["residual"])
-    if is_rounded or phase != "dense":
-        residuals = bucket.iterate_state("residual", write=True)
-    count_steps(state["step"], have_gradients)
-    for i, (has_gradient, residual) in enumerate(zip(have_gradients, residuals, strict=True)):
-        index, resamples = mask.positions[i], phase == "resample" and bucket.compressed[i]
-        g, w, step = grads[i], weights[i], state["step"][i]
-        m, v = state["exp_avg"][i], state["exp_avg_sq"][i]
-        before = w.clone() if resamples else w
-        if has_gradient:
-            average = ops.decode(mean.parts[i], index, w)  # line 15
-            ops.adamw(group, w, average, m, v, step)  # lines 21, 25
-            if index is not None and g is not None:
-                residual.add_(g)  # line 16
-            if bucket.compressed[i] and is_rounded:
-                ops.write_at(residual, index, mean.rounding_error_parts[i])
-            elif resamples:
-                residual.zero_()  # line 10
-            elif index is not None:
-                ops.clear_at(residual, index)  # line 16
-            bucket.publish_master(i)
-        if resamples:
-            u = update_magnitudes(group, before, m, v, step)
-            masks.append(ops.top_k_mask(u, selection_size(group["density"], w.numel())))  # line 23
+    if phase == "resample" or bucket.is_rounded:
+        return True
+    return phase == "dense" and bucket.has_residual
+
+
+def compressed_weights(bucket: Bucket) -> list[Tensor]:
+    return [bucket.weight(i) for i, compressed in enumerate(bucket.compressed) if compressed]
+
+
+def select_masks(bucket: Bucket, ops: Ops, weights: list[Tensor]) -> list[Tensor]:
+    """Do lines 21 and 23 for all compressed tensors; ``weights`` are those before the step."""
+    state, masks = bucket.state, []
+    compressed = [i for i, c in enumerate(bucket.compressed) if c]
+    for i, w in zip(compressed, weights, strict=True):
+        m, v, step = state["exp_avg"][i], state["exp_avg_sq"][i], state["step"][i]
+        u = update_magnitudes(bucket.group, w, m, v, step)
+        masks.append(ops.top_k_mask(u, selection_size(bucket.group["density"], w.numel())))
     return masks
 
 

@@ -138,12 +138,12 @@ def update(
                 m = accumulate_x(group, e, grads[i], m, momentum_positions[i], index)  # line 10
             if selection and piece:
                 selection.select(i, e[piece.start : piece.stop])  # line 15
-            e.zero_() if index is None else ops.clear_at(e, index)  # line 11
+            ops.clear_at([e], [index])  # line 11
         m = state["exp_avg"][i].copy_(m)
         update_weights(group, ops, w, m, index, mean.parts[i], step, clip_factor_in_v)
         if e is not None and mean.rounding_errors is not None:
             # The residual is 0 on the mask: the rounding error goes there.
-            ops.write_at(e, index, mean.rounding_error_parts[i].mul_(1 - group["betas"][0]))
+            ops.write_at([e], [index], [mean.rounding_error_parts[i].mul_(1 - group["betas"][0])])
         bucket.publish_master(i, w)
 
 
@@ -192,7 +192,8 @@ def update_weights(
     positions). Off the index weights only decay.
     """
     if index is None:
-        return ops.adams(group, w, ops.decode(g, None, w), m.view(w.shape), step, clip_factor_in_v)
+        g = g.to(w.dtype).view(w.shape)
+        return ops.adams(group, w, g, m.view(w.shape), step, clip_factor_in_v)
     if group["weight_decay"]:
         w.mul_(1 - float(group["lr"]) * group["weight_decay"])
     flat = w.reshape(-1)  # a copy where w is not contiguous

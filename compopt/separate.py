@@ -42,7 +42,7 @@ from ._engine.combined import OneOrSeveral
 from ._engine.dense_start import TRIAL_OPTIONS
 from ._engine.fsdp_backward import step_fsdp_shards
 from ._engine.options import Group, check_adam, check_torch_options, ignore_capturable
-from ._engine.update import AdamWUpdate, Update
+from ._engine.update import AdamWUpdate, Update, write_averages
 from ._engine.wrapper import Wrapper
 from ._lowrank.options import check_group_sizes, resolve_options
 from ._lowrank.projecting_optimizer import ProjectingOptimizer
@@ -92,11 +92,12 @@ def update_tensors(
     for stack in reducer.stacks_with_gradients(have_gradients):
         ghat = update.memory_for_stack(bucket, stack.indices)
         reducer.reconstruct_stack(stack, factor, ghat)  # line 4
-        update.apply(bucket, stack.indices, ghat.unbind())
+        update.apply(bucket, [*stack.indices], [*ghat.unbind()])
         reducer.feed_back_stack(stack, factor)  # line 5
     dense = [i for i in reducer.dense if have_gradients[i]]
     if dense:
-        averages = update.memory_for(bucket, dense, [mean.parts[i] for i in dense])
+        parts = [mean.parts[i] for i in dense]
+        averages = write_averages(update.memory_for(bucket, dense, parts), parts)
         scale_all_(averages, factor)
         update.apply(bucket, dense, averages)
         reducer.feed_back_dense(dense, mean, factor)

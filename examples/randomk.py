@@ -21,11 +21,10 @@ from torch import Tensor
 from compopt._engine.dense_start import dense_steps
 from compopt._engine.fsdp_backward import step_fsdp_shards
 from compopt._engine.options import check_adam, check_compression, require
-from compopt._engine.reducer import AllReduceReducer
+from compopt._engine.reducer import AllReduceReducer, step_by_average
 from compopt._engine.reducing_optimizer import ReducingOptimizer
 from compopt._engine.update import AdamWUpdate
 from compopt._ops.norms import clip_factor
-from compopt._ops.update_helpers import count_steps
 from compopt._sharded.adamw import step_zero1_shards
 from compopt._state.buckets import Bucket
 from compopt._state.layouts import Layout
@@ -42,11 +41,7 @@ def randomk(bucket: Bucket, reducer: AllReduceReducer, update: AdamWUpdate) -> R
     # From here on state may change.
     reducer.clip(clip_factor(norm, bucket.group["max_grad_norm"]))  # line 4
     # Of a tensor without a gradient on any rank all stays as it was.
-    have_gradients = bucket.have_gradients(mean)
-    count_steps(bucket.state["step"], have_gradients)
-    for i in (i for i, has_gradient in enumerate(have_gradients) if has_gradient):
-        update.apply(bucket, [i], [reducer.average(i, bucket.weight(i))])  # line 6
-    reducer.feed_back(have_gradients)  # line 5
+    step_by_average(bucket, reducer.ops, reducer, update)  # line 5 and line 6
 
 
 def draw(bucket: Bucket, t: int) -> Mask:

@@ -1,6 +1,7 @@
 """AdamW on an averaged gradient that is given at a packed mask, and Radius's residual, in one pass.
 
-No dense gradient is made in between. Reference: ``radius_`` of ``tests/oracles/kernels.py``.
+No dense gradient is made in between. Reference: ``step_adamw`` of ``compopt/_engine/reducer.py``;
+``radius_`` of ``tests/oracles/kernels.py``.
 """
 
 from __future__ import annotations
@@ -36,8 +37,7 @@ class AdamWRow(NamedTuple):
 
     ``values``: the averaged gradient at ``bits`` (None: everywhere). ``residual`` becomes 0 on the
     mask; ``grad`` is added off it. ``update``: 0 leaves w, m, v and the residual unchanged.
-    ``score``: memory for |what AdamW subtracts, over lr|. ``public``: a copy of ``w`` in lower
-    precision.
+    ``public``: a copy of ``w`` in lower precision.
     """
 
     n: int
@@ -50,15 +50,14 @@ class AdamWRow(NamedTuple):
     update: int
     residual: Tensor | None = None
     grad: Tensor | None = None
-    score: Tensor | None = None
     public: Tensor | None = None
 
 
 # fields of tensors that are read or written whole
-WHOLE = ("w", "m", "v", "residual", "grad", "score", "public")
+WHOLE = ("w", "m", "v", "residual", "grad", "public")
 FIELDS = tl.constexpr(len(AdamWRow._fields))
-BITS, VALUES, W, M, V, STEP, UPDATE, RESIDUAL, GRAD, SCORE, PUBLIC = (
-    tl.constexpr(f) for f in range(1, 12)
+BITS, VALUES, W, M, V, STEP, UPDATE, RESIDUAL, GRAD, PUBLIC = (
+    tl.constexpr(f) for f in range(1, 11)
 )
 
 
@@ -91,7 +90,6 @@ def _adamw(
     m = tl.where(updates, m + (1 - beta1).to(ST) * (g - m), m)
     v = tl.where(updates, beta2.to(ST) * v + (1 - beta2).to(ST) * g * g, v)
     ratio = m / (tl.sqrt(v) / second + eps.to(ST)) / first
-    store_field(row, SCORE, i, in_range, tl.abs(ratio + decay.to(ST) * w), ST, ALIGN)
     w = w * (1 - lr * decay).to(ST) - lr.to(ST) * ratio
     store_field(row, W, i, updates, w, ST, ALIGN)
     store_field(row, M, i, updates, m, ST, ALIGN)

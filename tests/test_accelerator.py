@@ -36,7 +36,6 @@ LOOKS = {
     "_engine.resharding average_base": ("LocalSteps, rounds", "consolidate_state(): the inner moments' mean"),
     "_lowrank.reducer commit_state": ("SeparateAdam, adaptive", "every adapt_interval steps: what sets ratio and beta"),
     "_ops.operations adams": ("AdamS, its authors'", "bias_correction='adams', or clip='scape': a step count"),
-    "_ops.update_helpers update_magnitudes": ("RadiusAdamW", "a resample: AdamW's bias correction, by a step count"),
     "radius broadcast_mask": ("RadiusAdamW", "a resample: whether an absent tensor has an old mask"),
     "_engine.step _finish_post_commit": ("RadiusAdamW", "after a resample: whether all ranks have the mask"),
     "_ops.operations positions": ("RadiusAdamW", "a new mask, or a loaded one: how many are selected"),

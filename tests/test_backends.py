@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import compopt
 from compopt._ops import backends, norms, operations, reference
 from compopt._ops.native import build
-from compopt._ops.operations import Ops
+from compopt._ops.operations import AdamWTensors, Ops
 
 SHAPE = (64, 68)
 needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="needs a C compiler")
@@ -158,9 +158,9 @@ def test_apex_is_taken_on_cuda_where_triton_is_not(monkeypatch, apex):
     w, g, m, v = (torch.rand(100, generator=torch.Generator().manual_seed(i)) for i in range(4))
     plain = [x.clone() for x in (w, m, v)]
     step = torch.tensor(3.0)
-    Ops().adamw(group, plain[0], g, *plain[1:], step)
+    Ops().adamw(group, AdamWTensors.from_rows([(plain[0], g, *plain[1:], step)]))
     monkeypatch.setattr(backends, "APEX_DEVICE", "cpu")
-    chosen.adamw(group, w, g, m, v, step)
+    chosen.adamw(group, AdamWTensors.from_rows([(w, g, m, v, step)]))
     assert apex == [(1, 1, 3)]
     for ours, theirs in zip((w, m, v), plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
@@ -200,12 +200,13 @@ def test_a_fused_implementation_has_its_references_place_and_arguments(backend):
 
 def test_a_batched_implementation_names_the_arguments_of_its_reference():
     pytest.importorskip("triton")
-    from compopt import adams, radius, scape, separate
+    from compopt import scape, separate
+    from compopt._engine import reducer
     from compopt._ops.triton import updates
 
     calls = {
-        radius.update: updates.RadiusCall,
-        adams.update: updates.AdamsCall,
+        reducer.step_adamw: updates.AverageCall,
+        reducer.step_adams: updates.AverageCall,
         scape.update: updates.ScapeCall,
         separate.update_tensors: updates.SeparateCall,
     }

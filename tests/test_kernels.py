@@ -135,16 +135,13 @@ def test_adamw(device, size, grad):
     close([x.float() for x in ours[4]], ours[0], COARSE)
 
 
-def test_adamw_scores_what_it_is_about_to_subtract(device):
+def test_adamw_maximizes(device):
     draw, n = Draw(device), 1000
     w, g, m, v = draw.one(n), draw.one(n), draw.one(n), draw.one(n).square()
-    before, score, step = w.clone(), torch.empty(n, device=device), torch.tensor(3.0, device=device)
     blocks = kernels.Blocks([n], device, 256)
-    row = kernels.AdamWRow(n, None, g, w, m, v, step, 1, score=score)
+    row = kernels.AdamWRow(n, None, g, w, m, v, torch.tensor(3.0, device=device), 1)
     kernels.adamw(blocks, kernels.block_offsets(blocks, [None]), [row], **HYPER, maximize=True)
-    hyper = {k: HYPER[k] for k in ("betas", "eps", "weight_decay")}
-    close([score], [reference.adamw_update(before, m, v, 3.0, **hyper).abs()])
-    assert float(m.sub(g).norm()) > float(m.add(g).norm())  # maximised: against g
+    assert float(m.sub(g).norm()) > float(m.add(g).norm())
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ def test_an_update_that_raises_stop_iteration_is_an_error(monkeypatch):
         raise StopIteration
 
     broken.__module__, broken.__qualname__ = "compopt.adams", "update_of_the_test"
-    monkeypatch.setattr("compopt.adams.update", broken)
+    monkeypatch.setattr("compopt.adams.step_adams", broken)
     p = torch.nn.Parameter(torch.ones(3))
     optimizer = compopt.AdamS([p])
     p.grad = torch.ones(3)

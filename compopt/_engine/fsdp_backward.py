@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._ops.norms import clip_factor, scale_all_, stacked_squared_norms
+from .._ops.norms import clip_factor, stacked_squared_norms
 from .._ops.operations import Ops
 from .._ops.update_helpers import count_steps
 from .._state.buckets import Bucket
@@ -436,12 +436,18 @@ def step_fsdp_shards(
     have_gradients = bucket.have_gradients(mean)
     yield ReadyToCommit()
     # from here on state changes
+    count_steps(bucket.state["step"], have_gradients)
     indices = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
     for i in indices:
         fsdp_backward.commit_residual(bucket, i, norm)
-    count_steps(bucket.state["step"], have_gradients)
     if indices:
-        parts = [None if (g := grads[i]) is None else g.contiguous() for i in indices]
-        averages = update.memory_for(bucket, indices, parts, may_overwrite=factor == 1)
-        scale_all_(averages, factor)
+        averages = update.memory_for(
+            bucket, indices, [grads[i] if factor == 1 else None for i in indices]
+        )
+        for i, average in zip(indices, averages, strict=True):
+            g = grads[i]
+            if g is None:
+                average.zero_()
+            elif average.data_ptr() != g.data_ptr():
+                average.copy_(g).mul_(factor)
         update.apply(bucket, indices, averages)

@@ -17,12 +17,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .._ops.norms import gradient_marks, squared_norm, stacked_squared_norms
+from .._ops.norms import gradient_marks, scale_all_, squared_norm, stacked_squared_norms
 from .._ops.operations import Ops
+from .._ops.update_helpers import count_steps
 from .._state.buckets import Bucket
 from .._state.masks import Mask
 from .._wire.payload import Payload, PayloadDtype
 from .._wire.requests import AllReduceMean, ReduceScatterMean, RequestGenerator
+from .update import AdamSUpdate, AdamWUpdate, Update
 
 
 class Reducer(Protocol):
@@ -186,31 +188,44 @@ class AllReduceReducer:
     """Sends gradients plus residuals on a mask that all ranks know, by one all-reduce.
 
     Every rank receives the whole average, and reads its shard of it where state is sharded.
+    ``sends_residuals``: by default in steps that round, and where there are some; ``scale``: a
+    factor on them.
     """
 
-    def __init__(self, bucket: Bucket, ops: Ops, mask: Mask):
-        self.bucket, self.ops, self.mask = bucket, ops, mask
+    def __init__(
+        self,
+        bucket: Bucket,
+        ops: Ops,
+        mask: Mask,
+        sends_residuals: bool | None = None,
+        scale: float = 1.0,
+    ):
+        self.bucket, self.ops, self.mask, self.scale = bucket, ops, mask, scale
         self.grads = bucket.grads()
-        self.residual: list[Tensor | None] = [*bucket.state["residual"]]
-        self.selects_all = all(positions is None for positions in mask.positions)
-        self.sends_residuals = bucket.is_rounded or bucket.has_residual
+        if sends_residuals is None:
+            sends_residuals = bucket.is_rounded or bucket.has_residual
+        self.sends_residuals = sends_residuals
 
     @property
     def phase(self) -> str:
-        if not self.selects_all:
+        if self.mask.is_sparse:
             return "sparse"
         return "rounded" if self.bucket.is_rounded else "dense"
 
     def reduce(self) -> RequestGenerator[Payload]:
-        add = self.residual if self.sends_residuals else None
-        sent = self.ops.encode(self.bucket, self.grads, self.mask, add)
+        residual = self.bucket.iterate_state("residual") if self.sends_residuals else None
+        sent = self.ops.encode(self.bucket, self.grads, self.mask, residual, self.scale)
         mean: Payload = yield AllReduceMean(sent)
         self.mean = mean
         return mean
 
-    def average(self, i: int, like: Tensor) -> Tensor:
-        """Return the averaged gradient of tensor i, like ``like``; valid until the next call."""
-        return self.ops.decode(self.mean.parts[i], self.mask.positions[i], like)
+    def read_averages(self, indices: list[int], update: Update) -> list[Tensor]:
+        """Return the averaged gradients of these tensors, in the update's memory for them."""
+        parts, positions = self.mean.parts, self.mask.positions
+        dense = [parts[i] if positions[i] is None else None for i in indices]
+        to = update.memory_for(self.bucket, indices, dense)
+        self.ops.decode([parts[i] for i in indices], [positions[i] for i in indices], to)
+        return to
 
     def squared_norm(self) -> Tensor:
         return squared_norm(self.mean.body) / self.bucket.shards.ranks
@@ -223,30 +238,77 @@ class AllReduceReducer:
         shards, lengths = self.bucket.shards, self.bucket.lengths
         sizes = shards.sizes(shards.rank)
         memory = self.bucket.get_memory("average", sum(sizes), dtype)
-        parts: Sequence[Tensor] = memory.split(sizes)
-        for i, (part, (start, stop)) in enumerate(zip(parts, shards.own_ranges, strict=True)):
-            like = memory.new_empty(1).expand(lengths[i])
-            part.copy_(self.average(i, like)[start:stop])
-        return parts
+        owned: list[Tensor] = list(memory.split(sizes))
+        whole = self.ops.scratch(memory, sum(lengths), use="whole average").split(lengths)
+        self.ops.decode(self.mean.parts, self.mask.positions, whole)
+        rows = zip(whole, shards.own_ranges, strict=True)
+        torch._foreach_copy_(owned, [x[start:stop] for x, (start, stop) in rows])
+        return owned
 
     def feed_back(self, have_gradients: list[bool]) -> None:
-        mean, is_rounded = self.mean, self.mean.rounding_errors is not None
-        for i, (e, has_gradient) in enumerate(zip(self.residual, have_gradients, strict=True)):
-            if e is None or not has_gradient:
-                continue
-            g, at = self.grads[i], self.mask.positions[i]
-            if g is not None and at is not None:
-                e.add_(g)
-            if is_rounded:
-                self.ops.write_at(e, at, mean.rounding_error_parts[i])
-            elif at is not None:
-                self.ops.clear_at(e, at)
-            else:
-                e.zero_()
-        remains = is_rounded or not self.selects_all
+        if self.changes_residual:
+            residuals = self.bucket.iterate_state("residual", write=True)
+            for batch in self.bucket.batches(residuals):
+                self._feed_back([(i, e) for i, e in batch if have_gradients[i]])
+        self.note_residual(have_gradients)
+
+    @property
+    def changes_residual(self) -> bool:
+        """True if a step changes residuals."""
+        is_rounded = self.mean.rounding_errors is not None
+        return is_rounded or self.mask.is_sparse or self.sends_residuals
+
+    def _feed_back(self, residuals: list[tuple[int, Tensor]]) -> None:
+        mean, positions = self.mean, [self.mask.positions[i] for i, _ in residuals]
+        es = [e for _, e in residuals]
+        unsent = [
+            (e, g)
+            for (i, e), at in zip(residuals, positions, strict=True)
+            if at is not None and (g := self.grads[i]) is not None
+        ]
+        if unsent:
+            torch._foreach_add_([e for e, _ in unsent], [g for _, g in unsent])
+        if mean.rounding_errors is not None:
+            errors = mean.rounding_error_parts
+            self.ops.write_at(es, positions, [errors[i] for i, _ in residuals])
+        else:
+            self.ops.clear_at(es, positions)
+
+    def note_residual(self, have_gradients: list[bool]) -> None:
+        """Note whether residuals may be non-zero after this step."""
+        remains = self.mean.rounding_errors is not None or self.mask.is_sparse
         self.bucket.cache["has_residual"] = remains or (
             self.sends_residuals and not all(have_gradients)
         )
 
     def next_state(self, i: int) -> dict[str, Tensor]:
         return {}
+
+
+# The step of a bucket: backends have fused implementations of ``step_adamw`` and ``step_adams``.
+
+
+def step_by_average(
+    bucket: Bucket, ops: Ops, reducer: AllReduceReducer, update: Update, factor: float = 1.0
+) -> None:
+    """Update all tensors with a gradient on any rank by their average, times ``factor``, and set
+    their residuals.
+    """
+    have_gradients = bucket.have_gradients(reducer.mean)
+    count_steps(bucket.state["step"], have_gradients)
+    indices = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
+    if indices:
+        averages = reducer.read_averages(indices, update)
+        scale_all_(averages, factor)
+        update.apply(bucket, indices, averages)
+    reducer.feed_back(have_gradients)
+
+
+def step_adamw(bucket: Bucket, ops: Ops, reducer: AllReduceReducer) -> None:
+    """Do ``step_by_average`` with AdamW."""
+    step_by_average(bucket, ops, reducer, AdamWUpdate(ops))
+
+
+def step_adams(bucket: Bucket, ops: Ops, reducer: AllReduceReducer) -> None:
+    """Do ``step_by_average`` with AdamS."""
+    step_by_average(bucket, ops, reducer, AdamSUpdate(ops))

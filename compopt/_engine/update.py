@@ -1,8 +1,8 @@
 """Updates: an optimizer's step on averaged gradients, of tensors or of this rank's shards.
 
-A generator writes the averages of some tensors to the update's memory (``memory_for``, or
-``memory_for_stack``), and then calls ``apply``. ``AdamWUpdate`` updates the tensors in ``apply``.
-``WrappedUpdate`` steps a torch optimizer once per step, after all buckets have committed.
+A generator writes averages to the update's memory (``memory_for``), and then calls ``apply``.
+``AdamWUpdate`` and ``AdamSUpdate`` update the tensors in ``apply``. ``WrappedUpdate`` steps a torch
+optimizer once per step, after all buckets have committed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -22,128 +21,124 @@ from .._state.tensors import distribute_like, get_grad_dtype, to_local
 
 
 class Update(Protocol):
-    """An optimizer's update, of some tensors of a bucket at a time."""
+    """An optimizer's update of some tensors of a bucket, by their ``indices``."""
 
     def memory_for(
-        self,
-        bucket: Bucket,
-        indices: Sequence[int],
-        averages: Sequence[Tensor | None],
-        may_overwrite: bool = True,
+        self, bucket: Bucket, indices: Sequence[int], averages: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        """Return memory that holds these averages, zeros for None, each in its tensor's shape.
+        """Return the memory for the averages of these tensors, in their shapes.
 
-        With ``may_overwrite`` it may be that of ``averages``.
+        ``averages``: the memory that holds each already, if any; it may be returned.
         """
 
     def memory_for_stack(self, bucket: Bucket, indices: range) -> Tensor:
         """Return memory for the averages of neighbours of one shape, as one tensor."""
 
-    def apply(self, bucket: Bucket, indices: Sequence[int], averages: Sequence[Tensor]) -> None:
-        """Update tensors by these averages, which are in the memory for them."""
+    def apply(self, bucket: Bucket, indices: list[int], averages: list[Tensor]) -> None:
+        """Update tensors by their averages, which are in the memory for them."""
 
 
-def write_averages(to: Sequence[Tensor], averages: Sequence[Tensor | None]) -> None:
-    """Copy averages to memory of their tensors' shapes; zeros for None."""
+def write_averages(memory: list[Tensor], averages: Sequence[Tensor]) -> list[Tensor]:
+    """Copy averages to the memory for them, where they are not in it already; return the memory."""
     pairs = [
-        (x, average.view(x.shape))
-        for x, average in zip(to, averages, strict=True)
-        if average is not None
+        (to, average.view(to.shape))
+        for to, average in zip(memory, averages, strict=True)
+        if to.data_ptr() != average.data_ptr()
     ]
     if pairs:
-        torch._foreach_copy_([x for x, _ in pairs], [average for _, average in pairs])
-    for x, average in zip(to, averages, strict=True):
-        if average is None:
-            x.zero_()
+        torch._foreach_copy_([to for to, _ in pairs], [average for _, average in pairs])
+    return memory
 
 
-class AdamWUpdate:
-    """AdamW, whose moments are state of the bucket."""
+class OwnUpdate:
+    """An update whose moments are state of the bucket."""
 
     def __init__(self, ops: Ops):
         self.ops = ops
 
     def memory_for(
-        self,
-        bucket: Bucket,
-        indices: Sequence[int],
-        averages: Sequence[Tensor | None],
-        may_overwrite: bool = True,
+        self, bucket: Bucket, indices: Sequence[int], averages: Sequence[Tensor | None]
     ) -> list[Tensor]:
         weights = [bucket.weight(i) for i in indices]
-        if may_overwrite and all(
-            average is not None and average.dtype == w.dtype
-            for average, w in zip(averages, weights, strict=True)
-        ):
-            pairs = zip(averages, weights, strict=True)
-            return [average.view(w.shape) for average, w in pairs if average is not None]
-        sizes = [w.numel() for w in weights]
-        flat = self.ops.scratch(weights[0], sum(sizes), use="averages")
-        memory = [x.view(w.shape) for x, w in zip(flat.split(sizes), weights, strict=True)]
-        write_averages(memory, averages)
-        return memory
+        rows = list(zip(weights, averages, strict=True))
+        sizes = [0 if g is not None and g.dtype == w.dtype else w.numel() for w, g in rows]
+        new = self.ops.scratch(weights[0], sum(sizes)).split(sizes)
+        return [
+            (part if n or g is None else g).view(w.shape)
+            for (w, g), n, part in zip(rows, sizes, new, strict=True)
+        ]
 
     def memory_for_stack(self, bucket: Bucket, indices: range) -> Tensor:
         w = bucket.weight(indices[0])
-        size = len(indices) * w.numel()
-        return self.ops.scratch(w, size, use="averages").view(len(indices), *w.shape)
+        return self.ops.scratch(w, len(indices) * w.numel()).view(len(indices), *w.shape)
 
-    def apply(self, bucket: Bucket, indices: Sequence[int], averages: Sequence[Tensor]) -> None:
-        state = bucket.state
-        tensors = AdamWTensors(
-            [bucket.weight(i) for i in indices],
-            list(averages),
-            [state["exp_avg"][i] for i in indices],
-            [state["exp_avg_sq"][i] for i in indices],
-            [state["step"][i] for i in indices],
-        )
-        self.ops.adamw_each(bucket.group, tensors)
-        if "master" in state:
-            for i in indices:
-                bucket.publish_master(i)
+
+class AdamWUpdate(OwnUpdate):
+    """AdamW."""
+
+    def apply(self, bucket: Bucket, indices: list[int], averages: list[Tensor]) -> None:
+        state, weights = bucket.state, [bucket.weight(i) for i in indices]
+        names = ("exp_avg", "exp_avg_sq", "step")
+        moments = ([state[name][i] for i in indices] for name in names)
+        self.ops.adamw(bucket.group, AdamWTensors(weights, averages, *moments))
+        bucket.publish_masters(indices)
+
+
+class AdamSUpdate(OwnUpdate):
+    """AdamS, of averages that are negated when maximizing."""
+
+    def apply(self, bucket: Bucket, indices: list[int], averages: list[Tensor]) -> None:
+        momenta, steps = bucket.state["exp_avg"], bucket.state["step"]
+        for i, g in zip(indices, averages, strict=True):
+            self.ops.adams(bucket.group, bucket.weight(i), g, momenta[i], steps[i])
+        bucket.publish_masters(indices)
 
 
 class WrappedUpdate:
-    """The step of a torch optimizer, ``base``, on all averages of a step.
-
-    On a CPU the memory for the averages lives as long as this object, because new pages cost more
-    than copies; elsewhere it lives for a step.
-    """
+    """The step of a torch optimizer, ``base``, on all averages of a step."""
 
     def __init__(self, base: Optimizer):
         self.base = base
-        self._memory: WeakKeyDictionary[Bucket, list[Tensor]] = WeakKeyDictionary()
-        self._averages: dict[Tensor, Tensor] = {}  # those of this step, by parameter
-
-    def _memory_of(self, bucket: Bucket) -> list[Tensor]:
-        """Return the memory for all averages of a bucket, neighbours one after the other."""
-        if bucket not in self._memory:
-            params = bucket.local_params
-            dtype = get_grad_dtype(bucket.params[0])
-            flat = torch.empty(bucket.numel, dtype=dtype, device=bucket.device)
-            pairs = zip(flat.split(bucket.lengths), params, strict=True)
-            self._memory[bucket] = [x.view(p.shape) for x, p in pairs]
-        return self._memory[bucket]
+        self._averages: dict[Tensor, Tensor] = {}  # of this step
+        self._memory: dict[Tensor, Tensor] = {}
+        self._stacks: dict[Tensor, Tensor] = {}  # memory for neighbours, by the first parameter
+        self._applied: set[Tensor] = set()  # the parameters with an average in this step
 
     def memory_for(
-        self,
-        bucket: Bucket,
-        indices: Sequence[int],
-        averages: Sequence[Tensor | None],
-        may_overwrite: bool = True,
+        self, bucket: Bucket, indices: Sequence[int], averages: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        memory = [self._memory_of(bucket)[i] for i in indices]
-        write_averages(memory, averages)
+        """Return the memory of averages that the base can read as they are, else memory that lives
+        until the base has stepped; on a CPU, where new pages cost more than copies, as long as this
+        object.
+        """
+        memory: list[Tensor] = []
+        for i, given in zip(indices, averages, strict=True):
+            p = bucket.params[i]
+            if given is not None and given.dtype == get_grad_dtype(p) and not bucket.is_dtensor:
+                self._averages[p] = given.view(p.shape)
+            else:
+                if p not in self._memory:
+                    self._memory[p] = torch.empty_like(
+                        p.detach(), dtype=get_grad_dtype(p), memory_format=torch.contiguous_format
+                    )
+                self._averages[p] = self._memory[p]
+            memory.append(to_local(self._averages[p]))
         return memory
 
     def memory_for_stack(self, bucket: Bucket, indices: range) -> Tensor:
-        first = self._memory_of(bucket)[indices[0]]
-        strides = first.numel(), *first.stride()
-        return first.as_strided((len(indices), *first.shape), strides)
+        params = [bucket.params[i] for i in indices]
+        first = params[0]
+        shape = (len(params), *to_local(first).shape)
+        if first not in self._stacks or self._stacks[first].shape != shape:
+            dtype = get_grad_dtype(first)
+            self._stacks[first] = torch.empty(shape, dtype=dtype, device=bucket.device)
+        stack = self._stacks[first]
+        for p, average in zip(params, stack.unbind(), strict=True):
+            self._averages[p] = distribute_like(p.detach(), average)
+        return stack
 
-    def apply(self, bucket: Bucket, indices: Sequence[int], averages: Sequence[Tensor]) -> None:
-        memory = self._memory_of(bucket)
-        self._averages.update((bucket.params[i], memory[i]) for i in indices)
+    def apply(self, bucket: Bucket, indices: list[int], averages: list[Tensor]) -> None:
+        self._applied.update(bucket.params[i] for i in indices)
 
     def step_base(self) -> None:
         """Step ``base`` once, on all averages.
@@ -155,8 +150,9 @@ class WrappedUpdate:
         gradients = {p: as_gradient(averages[p], p) if p in averages else None for p in params}
         with replace_gradients(gradients):
             self.base.step()
-        for bucket in [bucket for bucket in self._memory if bucket.device.type != "cpu"]:
-            del self._memory[bucket]
+        self._averages = {}
+        self._memory = {p: x for p, x in self._memory.items() if p.device.type == "cpu"}
+        self._stacks = {p: x for p, x in self._stacks.items() if p.device.type == "cpu"}
 
 
 def as_gradient(average: Tensor, p: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ import os
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 
 from .._wire.collectives import get_rank
 from .._wire.warning import warn
@@ -177,18 +176,17 @@ class ApexOps(Ops):
         super().__init__()
         self._adam, self._apply = amp_C.multi_tensor_adam, multi_tensor_applier
 
-    def adamw_each(self, group: Group, tensors: AdamWTensors) -> None:
-        for row in zip(*vars(tensors).values(), strict=True):
-            self.adamw(group, *row)
-
-    def adamw(self, group: Group, w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor) -> None:
-        is_float32 = w.dtype == g.dtype == torch.float32
-        is_contiguous = w.is_contiguous() and g.is_contiguous()
-        if w.device.type != APEX_DEVICE or not is_float32 or not is_contiguous:
-            return super().adamw(group, w, g, m, v, step)
-        overflow = self.scratch(w, 1, torch.int32, "overflow").zero_()
-        lists = [[-g if group["maximize"] else g], [w], [m], [v]]
+    def adamw(self, group: Group, tensors: AdamWTensors) -> None:
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
         decoupled, corrected = 1, 1  # weight decay as in AdamW; moments divided by 1 - beta^t
-        hyper = (float(group["lr"]), beta1, beta2, group["eps"], int(step), decoupled, corrected)
-        self._apply(self._adam, overflow, lists, *hyper, decay)
+        for row in tensors.rows:
+            w, g, m, v, step = row
+            is_float32 = w.dtype == g.dtype == torch.float32
+            is_contiguous = w.is_contiguous() and g.is_contiguous()
+            if w.device.type != APEX_DEVICE or not is_float32 or not is_contiguous:
+                super().adamw(group, AdamWTensors.from_rows([row]))
+                continue
+            overflow = self.scratch(w, 1, torch.int32, "overflow").zero_()
+            lists = [[-g if group["maximize"] else g], [w], [m], [v]]
+            hyper = float(group["lr"]), beta1, beta2, group["eps"], int(step), decoupled, corrected
+            self._apply(self._adam, overflow, lists, *hyper, decay)

@@ -8,8 +8,8 @@ A backend speeds an algorithm up in two ways. It overrides an operation on one t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -26,22 +26,35 @@ from . import norms, reference
 
 HYPER = ("betas", "eps", "weight_decay", "maximize")
 Group = dict[str, Any]
+Positions = Sequence[Tensor | None]  # None: everywhere
 Rest = ParamSpec("Rest")
 Result = TypeVar("Result")
 
 
+# of one tensor: weights, gradient, both moments, step count
+Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
 @dataclass(frozen=True)
 class AdamWTensors:
-    """Contiguous tensors of one dtype, which an AdamW step reads and updates.
-
-    ``steps`` are those before it, one for each tensor.
-    """
+    """Tensors of one dtype, which an AdamW step reads and updates; ``steps`` are their counts."""
 
     weights: list[Tensor]
     grads: list[Tensor]
     exp_avgs: list[Tensor]
     exp_avg_sqs: list[Tensor]
     steps: list[Tensor]
+
+    @property
+    def rows(self) -> Iterator[Row]:
+        """The tensors, one weight after the other."""
+        columns = self.weights, self.grads, self.exp_avgs, self.exp_avg_sqs, self.steps
+        return zip(*columns, strict=True)
+
+    @classmethod
+    def from_rows(cls, rows: Iterable[Row]) -> AdamWTensors:
+        """Return these rows, each of one tensor."""
+        return cls(*map(list, zip(*rows, strict=True)))
 
 
 class Fused(NamedTuple):
@@ -130,28 +143,32 @@ class Ops:
         """
         payload = empty_payload(bucket, mask)
         self.write_header(payload, grads)
-        rows = zip(
-            payload.unrounded_parts,
-            grads,
-            mask.positions,
-            residuals or [None] * len(grads),
-            strict=True,
-        )
-        for part, g, index, residual in rows:
+        parts, positions = payload.unrounded_parts, mask.positions
+        absent: list[Tensor] = []
+        to: list[Tensor] = []
+        values: list[Tensor] = []
+        for part, g, index in zip(parts, grads, positions, strict=True):
             if g is None:
-                part.zero_()
-            elif index is None:
-                part.copy_(g.reshape(-1))
-            elif part.dtype == g.dtype:
+                absent.append(part)
+            elif index is not None and part.dtype == g.dtype:
                 torch.index_select(g.reshape(-1), 0, index, out=part)
             else:
-                part.copy_(g.reshape(-1).index_select(0, index))
-            if negate:
-                part.neg_()
-            if residual is not None:
-                residual = residual.view(-1)
-                selected = residual if index is None else residual.index_select(0, index)
-                part.add_(selected, alpha=scale)
+                g = g.reshape(-1)
+                to.append(part)
+                values.append(g if index is None else g.index_select(0, index))
+        if absent:
+            torch._foreach_zero_(absent)
+        if to:
+            torch._foreach_copy_(to, values)
+        if negate:
+            payload.unrounded_body.neg_()
+        for batch in bucket.batches(residuals or []):
+            to = [parts[i] for i, _ in batch]
+            values = [
+                e.view(-1) if (index := positions[i]) is None else e.view(-1).index_select(0, index)
+                for i, e in batch
+            ]
+            torch._foreach_add_(to, values, alpha=scale)
         return payload.round()
 
     def write_header(self, payload: Payload, grads: Tensors) -> None:
@@ -178,29 +195,39 @@ class Ops:
         wide = torch.promote_types(bucket.dtype, torch.float32)
         return norms.gradient_marks(grads, torch.empty(0, dtype=wide, device=bucket.device))
 
-    def decode(self, values: Tensor, index: Tensor | None, like: Tensor) -> Tensor:
-        """Return averaged values at ``index`` (None: everywhere) as a dense tensor like ``like``, 0
-        elsewhere, in scratch memory.
+    def decode(self, values: Sequence[Tensor], positions: Positions, out: Sequence[Tensor]) -> None:
+        """Write averaged values at these positions (None: everywhere) to each ``out``, and 0
+        elsewhere.
         """
-        if index is None and values.dtype == like.dtype:
-            return values.view(like.shape)
-        dense = self.scratch(like, like.numel())
-        if index is None:
-            dense.copy_(values)
-        else:
-            dense.zero_().scatter_(0, self.as_int64(index), values.to(dense.dtype))
-        return dense.view(like.shape)
+        sparse = [x for x, index in zip(out, positions, strict=True) if index is not None]
+        if sparse:
+            torch._foreach_zero_(sparse)
+        self.write_at(out, positions, values)
 
-    def write_at(self, x: Tensor, index: Tensor | None, values: Tensor) -> None:
-        """Write ``values`` to ``x`` at ``index``, or everywhere."""
-        if index is None:
-            x.view(-1).copy_(values)
-        else:
-            x.view(-1).scatter_(0, self.as_int64(index), values.to(x.dtype))
+    def write_at(
+        self, xs: Sequence[Tensor], positions: Positions, values: Sequence[Tensor]
+    ) -> None:
+        """Write to each x its ``values`` at its positions, or everywhere."""
+        dense: list[tuple[Tensor, Tensor]] = []
+        for x, index, new in zip(xs, positions, values, strict=True):
+            x = x.view(-1)
+            if index is not None:
+                x.scatter_(0, self.as_int64(index), new.to(x.dtype))
+            elif x.data_ptr() != new.data_ptr() or x.dtype != new.dtype:
+                dense.append((x, new))
+        if dense:
+            torch._foreach_copy_([x for x, _ in dense], [new for _, new in dense])
 
-    def clear_at(self, x: Tensor, index: Tensor) -> None:
-        """Set ``x`` to 0 at ``index``."""
-        x.view(-1).scatter_(0, self.as_int64(index), 0)
+    def clear_at(self, xs: Sequence[Tensor], positions: Positions) -> None:
+        """Set each x to 0 at its positions, or everywhere."""
+        dense: list[Tensor] = []
+        for x, index in zip(xs, positions, strict=True):
+            if index is None:
+                dense.append(x)
+            else:
+                x.view(-1).scatter_(0, self.as_int64(index), 0)
+        if dense:
+            torch._foreach_zero_(dense)
 
     def as_int64(self, index: Tensor) -> Tensor:
         """Return positions as int64, which scatter requires, in scratch memory."""
@@ -225,41 +252,18 @@ class Ops:
 
     # Updates
 
-    def adamw(self, group: Group, w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor) -> None:
-        """Do one AdamW step in place; ``step`` already counts it."""
-        hyper = {name: group[name] for name in HYPER}
-        if not (w.is_contiguous() and g.is_contiguous()):
-            return reference.adamw_(w, g, m, v, float(step), lr=float(group["lr"]), **hyper)
-        adamw_batched_(group, AdamWTensors([w], [g], [m], [v], [step]))
-
-    def adamw_each(self, group: Group, tensors: AdamWTensors) -> None:
-        """Do one AdamW step of every tensor in place; ``steps`` already count it."""
-        lists = tensors.weights, tensors.grads, tensors.exp_avgs, tensors.exp_avg_sqs, tensors.steps
-        if all(x.is_contiguous() for some in lists[:2] for x in some):
-            return adamw_batched_(group, tensors)
-        for w, g, m, v, step in zip(*lists, strict=True):
-            self.adamw(group, w, g, m, v, step)
-
-    def compute_adamw_weights(self, group: Group, tensors: AdamWTensors, out: list[Tensor]) -> None:
-        """Write to ``out`` the weights after an AdamW step, and nothing else."""
-        old = tensors.weights, tensors.exp_avgs, tensors.exp_avg_sqs
-        m = self._scratch_like(tensors.exp_avgs, "exp_avg ahead")
-        v = self._scratch_like(tensors.exp_avg_sqs, "exp_avg_sq ahead")
-        for to, source in zip((out, m, v), old, strict=True):
-            torch._foreach_copy_(to, source)
-        steps = list(torch._foreach_add(tensors.steps, 1))
-        adamw_batched_(group, AdamWTensors(out, tensors.grads, m, v, steps))
-
-    def update_adamw_moments(self, group: Group, tensors: AdamWTensors) -> None:
-        """Update moments and step counts as an AdamW step does, and leave the weights."""
-        torch._foreach_add_(tensors.steps, 1)
-        weights = self._scratch_like(tensors.weights, "ahead")
-        adamw_batched_(group, replace(tensors, weights=weights))
-
-    def _scratch_like(self, tensors: list[Tensor], use: str) -> list[Tensor]:
-        """Return scratch memory for vectors of these sizes."""
-        sizes = [x.numel() for x in tensors]
-        return list(self.scratch(tensors[0], sum(sizes), use=use).split(sizes))
+    def adamw(self, group: Group, tensors: AdamWTensors) -> None:
+        """Do one AdamW step in place; ``steps`` already count it."""
+        plain: list[Row] = []
+        for row in tensors.rows:
+            w, g, m, v, step = row
+            if w.is_contiguous() and g.is_contiguous():
+                plain.append(row)
+            else:
+                hyper = {name: group[name] for name in HYPER}
+                reference.adamw_(w, g, m, v, float(step), lr=float(group["lr"]), **hyper)
+        if plain:
+            adamw_batched_(group, AdamWTensors.from_rows(plain))
 
     def adams(
         self,

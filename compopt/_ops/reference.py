@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -39,21 +39,17 @@ def adamw_(
     w.addcdiv_(m, denominator, value=-lr / (1 - betas[0] ** step))
 
 
-def adamw_update(
-    w: Tensor,
-    m: Tensor,
-    v: Tensor,
-    step: float,
-    *,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
+def update_magnitudes(
+    group: dict[str, Any], w: Tensor, m: Tensor, v: Tensor, step: Tensor
 ) -> Tensor:
-    """Return what AdamW subtracts, over lr: ``mhat / (sqrt(vhat) + eps) + weight_decay * w``
-    (Radius, Algorithm 2, line 5).
+    """Return the magnitude of what AdamW subtracts, over lr: ``mhat / (sqrt(vhat) + eps) +
+    weight_decay * w`` (Radius, Algorithm 2, line 5). The host does not wait for ``step``.
     """
-    denominator = (v.sqrt() / (1 - betas[1] ** step) ** 0.5).add_(eps)
-    return m.div(denominator).div_(1 - betas[0] ** step).add_(w, alpha=weight_decay)
+    beta1, beta2 = group["betas"]
+    steps = step.double().clamp(min=1)
+    first, second = 1 - beta1**steps, 1 - beta2**steps
+    denominator = (v.sqrt() / second.sqrt()).add_(group["eps"])
+    return m.div(denominator).div_(first).add_(w, alpha=group["weight_decay"]).abs_()
 
 
 def adams_(

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from .._state.buckets import Bucket
-from .._state.masks import Mask, MaskSlice
+from .._state.masks import Mask, MaskSlice, Tensors
 from .._wire.payload import Payload
-from . import reference
 from .operations import Group, Ops
 
 
@@ -36,24 +35,27 @@ def feed_back_rounding(
         if has_gradient and bucket.compressed[i]:
             rounding_errors = mean.rounding_error_parts[i]
             rounding_errors = rounding_errors if factor == 1 else rounding_errors.mul_(factor)
-            ops.write_at(bucket.state["residual"][i], mask.positions[i], rounding_errors)
+            e = bucket.state["residual"][i]
+            ops.write_at([e], [mask.positions[i]], [rounding_errors])
 
 
-# Radius
+# Averages that were sent on a mask
 
 
-def update_magnitudes(group: Group, w: Tensor, m: Tensor, v: Tensor, step: Tensor) -> Tensor:
-    """Return |u| of Radius's line 21: what AdamW subtracts from ``w``, over the learning rate."""
-    hyper = {name: group[name] for name in ("betas", "eps", "weight_decay")}
-    return reference.adamw_update(w, m, v, max(float(step), 1.0), **hyper).abs_()
+class MaskedAverage(Protocol):
+    """The reducer of one bucket, as fused implementations of a step by its average use it."""
 
+    bucket: Bucket
+    grads: Tensors
+    mask: Mask
+    mean: Payload
 
-def score_memory(bucket: Bucket, ops: Ops, phase: str) -> dict[int, Tensor]:
-    """Return memory for |u| of every tensor whose mask is selected in this step, by its number."""
-    tensors = [i for i, c in enumerate(bucket.compressed) if c and phase == "resample"]
-    lengths = [bucket.lengths[i] for i in tensors]
-    flat = ops.scratch(bucket.flat["exp_avg"], sum(lengths), use="score")
-    return dict(zip(tensors, flat.split(lengths), strict=True))
+    @property
+    def changes_residual(self) -> bool:
+        """True if the step changes residuals."""
+
+    def note_residual(self, have_gradients: list[bool]) -> None:
+        """Note whether residuals may be non-zero after this step."""
 
 
 # SCAPE

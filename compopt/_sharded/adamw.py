@@ -25,7 +25,7 @@ from torch import Tensor
 from .._engine.options import require_option
 from .._engine.reducer import ShardReducer
 from .._ops.norms import clip_factor
-from .._ops.operations import AdamWTensors, Ops, adamw_batched_
+from .._ops.operations import AdamWTensors, Ops
 from .._state.buckets import Bucket
 from .._state.shards import unshard
 from .._state.tensors import to_local
@@ -99,14 +99,11 @@ class ShardedAdamW:
         self.gathered[sum(sizes) :].zero_()
         outs = self.gathered[: sum(sizes)].split(sizes)
         if self.stepped:
-            new = to = [outs[i] for i in self.stepped]
+            to = [outs[i] for i in self.stepped]
+            self.new = self._copy_state(to)
+            self.ops.adamw(bucket.group, self.new)
             if bucket.dtype != self.dtype:
-                n = sum(sizes[i] for i in self.stepped)
-                memory = self.ops.scratch(self.weights[0], n, use="new masters")
-                new = list(memory.split([sizes[i] for i in self.stepped]))
-            self.ops.compute_adamw_weights(bucket.group, self._stepped_tensors(), new)
-            if new is not to:
-                torch._foreach_copy_(to, new)
+                torch._foreach_copy_(to, self.new.weights)
         if stay:
             torch._foreach_copy_([outs[i] for i in stay], [self.weights[i] for i in stay])
         if self.sends_updates and owned:
@@ -143,12 +140,11 @@ class ShardedAdamW:
         if elsewhere:
             torch._foreach_add_([state["step"][i] for i in elsewhere], 1)
         if self.stepped:
-            tensors = self._stepped_tensors()
-            if "master" in state:
-                torch._foreach_add_(tensors.steps, 1)
-                adamw_batched_(bucket.group, tensors)
-            else:  # the parameters themselves are gathered
-                self.ops.update_adamw_moments(bucket.group, tensors)
+            new = self.new.exp_avgs, self.new.exp_avg_sqs, self.new.steps, self.new.weights
+            # parameters without a master are gathered
+            names = ["exp_avg", "exp_avg_sq", "step", "master"][: 3 + ("master" in state)]
+            for name, values in zip(names, new, strict=False):
+                torch._foreach_copy_([state[name][i] for i in self.stepped], values)
         if self.codec is not None and self.stepped:
             sizes = self.shards.sizes(self.shards.rank)
             errors = self.gathered[: sum(sizes)].split(sizes)  # rounding errors, from ``encode``
@@ -165,11 +161,22 @@ class ShardedAdamW:
             if flat is not None and not p.is_contiguous():
                 p.copy_(flat.view(p.shape))
 
-    def _stepped_tensors(self) -> AdamWTensors:
-        """Return the tensors of the shards that are updated here."""
-        state = self.bucket.state
-        columns = (self.weights, self.grads, state["exp_avg"], state["exp_avg_sq"], state["step"])
-        return AdamWTensors(*([column[i] for i in self.stepped] for column in columns))
+    def _copy_state(self, to: list[Tensor]) -> AdamWTensors:
+        """Return copies of what this step updates, until the commit: weights in ``to``, if they
+        have its dtype, and everything else in memory of the bucket.
+        """
+        state, sizes = self.bucket.state, [len(x) for x in to]
+        copies = [to]
+        for name in ["new masters", "exp_avg", "exp_avg_sq"][to[0].dtype == self.dtype :]:
+            memory = self.bucket.get_memory(f"{name} to commit", sum(sizes), self.dtype)
+            copies.append(list(memory.split(sizes)))
+        *_, weights, exp_avgs, exp_avg_sqs = copies
+        columns = self.weights, state["exp_avg"], state["exp_avg_sq"]
+        for new, column in zip((weights, exp_avgs, exp_avg_sqs), columns, strict=True):
+            torch._foreach_copy_(new, [column[i] for i in self.stepped])
+        grads = [self.grads[i] for i in self.stepped]
+        steps = list(torch._foreach_add([state["step"][i] for i in self.stepped], 1))
+        return AdamWTensors(weights, grads, exp_avgs, exp_avg_sqs, steps)
 
 
 # Quantized updates

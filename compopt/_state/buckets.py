@@ -252,6 +252,16 @@ class Bucket:
             return iter(self.state[name])
         return self.offload.iterate(name, self.state[name], self.device, write)
 
+    def batches(self, tensors: Iterable[Tensor | None]) -> Iterator[list[tuple[int, Tensor]]]:
+        """Yield the tensors of ``iterate_state`` with their indices, those that there are: all at
+        once, or each by itself if state is offloaded.
+        """
+        rows = ((i, x) for i, x in enumerate(tensors) if x is not None)
+        if self.offload is None and (batch := list(rows)):
+            yield batch
+        elif self.offload is not None:
+            yield from ([row] for row in rows)
+
     def fetch_state(self, name: str, i: int, at: Tensor | slice) -> Tensor:
         """Return a copy, on the bucket's device, of some elements of a state of tensor i."""
         self.wait_for_host()
@@ -310,6 +320,12 @@ class Bucket:
         """
         if "master" in self.state:
             to_local(self.params[i].detach()).copy_(self.weight(i) if master is None else master)
+
+    def publish_masters(self, indices: list[int]) -> None:
+        """Copy updated masters, if there are any, to their parameters."""
+        if "master" in self.state and indices:
+            params = [to_local(self.params[i].detach()) for i in indices]
+            torch._foreach_copy_(params, [self.weight(i) for i in indices])
 
     def update_masters(self) -> None:
         """Update masters from parameters that were set from outside: loaded, clamped, broadcast.

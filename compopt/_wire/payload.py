@@ -123,6 +123,12 @@ class Payload:
         )
 
     @property
+    def unrounded_body(self) -> Tensor:
+        """``unrounded_parts``, one after the other."""
+        errors = self.rounding_errors
+        return self.body if errors is None or not self.is_rounded_later else errors
+
+    @property
     def unrounded_parts(self) -> list[Tensor]:
         """The parts to which values are written, in the gradients' precision."""
         return self.rounding_error_parts if self.is_rounded_later else self.parts

@@ -1,5 +1,5 @@
-// Radius, lines 10, 15, 16 and 21 to 25 (the numbered lines of compopt/radius.py), and AdamW. Reference: radius_ of
-// tests/oracles/kernels.py and adamw_ of compopt/_ops/reference.py.
+// Radius, lines 10, 15 to 17, 21 and 25 (the numbered lines of compopt/radius.py). Reference: step_adamw of
+// compopt/_engine/reducer.py.
 
 #include "adamw.h"
 #include "common.h"
@@ -13,9 +13,6 @@ typedef struct {
     int64_t k;
     float *residual;          // NULL for a tensor that is not compressed, or in a dense step
     const float *g;           // this rank's gradient
-    float *score;             // NULL, or memory for |update| / lr
-    float *ahead;             // NULL, or memory for the new w: then nothing else is written
-    int64_t moments;          // 1: only the moments are written
 } AdamW;
 
 typedef struct {
@@ -54,7 +51,7 @@ static void update_residual(float *restrict residual, const float *restrict g, c
 static int adamw_row(const AdamW *row, const Hyper *h) {
     const double step = *row->step + 1;
     const Factors f = adamw_factors(step, h->lr, h->beta1, h->beta2, h->eps, h->decay);
-    const float by_first = 1 / (1 - pow(h->beta1, step)), decay = h->decay, sign = h->sign;
+    const float sign = h->sign;
     float mean[BLOCK];
     int64_t count = 0;
     for (int64_t a = 0; a < row->n; a += BLOCK) {
@@ -66,26 +63,9 @@ static int adamw_row(const AdamW *row, const Hyper *h) {
             update_residual(row->residual + a, row->g ? row->g + a : NULL, row->mask, a, size);
         else if (row->residual)
             memset(row->residual + a, 0, size * sizeof(float));
-        if (row->ahead) {
-            float *restrict const out = row->ahead + a;
-            for (int64_t i = 0; i < size; i++) {
-                float new_m = m[i], new_v = v[i];
-                out[i] = f.shrink * w[i] - f.rate * update_moments(&new_m, &new_v, sign * g[i], f);
-            }
-        } else if (row->moments) {
-            for (int64_t i = 0; i < size; i++) update_moments(m + i, v + i, sign * g[i], f);
-        } else if (row->score) {
-            float *restrict const score = row->score + a;
-            for (int64_t i = 0; i < size; i++) {
-                const float ratio = update_moments(m + i, v + i, sign * g[i], f);
-                score[i] = fabsf(ratio * by_first + decay * w[i]);
-                w[i] = f.shrink * w[i] - f.rate * ratio;
-            }
-        } else {
-            for (int64_t i = 0; i < size; i++) w[i] = f.shrink * w[i] - f.rate * update_moments(m + i, v + i, sign * g[i], f);
-        }
+        for (int64_t i = 0; i < size; i++) w[i] = f.shrink * w[i] - f.rate * update_moments(m + i, v + i, sign * g[i], f);
     }
-    if (!row->ahead) *row->step += 1;
+    *row->step += 1;
     return count == (row->mask || row->index ? row->k : 0);
 }
 

@@ -34,7 +34,7 @@ from .passes import (
 )
 from .quantization import dequantize, make_mean, quantize
 from .selection import NativeSelection, NativeTopK
-from .updates import NativeUpdates, raise_bad_row, update_adams, update_radius, update_scape
+from .updates import NativeUpdates, raise_bad_row, update_adams, update_adamw, update_scape
 
 SPARSE = 16  # with fewer than one in so many selected, positions are read faster than bits
 
@@ -181,8 +181,8 @@ def can_update_factored(ops: Ops, bucket: Bucket) -> bool:
 NativeOps.fused = {
     "_lowrank.stacks.multiply": Fused(can_project, multiply_stacks),
     "separate.update_tensors": Fused(can_update_factored, update_separate),
-    "radius.update": Fused(can_write, update_radius),
-    "adams.update": Fused(can_write, update_adams),
+    "_engine.reducer.step_adamw": Fused(can_write, update_adamw),
+    "_engine.reducer.step_adams": Fused(can_write, update_adams),
     "scape.update": Fused(can_write, update_scape),
     "_sparse.scape_masks.Selection": Fused(can_write, NativeSelection),
 }

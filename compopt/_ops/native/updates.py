@@ -7,23 +7,21 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
-from itertools import chain
 
 import torch
 from torch import Tensor
 
 from ..._state.buckets import Bucket
-from ..._state.masks import Mask, Tensors, selection_size
+from ..._state.masks import Mask
 from ..._state.tensors import to_local
 from ..._wire.payload import Payload
-from ..operations import AdamWTensors, Group, Ops
+from ..operations import Group, Ops
 from ..update_helpers import (
+    MaskedAverage,
     feed_back_rounding,
     gradient_weight,
     keep_absent_momenta,
     resize_momenta,
-    score_memory,
-    update_magnitudes,
 )
 from .passes import (
     ADAMW,
@@ -43,39 +41,9 @@ from .selection import NativeSelection
 
 
 class NativeUpdates(Ops):
-    """AdamW and AdamS of single tensors."""
+    """AdamS of single tensors."""
 
     library: ctypes.CDLL
-
-    def compute_adamw_weights(self, group: Group, tensors: AdamWTensors, out: list[Tensor]) -> None:
-        if is_plain(*chain(*vars(tensors).values(), out)):
-            self._adamw(group, tensors, out)
-        else:
-            super().compute_adamw_weights(group, tensors, out)
-
-    def update_adamw_moments(self, group: Group, tensors: AdamWTensors) -> None:
-        if is_plain(*chain(*vars(tensors).values())):
-            self._adamw(group, tensors, None)
-        else:
-            super().update_adamw_moments(group, tensors)
-
-    def _adamw(self, group: Group, tensors: AdamWTensors, out: list[Tensor] | None) -> None:
-        """Write updated parameters to ``out``; without it, moments and steps only."""
-        lengths = [w.numel() for w in tensors.weights]
-        table = ADAMW.table(
-            len(lengths),
-            n=lengths,
-            w=Memory(tensors.weights, lengths),
-            m=Memory(tensors.exp_avgs, lengths),
-            v=Memory(tensors.exp_avg_sqs, lengths),
-            step=Memory(tensors.steps, [1] * len(lengths)),
-            mean=Memory(tensors.grads, lengths),
-            k=lengths,
-            ahead=0 if out is None else Memory(out, lengths),
-            moments=int(out is None),
-        )
-        options = adamw_options(group)
-        run_over_rows(lengths, lambda a, b, _: self.library.adamw(table, a, b, options))
 
     def adams(
         self,
@@ -109,36 +77,30 @@ def adams_options(group: Group, clip: float, decay: bool = True) -> Options:
     return Options(lr, beta1, beta2, group["eps"], weight_decay, clip, alpha, by_authors)
 
 
-def update_radius(
-    bucket: Bucket, ops: NativeUpdates, mean: Payload, phase: str, mask: Mask, grads: Tensors
-) -> list[Tensor]:
-    """Do Radius's lines 10, 15, 16 and 21 to 25 for all tensors; return the masks of line 23."""
-    group, state, lengths = bucket.group, bucket.state, bucket.lengths
-    have_gradients, scores = bucket.have_gradients(mean), score_memory(bucket, ops, phase)
-    for i, score in scores.items():
-        if not have_gradients[i]:
-            w, m, v = bucket.weight(i), state["exp_avg"][i], state["exp_avg_sq"][i]
-            score.copy_(update_magnitudes(group, w, m, v, state["step"][i]).view(-1))
-    sizes = mask.sizes
+def update_adamw(bucket: Bucket, ops: NativeUpdates, reducer: MaskedAverage) -> None:
+    """Do ``_engine.reducer.step_adamw`` for all tensors; called by ``Ops.run`` for Radius."""
+    mean, mask, lengths = reducer.mean, reducer.mask, bucket.lengths
+    have_gradients = bucket.have_gradients(mean)
+    # rounding errors are written below; where all is sent they replace the residual
+    changes = reducer.changes_residual and (mask.is_sparse or mean.rounding_errors is None)
     table = ADAMW.table(
-        len(grads),
+        len(lengths),
         n=lengths,
         w=Memory(bucket.weights, lengths),
         m=state_addresses(bucket, "exp_avg"),
         v=state_addresses(bucket, "exp_avg_sq"),
         step=step_memory(bucket, have_gradients),
-        mean=Memory(averages_in_float32(mean), sizes),
+        mean=Memory(averages_in_float32(mean), mask.sizes),
         mask=Memory(mask.bits, mask_sizes(lengths)) if mask.is_sparse else 0,
-        k=sizes,
-        residual=state_addresses(bucket, "residual") if phase != "dense" else 0,
-        g=Memory(as_float32(grads), lengths),
-        score=Memory([scores.get(i) for i in range(len(grads))], lengths),
+        k=mask.sizes,
+        residual=state_addresses(bucket, "residual") if changes else 0,
+        g=Memory(as_float32(reducer.grads), lengths),
     )
-    hyper, library = adamw_options(group), ops.library
+    hyper, library = adamw_options(bucket.group), ops.library
     bad_row = run_over_rows(lengths, lambda a, b, _: library.adamw(table, a, b, hyper))
     raise_bad_row(bucket, bad_row)
     feed_back_rounding(bucket, ops, mean, mask)
-    return [ops.top_k_mask(x, selection_size(group["density"], len(x))) for x in scores.values()]
+    reducer.note_residual(have_gradients)
 
 
 def update_scape(
@@ -182,9 +144,9 @@ def update_scape(
     feed_back_rounding(bucket, ops, mean, mask, 1 - bucket.group["betas"][0])
 
 
-def update_adams(bucket: Bucket, ops: NativeUpdates, mean: Payload) -> None:
-    """Do AdamS for every tensor with a gradient on any rank."""
-    _run_scape(bucket, ops, mean, Mask(bucket), {"old": state_addresses(bucket, "exp_avg")})
+def update_adams(bucket: Bucket, ops: NativeUpdates, reducer: MaskedAverage) -> None:
+    """Do ``_engine.reducer.step_adams`` for all tensors; called by ``Ops.run`` for AdamS."""
+    _run_scape(bucket, ops, reducer.mean, reducer.mask, {"old": state_addresses(bucket, "exp_avg")})
 
 
 def _run_scape(

@@ -32,7 +32,7 @@ from .tables import (
     mask_key,
     payload_key,
 )
-from .updates import update_adams, update_radius, update_scape, update_separate
+from .updates import update_adams, update_adamw, update_scape, update_separate
 
 MAX_MESSAGE_BYTES = 2**31  # kernels count the bytes of messages in 32 bits
 
@@ -187,8 +187,8 @@ def is_supported(ops: TritonOps, bucket: Bucket) -> bool:
 
 
 TritonOps.fused = {
-    "radius.update": Fused(is_supported, update_radius, is_batched=True),
-    "adams.update": Fused(is_supported, update_adams, is_batched=True),
+    "_engine.reducer.step_adamw": Fused(is_supported, update_adamw, is_batched=True),
+    "_engine.reducer.step_adams": Fused(is_supported, update_adams, is_batched=True),
     "scape.update": Fused(is_supported, update_scape, is_batched=True),
     "separate.update_tensors": Fused(is_supported, update_separate, is_batched=True),
     "_sparse.scape_masks.Selection": Fused(is_supported, TritonSelection),

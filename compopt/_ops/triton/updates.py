@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from ..._state.buckets import Bucket
-from ..._state.masks import Mask, Tensors, selection_size
+from ..._state.masks import Mask, Tensors
 from ..._wire.payload import Payload
 from ..operations import HYPER
 from ..update_helpers import (
     FactoredAverages,
+    MaskedAverage,
     count_steps,
     feed_back_rounding,
     keep_absent_momenta,
     resize_momenta,
-    score_memory,
 )
 from .selection import SelectionInputs, TritonSelection, select_all
 from .tables import (
@@ -120,89 +120,68 @@ def launch_groups_of(ops: KernelOps, calls: Sequence[Any]) -> list[LaunchGroup]:
     return [LaunchGroup(ops, group) for group in groups.values()]
 
 
-# Radius
+# Averages that are sent on a mask, by AdamW and AdamS
 
 
-class RadiusCall(NamedTuple):
+class AverageCall(NamedTuple):
     bucket: Bucket
-    mean: Payload
-    phase: str
-    mask: Mask
-    grads: Tensors
+    reducer: MaskedAverage
+
+    @property
+    def mean(self) -> Payload:
+        return self.reducer.mean
 
 
-def update_radius(ops: KernelOps, calls: Calls) -> list[list[Tensor]]:
-    """Do Radius's lines 10, 15, 16 and 21 to 25 for all tensors; return the masks of line 23.
-
-    A resample step goes bucket by bucket: memory for scores is reused.
+def update_adamw(ops: KernelOps, calls: Calls) -> list[None]:
+    """Do ``_engine.reducer.step_adamw`` for all tensors; called by ``run_batched_requests`` for
+    Radius.
     """
-    named = [RadiusCall(*call) for call in calls]
-    if any(call.phase == "resample" for call in named):
-        return [masks for call in named for masks in _update_radius(LaunchGroup(ops, [call]))]
-    for batch in launch_groups_of(ops, named):
-        _update_radius(batch)
-    return [[] for _ in named]
+    for batch in launch_groups_of(ops, [AverageCall(*call) for call in calls]):
+        reducers = [call.reducer for call in batch.calls]
+        keys = [
+            make_key(
+                reducer.changes_residual,
+                mask_key(reducer.bucket, reducer.mask),
+                gradients_key(reducer.grads),
+            )
+            for reducer in reducers
+        ]
+        offsets = block_offsets_of_all(batch.buckets, [reducer.mask for reducer in reducers])
+        hyper = {name: batch.group[name] for name in HYPER} | {"lr": float(batch.group["lr"])}
+        kernel = functools.partial(kernels.adamw, batch.blocks, offsets, **hyper)
+        batch.launch(kernel, kernels.adamw_table, adamw_rows, keys=keys)
+        for reducer, have_gradients in zip(reducers, batch.have_gradients, strict=True):
+            feed_back_rounding(reducer.bucket, ops, reducer.mean, reducer.mask)
+            reducer.note_residual(have_gradients)
+    return [None] * len(calls)
 
 
-def _update_radius(batch: LaunchGroup) -> list[list[Tensor]]:
-    ops, group, calls = batch.ops, batch.group, batch.calls
-    scores = [score_memory(call.bucket, ops, call.phase) for call in calls]
-    keys: list[Key] = [
-        make_key(call.phase, mask_key(call.bucket, call.mask), gradients_key(call.grads))
-        for call in calls
-    ]
-    if any(scores):  # in scratch memory: the table is not cached
-        keys = [None]
-    offsets = block_offsets_of_all(batch.buckets, [call.mask for call in calls])
-    hyper = {name: group[name] for name in HYPER} | {"lr": float(group["lr"])}
-    kernel = functools.partial(kernels.adamw, batch.blocks, offsets, **hyper)
-    batch.launch(kernel, kernels.adamw_table, radius_rows, scores, keys=keys)
-    masks = []
-    for call, score in zip(calls, scores, strict=True):
-        feed_back_rounding(call.bucket, ops, call.mean, call.mask)
-        rows = []
-        for x in score.values():
-            n, k = len(x), selection_size(group["density"], len(x))
-            bits = torch.empty((n + 7) // 8, dtype=torch.uint8, device=x.device)
-            rows.append(kernels.TopKRow(n, k, x, bits))
-        if rows:
-            blocks = kernels.make_blocks(tuple(row.n for row in rows), rows[0].x.device)
-            kernels.top_k(blocks, rows)
-        masks.append([row.bits for row in rows])
-    return masks
-
-
-def radius_rows(
-    call: RadiusCall, have_gradients: list[bool], score: dict[int, Tensor]
-) -> Iterator[kernels.AdamWRow]:
-    bucket, state, grads = call.bucket, call.bucket.state, flatten(call.grads)
-    m, v, steps = state["exp_avg"], state["exp_avg_sq"], state["step"]
+def adamw_rows(call: AverageCall, have_gradients: list[bool]) -> Iterator[kernels.AdamWRow]:
+    bucket, reducer, state = call.bucket, call.reducer, call.bucket.state
+    m, v, steps, grads = (
+        state["exp_avg"],
+        state["exp_avg_sq"],
+        state["step"],
+        flatten(reducer.grads),
+    )
     for i, weight in enumerate(contiguous_weights(bucket)):
-        tensors = call.mask.bits[i], call.mean.parts[i], weight, m[i], v[i], steps[i]
-        has_residual = bucket.compressed[i] and call.phase != "dense"
+        tensors = reducer.mask.bits[i], call.mean.parts[i], weight, m[i], v[i], steps[i]
         yield kernels.AdamWRow(
             bucket.lengths[i],
             *tensors,
             update=int(have_gradients[i]),
-            residual=state["residual"][i] if has_residual else None,
+            residual=state["residual"][i] if reducer.changes_residual else None,
             grad=grads[i],
-            score=score.get(i),
             public=published_parameter(bucket, i),
         )
 
 
-# AdamS
-
-
-class AdamsCall(NamedTuple):
-    bucket: Bucket
-    mean: Payload
-
-
 def update_adams(ops: KernelOps, calls: Calls) -> list[None]:
-    """Do AdamS (equation 2) for all tensors."""
+    """Do ``_engine.reducer.step_adams`` for all tensors; called by ``run_batched_requests`` for
+    AdamS.
+    """
     names = ("betas", "eps", "weight_decay", "bias_correction")
-    for batch in launch_groups_of(ops, [AdamsCall(*call) for call in calls]):
+    for batch in launch_groups_of(ops, [AverageCall(*call) for call in calls]):
         group, firsts = batch.group, batch.blocks.firsts
         hyper = {name: group[name] for name in names} | {"lr": float(group["lr"])}
         kernel = functools.partial(kernels.scape, batch.blocks, firsts, firsts, **hyper)
@@ -210,7 +189,7 @@ def update_adams(ops: KernelOps, calls: Calls) -> list[None]:
     return [None] * len(calls)
 
 
-def adams_rows(call: AdamsCall, have_gradients: list[bool]) -> Iterator[kernels.ScapeRow]:
+def adams_rows(call: AverageCall, have_gradients: list[bool]) -> Iterator[kernels.ScapeRow]:
     bucket, momenta, steps = call.bucket, call.bucket.state["exp_avg"], call.bucket.state["step"]
     for i, (m, weight) in enumerate(zip(momenta, contiguous_weights(bucket), strict=True)):
         tensors = None, None, m, call.mean.parts[i], weight, m, steps[i]
