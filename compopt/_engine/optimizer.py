@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -236,8 +237,8 @@ class CompressedOptimizer(OptimizerBase):
     def list_settings(self) -> list[Setting]:
         snapshot, compared = self._session.options, self._compared_groups
         snapshot.refresh(compared)
-        groups = [group for _, groups, _ in compared for group in groups]
         options: list[Setting] = []
+        groups = chain.from_iterable(map(itemgetter(1), compared))
         for seen, group in zip(snapshot.groups, groups, strict=True):
             steps = {"step": group["step"]} if "step" in group else {}
             running = {**seen.rates, **steps} if self._is_in_step else {}
@@ -255,8 +256,7 @@ class CompressedOptimizer(OptimizerBase):
             snapshot.checksum = zlib.crc32(repr([*self._settings(), *fixed]).encode())
         running: list[object] = [*self._running_settings()]
         if self._is_in_step:
-            steps = [group["step"] for group in self._option_groups]
-            running += [steps, *[seen.rates for seen in snapshot.groups]]
+            running += [*map(itemgetter("step"), self._session.option_groups), snapshot.rates]
         return zlib.crc32(repr(running).encode(), snapshot.checksum)
 
     def check_changed_options(self) -> None:
@@ -314,8 +314,9 @@ class CompressedOptimizer(OptimizerBase):
         """Lay out state anew if ``param_groups`` hold other parameters by now: Accelerate puts
         FSDP2's shards in their place, and torch's optimizers step what is appended to a group.
         """
-        groups = self.param_groups[: len(self._option_groups)]  # more: new ones of a base
-        params = chain.from_iterable([group["params"] for group in groups])
+        # more groups: new ones of a base
+        groups = self.param_groups[: len(self._option_groups)]
+        params = chain.from_iterable(map(itemgetter("params"), groups))
         if self._session.parameters != set(params):
             self._replace_parameters()
             for on_construction in construction_callbacks:
