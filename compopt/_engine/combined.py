@@ -6,8 +6,7 @@ checkpoint of a member goes on working, and nothing has to be kept equal.
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -132,34 +131,47 @@ class CombinedOptimizer(Optimizer):
         return {"members": self.members, "_positions": self._positions, "defaults": self.defaults}
 
 
-class CombinedState(ChainMap[Any, Any]):
-    """The members' ``state``, looked up and changed where it is. ``get`` makes no entry, ``[]``
-    does.
-    """
+class CombinedState(MutableMapping[Any, Any]):
+    """The members' ``state``, looked up and changed where it is."""
 
     def __init__(self, members: Sequence[Optimizer]):
-        # a ChainMap iterates from the last to the first
-        super().__init__(*[member.state for member in reversed(members)])
         self._members = members
 
-    def _owner(self, key: Any) -> Any:
-        """Return the state that has the key, or that of the member that has the parameter."""
-        for state in self.maps:
-            if key in state:
-                return state
+    def _find(self, key: Any) -> Optimizer | None:
+        return next((member for member in self._members if key in member.state), None)
+
+    def _owner(self, key: Any) -> Optimizer:
+        """Return the member that has the state, or the parameter."""
+        if (member := self._find(key)) is not None:
+            return member
         for member in self._members:
             if any(p is key for group in member.param_groups for p in group["params"]):
-                return member.state
+                return member
         raise KeyError(key)
 
     def __getitem__(self, key: Any) -> Any:
-        return self._owner(key)[key]
+        return self._owner(key).state[key]
 
     def __setitem__(self, key: Any, entry: Any) -> None:
-        self._owner(key)[key] = entry
+        self._owner(key).state[key] = entry
 
     def __delitem__(self, key: Any) -> None:
-        del self._owner(key)[key]
+        del self._owner(key).state[key]
+
+    def __contains__(self, key: object) -> bool:
+        return self._find(key) is not None
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return an entry; unlike ``[]`` this makes none."""
+        member = self._find(key)
+        return default if member is None else member.state[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        for member in self._members:
+            yield from member.state
+
+    def __len__(self) -> int:
+        return sum(len(member.state) for member in self._members)
 
 
 def combine_optimizers(base: OneOrSeveral) -> Optimizer:
