@@ -121,7 +121,7 @@ class Wrapper(CompressedOptimizer):
 
     def add_groups_of_base(self) -> None:
         """Add the wrapper's options for groups that were added to the base."""
-        if groups := self.param_groups[len(self._wrapper_groups) :]:
+        if groups := self.base.param_groups[len(self._wrapper_groups) :]:
             check_disjoint(list_members(self.base))
             added = [self._options_for(group) for group in groups]
             self._wrapper_groups += added
