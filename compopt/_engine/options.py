@@ -231,16 +231,16 @@ class GroupSnapshot:
     def update(self, values: list[object]) -> bool:
         """Note new values. Returns True if a fixed option has changed."""
         is_changed = False
-        for name, value, old in zip(self.names, values, self.values, strict=True):
-            if value is old:
+        for i, (name, value) in enumerate(zip(self.names, values, strict=True)):
+            if value is self.values[i]:
                 continue
+            # no value is this object: what may change in place is compared anew every time
+            self.values[i] = value if is_immutable(value) else self
             plain = to_plain(value)
             if name in RATES:
                 self.rates[name] = plain
             elif repr(self.fixed.get(name, self)) != repr(plain):
                 self.fixed[name], is_changed = plain, True
-        # no value is this object: what may change in place is compared anew every time
-        self.values = [value if is_immutable(value) else self for value in values]
         return is_changed
 
 
