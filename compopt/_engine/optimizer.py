@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Container, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import chain
@@ -266,10 +266,14 @@ class CompressedOptimizer(OptimizerBase):
             return
         self.read_options()
         snapshot.refresh(self._compared_groups)
-        for number, group in enumerate(self._option_groups):
-            if number in snapshot.unchecked:
-                self.check_group({**group, **absolute_rates(group), "params": []})
+        self.check_groups(snapshot.unchecked)
         snapshot.unchecked.clear()
+
+    def check_groups(self, numbers: Container[int]) -> None:
+        """Check the options of the groups of these numbers."""
+        for number, group in enumerate(self._option_groups):
+            if number in numbers:
+                self.check_group({**group, **absolute_rates(group), "params": []})
 
     def lay_out_changed_state(self) -> None:
         session = self._session
