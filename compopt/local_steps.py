@@ -256,7 +256,8 @@ class LocalSteps(AnchoredWrapper):
                 session.has_local_gradients = False
                 self._note_open_round()
             self._report(norm, is_applied)
-            session.count_skips(math.isfinite(norm), self.max_skipped)
+            if session.consecutive_skips or not math.isfinite(norm):
+                session.count_skips(math.isfinite(norm), self.max_skipped)
         except BaseException:
             drop_scale(self)
             raise
@@ -341,12 +342,10 @@ class LocalSteps(AnchoredWrapper):
 
         Returns the norm of the gradients; it is finite where the step was taken.
         """
-        session = self._session
+        session, params = self._session, self._params
         check_gradients(session)
         scale = unscale_gradients(self)
-        grads = {
-            p: to_local(p.grad) for p in self._params if p.requires_grad and p.grad is not None
-        }
+        grads = {p: to_local(p.grad) for p in params if p.requires_grad and p.grad is not None}
         if not grads and session.comm.size > 1 and session.trainable and session.has_data:
             step = self._options["step"] + 1
             warn_without_gradients(session, step, "adds nothing to the average of its round")
@@ -360,10 +359,12 @@ class LocalSteps(AnchoredWrapper):
             if math.isfinite(norm):
                 scale_all_([*grads.values()], clip_factor(norm, self._options["max_grad_norm"]))
                 # a frozen parameter may have a gradient left
-                with replace_gradients({p: None for p in self._params if not p.requires_grad}):
+                frozen = {p: None for p in params if not p.requires_grad}
+                with replace_gradients(frozen) if frozen else nullcontext():
                     self.base.step()
-                entries = [self.state.get(p, {}) for p in grads]
-                if counts := [entry["step"] for entry in entries if "step" in entry]:
+                state = self.state
+                counts = [e["step"] for p in grads if "step" in (e := state.get(p, {}))]
+                if counts:
                     torch._foreach_add_(counts, 1)
                 if grads and self._sync is not None:
                     self._counts.weight += 1 if self._samples is None else self._samples
@@ -377,12 +378,12 @@ class LocalSteps(AnchoredWrapper):
 
         In the same message shards agree on the time of the round.
         """
-        shards = self._session.shard_communicators
-        squared = float(squared_norm_of_part(grads, shards, self._session.device))
+        shards, device = self._session.shard_communicators, self._session.device
+        squared = float(squared_norm_of_part(grads, shards, device))
         if getattr(self, "found_inf", None):
             squared = math.nan
         numbers = [squared, self._counts.seconds]
-        total, seconds = yield from sum_over_groups(shards, numbers, self._session.device)
+        total, seconds = yield from sum_over_groups(shards, numbers, device)
         self._counts.seconds = seconds / math.prod(comm.size for comm in shards)
         return math.sqrt(total)
 
@@ -482,7 +483,8 @@ class LocalSteps(AnchoredWrapper):
     @property
     def averages_gradients(self) -> bool:
         """True if the coming step belongs to ``warmup_steps``, where gradients are averaged."""
-        return bool(self._options["step"] < self._options["warmup_steps"])
+        options = self._options
+        return bool(options["step"] < options["warmup_steps"])
 
     @torch.no_grad()
     def gradients_ready(self, params: Iterable[Tensor]) -> None:
@@ -518,8 +520,8 @@ class LocalSteps(AnchoredWrapper):
 
     def add_to_stats(self, stats: Stats, decision: StepDecision) -> Stats:
         options, counts = self._options, self._counts
-        if self._anchors is not None:
-            stats.residual_norm = weak_method(self._anchors.outer._session.residual_norm)
+        if (sync := self._sync) is not None:
+            stats.residual_norm = weak_method(sync.anchors.outer._session.residual_norm)
         known = {field.name: getattr(stats, field.name) for field in fields(Stats)}
         in_round = max(0, options["step"] - max(counts.begun, options["warmup_steps"]))
         return rounds.LocalStats(

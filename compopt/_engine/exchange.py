@@ -121,7 +121,8 @@ class BucketExchange:
     def __init__(self, bucket: Bucket, inputs: ExchangeInputs, is_last: bool):
         self.bucket, self.algorithm, self.comm = bucket, inputs.algorithm, inputs.comm
         self.in_backward = inputs.in_backward
-        self.inputs = inputs if is_last else None
+        # not ``inputs`` itself, whose problem has a traceback that refers to this object
+        self._last_fields = (inputs.fields, inputs.checksum) if is_last else None
         self.is_in_flight = self.has_reached_agree = False
         self.is_ready_to_commit = False  # True once a sharded step has gathered everything
         self.request: Request | None = None
@@ -269,8 +270,9 @@ class BucketExchange:
             "failed": [float(self.error is not None)],
             "stamp": stamp,
         }
-        if self.inputs is not None:
-            fields |= {**self.inputs.fields, "settings": encode_bits(self.inputs.checksum, 16)}
+        if self._last_fields is not None:
+            others, checksum = self._last_fields
+            fields |= {**others, "settings": encode_bits(checksum, 16)}
         self.control = bucket.control = ControlFields(**fields)
 
     def _start(self, request: Request) -> None:

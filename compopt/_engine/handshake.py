@@ -29,7 +29,10 @@ from .decision import StepDecision
 from .optimizer_base import OptimizerBase
 from .session import Session
 
-VALUES = "checksum of its values"  # the name of a Fact
+VALUES = "checksum of its values"  # a name in a description
+
+# what must be equal on all ranks, by what it is of and its name: "group 0, lr"
+Description = dict[str, str]
 
 
 class Checksums(NamedTuple):
@@ -42,14 +45,6 @@ class Checksums(NamedTuple):
     is_backend_automatic: int  # not chosen by the user
     dense_time: int  # the result of a trial (when="auto"), in nanoseconds; 0 until it ends
     compressed_time: int
-
-
-class Fact(NamedTuple):
-    """A line of an optimizer's description."""
-
-    subject: str
-    name: str
-    value: str
 
 
 # Between steps
@@ -147,17 +142,20 @@ def warn_without_gradients(session: Session, step: int, consequence: str) -> Non
 # The facts and checksums that ranks compare
 
 
-def describe_optimizer(optimizer: OptimizerBase) -> list[Fact]:
-    """List everything that must be equal on all ranks.
+def describe_optimizer(optimizer: OptimizerBase) -> Description:
+    """Describe everything that must be equal on all ranks.
 
-    Facts that explain others come first: the class before its options, shapes before values.
+    What explains other differences comes first: the class before its options, shapes before values.
     """
-    session, facts = optimizer._session, []
+    session = optimizer._session
+    description: Description = {}
     for subject, values in optimizer.list_settings():
         plain = values if isinstance(values, dict) else {"": values}
-        facts += [Fact(subject, name, repr(value)) for name, value in sorted(plain.items())]
-    facts.append(Fact("", "check_replicas_every", repr(optimizer.check_replicas_every)))
-    names, layouts, checksums = [], [], []
+        for name, value in sorted(plain.items()):
+            description[f"{subject}, {name}" if name else subject] = repr(value)
+    description["check_replicas_every"] = repr(optimizer.check_replicas_every)
+    layouts: Description = {}
+    checksums: Description = {}
     located = {
         p: (name, is_compressed)
         for bucket in [*session.buckets, *session.frozen_buckets]
@@ -168,17 +166,17 @@ def describe_optimizer(optimizer: OptimizerBase) -> list[Fact]:
     params = (p for group in session.option_groups for p in group["params"])
     for i, p in enumerate(params):
         name, is_compressed = located[p]
-        names.append(Fact(f"parameter {i}", "", name))
+        description[f"parameter {i}"] = name
         layout = dict(
             shape=tuple(p.shape),
             dtype=p.dtype,
             requires_grad=p.requires_grad,
             compress=is_compressed,
         )
-        layouts += [Fact(name, what, str(value)) for what, value in layout.items()]
+        layouts |= {f"{name}, {what}": str(value) for what, value in layout.items()}
         if optimizer.has_equal_replicas:
-            checksums.append(Fact(name, VALUES, str(_checksum(to_local(p.detach())))))
-    return facts + names + layouts + checksums
+            checksums[f"{name}, {VALUES}"] = str(_checksum(to_local(p.detach())))
+    return description | layouts | checksums
 
 
 def checksum_text(text: object) -> int:
@@ -216,30 +214,29 @@ def _checksum_gradients(session: Session) -> int:
 def raise_mismatch(optimizer: OptimizerBase, comm: Communicator) -> CollectiveGenerator[NoReturn]:
     """Gather the descriptions, and raise a ValueError that names the first difference."""
     device = optimizer._session.device
-    gathered = yield from gather_json(describe_optimizer(optimizer), device, comm)
-    descriptions = [[Fact(*fact) for fact in facts] for facts in gathered]
-    for rank, facts in enumerate(descriptions):
-        if message := _explain_difference(descriptions[0], facts, rank):
-            raise ValueError(f"ranks differ, and nothing was applied. {message}")
+    first, *others = yield from gather_json(describe_optimizer(optimizer), device, comm)
+    for rank, other in enumerate(others, start=1):
+        different = [key for key in first | other if first.get(key) != other.get(key)]
+        if different:
+            steps = [key for key in different if key.endswith(", step")]
+            what = (steps or different)[0]
+            a, b = first.get(what, "nothing"), other.get(what, "nothing")
+            raise ValueError(
+                f"ranks differ, and nothing was applied. {_explain_difference(what, a, b, rank)}"
+            )
     raise ValueError(
         "ranks differed in an option of their parameter groups at this step, and nothing was "
         "applied. They are equal by now: change options on all ranks before the same step."
     )
 
 
-def _explain_difference(first: list[Fact], other: list[Fact], rank: int) -> str:
-    """Name the first difference between rank 0 and ``rank``; empty if they agree."""
-    values, others = ({fact[:2]: fact.value for fact in facts} for facts in (first, other))
-    different = [key for key in values | others if values.get(key) != others.get(key)]
-    if not different:
-        return ""
-    steps = [key for key in different if key[1] == "step"]
-    subject, name = (steps or different)[0]
-    a, b = (known.get((subject, name), "nothing") for known in (values, others))
-    if steps:
+def _explain_difference(what: str, first: str, other: str, rank: int) -> str:
+    """Say in what rank 0 and ``rank`` differ, and what to do."""
+    subject, _, name = what.rpartition(", ")
+    if name == "step":
         return (
-            f"Rank 0 has taken {a} steps, rank {rank} has taken {b} ({subject}): call step() "
-            "equally often on all ranks, and load the same checkpoint on all of them."
+            f"Rank 0 has taken {first} steps, rank {rank} has taken {other} ({subject}): call "
+            "step() equally often on all ranks, and load the same checkpoint on all of them."
         )
     advice = "Make them equal."
     if name == VALUES:
@@ -247,10 +244,9 @@ def _explain_difference(first: list[Fact], other: list[Fact], rank: int) -> str:
             "Start all ranks from the same weights: load the same checkpoint, or pass the "
             "parameters of DistributedDataParallel, which broadcasts rank 0's."
         )
-    elif name in ("", "shape", "dtype"):
+    elif not subject or name in ("shape", "dtype"):
         advice = "Build the same model and the same optimizer on all ranks."
-    what = ", ".join(filter(None, [subject, name]))
-    return f"{what}: rank 0 has {a}, rank {rank} has {b}. {advice}"
+    return f"{what}: rank 0 has {first}, rank {rank} has {other}. {advice}"
 
 
 def raise_failure(

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Container, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -248,8 +249,8 @@ class CompressedOptimizer(OptimizerBase):
     def list_settings(self) -> list[Setting]:
         snapshot, compared = self._session.options, self._compared_groups
         snapshot.refresh(compared)
-        groups = [group for _, groups, _ in compared for group in groups]
         options: list[Setting] = []
+        groups = chain.from_iterable(map(itemgetter(1), compared))
         for seen, group in zip(snapshot.groups, groups, strict=True):
             steps = {"step": group["step"]} if "step" in group else {}
             running = {**seen.rates, **steps} if self._is_in_step else {}
@@ -267,8 +268,7 @@ class CompressedOptimizer(OptimizerBase):
             snapshot.checksum = zlib.crc32(repr([*self._settings(), *fixed]).encode())
         running: list[object] = [*self._running_settings()]
         if self._is_in_step:
-            steps = [group["step"] for group in self._option_groups]
-            running += [steps, *[seen.rates for seen in snapshot.groups]]
+            running += [*map(itemgetter("step"), self._session.option_groups), snapshot.rates]
         return zlib.crc32(repr(running).encode(), snapshot.checksum)
 
     def check_changed_options(self) -> None:
@@ -278,10 +278,14 @@ class CompressedOptimizer(OptimizerBase):
             return
         self.read_options()
         snapshot.refresh(self._compared_groups)
-        for number, group in enumerate(self._option_groups):
-            if number in snapshot.unchecked:
-                self.check_group({**group, **absolute_rates(group), "params": []})
+        self.check_groups(snapshot.unchecked)
         snapshot.unchecked.clear()
+
+    def check_groups(self, numbers: Container[int]) -> None:
+        """Check the options of the groups of these numbers."""
+        for number, group in enumerate(self._option_groups):
+            if number in numbers:
+                self.check_group({**group, **absolute_rates(group), "params": []})
 
     def lay_out_changed_state(self) -> None:
         session = self._session
@@ -326,8 +330,9 @@ class CompressedOptimizer(OptimizerBase):
         """Lay out state anew if ``param_groups`` hold other parameters by now: Accelerate puts
         FSDP2's shards in their place, and torch's optimizers step what is appended to a group.
         """
-        groups = self.param_groups[: len(self._option_groups)]  # more: new ones of a base
-        params = chain.from_iterable([group["params"] for group in groups])
+        # more groups: new ones of a base
+        groups = self.param_groups[: len(self._option_groups)]
+        params = chain.from_iterable(map(itemgetter("params"), groups))
         if self._session.parameters != set(params):
             self._replace_parameters()
             for on_construction in construction_callbacks:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from numbers import Integral, Real
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -254,16 +255,16 @@ class GroupSnapshot:
     def update(self, values: list[object]) -> bool:
         """Note new values. Returns True if a fixed option has changed."""
         is_changed = False
-        for name, value, old in zip(self.names, values, self.values, strict=True):
-            if value is old:
+        for i, (name, value) in enumerate(zip(self.names, values, strict=True)):
+            if value is self.values[i]:
                 continue
+            # no value is this object: what may change in place is compared anew every time
+            self.values[i] = value if is_immutable(value) else self
             plain = to_plain(value)
             if name in RATES:
                 self.rates[name] = plain
             elif repr(self.fixed.get(name, self)) != repr(plain):
                 self.fixed[name], is_changed = plain, True
-        # no value is this object: what may change in place is compared anew every time
-        self.values = [value if is_immutable(value) else self for value in values]
         return is_changed
 
 
@@ -278,11 +279,12 @@ class OptionSnapshot:
         # the options that decide what is sent, and so the lengths of messages
         self.message_options = ""
         self.checksum: int | None = None  # of all settings but rates; None: not known
+        self.rates: list[dict[str, object]] = []  # of each group
         self._entries: list[tuple[str, ...]] = []
 
     def refresh(self, compared: Sequence[ComparedGroups]) -> None:
         """Read the options again. ``compared`` begins with the groups that the class checks."""
-        groups = [group for _, groups, _ in compared for group in groups]
+        groups = [*chain.from_iterable(map(itemgetter(1), compared))]
         if (entries := [*map(tuple, groups)]) != self._entries:
             self._entries, self.unchecked = entries, set()
             self.groups = [
@@ -290,6 +292,7 @@ class OptionSnapshot:
                 for name, groups, known in compared
                 for number, group in enumerate(groups)
             ]
+            self.rates = [seen.rates for seen in self.groups]
         is_changed = False
         for number, (seen, group) in enumerate(zip(self.groups, groups, strict=True)):
             values = [*map(group.__getitem__, seen.names)]

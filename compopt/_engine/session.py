@@ -179,9 +179,10 @@ class Session:
 
     def has_foreign_state(self, state: Mapping[Tensor, Any]) -> bool:
         """Return True if the optimizer's ``state`` was replaced: it does not show the buckets."""
-        return not all(
-            all(map(is_, map(state.get, bucket.params), bucket.entries)) for bucket in self.buckets
-        )
+        for bucket in self.buckets:
+            if not all(map(is_, map(state.get, bucket.params), bucket.entries)):
+                return True
+        return False
 
     def claim_first(self, key: str) -> bool:
         """Return True at the first call with ``key``."""

@@ -48,7 +48,7 @@ def exchange_and_commit(optimizer: OptimizerBase) -> CollectiveGenerator[None]:
     try:
         check_can_step(session)
         comm = session.connect_ranks(optimizer)  # first: state may have to be resharded
-        if optimizer.is_joining:
+        if optimizer._join_config is not None:
             yield from copy_options_from_ranks_with_data(optimizer)
         step = Step(optimizer, comm, session.steps + 1)
         decision = yield from step.exchange()
@@ -413,7 +413,8 @@ class Step:
         trial = None if session.is_single_process else session.trial
         if trial and trial.time_step(decision.phase_of, applied, session.device):
             session.unverify()  # ranks compare their times in the next step's handshake
-        session.count_skips(applied, self.optimizer.max_skipped)
+        if not applied or session.consecutive_skips:
+            session.count_skips(applied, self.optimizer.max_skipped)
 
     def _show_first_line(self) -> None:
         """Show on rank 0 what is compressed, if the class compresses."""

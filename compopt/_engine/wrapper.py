@@ -126,8 +126,8 @@ class Wrapper(CompressedOptimizer):
         super().check_changed_options()
 
     def add_groups_of_base(self) -> None:
-        """Add the wrapper's options for new groups of the base."""
-        if groups := self.param_groups[len(self._wrapper_groups) :]:
+        """Add the wrapper's options for groups that were added to the base."""
+        if groups := self.base.param_groups[len(self._wrapper_groups) :]:
             check_disjoint(list_members(self.base))
             added = [self._options_for(group) for group in groups]
             self._wrapper_groups += added

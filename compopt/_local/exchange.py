@@ -269,7 +269,6 @@ def _communicate(
     """
     source, comm, device = optimizer._session, step.comm, step.session.device
     grads = [to_local(t.anchor.grad) for t in anchors.tensors if t.anchor.grad is not None]
-    optimizer.read_options()
     source.options.refresh(optimizer._compared_groups)
     numbers = [anchors.applied_exchanges, optimizer.checksum_settings(), *contribution]
     sent = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(device)

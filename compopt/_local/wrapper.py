@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import partial
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any, Literal
 
 import torch
@@ -61,7 +63,7 @@ class AnchoredWrapper(Wrapper):
 
     @property
     def _params(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
+        return [*chain.from_iterable(map(itemgetter("params"), self.base.param_groups))]
 
     @property
     def _anchors(self) -> Anchors | None:
@@ -79,7 +81,8 @@ class AnchoredWrapper(Wrapper):
         session.connect_ranks(self)
         self.lay_out_new_parameters()
         self.add_groups_of_base()
-        has_residual = any(bucket.flat["residual"].numel() for bucket in session.buckets)
+        residuals = [bucket.flat["residual"] for bucket in session.buckets]
+        has_residual = any(map(Tensor.numel, residuals))
         if has_residual or session.has_foreign_state(self.state):
             session.rebuild_buckets(self)
 
@@ -139,7 +142,7 @@ class AnchoredWrapper(Wrapper):
             self._resume_rounds(None)
 
     def _check_own_params(self) -> None:
-        if self._anchors is not None and self._anchors.are_in_params:
+        if self._sync is not None and self._sync.anchors.are_in_params:
             raise RuntimeError(
                 "the model shows anchors, not this rank's parameters: leave use_anchors() first."
             )
@@ -153,14 +156,14 @@ class AnchoredWrapper(Wrapper):
         """
         sync = self._sync
         return sync is not None and (
-            sync.in_flight is not None or any(t.has_moved for t in sync.anchors.tensors)
+            sync.in_flight is not None or any(map(attrgetter("has_moved"), sync.anchors.tensors))
         )
 
     def _note_open_round(self) -> None:
         if self._sync is not None:
             step = self._options["step"]
             self._open_round = self._open_round or OpenRound(self, step - 1)
-            self._open_round.update(self.round_is_open, step, self.comm)
+            self._open_round.update(self.round_is_open, step, self._session.comm)
 
     # Other ranks
 
