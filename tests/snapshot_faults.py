@@ -43,6 +43,13 @@ class Position:
         self.taken = state["taken"]
 
 
+def state_of(snapshots: Snapshots) -> bytes:
+    """Return a rank's state, as a snapshot would hold it."""
+    parts: list[bytes] = []
+    pack(snapshots._read_state()).write(lambda part: parts.append(bytes(part)))
+    return b"".join(parts)
+
+
 class Fleet:
     """Ranks with snapshots, in one folder or in one for each rank."""
 
@@ -74,13 +81,7 @@ class Fleet:
         return step, [str(warning.message) for warning in told]
 
     def states(self) -> list[bytes]:
-        """Return every rank's state, as a snapshot would hold it."""
-        states = []
-        for one in self.snapshots:
-            parts: list[bytes] = []
-            pack(one._read_state()).write(lambda part, to=parts: to.append(bytes(part)))
-            states.append(b"".join(parts))
-        return states
+        return [state_of(one) for one in self.snapshots]
 
     def checksums(self) -> list[str]:
         """Return a checksum of what ranks have in common, of each rank; shards are gathered."""
@@ -178,36 +179,49 @@ def remove(path: Path, rng: random.Random) -> None:
 DAMAGES = [flip, zero, garbage, truncate, append, swap, remove]
 
 
+def damage_files(folder: Path, rng: random.Random) -> str:
+    """Damage one to four files or folders of snapshots, and return how."""
+    done = []
+    for _ in range(rng.choice([1, 1, 1, 2, 4])):
+        files = [path for name in (STATE, MANIFEST) for path in sorted(folder.rglob(name))]
+        kind, path = rng.choice(DAMAGES), rng.choice(files)
+        if path.stat().st_size:
+            kind(path, rng)
+            done.append(f"{kind.__name__} {path.relative_to(folder)}")
+    return ", ".join(done)
+
+
 def damage(saved: Saved, rng: random.Random) -> str:
-    """Damage a copy of what was saved, in one to four places, and resume from it. Return what was done and seen.
+    """Damage a copy of what was saved, and resume from it. Return what was done and seen.
 
     Raises AssertionError if the damage was not noticed.
     """
     with tempfile.TemporaryDirectory() as copy:
         folder = Path(copy) / "saved"
         shutil.copytree(saved.folder, folder)
-        done = []
-        for _ in range(rng.choice([1, 1, 1, 2, 4])):
-            files = [path for name in (STATE, MANIFEST) for path in sorted(folder.rglob(name))]
-            if not files:
-                break
-            kind, path = rng.choice(DAMAGES), rng.choice(files)
-            if path.stat().st_size:
-                kind(path, rng)
-            done.append(f"{kind.__name__} {path.relative_to(folder)}")
+        done = damage_files(folder, rng)
         step, told = saved.resume_from(folder)
-        what = f"{', '.join(done)}: step {step}, told {told}"
-        whole = [s for s in SAVES if intact_replicas(saved, folder, s) == saved.size]
-        partial = [s for s in SAVES if intact_replicas(saved, folder, s)]
-        assert (LOST in told) == bool(partial and not whole), what
-        assert step == max(whole or partial, default=0) or (step == -1 and not partial), what
+        what = f"{done}: step {step}, told {told}"
+        check_step(saved.folder, folder, saved.size, step, LOST in told, what)
         return what
 
 
-def intact_replicas(saved: Saved, folder: Path, step: int) -> int:
+def check_step(source: Path, folder: Path, size: int, step: int, is_lost: bool, what: str) -> None:
+    """Raise AssertionError if another step than that of the newest intact snapshots in ``folder`` was resumed.
+
+    ``step``: -1 if the resume was refused. ``is_lost``: the parts of a rank were told to be.
+    """
+    counts = {step: intact_replicas(source, folder, step) for step in SAVES}
+    whole = [step for step, count in counts.items() if count == size]
+    partial = [step for step, count in counts.items() if count]
+    assert is_lost == bool(partial and not whole), what
+    assert step == max(whole or partial, default=0) or (step == -1 and not partial), what
+
+
+def intact_replicas(source: Path, folder: Path, step: int) -> int:
     """Return of how many replicas all files of one save are as they were written."""
-    places = [path.relative_to(saved.folder) for path in saved.folder.rglob(f"step-{step:08}-*/replica-*")]
-    return sum(read_files(folder / place) == read_files(saved.folder / place) for place in places)
+    places = [path.relative_to(source) for path in source.rglob(f"step-{step:08}-*/replica-*")]
+    return sum(read_files(folder / place) == read_files(source / place) for place in places)
 
 
 def read_files(folder: Path) -> dict[str, bytes]:

@@ -16,9 +16,14 @@ ELSEWHERE = {
     "_masks",
     "_selection",
     "_projections",
+    "_snapshot_files",  # what is wrong with a damaged file: quoted by a warning
+    "_snapshot_codec",
     "advise",
     "probe",
 }  # not what a user of an optimizer meets
+
+
+TELLS = ("warn", "warn_once", "post_note", "raise_told", "raise_problems")
 
 
 def texts(node: ast.AST) -> str:
@@ -35,7 +40,7 @@ def messages(path: Path) -> list[str]:
         if not isinstance(node, ast.Call) or not node.args:
             continue
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-        if node in raised or name in ("warn", "warn_once", "post_note") or name.endswith("Error"):
+        if node in raised or name in TELLS or name.endswith("Error"):
             results += [texts(arg) for arg in node.args[name == "warn_once" :]]  # its first is a key
     return [message for message in results if message]
 

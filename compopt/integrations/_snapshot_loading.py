@@ -121,9 +121,11 @@ class Resume:
 
     def _raise_if_refused(self) -> CollectiveGenerator[None]:
         """Raise on all ranks if any has complete snapshots, none of which can be used."""
-        told = [f"{self._folder / s.name}: {why}" for s, why in self._refused.items()]
-        what = f"no snapshot in {self._folder} can be loaded (move it away to begin anew)"
-        yield from self._meeting.raise_problems("; ".join(told), what)
+        told = "; ".join(f"{self._folder / s.name}: {why}" for s, why in self._refused.items())
+        yield from self._meeting.raise_problems(
+            told,
+            f"no snapshot in {self._folder} can be loaded (move it away to begin anew)",
+        )
 
     def _read_assigned(
         self, choice: Choice, seen: list[list[Snapshot]]
@@ -238,13 +240,13 @@ class Resume:
     def _put_in_place(self, choice: Choice, state: State) -> CollectiveGenerator[None]:
         """Load a state on all ranks, or on none."""
         meeting, problem, before = self._meeting, "", None
-        what = f"{choice} in {self._folder} cannot be loaded"
+        what = f"{choice} in {self._folder}"
         try:
             before = unpack(pack(self._read_present()))
             problem = explain_misfit(state, before)
         except Exception as error:
             problem = describe(error)
-        yield from meeting.raise_problems(problem, what)
+        yield from meeting.raise_problems(problem, f"{what} cannot be loaded")
         try:
             self._write(state)
         except Exception as error:
@@ -253,4 +255,4 @@ class Resume:
         if any(problems) and before is not None:
             with suppress(Exception):  # what failed in loading may fail again
                 self._write(before)
-        yield from meeting.raise_problems(problem, what)
+        yield from meeting.raise_problems(problem, f"{what} cannot be loaded")
