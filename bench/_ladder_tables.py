@@ -57,6 +57,7 @@ def _line(runs: Lines, size: str, row: str, seeds: dict, firsts: dict, others: d
         "tokens_per_parameter": first["tokens"],
         "steps": first["steps"],
         "ranks": first["ranks"],
+        "batch": f"{SIZES[size].batch} x {SIZES[size].context}",  # of a rank
         "loss": round(statistics.mean(losses.values()), 4),
         **ratios,
         "bytes_percent": round(100 * first["share"], 3),
