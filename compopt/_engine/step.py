@@ -92,6 +92,8 @@ def check_can_step(session: Session) -> None:
 class Step:
     """The running step, of all parameter groups or of some ``groups``."""
 
+    session: Session
+
     def __init__(
         self,
         optimizer: OptimizerBase,
@@ -454,7 +456,7 @@ def start_in_backward(optimizer: OptimizerBase, params: Iterable[torch.Tensor]) 
 
     ``params``: those whose gradients backward has just finished.
     """
-    session = optimizer._session
+    session: Session = optimizer._session
     comm = session.follow_default_group(optimizer)
     if (
         session.handshake is not Handshake.VERIFIED
