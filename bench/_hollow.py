@@ -38,8 +38,8 @@ from compopt._wire.collectives import Communicator
 
 DEVICE = torch.device("meta")
 
-# Operators over lists that change them in place. On the meta device torch runs them a tensor at a time, in Python; on an
-# accelerator each is one call.
+# Operators over lists that change them in place: one call on an accelerator, but on the meta device torch runs them a
+# tensor at a time, in Python.
 _IN_PLACE = ["add", "sub", "mul", "div", "copy", "zero", "neg", "lerp", "clamp_min", "addcmul", "addcdiv"]
 _LIBRARY = torch.library.Library("aten", "IMPL")
 for _name in _IN_PLACE:

@@ -120,10 +120,10 @@ class Wrapper(CompressedOptimizer):
         for options, group in zip(self._wrapper_groups, self.param_groups, strict=False):
             options.update(self._select_options(group))
 
-    def check_changed_options(self) -> None:
+    def check_groups(self, numbers: Container[int]) -> None:
         for group in self.param_groups:
             check_base_group(group)
-        super().check_changed_options()
+        super().check_groups(numbers)
 
     def add_groups_of_base(self) -> None:
         """Add the wrapper's options for groups that were added to the base."""
