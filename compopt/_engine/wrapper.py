@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import OrderedDict, defaultdict
+from collections.abc import Container
 from typing import Any
 
 import torch

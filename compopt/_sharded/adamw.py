@@ -100,8 +100,8 @@ class ShardedAdamW:
         outs = self.gathered[: sum(sizes)].split(sizes)
         if self.stepped:
             to = [outs[i] for i in self.stepped]
-            self.new = self._copy_state(to)
-            self.ops.adamw(bucket.group, self.new)
+            self.new = self._make_memory(to)
+            self.ops.compute_adamw(bucket.group, self._list_tensors(), self.new)
             if bucket.dtype != self.dtype:
                 torch._foreach_copy_(to, self.new.weights)
         if stay:
@@ -140,11 +140,13 @@ class ShardedAdamW:
         if elsewhere:
             torch._foreach_add_([state["step"][i] for i in elsewhere], 1)
         if self.stepped:
-            new = self.new.exp_avgs, self.new.exp_avg_sqs, self.new.steps, self.new.weights
-            # parameters without a master are gathered
-            names = ["exp_avg", "exp_avg_sq", "step", "master"][: 3 + ("master" in state)]
-            for name, values in zip(names, new, strict=False):
-                torch._foreach_copy_([state[name][i] for i in self.stepped], values)
+            torch._foreach_copy_([state["step"][i] for i in self.stepped], self.new.steps)
+            for name, memory in self.memory.items():
+                if memory.numel() == bucket.flat[name].numel():
+                    bucket.store_state(name, memory)
+                else:
+                    parts = memory.split([self.weights[i].numel() for i in self.stepped])
+                    torch._foreach_copy_([state[name][i] for i in self.stepped], list(parts))
         if self.codec is not None and self.stepped:
             sizes = self.shards.sizes(self.shards.rank)
             errors = self.gathered[: sum(sizes)].split(sizes)  # rounding errors, from ``encode``
@@ -161,22 +163,26 @@ class ShardedAdamW:
             if flat is not None and not p.is_contiguous():
                 p.copy_(flat.view(p.shape))
 
-    def _copy_state(self, to: list[Tensor]) -> AdamWTensors:
-        """Return copies of what this step updates, until the commit: weights in ``to``, if they
-        have its dtype, and everything else in memory of the bucket.
+    def _list_tensors(self) -> AdamWTensors:
+        """Return the tensors of the shards that are updated here."""
+        state = self.bucket.state
+        columns = (self.weights, self.grads, state["exp_avg"], state["exp_avg_sq"], state["step"])
+        return AdamWTensors(*([column[i] for i in self.stepped] for column in columns))
+
+    def _make_memory(self, to: list[Tensor]) -> AdamWTensors:
+        """Return memory for what this step updates, until the commit: for weights ``to``, or that
+        of masters.
         """
-        state, sizes = self.bucket.state, [len(x) for x in to]
-        copies = [to]
-        for name in ["new masters", "exp_avg", "exp_avg_sq"][to[0].dtype == self.dtype :]:
-            memory = self.bucket.get_memory(f"{name} to commit", sum(sizes), self.dtype)
-            copies.append(list(memory.split(sizes)))
-        *_, weights, exp_avgs, exp_avg_sqs = copies
-        columns = self.weights, state["exp_avg"], state["exp_avg_sq"]
-        for new, column in zip((weights, exp_avgs, exp_avg_sqs), columns, strict=True):
-            torch._foreach_copy_(new, [column[i] for i in self.stepped])
+        sizes, names = [len(x) for x in to], ["exp_avg", "exp_avg_sq"]
+        if "master" in self.bucket.state:  # parameters without one are gathered
+            names.append("master")
+        self.memory = {
+            name: self.bucket.get_memory(f"new {name}", sum(sizes), self.dtype) for name in names
+        }
+        exp_avgs, exp_avg_sqs, *masters = (list(x.split(sizes)) for x in self.memory.values())
+        steps = torch._foreach_add([self.bucket.state["step"][i] for i in self.stepped], 1)
         grads = [self.grads[i] for i in self.stepped]
-        steps = list(torch._foreach_add([state["step"][i] for i in self.stepped], 1))
-        return AdamWTensors(weights, grads, exp_avgs, exp_avg_sqs, steps)
+        return AdamWTensors([*masters, to][0], grads, exp_avgs, exp_avg_sqs, list(steps))
 
 
 # Quantized updates

@@ -221,11 +221,29 @@ class Bucket:
         """
         if self.sizes[name] == sizes:
             return self.state[name]
+        self.sizes[name] = sizes
+        self._use_storage(name, self.flat[name].new_empty(sum(sizes)))
+        return self.state[name]
+
+    def store_state(self, name: str, values: Tensor) -> None:
+        """Set a state to ``values``, from ``get_memory``, of which nothing is read any more.
+
+        On a CPU the two change places, which costs less than a copy.
+        """
+        flat = self.flat[name]
+        is_plain = name in self.layouts and all(x is not None for x in self.state[name])
+        if self.device.type == "cpu" and values.dtype == flat.dtype and is_plain:
+            self._memory.replace(values, flat)
+            self._use_storage(name, values)
+        else:
+            flat.copy_(values)
+
+    def _use_storage(self, name: str, flat: Tensor) -> None:
+        """Keep a state in this memory; the previous views remain readable."""
         layout = self.layouts[name]
         self.storage_version += 1
-        self.sizes[name] = sizes
-        self.flat[name] = self.flat[name].new_empty(sum(sizes))
-        views = torch.split(self.flat[name], sizes)
+        self.flat[name] = flat
+        views = torch.split(flat, self.sizes[name])
         infos = [self.get_tensor_info(i) for i in range(len(self.params))]
         self.state[name] = [
             view.view(layout.stored_shape(info, view))
@@ -233,7 +251,6 @@ class Bucket:
         ]
         for entry, view, info in zip(self.entries, self.state[name], infos, strict=False):
             entry[name] = layout.view_for_user(view, info)
-        return self.state[name]
 
     def set_step_counts(self, counts: Tensor) -> None:
         """Set the number of steps that each tensor has taken."""
@@ -376,19 +393,19 @@ class Bucket:
         """Make an empty payload with ``lengths[i]`` elements for tensor i, and these ``marks`` in
         its header, if any.
 
-        ``dtype`` is that on the network; None is that of the gradients. The next payload for this
-        ``use`` reuses the memory.
+        ``dtype`` is that on the network; None is that of the gradients. On a CPU the next payload
+        for this ``use`` reuses the memory.
         """
         dtype = self._resolve_dtype(dtype)
         size = len(self.params) + len(self.control) + sum(lengths)
         bits = quantized_bits(dtype)
         seed = (self.group["step"], self.index, use) if bits else None
         memory_dtype = self.compute_dtype if seed else float_dtype(dtype) or self.grad_dtype
-        message = self._memory.get_exact_size(f"message {use}", size, memory_dtype, self.device)
+        message = self.get_memory(f"message {use}", size, memory_dtype)
         rounding_errors = None
         if seed or self.is_rounded:
-            rounding_errors = self._memory.get_exact_size(
-                f"rounding_errors {use}", sum(lengths), self.compute_dtype, self.device
+            rounding_errors = self.get_memory(
+                f"rounding_errors {use}", sum(lengths), self.compute_dtype
             )
         fields = len(self.params), len(self.control)
         payload = Payload(
