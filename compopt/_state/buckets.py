@@ -11,6 +11,7 @@ their float32 master, which a step updates in their place.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -208,9 +209,9 @@ class Bucket:
         of the state, or a copy where it has been collected from other buckets.
         """
         views = [self.state[name][i] for i in indices]
-        first, last = views[0], views[-1]
-        distance = first.itemsize * first.numel() * (len(views) - 1)
-        if last.data_ptr() - first.data_ptr() != distance or not first.is_contiguous():
+        first, size = views[0], views[0].itemsize * views[0].numel()
+        distances = [b.data_ptr() - a.data_ptr() for a, b in pairwise(views)]
+        if any(distance != size for distance in distances) or not first.is_contiguous():
             return torch.stack(views)
         return first.as_strided((len(views), *first.shape), (first.numel(), *first.stride()))
 
@@ -562,14 +563,14 @@ def _join_by_bytes(pieces: list[UniformParams], sent: list[float]) -> list[Unifo
 
 def _sort_by_shape(run: UniformParams, compression_rule: CompressionRule) -> UniformParams:
     """Make neighbours of compressed tensors of one shape; the tensors that are not compressed
-    follow them.
+    follow them. Shapes are global: all ranks have the same order, though shards may be uneven.
     """
     group, params, names = run
     places: dict[torch.Size, int] = {}
     keys = []
     for p, name in zip(params, names, strict=True):
         compressed = compression_rule(p, group, name)
-        place = places.setdefault(to_local(p).shape, len(places)) if compressed else 0
+        place = places.setdefault(p.shape, len(places)) if compressed else 0
         keys.append((not compressed, place))
     order = sorted(range(len(params)), key=keys.__getitem__)
     return group, [params[i] for i in order], [names[i] for i in order]
