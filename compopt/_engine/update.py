@@ -60,12 +60,13 @@ class OwnUpdate:
         self, bucket: Bucket, indices: Sequence[int], averages: Sequence[Tensor | None]
     ) -> list[Tensor]:
         weights = [bucket.weight(i) for i in indices]
-        rows = list(zip(weights, averages, strict=True))
-        sizes = [0 if g is not None and g.dtype == w.dtype else w.numel() for w, g in rows]
+        pairs = list(zip(weights, averages, strict=True))
+        fits = [g is not None and g.dtype == w.dtype for w, g in pairs]
+        sizes = [0 if fit else w.numel() for w, fit in zip(weights, fits, strict=True)]
         new = self.ops.scratch(weights[0], sum(sizes)).split(sizes)
         return [
-            (part if n or g is None else g).view(w.shape)
-            for (w, g), n, part in zip(rows, sizes, new, strict=True)
+            (g if g is not None and fit else part).view(w.shape)
+            for (w, g), fit, part in zip(pairs, fits, new, strict=True)
         ]
 
     def memory_for_stack(self, bucket: Bucket, indices: range) -> Tensor:
