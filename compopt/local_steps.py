@@ -65,7 +65,7 @@ from ._engine.stats import Stats, show_line
 from ._engine.step import Step, check_can_step
 from ._engine.update import replace_gradients
 from ._local import rounds
-from ._local.anchors import MakeOuter, reset_moments, squared_norm_of_part
+from ._local.anchors import MakeOuter, reset_moments, squared_norm_of_part, write_params
 from ._local.exchange import FragmentSync, Outcome
 from ._local.wrapper import AnchoredWrapper
 from ._ops.norms import clip_factor, scale_all_
@@ -75,7 +75,7 @@ from ._state.tensors import to_local
 from ._wire.collectives import PendingCollective, ProcessGroup, get_rank
 from ._wire.payload import PayloadDtype
 from ._wire.requests import AllGather, CommunicationError, RequestGenerator
-from .average import average, outer_sgd
+from .average import average
 
 
 class LocalSteps(AnchoredWrapper):
@@ -135,7 +135,6 @@ class LocalSteps(AnchoredWrapper):
     """
 
     rank_local_state = ("residual",)
-    default_outer = staticmethod(outer_sgd)
     _samples: float | None = None  # the samples of the coming step
     _exchange_stats: dict[str, Any] = {}  # what ``stats`` report of the last exchange
 
@@ -192,6 +191,8 @@ class LocalSteps(AnchoredWrapper):
     def _settings(self) -> list[Setting]:
         running = {name: getattr(self._counts, name) for name in ("round", "begun", "mean_step")}
         settings = [*super()._settings(), ("running round", running)]
+        if self._sync is not None:
+            settings += self._sync.anchors.list_settings(self._sync.is_comparing)
         if self._options["round_seconds"] is None:
             return settings
         # ranks differ in steps, and in schedules by them
@@ -512,7 +513,7 @@ class LocalSteps(AnchoredWrapper):
     def add_to_stats(self, stats: Stats, decision: StepDecision) -> Stats:
         options, counts = self._options, self._counts
         if self._anchors is not None:
-            stats.residual_norm = weak_method(self._anchors.outer._session.residual_norm)
+            stats.residual_norm = weak_method(self._anchors.residual_norm)
         known = {field.name: getattr(stats, field.name) for field in fields(Stats)}
         in_round = max(0, options["step"] - max(counts.begun, options["warmup_steps"]))
         return rounds.LocalStats(
@@ -521,9 +522,9 @@ class LocalSteps(AnchoredWrapper):
 
     def _report(self, norm: float, is_applied: bool, is_step: bool = True) -> None:
         """Update ``stats`` after a step or the end of a round."""
-        session, anchors = self._session, self._anchors
+        session, sync = self._session, self._sync
         phase = "exchanged" if is_applied else "dense" if session.is_single_process else "local"
-        sent = 0 if anchors is None else anchors.take_bytes_sent()
+        sent = 0 if sync is None else sync.take_bytes_sent()
         non_finite = [] if math.isfinite(norm) else ["of this rank"]
         decision = StepDecision(norm=norm, phase_of={0: phase}, non_finite=non_finite)
         session.update_stats(decision, sent, is_step)
@@ -553,10 +554,12 @@ class LocalSteps(AnchoredWrapper):
                 weight = self._counts.weight / mean if mean else 1.0
             for t in sync.anchors.tensors:
                 if not bool(to_local(t.param.detach()).isfinite().all()):
-                    t.write_param()
+                    write_params([t])
                     reset_moments(self.base, [t])
                 yield from average_state(t.param.detach(), session.device, session.comm, weight)
         if sync is not None:
-            yield from sync.anchors.outer.consolidate_as_generator()
+            for bucket in sync.anchors.buckets:
+                yield from average_state(bucket.flat["residual"], session.device, session.comm)
+                bucket.cache.pop("has_residual", None)
             yield from average_base(self.base, session.buckets, session.comm)
         yield from super().consolidate_as_generator()

@@ -70,7 +70,7 @@ def verify_peers(
     local_checksums = Checksums(
         description=_checksum_text(describe_optimizer(session)),
         gradients=0 if has_problem else _checksum_gradients(session),
-        masks=_checksum_text([_checksum(flat) for flat in masks]),
+        masks=_checksum_text([checksum_values(flat) for flat in masks]),
         backend=_checksum_text(session.ops.name),
         is_backend_automatic=session.ops.automatic,
         dense_time=dense_time,
@@ -176,7 +176,7 @@ def describe_optimizer(session: Session) -> list[Fact]:
         )
         layouts += [Fact(name, what, str(value)) for what, value in layout.items()]
         if session.optimizer.has_equal_replicas:
-            checksums.append(Fact(name, VALUES, str(_checksum(to_local(p.detach())))))
+            checksums.append(Fact(name, VALUES, str(checksum_values(to_local(p.detach())))))
     return facts + names + layouts + checksums
 
 
@@ -184,7 +184,7 @@ def _checksum_text(text: object) -> int:
     return zlib.crc32(str(text).encode())
 
 
-def _checksum(tensor: Tensor) -> int:
+def checksum_values(tensor: Tensor) -> int:
     """Compute a number that is equal for tensors with equal bits."""
     # the strides of a tensor of one element or none may be anything
     flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
@@ -205,7 +205,7 @@ def _checksum_gradients(session: Session) -> int:
     for p in chain.from_iterable(bucket.params for bucket in session.buckets):
         g = None if p.grad is None else to_local(p.grad)
         counts = g is not None and bool(g.any()) and bool(g.isfinite().all())
-        sums.append(_checksum(g) or 1 if counts and g is not None else 0)
+        sums.append(checksum_values(g) or 1 if counts and g is not None else 0)
     return _checksum_text(sums) + 1 if any(sums) else 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -14,7 +14,6 @@ from .._engine.checkpoint import check_groups, warn_of_missing_state
 from .._engine.collective_generators import CollectiveGenerator
 from .._engine.decision import StepDecision
 from .._engine.handshake import gather_json
-from .._engine.optimizer import CompressedOptimizer
 from .._engine.options import Group
 from .._engine.resharding import catch_up, warn_of_lost_residuals
 from .._engine.session import weak_method
@@ -22,7 +21,7 @@ from .._engine.wrapper import Wrapper
 from .._state.tensors import HOST
 from .._wire.collectives import Communicator, PendingCollective, ProcessGroup
 from .._wire.requests import CommunicationError
-from .anchors import Anchors, MakeOuter, assign_to_fragments
+from .anchors import Anchors, MakeOuter, assign_to_fragments, make_sgd
 from .checkpoint import Entry, SavedRounds, read_rounds, save_rounds, split_rounds
 from .exchange import FragmentSync
 from .rounds import OpenRound, RoundCounts
@@ -33,10 +32,9 @@ class AnchoredWrapper(Wrapper):
     with their exchange (``_sync``), and the counts of rounds. The subclass, ``LocalSteps``, takes
     the steps, and calls ``_sync`` to exchange fragments; only this class replaces it.
 
-    ``make_outer``: makes the outer optimizer; None: ``default_outer``.
+    ``make_outer``: makes the outer optimizer; None: SGD with Nesterov's momentum.
     """
 
-    default_outer: Callable[[Group, list[Tensor]], CompressedOptimizer]
     _sync: FragmentSync | None = None  # made in the first local step, if there are other ranks
     _open_round: OpenRound | None = None
 
@@ -98,7 +96,7 @@ class AnchoredWrapper(Wrapper):
         if self._sync is None:
             counts.begun = options["step"] + 1  # a round begins after this step
         else:
-            self._sync.anchors.connect_outer(session, is_delayed=options["delay"] > 0)
+            self._sync.connect(is_delayed=options["delay"] > 0)
 
     def _make_sync(self, options: Group, fragments: list[int] | None = None) -> FragmentSync | None:
         """Make anchors in these ``fragments``, by default in those of a new run; None if nothing is
@@ -108,9 +106,8 @@ class AnchoredWrapper(Wrapper):
             fragments = assign_to_fragments(self.param_groups, options["fragments"])
         if set(fragments) <= {-1}:
             return None
-        make_outer = self._make_outer or partial(self.default_outer, options)
-        count, on_host = options["fragments"], self.offload == "outer"
-        anchors = Anchors(self._params, fragments, count, make_outer, on_host)
+        make_outer, on_host = self._make_outer or partial(make_sgd, options), bool(self.offload)
+        anchors = Anchors(self._params, fragments, options, make_outer, self.ops, on_host)
         return FragmentSync(self._session, anchors)
 
     def _drop_anchors(self) -> None:
@@ -133,7 +130,7 @@ class AnchoredWrapper(Wrapper):
         """
         if self._anchors is None or self.round_is_open:
             return
-        if any(bool(t.pseudo_gradient().any()) for t in self._anchors.tensors):
+        if self._anchors.differ_from_params():
             self._resume_rounds(None)
 
     def _check_own_params(self) -> None:
@@ -141,6 +138,11 @@ class AnchoredWrapper(Wrapper):
             raise RuntimeError(
                 "the model shows anchors, not this rank's parameters: leave use_anchors() first."
             )
+
+    def on_fallback(self) -> None:
+        super().on_fallback()
+        if self._anchors is not None:
+            self._anchors.use_pytorch(self.ops)
 
     # Rounds
 
@@ -168,12 +170,6 @@ class AnchoredWrapper(Wrapper):
     ) -> Generator[PendingCollective, None, None]:
         session = self._session
         self._check_own_params()
-        if self._anchors is not None and self._anchors.outer.sharded:
-            raise ValueError(
-                f"rebind of {session.name} cannot go on from an outer optimizer with sharded state "
-                f"({self._anchors.outer._session.name}): load a consolidated checkpoint on all "
-                "ranks instead."
-            )
         before = session.begin_rebind()
         if self._sync is not None:
             self._sync.cancel()
@@ -188,20 +184,19 @@ class AnchoredWrapper(Wrapper):
                 if is_new and self._sync is not None:
                     self._sync.due = due
                 self._ensure_anchors()
-                if self._anchors is not None and (yield from self._anchors.catch_up(is_new)):
+                anchors = self._anchors
+                if anchors is not None and (yield from anchors.catch_up(session, is_new)):
                     self._counts.weight = 0.0
             except BaseException:
                 if is_new:  # the next rebind() finds this rank as new as it is
                     self._sync = None
-                elif self._anchors is not None:
-                    session.corrupt = session.corrupt or self._anchors.outer._session.corrupt
                 raise
         else:
             yield from catch_up(session, session.comm)
-        driver = session if self._anchors is None else self._anchors.outer._session
-        session.stats.residual_norm = weak_method(driver.residual_norm)
+        residual_norm = (self._anchors or session).residual_norm
+        session.stats.residual_norm = weak_method(residual_norm)
         session.end_rebind()
-        warn_of_lost_residuals(session, before, session.comm.size, driver.residual_norm)
+        warn_of_lost_residuals(session, before, session.comm.size, residual_norm)
 
     def _adopt_counts(self) -> CollectiveGenerator[tuple[list[int], frozenset[int]]]:
         """Adopt the counts of the rank that is furthest, of those with anchors. Returns the
@@ -255,8 +250,7 @@ class AnchoredWrapper(Wrapper):
         for place, entry in enumerate(self._save_rounds()):
             if entry is not None:
                 saved["state"].setdefault(place, {})["outer"] = entry
-        outer = [] if self._anchors is None else [self._anchors.outer._session]
-        warn_of_missing_state(self._session, outer)
+        warn_of_missing_state(self._session, self._anchors.buckets if self._anchors else ())
         return saved
 
     def _save_rounds(self) -> list[Entry | None]:
@@ -322,7 +316,7 @@ class AnchoredWrapper(Wrapper):
             if self._session.is_single_process and self._session.group is not None:
                 return saved
             if (sync := self._make_sync(options, saved.fragments)) is not None:
-                sync.anchors.connect_outer(self._session, is_delayed=options["delay"] > 0)
+                sync.connect(is_delayed=options["delay"] > 0)
                 saved.load_into(sync, options.get("residuals", "mean"))
             return saved
         except CommunicationError:
