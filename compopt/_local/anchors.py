@@ -227,7 +227,7 @@ class Anchors:
         """
         group: Group = {"payload_dtype": self._payload_dtype, "step": 0}
         added: dict[int, Anchored] = {}
-        for run in cut_uniform_runs(params):
+        for run in cut_uniform_runs(reversed(params)):  # as buckets of gradients have them
             flat, parts = copy_wide(run, self._on_host)
             pairs = zip(run, parts, strict=True)
             anchors = [nn.Parameter(distribute_like(p.detach(), part)) for p, part in pairs]
