@@ -493,14 +493,12 @@ def assign_to_fragments(groups: list[Group], fragments: int) -> list[int]:
     return assigned
 
 
-def make_sgd(options: Group, anchors: list[Tensor]) -> torch.optim.SGD:
+def make_sgd(options: Group, fused: bool, anchors: list[Tensor]) -> torch.optim.SGD:
     """Make DiLoCo's outer optimizer: SGD with Nesterov's momentum. Its options are ``outer_lr`` and
     ``outer_momentum``.
     """
-    momentum = options["outer_momentum"]
-    is_fused = not any(hasattr(anchor, "device_mesh") for anchor in anchors)
-    rest = {"fused": True} if is_fused else {"foreach": True}
-    return torch.optim.SGD(anchors, options["outer_lr"], momentum, nesterov=momentum > 0, **rest)
+    lr, momentum = options["outer_lr"], options["outer_momentum"]
+    return torch.optim.SGD(anchors, lr, momentum, nesterov=momentum > 0, fused=fused or None)
 
 
 def check_outer(outer: object, anchors: list[Tensor]) -> None:

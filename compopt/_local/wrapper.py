@@ -106,8 +106,10 @@ class AnchoredWrapper(Wrapper):
             fragments = assign_to_fragments(self.param_groups, options["fragments"])
         if set(fragments) <= {-1}:
             return None
-        make_outer, on_host = self._make_outer or partial(make_sgd, options), bool(self.offload)
-        anchors = Anchors(self._params, fragments, options, make_outer, self.ops, on_host)
+        params, on_host = self._params, self.offload == "outer"
+        are_plain = not any(hasattr(p, "device_mesh") for p in params)  # SGD fuses no DTensors
+        make_outer = self._make_outer or partial(make_sgd, options, are_plain)
+        anchors = Anchors(params, fragments, options, make_outer, self.ops, on_host)
         return FragmentSync(self._session, anchors)
 
     def _drop_anchors(self) -> None:
