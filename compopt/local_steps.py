@@ -410,6 +410,7 @@ class LocalSteps(AnchoredWrapper):
         if sync is None:
             return
         self._session.follow_default_group()
+        sync.connect(is_delayed=self._options["delay"] > 0)
         step, is_applied = self._options["step"], False
         in_round = step - counts.begun
         if sync.in_flight is not None:

@@ -154,6 +154,9 @@ class FragmentSync:
         session = self.session
         if self._connection is session.comm:
             return
+        # before new groups are made: torch names them by the number of those that there are
+        self._connection, self.shards = None, []
+        vars(self).pop("comm", None)
         comm, shards = session.comm, session.shard_communicators
         if is_delayed:
             comm, shards = comm.with_own_group(), [one.with_own_group() for one in shards]
