@@ -7,7 +7,7 @@ round has H steps::
     1  inner.step()                                     # every step, on the rank's own gradients
     at step p * H // P of a round (p = 0: at its last), prepare_sync
     2  d_k <- a_p - w_k                                 # the pseudo-gradient
-    3  d <- mean over ranks of d_k                      # as the outer optimizer averages gradients
+    3  d <- mean over ranks of d_k + e_k, rounded;  e_k <- d_k + e_k less what was sent
     ``delay`` steps later, on all ranks or on none, perform_sync
     4  a_p <- the outer optimizer steps a_p by d        # v <- mu v + d;  a_p <- a_p - lr (d + mu v)
     5  w_k <- a_p + what the rank moved since line 2
@@ -18,9 +18,10 @@ In the first ``warmup_steps`` all gradients are averaged, as ``Average(inner)`` 
 Where rounds end by time, or ranks are ``weighted``, line 3 is a mean weighted by the steps or
 samples that ranks took in the round.
 
-There is one outer optimizer; anchors are its parameters, fragments its groups. An exchange is one
-step of the outer optimizer on the fragments that are due. It has two halves: up to the decision of
-all ranks, and the commit. ``FragmentSync`` in ``_local/exchange.py`` does lines 2 to 5.
+There is one outer optimizer, of torch; anchors are its parameters, fragments its groups. An
+exchange has two halves: up to the decision of all ranks, and the commit. ``FragmentSync`` in
+``_local/exchange.py`` does lines 2 to 5, on tensors that ``AnchorBucket`` in ``_local/anchors.py``
+keeps next to each other.
 
 Differences from the papers: Streaming DiLoCo discards a part of what a rank moved during an
 exchange; here all of it is kept (line 5). And d_k is taken from where the rank began: for bfloat16
@@ -98,12 +99,11 @@ class LocalSteps(AnchoredWrapper):
         weighted: weight ranks by the steps each took since the last average (skipped ones not
             counted), or by the ``samples`` passed to ``step()``. Always on with
             ``round_seconds``. Default: equal weights.
-        outer: a function of a list of anchors, which returns an optimizer of this package over
-            them; it steps them on pseudo-gradients. Further fragments become groups of it. None:
-            ``Average`` around ``torch.optim.SGD`` with Nesterov's momentum, by ``payload_dtype``,
-            ``outer_lr`` and ``outer_momentum``.
-        payload_dtype: dtype on the wire, also for gradients in the averaged start; as in
-            :class:`Average`.
+        outer: a function of a list of anchors, which returns a torch optimizer over them; it steps
+            them on averaged pseudo-gradients. Further fragments become groups of it. None:
+            ``torch.optim.SGD`` with Nesterov's momentum, ``outer_lr`` and ``outer_momentum``.
+        payload_dtype: dtype on the wire, of pseudo-gradients, and of gradients in the averaged
+            start; as in :class:`Average`.
         outer_lr, outer_momentum: the rates of the default ``outer`` after a round of ``every``
             steps. With 1 and 0 ranks average parameters. A momentum of None is 0.9, or 0.6 if the
             inner optimizer contains a Muon.
