@@ -241,18 +241,19 @@ class LocalSteps(AnchoredWrapper):
                 yield from copy_options_from_ranks_with_data(session)
                 yield from Step(session, session.comm, session.steps + 1).verify_peers()
             self._ensure_anchors()
+            options, params = self._options, self._params
             if (sync := self._sync) is not None:
-                # new anchors rebuild the outer optimizer's buckets: apply a running exchange before
-                if sync.in_flight is not None and sync.anchors.list_new(self._params):
+                # a parameter gets its anchor before it moves, and between two exchanges
+                if sync.in_flight is not None and sync.anchors.list_new(params):
                     with self._explain_failed_exchange():
                         is_applied = (yield from self._perform_and_report(sync)).is_applied
-                sync.anchors.note_training(self._params)
-                if self._options["round_seconds"] is not None:
+                sync.anchors.note_training(params)
+                if options["round_seconds"] is not None:
                     self._counts.read_clock()
-            norm = yield from self._step_inner()  # line 1
+            norm = yield from self._step_inner(params, options)  # line 1
             try:
                 with self._explain_failed_exchange():
-                    is_applied |= yield from self._synchronize()
+                    is_applied |= yield from self._synchronize(options)
             finally:
                 session.has_local_gradients = False
                 self._note_open_round()
@@ -276,12 +277,12 @@ class LocalSteps(AnchoredWrapper):
 
     # Exchanges
 
-    def _synchronize(self) -> CollectiveGenerator[bool]:
+    def _synchronize(self, options: Group) -> CollectiveGenerator[bool]:
         """Apply the exchange whose delay has ended, and begin the one that is due after this step.
 
         Returns whether an exchange was applied.
         """
-        options, counts, sync, is_applied = self._options, self._counts, self._sync, False
+        counts, sync, is_applied = self._counts, self._sync, False
         if sync is None:
             return False
         step, count, fragments = options["step"], options["fragments"], sync.anchors.fragments
@@ -330,7 +331,7 @@ class LocalSteps(AnchoredWrapper):
 
     # Line 1: a rank's own step
 
-    def _step_inner(self) -> CollectiveGenerator[float]:
+    def _step_inner(self, params: list[Tensor], options: Group) -> CollectiveGenerator[float]:
         """Step the inner optimizer, unless a gradient of this rank, or of another shard of its
         replica, is not finite, and count the step. Signals are handled afterwards.
 
@@ -339,11 +340,11 @@ class LocalSteps(AnchoredWrapper):
         session = self._session
         check_gradients(session)
         scale = unscale_gradients(session)
-        grads = {
-            p: to_local(p.grad) for p in self._params if p.requires_grad and p.grad is not None
-        }
+        grads = {p: p.grad for p in params if p.requires_grad and p.grad is not None}
+        if any([bucket.is_dtensor for bucket in session.buckets]):
+            grads = {p: to_local(g) for p, g in grads.items()}
         if not grads and session.comm.size > 1 and session.trainable and session.has_data:
-            step = self._options["step"] + 1
+            step = options["step"] + 1
             warn_without_gradients(session, step, "adds nothing to the average of its round")
         try:
             norm = yield from self._gradient_norm(grads)
@@ -353,9 +354,9 @@ class LocalSteps(AnchoredWrapper):
             raise
         with defer_signals():
             if math.isfinite(norm):
-                scale_all_([*grads.values()], clip_factor(norm, self._options["max_grad_norm"]))
+                scale_all_([*grads.values()], clip_factor(norm, options["max_grad_norm"]))
                 # a frozen parameter may have a gradient left
-                with replace_gradients({p: None for p in self._params if not p.requires_grad}):
+                with replace_gradients({p: None for p in params if not p.requires_grad}):
                     self.base.step()
                 entries = [self.state.get(p, {}) for p in grads]
                 if counts := [entry["step"] for entry in entries if "step" in entry]:
@@ -376,6 +377,8 @@ class LocalSteps(AnchoredWrapper):
         squared = float(squared_norm_of_part(grads, shards, self._session.device))
         if getattr(self, "found_inf", None):
             squared = math.nan
+        if not shards:
+            return math.sqrt(squared)
         numbers = [squared, self._counts.seconds]
         total, seconds = yield from sum_over_groups(shards, numbers, self._session.device)
         self._counts.seconds = seconds / math.prod(comm.size for comm in shards)
@@ -513,8 +516,8 @@ class LocalSteps(AnchoredWrapper):
 
     def add_to_stats(self, stats: Stats, decision: StepDecision) -> Stats:
         options, counts = self._options, self._counts
-        if self._anchors is not None:
-            stats.residual_norm = weak_method(self._anchors.residual_norm)
+        if self._sync is not None:
+            stats.residual_norm = weak_method(self._sync.anchors.residual_norm)
         known = {field.name: getattr(stats, field.name) for field in fields(Stats)}
         in_round = max(0, options["step"] - max(counts.begun, options["warmup_steps"]))
         return rounds.LocalStats(

@@ -123,7 +123,7 @@ def _report_equal_gradients(session: Session, comm: Communicator) -> None:
 
 def warn_if_without_gradients(session: Session, decision: StepDecision) -> None:
     """Warn once on a rank without gradients in a step in which other ranks had some."""
-    reads_grad = session.optimizer.fsdp_backward is None and not session.has_pseudo_gradients
+    reads_grad = session.optimizer.fsdp_backward is None
     if session.comm.size == 1 or not reads_grad or not session.has_data:
         return
     if any(p.grad is not None for bucket in session.buckets for p in bucket.params):
@@ -196,11 +196,9 @@ def _checksum_gradients(session: Session) -> int:
     """Compute a number that is equal on ranks whose gradients have equal bits; 0 if there is
     nothing to compare.
 
-    Gradients that are zero or not finite, and pseudo-gradients, do not count: they may be equal
-    on ranks with different data.
+    Gradients that are zero or not finite do not count: they may be equal on ranks with different
+    data.
     """
-    if session.has_pseudo_gradients:
-        return 0
     sums = []
     for p in chain.from_iterable(bucket.params for bucket in session.buckets):
         g = None if p.grad is None else to_local(p.grad)

@@ -234,9 +234,9 @@ def copy_from_rank_ahead(
     oldest = min(count for count in counts if count >= 0)
     if oldest < latest - limit or len({number for _, number in rows}) > 1:
         raise ValueError(
-            f"ranks have taken {counts} {unit}s, but rebind() can make up for one missed {unit}, "
-            f"and only after the first {unit} was applied on all ranks: load the same checkpoint "
-            "on all of them."
+            f"ranks have taken {counts} {unit}s, but rebind() can make up for one missed step, and "
+            "only after the first step was applied on all ranks: load the same checkpoint on all "
+            "of them."
         )
     source, received = counts.index(latest), []
     for tensor in tensors:

@@ -104,8 +104,6 @@ class Session:
         self.verified_message_options = ""
         # the ranks that hold the other parts of this rank's model, by dimensions of its mesh
         self.shard_communicators: list[Communicator] = []
-        # communicators that replace those of the mesh, for collectives that run beside training
-        self.given_shard_communicators: list[Communicator] = []
         self.posted_note = ""  # the kind of note that this rank has left for the others
 
         # buckets and backend
@@ -129,8 +127,6 @@ class Session:
         self.has_grad_scaler = False  # a GradScaler drives the steps
         self.has_data = True  # False in a Join once this rank has finished its data
         self.divides_by_all = True  # in a Join: the mean is over all ranks, not those with data
-        # gradients are those of local steps, which may be equal on all ranks
-        self.has_pseudo_gradients = False
 
         # results
         self.stats = Stats()
@@ -188,10 +184,7 @@ class Session:
     @property
     def settings(self) -> list[Setting]:
         """The settings that must be equal on all ranks in every step."""
-        settings = self.optimizer._settings()
-        if not self.has_pseudo_gradients:
-            return settings
-        return [(f"outer optimizer, {subject}", value) for subject, value in settings]
+        return self.optimizer._settings()
 
     @property
     def message_options(self) -> str:
@@ -266,9 +259,7 @@ class Session:
         """
         applied, phases = decision.applied, sorted(set(decision.phase_of.values()))
         self.totals.skipped += is_step and not applied
-        # an outer optimizer's waits are reported by its LocalSteps
-        is_outer = self.has_pseudo_gradients
-        waited, waited_for_ranks = (0.0, 0.0) if is_outer else self.waits.take_step()
+        waited, waited_for_ranks = self.waits.take_step()
         stats = Stats(
             step=self.steps,
             phase=("+".join(phases) or "dense") if applied else "skipped",
@@ -290,8 +281,7 @@ class Session:
         self.totals.add_exchange(stats, is_step)
         stats.run = replace(self.totals)
         self.stats = stats
-        has_summary = self.comm.size > 1 and not is_outer
-        if has_summary and self.claim_first("summary") and get_rank() == 0:
+        if self.comm.size > 1 and self.claim_first("summary") and get_rank() == 0:
             # when the optimizer is deleted, or the program ends
             weakref.finalize(self.optimizer, show_summary, self.name, self.totals)
 
@@ -339,8 +329,8 @@ class Session:
         self.offload = Offload(OFFLOADED.get(optimizer.offload or "", ()))
         # inside FSDP2 the mesh is that of the optimizer's own ranks: no others hold shards
         on_mesh = () if optimizer.replaces_reduce_scatter else self.buckets
-        meshes = make_shard_communicators(p for bucket in on_mesh for p in bucket.params)
-        self.shard_communicators = self.given_shard_communicators or meshes
+        params = (p for bucket in on_mesh for p in bucket.params)
+        self.shard_communicators = make_shard_communicators(params)
         self.is_built = True
         for bucket in self.buckets:
             bucket.is_single_process = self.is_single_process

@@ -13,7 +13,7 @@ resends alone.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
@@ -34,7 +34,7 @@ from .handshake import (
 )
 from .join import copy_options_from_ranks_with_data
 from .missing_ranks import RankLeft, explain_failure, post_lost_masks
-from .options import Group, absolute_rates
+from .options import absolute_rates
 from .overlap import run_batched_requests
 from .resharding import lay_out_trainable_parameters
 from .session import Handshake, Role, Session
@@ -84,16 +84,10 @@ def check_can_step(session: Session) -> None:
 
 
 class Step:
-    """The running step, of all parameter groups or of some ``groups``."""
+    """The running step."""
 
-    def __init__(
-        self,
-        session: Session,
-        comm: Communicator,
-        number: int,
-        groups: Sequence[Group] | None = None,
-    ):
-        self.session, self.comm, self.number, self._groups = session, comm, number, groups
+    def __init__(self, session: Session, comm: Communicator, number: int):
+        self.session, self.comm, self.number = session, comm, number
         # why this rank cannot send its gradients
         self.problem: Exception | None = None
         # all ranks have applied or skipped this step: a later error needs no undo
@@ -104,10 +98,7 @@ class Step:
 
     @property
     def buckets(self) -> list[Bucket]:
-        if self._groups is None:
-            return self.session.buckets
-        stepped = {id(group) for group in self._groups}
-        return [bucket for bucket in self.session.buckets if id(bucket.group) in stepped]
+        return self.session.buckets
 
     def exchange(self) -> CollectiveGenerator[StepDecision | None]:
         """Run until all ranks have decided whether to commit.
@@ -243,8 +234,7 @@ class Step:
             yield from lay_out_trainable_parameters(session, self.comm)
             session.optimizer.before_exchange()
         # without gradients to compare, the next step begins with a handshake too
-        is_exempt = session.optimizer.replaces_reduce_scatter or session.has_pseudo_gradients
-        is_verified = had_gradients or is_exempt
+        is_verified = had_gradients or session.optimizer.replaces_reduce_scatter
         session.handshake = Handshake.VERIFIED if is_verified else Handshake.UNVERIFIED
 
     # The exchange
@@ -375,7 +365,7 @@ class Step:
         self.committing = None
         run_batched_requests(decision.exchanges, session.post_commit.commit_bucket)
         session.optimizer.after_commit()
-        for group in session.option_groups if self._groups is None else self._groups:
+        for group in session.option_groups:
             group["step"] += 1
         if session.trial is not None and session.trial.result:
             session.trial.record_result()

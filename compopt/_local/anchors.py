@@ -526,6 +526,8 @@ def squared_norm_of_part(
 
     The sum over ``shards`` is that of the whole model: a part that several ranks hold counts once.
     """
+    if not shards and tensors:
+        return total_norm([*tensors.values()]).to(torch.float64).square()
     by_copies: dict[int, list[Tensor]] = {}
     for p, t in tensors.items():
         by_copies.setdefault(get_replicate_size(p, shards), []).append(t)

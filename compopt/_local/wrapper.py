@@ -74,8 +74,9 @@ class AnchoredWrapper(Wrapper):
         session = self._session
         session.connect_ranks()
         self.lay_out_new_parameters()
-        self.add_groups_of_base()
-        has_residual = any(bucket.flat["residual"].numel() for bucket in session.buckets)
+        if len(self.param_groups) > len(self._wrapper_groups):
+            self.add_groups_of_base()
+        has_residual = any([bucket.flat["residual"].numel() for bucket in session.buckets])
         if has_residual or session.has_foreign_state:
             session.rebuild_buckets()
 
@@ -136,7 +137,7 @@ class AnchoredWrapper(Wrapper):
             self._resume_rounds(None)
 
     def _check_own_params(self) -> None:
-        if self._anchors is not None and self._anchors.are_in_params:
+        if self._sync is not None and self._sync.anchors.are_in_params:
             raise RuntimeError(
                 "the model shows anchors, not this rank's parameters: leave use_anchors() first."
             )
@@ -155,14 +156,14 @@ class AnchoredWrapper(Wrapper):
         """
         sync = self._sync
         return sync is not None and (
-            sync.in_flight is not None or any(t.has_moved for t in sync.anchors.tensors)
+            sync.in_flight is not None or True in [t.has_moved for t in sync.anchors.tensors]
         )
 
     def _note_open_round(self) -> None:
         if self._sync is not None:
             step = self._options["step"]
             self._open_round = self._open_round or OpenRound(self, step - 1)
-            self._open_round.update(self.round_is_open, step, self.comm)
+            self._open_round.update(self.round_is_open, step, self._session.comm)
 
     # Other ranks
 
