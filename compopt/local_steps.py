@@ -341,7 +341,7 @@ class LocalSteps(AnchoredWrapper):
         check_gradients(session)
         scale = unscale_gradients(session)
         grads = {p: p.grad for p in params if p.requires_grad and p.grad is not None}
-        if any([bucket.is_dtensor for bucket in session.buckets]):
+        if any(bucket.is_dtensor for bucket in session.buckets):
             grads = {p: to_local(g) for p, g in grads.items()}
         if not grads and session.comm.size > 1 and session.trainable and session.has_data:
             step = options["step"] + 1

@@ -329,8 +329,8 @@ class Session:
         self.offload = Offload(OFFLOADED.get(optimizer.offload or "", ()))
         # inside FSDP2 the mesh is that of the optimizer's own ranks: no others hold shards
         on_mesh = () if optimizer.replaces_reduce_scatter else self.buckets
-        params = (p for bucket in on_mesh for p in bucket.params)
-        self.shard_communicators = make_shard_communicators(params)
+        meshes = make_shard_communicators(p for bucket in on_mesh for p in bucket.params)
+        self.shard_communicators = meshes
         self.is_built = True
         for bucket in self.buckets:
             bucket.is_single_process = self.is_single_process

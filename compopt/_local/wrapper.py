@@ -76,7 +76,7 @@ class AnchoredWrapper(Wrapper):
         self.lay_out_new_parameters()
         if len(self.param_groups) > len(self._wrapper_groups):
             self.add_groups_of_base()
-        has_residual = any([bucket.flat["residual"].numel() for bucket in session.buckets])
+        has_residual = any(bucket.flat["residual"].numel() for bucket in session.buckets)
         if has_residual or session.has_foreign_state:
             session.rebuild_buckets()
 
