@@ -232,7 +232,7 @@ class LocalSteps(AnchoredWrapper):
         if self.averages_gradients:
             yield from super().step_as_generator()
             return
-        session, is_applied = self._session, False
+        session = self._session
         with drop_scale_on_error(session):
             check_can_step(session)
             self._check_own_params()
@@ -243,17 +243,13 @@ class LocalSteps(AnchoredWrapper):
             self._ensure_anchors()
             options, params = self._options, self._params
             if (sync := self._sync) is not None:
-                # a parameter gets its anchor before it moves, and between two exchanges
-                if sync.in_flight is not None and sync.anchors.list_new(params):
-                    with self._explain_failed_exchange():
-                        is_applied = (yield from self._perform_and_report(sync)).is_applied
                 sync.anchors.note_training(params)
                 if options["round_seconds"] is not None:
                     self._counts.read_clock()
             norm = yield from self._step_inner(params, options)  # line 1
             try:
                 with self._explain_failed_exchange():
-                    is_applied |= yield from self._synchronize(options)
+                    is_applied = yield from self._synchronize(options)
             finally:
                 session.has_local_gradients = False
                 self._note_open_round()

@@ -293,14 +293,10 @@ class Anchors:
         """Note that the trainable ones of all ``params`` may move. Those without an anchor become a
         new fragment.
         """
-        if new := self.list_new(params):
+        if new := [p for p in params if p.requires_grad and id(p) not in self._known]:
             self._add_fragment(max(self.count, 1 + max(self.groups)), new)
         for t in self.tensors:
             t.has_moved |= t.param.requires_grad
-
-    def list_new(self, params: Iterable[Tensor]) -> list[Tensor]:
-        """Return those of ``params`` that are trainable and have no anchor yet."""
-        return [p for p in params if p.requires_grad and id(p) not in self._known]
 
     # The other ranks
 
