@@ -9,7 +9,6 @@ import torch
 from local_runs import adamw, single, train
 from oracles import local as oracle
 from problems import gradients, replicas, step, weights
-from table import projecting
 
 import compopt
 from compopt._local.anchors import assign_to_fragments
@@ -123,10 +122,13 @@ def test_simulated_on_one_process_it_takes_rounds():
 
 @pytest.mark.parametrize("payload", ["int8", "int4", "int2", "bfloat16"])
 def test_a_codec_is_the_packages_own_with_the_same_seeds(payload):
-    """The oracle averages differences by ``Average``, which is held against its own oracle."""
+    """The oracle averages differences by ``Average``, which is held against its own oracle. It keeps tensors in their
+    order where they are not called compressed.
+    """
     world, anchors, averages = replicas(
         2, weights(dtype=torch.float32), lambda ps, process_group: compopt.Average(
-            torch.optim.SGD(ps, lr=1.0), payload_dtype=payload, process_group=process_group
+            torch.optim.SGD([{"params": ps, "compress": False}], lr=1.0),
+            payload_dtype=payload, process_group=process_group,
         ),
     )  # fmt: skip
     kept: list[torch.Tensor] = []
@@ -146,15 +148,21 @@ def test_a_codec_is_the_packages_own_with_the_same_seeds(payload):
         assert torch.equal(p.detach(), q)
 
 
-@pytest.mark.parametrize("kind", ["tracked", "gaussian"])
-def test_the_outer_optimizer_may_compress_as_it_likes(kind):
+def test_an_outer_optimizer_that_averages_by_itself_is_refused_by_name():
     def outer(anchors):
-        return compopt.Separate(torch.optim.SGD(anchors, lr=0.7, momentum=0.9), **projecting(kind))
+        return compopt.Average(torch.optim.SGD(anchors, lr=0.7))
 
-    params, optimizers = train(2, 12, torch.float32, outer=outer)
-    assert all(map(torch.equal, *params))
-    dense = sum(p.numel() * 4 for p in params[0])
-    assert 0 < optimizers[0].stats.bytes_sent < 0.7 * dense
+    with pytest.raises(TypeError, match=r"outer must make an optimizer of torch, got Average.*pass payload_dtype="):
+        train(2, 1, torch.float32, outer=outer)
+
+
+@pytest.mark.parametrize("payload_dtype", [None, "int4"])
+def test_any_optimizer_of_torch_may_step_anchors(payload_dtype):
+    params, optimizers = train(
+        2, 12, torch.float32, payload_dtype=payload_dtype, outer=lambda anchors: torch.optim.Adam(anchors, lr=0.02)
+    )
+    assert all(map(torch.equal, *params)) and optimizers[0].stats.round == 3
+    assert not torch.equal(params[0][0].detach(), weights(dtype=torch.float32)[0])
 
 
 def test_a_scheduler_acts_on_the_outer_optimizer():
@@ -162,7 +170,7 @@ def test_a_scheduler_acts_on_the_outer_optimizer():
     made = []
 
     def outer(anchors):
-        made.append(compopt.Average(torch.optim.SGD(anchors, lr=0.5, momentum=0.5)))
+        made.append(torch.optim.SGD(anchors, lr=0.5, momentum=0.5))
         return made[-1]
 
     options = dict(outer=outer, every_warmup_steps=3)

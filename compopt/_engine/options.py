@@ -114,15 +114,15 @@ def check_adam(group: dict[str, Any]) -> None:
             )
 
 
-def check_base_group(group: Group) -> None:
-    """Raise ValueError where a rate in a group of a wrapped optimizer is text, or is not finite:
+def check_base_group(group: Group, optimizer: str = "base optimizer") -> None:
+    """Raise ValueError where a rate in a group of another ``optimizer`` is text, or is not finite:
     one step with it makes all parameters NaN.
     """
     for name in group.keys() & RATES_OF_BASE:
         value = group[name]
         for rate in value if isinstance(value, list | tuple) else (value,):
             is_bad = isinstance(rate, str) or (is_numeric(rate) and not is_finite(rate))
-            require(not is_bad, name, value, "finite in the groups of the base optimizer")
+            require(not is_bad, name, value, f"finite in the groups of the {optimizer}")
 
 
 def check_torch_options(
