@@ -281,15 +281,15 @@ class LocalSteps(AnchoredWrapper):
         counts, sync, is_applied = self._counts, self._sync, False
         if sync is None:
             return False
-        step, count, fragments = options["step"], options["fragments"], sync.anchors.fragments
+        step, count, fragments = options["step"], options["fragments"], sync.anchors.groups
         in_round = step - counts.begun  # steps of the running round
         if options["round_seconds"] is not None:
             length = in_round
             if counts.seconds >= rounds.round_duration(options, counts.mean_step):
-                sync.due |= fragments
+                sync.due = frozenset(fragments)
         else:
             length = rounds.round_length(options, counts.begun - options["warmup_steps"])
-            sync.due |= {n for n in fragments if rounds.is_due(n, in_round, length, count)}
+            sync.due |= rounds.find_due(fragments, in_round, length, count)
             if in_round >= length:
                 counts.round, counts.begun = counts.round + 1, step
         if sync.in_flight is not None and (sync.due or step >= sync.in_flight.apply_at):
@@ -352,7 +352,8 @@ class LocalSteps(AnchoredWrapper):
             if math.isfinite(norm):
                 scale_all_([*grads.values()], clip_factor(norm, options["max_grad_norm"]))
                 # a frozen parameter may have a gradient left
-                with replace_gradients({p: None for p in params if not p.requires_grad}):
+                frozen = {p: None for p in params if not p.requires_grad}
+                with replace_gradients(frozen) if frozen else nullcontext():
                     self.base.step()
                 entries = [self.state.get(p, {}) for p in grads]
                 if counts := [entry["step"] for entry in entries if "step" in entry]:

@@ -35,8 +35,11 @@ from .._wire.collectives import Communicator, get_replicate_size
 from .._wire.payload import ControlFields, Payload, Scratch
 
 MakeOuter = Callable[[list[Tensor]], Optimizer]
-# Nothing overlaps with backward, so a bucket holds so many times what one of gradients does.
+# On a device a bucket holds so many times what one of gradients does: nothing overlaps with
+# backward, and each costs launches.
 TIMES_GRADIENTS = 8
+# Payloads of a small model keep their memory on a CPU: new pages cost more than all computation.
+KEPT_BYTES = 128 * 2**20
 
 
 @dataclass(eq=False, slots=True)
@@ -97,14 +100,7 @@ class AnchorBucket(Bucket):
         marks = [float(t.is_sent) for t in self.tensors]
         self.control = ControlFields(failed=[0.0])
         self.payload = self.make_payload(lengths, self.group["payload_dtype"], marks=marks)
-        return self.values
-
-    @property
-    def values(self) -> Tensor:
-        """The values of the payload, before they are rounded."""
-        payload = self.payload
-        is_apart = payload.is_rounded_later and payload.rounding_errors is not None
-        return payload.rounding_errors if is_apart else payload.body  # type: ignore[return-value]
+        return self.payload.unrounded
 
     def write_pseudo_gradient(self, out: Tensor) -> Tensor:
         """Write line 2 of the module ``local_steps`` to a vector; return it. The rank began at the
@@ -113,10 +109,8 @@ class AnchorBucket(Bucket):
         params, parts = self.select_sent(self.model_parts), self.view_sent(out)
         if params:
             start = self.anchors.to(params[0].dtype).to(out.dtype).split(self.lengths)
-            starts = zip(self.select_sent(start), parts, strict=True)
-            torch._foreach_copy_(parts, params)
-            out.neg_()
-            torch._foreach_add_(parts, [x.view(part.shape) for x, part in starts])
+            torch._foreach_copy_([part.view(-1) for part in parts], self.select_sent(start))
+            torch._foreach_sub_(parts, [p.to(out.device) for p in params])
         return out
 
     def encode(self, weight: float, is_lost: bool) -> Payload:
@@ -124,7 +118,7 @@ class AnchorBucket(Bucket):
 
         ``is_lost``: its parameters are not finite, and it takes the average of the others.
         """
-        values = self.values
+        values = self.payload.unrounded
         if is_lost:
             self.payload.header.zero_()
             values.zero_()
@@ -137,7 +131,7 @@ class AnchorBucket(Bucket):
     def encode_failure(self) -> Payload:
         """Write that this rank has an error, and no values."""
         self.payload.flat.zero_()
-        self.values.zero_()
+        self.payload.unrounded.zero_()
         self.payload.control.fill_(1)
         return self.payload
 
@@ -175,11 +169,12 @@ class AnchorBucket(Bucket):
             torch._foreach_add_(parts, self.select_sent(to_local(a.detach()) for a in self.params))
             torch._foreach_copy_(self.select_sent(self.model_parts), parts)
 
-    def end_exchange(self) -> None:
-        """Free the memory of an exchange."""
+    def end_exchange(self, keeps_memory: bool) -> None:
+        """End an exchange; free its memory, unless the next one reuses it."""
         vars(self).pop("payload", None)
-        self.pseudo_gradient, self.scratch = None, Scratch()
-        self.release_memory()
+        self.pseudo_gradient = None
+        if not keeps_memory:
+            self.release_memory()
 
 
 class Anchors:
@@ -213,6 +208,7 @@ class Anchors:
         self._last_rates: list[dict[str, float]] = []
         self.are_in_params = False
         self._shards: list[Communicator] = []
+        self._scratch = Scratch()
         for number in sorted(set(fragments) - {-1}):
             members = [p for p, n in zip(params, fragments, strict=True) if n == number]
             self._add_fragment(number, members, None if self.tensors else make_outer)
@@ -236,6 +232,7 @@ class Anchors:
             bucket.tensors = [Anchored(p, number, anchor, e) for p, anchor, e in state]
             added.update((id(t.param), t) for t in bucket.tensors)
             bucket.mean_factory = self.ops.quantized_mean_factory(bucket)
+            bucket.scratch = self._scratch
             bucket.replicate_size = get_replicate_size(run[0], self._shards)
             self.buckets.append(bucket)
         self.groups[number] = group
@@ -394,6 +391,15 @@ class Anchors:
                     p.copy_(value)
             self.are_in_params = False
 
+    def end_exchange(self, buckets: Sequence[AnchorBucket]) -> None:
+        """Free the memory of an exchange of these buckets; a small model on a CPU keeps it."""
+        size = sum(8 * bucket.numel for bucket in self.buckets)  # values and rounding errors
+        keeps = size <= KEPT_BYTES and all(b.device.type == "cpu" for b in buckets)
+        self._scratch = self._scratch if keeps else Scratch()
+        for bucket in buckets:
+            bucket.end_exchange(keeps)
+            bucket.scratch = self._scratch
+
     # Fragments
 
     @property
@@ -465,7 +471,8 @@ def cut_uniform_runs(params: Iterable[Tensor]) -> list[list[Tensor]]:
         mesh, placements = getattr(p, "device_mesh", None), getattr(p, "placements", None)
         key, size = (p.dtype, p.device, mesh, placements), to_local(p).numel() * p.element_size()
         sizes[key] = sizes.get(key, 0) + size
-        if key not in runs or sizes[key] > TIMES_GRADIENTS * bucket_bytes(p.device):
+        limit = bucket_bytes(p.device) * (1 if p.device.type == "cpu" else TIMES_GRADIENTS)
+        if key not in runs or sizes[key] > limit:
             runs.setdefault(key, []).append([])
             sizes[key] = size
         runs[key][-1].append(p)

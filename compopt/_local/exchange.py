@@ -224,7 +224,7 @@ class FragmentSync:
         if apply_at:
             self.comm.unfinished.add("delayed exchange")
             for bucket in buckets:
-                bucket.pseudo_gradient = bucket.values.clone()
+                bucket.pseudo_gradient = bucket.payload.unrounded.clone()
         communication = Background(self._communicate(apply_at > 0 and is_as_before))
         self.in_flight = InFlight(
             fragments, buckets, apply_at, squared, contribution, communication
@@ -277,8 +277,7 @@ class FragmentSync:
         if not is_late:
             write_params(received)
         session.corrupt, session.consolidated_at = "", None
-        for bucket in buckets:
-            bucket.end_exchange()
+        self.anchors.end_exchange(buckets)
         counts.weight = 0.0
         if options["round_seconds"] is not None:
             counts.begin_round(counts.round + 1, session.steps, counts.mean_step + mean.steps)
@@ -286,10 +285,9 @@ class FragmentSync:
 
     def _undo(self, buckets: Sequence[AnchorBucket], have_moved: bool = True) -> None:
         """Undo what ``prepare_sync`` has done for an exchange that is not applied."""
-        for bucket in buckets:
-            bucket.end_exchange()
-            for t in bucket.tensors:
-                t.has_moved |= t.is_sent and have_moved
+        self.anchors.end_exchange(buckets)
+        for t in (t for bucket in buckets for t in bucket.tensors):
+            t.has_moved |= t.is_sent and have_moved
 
     def cancel(self) -> None:
         """Give up what is in flight; its fragments are due again."""
@@ -355,7 +353,9 @@ class FragmentSync:
         values = 0 if self.are_equal else anchors.checksum()
         numbers = [anchors.applied_exchanges, checksum, values, *exchange.contribution]
         sent = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(device)
-        vectors = ((bucket.values, bucket.replicate_size**-0.5) for bucket in exchange.buckets)
+        vectors = (
+            (bucket.payload.unrounded, bucket.replicate_size**-0.5) for bucket in exchange.buckets
+        )
         seed = (anchors.applied_exchanges, *(shard.rank for shard in self.shards))
         sketch = make_sketch(vectors, comm.size, seed, device)
         if self.shards:

@@ -128,6 +128,12 @@ class Payload:
         return self.rounding_error_parts if self.is_rounded_later else self.parts
 
     @property
+    def unrounded(self) -> Tensor:
+        """All of ``unrounded_parts``, one after the other."""
+        is_apart = self.is_rounded_later and self.rounding_errors is not None
+        return self.rounding_errors if is_apart else self.body  # type: ignore[return-value]
+
+    @property
     def is_rounded_later(self) -> bool:
         """True if values are written to ``rounding_errors`` first; ``round`` then writes the
         message, and leaves the rounding errors there.
