@@ -167,7 +167,8 @@ class AnchorBucket(Bucket):
         parts = self.view_sent(since)
         if parts:
             torch._foreach_add_(parts, self.select_sent(to_local(a.detach()) for a in self.params))
-            torch._foreach_copy_(self.select_sent(self.model_parts), parts)
+            params = self.select_sent(self.model_parts)
+            torch._foreach_copy_(params, [x.to(params[0].device) for x in parts])
 
     def end_exchange(self, keeps_memory: bool) -> None:
         """End an exchange; free its memory, unless the next one reuses it."""
@@ -445,7 +446,8 @@ def write_params(tensors: Iterable[Anchored]) -> None:
     """Write anchors to their parameters."""
     pairs = [(to_local(t.param.detach()), to_local(t.anchor.detach())) for t in tensors]
     if pairs:
-        torch._foreach_copy_([p for p, _ in pairs], [anchor for _, anchor in pairs])
+        anchors = [anchor.to(p.device) for p, anchor in pairs]
+        torch._foreach_copy_([p for p, _ in pairs], anchors)
 
 
 def copy_wide(tensors: Sequence[Tensor], on_host: bool) -> tuple[Tensor, list[Tensor]]:
@@ -459,7 +461,7 @@ def copy_wide(tensors: Sequence[Tensor], on_host: bool) -> tuple[Tensor, list[Te
     flat = pin(flat, first.device) if on_host else flat
     views = flat.split([part.numel() for part in parts])
     copies = [view.view(part.shape) for view, part in zip(views, parts, strict=True)]
-    torch._foreach_copy_(copies, parts)
+    torch._foreach_copy_(copies, [part.to(flat.device) for part in parts])
     return flat, copies
 
 
