@@ -295,15 +295,15 @@ class LocalSteps(AnchoredWrapper):
         counts, sync, is_applied = self._counts, self._sync, False
         if sync is None:
             return False
-        step, count, fragments = options["step"], options["fragments"], sync.anchors.fragments
+        step, count, fragments = options["step"], options["fragments"], sync.anchors.groups
         in_round = step - counts.begun  # steps of the running round
         if options["round_seconds"] is not None:
             length = in_round
             if counts.seconds >= rounds.round_duration(options, counts.mean_step):
-                sync.due |= fragments
+                sync.due = frozenset(fragments)
         else:
             length = rounds.round_length(options, counts.begun - options["warmup_steps"])
-            sync.due |= {n for n in fragments if rounds.is_due(n, in_round, length, count)}
+            sync.due |= rounds.find_due(fragments, in_round, length, count)
             if in_round >= length:
                 counts.round, counts.begun = counts.round + 1, step
         if sync.in_flight is not None and (sync.due or step >= sync.in_flight.apply_at):

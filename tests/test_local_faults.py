@@ -447,6 +447,7 @@ def test_a_signal_during_a_takeover_leaves_parameters_at_their_anchors(monkeypat
         world = World(2)
         calls = [o.rebind_as_generator(comm) for o, comm in zip(optimizers, world.comms, strict=True)]
         world.run([calls[1], calls[0]])  # the late rank is interrupted, not closed because the other was
+    assert exchanges_of(optimizers[1]) == 1, "it was taken over as a whole before the signal was handled"
     rebind(optimizers, World(2))
     assert [exchanges_of(optimizer) for optimizer in optimizers] == [1, 1] and are_equal(params)
 

@@ -9,6 +9,7 @@ import torch
 from local_runs import adamw, single, train
 from oracles import local as oracle
 from problems import gradients, replicas, step, weights
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import compopt
 from compopt._local.anchors import assign_to_fragments
@@ -163,6 +164,35 @@ def test_any_optimizer_of_torch_may_step_anchors(payload_dtype):
     )
     assert all(map(torch.equal, *params)) and optimizers[0].stats.round == 3
     assert not torch.equal(params[0][0].detach(), weights(dtype=torch.float32)[0])
+
+
+@pytest.mark.parametrize(("kept_bytes", "delay"), [(0, 0), (0, 1), (2**30, 0)])
+def test_an_exchange_frees_its_memory_unless_that_is_little(kept_bytes, delay, monkeypatch):
+    monkeypatch.setattr("compopt._local.anchors.KEPT_BYTES", kept_bytes)
+    _, optimizers = train(2, 9, torch.float32, payload_dtype="int4", delay=delay)
+    for bucket in optimizers[0]._anchors.buckets:
+        assert not hasattr(bucket, "payload") and bucket.pseudo_gradient is None
+        assert bool(bucket._memory.tensors) == bool(bucket.scratch.tensors) == bool(kept_bytes)
+
+
+def test_an_exchange_is_a_few_operators_on_all_tensors():
+    """Two ranks, 96 tensors each, of which the step of every tensor alone would be a hundred."""
+
+    class Count(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            Count.calls += not function._schema.name.startswith(("aten::view", "aten::slice", "aten::detach"))
+            return function(*args, **(kwargs or {}))
+
+    shapes = [(64, 65), (65,)] * 48
+    params, optimizers = train(
+        2, 3, torch.float32, shapes, lambda ps: torch.optim.AdamW(ps, fused=True), every=1, payload_dtype="int4"
+    )
+    grads = gradients(2, 3, shapes, torch.float32)
+    with Count():
+        step(optimizers[0].comm.world, params, optimizers, grads)
+    assert optimizers[0].stats.phase == "exchanged" and Count.calls < 2 * 300
 
 
 def test_a_scheduler_acts_on_the_outer_optimizer():

@@ -315,14 +315,14 @@ class Session:
         self.offload = Offload(OFFLOADED.get(optimizer.offload or "", ()))
         # inside FSDP2 the mesh is that of the optimizer's own ranks: no others hold shards
         on_mesh = () if optimizer.replaces_reduce_scatter else self.buckets
-        meshes = make_shard_communicators(p for bucket in on_mesh for p in bucket.params)
-        self.shard_communicators = meshes
+        params_on_mesh = (p for bucket in on_mesh for p in bucket.params)
+        self.shard_communicators = make_shard_communicators(params_on_mesh)
         self.is_built = True
         has_one_rank = connection is not None and connection.size == 1
         self.is_single_process = has_one_rank and not optimizer.simulate
         for bucket in self.buckets:
             bucket.is_single_process = self.is_single_process
-            bucket.replicate_size = get_replicate_size(bucket.params[0], meshes)
+            bucket.replicate_size = get_replicate_size(bucket.params[0], self.shard_communicators)
             bucket.offload = self.offload if self.offload.names else None
             if optimizer.sharded:
                 comm = self.comm

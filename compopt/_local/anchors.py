@@ -35,9 +35,12 @@ from .._wire.collectives import Communicator, get_replicate_size
 from .._wire.payload import ControlFields, Payload, Scratch
 
 MakeOuter = Callable[[list[Tensor]], Optimizer]
-# Nothing overlaps with backward, so a bucket holds so many times what one of gradients does.
+# On a device a bucket holds so many times what one of gradients does: nothing overlaps with
+# backward, and each costs launches.
 TIMES_GRADIENTS = 8
 GROUP = "outer optimizer, group"  # in messages
+# Payloads of a small model keep their memory on a CPU: new pages cost more than all computation.
+KEPT_BYTES = 128 * 2**20
 
 
 @dataclass(eq=False, slots=True)
@@ -107,10 +110,8 @@ class AnchorBucket(Bucket):
         params, parts = self.select_sent(self.model_parts), self.view_sent(out)
         if params:
             start = self.anchors.to(params[0].dtype).to(out.dtype).split(self.lengths)
-            starts = zip(self.select_sent(start), parts, strict=True)
-            torch._foreach_copy_(parts, params)
-            out.neg_()
-            torch._foreach_add_(parts, [x.view(part.shape) for x, part in starts])
+            torch._foreach_copy_([part.view(-1) for part in parts], self.select_sent(start))
+            torch._foreach_sub_(parts, [p.to(out.device) for p in params])
         return out
 
     def encode(self, weight: float, is_lost: bool) -> Payload:
@@ -167,13 +168,15 @@ class AnchorBucket(Bucket):
         parts = self.view_sent(since)
         if parts:
             torch._foreach_add_(parts, self.select_sent(to_local(a.detach()) for a in self.params))
-            torch._foreach_copy_(self.select_sent(self.model_parts), parts)
+            params = self.select_sent(self.model_parts)
+            torch._foreach_copy_(params, [x.to(params[0].device) for x in parts])
 
-    def end_exchange(self) -> None:
-        """Free the memory of an exchange."""
+    def end_exchange(self, keeps_memory: bool) -> None:
+        """End an exchange; free its memory, unless the next one reuses it."""
         vars(self).pop("payload", None)
-        self.pseudo_gradient, self.scratch = None, Scratch()
-        self.release_memory()
+        self.pseudo_gradient = None
+        if not keeps_memory:
+            self.release_memory()
 
 
 class Anchors:
@@ -207,6 +210,7 @@ class Anchors:
         self._last_rates: list[dict[str, float]] = []
         self.are_in_params = False
         self._shards: list[Communicator] = []
+        self._scratch = Scratch()
         for number in sorted(set(fragments) - {-1}):
             members = [p for p, n in zip(params, fragments, strict=True) if n == number]
             self._add_fragment(number, members, None if self.tensors else make_outer)
@@ -230,6 +234,7 @@ class Anchors:
             bucket.tensors = [Anchored(p, number, anchor, e) for p, anchor, e in state]
             added.update((id(t.param), t) for t in bucket.tensors)
             bucket.mean_factory = self.ops.quantized_mean_factory(bucket)
+            bucket.scratch = self._scratch
             bucket.replicate_size = get_replicate_size(run[0], self._shards)
             self.buckets.append(bucket)
         self.groups[number] = group
@@ -398,6 +403,15 @@ class Anchors:
                     p.copy_(value)
             self.are_in_params = False
 
+    def end_exchange(self, buckets: Sequence[AnchorBucket]) -> None:
+        """Free the memory of an exchange of these buckets; a small model on a CPU keeps it."""
+        size = sum(8 * bucket.numel for bucket in self.buckets)  # values and rounding errors
+        keeps = size <= KEPT_BYTES and all(b.device.type == "cpu" for b in buckets)
+        self._scratch = self._scratch if keeps else Scratch()
+        for bucket in buckets:
+            bucket.end_exchange(keeps)
+            bucket.scratch = self._scratch
+
     # Fragments
 
     @property
@@ -443,7 +457,8 @@ def write_params(tensors: Iterable[Anchored]) -> None:
     """Write anchors to their parameters."""
     pairs = [(to_local(t.param.detach()), to_local(t.anchor.detach())) for t in tensors]
     if pairs:
-        torch._foreach_copy_([p for p, _ in pairs], [anchor for _, anchor in pairs])
+        anchors = [anchor.to(p.device) for p, anchor in pairs]
+        torch._foreach_copy_([p for p, _ in pairs], anchors)
 
 
 def copy_wide(tensors: Sequence[Tensor], on_host: bool) -> tuple[Tensor, list[Tensor]]:
@@ -457,7 +472,7 @@ def copy_wide(tensors: Sequence[Tensor], on_host: bool) -> tuple[Tensor, list[Te
     flat = pin(flat, first.device) if on_host else flat
     views = flat.split([part.numel() for part in parts])
     copies = [view.view(part.shape) for view, part in zip(views, parts, strict=True)]
-    torch._foreach_copy_(copies, parts)
+    torch._foreach_copy_(copies, [part.to(flat.device) for part in parts])
     return flat, copies
 
 
@@ -469,7 +484,8 @@ def cut_uniform_runs(params: Iterable[Tensor]) -> list[list[Tensor]]:
         mesh, placements = getattr(p, "device_mesh", None), getattr(p, "placements", None)
         key, size = (p.dtype, p.device, mesh, placements), to_local(p).numel() * p.element_size()
         sizes[key] = sizes.get(key, 0) + size
-        if key not in runs or sizes[key] > TIMES_GRADIENTS * bucket_bytes(p.device):
+        limit = bucket_bytes(p.device) * (1 if p.device.type == "cpu" else TIMES_GRADIENTS)
+        if key not in runs or sizes[key] > limit:
             runs.setdefault(key, []).append([])
             sizes[key] = size
         runs[key][-1].append(p)

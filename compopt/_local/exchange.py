@@ -192,11 +192,11 @@ class FragmentSync:
     def _squared_norm(
         self, buckets: Sequence[AnchorBucket], vectors: list[Tensor]
     ) -> CollectiveGenerator[Tensor]:
-        """Return the squared norm of the pseudo-gradient of all shards. One that is not finite
-        makes the whole replica so.
+        """Return the squared norm of the pseudo-gradient of all shards. One that is not finite, in
+        the anchors' precision, makes the whole replica so.
         """
-        pairs = zip(squared_norms(vectors), buckets, strict=True)
-        parts = [square / bucket.replicate_size for square, bucket in pairs]
+        pairs = zip(torch._foreach_norm(vectors), buckets, strict=True)
+        parts = [norm.double().square() / bucket.replicate_size for norm, bucket in pairs]
         squared = sum(parts, torch.zeros((), dtype=torch.float64, device=vectors[0].device))
         if not self.shards:
             return squared
@@ -270,8 +270,7 @@ class FragmentSync:
         if not is_late:
             write_params(received)
         session.corrupt, session.consolidated_at = "", None
-        for bucket in buckets:
-            bucket.end_exchange()
+        self.anchors.end_exchange(buckets)
         counts.weight = 0.0
         if options["round_seconds"] is not None:
             counts.begin_round(counts.round + 1, session.steps, counts.mean_step + mean.steps)
@@ -279,10 +278,9 @@ class FragmentSync:
 
     def _undo(self, buckets: Sequence[AnchorBucket], have_moved: bool = True) -> None:
         """Undo what ``prepare_sync`` has done for an exchange that is not applied."""
-        for bucket in buckets:
-            bucket.end_exchange()
-            for t in bucket.tensors:
-                t.has_moved |= t.is_sent and have_moved
+        self.anchors.end_exchange(buckets)
+        for t in (t for bucket in buckets for t in bucket.tensors):
+            t.has_moved |= t.is_sent and have_moved
 
     def cancel(self) -> None:
         """Give up what is in flight; its fragments are due again."""
@@ -321,7 +319,8 @@ class FragmentSync:
             message = yield from self._make_message(exchange)
             gathering = self.comm.start(AllGather(message))
             if starts_at_once:
-                started = [self._start_payload(exchange, b, 1.0) for b in exchange.buckets]
+                is_lost = not math.isfinite(float(exchange.squared))
+                started = [self._start_payload(exchange, b, 1.0, is_lost) for b in exchange.buckets]
             yield gathering
             rows = gathering.wait()
             assert isinstance(rows, Tensor)
@@ -329,7 +328,10 @@ class FragmentSync:
             if outcome.is_empty:
                 return outcome
             if not starts_at_once:
-                started = [self._start_payload(exchange, b, weight) for b in exchange.buckets]
+                is_lost = outcome.is_non_finite
+                started = [
+                    self._start_payload(exchange, b, weight, is_lost) for b in exchange.buckets
+                ]
             while started:
                 answers = []
                 for pending in started:
@@ -393,14 +395,13 @@ class FragmentSync:
         return Outcome(is_non_finite, own, mean, share, weights, squares, sketches), scale
 
     def _start_payload(
-        self, exchange: InFlight, bucket: AnchorBucket, weight: float
+        self, exchange: InFlight, bucket: AnchorBucket, weight: float, is_lost: bool
     ) -> PendingCollective:
         """Start the mean of a bucket's payload (line 3). If this rank cannot encode it, the payload
         says so; otherwise the others would wait until their timeout.
         """
         try:
             if exchange.problem is None:
-                is_lost = not math.isfinite(float(exchange.squared))
                 return self.comm.start(AllReduceMean(bucket.encode(weight, is_lost)))
         except EncodeError as error:
             exchange.problem = error.__cause__ if isinstance(error.__cause__, Exception) else error
