@@ -431,7 +431,7 @@ def test_what_does_not_fit_is_refused():
     p = torch.nn.Parameter(torch.ones(3))
     with pytest.raises(ValueError, match="pass one of them"):
         compopt.LocalSteps(adamw([p]), 30, round_seconds=60)
-    with pytest.raises(ValueError, match="round_seconds must be None or > 0, got 0"):
+    with pytest.raises(ValueError, match="round_seconds must be None or finite and > 0, got 0"):
         compopt.LocalSteps(adamw([p]), round_seconds=0)
     p.grad = torch.ones(3)
     with pytest.raises(ValueError, match="weighted=True or round_seconds="):
