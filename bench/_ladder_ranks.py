@@ -119,8 +119,8 @@ class WithoutFeedback(Lockstep):
     def step_all(self) -> None:
         super().step_all()
         for optimizer in self.optimizers:
-            for state in optimizer._anchors.outer.state.values():
-                state["residual"].zero_()
+            for anchored in optimizer._anchors.tensors:
+                anchored.residual.zero_()
 
 
 class WithAveragedMomentum(Lockstep):

@@ -71,16 +71,6 @@ def local(every: int, payload: str = "int4", **options: object) -> Make:
     )
 
 
-def local_tracked(every: int, rank: int, **options: object) -> Make:
-    """Local steps of AdamW; what ranks moved is exchanged as two factors that follow it, in int4."""
-
-    def outer(anchors: list) -> torch.optim.Optimizer:
-        sgd = torch.optim.SGD(anchors, lr=0.7, momentum=0.9, nesterov=True)
-        return compopt.Separate(sgd, projection="tracked", rank=rank, payload_dtype="int4", warmup_steps=0)
-
-    return lambda groups, lr, dense: compopt.LocalSteps(adamw(groups, lr, dense), every, outer=outer, **options)
-
-
 def rival(cls: str, start: float = 0.0, **options: object) -> Make:
     """A class of _rivals.py; it begins with this share of the steps that others average dense."""
 
@@ -186,12 +176,6 @@ METHODS: dict[str, Make | str] = {
         for every, word, growth, rate in AT_RATES
     },
     "LocalSteps 30, int4, growing 780, 4 fragments": local(30, every_warmup_steps=780, fragments=4, delay=1),
-    **{
-        f"LocalSteps {every}, tracked {rank}, int4, growing {growth}": local_tracked(
-            every, rank, every_warmup_steps=growth
-        )
-        for every, rank, growth in ((30, 16, 780), (30, 24, 780), (30, 24, 1000), (10, 16, 300))
-    },
     **RIVALS,
     "Separate 16 around AdamS": around(adams, projection="gaussian", ratio=16),
     "Separate 16 around SGD": around(sgd, projection="gaussian", ratio=16),

@@ -16,7 +16,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ._engine.combined import OneOrSeveral
 from ._engine.fsdp_backward import step_fsdp_shards
@@ -120,13 +119,3 @@ class Average(Wrapper, ReducingOptimizer):
         if self.fsdp_backward is not None:
             return step_fsdp_shards(bucket, self.ops, self.fsdp_backward, self._update)
         return average(bucket, self.ops, self._update)
-
-
-def outer_sgd(options: Group, params: list[Tensor]) -> Average:
-    """Make DiLoCo's outer optimizer: SGD with Nesterov's momentum on averaged gradients.
-
-    Its ``options``: outer_lr, outer_momentum, payload_dtype.
-    """
-    momentum = options["outer_momentum"]
-    sgd = torch.optim.SGD(params, options["outer_lr"], momentum, nesterov=momentum > 0)
-    return Average(sgd, payload_dtype=options["payload_dtype"])

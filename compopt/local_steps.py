@@ -7,7 +7,7 @@ round has H steps::
     1  inner.step()                                     # every step, on the rank's own gradients
     at step p * H // P of a round (p = 0: at its last), prepare_sync
     2  d_k <- a_p - w_k                                 # the pseudo-gradient
-    3  d <- mean over ranks of d_k                      # as the outer optimizer averages gradients
+    3  d <- mean over ranks of d_k + e_k, rounded;  e_k <- d_k + e_k less what was sent
     ``delay`` steps later, on all ranks or on none, perform_sync
     4  a_p <- the outer optimizer steps a_p by d        # v <- mu v + d;  a_p <- a_p - lr (d + mu v)
     5  w_k <- a_p + what the rank moved since line 2
@@ -18,9 +18,10 @@ In the first ``warmup_steps`` all gradients are averaged, as ``Average(inner)`` 
 Where rounds end by time, or ranks are ``weighted``, line 3 is a mean weighted by the steps or
 samples that ranks took in the round.
 
-There is one outer optimizer; anchors are its parameters, fragments its groups. An exchange is one
-step of the outer optimizer on the fragments that are due. It has two halves: up to the decision of
-all ranks, and the commit. ``FragmentSync`` in ``_local/exchange.py`` does lines 2 to 5.
+There is one outer optimizer, of torch; anchors are its parameters, fragments its groups. An
+exchange has two halves: up to the decision of all ranks, and the commit. ``FragmentSync`` in
+``_local/exchange.py`` does lines 2 to 5, on tensors that ``AnchorBucket`` in ``_local/anchors.py``
+keeps next to each other.
 
 Differences from the papers: Streaming DiLoCo discards a part of what a rank moved during an
 exchange; here all of it is kept (line 5). And d_k is taken from where the rank began: for bfloat16
@@ -50,12 +51,7 @@ from ._engine.gradients import (
 from ._engine.handshake import warn_without_gradients
 from ._engine.join import JoinHook, copy_options_from_ranks_with_data
 from ._engine.missing_ranks import RankLeft, explain_failure
-from ._engine.options import (
-    Group,
-    Setting,
-    is_number,
-    require,
-)
+from ._engine.options import ComparedGroups, Group, Setting, is_number, require
 from ._engine.resharding import average_base, average_state
 from ._engine.session import Handshake, weak_method
 from ._engine.signals import defer_signals
@@ -63,7 +59,7 @@ from ._engine.stats import Stats, show_line
 from ._engine.step import Step, check_can_step
 from ._engine.update import replace_gradients
 from ._local import rounds
-from ._local.anchors import MakeOuter, reset_moments, squared_norm_of_part
+from ._local.anchors import MakeOuter, reset_moments, squared_norm_of_part, write_params
 from ._local.exchange import FragmentSync, Outcome
 from ._local.wrapper import AnchoredWrapper
 from ._ops.norms import clip_factor, scale_all_
@@ -73,7 +69,7 @@ from ._state.tensors import to_local
 from ._wire.collectives import PendingCollective, ProcessGroup, get_rank
 from ._wire.payload import PayloadDtype
 from ._wire.requests import AllGather, CommunicationError, RequestGenerator
-from .average import average, outer_sgd
+from .average import average
 
 
 class LocalSteps(AnchoredWrapper):
@@ -96,13 +92,12 @@ class LocalSteps(AnchoredWrapper):
         weighted: weight ranks by the steps each took since the last average (skipped ones not
             counted), or by the ``samples`` passed to ``step()``. Always on with
             ``round_seconds``. Default: equal weights.
-        outer: a function of a list of anchors, which returns an optimizer of this package over
-            them; it steps them on pseudo-gradients. Further fragments become groups of it. The
+        outer: a function of a list of anchors, which returns a torch optimizer over them; it steps
+            them on averaged pseudo-gradients. Further fragments become groups of it. The
             constructor calls it too, on anchors of its own, to see what it returns. None:
-            ``Average`` around ``torch.optim.SGD`` with Nesterov's momentum, by ``payload_dtype``,
-            ``outer_lr`` and ``outer_momentum``.
-        payload_dtype: dtype on the wire, also for gradients in the averaged start; as in
-            :class:`Average`.
+            ``torch.optim.SGD`` with Nesterov's momentum, ``outer_lr`` and ``outer_momentum``.
+        payload_dtype: dtype on the wire, of pseudo-gradients, and of gradients in the averaged
+            start; as in :class:`Average`.
         outer_lr, outer_momentum: the rates of the default ``outer`` after a round of ``every``
             steps. With 1 and 0 ranks average parameters. A momentum of None is 0.9, or 0.6 if the
             inner optimizer contains a Muon.
@@ -134,7 +129,6 @@ class LocalSteps(AnchoredWrapper):
     """
 
     rank_local_state = ("residual",)
-    default_outer = staticmethod(outer_sgd)
     _samples: float | None = None  # the samples of the coming step
     _exchange_stats: dict[str, Any] = {}  # what ``stats`` report of the last exchange
 
@@ -196,12 +190,26 @@ class LocalSteps(AnchoredWrapper):
     def _is_in_step(self) -> bool:  # type: ignore[override]
         return self._options["round_seconds"] is None
 
+    @property
+    def _compared_groups(self) -> list[ComparedGroups]:
+        sync, compared = self._sync, super()._compared_groups
+        return compared if sync is None else [*compared, sync.anchors.compared_groups]
+
+    def _settings(self) -> list[Setting]:
+        sync, settings = self._sync, super()._settings()
+        return settings if sync is None else [*settings, *sync.anchors.settings]
+
     def _running_settings(self) -> list[Setting]:
-        counts = self._counts
+        counts, sync = self._counts, self._sync
         running = {"round": counts.round, "mean_step": counts.mean_step}
         if self._is_in_step:
             running["begun"] = counts.begun
-        return [("running round", running)]
+        settings: list[Setting] = [("running round", running)]
+        if sync is not None and self._is_in_step:
+            settings += sync.anchors.list_rates()
+        if sync is not None and sync.is_comparing:
+            settings += sync.anchors.list_values()
+        return settings
 
     # A step
 
@@ -231,27 +239,25 @@ class LocalSteps(AnchoredWrapper):
         if self.averages_gradients:
             yield from super().step_as_generator()
             return
-        session, is_applied = self._session, False
+        session = self._session
         try:
             check_can_step(session)
             self._check_own_params()
             self._see_ranks_and_groups()
+            self.check_changed_options()
             if session.handshake is not Handshake.VERIFIED and not session.is_single_process:
                 yield from copy_options_from_ranks_with_data(self)
                 yield from Step(self, session.comm, session.steps + 1).verify_peers()
             self._ensure_anchors()
+            options, params = self._options, self._params
             if (sync := self._sync) is not None:
-                # new anchors rebuild the outer optimizer's buckets: apply a running exchange before
-                if sync.in_flight is not None and sync.anchors.list_new(self._params):
-                    with self._explain_failed_exchange():
-                        is_applied = (yield from self._perform_and_report(sync)).is_applied
-                sync.anchors.note_training(self._params)
-                if self._options["round_seconds"] is not None:
+                sync.anchors.note_training(params)
+                if options["round_seconds"] is not None:
                     self._counts.read_clock()
-            norm = yield from self._step_inner()  # line 1
+            norm = yield from self._step_inner(params, options)  # line 1
             try:
                 with self._explain_failed_exchange():
-                    is_applied |= yield from self._synchronize()
+                    is_applied = yield from self._synchronize(options)
             finally:
                 session.has_local_gradients = False
                 self._note_open_round()
@@ -281,23 +287,23 @@ class LocalSteps(AnchoredWrapper):
 
     # Exchanges
 
-    def _synchronize(self) -> CollectiveGenerator[bool]:
+    def _synchronize(self, options: Group) -> CollectiveGenerator[bool]:
         """Apply the exchange whose delay has ended, and begin the one that is due after this step.
 
         Returns whether an exchange was applied.
         """
-        options, counts, sync, is_applied = self._options, self._counts, self._sync, False
+        counts, sync, is_applied = self._counts, self._sync, False
         if sync is None:
             return False
-        step, count, fragments = options["step"], options["fragments"], sync.anchors.fragments
+        step, count, fragments = options["step"], options["fragments"], sync.anchors.groups
         in_round = step - counts.begun  # steps of the running round
         if options["round_seconds"] is not None:
             length = in_round
             if counts.seconds >= rounds.round_duration(options, counts.mean_step):
-                sync.due |= fragments
+                sync.due = frozenset(fragments)
         else:
             length = rounds.round_length(options, counts.begun - options["warmup_steps"])
-            sync.due |= {n for n in fragments if rounds.is_due(n, in_round, length, count)}
+            sync.due |= rounds.find_due(fragments, in_round, length, count)
             if in_round >= length:
                 counts.round, counts.begun = counts.round + 1, step
         if sync.in_flight is not None and (sync.due or step >= sync.in_flight.apply_at):
@@ -336,18 +342,20 @@ class LocalSteps(AnchoredWrapper):
 
     # Line 1: a rank's own step
 
-    def _step_inner(self) -> CollectiveGenerator[float]:
+    def _step_inner(self, params: list[Tensor], options: Group) -> CollectiveGenerator[float]:
         """Step the inner optimizer, unless a gradient of this rank, or of another shard of its
         replica, is not finite, and count the step. Signals are handled afterwards.
 
         Returns the norm of the gradients; it is finite where the step was taken.
         """
-        session, params = self._session, self._params
+        session = self._session
         check_gradients(session)
         scale = unscale_gradients(self)
-        grads = {p: to_local(p.grad) for p in params if p.requires_grad and p.grad is not None}
+        grads = {p: p.grad for p in params if p.requires_grad and p.grad is not None}
+        if any(bucket.is_dtensor for bucket in session.buckets):
+            grads = {p: to_local(g) for p, g in grads.items()}
         if not grads and session.comm.size > 1 and session.trainable and session.has_data:
-            step = self._options["step"] + 1
+            step = options["step"] + 1
             warn_without_gradients(session, step, "adds nothing to the average of its round")
         try:
             norm = yield from self._gradient_norm(grads)
@@ -357,7 +365,7 @@ class LocalSteps(AnchoredWrapper):
             raise
         with defer_signals():
             if math.isfinite(norm):
-                scale_all_([*grads.values()], clip_factor(norm, self._options["max_grad_norm"]))
+                scale_all_([*grads.values()], clip_factor(norm, options["max_grad_norm"]))
                 # a frozen parameter may have a gradient left
                 frozen = {p: None for p in params if not p.requires_grad}
                 with replace_gradients(frozen) if frozen else nullcontext():
@@ -382,6 +390,8 @@ class LocalSteps(AnchoredWrapper):
         squared = float(squared_norm_of_part(grads, shards, device))
         if getattr(self, "found_inf", None):
             squared = math.nan
+        if not shards:
+            return math.sqrt(squared)
         numbers = [squared, self._counts.seconds]
         total, seconds = yield from sum_over_groups(shards, numbers, device)
         self._counts.seconds = seconds / math.prod(comm.size for comm in shards)
@@ -417,6 +427,7 @@ class LocalSteps(AnchoredWrapper):
         if sync is None:
             return
         self._session.follow_default_group(self)
+        sync.connect(is_delayed=self._options["delay"] > 0)
         step, is_applied = self._options["step"], False
         in_round = step - counts.begun
         if sync.in_flight is not None:
@@ -521,7 +532,7 @@ class LocalSteps(AnchoredWrapper):
     def add_to_stats(self, stats: Stats, decision: StepDecision) -> Stats:
         options, counts = self._options, self._counts
         if (sync := self._sync) is not None:
-            stats.residual_norm = weak_method(sync.anchors.outer._session.residual_norm)
+            stats.residual_norm = weak_method(sync.anchors.residual_norm)
         known = {field.name: getattr(stats, field.name) for field in fields(Stats)}
         in_round = max(0, options["step"] - max(counts.begun, options["warmup_steps"]))
         return rounds.LocalStats(
@@ -561,10 +572,12 @@ class LocalSteps(AnchoredWrapper):
                 weight = self._counts.weight / mean if mean else 1.0
             for t in sync.anchors.tensors:
                 if not bool(to_local(t.param.detach()).isfinite().all()):
-                    t.write_param()
+                    write_params([t])
                     reset_moments(self.base, [t])
                 yield from average_state(t.param.detach(), session.device, session.comm, weight)
         if sync is not None:
-            yield from sync.anchors.outer.consolidate_as_generator()
+            for bucket in sync.anchors.buckets:
+                yield from average_state(bucket.flat["residual"], session.device, session.comm)
+                bucket.cache.pop("has_residual", None)
             yield from average_base(self.base, session.buckets, session.comm)
         yield from super().consolidate_as_generator()

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 import compopt
-from compopt._engine.optimizer import CompressedOptimizer
 from compopt._engine.reducing_optimizer import ReducingOptimizer
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -56,12 +55,6 @@ class Case:
     def works_inside(self) -> bool:
         """True if it averages in place of FSDP2's reduce-scatter."""
         return issubclass(self.cls, ReducingOptimizer) and not (self.sends_updates or self.form == "sharded")
-
-    @property
-    def works_outside(self) -> bool:
-        """True if it can be the outer optimizer of local steps, which steps all anchors in their order."""
-        is_one = not self.several and self.form != "Muon"
-        return issubclass(self.cls, CompressedOptimizer) and self.cls is not compopt.LocalSteps and is_one
 
     @property
     def sends_updates(self) -> bool:

@@ -32,6 +32,7 @@ LOOKS = {
     "_engine.exchange _read_together": ("TagcAdamW", "how much of each bucket any rank has left: payloads' lengths"),
     "local_steps _gradient_norm": ("LocalSteps, rounds", "a rank's own step: the norm of its gradients"),
     "_local.exchange _communicate": ("LocalSteps, rounds", "a round's end: the messages of all ranks"),
+    "_local.exchange _decide": ("LocalSteps, rounds", "a round's end: the norm of the average, and what has failed"),
     "_local.anchors reset_moments": ("LocalSteps, rounds", "parameters that were not finite: which moments too"),
     "_engine.resharding average_base": ("LocalSteps, rounds", "consolidate_state(): the inner moments' mean"),
     "_lowrank.reducer commit_state": ("SeparateAdam, adaptive", "every adapt_interval steps: what sets ratio and beta"),
@@ -57,10 +58,10 @@ LOOKS = {
     "_state.buckets fetch_state": ("ScapeAdamS, sharded", "offloaded masters at positions found on the device"),
     "_local.anchors copy_wide": ("LocalSteps, offloaded", "when they are made: anchors are the parameters"),
     "_engine.session _fill_state": ("ScapeAdamS", "when it is made: offloaded masters are the parameters"),
-    "_local.anchors pseudo_gradient": ("LocalSteps, offloaded", "a round's end: parameters, on their way to anchors"),
+    "_local.anchors write_pseudo_gradient": ("LocalSteps, offloaded", "a round's end: parameters, on their way"),
     # at the first step, and after state was loaded, lost or moved
     "_engine.handshake verify_peers": ("AdamS", "the handshake: checksums of all ranks, compared on the host"),
-    "_engine.handshake _checksum": ("AdamS", "the handshake: parameters are the same on all ranks"),
+    "_engine.handshake checksum_values": ("AdamS", "the handshake: parameters are the same on all ranks"),
     "_engine.handshake _checksum_gradients": ("AdamS", "the handshake: gradients are not averaged already"),
     "_lowrank.matrices checksum_projection": ("SeparateAdam", "the handshake: matrices are alike on all ranks, once"),
     "_state.buckets has_residual": ("SeparateAdam", "whether a residual was loaded"),
@@ -69,12 +70,13 @@ LOOKS = {
     "_sparse.scape_masks _has_dense_momentum": ("ScapeAdamS, sharded", "whether a mask was loaded"),
     "_lowrank.projecting_optimizer rebuild_cache": ("SeparateAdam, tracked", "whether a basis was loaded"),
     # when it is asked for
+    "_local.anchors residual_norm": ("LocalSteps, rounds", "stats.residual_norm()"),
     "_engine.session residual_norm": ("RadiusAdamW", "stats.residual_norm()"),
     "_engine.gradients unscale_gradients": ("AdamS", "a GradScaler's scale"),
     "_engine.resharding average_state": ("RadiusAdamW", "consolidate_state() of a residual in host memory"),
     "_engine.resharding gather_shards": ("TagcAdamW", "consolidate_state() of shards, gathered in host memory"),
     "_engine.resharding reshard_state": ("TagcAdamW", "ranks are lost: who owned which shard"),
-    "_engine.resharding catch_up": ("AdamS", "ranks are lost: how far each of the others is"),
+    "_engine.resharding copy_from_rank_ahead": ("AdamS", "ranks are lost: how far each of the others is"),
     "_engine.handshake gather_json": ("LocalSteps", "ranks are lost: how far the rounds of each are"),
 }  # fmt: skip
 

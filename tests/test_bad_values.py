@@ -52,7 +52,8 @@ LR, DECAY = (
 )
 RANK, COUNT = "rank must be an integer >= 1, got {}", "{} must be an integer >= 1, got True"
 OUTER = "outer must make an optimizer over a list of anchors, and it failed: "
-NO_OUTER = "outer must make an optimizer of compopt, got {}"
+NOT_FINITE = "{} must be finite in the groups of the {} optimizer, got "
+NO_OUTER = "outer must make an optimizer of torch, got {}"
 MOMENTUM, STEPS = "momentum must be in [0, 1), got {}", "ns_steps must be an integer from 1 to 99, got {}"
 
 
@@ -83,9 +84,10 @@ TABLE = [
     *((("LocalSteps",), "round_seconds", value, "round_seconds must be None or finite") for value in (INF, NAN)),
     *((("LocalSteps",), "outer", value, OUTER) for value in (3, "x", lambda: None)),
     (("LocalSteps",), "outer", lambda params: None, NO_OUTER.format("NoneType")),
-    (("LocalSteps",), "outer", torch.optim.SGD, NO_OUTER.format("SGD")),
-    (("LocalSteps",), "outer", lambda params: compopt.AdamS(tensors()), "outer must step all parameters that it is"),
-    (("LocalSteps",), "outer", lambda params: compopt.AdamS(params, lr=INF), f"{OUTER}Invalid learning rate: inf"),
+    (("LocalSteps",), "outer", compopt.AdamS, NO_OUTER.format("AdamS")),
+    (("LocalSteps",), "outer", lambda params: torch.optim.SGD(tensors()), "outer must step all parameters that it is"),
+    (("LocalSteps",), "outer", lambda params: torch.optim.SGD(params, lr=-1.0), f"{OUTER}Invalid learning rate: -1.0"),
+    (("LocalSteps",), "outer", lambda params: torch.optim.SGD(params, lr=INF), NOT_FINITE.format("lr", "outer")),
     *((("MuonAdamW",), "momentum", value, MOMENTUM.format(repr(value))) for value in ("x", NAN, -1, 1.0)),
     *((("MuonAdamW",), "ns_steps", value, STEPS.format(repr(value))) for value in ("x", NAN, 1.5, 0, 100, True)),
     (("MuonAdamW",), "use_muon", "x", "use_muon must be None, True, False or a function"),
@@ -144,7 +146,7 @@ RATES = [
 def test_a_rate_of_a_wrapped_optimizer_that_no_step_can_use_is_refused_in_the_constructor(wrapper, option, value):
     base = adamw(tensors())
     base.param_groups[0][option] = value
-    with pytest.raises(ValueError, match=f"{option} must be finite in the groups of the base optimizer, got "):
+    with pytest.raises(ValueError, match=NOT_FINITE.format(option, "base")):
         WRAPPERS[wrapper](base)
 
 
@@ -169,7 +171,7 @@ def test_a_rate_that_a_scheduler_makes_nan_is_refused_by_the_next_step_and_nothi
             turns = [optimizer.step_as_generator() for optimizer in ranks.optimizers]
         sent = [comm.bytes_sent for comm in ranks.world.comms]
         errors = run_all(ranks, turns)
-        says = f"{option} must be finite in the groups of the base optimizer, got "
+        says = NOT_FINITE.format(option, "base")
         assert len(errors) == len(turns) and all(map(tells(option, says), errors)), errors
         if wrapper == "LocalSteps":
             assert sent == [comm.bytes_sent for comm in ranks.world.comms]
@@ -180,6 +182,32 @@ def test_a_rate_that_a_scheduler_makes_nan_is_refused_by_the_next_step_and_nothi
     for both in (ranks, untroubled):
         both.train(loss, 5)
     assert_same(snapshot(untroubled.optimizers[0]), snapshot(ranks.optimizers[0]))
+
+
+@pytest.mark.parametrize("on", [(0, 1), (1,)])
+def test_a_rate_of_the_outer_optimizer_that_becomes_nan_is_refused_on_all_ranks_and_the_exchange_is_repeated(on):
+    def make(params, process_group):
+        return WRAPPERS["LocalSteps"](adamw(params), process_group=process_group)
+
+    ranks = Ranks(2, Small, make)
+    ranks.train(loss, 4)
+    groups = [ranks.optimizers[rank]._anchors.outer.param_groups[0] for rank in on]
+    for option in ("lr", "momentum"):
+        right = groups[0][option]
+        for group in groups:
+            group[option] = NAN
+        while not (errors := take_step(ranks)):
+            pass
+        assert len(errors) == 2 and all(map(tells(option, NOT_FINITE.format(option, "outer")), errors)), errors
+        for group in groups:
+            group[option] = right
+        assert take_step(ranks) == [] and ranks.optimizers[0].stats.phase == "exchanged"
+        ranks.assert_replicas_equal()
+
+
+def take_step(ranks: Ranks) -> list[BaseException]:
+    ranks.backward(loss)
+    return run_all(ranks, [optimizer.step_as_generator() for optimizer in ranks.optimizers])
 
 
 def tells(option: str, says: str) -> Callable[[BaseException], bool]:

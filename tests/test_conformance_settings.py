@@ -1,5 +1,4 @@
-"""The promises of every optimizer here in other settings than DDP, over the table of classes: inside FSDP2 on real
-ranks, and as the outer optimizer of local steps on simulated ones.
+"""The promises of every optimizer here inside FSDP2, over the table of classes, on real ranks.
 
 With sharded state a class is a form of the table, which takes all tests of conformance. Nothing is lost inside FSDP2:
 test_inside_conservation.py.
@@ -7,7 +6,6 @@ test_inside_conservation.py.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 
@@ -16,24 +14,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 from conformance import OTHERS
 from fsdp_models import apart, cut, loss, make, train, whole
-from local_runs import adamw, are_equal
-from problems import gradients, replicas, step, weights
 from ranks import run_ranks
-from table import CASES, FORMS, Case
+from table import CASES, FORMS
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-import compopt
 
 STEPS = range(4)  # two of a dense start, one without residuals, one that sends those of the step before
 INSIDE = {case.name: case for case in CASES + FORMS + OTHERS if case.works_inside}
-OUTER = [case for case in CASES + FORMS if case.works_outside]
-every_outer = pytest.mark.parametrize("case", OUTER, ids=lambda case: case.name)
 
 
 def test_a_reducer_works_in_every_setting():
     """The class of docs/writing.md, by its one line in the table."""
     assert {case.form for case in FORMS if case.cls.__name__ == "RandomK"} == {"", "sharded"}
-    assert "RandomK" in INSIDE and "RandomK" in [case.name for case in OUTER]
+    assert "RandomK" in INSIDE
 
 
 # Inside FSDP2
@@ -139,69 +131,3 @@ def test_inside_fsdp2_a_checkpoint_goes_on_to_the_bit_and_on_more_ranks(tmp_path
         assert [results[name][0] for results in written] == [0, 0], name
         assert all(results[name][1] == written[0][name][1] for results in (*written, *read)), name
         assert any(written[0][name][1]), name
-
-
-# The outer optimizer of local steps
-
-
-def local_steps(case: Case, ranks: int, dtype: torch.dtype = torch.float32, **options):
-    """Simulated ranks whose rounds of 3 steps end with an exchange by this optimizer."""
-
-    def make_local(params, process_group):
-        return compopt.LocalSteps(
-            adamw(params),
-            3,
-            every_warmup_steps=0,
-            process_group=process_group,
-            outer=lambda anchors: case.make(anchors, **options),
-        )
-
-    return replicas(ranks, weights(dtype=dtype), make_local)
-
-
-@every_outer
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_lossless_it_steps_anchors_by_the_mean_pseudo_gradient(case, ranks):
-    world, params, optimizers = local_steps(case, ranks, torch.float64, **case.lossless)
-    anchors = [torch.nn.Parameter(w) for w in weights()]
-    outer = case.reference(anchors, lr=case.lr)
-    w = [[torch.nn.Parameter(x) for x in weights()] for _ in range(ranks)]
-    inner = [adamw(local) for local in w]
-    for t in range(12):
-        grads = gradients(ranks, t)
-        step(world, params, optimizers, grads)
-        for local, optimizer, given in zip(w, inner, grads, strict=True):
-            for p, g in zip(local, given, strict=True):
-                p.grad = g.clone()
-            optimizer.step()
-        if t % 3 == 2:
-            for anchor, *local in zip(anchors, *w, strict=True):
-                anchor.grad = sum(anchor.detach() - p.detach() for p in local) / ranks
-            outer.step()
-            for local in w:
-                for p, anchor in zip(local, anchors, strict=True):
-                    p.data.copy_(anchor.detach())
-        for p, q in zip(params[-1], w[-1], strict=True):
-            torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-10, atol=1e-12)
-
-
-@every_outer
-def test_compressed_it_ends_rounds_with_equal_replicas_and_resumes_to_the_bit(case):
-    world, params, optimizers = local_steps(case, 2)
-    phases = []
-    for t in range(13):
-        step(world, params, optimizers, gradients(2, t, dtype=torch.float32))
-        phases.append(optimizers[0]._anchors.outer.stats.phase)
-        assert are_equal(params) is (t % 3 == 2)
-    assert case.cls is compopt.AdamS or {*phases} - {"dense"}
-    saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
-    again_world, again, others = local_steps(case, 2)
-    for local, theirs, optimizer, state in zip(again, params, others, saved, strict=True):
-        for p, q in zip(local, theirs, strict=True):
-            p.data.copy_(q.detach())
-        optimizer.load_state_dict(state)
-    for t in range(13, 20):
-        step(world, params, optimizers, gradients(2, t, dtype=torch.float32))
-        step(again_world, again, others, gradients(2, t, dtype=torch.float32))
-    for local, theirs in zip(again, params, strict=True):
-        assert all(torch.equal(p, q) for p, q in zip(local, theirs, strict=True))

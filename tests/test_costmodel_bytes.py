@@ -94,13 +94,14 @@ def test_bytes_of_a_round_are_local_steps_own(size, every, delay):
 
 def kept_by(optimizer: compopt.LocalSteps) -> int:
     """Bytes of the inner and outer optimizers' state, of anchors, and of what is on its way."""
-    outer, anchors = optimizer._anchors.outer, [t.anchor for t in optimizer._anchors.tensors]
-    states = [optimizer.base.state, outer.state, outer.base.state]
+    anchors = optimizer._anchors
+    states = [optimizer.base.state, anchors.outer.state]
     tensors = [
         value for state in states for entry in state.values() for value in entry.values() if torch.is_tensor(value)
     ]
-    tensors += [anchor.detach() for anchor in anchors]
-    tensors += [anchor.grad for anchor in anchors if anchor.grad is not None]
+    for bucket in anchors.buckets:
+        tensors += [bucket.anchors, bucket.flat["residual"]]
+        tensors += [bucket.pseudo_gradient] if bucket.pseudo_gradient is not None else []
     return sum(value.nbytes for value in {id(value): value for value in tensors}.values())
 
 

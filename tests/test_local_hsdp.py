@@ -60,9 +60,9 @@ def train(model, optimizer, rank: int, steps) -> None:
         optimizer.step()
 
 
-def distances(optimizer) -> tuple[float, float, float]:
-    """How far apart sites were at the last exchange, and the norm of the average that the outer optimizer took."""
-    return optimizer.stats.cosine, optimizer.stats.spread, optimizer._anchors.outer.stats.grad_norm
+def distances(optimizer) -> tuple[float, float]:
+    """How far apart sites were at the last exchange."""
+    return optimizer.stats.cosine, optimizer.stats.spread
 
 
 def load(path: str, options: dict) -> tuple[nn.Module, compopt.LocalSteps]:
@@ -75,7 +75,7 @@ def load(path: str, options: dict) -> tuple[nn.Module, compopt.LocalSteps]:
     return model, optimizer
 
 
-def on_sites(rank: int, folder: str) -> list[tuple[list[torch.Tensor], bool, tuple[float, float, float]]]:
+def on_sites(rank: int, folder: str) -> list[tuple[list[torch.Tensor], bool, tuple[float, float]]]:
     """The parameters after every second step; whether a checkpoint, loaded after the fifth, goes on to the bit; and how
     far sites are apart in the end.
     """
@@ -126,11 +126,9 @@ def test_two_sites_of_two_ranks_are_two_replicas(number, sites):
         for rank, found in enumerate(sites):
             expected = torch.cat([p.detach().view(-1) for p in oracle.models[rank // 2].parameters()])
             torch.testing.assert_close(found[number][0][i], expected, rtol=0, atol=1e-10)
-    *expected, norm = distances(oracle.optimizers[0])
+    expected = distances(oracle.optimizers[0])
     for found in sites:
-        *estimates, found_norm = found[number][2]
-        assert estimates == pytest.approx(expected, abs=0.08)  # by other signs
-        assert found_norm == pytest.approx(norm, rel=1e-6)
+        assert found[number][2] == pytest.approx(expected, abs=0.08)  # by other signs
 
 
 @pytest.mark.slow
@@ -157,8 +155,8 @@ def groups_of(rank: int) -> list[bool]:
     """Return True if the exchange and the decision of shards run over groups in which training sends nothing."""
     model, optimizer = sharded(delay=1)
     train(model, optimizer, rank, range(1))
-    outer, session = optimizer._anchors.outer._session, optimizer._session
-    pairs = [(outer.comm, session.comm), *zip(outer.shard_communicators, session.shard_communicators, strict=True)]
+    sync, session = optimizer._sync, optimizer._session
+    pairs = [(sync.comm, session.comm), *zip(sync.shards, session.shard_communicators, strict=True)]
     return [beside.group is not training.group and beside.ranks == training.ranks for beside, training in pairs]
 
 

@@ -9,7 +9,7 @@ import torch
 from local_runs import adamw, single, train
 from oracles import local as oracle
 from problems import gradients, replicas, step, weights
-from table import projecting
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import compopt
 from compopt._local.anchors import assign_to_fragments
@@ -123,10 +123,13 @@ def test_simulated_on_one_process_it_takes_rounds():
 
 @pytest.mark.parametrize("payload", ["int8", "int4", "int2", "bfloat16"])
 def test_a_codec_is_the_packages_own_with_the_same_seeds(payload):
-    """The oracle averages differences by ``Average``, which is held against its own oracle."""
+    """The oracle averages differences by ``Average``, which is held against its own oracle. It keeps tensors in their
+    order where they are not called compressed.
+    """
     world, anchors, averages = replicas(
         2, weights(dtype=torch.float32), lambda ps, process_group: compopt.Average(
-            torch.optim.SGD(ps, lr=1.0), payload_dtype=payload, process_group=process_group
+            torch.optim.SGD([{"params": ps, "compress": False}], lr=1.0),
+            payload_dtype=payload, process_group=process_group,
         ),
     )  # fmt: skip
     kept: list[torch.Tensor] = []
@@ -146,15 +149,50 @@ def test_a_codec_is_the_packages_own_with_the_same_seeds(payload):
         assert torch.equal(p.detach(), q)
 
 
-@pytest.mark.parametrize("kind", ["tracked", "gaussian"])
-def test_the_outer_optimizer_may_compress_as_it_likes(kind):
+def test_an_outer_optimizer_that_averages_by_itself_is_refused_by_name():
     def outer(anchors):
-        return compopt.Separate(torch.optim.SGD(anchors, lr=0.7, momentum=0.9), **projecting(kind))
+        return compopt.Average(torch.optim.SGD(anchors, lr=0.7))
 
-    params, optimizers = train(2, 12, torch.float32, outer=outer)
-    assert all(map(torch.equal, *params))
-    dense = sum(p.numel() * 4 for p in params[0])
-    assert 0 < optimizers[0].stats.bytes_sent < 0.7 * dense
+    with pytest.raises(TypeError, match=r"outer must make an optimizer of torch, got Average.*pass payload_dtype="):
+        train(2, 1, torch.float32, outer=outer)
+
+
+@pytest.mark.parametrize("payload_dtype", [None, "int4"])
+def test_any_optimizer_of_torch_may_step_anchors(payload_dtype):
+    params, optimizers = train(
+        2, 12, torch.float32, payload_dtype=payload_dtype, outer=lambda anchors: torch.optim.Adam(anchors, lr=0.02)
+    )
+    assert all(map(torch.equal, *params)) and optimizers[0].stats.round == 3
+    assert not torch.equal(params[0][0].detach(), weights(dtype=torch.float32)[0])
+
+
+@pytest.mark.parametrize(("kept_bytes", "delay"), [(0, 0), (0, 1), (2**30, 0)])
+def test_an_exchange_frees_its_memory_unless_that_is_little(kept_bytes, delay, monkeypatch):
+    monkeypatch.setattr("compopt._local.anchors.KEPT_BYTES", kept_bytes)
+    _, optimizers = train(2, 9, torch.float32, payload_dtype="int4", delay=delay)
+    for bucket in optimizers[0]._anchors.buckets:
+        assert not hasattr(bucket, "payload") and bucket.pseudo_gradient is None
+        assert bool(bucket._memory.tensors) == bool(bucket.scratch.tensors) == bool(kept_bytes)
+
+
+def test_an_exchange_is_a_few_operators_on_all_tensors():
+    """Two ranks, 96 tensors each, of which the step of every tensor alone would be a hundred."""
+
+    class Count(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            Count.calls += not function._schema.name.startswith(("aten::view", "aten::slice", "aten::detach"))
+            return function(*args, **(kwargs or {}))
+
+    shapes = [(64, 65), (65,)] * 48
+    params, optimizers = train(
+        2, 3, torch.float32, shapes, lambda ps: torch.optim.AdamW(ps, fused=True), every=1, payload_dtype="int4"
+    )
+    grads = gradients(2, 3, shapes, torch.float32)
+    with Count():
+        step(optimizers[0].comm.world, params, optimizers, grads)
+    assert optimizers[0].stats.phase == "exchanged" and Count.calls < 2 * 300
 
 
 def test_a_scheduler_acts_on_the_outer_optimizer():
@@ -162,7 +200,7 @@ def test_a_scheduler_acts_on_the_outer_optimizer():
     made = []
 
     def outer(anchors):
-        made.append(compopt.Average(torch.optim.SGD(anchors, lr=0.5, momentum=0.5)))
+        made.append(torch.optim.SGD(anchors, lr=0.5, momentum=0.5))
         return made[-1]
 
     options = dict(outer=outer, every_warmup_steps=3)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -144,21 +144,15 @@ def consolidate_as_generator(optimizer: OptimizerBase) -> CollectiveGenerator[No
     session.count_save()
 
 
-def warn_of_missing_state(optimizer: OptimizerBase, inner: Iterable[OptimizerBase] = ()) -> None:
+def warn_of_missing_state(optimizer: OptimizerBase, buckets: Sequence[Bucket] = ()) -> None:
     """Warn once, on the rank that saves, about state of other ranks that a state dict lacks.
 
-    ``inner``: optimizers whose state it holds too.
+    ``buckets``: others beside the session's, whose residuals it holds too.
     """
     session: Session = optimizer._session
-    if "saving" in session.warned:
+    if "saving" in session.warned or describe_residual_source(optimizer) == "mean":
         return
-    missing = dict.fromkeys(
-        sentence
-        for one in (optimizer, *inner)
-        if describe_residual_source(one) != "mean"
-        for sentence in _describe_missing_state(one)
-    )
-    if missing:
+    if missing := list(_describe_missing_state(optimizer, [*session.buckets, *buckets])):
         session.warned.add("saving")
         warn(
             f"this state dict of {session.name} is incomplete: {', and '.join(missing)}. Call "
@@ -167,9 +161,9 @@ def warn_of_missing_state(optimizer: OptimizerBase, inner: Iterable[OptimizerBas
         )
 
 
-def _describe_missing_state(optimizer: OptimizerBase) -> Iterator[str]:
+def _describe_missing_state(optimizer: OptimizerBase, buckets: Sequence[Bucket]) -> Iterator[str]:
     session: Session = optimizer._session
-    comm, buckets = session.comm, session.buckets
+    comm = session.comm
     others = "the other rank" if comm.size == 2 else f"the other {comm.size - 1} ranks"
     sharded = [bucket for bucket in buckets if bucket.sharded_names]
     if sharded and session.steps:
@@ -219,7 +213,10 @@ def load_state(optimizer: OptimizerBase, state_dict: dict[str, Any]) -> None:
         tensors = list(_read_tensors(optimizer, state_dict, class_name))
         for tensor in tensors:
             _check_tensor(tensor)
-        _warn_of_lost_residuals(optimizer, saved, tensors)
+        if saved and saved[0].get("step", 0):  # nothing is lost before the first step
+            names = optimizer.rank_local_state
+            states = (t.entry[name] for t in tensors for name in names if name in t.entry)
+            warn_of_lost_residuals(optimizer, saved[0].get("residuals", "mean"), states)
 
     counted = max([float(tensor.entry.get("step", 0)) for tensor in tensors], default=0.0)
     for group, other in zip(groups, saved, strict=True):
@@ -386,6 +383,15 @@ def _check_class(expected: str, state_dict: dict[str, Any]) -> str:
     return class_name
 
 
+def check_entry(
+    label: str, info: TensorInfo, layouts: Layouts, entry: dict[str, Any], expected: str
+) -> None:
+    """Raise ValueError if the state of one tensor does not fit, or is damaged."""
+    _check_states(label, entry, layouts, info.compressed, expected)
+    local = {n: to_local(v) if isinstance(v, Tensor) else v for n, v in entry.items()}
+    _check_tensor(LoadedTensor(label, info, layouts, local))
+
+
 def _check_states(
     label: str, entry: dict[str, Any], layouts: Layouts, compressed: bool, expected: str
 ) -> None:
@@ -433,25 +439,20 @@ def _check_tensor(tensor: LoadedTensor) -> None:
             )
 
 
-def _warn_of_lost_residuals(
-    optimizer: OptimizerBase, saved: list[Group], tensors: list[LoadedTensor]
-) -> None:
-    """Warn if the checkpoint holds only one rank's residuals or shards, on the first rank that did
+def warn_of_lost_residuals(optimizer: OptimizerBase, source: str, states: Iterable[Tensor]) -> None:
+    """Warn if a checkpoint holds only one rank's residuals or shards, on the first rank that did
     not write it.
 
-    Nothing is lost before the first step, nor in a dense start, which leaves no residuals.
+    ``source``: whose residuals these ``states`` are. Nothing is lost in a dense start, which leaves
+    no residuals.
     """
-    if not saved or saved[0].get("step", 0) == 0:
+    comm = optimizer._session.comm
+    first = int(source == f"rank 0 of {comm.size}")
+    if source == "mean" or comm.rank != first:
         return
-    names, comm = optimizer.rank_local_state, optimizer._session.comm
-    states = (t.entry[name] for t in tensors for name in names if name in t.entry)
-    if not (optimizer.sharded or any(bool(value.any()) for value in states)):
-        return
-    residuals = saved[0].get("residuals", "mean")
-    first = int(residuals == f"rank 0 of {comm.size}")
-    if residuals != "mean" and comm.rank == first:
+    if optimizer.sharded or any(bool(value.any()) for value in states):
         warn(
-            f"this checkpoint holds the residuals of {residuals} and is loaded on rank "
+            f"this checkpoint holds the residuals of {source} and is loaded on rank "
             f"{comm.rank} of {comm.size}: those of the other ranks are lost. Call "
             "consolidate_state() on all ranks before saving.",
             rank=0,

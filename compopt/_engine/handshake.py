@@ -67,7 +67,7 @@ def verify_peers(
     local_checksums = Checksums(
         description=checksum_text(describe_optimizer(optimizer)),
         gradients=0 if has_problem else _checksum_gradients(session),
-        masks=checksum_text([_checksum(flat) for flat in masks]),
+        masks=checksum_text([checksum_values(flat) for flat in masks]),
         backend=checksum_text(session.ops.name),
         is_backend_automatic=session.ops.automatic,
         dense_time=dense_time,
@@ -175,7 +175,7 @@ def describe_optimizer(optimizer: OptimizerBase) -> Description:
         )
         layouts |= {f"{name}, {what}": str(value) for what, value in layout.items()}
         if optimizer.has_equal_replicas:
-            checksums[f"{name}, {VALUES}"] = str(_checksum(to_local(p.detach())))
+            checksums[f"{name}, {VALUES}"] = str(checksum_values(to_local(p.detach())))
     return description | layouts | checksums
 
 
@@ -183,7 +183,7 @@ def checksum_text(text: object) -> int:
     return zlib.crc32(str(text).encode())
 
 
-def _checksum(tensor: Tensor) -> int:
+def checksum_values(tensor: Tensor) -> int:
     """Compute a number that is equal for tensors with equal bits."""
     # the strides of a tensor of one element or none may be anything
     flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
@@ -195,16 +195,14 @@ def _checksum_gradients(session: Session) -> int:
     """Compute a number that is equal on ranks whose gradients have equal bits; 0 if there is
     nothing to compare.
 
-    Gradients that are zero or not finite, and pseudo-gradients, do not count: they may be equal
-    on ranks with different data.
+    Gradients that are zero or not finite do not count: they may be equal on ranks with different
+    data.
     """
-    if session.has_pseudo_gradients:
-        return 0
     sums = []
     for p in chain.from_iterable(bucket.params for bucket in session.buckets):
         g = None if p.grad is None else to_local(p.grad)
         counts = g is not None and bool(g.any()) and bool(g.isfinite().all())
-        sums.append(_checksum(g) or 1 if counts and g is not None else 0)
+        sums.append(checksum_values(g) or 1 if counts and g is not None else 0)
     return checksum_text(sums) + 1 if any(sums) else 0
 
 

@@ -258,10 +258,7 @@ class CompressedOptimizer(OptimizerBase):
             running = {**seen.rates, **steps} if self._is_in_step else {}
             options.append((seen.name, {**seen.fixed, **running}))
         first, *others = self._settings()  # the class, which explains differences of the others
-        settings = [first, *options, *others, *self._running_settings()]
-        if not self._session.has_pseudo_gradients:
-            return settings
-        return [(f"outer optimizer, {subject}", value) for subject, value in settings]
+        return [first, *options, *others, *self._running_settings()]
 
     def checksum_settings(self) -> int:
         snapshot = self._session.options

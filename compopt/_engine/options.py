@@ -69,12 +69,6 @@ def is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def is_finite(value: object) -> bool:
-    """True for a number of ``is_numeric`` that is neither infinite nor NaN."""
-    number: Any = value
-    return is_numeric(value) and math.isfinite(number)
-
-
 def is_count(value: object, least: int = 1) -> bool:
     """True for a whole number that is at least ``least``; not for True."""
     number: Any = value
@@ -114,15 +108,15 @@ def check_adam(group: dict[str, Any]) -> None:
             )
 
 
-def check_base_group(group: Group) -> None:
-    """Raise ValueError where a rate in a group of a wrapped optimizer is text, or is not finite:
+def check_base_group(group: Group, optimizer: str = "base optimizer") -> None:
+    """Raise ValueError where a rate in a group of another ``optimizer`` is text, or is not finite:
     one step with it makes all parameters NaN.
     """
     for name in group.keys() & RATES_OF_BASE:
         value = group[name]
         for rate in value if isinstance(value, list | tuple) else (value,):
-            is_bad = isinstance(rate, str) or (is_numeric(rate) and not is_finite(rate))
-            require(not is_bad, name, value, "finite in the groups of the base optimizer")
+            if isinstance(rate, str) or (is_numeric(rate) and not math.isfinite(rate)):
+                require(False, name, value, f"finite in the groups of the {optimizer}")
 
 
 def check_torch_options(

@@ -178,19 +178,17 @@ def rebind_optimizer(
     warn_of_lost_residuals(optimizer, size_before, session.comm.size)
 
 
-def catch_up(
-    optimizer: OptimizerBase, comm: Communicator, is_new: bool = False
-) -> CollectiveGenerator[None]:
-    """Copy state from a rank that is ahead to ranks that are one step behind, or new.
+def catch_up(optimizer: OptimizerBase, comm: Communicator) -> CollectiveGenerator[None]:
+    """Copy state from a rank that is ahead to ranks that are one step behind.
 
     These lose their residuals, which may have been sent with the step that the others applied and
-    must not be sent again. Shards of the moments stay, one step behind. Nothing is written before
-    all of it has arrived: the rank that sends it may die, and the others go on as they were.
+    must not be sent again. Shards of the moments stay, one step behind.
 
     Raises:
         ValueError: ranks are further apart than one failed step can explain.
     """
-    session, saved = optimizer._session, optimizer._saved()
+    session = optimizer._session
+    groups, saved = session.option_groups, optimizer._saved()
     # all tensors that ranks share, in the same order on all of them
     unshared = {name for bucket in session.buckets for name in bucket.sharded_names}
     unshared.update(optimizer.rank_local_state)
@@ -201,66 +199,83 @@ def catch_up(
         for name, value in sorted(state[key].items())
         if name not in unshared and torch.is_tensor(value)
     ]
-    # local steps may step only some groups
-    counts = torch.tensor(
-        [group["step"] for group in session.option_groups], dtype=torch.int64, device="cpu"
-    )
-    numbers = [-1 if is_new else int(counts.sum()), len(shared)]
-    message = torch.tensor(numbers, dtype=torch.int64, device=session.device)
-    rows = (yield from exchange_one(comm, AllGather(message))).tolist()
-    totals = [total for total, _ in rows]
-    latest = max(totals)
-    if min(totals) == latest:
+    params = [to_local(p.detach()) for group in optimizer.param_groups for p in group["params"]]
+    step = torch.tensor(session.steps, dtype=torch.int64, device="cpu")
+    tensors = [step, *params, *shared]
+    copied = yield from copy_from_rank_ahead(comm, session.device, tensors, session.steps)
+    if copied is None:
         return
-    oldest = min(total for total in totals if total >= 0)
-    if oldest < latest - len(counts) or len({count for _, count in rows}) > 1:
-        steps = [total // len(counts) for total in totals]
+    source, messages = copied
+    results = [{name: group[name] for name in LEARNED_OPTIONS if name in group} for group in groups]
+    learned = (yield from gather_json(results, session.device, comm))[source]
+    if messages:
+        with defer_signals():
+            session.corrupt = "rebind() was interrupted while it wrote a step of another rank"
+            write_tensors(tensors, messages)
+            _load_without_residuals(optimizer, saved, int(step), learned)
+
+
+def copy_from_rank_ahead(
+    comm: Communicator,
+    device: torch.device,
+    tensors: Sequence[Tensor],
+    count: int,
+    limit: int = 1,
+    unit: str = "step",
+) -> CollectiveGenerator[tuple[int, list[Tensor]] | None]:
+    """Send ``tensors`` from the rank that has applied most steps, ``count`` here, to the others; -1
+    on a rank that is new.
+
+    Returns that rank, and what this one received; nothing if it is not behind; None if no rank is.
+    Nothing is written before all of it has arrived: the rank that sends it may die, and the others
+    go on as they were. Raises ValueError if a rank is more than ``limit`` behind.
+    """
+    numbers = torch.tensor([count, len(tensors)], dtype=torch.int64, device=device)
+    rows = (yield from exchange_one(comm, AllGather(numbers))).tolist()
+    counts = [count for count, _ in rows]
+    latest = max(counts)
+    if min(counts) == latest:
+        return None
+    oldest = min(count for count in counts if count >= 0)
+    if oldest < latest - limit or len({number for _, number in rows}) > 1:
         raise ValueError(
-            f"ranks have taken {steps} steps, but rebind() can make up for one missed step, and "
+            f"ranks have taken {counts} {unit}s, but rebind() can make up for one missed step, and "
             "only after the first step was applied on all ranks: load the same checkpoint on all "
             "of them."
         )
-    source, is_late = totals.index(latest), totals[comm.rank] < latest
-    params = [to_local(p.detach()) for group in optimizer.param_groups for p in group["params"]]
-    copied = [
-        t.view(torch.uint8) if t.dtype == torch.bool else t for t in (counts, *params, *shared)
-    ]
-    received = []
-    for tensor in copied:
-        message = tensor.to(session.device, copy=True).contiguous()
+    source, received = counts.index(latest), []
+    for tensor in tensors:
+        raw = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+        message = raw.to(device, copy=True).contiguous()
         message = yield from exchange_one(comm, Broadcast(message, source))
-        received += [message.to(HOST)] if is_late else []
-    results = [
-        {name: group[name] for name in LEARNED_OPTIONS if name in group}
-        for group in session.option_groups
-    ]
-    learned = (yield from gather_json(results, session.device, comm))[source]
-    if is_late:
-        with defer_signals():
-            session.corrupt = "rebind() was interrupted while it wrote a step of another rank"
-            for tensor, message in zip(copied, received, strict=True):
-                tensor.copy_(message)
-            _load_without_residuals(optimizer, saved, counts.tolist(), learned)
-    if late := ", ".join(f"rank {rank}" for rank, n in enumerate(totals) if 0 <= n < latest):
+        received += [message.to(HOST)] if count < latest else []
+    if late := ", ".join(f"rank {rank}" for rank, n in enumerate(counts) if 0 <= n < latest):
         warn(
-            f"{late} had not applied step {int(counts.max())}, and took it over from rank "
-            f"{source}: the residuals of {late} are lost.",
+            f"{late} had not applied {unit} {latest}, and took it over from rank {source}: the "
+            f"residuals of {late} are lost.",
             comm.rank,
         )
+    return source, received
+
+
+def write_tensors(tensors: Sequence[Tensor], messages: Sequence[Tensor]) -> None:
+    """Write what ``copy_from_rank_ahead`` has received."""
+    for tensor, message in zip(tensors, messages, strict=True):
+        raw = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+        raw.copy_(message)
 
 
 def _load_without_residuals(
-    optimizer: OptimizerBase, saved: dict[str, Any], steps: list[int], learned: list[Group]
+    optimizer: OptimizerBase, saved: dict[str, Any], step: int, learned: list[Group]
 ) -> None:
-    """Load ``saved``, which has the tensors of the rank that is ahead, with that rank's ``steps``
-    and ``learned`` options. Zero the residuals of the groups in which it is ahead.
+    """Load ``saved``, which has the tensors of the rank that is ahead, with that rank's ``step``
+    and ``learned`` options, and zeros for residuals.
     """
     session: Session = optimizer._session
-    for group, step, options in zip(saved["param_groups"], steps, learned, strict=True):
-        entries = [saved["state"].get(key, {}) for key in group["params"] if group["step"] != step]
-        for entry in entries:
-            for name in set(optimizer.rank_local_state) & entry.keys():
-                entry[name] = torch.zeros_like(entry[name])
+    for entry in saved["state"].values():
+        for name in set(optimizer.rank_local_state) & entry.keys():
+            entry[name] = torch.zeros_like(entry[name])
+    for group, options in zip(saved["param_groups"], learned, strict=True):
         group.update(_to_tuples(options), step=step, residuals="mean")
     optimizer._load_without_hooks(saved)
     for bucket in session.buckets_to_reshard or session.buckets:

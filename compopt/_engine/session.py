@@ -112,8 +112,6 @@ class Session:
         self.verified_message_options = ""
         # the ranks that hold the other parts of this rank's model, by dimensions of its mesh
         self.shard_communicators: list[Communicator] = []
-        # communicators that replace those of the mesh, for collectives that run beside training
-        self.given_shard_communicators: list[Communicator] = []
         self.posted_note = ""  # the kind of note that this rank has left for the others
 
         # buckets and backend
@@ -139,8 +137,6 @@ class Session:
         self.has_grad_scaler = False  # a GradScaler drives the steps
         self.has_data = True  # False in a Join once this rank has finished its data
         self.divides_by_all = True  # in a Join: the mean is over all ranks, not those with data
-        # gradients are those of local steps, which may be equal on all ranks
-        self.has_pseudo_gradients = False
 
         # results
         self.stats = Stats()
@@ -229,9 +225,7 @@ class Session:
         """
         applied, totals = decision.applied, self.totals
         totals.skipped += is_step and not applied
-        # an outer optimizer's waits are reported by its LocalSteps
-        is_outer = self.has_pseudo_gradients
-        waited, waited_for_ranks = (0.0, 0.0) if is_outer else self.waits.take_step()
+        waited, waited_for_ranks = self.waits.take_step()
         phases = "+".join(sorted({*decision.phase_of.values()})) or "dense"
         stats = Stats(
             applied_steps=self.steps,
@@ -254,7 +248,7 @@ class Session:
         totals.add_exchange(stats, is_step)
         stats.run = replace(totals)
         self.stats = stats
-        is_shown = "summary" not in self.warned and not is_outer and self.comm.size > 1
+        is_shown = "summary" not in self.warned and self.comm.size > 1
         if is_shown and self.claim_first("summary") and get_rank() == 0:
             # when the optimizer is deleted, or the program ends
             baseline = "FSDP2" if optimizer.replaces_reduce_scatter else "DDP"
@@ -268,7 +262,7 @@ class Session:
     def count_save(self) -> None:
         """Add to the run's totals what a ``consolidate_state()`` that ends now has sent."""
         sent = self.take_bytes_sent()
-        if not (self.is_single_process or self.has_pseudo_gradients):
+        if not self.is_single_process:
             self.totals.add_save(sent, self.waits.take_seconds())
             self.stats.run = replace(self.totals)
 
@@ -321,14 +315,14 @@ class Session:
         self.offload = Offload(OFFLOADED.get(optimizer.offload or "", ()))
         # inside FSDP2 the mesh is that of the optimizer's own ranks: no others hold shards
         on_mesh = () if optimizer.replaces_reduce_scatter else self.buckets
-        meshes = make_shard_communicators(p for bucket in on_mesh for p in bucket.params)
-        self.shard_communicators = self.given_shard_communicators or meshes
+        params_on_mesh = (p for bucket in on_mesh for p in bucket.params)
+        self.shard_communicators = make_shard_communicators(params_on_mesh)
         self.is_built = True
         has_one_rank = connection is not None and connection.size == 1
         self.is_single_process = has_one_rank and not optimizer.simulate
         for bucket in self.buckets:
             bucket.is_single_process = self.is_single_process
-            bucket.replicate_size = get_replicate_size(bucket.params[0], meshes)
+            bucket.replicate_size = get_replicate_size(bucket.params[0], self.shard_communicators)
             bucket.offload = self.offload if self.offload.names else None
             if optimizer.sharded:
                 comm = self.comm

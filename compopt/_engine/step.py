@@ -12,7 +12,7 @@ resends alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
@@ -35,7 +35,6 @@ from .handshake import (
 from .join import copy_options_from_ranks_with_data
 from .missing_ranks import RankLeft, explain_failure, post_lost_masks
 from .optimizer_base import OptimizerBase
-from .options import Group
 from .resharding import lay_out_trainable_parameters
 from .session import Handshake, Role, Session
 from .signals import defer_signals
@@ -90,19 +89,13 @@ def check_can_step(session: Session) -> None:
 
 
 class Step:
-    """The running step, of all parameter groups or of some ``groups``."""
+    """The running step."""
 
     session: Session
 
-    def __init__(
-        self,
-        optimizer: OptimizerBase,
-        comm: Communicator,
-        number: int,
-        groups: Sequence[Group] | None = None,
-    ):
+    def __init__(self, optimizer: OptimizerBase, comm: Communicator, number: int):
         self.optimizer, self.session = optimizer, optimizer._session
-        self.comm, self.number, self._groups = comm, number, groups
+        self.comm, self.number = comm, number
         # why this rank cannot send its gradients
         self.problem: Exception | None = None
         # all ranks have applied or skipped this step: a later error needs no undo
@@ -113,10 +106,7 @@ class Step:
 
     @property
     def buckets(self) -> list[Bucket]:
-        if self._groups is None:
-            return self.session.buckets
-        stepped = {id(group) for group in self._groups}
-        return [bucket for bucket in self.session.buckets if id(bucket.group) in stepped]
+        return self.session.buckets
 
     def exchange(self) -> CollectiveGenerator[StepDecision | None]:
         """Run until all ranks have decided whether to commit.
@@ -176,7 +166,7 @@ class Step:
             session.options.refresh(self.optimizer._compared_groups)
             session.verified_message_options = session.options.message_options
             self.is_complete = True
-        is_read = self.optimizer.fsdp_backward is None and not session.has_pseudo_gradients
+        is_read = self.optimizer.fsdp_backward is None
         if decision.applied and is_read and session.has_data and self.comm.size > 1:
             warn_if_without_gradients(session, decision)
         self._report(decision)
@@ -256,8 +246,7 @@ class Step:
             yield from lay_out_trainable_parameters(optimizer, self.comm)
             optimizer.before_exchange()
         # without gradients to compare, the next step begins with a handshake too
-        is_exempt = optimizer.replaces_reduce_scatter or session.has_pseudo_gradients
-        is_verified = had_gradients or is_exempt
+        is_verified = had_gradients or optimizer.replaces_reduce_scatter
         session.handshake = Handshake.VERIFIED if is_verified else Handshake.UNVERIFIED
 
     # The exchange
@@ -384,7 +373,7 @@ class Step:
         self.committing = None
         run_batched_requests(decision.exchanges, self._commit_bucket)
         self.optimizer.after_commit()
-        for group in session.option_groups if self._groups is None else self._groups:
+        for group in session.option_groups:
             group["step"] += 1
         if session.trial is not None and session.trial.result:
             session.trial.record_result()

@@ -122,9 +122,10 @@ class Wrapper(CompressedOptimizer):
             options.update(self._select_options(group))
 
     def check_groups(self, numbers: Container[int]) -> None:
-        for group in self.param_groups:
-            check_base_group(group)
         super().check_groups(numbers)
+        for number, group in enumerate(self.param_groups, start=len(self._wrapper_groups)):
+            if number in numbers:
+                check_base_group(group)
 
     def add_groups_of_base(self) -> None:
         """Add the wrapper's options for groups that were added to the base."""
@@ -234,10 +235,7 @@ class Wrapper(CompressedOptimizer):
         with replace_gradients({p: None for p, _ in params}):
             for number, (p, group) in enumerate(params):
                 if number in saved["state"]:
-                    entry = base_saved["state"].get(number)
-                    begun = torch.tensor(float(bool(entry)), dtype=torch.float32, device="cpu")
-                    entry = entry or _make_first_state(self.base, p, group)
-                    base_entry = {**entry, "begun": begun}
+                    base_entry = save_entry(self.base, p, group, base_saved["state"].get(number))
                     saved["state"][number] = {**saved["state"][number], "base": base_entry}
         return {**saved, "base": base_saved}
 
@@ -334,6 +332,23 @@ def check_base(base: object) -> None:
 PREFIX = "base."  # before the name of a base's option that the wrapper has too
 
 
+def save_entry(
+    base: Optimizer, p: Tensor, group: Group, entry: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return the state of ``p`` as it is saved: that of a first step on zeros before there is one,
+    and "begun".
+    """
+    begun = torch.tensor(float(bool(entry)), dtype=torch.float32, device="cpu")
+    return {**(entry or _make_first_state(base, p, group)), "begun": begun}
+
+
+def read_entry(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return the state that ``save_entry`` has saved; nothing before the first step."""
+    if not float(saved.get("begun", len(saved))) > 0:
+        return {}
+    return {name: value for name, value in saved.items() if name != "begun"}
+
+
 def _make_first_state(base: Optimizer, p: Tensor, group: Group) -> dict[str, Any]:
     """Return the state that a first step of ``base`` on zeros makes; empty if that raises.
 
@@ -385,9 +400,8 @@ def split_state_dict(
 
     base_state = {}
     for key, entry in state.items():
-        base_entry = entry.get("base", {})
-        if float(base_entry.get("begun", len(base_entry))) > 0:
-            base_state[key] = {name: value for name, value in base_entry.items() if name != "begun"}
+        if base_entry := read_entry(entry.get("base", {})):
+            base_state[key] = base_entry
     # entries of a group that are not the wrapper's are the base's or the user's
     not_of_base = known | NOT_OPTIONS - {"params", "param_names"}
     base_groups = []

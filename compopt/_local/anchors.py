@@ -2,11 +2,14 @@
 steps them.
 
 An anchor has its parameter's shape, in float32 where the parameter is of lower precision, on its
-device or in host memory. A parameter has one from its first local step on.
+device or in host memory. A parameter has one from its first local step on. The anchors of a
+fragment are next to each other in memory, in buckets, and so are their residuals: an exchange is a
+few operators on all of them.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,167 +19,365 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._engine.collective_generators import CollectiveGenerator
-from .._engine.optimizer import CompressedOptimizer, without_integrations
-from .._engine.optimizer_base import OptimizerBase
-from .._engine.options import Group
-from .._engine.resharding import catch_up
-from .._ops.norms import total_norm
+from .._engine.handshake import VALUES, checksum_values
+from .._engine.optimizer import CompressedOptimizer
+from .._engine.options import ComparedGroups, Group, Setting, check_base_group
+from .._engine.resharding import copy_from_rank_ahead, write_tensors
+from .._engine.session import Session
+from .._engine.signals import defer_signals
+from .._ops.backends import choose_backend
+from .._ops.norms import scale_, total_norm
+from .._ops.operations import Ops
+from .._state.buckets import Bucket, bucket_bytes
+from .._state.layouts import LocalShape
 from .._state.tensors import HOST, distribute_like, pin, to_local
 from .._wire.collectives import Communicator, get_replicate_size
+from .._wire.payload import ControlFields, Payload, Scratch
 
-MakeOuter = Callable[[list[Tensor]], CompressedOptimizer]
+MakeOuter = Callable[[list[Tensor]], Optimizer]
+# On a device a bucket holds so many times what one of gradients does: nothing overlaps with
+# backward, and each costs launches.
+TIMES_GRADIENTS = 8
+GROUP = "outer optimizer, group"  # in messages
+# Payloads of a small model keep their memory on a CPU: new pages cost more than all computation.
+KEPT_BYTES = 128 * 2**20
 
 
 @dataclass(eq=False, slots=True)
 class Anchored:
-    """A parameter, its anchor, and the fragment in which they are exchanged."""
+    """A parameter, its anchor, what is not sent yet, and the fragment in which it is exchanged.
+
+    ``has_moved``: it has, or may have, since its last exchange. ``is_sent``: it is part of the
+    exchange in flight, or was part of the last one.
+    """
 
     param: Tensor
     fragment: int
     anchor: nn.Parameter
-    has_moved: bool = False  # or may have, since its last exchange
+    residual: Tensor
+    has_moved: bool = False
+    is_sent: bool = True
 
-    def pseudo_gradient(self) -> Tensor:
-        """Return line 2 of the module ``local_steps``, on the anchor's device. The rank began at
-        the anchor in the parameter's dtype.
+
+class AnchorBucket(Bucket):
+    """Anchors of one fragment, whose parameters have one dtype and device, and their residuals.
+
+    ``anchors``: all of them as one vector. During an exchange there is a ``payload``; if it is
+    delayed also ``pseudo_gradient``, what the rank had moved when it began.
+    """
+
+    tensors: list[Anchored]
+    payload: Payload
+    pseudo_gradient: Tensor | None = None
+    is_averaged = False  # any rank has sent what it has moved
+
+    def __init__(self, index: int, group: Group, flat: Tensor, anchors: list[nn.Parameter]):
+        names = [f"anchor {i}" for i in range(len(anchors))]
+        super().__init__(index, group, [*anchors], names)
+        self.anchors = flat
+        self.allocate("residual", LocalShape(self.compute_dtype), [{}] * len(anchors))
+
+    @property
+    def model_parts(self) -> list[Tensor]:
+        """This rank's parts of the parameters that have these anchors."""
+        params = [t.param.detach() for t in self.tensors]
+        return [to_local(p) for p in params] if self.is_dtensor else params
+
+    def select_sent(self, values: Iterable[Tensor]) -> list[Tensor]:
+        """Return the values of the tensors that are part of the exchange."""
+        return [value for t, value in zip(self.tensors, values, strict=True) if t.is_sent]
+
+    def view_sent(self, flat: Tensor) -> list[Tensor]:
+        """Cut a vector into the tensors that are part of the exchange."""
+        shapes = [e.shape for e in self.select_sent(t.residual for t in self.tensors)]
+        parts = flat.split([shape.numel() for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]
+
+    # An exchange
+
+    def begin_exchange(self) -> Tensor:
+        """Make the payload of an exchange. Returns the vector to which values are written."""
+        lengths = [n * t.is_sent for t, n in zip(self.tensors, self.lengths, strict=True)]
+        marks = [float(t.is_sent) for t in self.tensors]
+        self.control = ControlFields(failed=[0.0])
+        self.payload = self.make_payload(lengths, self.group["payload_dtype"], marks=marks)
+        return self.payload.unrounded_body
+
+    def write_pseudo_gradient(self, out: Tensor) -> Tensor:
+        """Write line 2 of the module ``local_steps`` to a vector; return it. The rank began at the
+        anchors in the parameters' dtype.
         """
-        anchor = to_local(self.anchor.detach())
-        start = anchor.to(self.param.dtype).to(anchor.dtype)
-        return start - to_local(self.param.detach()).to(anchor.device)
+        params, parts = self.select_sent(self.model_parts), self.view_sent(out)
+        if params:
+            start = self.anchors.to(params[0].dtype).to(out.dtype).split(self.lengths)
+            torch._foreach_copy_([part.view(-1) for part in parts], self.select_sent(start))
+            torch._foreach_sub_(parts, [p.to(out.device) for p in params])
+        return out
+
+    def encode(self, weight: float, is_lost: bool) -> Payload:
+        """Write what this rank sends: the pseudo-gradient times ``weight``, and the residual.
+
+        ``is_lost``: its parameters are not finite, and it takes the average of the others.
+        """
+        values = self.payload.unrounded_body
+        if is_lost:
+            self.payload.header.zero_()
+            values.zero_()
+        scale_(values, weight)
+        if values.numel() and (self.is_rounded or self.has_residual):
+            residuals = self.select_sent(t.residual for t in self.tensors)
+            torch._foreach_add_(self.view_sent(values), residuals)
+        return self.payload.round()
+
+    def encode_failure(self) -> Payload:
+        """Write that this rank has an error, and no values."""
+        self.payload.flat.zero_()
+        self.payload.unrounded_body.zero_()
+        self.payload.control.fill_(1)
+        return self.payload
+
+    def set_gradients(self) -> None:
+        """Set the anchors' ``grad`` to the average."""
+        if self.is_averaged:
+            mean = self.view_sent(self.payload.body.to(self.dtype))
+            for anchor, g in zip(self.select_sent(self.params), mean, strict=True):
+                anchor.grad = distribute_like(anchor.detach(), g)
+
+    def feed_back(self) -> None:
+        """Set residuals to what rounding has taken off."""
+        residuals = self.select_sent(t.residual for t in self.tensors)
+        errors = self.payload.rounding_errors
+        if not self.is_averaged or not residuals:
+            return
+        if errors is not None:
+            torch._foreach_copy_(residuals, self.view_sent(errors))
+        elif self.has_residual:
+            torch._foreach_zero_(residuals)
+        self.cache.pop("has_residual", None)
 
     def moved_since(self) -> Tensor:
-        """Return what the rank moved since its exchange began: the pseudo-gradient of then, less
-        the present one.
+        """Return what the rank has moved since the exchange began: the pseudo-gradient of then,
+        less the present one.
         """
-        assert self.anchor.grad is not None
-        return to_local(self.anchor.grad) - self.pseudo_gradient()
+        assert self.pseudo_gradient is not None
+        now = self.write_pseudo_gradient(torch.empty_like(self.pseudo_gradient))
+        return self.pseudo_gradient - now
 
-    def write_param(self, since: Tensor | None = None) -> None:
-        """Write line 5 to the parameter; ``since``: what the rank moved since line 2."""
-        new = to_local(self.anchor.detach())
-        to_local(self.param.detach()).copy_(new if since is None else new + since)
+    def write_params(self, since: Tensor) -> None:
+        """Write line 5 to the parameters that were sent; ``since``: as ``moved_since`` was."""
+        parts = self.view_sent(since)
+        if parts:
+            torch._foreach_add_(parts, self.select_sent(to_local(a.detach()) for a in self.params))
+            params = self.select_sent(self.model_parts)
+            torch._foreach_copy_(params, [x.to(params[0].device) for x in parts])
+
+    def end_exchange(self, keeps_memory: bool) -> None:
+        """End an exchange; free its memory, unless the next one reuses it."""
+        vars(self).pop("payload", None)
+        self.pseudo_gradient = None
+        if not keeps_memory:
+            self.release_memory()
 
 
 class Anchors:
     """The anchors of parameters, and the outer optimizer that has them for its parameters.
 
     ``fragments[i]`` is the fragment of parameter i, -1 if it has no anchor yet. Each fragment is a
-    group of the outer optimizer, which can step it alone. Parameters that are added or trained
-    later are in fragments from number ``count`` on.
+    group of the outer optimizer. Parameters that are added or trained later are in fragments from
+    number ``count`` on.
     """
 
     def __init__(
         self,
         params: Sequence[Tensor],
         fragments: Sequence[int],
-        count: int,
+        options: Group,
         make_outer: MakeOuter,
+        ops: Ops,
         on_host: bool,
     ):
-        self.count, self._on_host = count, on_host
-        self.outer: CompressedOptimizer
+        self.count, self._payload_dtype = options["fragments"], options["payload_dtype"]
+        self._on_host = on_host
+        self.ops = choose_backend({HOST.type}) if on_host else ops
+        self.outer: Optimizer
         self.tensors: list[Anchored] = []  # in the order of the outer optimizer's parameters
+        self.buckets: list[AnchorBucket] = []
+        # what the exchanges of a fragment have in common, and their number under "step"
+        self.groups: dict[int, Group] = {}
+        self._known: set[int] = set()  # ids of the parameters with an anchor
         # learning rate and momentum of an outer SGD's groups: its own, and as set last
         self._own_rates: list[dict[str, float]] = []
         self._last_rates: list[dict[str, float]] = []
         self.are_in_params = False
+        self._shards: list[Communicator] = []
+        self._scratch = Scratch()
         for number in sorted(set(fragments) - {-1}):
             members = [p for p, n in zip(params, fragments, strict=True) if n == number]
             self._add_fragment(number, members, None if self.tensors else make_outer)
-        self.outer._session.has_pseudo_gradients = True
 
     def _add_fragment(
-        self, number: int, params: Iterable[Tensor], make_outer: MakeOuter | None = None
+        self, number: int, params: Sequence[Tensor], make_outer: MakeOuter | None = None
     ) -> None:
         """Make anchors of these parameters, and add them to the outer optimizer as a group.
 
         SGD's momentum buffers are created now, not in its first step, so that a rank that joins
         later has as many tensors as the others.
         """
-        added = [Anchored(p, number, nn.Parameter(copy_wide(p, self._on_host))) for p in params]
-        self.tensors += added
-        anchors: list[Tensor] = [t.anchor for t in added]
+        group: Group = {"payload_dtype": self._payload_dtype, "step": 0}
+        added: dict[int, Anchored] = {}
+        for run in cut_uniform_runs(reversed(params)):  # as buckets follow each other in backward
+            flat, parts = copy_wide(run, self._on_host)
+            pairs = zip(run, parts, strict=True)
+            anchors = [nn.Parameter(distribute_like(p.detach(), part)) for p, part in pairs]
+            bucket = AnchorBucket(len(self.buckets), group, flat, anchors)
+            state = zip(run, anchors, bucket.state["residual"], strict=True)
+            bucket.tensors = [Anchored(p, number, anchor, e) for p, anchor, e in state]
+            added.update((id(t.param), t) for t in bucket.tensors)
+            bucket.mean_factory = self.ops.quantized_mean_factory(bucket)
+            bucket.scratch = self._scratch
+            bucket.replicate_size = get_replicate_size(run[0], self._shards)
+            self.buckets.append(bucket)
+        self.groups[number] = group
+        self.tensors += [added[id(p)] for p in params]
+        self._known.update(added)
+        members: list[Tensor] = [added[id(p)].anchor for p in params]
         if make_outer is None:
-            self.outer.add_param_group({"params": anchors})
+            self.outer.add_param_group({"params": members})
         else:
-            self.outer = _call_make_outer(make_outer, anchors)
-            check_outer(self.outer, anchors)
-        base = getattr(self.outer, "base", None)
-        if not isinstance(base, torch.optim.SGD):
+            self.outer = _call_make_outer(make_outer, members)
+            check_outer(self.outer, members)
+        self._prepare_sgd(members)
+
+    def _prepare_sgd(self, anchors: list[Tensor]) -> None:
+        """Note the rates of the groups that were added to an outer SGD; make its momentum."""
+        if not isinstance(self.outer, torch.optim.SGD):
             return
-        for group in base.param_groups[len(self._own_rates) :]:
+        for group in self.outer.param_groups[len(self._own_rates) :]:
             rates = {name: group[name] for name in ("lr", "momentum")}
             self._own_rates.append(rates)
             self._last_rates.append(dict(rates))
-        if base.defaults["momentum"] and not base.defaults["dampening"]:
+        if self.outer.defaults["momentum"] and not self.outer.defaults["dampening"]:
             for anchor in anchors:
-                base.state[anchor]["momentum_buffer"] = torch.zeros_like(anchor.detach())
+                self.outer.state[anchor]["momentum_buffer"] = torch.zeros_like(anchor.detach())
 
     def set_outer_share(self, share: float) -> None:
         """Set learning rate and momentum of an outer SGD, from plain averaging of parameters
         (``share`` 0: rate 1, momentum 0) to the optimizer's own values (1). What a scheduler has
         set in its groups since the last call is its own from now on.
         """
+        self._read_rates()
         rates = zip(self.outer.param_groups, self._own_rates, self._last_rates, strict=False)
         for group, own, last in rates:
-            own.update({name: group[name] for name in own if group[name] != last[name]})
             # SGD updates its momentum buffer only if momentum is not zero
             least = torch.finfo(torch.float64).tiny if own["momentum"] else 0.0
             last["lr"] = 1 + (own["lr"] - 1) * share
             last["momentum"] = max(own["momentum"] * share, least)
             group.update(last)
 
+    def _read_rates(self) -> None:
+        """Take what was set in the groups of an outer SGD since the last call for its own rates."""
+        rates = zip(self.outer.param_groups, self._own_rates, self._last_rates, strict=False)
+        for group, own, last in rates:
+            own.update({name: group[name] for name in own if group[name] != last[name]})
+            last.update({name: group[name] for name in last})
+
+    def use_pytorch(self, ops: Ops) -> None:
+        """Quantize by PyTorch's operators, because ranks have chosen different backends."""
+        self.ops = ops
+        for bucket in self.buckets:
+            bucket.mean_factory = ops.quantized_mean_factory(bucket)
+
     @torch.no_grad()
     def note_training(self, params: Sequence[Tensor]) -> None:
         """Note that the trainable ones of all ``params`` may move. Those without an anchor become a
         new fragment.
         """
-        if new := self.list_new(params):
-            self._add_fragment(max(self.count, 1 + max(self.fragments)), new)
+        if new := [p for p in params if p.requires_grad and id(p) not in self._known]:
+            self._add_fragment(max(self.count, 1 + max(self.groups)), new)
         for t in self.tensors:
             t.has_moved |= t.param.requires_grad
 
-    def list_new(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Return those of ``params`` that are trainable and have no anchor yet."""
-        known = {t.param for t in self.tensors}
-        return [p for p in params if p.requires_grad and p not in known]
-
     # The other ranks
 
-    def connect_outer(self, optimizer: OptimizerBase, is_delayed: bool) -> None:
-        """Exchange anchors over the ranks of ``optimizer``, that of the inner steps. Delayed
-        exchanges run beside training, so they get process groups of their own.
-        """
-        session, outer = optimizer._session, self.outer._session
-        self.outer.simulate, comm = optimizer.simulate, session.comm
-        if is_delayed:
-            comm = comm.with_own_group()
-            outer.given_shard_communicators = [
-                shards.with_own_group() for shards in session.shard_communicators
-            ]
-        if outer.group is not comm and not session.is_single_process:
-            outer.waits = session.waits
-            outer.connect_to(self.outer, comm)
+    def note_shards(self, shards: list[Communicator]) -> None:
+        """Note the ranks that hold the other parts of this rank's model."""
+        self._shards = shards
+        for bucket in self.buckets:
+            bucket.replicate_size = get_replicate_size(bucket.tensors[0].param, shards)
 
-    def catch_up(self, is_new: bool) -> CollectiveGenerator[bool]:
+    @property
+    def compared_groups(self) -> ComparedGroups:
+        """The outer optimizer's groups, and the options that are compared there as they are."""
+        own = self._own_rates[0] if self._own_rates else {}
+        return GROUP, self.outer.param_groups, self.outer.defaults.keys() - own.keys()
+
+    @property
+    def settings(self) -> list[Setting]:
+        """The outer optimizer's class and backend."""
+        return [
+            ("outer optimizer", type(self.outer).__name__),
+            ("outer optimizer, backend", self.ops.name),
+        ]
+
+    def list_rates(self) -> list[Setting]:
+        """Return an outer SGD's own rates, of each group."""
+        self._read_rates()
+        return [(f"{GROUP} {number}", rates) for number, rates in enumerate(self._own_rates)]
+
+    def list_values(self) -> list[Setting]:
+        """Return the checksum of each anchor."""
+        values = [checksum_values(to_local(t.anchor.detach())) for t in self.tensors]
+        return [(f"anchor {i}", {VALUES: value}) for i, value in enumerate(values)]
+
+    def checksum(self) -> int:
+        """Compute a number above 0 that is equal for equal anchors."""
+        return zlib.crc32(repr([checksum_values(b.anchors) for b in self.buckets]).encode()) or 1
+
+    def catch_up(self, session: Session, is_new: bool) -> CollectiveGenerator[bool]:
         """Copy anchors from a rank that is ahead. On a rank that is new or lacks an exchange, the
-        parameters of the exchanged fragments become their anchors; others keep what they moved.
+        parameters of the exchanged fragments become their anchors, without residuals; others keep
+        what they moved.
 
         Returns whether any became its anchor.
         """
-        outer, before = self.outer._session, self.count_exchanges()
-        outer.forget_in_flight()
-        outer.forget_masks(self.outer.mask_state)
-        late: set[int] = set()
-        try:
-            yield from catch_up(self.outer, outer.comm, is_new)
-        finally:  # also if a signal arrived while anchors were written
-            applied = self.count_exchanges()
-            late.update(n for n in self.fragments if is_new or applied[n] > before[n])
-            for t in self.list_members(late):
-                t.write_param()
-                t.has_moved = False
-        return bool(late)
+        groups = [*self.groups.values()]
+        counts = torch.tensor([g["step"] for g in groups], dtype=torch.int64, device="cpu")
+        states = [sorted(self.outer.state.get(t.anchor, {}).items()) for t in self.tensors]
+        moments = [to_local(x) for state in states for _, x in state if torch.is_tensor(x)]
+        tensors = [counts, *(bucket.anchors for bucket in self.buckets), *moments]
+        count = -1 if is_new else self.applied_exchanges
+        copied = yield from copy_from_rank_ahead(
+            session.comm, session.device, tensors, count, len(groups), "exchange"
+        )
+        if copied is None or not copied[1]:
+            return False
+        with defer_signals():
+            session.corrupt = "rebind() was interrupted while it wrote an exchange of another rank"
+            write_tensors(tensors, copied[1])
+            for group, step in zip(groups, counts.tolist(), strict=True):
+                if is_new or group["step"] != step:
+                    self._become_anchors(group)
+                group["step"] = step
+            session.corrupt = ""
+        return True
+
+    def _become_anchors(self, group: Group) -> None:
+        """Write the anchors of a fragment to its parameters, and forget its residuals."""
+        for bucket in self.buckets:
+            if bucket.group is group:
+                write_params(bucket.tensors)
+                bucket.flat["residual"].zero_()
+                for t in bucket.tensors:
+                    t.has_moved = False
+
+    def residual_norm(self) -> float:
+        """Return the L2 norm of all residuals of this rank."""
+        return float(total_norm([bucket.flat["residual"] for bucket in self.buckets]))
+
+    def differ_from_params(self) -> bool:
+        """Return True if any parameter is not its anchor, in the parameter's dtype."""
+        pairs = ((to_local(t.param.detach()), to_local(t.anchor.detach())) for t in self.tensors)
+        return any(not torch.equal(p, anchor.to(p.device, p.dtype)) for p, anchor in pairs)
 
     # In the model
 
@@ -190,12 +391,9 @@ class Anchors:
         if self.are_in_params:
             yield
             return
-        sent = {*self.list_sent(underway)}
-        moved = [t for t in self.tensors if t.has_moved or t in sent]
-        with torch.no_grad():
-            values = [(p, p.clone()) for p in (to_local(t.param.detach()) for t in moved)]
-            for t in moved:
-                t.write_param()
+        moved = [t for t in self.tensors if t.has_moved or (t.is_sent and t.fragment in underway)]
+        values = [(p, p.clone()) for p in (to_local(t.param.detach()) for t in moved)]
+        write_params(moved)
         self.are_in_params = True
         try:
             yield
@@ -205,65 +403,93 @@ class Anchors:
                     p.copy_(value)
             self.are_in_params = False
 
+    def end_exchange(self, buckets: Sequence[AnchorBucket]) -> None:
+        """Free the memory of an exchange of these buckets; a small model on a CPU keeps it."""
+        size = sum(8 * bucket.numel for bucket in self.buckets)  # values and rounding errors
+        keeps = size <= KEPT_BYTES and all(b.device.type == "cpu" for b in buckets)
+        self._scratch = self._scratch if keeps else Scratch()
+        for bucket in buckets:
+            bucket.end_exchange(keeps)
+            bucket.scratch = self._scratch
+
     # Fragments
 
     @property
     def fragments(self) -> set[int]:
-        return {t.fragment for t in self.tensors}
+        return {*self.groups}
 
-    def list_members(self, fragments: Collection[int]) -> list[Anchored]:
-        """Return the parameters of these fragments."""
-        return [t for t in self.tensors if t.fragment in fragments]
+    def list_buckets(self, fragments: Collection[int]) -> list[AnchorBucket]:
+        """Return the buckets of these fragments."""
+        return [bucket for bucket in self.buckets if bucket.tensors[0].fragment in fragments]
 
-    def groups_of(self, fragments: Collection[int]) -> list[Group]:
-        """Return the groups of the outer optimizer that hold these fragments."""
-        anchors = {t.anchor for t in self.list_members(fragments)}
-        return [g for g in self.outer._option_groups if not anchors.isdisjoint(g["params"])]
-
-    def count_exchanges(self) -> dict[int, int]:
-        """Return the number of exchanges that were applied to each fragment."""
-        return {n: sum(group["step"] for group in self.groups_of({n})) for n in self.fragments}
+    def list_pseudo_gradients(self) -> dict[Anchored, Tensor]:
+        """Return what had moved when an exchange began, if it is delayed and in flight."""
+        found: dict[Anchored, Tensor] = {}
+        for bucket in self.buckets:
+            if bucket.pseudo_gradient is not None:
+                sent = [t for t in bucket.tensors if t.is_sent]
+                pairs = zip(sent, bucket.view_sent(bucket.pseudo_gradient), strict=True)
+                found.update((t, distribute_like(t.anchor.detach(), d)) for t, d in pairs)
+        return found
 
     @property
     def applied_exchanges(self) -> int:
-        """The number of exchanges that were applied to anchors, counted by group."""
-        return sum(group["step"] for group in self.outer._option_groups)
+        """The number of exchanges that were applied to anchors, counted by fragment."""
+        return sum(group["step"] for group in self.groups.values())
 
-    # An exchange
-
-    def set_pseudo_gradients(self, fragments: Collection[int]) -> dict[Tensor, Tensor]:
-        """Set the anchors' ``grad`` to d, line 2, and return it by parameter. An anchor whose
-        parameter cannot have moved has no ``grad``, and requires none.
-        """
-        moved = {}
-        for t in self.list_members(fragments):
-            t.anchor.requires_grad_(t.has_moved)
-            if t.has_moved:
-                moved[t.param] = d = t.pseudo_gradient()
-                t.anchor.grad, t.has_moved = distribute_like(t.anchor.detach(), d), False
-        return moved
-
-    def list_sent(self, fragments: Collection[int]) -> list[Anchored]:
-        """Return the parameters of these fragments that are part of their last exchange."""
-        return [t for t in self.list_members(fragments) if t.anchor.requires_grad]
-
-    def clear_gradients(self) -> None:
+    def step_outer(self, buckets: Sequence[AnchorBucket], share: float) -> None:
+        """Do line 4 of the module ``local_steps``, and feed back what rounding has taken off."""
+        self.set_outer_share(share)
+        for bucket in buckets:
+            bucket.set_gradients()
+        if any(bucket.is_averaged for bucket in buckets):
+            self.outer.step()
+        for bucket in buckets:
+            bucket.feed_back()
         for t in self.tensors:
             t.anchor.grad = None
-
-    def restore_moved(self, fragments: Collection[int]) -> None:
-        """Undo ``set_pseudo_gradients``, of an exchange that is not applied."""
-        for t in self.list_sent(fragments):
-            t.has_moved = True
-        self.clear_gradients()
+        for group in {id(bucket.group): bucket.group for bucket in buckets}.values():
+            group["step"] += 1
 
 
-def copy_wide(p: Tensor, on_host: bool) -> Tensor:
-    """Return a copy in at least float32."""
-    wide = torch.promote_types(p.dtype, torch.float32)
-    if on_host:
-        return pin(p.detach().to(HOST, copy=True).to(wide), p.device)
-    return p.detach().to(wide, copy=True)
+@torch.no_grad()
+def write_params(tensors: Iterable[Anchored]) -> None:
+    """Write anchors to their parameters."""
+    pairs = [(to_local(t.param.detach()), to_local(t.anchor.detach())) for t in tensors]
+    if pairs:
+        anchors = [anchor.to(p.device) for p, anchor in pairs]
+        torch._foreach_copy_([p for p, _ in pairs], anchors)
+
+
+def copy_wide(tensors: Sequence[Tensor], on_host: bool) -> tuple[Tensor, list[Tensor]]:
+    """Copy tensors in at least float32 to one vector; return it, and its views in their shapes."""
+    parts, first = [to_local(p.detach()) for p in tensors], tensors[0]
+    flat = torch.empty(
+        sum(part.numel() for part in parts),
+        dtype=torch.promote_types(first.dtype, torch.float32),
+        device=HOST if on_host else first.device,
+    )
+    flat = pin(flat, first.device) if on_host else flat
+    views = flat.split([part.numel() for part in parts])
+    copies = [view.view(part.shape) for view, part in zip(views, parts, strict=True)]
+    torch._foreach_copy_(copies, [part.to(flat.device) for part in parts])
+    return flat, copies
+
+
+def cut_uniform_runs(params: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Cut parameters into runs of one dtype, device and placement, of a limited size."""
+    runs: dict[tuple[object, ...], list[list[Tensor]]] = {}
+    sizes: dict[tuple[object, ...], int] = {}
+    for p in params:
+        mesh, placements = getattr(p, "device_mesh", None), getattr(p, "placements", None)
+        key, size = (p.dtype, p.device, mesh, placements), to_local(p).numel() * p.element_size()
+        sizes[key] = sizes.get(key, 0) + size
+        limit = bucket_bytes(p.device) * (1 if p.device.type == "cpu" else TIMES_GRADIENTS)
+        if key not in runs or sizes[key] > limit:
+            runs.setdefault(key, []).append([])
+            sizes[key] = size
+        runs[key][-1].append(p)
+    return [run for of_key in runs.values() for run in of_key]
 
 
 def assign_to_fragments(groups: list[Group], fragments: int) -> list[int]:
@@ -283,33 +509,53 @@ def assign_to_fragments(groups: list[Group], fragments: int) -> list[int]:
     return assigned
 
 
-def _call_make_outer(make_outer: MakeOuter, anchors: list[Tensor]) -> CompressedOptimizer:
+def make_sgd(options: Group, fused: bool, anchors: list[Tensor]) -> torch.optim.SGD:
+    """Make DiLoCo's outer optimizer: SGD with Nesterov's momentum. Its options are ``outer_lr`` and
+    ``outer_momentum``.
+    """
+    lr, momentum = options["outer_lr"], options["outer_momentum"]
+    return torch.optim.SGD(anchors, lr, momentum, nesterov=momentum > 0, fused=fused or None)
+
+
+def _call_make_outer(make_outer: MakeOuter, anchors: list[Tensor]) -> Optimizer:
     """Return the outer optimizer over these anchors.
 
     Raises TypeError or ValueError, which names ``outer``, where that is no function of a list of
     anchors, or raises one.
     """
     try:
-        with without_integrations():
-            return make_outer(anchors)
+        return make_outer(anchors)
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(
             f"outer must make an optimizer over a list of anchors, and it failed: {error}. E.g. "
-            "outer=lambda params: compopt.Average(torch.optim.SGD(params, lr=0.7))."
+            "outer=lambda anchors: torch.optim.SGD(anchors, lr=0.7)."
         ) from error
 
 
 def check_outer(outer: object, anchors: list[Tensor]) -> None:
-    """Raise where what was made for the anchors cannot exchange them."""
-    if not isinstance(outer, CompressedOptimizer):
+    """Raise where what was made for the anchors cannot step them."""
+    if isinstance(outer, CompressedOptimizer):
         raise TypeError(
-            f"outer must make an optimizer of compopt, got {type(outer).__name__}: e.g. lambda "
-            "params: compopt.Average(torch.optim.SGD(params, lr=0.7))."
+            f"outer must make an optimizer of torch, got {type(outer).__name__}, which averages by "
+            "itself. LocalSteps averages what ranks have moved: return e.g. "
+            "torch.optim.SGD(anchors, lr=0.7), and pass payload_dtype= to LocalSteps."
+        )
+    if not isinstance(outer, Optimizer):
+        raise TypeError(
+            f"outer must make an optimizer of torch, got {type(outer).__name__}: e.g. lambda "
+            "anchors: torch.optim.SGD(anchors, lr=0.7)."
         )
     stepped = [p for group in outer.param_groups for p in group["params"]]
     if len(stepped) != len(anchors) or any(map(lambda p, q: p is not q, stepped, anchors)):
         raise ValueError("outer must step all parameters that it is given, in their order.")
+    check_outer_rates(outer)
+
+
+def check_outer_rates(outer: Optimizer) -> None:
+    """Raise ValueError if a step of the outer optimizer would make anchors NaN."""
+    for group in outer.param_groups:
+        check_base_group(group, "outer optimizer")
 
 
 def squared_norm_of_part(
@@ -319,6 +565,8 @@ def squared_norm_of_part(
 
     The sum over ``shards`` is that of the whole model: a part that several ranks hold counts once.
     """
+    if not shards and tensors:
+        return total_norm([*tensors.values()]).to(torch.float64).square()
     by_copies: dict[int, list[Tensor]] = {}
     for p, t in tensors.items():
         by_copies.setdefault(get_replicate_size(p, shards), []).append(t)

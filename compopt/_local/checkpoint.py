@@ -8,6 +8,7 @@ values mean nothing.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,8 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._engine.checkpoint import check_entry, warn_of_lost_residuals
 from .._engine.options import is_number
+from .._engine.wrapper import read_entry, save_entry
+from .._state.layouts import LocalShape, TensorInfo
 from .._state.tensors import distribute_like, to_local
+from .anchors import Anchored, Anchors
 from .exchange import Contribution, FragmentSync
 from .rounds import RoundCounts
 
@@ -31,20 +36,27 @@ def save_rounds(
     params: Iterable[Tensor], sync: FragmentSync, options: dict[str, Any], counts: RoundCounts
 ) -> list[Entry | None]:
     """Return the entry of every parameter, None of those without an anchor."""
-    outer, exchange = sync.anchors.outer, sync.in_flight
-    exchanges = [group["step"] for group in outer._option_groups for _ in group["params"]]
-    states, entries = outer._saved()["state"], {}
-    for place, t in enumerate(sync.anchors.tensors):
+    anchors, exchange, entries = sync.anchors, sync.in_flight, {}
+    states, pseudo_gradients = _save_states(anchors), anchors.list_pseudo_gradients()
+    for t in anchors.tensors:
         numbers = {
             "step": options["step"],
             **asdict(counts),
             "fragment": t.fragment,
             "has_moved": t.has_moved,
-            "is_sent": t.anchor.requires_grad,
+            "is_sent": t.is_sent,
             "is_due": t.fragment in sync.due,
-            "exchanges": exchanges[place],
+            "exchanges": anchors.groups[t.fragment]["step"] if t.fragment >= 0 else 0,
         }
-        entry = {"anchor": t.anchor.detach(), "optimizer": states.get(place, {})}
+        anchor, count = t.anchor.detach(), float(numbers["exchanges"])
+        entry = {
+            "anchor": anchor,
+            "optimizer": {
+                "step": torch.tensor(count, dtype=torch.float32, device="cpu"),
+                "residual": distribute_like(anchor, t.residual),
+                "base": states[t.anchor],
+            },
+        }
         if options["delay"] or exchange is not None:
             underway: dict[str, float] = dict(is_underway=False, apply_at=0, steps=0, squared=0.0)
             if exchange is not None and t.fragment in exchange.fragments:
@@ -52,13 +64,23 @@ def save_rounds(
                 underway = dict(
                     is_underway=True, apply_at=exchange.apply_at, steps=steps, squared=squared
                 )
-            d = t.anchor.grad
+            d = pseudo_gradients.get(t)
             entry["exchange"] = {
-                "pseudo_gradient": torch.zeros_like(t.anchor.detach()) if d is None else d,
+                "pseudo_gradient": torch.zeros_like(anchor) if d is None else d,
                 **_as_tensors(underway),
             }
         entries[t.param] = {**entry, **_as_tensors(numbers)}
     return [entries.get(p) for p in params]
+
+
+def _save_states(anchors: Anchors) -> dict[Tensor, Entry]:
+    """Return the state of every anchor: its residual, and the outer optimizer's under "base"."""
+    outer, entries = anchors.outer, {}
+    saved = outer.state_dict()
+    for group, numbers in zip(outer.param_groups, saved["param_groups"], strict=True):
+        for anchor, number in zip(group["params"], numbers["params"], strict=True):
+            entries[anchor] = save_entry(outer, anchor, group, saved["state"].get(number))
+    return entries
 
 
 def _as_tensors(numbers: dict[str, float]) -> dict[str, Tensor]:
@@ -126,33 +148,39 @@ class SavedRounds:
 
         ``residuals``: whose residuals the state dict has, as its groups say.
         """
-        anchors, entries = sync.anchors, self.anchored
-        saved = anchors.outer._saved()
-        for t, entry in zip(anchors.tensors, entries, strict=True):
-            exchange = entry.get("exchange", {})
-            tensors = [entry["anchor"], exchange.get("pseudo_gradient", entry["anchor"])]
-            for value in tensors:
-                if value.shape != t.param.shape:
-                    raise ValueError(
-                        f"an anchor has shape {tuple(value.shape)}, its parameter "
-                        f"{tuple(t.param.shape)}"
-                    )
-            anchor, d = map(to_local, tensors)
-            if not bool(anchor.isfinite().all()):
-                raise ValueError("an anchor is not finite")
-            to_local(t.anchor.detach()).copy_(anchor)
-            t.has_moved = bool(entry["has_moved"])
-            t.anchor.requires_grad_(bool(entry["is_sent"]))
-            if exchange and bool(exchange["is_underway"]) and t.anchor.requires_grad:
-                d = d.to(to_local(t.anchor).device, copy=True)
-                t.anchor.grad = distribute_like(t.anchor.detach(), d)
-        saved.pop("base", None)  # entries have it too
-        saved["state"] = {place: entry["optimizer"] for place, entry in enumerate(entries)}
-        for group in saved["param_groups"]:
-            count = _read_number(entries[group["params"][0]], "exchanges")
-            group.update(step=count, residuals=residuals)
-        anchors.outer.load_state_dict(saved)
+        anchors, entries = sync.anchors, dict(zip(sync.anchors.tensors, self.anchored, strict=True))
+        for number, (t, entry) in enumerate(entries.items()):
+            _check_tensors(number, t, entry)
+        saved = anchors.outer.state_dict()
+        bases = [read_entry(entry["optimizer"].get("base", {})) for entry in entries.values()]
+        saved["state"] = {number: base for number, base in enumerate(bases) if base}
+        anchors.outer.load_state_dict(copy.deepcopy(saved))  # torch's would share its tensors
+        for t, entry in entries.items():
+            to_local(t.anchor.detach()).copy_(to_local(entry["anchor"]))
+            t.residual.copy_(to_local(entry["optimizer"]["residual"]))
+            t.has_moved, t.is_sent = bool(entry["has_moved"]), bool(entry["is_sent"])
+            anchors.groups[t.fragment]["step"] = _read_number(entry, "exchanges")
+        warn_of_lost_residuals(sync.optimizer, residuals, [t.residual for t in entries])
+        for bucket in anchors.list_buckets((self.exchange or {}).get("fragments", ())):
+            sent = [entries[t]["exchange"]["pseudo_gradient"] for t in bucket.tensors if t.is_sent]
+            parts = bucket.view_sent(bucket.begin_exchange())
+            for part, d in zip(parts, sent, strict=True):
+                part.copy_(to_local(d))
         sync.due, self.sync = self.due, sync
+
+
+def _check_tensors(number: int, t: Anchored, entry: Entry) -> None:
+    """Raise ValueError if the tensors of an entry do not fit, or are damaged."""
+    anchor = entry["anchor"]
+    for value in (anchor, entry.get("exchange", {}).get("pseudo_gradient", anchor)):
+        if value.shape != t.param.shape:
+            raise ValueError(
+                f"an anchor has shape {tuple(value.shape)}, its parameter {tuple(t.param.shape)}"
+            )
+    if not bool(to_local(anchor).isfinite().all()):
+        raise ValueError("an anchor is not finite")
+    info, layouts = TensorInfo(t.anchor, True), {"residual": LocalShape(t.residual.dtype)}
+    check_entry(f"parameter {number}", info, layouts, entry["optimizer"], "LocalSteps")
 
 
 def read_rounds(entries: Sequence[Entry | None]) -> SavedRounds | None:

@@ -1,11 +1,15 @@
-"""The exchange of fragments: lines 2 to 5 of the module ``local_steps``, as a step of the outer
-optimizer, and the message before its payloads.
+"""The exchange of fragments: lines 2 to 5 of the module ``local_steps``, and the message before its
+payloads.
+
+It goes as a step does: read, exchange, agree, commit. Up to the commit nothing is written that
+outlives the exchange. All ranks decide on numbers that each of them holds alike: it is applied on
+all of them, or on none.
 
 In the message every rank sends what must be equal on all ranks, its weight in the average, the norm
 of its pseudo-gradient, and a sketch of it.
 
 Ranks of unequal weights send their pseudo-gradients times ``ranks * weight / sum of weights``. The
-plain mean of these is the weighted mean, so codecs need no weights.
+plain mean of these is the weighted mean, so payloads need no weights.
 """
 
 from __future__ import annotations
@@ -13,36 +17,29 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._engine.collective_generators import (
-    Background,
-    CollectiveGenerator,
-    exchange_one,
-    sum_over_groups,
-)
-from .._engine.decision import StepDecision
-from .._engine.handshake import raise_mismatch
+from .._engine.collective_generators import Background, CollectiveGenerator, sum_over_groups
+from .._engine.handshake import raise_failure, raise_mismatch
 from .._engine.join import copy_options_from_ranks_with_data
 from .._engine.optimizer_base import OptimizerBase
-from .._engine.session import Session
 from .._engine.signals import defer_signals
-from .._engine.step import Step
-from .._ops.norms import scale_all_
-from .._state.tensors import to_local
-from .._wire.collectives import get_replicate_size
-from .._wire.requests import AllGather, CommunicationError
-from .anchors import Anchored, Anchors, squared_norm_of_part
+from .._ops.norms import squared_norms
+from .._wire.collectives import Communicator, PendingCollective
+from .._wire.requests import AllGather, AllReduceMean, CommunicationError, EncodeError
+from .anchors import AnchorBucket, Anchored, Anchors, check_outer_rates, write_params
 from .rounds import RoundCounts, outer_share
 from .sketches import make_sketch, sketch_size, sum_of_products
 
-# The number of float64 fields of a message: the number of exchanges, the checksum of the settings,
-# the fields of Contribution, the squared norm. The sketch follows.
-FIELDS = 7
+# The number of float64 fields of a message: the number of exchanges, the checksums of the settings
+# and of the anchors, the fields of Contribution, the squared norm. The sketch follows.
+FIELDS = 8
 
 
 class Contribution(NamedTuple):
@@ -64,8 +61,8 @@ class Outcome:
     ``mean``: of all contributions; its ``is_last`` is 1 if every rank waits in ``end_round()``.
     ``share``: this rank's weight over the sum of all weights. ``weights``, ``squares``,
     ``sketches``: of all ranks, the weights, and the squared norms and sketches of pseudo-gradients.
-    ``decision``: None where there was nothing to send. ``received``: the parameters that have new
-    anchors; None if the exchange was not applied.
+    ``is_finite``: of the average. ``received``: the parameters that have new anchors; None if the
+    exchange was not applied.
     """
 
     is_non_finite: bool
@@ -75,7 +72,7 @@ class Outcome:
     weights: Tensor
     squares: Tensor
     sketches: Tensor
-    decision: StepDecision | None = None
+    is_finite: bool = True
     received: list[Anchored] | None = None
 
     @property
@@ -115,16 +112,18 @@ class InFlight:
     """An exchange in flight, which is applied after step ``apply_at`` (0: at once).
 
     ``squared``: the squared norm of this rank's pseudo-gradient, of all shards. Where it is not
-    finite, the rank sends zeros and takes the average. ``contribution``: of this rank. ``step``: of
-    the outer optimizer. ``communication``: all of it up to the decision.
+    finite, the rank sends zeros and takes the average. ``contribution``: of this rank.
+    ``communication``: all of it up to the decision. ``problem``: why this rank could not send
+    anything.
     """
 
     fragments: frozenset[int]
+    buckets: list[AnchorBucket]
     apply_at: int
     squared: Tensor
     contribution: Contribution
-    step: Step
     communication: Background[Outcome]
+    problem: Exception | None = None
 
 
 class FragmentSync:
@@ -135,50 +134,95 @@ class FragmentSync:
     applied on all ranks, or on none. If it fails, or ``cancel`` gives it up (in a rebind), its
     fragments are due again.
 
-    ``session``: that of the inner steps.
+    ``optimizer``: that of the inner steps, and ``session`` its.
     """
 
     def __init__(self, optimizer: OptimizerBase, anchors: Anchors):
-        self._optimizer, self._session = weakref.proxy(optimizer), optimizer._session
-        self.anchors = anchors
+        self.optimizer: OptimizerBase = weakref.proxy(optimizer)  # which has this for an attribute
+        self.session, self.anchors = optimizer._session, anchors
         self.due: frozenset[int] = frozenset()
         self.in_flight: InFlight | None = None
+        self.are_equal = False  # ranks have compared their anchors, and nothing has failed since
+        self.is_comparing = False  # settings show checksums of the anchors
+        self._connection: Communicator | None = None  # that of the session, when last seen
+        self.comm: Communicator
+        self.shards: list[Communicator]
+
+    def connect(self, is_delayed: bool) -> None:
+        """Exchange anchors over the ranks of the session. Delayed exchanges run beside training, so
+        they get process groups of their own.
+        """
+        session = self.session
+        if self._connection is session.comm:
+            return
+        # before new groups are made: torch names them by the number of those that there are
+        self._connection, self.shards = None, []
+        vars(self).pop("comm", None)
+        comm, shards = session.comm, session.shard_communicators
+        if is_delayed:
+            comm, shards = comm.with_own_group(), [one.with_own_group() for one in shards]
+        self.comm, self.shards, self._connection = comm, shards, session.comm
+        self.are_equal = False
+        self.anchors.note_shards(session.shard_communicators)
 
     @torch.no_grad()
     def prepare_sync(
         self, counts: RoundCounts, steps: int, apply_at: int = 0, is_last: bool = False
     ) -> CollectiveGenerator[None]:
         """Begin the exchange of the fragments that are due, after a round of ``steps`` steps."""
-        session, anchors, fragments = self._session, self.anchors, self.due
-        yield from copy_options_from_ranks_with_data(self._optimizer)
-        shards = session.shard_communicators
+        session, fragments = self.session, self.due
+        yield from copy_options_from_ranks_with_data(self.optimizer)
+        buckets = self.anchors.list_buckets(fragments)
+        is_as_before = all(t.has_moved == t.is_sent for b in buckets for t in b.tensors)
+        for t in (t for bucket in buckets for t in bucket.tensors):
+            t.is_sent, t.has_moved = t.has_moved, False
         try:
-            moved = anchors.set_pseudo_gradients(fragments)  # line 2
-            squared = squared_norm_of_part(moved, shards, anchors.outer._session.device)
-            if shards:  # one shard that is not finite makes the whole replica so
-                sums = yield from sum_over_groups(shards, [float(squared)], session.device)
-                squared = squared.new_tensor(sums[0])
+            vectors = [b.write_pseudo_gradient(b.begin_exchange()) for b in buckets]  # line 2
+            squared = yield from self._squared_norm(buckets, vectors)
         except BaseException:
-            anchors.restore_moved(fragments)
+            self._undo(buckets)
             raise
         self.due = frozenset()
         weight = counts.weight if session.option_groups[0]["weighted"] else 1.0
         contribution = Contribution(weight, steps, counts.seconds, is_last)
-        self.start(fragments, apply_at, squared, contribution)
+        self.start(fragments, apply_at, squared, contribution, is_as_before)
         if apply_at:
             self.poll()
 
+    def _squared_norm(
+        self, buckets: Sequence[AnchorBucket], vectors: list[Tensor]
+    ) -> CollectiveGenerator[Tensor]:
+        """Return the squared norm of the pseudo-gradient of all shards. One that is not finite, in
+        the anchors' precision, makes the whole replica so.
+        """
+        pairs = zip(torch._foreach_norm(vectors), buckets, strict=True)
+        parts = [norm.double().square() / bucket.replicate_size for norm, bucket in pairs]
+        squared = sum(parts, torch.zeros((), dtype=torch.float64, device=vectors[0].device))
+        if not self.shards:
+            return squared
+        sums = yield from sum_over_groups(self.shards, [float(squared)], self.session.device)
+        return squared.new_tensor(sums[0])
+
     def start(
-        self, fragments: frozenset[int], apply_at: int, squared: Tensor, contribution: Contribution
+        self,
+        fragments: frozenset[int],
+        apply_at: int,
+        squared: Tensor,
+        contribution: Contribution,
+        is_as_before: bool = False,
     ) -> None:
-        """Put an exchange in flight, whose pseudo-gradients are set."""
-        anchors, outer = self.anchors, self.anchors.outer
-        number, groups = anchors.applied_exchanges + 1, anchors.groups_of(fragments)
-        step = Step(outer, outer._session.connect_ranks(outer), number, groups)
-        communication = Background(  # line 3
-            _communicate(self._optimizer, anchors, step, squared, contribution, apply_at > 0)
+        """Put an exchange in flight, whose pseudo-gradients are in the payloads.
+
+        ``is_as_before``: of the same tensors as the last exchange.
+        """
+        buckets = self.anchors.list_buckets(fragments)
+        if apply_at:
+            for bucket in buckets:
+                bucket.pseudo_gradient = bucket.payload.unrounded_body.clone()
+        communication = Background(self._communicate(apply_at > 0 and is_as_before))
+        self.in_flight = InFlight(
+            fragments, buckets, apply_at, squared, contribution, communication
         )
-        self.in_flight = InFlight(fragments, apply_at, squared, contribution, step, communication)
 
     def poll(self) -> None:
         """Advance what is in flight as far as possible without waiting."""
@@ -198,10 +242,10 @@ class FragmentSync:
             with defer_signals():
                 outcome.received = self._apply(exchange, outcome, counts)
         except BaseException:
-            exchange.step.undo()
+            self.are_equal = False  # an exchange may be missing here, or elsewhere
             self.cancel()
             raise
-        self.in_flight = None
+        self.in_flight, self.are_equal = None, True
         return outcome
 
     def _apply(
@@ -210,39 +254,41 @@ class FragmentSync:
         """Do lines 4 and 5, if all ranks have decided to. Returns the parameters that received new
         anchors: those that were sent, or all if this rank's are not finite.
         """
-        anchors, session, decision = self.anchors, self._session, outcome.decision
-        if outcome.is_empty:
-            anchors.clear_gradients()
+        session, buckets, mean = self.session, exchange.buckets, outcome.mean
+        if outcome.is_empty or not outcome.is_finite:
+            self._undo(buckets, have_moved=not outcome.is_empty)
             return None
-        if decision is not None and not decision.applied:
-            exchange.step.commit(decision)  # which counts and reports what is skipped
-            anchors.restore_moved(exchange.fragments)
-            return None
-        is_lost = outcome.is_non_finite
-        received = (anchors.list_members if is_lost else anchors.list_sent)(exchange.fragments)
+        options, is_lost = session.option_groups[0], outcome.is_non_finite
         is_late = exchange.apply_at > 0 and not is_lost
-        since = [t.moved_since() if is_late else None for t in received]
+        since = [bucket.moved_since() for bucket in buckets] if is_late else []
         session.corrupt = f"the exchange before step {session.steps + 1} was interrupted"
-        if decision is not None:
-            exchange.step.commit(decision)  # line 4
-        for t, moved in zip(received, since, strict=True):
-            t.write_param(moved)  # line 5
-        session.corrupt = ""
-        anchors.outer._session.consolidated_at = session.consolidated_at = None
-        anchors.clear_gradients()
+        self.anchors.step_outer(buckets, outer_share(options, mean.steps, mean.seconds))  # line 4
+        members = [t for bucket in buckets for t in bucket.tensors]
+        received = members if is_lost else [t for t in members if t.is_sent]
+        for bucket, moved in zip(buckets, since, strict=False):
+            bucket.write_params(moved)  # line 5
+        if not is_late:
+            write_params(received)
+        session.corrupt, session.consolidated_at = "", None
+        self.anchors.end_exchange(buckets)
         counts.weight = 0.0
-        if session.option_groups[0]["round_seconds"] is not None:
-            mean_step = counts.mean_step + outcome.mean.steps
-            counts.begin_round(counts.round + 1, session.steps, mean_step)
+        if options["round_seconds"] is not None:
+            counts.begin_round(counts.round + 1, session.steps, counts.mean_step + mean.steps)
         return received
+
+    def _undo(self, buckets: Sequence[AnchorBucket], have_moved: bool = True) -> None:
+        """Undo what ``prepare_sync`` has done for an exchange that is not applied."""
+        self.anchors.end_exchange(buckets)
+        for t in (t for bucket in buckets for t in bucket.tensors):
+            t.has_moved |= t.is_sent and have_moved
 
     def cancel(self) -> None:
         """Give up what is in flight; its fragments are due again."""
         exchange, self.in_flight = self.in_flight, None
         if exchange is not None:
             exchange.communication.close()
-            self.anchors.outer._session.forget_in_flight()
-            self.anchors.restore_moved(exchange.fragments)
+            exchange.problem = None  # its traceback refers to this frame (a reference cycle)
+            self._undo(exchange.buckets)
             self.due |= exchange.fragments
 
     def drain(self) -> None:
@@ -253,90 +299,147 @@ class FragmentSync:
                     if pending.is_lockstep:  # in the simulator no rank may wait for another here
                         return
 
+    # The communication of an exchange
 
-def _communicate(
-    optimizer: OptimizerBase,
-    anchors: Anchors,
-    step: Step,
-    squared: Tensor,
-    contribution: Contribution,
-    is_delayed: bool,
-) -> CollectiveGenerator[Outcome]:
-    """Exchange messages and payloads, up to the decision.
+    def _communicate(self, starts_at_once: bool) -> CollectiveGenerator[Outcome]:
+        """Exchange messages and payloads, up to the decision.
 
-    Payloads start when messages have arrived: ranks then know that they fit, and all weights. With
-    a delay payloads start at once, to travel while training goes on; weights are then equal.
-    """
-    source, comm, device = optimizer._session, step.comm, step.session.device
-    grads = [to_local(t.anchor.grad) for t in anchors.tensors if t.anchor.grad is not None]
-    source.options.refresh(optimizer._compared_groups)
-    numbers = [anchors.applied_exchanges, optimizer.checksum_settings(), *contribution]
-    sent = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(device)
-    sketch = yield from _sketch_pseudo_gradient(source, anchors, step)
-    message = torch.cat([sent, squared.to(device).view(1), sketch.view(torch.float64)])
-    gathering = Background(exchange_one(comm, AllGather(message)))
-    if is_delayed:
-        gathering.poll()
-        decision = yield from _send_pseudo_gradients(
-            source, anchors, step, float(squared), contribution
-        )
-    rows = (yield from gathering.finish()).cpu()  # the host waits for the device once
-    exchanges, settings, *contributions, squares = rows[:, :FIELDS].unbind(1)
-    sketches = rows[:, FIELDS:].contiguous().view(torch.float32)
-    if (settings != settings[comm.rank]).any():
-        yield from raise_mismatch(optimizer, comm)
-    if (exchanges != exchanges[0]).any():
-        raise CommunicationError(
-            f"rank {int(exchanges.argmin())} lacks an exchange that others have applied: call "
-            "rebind() on all ranks"
-        )
-    mean = Contribution(*(float(values.mean()) for values in contributions))
-    # where no rank has any weight, all have the same
-    scale = contribution.weight / mean.weight if mean.weight else 1.0
-    weights = contributions[0] if mean.weight else torch.ones_like(contributions[0])
-    is_non_finite = not bool(squares[comm.rank].isfinite())
-    share = scale / comm.size
-    outcome = Outcome(is_non_finite, contribution, mean, share, weights, squares, sketches)
-    if is_delayed:
-        outcome.decision = decision
-    elif not outcome.is_empty:
-        scale_all_(grads, scale)
-        own = float(squares[comm.rank])
-        outcome.decision = yield from _send_pseudo_gradients(source, anchors, step, own, mean)
-    return outcome
+        Payloads start when messages have arrived: ranks then know that they fit, and all weights.
+        With a delay payloads start at once, to travel while training goes on, unless other tensors
+        are sent than before; weights are then equal.
+        """
+        exchange = self.in_flight
+        assert exchange is not None
+        started: list[PendingCollective] = []
+        try:
+            check_outer_rates(self.anchors.outer)
+        except ValueError as error:
+            exchange.problem = error
+        try:
+            message = yield from self._make_message(exchange)
+            gathering = self.comm.start(AllGather(message))
+            if starts_at_once:
+                is_lost = not math.isfinite(float(exchange.squared))
+                started = [self._start_payload(exchange, b, 1.0, is_lost) for b in exchange.buckets]
+            yield gathering
+            rows = gathering.wait()
+            assert isinstance(rows, Tensor)
+            outcome, weight = yield from self._read_messages(exchange, rows.cpu())
+            if outcome.is_empty:
+                return outcome
+            if not starts_at_once:
+                is_lost = outcome.is_non_finite
+                started = [
+                    self._start_payload(exchange, b, weight, is_lost) for b in exchange.buckets
+                ]
+            while started:
+                answers = []
+                for pending in started:
+                    yield pending
+                    answers.append(pending.wait())
+                started = [one for one in answers if isinstance(one, PendingCollective)]
+            outcome.is_finite = yield from self._decide(exchange)
+            return outcome
+        except BaseException as error:
+            for pending in started:
+                # after an interrupt, or in a new group, nothing may arrive
+                pending.drain() if isinstance(error, Exception) else pending.untrack()
+            raise
 
+    def _make_message(self, exchange: InFlight) -> CollectiveGenerator[Tensor]:
+        """Return this rank's message, with the sketch of its pseudo-gradient, of all its shards."""
+        session, anchors, comm, device = self.session, self.anchors, self.comm, self.session.device
+        session.options.refresh(self.optimizer._compared_groups)
+        are_sent = bytes(t.is_sent for bucket in exchange.buckets for t in bucket.tensors)
+        checksum = zlib.crc32(are_sent, self.optimizer.checksum_settings())
+        values = 0 if self.are_equal else anchors.checksum()
+        numbers = [anchors.applied_exchanges, checksum, values, *exchange.contribution]
+        sent = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(device)
+        vectors = ((b.payload.unrounded_body, b.replicate_size**-0.5) for b in exchange.buckets)
+        seed = (anchors.applied_exchanges, *(shard.rank for shard in self.shards))
+        sketch = make_sketch(vectors, comm.size, seed, device)
+        if self.shards:
+            sums = yield from sum_over_groups(self.shards, sketch.tolist(), device)
+            sketch = sketch.new_tensor(sums)
+        return torch.cat([sent, exchange.squared.to(device).view(1), sketch.view(torch.float64)])
 
-def _sketch_pseudo_gradient(
-    source: Session, anchors: Anchors, step: Step
-) -> CollectiveGenerator[Tensor]:
-    """Return the sketch of this rank's pseudo-gradient, of all its shards."""
-    shards, device = step.session.shard_communicators, step.session.device
-    meshes = source.shard_communicators  # ``step`` may have process groups of its own
-    parts = (
-        (to_local(t.anchor.grad), get_replicate_size(t.param, meshes) ** -0.5)
-        for t in anchors.tensors
-        if t.anchor.grad is not None
-    )
-    seed = (anchors.applied_exchanges, *(comm.rank for comm in shards))
-    sketch = make_sketch(parts, step.comm.size, seed, device)
-    if not shards:
-        return sketch
-    return sketch.new_tensor((yield from sum_over_groups(shards, sketch.tolist(), device)))
+    def _read_messages(
+        self, exchange: InFlight, rows: Tensor
+    ) -> CollectiveGenerator[tuple[Outcome, float]]:
+        """Return the outcome so far, and the factor on what this rank sends.
+
+        Raises if ranks differ, or one lacks an exchange.
+        """
+        comm = self.comm
+        exchanges, settings, values, *contributions, squares = rows[:, :FIELDS].unbind(1)
+        sketches = rows[:, FIELDS:].contiguous().view(torch.float32)
+        if (exchanges != exchanges[0]).any():
+            raise CommunicationError(
+                f"rank {int(exchanges.argmin())} lacks an exchange that others have applied: call "
+                "rebind() on all ranks"
+            )
+        compared = values[values != 0]
+        self.is_comparing = bool((compared != compared[:1]).any())
+        if self.is_comparing or (settings != settings[comm.rank]).any():
+            try:
+                yield from raise_mismatch(self.optimizer, comm)
+            finally:
+                self.is_comparing = False
+        mean = Contribution(*(float(values.mean()) for values in contributions))
+        # where no rank has any weight, all have the same
+        scale = exchange.contribution.weight / mean.weight if mean.weight else 1.0
+        weights = contributions[0] if mean.weight else torch.ones_like(contributions[0])
+        is_non_finite = not bool(squares[comm.rank].isfinite())
+        share = scale / comm.size
+        own = exchange.contribution
+        return Outcome(is_non_finite, own, mean, share, weights, squares, sketches), scale
+
+    def _start_payload(
+        self, exchange: InFlight, bucket: AnchorBucket, weight: float, is_lost: bool
+    ) -> PendingCollective:
+        """Start the mean of a bucket's payload (line 3). If this rank cannot encode it, the payload
+        says so; otherwise the others would wait until their timeout.
+        """
+        try:
+            if exchange.problem is None:
+                return self.comm.start(AllReduceMean(bucket.encode(weight, is_lost)))
+        except EncodeError as error:
+            exchange.problem = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        except CommunicationError:
+            raise
+        except Exception as error:
+            exchange.problem = error
+        return self.comm.start(AllReduceMean(bucket.encode_failure()))
+
+    def _decide(self, exchange: InFlight) -> CollectiveGenerator[bool]:
+        """Return whether the average is finite, on all shards. Raises if a rank has failed."""
+        payloads, device = [bucket.payload for bucket in exchange.buckets], self.session.device
+        squares = torch.stack(squared_norms([payload.body for payload in payloads]))
+        marks = [torch.stack([p.header.amax(), p.control[0]]).double() for p in payloads]
+        numbers = torch.cat([squares, *marks]).tolist()  # the host waits for the device
+        squared, rest = numbers[: len(payloads)], numbers[len(payloads) :]
+        for bucket, mark in zip(exchange.buckets, rest[::2], strict=True):
+            bucket.is_averaged = mark > 0
+        facts = [float(not math.isfinite(sum(squared))), float(sum(rest[1::2]) > 0)]
+        non_finite, failed = yield from sum_over_groups(self.shards, facts, device)
+        if failed:
+            yield from self._raise_failure(exchange)
+        return non_finite == 0
+
+    def _raise_failure(self, exchange: InFlight) -> CollectiveGenerator[None]:
+        """Raise why an exchange failed: this rank's own error, or one that quotes the others'."""
+        problem = exchange.problem
+        failure = "" if problem is None else f"{type(problem).__name__}: {problem}"
+        try:
+            yield from raise_failure(self.session, self.comm, failure)
+        except CommunicationError:
+            if problem is None:
+                raise
+            raise problem from None
+        finally:
+            del problem  # its traceback refers to this frame (a reference cycle)
 
 
 def message_bytes(ranks: int) -> int:
     """Return the bytes of a rank's message."""
     return 8 * FIELDS + 4 * sketch_size(ranks)
-
-
-def _send_pseudo_gradients(
-    source: Session, anchors: Anchors, step: Step, squared: float, mean: Contribution
-) -> CollectiveGenerator[StepDecision | None]:
-    """Exchange payloads, up to the decision; ``mean``: of the ranks' contributions, which
-    with a delay are all equal.
-    """
-    share = outer_share(source.option_groups[0], mean.steps, mean.seconds)
-    anchors.set_outer_share(share)
-    if not math.isfinite(squared):
-        anchors.clear_gradients()  # this rank counts as zero in the average, and takes it
-    return (yield from step.exchange())

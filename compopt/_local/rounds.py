@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
+from collections.abc import Collection
 from dataclasses import dataclass
 from time import monotonic
 
@@ -141,14 +142,14 @@ def outer_share(options: Group, steps: float, seconds: float) -> float:
     return 1.0 if steps >= every else math.log(steps) / math.log(every)
 
 
-def is_due(fragment: int, at: int, steps: int, fragments: int) -> bool:
-    """Return True if ``fragment`` is exchanged at step ``at``, counted from 1, of a round of
+def find_due(fragments: Collection[int], at: int, steps: int, count: int) -> set[int]:
+    """Return the fragments that are exchanged at step ``at``, counted from 1, of a round of
     ``steps``.
 
-    Fragments that were added after the first ``fragments`` are exchanged at the last step.
+    Fragments that were added after the first ``count`` are exchanged at the last step.
     """
-    place = fragment if fragment < fragments else 0
-    return at == (place * steps // fragments or steps)
+    places = ((n, n if n < count else 0) for n in fragments)
+    return {n for n, place in places if at == (place * steps // count or steps)}
 
 
 @dataclass

@@ -7,16 +7,18 @@ on all ranks, and is added to one of SKETCH / ranks sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from .._wire.quantization import noise_offset
+from .._state.tensors import upload
+from .._wire.quantization import NOISE_TABLE, noise_offset
 
 SKETCH = 4096  # numbers of all ranks together
-BLOCK = 2**20  # elements at a time
+BLOCK = 2**17  # elements, which stay in a core's cache
+DEVICE_BLOCKS = 512  # at a time, where every operator is a launch
 
 
 def sketch_size(ranks: int) -> int:
@@ -25,40 +27,40 @@ def sketch_size(ranks: int) -> int:
 
 
 def make_sketch(
-    tensors: Iterable[tuple[Tensor, float]], ranks: int, seed: tuple[int, ...], device: torch.device
+    vectors: Iterable[tuple[Tensor, float]], ranks: int, seed: tuple[int, ...], device: torch.device
 ) -> Tensor:
-    """Return the sketch of a vector that is given as tensors, each with a factor."""
-    size = sketch_size(ranks)
+    """Return the sketch of a vector that is given as several, each with a factor."""
+    size, number = sketch_size(ranks), 0
     sums = torch.zeros(size, dtype=torch.float32, device=device)
     if not size:
         return sums
-    for number, block in enumerate(_cut_blocks(tensors)):
-        at = noise_offset((*seed, number))
-        signed = block.to(device) * _random_signs(device)[at : at + len(block)]
-        sums += torch.nn.functional.pad(signed, (0, -len(signed) % size)).view(-1, size).sum(0)
+    for vector, factor in vectors:
+        blocks = 1 if vector.device.type == "cpu" else DEVICE_BLOCKS
+        for part in vector.split(blocks * BLOCK):
+            count = -(-len(part) // BLOCK)
+            offsets = [noise_offset((*seed, number + i)) for i in range(count)]
+            signed = part.float() * _signs_at(offsets, part.device)[: len(part)]
+            rest = -len(part) % size
+            padded = torch.nn.functional.pad(signed, (0, rest)) if rest else signed
+            sums.add_(padded.view(-1, size).sum(0).to(device), alpha=factor)
+            number += count
     return sums
 
 
-def _cut_blocks(tensors: Iterable[tuple[Tensor, float]]) -> Iterator[Tensor]:
-    """Yield the vector in copies of at most BLOCK elements."""
-    pieces: list[Tensor] = []
-    length = 0
-    for tensor, factor in tensors:
-        for piece in tensor.reshape(-1).split(BLOCK):
-            if pieces and length + len(piece) > BLOCK:
-                yield torch.cat(pieces)
-                pieces, length = [], 0
-            pieces.append(piece.float() if factor == 1 else piece.float() * factor)
-            length += len(piece)
-    if pieces:
-        yield torch.cat(pieces)
+def _signs_at(offsets: list[int], device: torch.device) -> Tensor:
+    """Return the signs of blocks, which enter the table at ``offsets``."""
+    table = _random_signs(device)
+    if len(offsets) == 1:
+        return table[offsets[0] : offsets[0] + BLOCK]
+    index = upload(offsets, torch.int64, device)
+    return table.unfold(0, BLOCK, 1).index_select(0, index).view(-1)
 
 
 @lru_cache(maxsize=4)
 def _random_signs(device: torch.device) -> Tensor:
     """Return 1 and -1 in a random order, for a block at any offset."""
-    generator, size = torch.Generator().manual_seed(0), (2 * BLOCK,)
-    drawn = torch.randint(2, size, generator=generator, dtype=torch.int8, device="cpu")
+    generator, size = torch.Generator().manual_seed(0), (BLOCK + NOISE_TABLE,)
+    drawn = torch.randint(2, size, generator=generator, dtype=torch.float32, device="cpu")
     return drawn.mul_(2).sub_(1).to(device)
 
 

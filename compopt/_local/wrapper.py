@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -16,7 +16,6 @@ from .._engine.checkpoint import check_groups, warn_of_missing_state
 from .._engine.collective_generators import CollectiveGenerator
 from .._engine.decision import StepDecision
 from .._engine.handshake import gather_json
-from .._engine.optimizer import CompressedOptimizer
 from .._engine.options import Group
 from .._engine.resharding import catch_up, warn_of_lost_residuals
 from .._engine.session import weak_method
@@ -24,7 +23,7 @@ from .._engine.wrapper import Wrapper
 from .._state.tensors import HOST
 from .._wire.collectives import Communicator, PendingCollective, ProcessGroup
 from .._wire.requests import CommunicationError
-from .anchors import Anchors, MakeOuter, assign_to_fragments
+from .anchors import Anchors, MakeOuter, assign_to_fragments, make_sgd
 from .checkpoint import Entry, SavedRounds, read_rounds, save_rounds, split_rounds
 from .exchange import FragmentSync
 from .rounds import OpenRound, RoundCounts
@@ -35,10 +34,9 @@ class AnchoredWrapper(Wrapper):
     with their exchange (``_sync``), and the counts of rounds. The subclass, ``LocalSteps``, takes
     the steps, and calls ``_sync`` to exchange fragments; only this class replaces it.
 
-    ``make_outer``: makes the outer optimizer; None: ``default_outer``.
+    ``make_outer``: makes the outer optimizer; None: SGD with Nesterov's momentum.
     """
 
-    default_outer: Callable[[Group, list[Tensor]], CompressedOptimizer]
     _sync: FragmentSync | None = None  # made in the first local step, if there are other ranks
     _open_round: OpenRound | None = None
 
@@ -103,7 +101,7 @@ class AnchoredWrapper(Wrapper):
         if self._sync is None:
             counts.begun = options["step"] + 1  # a round begins after this step
         else:
-            self._sync.anchors.connect_outer(self, is_delayed=options["delay"] > 0)
+            self._sync.connect(is_delayed=options["delay"] > 0)
 
     def _make_sync(self, options: Group, fragments: list[int] | None = None) -> FragmentSync | None:
         """Make anchors in these ``fragments``, by default in those of a new run; None if nothing is
@@ -113,9 +111,10 @@ class AnchoredWrapper(Wrapper):
             fragments = assign_to_fragments(self.param_groups, options["fragments"])
         if set(fragments) <= {-1}:
             return None
-        make_outer = self._make_outer or partial(self.default_outer, options)
-        count, on_host = options["fragments"], self.offload == "outer"
-        anchors = Anchors(self._params, fragments, count, make_outer, on_host)
+        params, on_host = self._params, self.offload == "outer"
+        are_plain = not any(hasattr(p, "device_mesh") for p in params)  # SGD fuses no DTensors
+        make_outer = self._make_outer or partial(make_sgd, options, are_plain)
+        anchors = Anchors(params, fragments, options, make_outer, self.ops, on_host)
         return FragmentSync(self, anchors)
 
     def _drop_anchors(self) -> None:
@@ -138,7 +137,7 @@ class AnchoredWrapper(Wrapper):
         """
         if self._anchors is None or self.round_is_open:
             return
-        if any(bool(t.pseudo_gradient().any()) for t in self._anchors.tensors):
+        if self._anchors.differ_from_params():
             self._resume_rounds(None)
 
     def _check_own_params(self) -> None:
@@ -146,6 +145,11 @@ class AnchoredWrapper(Wrapper):
             raise RuntimeError(
                 "the model shows anchors, not this rank's parameters: leave use_anchors() first."
             )
+
+    def on_fallback(self) -> None:
+        super().on_fallback()
+        if self._anchors is not None:
+            self._anchors.use_pytorch(self.ops)
 
     # Rounds
 
@@ -173,12 +177,6 @@ class AnchoredWrapper(Wrapper):
     ) -> Generator[PendingCollective, None, None]:
         session = self._session
         self._check_own_params()
-        if self._anchors is not None and self._anchors.outer.sharded:
-            raise ValueError(
-                f"rebind of {session.name} cannot go on from an outer optimizer with sharded state "
-                f"({self._anchors.outer._session.name}): load a consolidated checkpoint on all "
-                "ranks instead."
-            )
         before = session.begin_rebind()
         if self._sync is not None:
             self._sync.cancel()
@@ -193,20 +191,19 @@ class AnchoredWrapper(Wrapper):
                 if is_new and self._sync is not None:
                     self._sync.due = due
                 self._ensure_anchors()
-                if self._anchors is not None and (yield from self._anchors.catch_up(is_new)):
+                anchors = self._anchors
+                if anchors is not None and (yield from anchors.catch_up(session, is_new)):
                     self._counts.weight = 0.0
             except BaseException:
                 if is_new:  # the next rebind() finds this rank as new as it is
                     self._sync = None
-                elif self._anchors is not None:
-                    session.corrupt = session.corrupt or self._anchors.outer._session.corrupt
                 raise
         else:
             yield from catch_up(self, session.comm)
-        driver = session if self._anchors is None else self._anchors.outer._session
-        session.stats.residual_norm = weak_method(driver.residual_norm)
+        residual_norm = (self._anchors or session).residual_norm
+        session.stats.residual_norm = weak_method(residual_norm)
         session.end_rebind()
-        warn_of_lost_residuals(self, before, session.comm.size, driver.residual_norm)
+        warn_of_lost_residuals(self, before, session.comm.size, residual_norm)
 
     def _adopt_counts(self) -> CollectiveGenerator[tuple[list[int], frozenset[int]]]:
         """Adopt the counts of the rank that is furthest, of those with anchors. Returns the
@@ -260,7 +257,7 @@ class AnchoredWrapper(Wrapper):
         for place, entry in enumerate(self._save_rounds()):
             if entry is not None:
                 saved["state"].setdefault(place, {})["outer"] = entry
-        warn_of_missing_state(self, [] if self._anchors is None else [self._anchors.outer])
+        warn_of_missing_state(self, self._anchors.buckets if self._anchors else ())
         return saved
 
     def _save_rounds(self) -> list[Entry | None]:
@@ -326,7 +323,7 @@ class AnchoredWrapper(Wrapper):
             if self._session.is_single_process and self._session.group is not None:
                 return saved
             if (sync := self._make_sync(options, saved.fragments)) is not None:
-                sync.anchors.connect_outer(self, is_delayed=options["delay"] > 0)
+                sync.connect(is_delayed=options["delay"] > 0)
                 saved.load_into(sync, options.get("residuals", "mean"))
             return saved
         except CommunicationError:
