@@ -96,10 +96,19 @@ class ProjectedStack:
         return part.view(-1, self.projection.r, self.projection.d).mT
 
 
+def make_room(ops: Ops, like: Tensor, shape: torch.Size) -> Tensor:
+    """Return memory of the step for a stack, of the dtype and device of ``like``. A CPU reuses it:
+    new pages cost more than copies; elsewhere it is freed with the stack.
+    """
+    if like.device.type != "cpu":
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    return ops.scratch(like, shape.numel(), use="stack").view(shape)
+
+
 def add_residual(ops: Ops, stack: ProjectedStack, local_factor: float) -> Tensor:
     """Line 1: return h = g + e, with g times ``local_factor``, in memory of the step."""
     e = stack.residual
-    h = ops.scratch(e, e.numel(), use="h").view(e.shape)
+    h = make_room(ops, e, e.shape)
     if len(stack.grads) == 1 and stack.grads[0] is not None:
         torch.add(e[0], stack.grads[0], alpha=local_factor, out=h[0])
         return h
@@ -144,7 +153,7 @@ def reconstruct(ops: Ops, stack: ProjectedStack, part: Tensor, factor: float, ou
     p = stack.view_as_projected(part).to(R.dtype)
     if projection.scale * factor != 1:
         p = p * (projection.scale * factor)
-    wide = out if out.dtype == R.dtype else ops.scratch(R, out.numel(), use="h").view(out.shape)
+    wide = out if out.dtype == R.dtype else make_room(ops, R, out.shape)
     expand(projection, p, R, stack.projection.view_as_matrices(wide))
     if wide is not out:
         out.copy_(wide)
