@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 ANSWERS = $(BIN)/python -c 'import urllib.request as u; u.urlopen("$(TORCH_INDEX)/torch/", timeout=3)' 2>/dev/null
 
-.PHONY: demo test slow properties fuzz soak elastic sanitize neon mutants lint types wheel docs bench clean
+.PHONY: demo test slow properties fuzz soak elastic sanitize neon mutants lint types wheel docs bench gpu clean
 
 .venv/demo: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -92,6 +92,9 @@ bench: .venv/ready  ## ten minutes: step() alone, steps over shaped links (root)
 	$(BIN)/python bench/quality_per_byte.py --show
 	$(BIN)/python bench/time_to_loss.py --show
 	@echo "What these figures mean, and where compression loses: bench/RESULTS.md"
+
+gpu:  ## one prepared run on a GPU, at most nine minutes: tests, correctness, kernels, steps, training; see bench/gpu.py
+	bash bench/gpu.sh
 
 clean:
 	rm -rf .venv build dist docs/_build *.egg-info runs

@@ -38,6 +38,16 @@ from compopt._wire.collectives import Communicator
 
 DEVICE = torch.device("meta")
 
+# Operators over lists that change them in place: one call on an accelerator, but on the meta device torch runs them a
+# tensor at a time, in Python.
+_IN_PLACE = ["add", "sub", "mul", "div", "copy", "zero", "neg", "lerp", "clamp_min", "addcmul", "addcdiv"]
+_LIBRARY = torch.library.Library("aten", "IMPL")
+for _name in _IN_PLACE:
+    _operator = getattr(torch.ops.aten, f"_foreach_{_name}_")
+    for _overload in _operator.overloads():
+        _suffix = "" if _overload == "default" else f".{_overload}"
+        _LIBRARY.impl(f"_foreach_{_name}_{_suffix}", lambda *_, **__: None, "Meta")
+
 
 class Stream:
     """And its own event, to which the device has come when somebody asks."""

@@ -42,6 +42,7 @@ SIZES = {
     "0.4M": Size(3, 96, 3),
     "0.9M": Size(4, 128, 4),
     "1.7M": Size(5, 160, 5),
+    "3M": Size(6, 192, 6, batch=32, context=256),
     "35M": Size(11, 512, 8, batch=32, context=256),
     "124M": Size(17, 768, 12, batch=32, context=256),
 }

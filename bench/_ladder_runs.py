@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import math
+import os
 import re
 import time
 import warnings
@@ -18,7 +19,9 @@ from _ladder_model import SIZES, StackedGPT, Text, validate
 from _ladder_rows import ROWS, Run
 
 HERE = Path(__file__).parent
-KEPT, UNFINISHED = HERE / "results" / "ladder.jsonl", HERE.parent / "runs" / "ladder"
+OTHER = os.environ.get("COMPOPT_LADDER")  # a folder for runs that are not to be kept with the others
+KEPT = Path(OTHER or HERE / "results") / "ladder.jsonl"
+UNFINISHED = Path(OTHER or HERE.parent / "runs") / "ladder"
 WARMUP, EVALS, SAVE_EVERY = 40, 10, 120  # steps in which the rate rises; of a run; seconds between checkpoints
 
 

@@ -57,6 +57,7 @@ def _line(runs: Lines, size: str, row: str, seeds: dict, firsts: dict, others: d
         "tokens_per_parameter": first["tokens"],
         "steps": first["steps"],
         "ranks": first["ranks"],
+        "batch": f"{SIZES[size].batch} x {SIZES[size].context}",  # of a rank
         "loss": round(statistics.mean(losses.values()), 4),
         **ratios,
         "bytes_percent": round(100 * first["share"], 3),
@@ -114,8 +115,9 @@ def show(table: list[dict[str, Any]]) -> None:
     """Print a table for each size and number of ranks."""
     for size, ranks in dict.fromkeys((line["size"], line["ranks"]) for line in table):
         lines = [line for line in table if (line["size"], line["ranks"]) == (size, ranks)]
-        about = "{parameters:,} parameters, {tokens_per_parameter:g} tokens per parameter, {ranks} ranks, {steps} steps"
-        print(f"\n{size}: {about.format(**lines[0])}, products in {lines[0]['products']}")
+        about = "{parameters:,} parameters, {tokens_per_parameter:g} tokens per parameter, {ranks} ranks, "
+        about += "{steps} steps of {batch}, products in {products}"
+        print(f"\n{size}: {about.format(**lines[0])}")
         heads = ("loss", "range", "to AdamW", "range", "to Muon", "range", "bytes", "lr", "outer lr", "momentum")
         _print_row("", [*heads, "runs", "seeds"])
         for line in lines:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -146,9 +148,13 @@ def codes(n: int, device: torch.device) -> dict[str, Operation]:
     }
 
 
-def milliseconds(run: Callable[[], object]) -> float:
-    """The median of a few runs on the device, after some that do not count."""
-    times = []
+def milliseconds(run: Callable[[], object], device: torch.device) -> float:
+    """The median of a few runs on the device, after some that do not count; of a CPU's, one."""
+    times: list[float] = []
+    if device.type == "cpu":
+        start = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - start)
     for i in range(SETTLE + REPEATS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -163,7 +169,7 @@ def milliseconds(run: Callable[[], object]) -> float:
 def kernel_table(elements: int, device: torch.device) -> list[dict]:
     rows, copied = [], 0.0
     for name, operation in operations(elements, device).items():
-        ms = milliseconds(operation.run)
+        ms = milliseconds(operation.run, device)
         rate = operation.nbytes / ms / 1e6
         copied = copied or rate
         rows.append({"kernel": name, "ms": round(ms, 3), "gb_s": round(rate), "to_copy": round(rate / copied, 2)})
@@ -187,7 +193,7 @@ def step_table(parameters: int, device: torch.device) -> list[dict]:
             p.grad = torch.randn_like(p)
         optimizer = make(params)
         optimizer.simulate = True  # one process, the work of many
-        ms = milliseconds(optimizer.step)
+        ms = milliseconds(optimizer.step, device)
         first = first or ms
         backend = getattr(optimizer, "backend", "torch")
         rows.append({"optimizer": name, "backend": backend, "ms": round(ms, 3), "to_adamw": round(ms / first, 2)})
@@ -208,16 +214,25 @@ def save(name: str, rows: list[dict]) -> None:
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--elements", type=float, default=2**26, help="of a kernel's tensors")
-    cli.add_argument("--parameters", type=float, default=355e6, help="of the steps' model")
+    cli.add_argument("--parameters", type=float, default=355e6, help="of the steps' model; 0: no steps")
+    cli.add_argument("--dry", action="store_true", help="each kernel once, in Triton's interpreter; saves nothing")
     args = cli.parse_args()
+    if args.dry:
+        for row in kernel_table(1 << 13, torch.device("cpu")):
+            print(json.dumps({"row": row.pop("kernel"), **row}))
+        return
     if not torch.cuda.is_available():
         print("no GPU")
         return
     device = torch.device("cuda")
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {args.elements:.0f} elements\n")
-    save("kernels.csv", kernel_table(int(args.elements) // 32 * 32, device))
-    print(f"\nstep() of one process, about {args.parameters:.0f} parameters\n")
-    save("gpu_step.csv", step_table(int(args.parameters), device))
+    table = kernel_table(int(args.elements) // 32 * 32, device)
+    for row in table:
+        print(json.dumps({"row": row["kernel"], **row}))
+    save("kernels.csv", table)
+    if args.parameters:
+        print(f"\nstep() of one process, about {args.parameters:.0f} parameters\n")
+        save("gpu_step.csv", step_table(int(args.parameters), device))
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@
 
 The ranks, four or ``--ranks``, are of one process (_ladder_ranks.py) and train a GPT on Python source, 8 x 64 bytes a
 rank and step. Finished runs are lines of results/ladder.jsonl. An unfinished one goes on from its checkpoint in
-runs/ladder. Processes side by side share the work: a run belongs to the one that holds its lock. Sizes of 35M and 124M
-are for ``--device cuda``, with a text of some gigabytes (``--data``); no run on a GPU has been made yet. Ratios are to
-DDP of the same size on as many ranks: those have the same steps.
+runs/ladder. Processes side by side share the work: a run belongs to the one that holds its lock. Sizes of 3M, 35M and
+124M are for ``--device cuda``, in batches of 32 x 256 bytes, with a text of their own (``--data``); only 3M has run.
+Ratios are to DDP of the same size on as many ranks: those have the same steps.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ class Average(Wrapper, ReducingOptimizer):
         simulate: round in a single process too, to see the effect. Otherwise a step without other
             ranks is the base's.
 
-    State beside the base's: ``residual``, as large as the parameter. Not saved: one averaged
-    gradient as large as the parameters.
+    State beside the base's: ``residual``, as large as the parameter. A CPU keeps memory for the
+    exchange between steps, 4 bytes per element, and as much for rounding errors.
 
     Raises:
         TypeError: base is no optimizer, or one that evaluates the model more than once a step

@@ -291,7 +291,7 @@ class TagcAdamW(ReducingOptimizer):
     be empty; for compressed tensors ``residual``, as large as the parameter; with ``update_dtype``
     ``update_residual``, of this rank's shards. After :meth:`consolidate_state` a state dict holds
     the moments of all shards, in the parameters' shapes. A CPU keeps memory for the exchange
-    between steps: 4 bytes per element, and 4 per element that this rank owns.
+    between steps: 4 bytes per element, and 12 per element that this rank owns.
 
     Raises:
         ValueError: an option is out of its range; ``select`` without names.

@@ -37,7 +37,8 @@ class AdamWRow(NamedTuple):
 
     ``values``: the averaged gradient at ``bits`` (None: everywhere). ``residual`` becomes 0 on the
     mask; ``grad`` is added off it. ``update``: 0 leaves w, m, v and the residual unchanged.
-    ``public``: a copy of ``w`` in lower precision.
+    ``public``: a copy of ``w`` in lower precision. ``rounding_errors``: what the residual becomes
+    on the mask in place of 0.
     """
 
     n: int
@@ -51,13 +52,14 @@ class AdamWRow(NamedTuple):
     residual: Tensor | None = None
     grad: Tensor | None = None
     public: Tensor | None = None
+    rounding_errors: Tensor | None = None
 
 
 # fields of tensors that are read or written whole
 WHOLE = ("w", "m", "v", "residual", "grad", "public")
 FIELDS = tl.constexpr(len(AdamWRow._fields))
-BITS, VALUES, W, M, V, STEP, UPDATE, RESIDUAL, GRAD, PUBLIC = (
-    tl.constexpr(f) for f in range(1, 11)
+BITS, VALUES, W, M, V, STEP, UPDATE, RESIDUAL, GRAD, PUBLIC, ROUNDING_ERRORS = (
+    tl.constexpr(f) for f in range(1, 12)
 )
 
 
@@ -70,6 +72,7 @@ def _adamw(
     VT: tl.constexpr,
     GT: tl.constexpr,
     PT: tl.constexpr,
+    ROUNDS: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -82,9 +85,15 @@ def _adamw(
     updates = in_range & is_set(tl.load(row + UPDATE), i)
 
     chosen = load_mask(row, BITS, i, in_range)
-    g = sign.to(ST) * load_field(
-        row, VALUES, selected_before(chosen, starts, block), chosen == 1, VT
+    at = selected_before(chosen, starts, block)
+    g = sign.to(ST) * load_field(row, VALUES, at, chosen == 1, VT).to(ST)
+    held = load_field(row, RESIDUAL, i, updates, ST, ALIGN) + load_field(
+        row, GRAD, i, updates, GT, ALIGN
     ).to(ST)
+    held = tl.where(chosen == 1, 0.0, held)
+    if ROUNDS:
+        held += load_field(row, ROUNDING_ERRORS, at, updates & (chosen == 1), ST)
+    store_field(row, RESIDUAL, i, updates, held, ST, ALIGN)
     w, m = load_field(row, W, i, in_range, ST, ALIGN), load_field(row, M, i, in_range, ST, ALIGN)
     v = load_field(row, V, i, in_range, ST, ALIGN)
     m = tl.where(updates, m + (1 - beta1).to(ST) * (g - m), m)
@@ -95,10 +104,6 @@ def _adamw(
     store_field(row, M, i, updates, m, ST, ALIGN)
     store_field(row, V, i, updates, v, ST, ALIGN)
     store_field(row, PUBLIC, i, updates, w, PT, ALIGN)
-    held = load_field(row, RESIDUAL, i, updates, ST, ALIGN) + load_field(
-        row, GRAD, i, updates, GT, ALIGN
-    ).to(ST)
-    store_field(row, RESIDUAL, i, updates, tl.where(chosen == 1, 0.0, held), ST, ALIGN)
 
 
 def adamw_table(blocks: Blocks, rows: Sequence[AdamWRow]) -> Table:
@@ -112,6 +117,7 @@ def adamw_table(blocks: Blocks, rows: Sequence[AdamWRow]) -> Table:
         VT=TYPES[rows[0].values.dtype],
         GT=TYPES[grads[0] if grads else torch.float32],
         PT=TYPES[public[0] if public else torch.float32],
+        ROUNDS=any(row.rounding_errors is not None for row in rows),
         ALIGN=alignment(blocks, *([getattr(row, name) for row in rows] for name in WHOLE)),
     )
 

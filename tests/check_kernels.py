@@ -44,7 +44,7 @@ CASES = {
         dict(GT=BF16, ST=F32, OT=BF16, HT=BF16, ALIGN=1),
         dict(GT=F32, ST=F32, OT=F32, HT=F32, ALIGN=16),
     ],
-    "adamw._adamw": [WIDE, LOW],
+    "adamw._adamw": [WIDE | {"ROUNDS": False}, WIDE | {"ROUNDS": True}, LOW | {"ROUNDS": True}],
     "scape._moment": [dict(ST=F32, GT=BF16)],
     "scape._scape": [
         WIDE | {"ADAMS": False, "ROUNDS": False},

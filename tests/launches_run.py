@@ -53,7 +53,7 @@ if __name__ == "__main__":
     results = {name: row(name) for name in launches.ROWS}
     results["a number is asked for"] = after(lambda payload: float(payload.body.sum()))
     results["a copy is waited for"] = after(lambda payload: payload.header.cpu())
-    most, dealing.DEVICE_BUCKET_BYTES = dealing.DEVICE_BUCKET_BYTES, 2**18
+    most, dealing.DEVICE_BUCKET_BYTES = dealing.DEVICE_BUCKET_BYTES, 2**13
     results["bucket by bucket"] = {name: counted(name) for name in ("AdamS", "Radius .4, sparse", "SCAPE .01")}
     dealing.DEVICE_BUCKET_BYTES = most
     buckets = make_buckets([{"params": launches.gpt2()}])

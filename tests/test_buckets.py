@@ -53,6 +53,83 @@ def test_a_bucket_holds_so_many_bytes_and_a_larger_tensor_alone(monkeypatch):
     ]
 
 
+def numbered(*shapes: tuple[int, ...]) -> dict:
+    return group(*shapes) | {"param_names": [str(i) for i in range(len(shapes))]}
+
+
+def test_compressed_tensors_of_one_shape_are_neighbours_and_the_others_follow():
+    shapes = [(64, 64), (64,), (64, 80), (64, 64), (3,), (64, 80), (80, 64)]
+    assert dealt(numbered(*shapes)) == [["6", "5", "2", "3", "0", "4", "1"]]
+    assert dealt({**numbered(*shapes), "compress": False}) == [["6", "5", "4", "3", "2", "1", "0"]]
+
+
+def test_what_is_a_neighbour_is_said_within_a_bucket_only(monkeypatch):
+    monkeypatch.setattr(_buckets, "BUCKET_BYTES", 4 * 3 * 64 * 64)
+    shapes = [(64, 64), (64, 63), (64, 64)] * 2
+    assert dealt(numbered(*shapes)) == [["5", "3", "4"], ["2", "0", "1"]]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_have_one_order_though_their_shards_are_of_unlike_shapes(rank):
+    """Rank 1 of two has 2, 3 and 3 rows of 5, 6 and 7: shapes that are equal here are not on rank 0."""
+    cut = numbered((5 * 64, 64), (7 * 64, 64), (6 * 64, 64), (5 * 64, 64))
+    for p in cut["params"]:
+        p.to_local = lambda p=p, first=-(-p.shape[0] // 128): p.split(64 * first)[rank]
+    (bucket,) = make_buckets([cut])
+    assert bucket.names == ["3", "0", "2", "1"] and bucket.lengths[2] == 3 * 64 * 64
+
+
+def test_buckets_are_joined_while_they_send_less_than_is_worth_a_message(monkeypatch):
+    monkeypatch.setattr(_buckets, "BUCKET_BYTES", 16 * 40)  # of what is sent 40 bytes
+    tensors = numbered(*[(160,)] * 7)
+
+    def joined(*sent: float) -> list[list[str]]:
+        each = dict(zip("6543210", sent, strict=True))
+        return [b.names for b in make_buckets([tensors], bytes_sent=lambda bucket: each[bucket.names[0]])]
+
+    assert joined(*[10] * 7) == [["6", "5", "4", "3"], ["2", "1", "0"]]
+    assert joined(30, 11, 29, 41, 1, 1, 1) == [["6"], ["5", "4"], ["3"], ["2", "1", "0"]]
+    assert joined(*[41] * 7) == dealt(tensors) == [[name] for name in "6543210"]
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    assert _buckets.bucket_bytes(cpu) == 16 * 40 and _buckets.bucket_bytes(meta) == 128 * 2**20
+
+
+def test_on_devices_they_are_joined_until_they_send_as_much_as_parameters_are_in_one(monkeypatch):
+    monkeypatch.setattr(_buckets, "DEVICE_BUCKET_BYTES", 640)
+    tensors = numbered(*[(160,)] * 5)
+    tensors["params"] = [nn.Parameter(torch.empty(160, device="meta")) for _ in range(5)]
+    assert dealt(tensors) == [[name] for name in "43210"]
+    assert [b.names for b in make_buckets([tensors], bytes_sent=lambda _: 320)] == [["4", "3"], ["2", "1"], ["0"]]
+
+
+def test_tensors_of_one_shape_are_neighbours_in_joined_buckets_too(monkeypatch):
+    monkeypatch.setattr(_buckets, "BUCKET_BYTES", 4 * 64 * 80)  # 1280 are sent, some 130 of each tensor
+    params = [nn.Parameter(torch.zeros(shape)) for shape in [(64, 64), (64, 80)] * 5]
+    names = [f"{i}" for i in range(10)]
+    optimizer = compopt.SeparateAdam(zip(names, params, strict=True), rank=1, simulate=True)
+    assert [bucket.names for bucket in optimizer._buckets] == [[*"975318642"], ["0"]]
+    assert [b.names for b in compopt.AdamS(zip(names, params, strict=True))._buckets] == [[n] for n in "9876543210"]
+
+
+def test_the_state_of_neighbours_is_one_tensor_and_what_lies_elsewhere_is_copied():
+    params = [nn.Parameter(torch.zeros(64, 64)) for _ in range(4)]
+    (bucket,) = compopt.SeparateAdam(params, rank=2, simulate=True)._buckets
+    residuals = bucket.state["residual"]
+    for number, e in enumerate(residuals):
+        e.fill_(number)
+    stack = bucket.stack_state("residual", range(1, 4))
+    assert stack.shape == (3, 64, 64) and stack.data_ptr() == residuals[1].data_ptr()
+    assert stack[:, 5, 7].tolist() == [1, 2, 3]
+    stack[1].fill_(9.0)
+    assert residuals[2].eq(9.0).all() and residuals[1].eq(1.0).all()
+    for order in ([0, 2, 1, 3], [3, 2, 1, 0], [0, 1, 3]):  # in the first both ends are where they would be
+        bucket.state["residual"] = [residuals[i] for i in order]
+        copy = bucket.stack_state("residual", range(len(order)))
+        assert all(torch.equal(x, residuals[i]) for x, i in zip(copy, order, strict=True))
+    bucket.state["residual"] = residuals
+    assert bucket.stack_state("residual", range(2, 3)).data_ptr() == residuals[2].data_ptr()
+
+
 def test_tensors_of_unlike_dtypes_are_apart():
     mixed = group((3,), (4,))
     mixed["params"][0] = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))

@@ -110,21 +110,23 @@ def test_compact_marks_a_norm_that_is_too_large_beside_one_that_is_not(device, o
 
 @pytest.mark.parametrize("size, grad", [(256, torch.float32), (1024, torch.bfloat16), (1024, torch.float16)])
 def test_adamw(device, size, grad):
-    """A sparse step of Radius; a dense tensor and one without a gradient beside it."""
+    """A sparse step of Radius, of one tensor rounded; a dense tensor and one without a gradient beside it."""
     draw = Draw(device)
     bits, index, sizes = draw.masks(0.3, dense=3)
     w, m, v, residual = draw.some(), draw.some(), [x.square() for x in draw.some()], draw.some()
     grads, values = draw.some(grad), draw.some(torch.bfloat16, sizes)
+    rounding_errors = [draw.one(sizes[0]), *[None] * 4]
     steps = [torch.tensor(float(s), device=device) for s in (1, 2, 3, 4, 5)]
     public = [x.bfloat16() for x in w]
     ours = [[x.clone() for x in state] for state in (w, m, v, residual, public)]
     for i in (0, 1, 3):
         reference.radius_(w[i], m[i], v[i], residual[i], grads[i], values[i], index[i], float(steps[i]), **HYPER)
     reference.radius_(w[4], m[4], v[4], residual[4], grads[4], values[4], index[4], 5.0, **HYPER)
+    residual[0].view(-1)[index[0].long()] = rounding_errors[0]
     rows = [
         kernels.AdamWRow(
             n, bits[i], values[i], ours[0][i], ours[1][i], ours[2][i], steps[i], int(i != 2), ours[3][i], grads[i],
-            None, ours[4][i],
+            ours[4][i], rounding_errors[i],
         )
         for i, n in enumerate(LENGTHS)
     ]  # fmt: skip

@@ -109,7 +109,7 @@ def describe_residual_source(optimizer: OptimizerBase) -> str:
     """Return the rank whose residuals a state dict would hold now, or "mean" for their mean over
     ranks.
     """
-    session = optimizer._session
+    session: Session = optimizer._session
     if not (optimizer.sharded or optimizer.rank_local_state):
         return "mean"
     is_gathered = all(b.gathered_state or not b.sharded_names for b in session.buckets)
@@ -123,7 +123,7 @@ def consolidate_as_generator(optimizer: OptimizerBase) -> CollectiveGenerator[No
     """Replace residuals by their mean over ranks, and gather sharded state for the next state
     dict.
     """
-    session = optimizer._session
+    session: Session = optimizer._session
     settle_for_saving(session)
     session.follow_default_group(optimizer)
     session.overlap.discard()  # payloads of a backward hold the residuals of before
@@ -149,7 +149,7 @@ def warn_of_missing_state(optimizer: OptimizerBase, buckets: Sequence[Bucket] = 
 
     ``buckets``: others beside the session's, whose residuals it holds too.
     """
-    session = optimizer._session
+    session: Session = optimizer._session
     if "saving" in session.warned or describe_residual_source(optimizer) == "mean":
         return
     if missing := list(_describe_missing_state(optimizer, [*session.buckets, *buckets])):
@@ -162,7 +162,7 @@ def warn_of_missing_state(optimizer: OptimizerBase, buckets: Sequence[Bucket] = 
 
 
 def _describe_missing_state(optimizer: OptimizerBase, buckets: Sequence[Bucket]) -> Iterator[str]:
-    session = optimizer._session
+    session: Session = optimizer._session
     comm = session.comm
     others = "the other rank" if comm.size == 2 else f"the other {comm.size - 1} ranks"
     sharded = [bucket for bucket in buckets if bucket.sharded_names]
@@ -202,7 +202,7 @@ def load_state(optimizer: OptimizerBase, state_dict: dict[str, Any]) -> None:
     Raises:
         ValueError: it does not fit, or is damaged.
     """
-    session = optimizer._session
+    session: Session = optimizer._session
     session.follow_default_group(optimizer)
     groups, saved = session.option_groups, check_groups(session, state_dict)
     class_name = _check_class(session.name, state_dict)
@@ -267,7 +267,7 @@ def _read_tensors(
 
     Raises ValueError if a state is missing, or is no tensor.
     """
-    session = optimizer._session
+    session: Session = optimizer._session
     known: dict[Tensor, tuple[TensorInfo, Layouts]] = {}
     for bucket in [*session.buckets, *session.frozen_buckets]:
         for p, compressed in zip(bucket.params, bucket.compressed, strict=True):

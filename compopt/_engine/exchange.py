@@ -122,7 +122,8 @@ class BucketExchange:
         self.bucket, self.algorithm, self.comm = bucket, inputs.algorithm, inputs.comm
         self.in_backward = inputs.in_backward
         # not ``inputs`` itself, whose problem has a traceback that refers to this object
-        self._last_fields = (inputs.fields, inputs.checksum) if is_last else None
+        has_fields = is_last and inputs.fields  # not those that are sent again
+        self._last_fields = (inputs.fields, inputs.checksum) if has_fields else None
         self.is_in_flight = self.has_reached_agree = False
         self.is_ready_to_commit = False  # True once a sharded step has gathered everything
         self.request: Request | None = None

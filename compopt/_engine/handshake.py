@@ -60,7 +60,7 @@ def verify_peers(
 
     Raises ValueError if ranks differ, RuntimeError if something else has averaged the gradients.
     """
-    session = optimizer._session
+    session: Session = optimizer._session
     dense_time, compressed_time = (session.trial and session.trial.compute_medians()) or (0, 0)
     names = optimizer.mask_state
     masks = [bucket.flat[name] for bucket in session.buckets for name in names]
@@ -147,7 +147,7 @@ def describe_optimizer(optimizer: OptimizerBase) -> Description:
 
     What explains other differences comes first: the class before its options, shapes before values.
     """
-    session = optimizer._session
+    session: Session = optimizer._session
     description: Description = {}
     for subject, values in optimizer.list_settings():
         plain = values if isinstance(values, dict) else {"": values}

@@ -18,6 +18,7 @@ from .handshake import gather_json
 from .missing_ranks import run_watching_ranks
 from .optimizer_base import OptimizerBase
 from .options import to_plain
+from .session import Session
 
 # entries of a group that are not options, and may differ between ranks
 LOCAL_ENTRIES = {"params", "param_names"}
@@ -49,7 +50,7 @@ def copy_options_from_ranks_with_data(optimizer: OptimizerBase) -> CollectiveGen
     """In a join, copy the options of the first rank with data to ranks without data. On all ranks,
     set the ``gradient_factor`` of buckets, which is not 1 if the mean is over ranks with data only.
     """
-    session = optimizer._session
+    session: Session = optimizer._session
     if not optimizer.is_joining or session.comm.size == 1:
         return
     groups = [*optimizer.param_groups]

@@ -66,6 +66,8 @@ class CompressedOptimizer(OptimizerBase):
     failed may have applied the step; :meth:`rebind` then copies its state to the others.
     """
 
+    _session: Session
+
     def __init__(
         self,
         params: Iterable[Any],

@@ -8,7 +8,7 @@ the rest (``CompressedOptimizer``, ``Wrapper``).
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from .._wire.requests import RequestGenerator
 from .decision import StepDecision
 from .options import ComparedGroups, Group, Setting
 from .stats import Stats
-
-if TYPE_CHECKING:
-    from .session import Session
 
 
 class BackwardReduction(Protocol):
@@ -46,7 +43,7 @@ class BackwardReduction(Protocol):
 class OptimizerBase(Optimizer):
     """The attributes and methods that classes of optimizers override."""
 
-    _session: Session  # the data between steps
+    _session: Any  # the ``Session``, which imports this file
     # state that differs from rank to rank, of which only the mean over ranks matters
     rank_local_state: tuple[str, ...] = ()
     # sharded error feedback, which only the owner of a shard has; consolidate_state() gathers it

@@ -246,7 +246,10 @@ class AllReduceReducer:
         return owned
 
     def feed_back(self, have_gradients: list[bool]) -> None:
-        if self.changes_residual:
+        errors = self.mean.rounding_errors
+        if errors is not None and self._replaces_residual(errors, have_gradients):
+            self.bucket.store_state("residual", errors)
+        elif self.changes_residual:
             residuals = self.bucket.iterate_state("residual", write=True)
             for batch in self.bucket.batches(residuals):
                 self._feed_back([(i, e) for i, e in batch if have_gradients[i]])
@@ -257,6 +260,12 @@ class AllReduceReducer:
         """True if a step changes residuals."""
         is_rounded = self.mean.rounding_errors is not None
         return is_rounded or self.mask.is_sparse or self.sends_residuals
+
+    def _replaces_residual(self, errors: Tensor, have_gradients: list[bool]) -> bool:
+        """True if rounding errors are the new residuals of all tensors."""
+        if self.mask.is_sparse or self.bucket.offload is not None or not all(have_gradients):
+            return False
+        return self.bucket.flat["residual"].numel() == errors.numel()
 
     def _feed_back(self, residuals: list[tuple[int, Tensor]]) -> None:
         mean, positions = self.mean, [self.mask.positions[i] for i, _ in residuals]

@@ -30,6 +30,7 @@ from .collective_generators import CollectiveGenerator, exchange_one
 from .handshake import gather_json
 from .optimizer_base import OptimizerBase
 from .options import Group
+from .session import Session
 from .signals import defer_signals
 
 # options that a commit sets, alike on all ranks
@@ -270,7 +271,7 @@ def _load_without_residuals(
     """Load ``saved``, which has the tensors of the rank that is ahead, with that rank's ``step``
     and ``learned`` options, and zeros for residuals.
     """
-    session = optimizer._session
+    session: Session = optimizer._session
     for entry in saved["state"].values():
         for name in set(optimizer.rank_local_state) & entry.keys():
             entry[name] = torch.zeros_like(entry[name])
@@ -299,7 +300,7 @@ def warn_of_lost_residuals(
 
     ``residual_norm``: computes the norm of this rank's residuals, if the session holds only a part.
     """
-    session = optimizer._session
+    session: Session = optimizer._session
     if optimizer.rank_local_state and size < size_before:
         shards = " The moments of their shards begin again at zero." if optimizer.sharded else ""
         norm = (residual_norm or session.residual_norm)()

@@ -91,6 +91,8 @@ def check_can_step(session: Session) -> None:
 class Step:
     """The running step."""
 
+    session: Session
+
     def __init__(self, optimizer: OptimizerBase, comm: Communicator, number: int):
         self.optimizer, self.session = optimizer, optimizer._session
         self.comm, self.number = comm, number
@@ -443,7 +445,7 @@ def start_in_backward(optimizer: OptimizerBase, params: Iterable[torch.Tensor]) 
 
     ``params``: those whose gradients backward has just finished.
     """
-    session = optimizer._session
+    session: Session = optimizer._session
     comm = session.follow_default_group(optimizer)
     if (
         session.handshake is not Handshake.VERIFIED

@@ -60,12 +60,13 @@ class OwnUpdate:
         self, bucket: Bucket, indices: Sequence[int], averages: Sequence[Tensor | None]
     ) -> list[Tensor]:
         weights = [bucket.weight(i) for i in indices]
-        rows = list(zip(weights, averages, strict=True))
-        sizes = [0 if g is not None and g.dtype == w.dtype else w.numel() for w, g in rows]
+        pairs = list(zip(weights, averages, strict=True))
+        fits = [g is not None and g.dtype == w.dtype for w, g in pairs]
+        sizes = [0 if fit else w.numel() for w, fit in zip(weights, fits, strict=True)]
         new = self.ops.scratch(weights[0], sum(sizes)).split(sizes)
         return [
-            (part if n or g is None else g).view(w.shape)
-            for (w, g), n, part in zip(rows, sizes, new, strict=True)
+            (g if g is not None and fit else part).view(w.shape)
+            for (w, g), fit, part in zip(pairs, fits, new, strict=True)
         ]
 
     def memory_for_stack(self, bucket: Bucket, indices: range) -> Tensor:
@@ -99,7 +100,7 @@ class WrappedUpdate:
 
     def __init__(self, base: Optimizer):
         self.base = base
-        self._averages: dict[Tensor, Tensor] = {}  # of this step
+        self._averages: dict[Tensor, Tensor] = {}  # this rank's part of each, of this step
         self._memory: dict[Tensor, Tensor] = {}
         self._stacks: dict[Tensor, Tensor] = {}  # memory for neighbours, by the first parameter
         self._applied: set[Tensor] = set()  # the parameters with an average in this step
@@ -119,10 +120,12 @@ class WrappedUpdate:
             else:
                 if p not in self._memory:
                     self._memory[p] = torch.empty_like(
-                        p.detach(), dtype=get_grad_dtype(p), memory_format=torch.contiguous_format
+                        to_local(p.detach()),
+                        dtype=get_grad_dtype(p),
+                        memory_format=torch.contiguous_format,
                     )
                 self._averages[p] = self._memory[p]
-            memory.append(to_local(self._averages[p]))
+            memory.append(self._averages[p])
         return memory
 
     def memory_for_stack(self, bucket: Bucket, indices: range) -> Tensor:
@@ -133,8 +136,7 @@ class WrappedUpdate:
             dtype = get_grad_dtype(first)
             self._stacks[first] = torch.empty(shape, dtype=dtype, device=bucket.device)
         stack = self._stacks[first]
-        for p, average in zip(params, stack.unbind(), strict=True):
-            self._averages[p] = distribute_like(p.detach(), average)
+        self._averages.update(zip(params, stack.unbind(), strict=True))
         return stack
 
     def apply(self, bucket: Bucket, indices: list[int], averages: list[Tensor]) -> None:

@@ -195,20 +195,22 @@ def reconstruct_rows(
     stack: ProjectedStack, number: int, part: Tensor, first: int, last: int
 ) -> Tensor:
     """Line 4 for some rows of one tensor of the stack as a matrix."""
-    projection, R = stack.projection, stack.columns[number]
-    p = stack.view_as_projected(part)[0].to(R.dtype)
+    projection, R = stack.projection, stack.columns[number : number + 1]
+    p = stack.view_as_projected(part).to(R.dtype)
     if projection.transposes:
-        return (R[first:last] @ p.mT).mul_(projection.scale)
+        rows = R.new_empty(1, last - first, projection.m)
+        expand(projection, p, R[..., first:last, :], rows.mT)
+        return rows[0].mul_(projection.scale)
     height = projection.block_height
-    if height is None or R.dim() == 2:
-        return (p[first:last] @ R.mT).mul_(projection.scale)
-    # only the blocks that contain these rows
-    begin, end = first // height, math.ceil(last / height)
-    p = p[begin * height : end * height]
-    blocks = R.new_empty(len(p), projection.d)
-    for columns, rows, out_rows in projection.iterate_blocks(R[begin:end], p, blocks):
-        out_rows.copy_(rows @ columns.mT)
-    return blocks[first - begin * height : last - begin * height].mul_(projection.scale)
+    if height is None or not projection.has_blocks(R):
+        p, first, last = p[:, first:last], 0, last - first
+    else:  # only the blocks that contain these rows
+        begin, end = first // height, math.ceil(last / height)
+        R, p = R[:, begin:end], p[:, begin * height : end * height]
+        first, last = first - begin * height, last - begin * height
+    rows = R.new_empty(1, p.shape[1], projection.d)
+    expand(projection, p, R, rows)
+    return rows[0, first:last].mul_(projection.scale)
 
 
 def compute_cosines(stack: ProjectedStack, part: Tensor) -> Tensor:

@@ -252,6 +252,12 @@ class Ops:
 
     # Updates
 
+    def compute_adamw(self, group: Group, tensors: AdamWTensors, out: AdamWTensors) -> None:
+        """Write weights and moments after an AdamW step to ``out``; its ``steps`` count it."""
+        for name in ("weights", "exp_avgs", "exp_avg_sqs"):
+            torch._foreach_copy_(getattr(out, name), getattr(tensors, name))
+        self.adamw(group, out)
+
     def adamw(self, group: Group, tensors: AdamWTensors) -> None:
         """Do one AdamW step in place; ``steps`` already count it."""
         plain: list[Row] = []

@@ -29,13 +29,8 @@ from .._ops.operations import AdamWTensors, Ops
 from .._state.buckets import Bucket
 from .._state.shards import unshard
 from .._state.tensors import to_local
-from .._wire.payload import (
-    dtype_name,
-    float_dtype,
-    packed_bytes,
-    quantized_bits,
-)
-from .._wire.quantization import Chunk, row_layout
+from .._wire.codec import FlatCodec
+from .._wire.payload import dtype_name, float_dtype, quantized_bits
 from .._wire.requests import Agree, AllGather, ReadyToCommit, RequestGenerator
 
 UpdateDtype: TypeAlias = torch.dtype | Literal["int8", "int4", "int2"] | None
@@ -78,7 +73,10 @@ class ShardedAdamW:
                 "group of it."
             )
         bits, payload = quantized_bits(rounded_to), float_dtype(group["payload_dtype"])
-        self.codec = None if bits is None else UpdateCodec(bucket, ops, bits)
+        self.codec = None
+        if bits is not None:
+            sizes = [tuple(self.shards.sizes(rank)) for rank in range(self.shards.ranks)]
+            self.codec = FlatCodec(bits, sizes, bucket.scratch, ops.quantize, ops.dequantize)
         in_half = payload == torch.bfloat16 and bucket.dtype == torch.float32
         self.sends_bfloat16_updates = bits is None and in_half and not bucket.is_single_process
         self.sends_updates = self.codec is not None or self.sends_bfloat16_updates
@@ -100,8 +98,8 @@ class ShardedAdamW:
         outs = self.gathered[: sum(sizes)].split(sizes)
         if self.stepped:
             to = [outs[i] for i in self.stepped]
-            self.new = self._copy_state(to)
-            self.ops.adamw(bucket.group, self.new)
+            self.new = self._make_memory(to)
+            self.ops.compute_adamw(bucket.group, self._list_tensors(), self.new)
             if bucket.dtype != self.dtype:
                 torch._foreach_copy_(to, self.new.weights)
         if stay:
@@ -118,7 +116,10 @@ class ShardedAdamW:
         """Gather the shards of all ranks, and wait until all ranks are ready to commit."""
         bucket, message = self.bucket, self.gathered
         if self.codec is not None:
-            message = self.codec.encode(self.gathered)
+            message = bucket.get_memory("quantized updates", self.codec.nbytes, torch.uint8)
+            seed = (bucket.group["step"], bucket.index, UPDATE_SEED_SALT, self.shards.rank)
+            own_updates = self.gathered[: sum(self.shards.sizes(self.shards.rank))]
+            self.codec.encode(own_updates, self.shards.rank, message, seed)
         elif self.sends_bfloat16_updates:
             message = self.gathered.bfloat16()
         self.rows = message.unsqueeze(0)
@@ -129,7 +130,11 @@ class ShardedAdamW:
             )
             self.rows = yield AllGather(message, memory.view(self.shards.ranks, -1))
         if self.codec is not None:
-            self.rows = self.codec.decode(self.rows)
+            numel = self.shards.max_numel
+            updates = bucket.get_memory("updates", self.shards.ranks * numel, bucket.dtype)
+            updates = updates.view(self.shards.ranks, numel)
+            self.codec.decode(self.rows, updates)
+            self.rows = updates
         yield ReadyToCommit()
 
     def commit(self, have_gradients: list[bool]) -> None:
@@ -140,11 +145,13 @@ class ShardedAdamW:
         if elsewhere:
             torch._foreach_add_([state["step"][i] for i in elsewhere], 1)
         if self.stepped:
-            new = self.new.exp_avgs, self.new.exp_avg_sqs, self.new.steps, self.new.weights
-            # parameters without a master are gathered
-            names = ["exp_avg", "exp_avg_sq", "step", "master"][: 3 + ("master" in state)]
-            for name, values in zip(names, new, strict=False):
-                torch._foreach_copy_([state[name][i] for i in self.stepped], values)
+            torch._foreach_copy_([state["step"][i] for i in self.stepped], self.new.steps)
+            for name, memory in self.memory.items():
+                if memory.numel() == bucket.flat[name].numel():
+                    bucket.store_state(name, memory)
+                else:
+                    parts = memory.split([self.weights[i].numel() for i in self.stepped])
+                    torch._foreach_copy_([state[name][i] for i in self.stepped], list(parts))
         if self.codec is not None and self.stepped:
             sizes = self.shards.sizes(self.shards.rank)
             errors = self.gathered[: sum(sizes)].split(sizes)  # rounding errors, from ``encode``
@@ -161,22 +168,26 @@ class ShardedAdamW:
             if flat is not None and not p.is_contiguous():
                 p.copy_(flat.view(p.shape))
 
-    def _copy_state(self, to: list[Tensor]) -> AdamWTensors:
-        """Return copies of what this step updates, until the commit: weights in ``to``, if they
-        have its dtype, and everything else in memory of the bucket.
+    def _list_tensors(self) -> AdamWTensors:
+        """Return the tensors of the shards that are updated here."""
+        state = self.bucket.state
+        columns = (self.weights, self.grads, state["exp_avg"], state["exp_avg_sq"], state["step"])
+        return AdamWTensors(*([column[i] for i in self.stepped] for column in columns))
+
+    def _make_memory(self, to: list[Tensor]) -> AdamWTensors:
+        """Return memory for what this step updates, until the commit: for weights ``to``, or that
+        of masters.
         """
-        state, sizes = self.bucket.state, [len(x) for x in to]
-        copies = [to]
-        for name in ["new masters", "exp_avg", "exp_avg_sq"][to[0].dtype == self.dtype :]:
-            memory = self.bucket.get_memory(f"{name} to commit", sum(sizes), self.dtype)
-            copies.append(list(memory.split(sizes)))
-        *_, weights, exp_avgs, exp_avg_sqs = copies
-        columns = self.weights, state["exp_avg"], state["exp_avg_sq"]
-        for new, column in zip((weights, exp_avgs, exp_avg_sqs), columns, strict=True):
-            torch._foreach_copy_(new, [column[i] for i in self.stepped])
+        sizes, names = [len(x) for x in to], ["exp_avg", "exp_avg_sq"]
+        if "master" in self.bucket.state:  # parameters without one are gathered
+            names.append("master")
+        self.memory = {
+            name: self.bucket.get_memory(f"new {name}", sum(sizes), self.dtype) for name in names
+        }
+        exp_avgs, exp_avg_sqs, *masters = (list(x.split(sizes)) for x in self.memory.values())
+        steps = torch._foreach_add([self.bucket.state["step"][i] for i in self.stepped], 1)
         grads = [self.grads[i] for i in self.stepped]
-        steps = list(torch._foreach_add([state["step"][i] for i in self.stepped], 1))
-        return AdamWTensors(weights, grads, exp_avgs, exp_avg_sqs, steps)
+        return AdamWTensors([*masters, to][0], grads, exp_avgs, exp_avg_sqs, list(steps))
 
 
 # Quantized updates
@@ -208,44 +219,3 @@ def check_gathers(replaces_reduce_scatter: bool, groups: Iterable[dict[str, Any]
             f"update_dtype={given[0]!r} cannot be followed inside FSDP, which gathers parameters "
             "itself: leave it out, and see MixedPrecisionPolicy(param_dtype=torch.bfloat16)."
         )
-
-
-class UpdateCodec:
-    """Quantizes the shards of updates of one bucket. A rank's message holds its scales, then its
-    quantized values; all messages have one length.
-    """
-
-    def __init__(self, bucket: Bucket, ops: Ops, bits: int):
-        self.bucket, self.ops, self.bits, self.shards = bucket, ops, bits, bucket.shards
-        sizes = [tuple(self.shards.sizes(rank)) for rank in range(self.shards.ranks)]
-        self.chunks = [row_layout(parts, 1).chunks[0] for parts in sizes]
-        self.quantized_at = 4 * max(chunk.rows for chunk in self.chunks)
-        quantized = packed_bytes(max(chunk.stop for chunk in self.chunks), bits)
-        self.size = max(4, self.quantized_at + quantized + -quantized % 4)
-
-    def encode(self, updates: Tensor) -> Tensor:
-        """Return this rank's message; its shard of ``updates`` becomes the rounding error."""
-        bucket, chunk = self.bucket, self.chunks[self.shards.rank]
-        own_updates = updates[: sum(self.shards.sizes(self.shards.rank))]
-        out = bucket.get_memory("quantized updates", self.size, torch.uint8)
-        seed = (bucket.group["step"], bucket.index, UPDATE_SEED_SALT, self.shards.rank)
-        scales, quantized = self._fields(out, chunk)
-        self.ops.quantize(own_updates, chunk, scales, quantized, seed, bucket.scratch, self.bits)
-        return out
-
-    def decode(self, messages: Tensor) -> Tensor:
-        """Return the updates of all ranks, in rows as long as the largest shard."""
-        bucket, max_numel = self.bucket, self.shards.max_numel
-        rows = bucket.get_memory("updates", len(messages) * max_numel, bucket.dtype)
-        rows = rows.view(len(messages), max_numel)
-        for message, chunk, out in zip(messages, self.chunks, rows, strict=True):
-            scales, quantized = self._fields(message, chunk)
-            self.ops.dequantize(
-                scales, quantized, chunk, out[: chunk.stop], bucket.scratch, self.bits
-            )
-        return rows
-
-    def _fields(self, message: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """Return a rank's scales, and its quantized values as bytes."""
-        scales = message[: 4 * chunk.rows].view(torch.float32)
-        return scales, message[self.quantized_at :].view(torch.int8)

@@ -11,6 +11,7 @@ their float32 master, which a step updates in their place.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -208,9 +209,9 @@ class Bucket:
         of the state, or a copy where it has been collected from other buckets.
         """
         views = [self.state[name][i] for i in indices]
-        first, last = views[0], views[-1]
-        distance = first.itemsize * first.numel() * (len(views) - 1)
-        if last.data_ptr() - first.data_ptr() != distance or not first.is_contiguous():
+        first, size = views[0], views[0].itemsize * views[0].numel()
+        distances = [b.data_ptr() - a.data_ptr() for a, b in pairwise(views)]
+        if any(distance != size for distance in distances) or not first.is_contiguous():
             return torch.stack(views)
         return first.as_strided((len(views), *first.shape), (first.numel(), *first.stride()))
 
@@ -221,11 +222,29 @@ class Bucket:
         """
         if self.sizes[name] == sizes:
             return self.state[name]
+        self.sizes[name] = sizes
+        self._use_storage(name, self.flat[name].new_empty(sum(sizes)))
+        return self.state[name]
+
+    def store_state(self, name: str, values: Tensor) -> None:
+        """Set a state to ``values``, from ``get_memory``, of which nothing is read any more.
+
+        On a CPU the two change places, which costs less than a copy.
+        """
+        flat = self.flat[name]
+        is_plain = name in self.layouts and all(x is not None for x in self.state[name])
+        if self.device.type == "cpu" and values.dtype == flat.dtype and is_plain:
+            self._memory.replace(values, flat)
+            self._use_storage(name, values)
+        else:
+            flat.copy_(values)
+
+    def _use_storage(self, name: str, flat: Tensor) -> None:
+        """Keep a state in this memory; the previous views remain readable."""
         layout = self.layouts[name]
         self.storage_version += 1
-        self.sizes[name] = sizes
-        self.flat[name] = self.flat[name].new_empty(sum(sizes))
-        views = torch.split(self.flat[name], sizes)
+        self.flat[name] = flat
+        views = torch.split(flat, self.sizes[name])
         infos = [self.get_tensor_info(i) for i in range(len(self.params))]
         self.state[name] = [
             view.view(layout.stored_shape(info, view))
@@ -233,7 +252,6 @@ class Bucket:
         ]
         for entry, view, info in zip(self.entries, self.state[name], infos, strict=False):
             entry[name] = layout.view_for_user(view, info)
-        return self.state[name]
 
     def set_step_counts(self, counts: Tensor) -> None:
         """Set the number of steps that each tensor has taken."""
@@ -376,19 +394,19 @@ class Bucket:
         """Make an empty payload with ``lengths[i]`` elements for tensor i, and these ``marks`` in
         its header, if any.
 
-        ``dtype`` is that on the network; None is that of the gradients. The next payload for this
-        ``use`` reuses the memory.
+        ``dtype`` is that on the network; None is that of the gradients. On a CPU the next payload
+        for this ``use`` reuses the memory.
         """
         dtype = self._resolve_dtype(dtype)
         size = len(self.params) + len(self.control) + sum(lengths)
         bits = quantized_bits(dtype)
         seed = (self.group["step"], self.index, use) if bits else None
         memory_dtype = self.compute_dtype if seed else float_dtype(dtype) or self.grad_dtype
-        message = self._memory.get_exact_size(f"message {use}", size, memory_dtype, self.device)
+        message = self.get_memory(f"message {use}", size, memory_dtype)
         rounding_errors = None
         if seed or self.is_rounded:
-            rounding_errors = self._memory.get_exact_size(
-                f"rounding_errors {use}", sum(lengths), self.compute_dtype, self.device
+            rounding_errors = self.get_memory(
+                f"rounding_errors {use}", sum(lengths), self.compute_dtype
             )
         fields = len(self.params), len(self.control)
         payload = Payload(
@@ -545,14 +563,14 @@ def _join_by_bytes(pieces: list[UniformParams], sent: list[float]) -> list[Unifo
 
 def _sort_by_shape(run: UniformParams, compression_rule: CompressionRule) -> UniformParams:
     """Make neighbours of compressed tensors of one shape; the tensors that are not compressed
-    follow them.
+    follow them. Shapes are global: all ranks have the same order, though shards may be uneven.
     """
     group, params, names = run
     places: dict[torch.Size, int] = {}
     keys = []
     for p, name in zip(params, names, strict=True):
         compressed = compression_rule(p, group, name)
-        place = places.setdefault(to_local(p).shape, len(places)) if compressed else 0
+        place = places.setdefault(p.shape, len(places)) if compressed else 0
         keys.append((not compressed, place))
     order = sorted(range(len(params)), key=keys.__getitem__)
     return group, [params[i] for i in order], [names[i] for i in order]

@@ -50,6 +50,10 @@ class Scratch:
             self._memory[key] = torch.empty(n, dtype=dtype, device=device)
         return self._memory[key]
 
+    def replace(self, memory: Tensor, other: Tensor) -> None:
+        """Use ``other``, of the same size, in place of ``memory``."""
+        self._memory = {key: other if x is memory else x for key, x in self._memory.items()}
+
     @property
     def tensors(self) -> list[Tensor]:
         """All memory allocated so far."""

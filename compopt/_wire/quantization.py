@@ -411,7 +411,7 @@ class QuantizedMean:
 
     def round_payload(self) -> None:
         """Leave the payload as one rank would receive it."""
-        self._quantize_body()
+        self.encode_for_owners()
         self.payload.body.sub_(self.rounding_errors)
 
     def encode_for_owners(self) -> Tensor:

@@ -13,27 +13,28 @@ typedef struct {
     int64_t k;
     float *residual;          // NULL for a tensor that is not compressed, or in a dense step
     const float *g;           // this rank's gradient
+    const float *errors;      // NULL, or what the residual becomes where the averaged gradient is given
 } AdamW;
 
 typedef struct {
     double lr, beta1, beta2, eps, decay, sign;
 } Hyper;
 
-// Expands a block of the averaged gradient to a dense vector, 0 off the mask. `count` values were used before; returns how many
+// Expands a block of values at the mask to a dense vector, 0 off the mask. `count` values were used before; returns how many
 // were used after.
-static int64_t averaged(const AdamW *row, int64_t a, int64_t size, int64_t count, float *restrict out) {
+static int64_t averaged(const AdamW *row, const float *values, int64_t a, int64_t size, int64_t count, float *restrict out) {
     int64_t i = 0;
     if (row->index) {
         memset(out, 0, size * sizeof(float));
-        for (; count < row->k && within(row->index[count], a, size); count++) out[row->index[count] - a] = row->mean[count];
+        for (; count < row->k && within(row->index[count], a, size); count++) out[row->index[count] - a] = values[count];
         return count;
     }
     for (; i + LANES <= size && count + LANES <= row->k; i += LANES) {
         const Bits some = sixteen(row->mask, a + i);
-        expand(out + i, row->mean + count, some);
+        expand(out + i, values + count, some);
         count += __builtin_popcount(some);
     }
-    for (; i < size; i++) out[i] = count < row->k && on(row->mask, a + i) ? row->mean[count++] : 0;
+    for (; i < size; i++) out[i] = count < row->k && on(row->mask, a + i) ? values[count++] : 0;
     return count;
 }
 
@@ -52,15 +53,20 @@ static int adamw_row(const AdamW *row, const Hyper *h) {
     const double step = *row->step + 1;
     const Factors f = adamw_factors(step, h->lr, h->beta1, h->beta2, h->eps, h->decay);
     const float sign = h->sign;
-    float mean[BLOCK];
+    float mean[BLOCK], errors[BLOCK];
     int64_t count = 0;
     for (int64_t a = 0; a < row->n; a += BLOCK) {
         const int64_t size = smaller(BLOCK, row->n - a);
         float *restrict const w = row->w + a, *restrict const m = row->m + a, *restrict const v = row->v + a;
         const float *restrict const g = row->mask || row->index ? mean : row->mean + a;
-        if (row->mask || row->index) count = averaged(row, a, size, count, mean);
-        if (row->residual && row->mask)
+        const int64_t before = count;
+        if (row->mask || row->index) count = averaged(row, row->mean, a, size, count, mean);
+        if (row->residual && row->mask) {
             update_residual(row->residual + a, row->g ? row->g + a : NULL, row->mask, a, size);
+            if (row->errors) averaged(row, row->errors, a, size, before, errors);
+            for (int64_t i = 0; row->errors && i < size; i++) row->residual[a + i] += errors[i];  // to 0 on the mask
+        } else if (row->residual && row->errors)
+            memcpy(row->residual + a, row->errors + a, size * sizeof(float));
         else if (row->residual)
             memset(row->residual + a, 0, size * sizeof(float));
         for (int64_t i = 0; i < size; i++) w[i] = f.shrink * w[i] - f.rate * update_moments(m + i, v + i, sign * g[i], f);

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -21,10 +21,7 @@ from .passes import (
     per_thread_scratch,
     run_over_rows,
 )
-from .updates import adamw_options, averages_in_float32
-
-if TYPE_CHECKING:
-    from .backend import NativeOps
+from .updates import NativeUpdates, adamw_options, averages_in_float32
 
 LANES = 16  # as in vectors.h: narrow matrices are copied to rows of whole steps
 PRODUCT = Struct("height width r g e right out")
@@ -39,7 +36,7 @@ def is_tracked(bucket: Bucket) -> bool:
 
 def multiply_stacks(
     bucket: Bucket,
-    ops: NativeOps,
+    ops: NativeUpdates,
     stacks: Sequence[Any],
     right: Sequence[Tensor],
     out: Sequence[Tensor],
@@ -86,7 +83,7 @@ def multiply_stacks(
 
 def update_separate(
     bucket: Bucket,
-    ops: NativeOps,
+    ops: NativeUpdates,
     mean: Payload,
     reducer: FactoredAverages,
     update: Any,
@@ -102,7 +99,7 @@ def update_separate(
 
 def _update_factored(
     bucket: Bucket,
-    ops: NativeOps,
+    ops: NativeUpdates,
     mean: Payload,
     reducer: FactoredAverages,
     parts: Sequence[Tensor],
@@ -150,7 +147,7 @@ def _update_factored(
 
 def _update_dense(
     bucket: Bucket,
-    ops: NativeOps,
+    ops: NativeUpdates,
     mean: Payload,
     reducer: FactoredAverages,
     parts: Sequence[Tensor],

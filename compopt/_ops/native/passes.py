@@ -143,7 +143,7 @@ class Struct:
 
 
 PACK = Struct("n g add index mask k out mark")
-ADAMW = Struct("n w m v step mean mask index k residual g")
+ADAMW = Struct("n w m v step mean mask index k residual g errors")
 SCAPE = Struct("n w e g held holding old index k mean m step guess start stop wanted chosen")
 # fields that are not float32, and what error messages call them
 DTYPES = {

@@ -36,7 +36,10 @@ class NativeMean(QuantizedMean):
         super().__init__(payload, rank, ranks)
         self.library = library
 
-    def encode_for_owners(self) -> Tensor:
+    def round_payload(self) -> None:
+        self.encode_for_owners(rounds=True)
+
+    def encode_for_owners(self, rounds: bool = False) -> Tensor:
         chunks, size = self.layout.chunks, self.payload.body.numel()
         body = address("a payload", self.payload.body, size)
         rounding_errors = address("rounding errors", self.rounding_errors, size)
@@ -54,7 +57,7 @@ class NativeMean(QuantizedMean):
             )
             for chunk, scale, values in zip(chunks, scales, unpacked, strict=True)
         ]
-        rounding = rounding_table((*self.seed, self.rank, 1), self.bits)
+        rounding = rounding_table((*self.seed, self.rank, 1), self.bits, rounds)
         run_over_chunks(parts, lambda table, a, b: self.library.quantize(table, a, b, rounding))
         pack(unpacked, packed, self.bits)
         return out
@@ -202,11 +205,13 @@ def run_over_chunks(chunks: Iterable[ChunkMemory], run: Callable[[Table, int, in
     run_over_rows(lengths, lambda first, last, _: run(table, first, last))
 
 
-def rounding_table(seed: tuple[int, ...], bits: int) -> Table:
-    """Return how the values of a message are rounded, as quantize.c reads it."""
+def rounding_table(seed: tuple[int, ...], bits: int, rounds: bool = False) -> Table:
+    """Return how the values of a message are rounded, as quantize.c reads it; ``rounds``: the
+    values too become what other ranks receive.
+    """
     noise = noise_table(torch.float32, torch.device("cpu"))
     numbers = address("random numbers", noise, len(noise))
-    return Table(1, numbers=numbers, place=noise_offset(seed), bits=bits)
+    return Table(1, numbers=numbers, place=noise_offset(seed), bits=bits, rounds=rounds)
 
 
 def unpacked_memory(

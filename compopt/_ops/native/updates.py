@@ -81,8 +81,7 @@ def update_adamw(bucket: Bucket, ops: NativeUpdates, reducer: MaskedAverage) -> 
     """Do ``_engine.reducer.step_adamw`` for all tensors; called by ``Ops.run`` for Radius."""
     mean, mask, lengths = reducer.mean, reducer.mask, bucket.lengths
     have_gradients = bucket.have_gradients(mean)
-    # rounding errors are written below; where all is sent they replace the residual
-    changes = reducer.changes_residual and (mask.is_sparse or mean.rounding_errors is None)
+    errors = mean.rounding_errors
     table = ADAMW.table(
         len(lengths),
         n=lengths,
@@ -93,13 +92,13 @@ def update_adamw(bucket: Bucket, ops: NativeUpdates, reducer: MaskedAverage) -> 
         mean=Memory(averages_in_float32(mean), mask.sizes),
         mask=Memory(mask.bits, mask_sizes(lengths)) if mask.is_sparse else 0,
         k=mask.sizes,
-        residual=state_addresses(bucket, "residual") if changes else 0,
+        residual=state_addresses(bucket, "residual") if reducer.changes_residual else 0,
         g=Memory(as_float32(reducer.grads), lengths),
+        errors=0 if errors is None else address_in_turn("rounding errors", errors, mask.sizes),
     )
     hyper, library = adamw_options(bucket.group), ops.library
     bad_row = run_over_rows(lengths, lambda a, b, _: library.adamw(table, a, b, hyper))
     raise_bad_row(bucket, bad_row)
-    feed_back_rounding(bucket, ops, mean, mask)
     reducer.note_residual(have_gradients)
 
 

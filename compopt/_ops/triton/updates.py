@@ -21,7 +21,6 @@ from ..update_helpers import (
     FactoredAverages,
     MaskedAverage,
     count_steps,
-    feed_back_rounding,
     keep_absent_momenta,
     resize_momenta,
 )
@@ -151,7 +150,6 @@ def update_adamw(ops: KernelOps, calls: Calls) -> list[None]:
         kernel = functools.partial(kernels.adamw, batch.blocks, offsets, **hyper)
         batch.launch(kernel, kernels.adamw_table, adamw_rows, keys=keys)
         for reducer, have_gradients in zip(reducers, batch.have_gradients, strict=True):
-            feed_back_rounding(reducer.bucket, ops, reducer.mean, reducer.mask)
             reducer.note_residual(have_gradients)
     return [None] * len(calls)
 
@@ -164,6 +162,7 @@ def adamw_rows(call: AverageCall, have_gradients: list[bool]) -> Iterator[kernel
         state["step"],
         flatten(reducer.grads),
     )
+    rounding_errors: Tensors = [*call.mean.rounding_error_parts] or [None] * len(grads)
     for i, weight in enumerate(contiguous_weights(bucket)):
         tensors = reducer.mask.bits[i], call.mean.parts[i], weight, m[i], v[i], steps[i]
         yield kernels.AdamWRow(
@@ -173,6 +172,7 @@ def adamw_rows(call: AverageCall, have_gradients: list[bool]) -> Iterator[kernel
             residual=state["residual"][i] if reducer.changes_residual else None,
             grad=grads[i],
             public=published_parameter(bucket, i),
+            rounding_errors=rounding_errors[i],
         )
 
 
