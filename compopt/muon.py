@@ -248,7 +248,12 @@ def read_group(group: Group) -> dict[Tensor, list[str]]:
 
 
 def check_matrices(p: Tensor, names: list[str], parts: int) -> None:
-    """Raise ValueError if a tensor is no stack of ``parts`` matrices."""
+    """Raise ValueError if a tensor is no stack of ``parts`` matrices, TypeError if complex."""
+    if p.is_complex():
+        raise TypeError(
+            f"use_muon chooses {describe(p, names)}, which is complex ({p.dtype}): use "
+            "torch.view_as_real."
+        )
     if p.ndim not in (2, 3) or not p.is_floating_point():
         raise ValueError(
             f"use_muon chooses {describe(p, names)} of {p.dtype}, and Muon takes floats of 2 or 3 "

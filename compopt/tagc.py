@@ -405,16 +405,16 @@ class TagcAdamW(ReducingOptimizer):
         return tagc(bucket, self.ops)
 
     def values_sent(self, bucket: Bucket, ranks: int) -> float:
-        """Estimate the union, as if ranks selected independently, the index, and gathered
-        parameters.
-        """
-        union = 1 - bucket.group["sparsity"] ** ranks
-        compressed = sum(bucket.compressed_lengths)
         gathered = bucket.numel / ranks if self.sharded else 0.0  # otherwise FSDP2 gathers them
         if update_dtype := bucket.group["update_dtype"]:
             payload = bytes_per_value(bucket.group["payload_dtype"], bucket.grad_dtype)
             gathered *= bytes_per_value(update_dtype, bucket.grad_dtype) / payload
-        return sum(sizes_at_density(bucket, union)) + compressed / 32 + gathered
+        return self.values_in_payload(bucket, ranks) + gathered
+
+    def values_in_payload(self, bucket: Bucket, ranks: int) -> float:
+        """Estimate the union, as if ranks selected independently, and the index."""
+        union = 1 - bucket.group["sparsity"] ** ranks
+        return sum(sizes_at_density(bucket, union)) + sum(bucket.compressed_lengths) / 32
 
     def add_to_stats(self, stats: Stats, decision: StepDecision) -> Stats:
         stats, buckets = super().add_to_stats(stats, decision), self._buckets

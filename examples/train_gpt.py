@@ -90,11 +90,9 @@ def parse():
 
 def main():
     args = parse()
-    # One process or many, CPU or GPU: torchrun sets these variables; without them this is a group of one.
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # of torchrun, else one process
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if (cuda := torch.cuda.is_available()) else "cpu")
-    if cuda:
-        torch.cuda.set_device(device)
+    torch.cuda.set_device(device) if cuda else None
     single = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if cuda else "gloo", **single)
     train, val = corpus.load(args.data)
@@ -104,8 +102,8 @@ def main():
     model.forward = torch.autocast(device.type, torch.bfloat16, enabled=bool(args.bf16))(model.forward)
     ddp = DistributedDataParallel(model)
     matrices, scales = ([(n, p) for n, p in model.named_parameters() if (p.dim() >= 2) == m] for m in (True, False))
-    params = [{"params": matrices}, {"params": scales, "weight_decay": 0.0}]
-    optimizer = OPTIMIZERS.get(args.optimizer, OPTIMIZERS["adamw"])(params, args)
+    groups = [{"params": matrices}, {"params": scales, "weight_decay": 0.0}]
+    optimizer = OPTIMIZERS.get(args.optimizer, OPTIMIZERS["adamw"])(groups, args)
     baseline = baselines.attach(args.optimizer, ddp, args)
     schedule = torch.optim.lr_scheduler.LambdaLR(  # a rise over 40 steps, and a cosine down to a tenth
         optimizer, lambda step: min(1.0, (step + 1) / 40) * (0.55 + 0.45 * math.cos(math.pi * step / args.steps))
@@ -119,11 +117,12 @@ def main():
         dist.all_reduce(total)
         return {"train_loss": (total[0] / total[1]).item(), "val_loss": (total[2] / total[3]).item()}
 
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
     first, evals, losses, seconds, sent, phases = 1, [], [], [], {"dense": [], "compressed": []}, Counter()
     if args.checkpoint and os.path.exists(args.checkpoint):  # on all ranks, whose number may have changed
         saved = torch.load(args.checkpoint, map_location=device, weights_only=True)
-        for target, name in ((model, "model"), (optimizer, "optimizer"), (schedule, "schedule")):
-            target.load_state_dict(saved[name])
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
         evals, losses, seconds, sent, phases = saved["run"]
         first, data = len(losses) + 1, islice(data, len(losses), None)  # after what these steps have read
     bar = tqdm(range(first, args.steps + 1), desc=args.optimizer, disable=None if rank == 0 else True)
@@ -151,9 +150,8 @@ def main():
                 for prepare in ("end_round", "consolidate_state"):  # on all ranks: the checkpoint is one for all
                     getattr(optimizer, prepare, lambda: None)()
                 if rank == 0:
-                    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                    saved |= {"schedule": schedule.state_dict(), "run": (evals, losses, seconds, sent, phases)}
-                    torch.save(saved, f"{args.checkpoint}.new")
+                    saved = {name: part.state_dict() for name, part in parts.items()}
+                    torch.save(saved | {"run": (evals, losses, seconds, sent, phases)}, f"{args.checkpoint}.new")
                     os.replace(f"{args.checkpoint}.new", args.checkpoint)  # a kill while it saves leaves the one before
     if rank == 0 and args.out:
         result = {"config": vars(args) | {"ranks": world, "device": device.type}, "evals": evals, "phases": phases}

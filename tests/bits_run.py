@@ -138,7 +138,7 @@ class Run:
         self.found.note("messages", t, [tensor for _, sent in self.world.log for tensor in sent])
         self.world.log.clear()
         sent = [(s.bytes_sent, s.bytes_dense, s.parameter_bytes) for s in stats]
-        done = [(s.step, s.phase, s.skipped, s.early_buckets, s.resent) for s in stats]
+        done = [(s.applied_steps, s.phase, s.skipped, s.early_buckets, s.resent) for s in stats]
         self.found.say("bytes", t, sent)
         self.found.say("phase", t, done)
         self.found.say("norm", t, [s.grad_norm for s in stats])

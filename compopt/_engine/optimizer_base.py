@@ -151,6 +151,10 @@ class OptimizerBase(Optimizer):
         """Estimate how many values a compressed step sends of a bucket; None if unknown."""
         return None
 
+    def values_in_payload(self, bucket: Bucket, ranks: int) -> float | None:
+        """Estimate the same without parameters that are gathered after the decision."""
+        return self.values_sent(bucket, ranks)
+
     def before_exchange(self) -> None:
         """Called at the start of a step, after gradients are unscaled."""
         if self.fsdp_backward is not None:

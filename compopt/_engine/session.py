@@ -488,6 +488,6 @@ class Session:
 
 def estimate_bytes_sent(optimizer: OptimizerBase, bucket: Bucket) -> float:
     """Estimate the bytes of a bucket's payload in a compressed step."""
-    values = optimizer.values_sent(bucket, 2)
+    values = optimizer.values_in_payload(bucket, 2)
     size = bytes_per_value(bucket.group.get("payload_dtype"), bucket.grad_dtype)
     return size * (bucket.numel if values is None else values)

@@ -122,9 +122,10 @@ class Wrapper(CompressedOptimizer):
             options.update(self._select_options(group))
 
     def check_groups(self, numbers: Container[int]) -> None:
-        for group in self.param_groups:
-            check_base_group(group)
         super().check_groups(numbers)
+        for number, group in enumerate(self.param_groups, start=len(self._wrapper_groups)):
+            if number in numbers:
+                check_base_group(group)
 
     def add_groups_of_base(self) -> None:
         """Add the wrapper's options for groups that were added to the base."""

@@ -126,6 +126,8 @@ class ProjectionReducer:
         return mean
 
     def _multiply(self, right: list[Tensor], out: list[Tensor], transposed: bool = False) -> None:
+        if not self.stacks:
+            return
         inputs = self.stacks, right, out, self.local_factor, transposed
         self.ops.run(multiply, self.bucket, *inputs)
 

@@ -112,8 +112,9 @@ def squared_norms_on_cpu(xs: Sequence[Tensor]) -> Tensor:
         squares = torch.stack(torch._foreach_norm(flat, 2, dtype=torch.float64)).square_()
     if len(flat) == len(xs):
         return squares
-    tensor = [i for i, of_one in enumerate(parts) for _ in of_one]
-    return squares.new_zeros(len(xs)).index_add_(0, torch.tensor(tensor), squares)
+    numbers = [i for i, of_one in enumerate(parts) for _ in of_one]
+    at = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    return squares.new_zeros(len(xs)).index_add_(0, at, squares)
 
 
 # Clipping

@@ -172,7 +172,8 @@ def decode_header(header: bytes, limit: int) -> Packed:
     sizes = [_count_bytes(dtype, shape) for dtype, shape in shapes]
     if min(sizes, default=0) < 0 or sum(sizes) > limit:
         raise ValueError(f"tensors of {sum(sizes)} bytes where {limit} are")
-    return Packed(plain, [torch.empty(shape, dtype=dtype) for dtype, shape in shapes])
+    empty = [torch.empty(shape, dtype=dtype, device="cpu") for dtype, shape in shapes]
+    return Packed(plain, empty)
 
 
 def _count_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
