@@ -196,8 +196,12 @@ class LocalSteps(AnchoredWrapper):
         return compared if sync is None else [*compared, sync.anchors.compared_groups]
 
     def _settings(self) -> list[Setting]:
-        sync, settings = self._sync, super()._settings()
-        return settings if sync is None else [*settings, *sync.anchors.settings]
+        settings, anchors = super()._settings(), self._anchors
+        if anchors is None:
+            return settings
+        (subject, name), *others = settings
+        name = f"{name}, outer optimizer {type(anchors.outer).__name__}"
+        return [(subject, name), *others, ("outer optimizer, backend", anchors.ops.name)]
 
     def _running_settings(self) -> list[Setting]:
         counts, sync = self._counts, self._sync

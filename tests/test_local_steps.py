@@ -175,6 +175,34 @@ def test_an_exchange_frees_its_memory_unless_that_is_little(kept_bytes, delay, m
         assert bool(bucket._memory.tensors) == bool(bucket.scratch.tensors) == bool(kept_bytes)
 
 
+def test_the_memory_of_an_exchange_that_is_given_up_is_left_to_what_may_still_write_to_it():
+    _, optimizers = train(2, 4, torch.float32, payload_dtype="bfloat16", every=4, delay=2)
+    sync = optimizers[0]._sync
+    (bucket,) = sync.in_flight.buckets
+    given_up = bucket.payload.flat
+    sync.cancel()
+    bucket.begin_exchange()
+    assert bucket.payload.flat.data_ptr() != given_up.data_ptr()
+
+
+@pytest.mark.parametrize(("option", "value"), [("lr", 0.5), ("momentum", 0.5), ("weight_decay", 0.1)])
+@pytest.mark.parametrize("every_warmup_steps", [0, 100])
+def test_ranks_that_differ_in_the_outer_optimizer_are_told_in_what(option, value, every_warmup_steps):
+    """Of one that grows with rounds its own rates are compared, not those of the last round."""
+    params, optimizers = train(2, 4, every=4, every_warmup_steps=every_warmup_steps)
+    optimizers[1]._anchors.outer.param_groups[0][option] = value
+    with pytest.raises(ValueError, match=f"outer optimizer, group 0, {option}: rank 0 has .*, rank 1 has {value}"):
+        for t in range(4, 8):
+            step(optimizers[0].comm.world, params, optimizers, gradients(2, t))
+    assert not optimizers[0]._sync.is_comparing
+
+
+def test_ranks_whose_outer_optimizers_are_of_two_classes_are_told_so():
+    classes = iter([torch.optim.SGD, torch.optim.Adagrad] * 2)
+    with pytest.raises(ValueError, match=r"rank 0 has 'LocalSteps .* optimizer SGD', rank 1 has .* Adagrad'"):
+        train(2, 4, every=4, outer=lambda anchors: next(classes)(anchors, lr=0.1))
+
+
 def test_an_exchange_is_a_few_operators_on_all_tensors():
     """Two ranks, 96 tensors each, of which the step of every tensor alone would be a hundred."""
 

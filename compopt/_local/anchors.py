@@ -311,14 +311,6 @@ class Anchors:
         own = self._own_rates[0] if self._own_rates else {}
         return GROUP, self.outer.param_groups, self.outer.defaults.keys() - own.keys()
 
-    @property
-    def settings(self) -> list[Setting]:
-        """The outer optimizer's class and backend."""
-        return [
-            ("outer optimizer", type(self.outer).__name__),
-            ("outer optimizer, backend", self.ops.name),
-        ]
-
     def list_rates(self) -> list[Setting]:
         """Return an outer SGD's own rates, of each group."""
         self._read_rates()

@@ -288,6 +288,8 @@ class FragmentSync:
         if exchange is not None:
             exchange.communication.close()
             exchange.problem = None  # its traceback refers to this frame (a reference cycle)
+            for bucket in exchange.buckets:
+                bucket.release_memory()  # what was abandoned may still write to it
             self._undo(exchange.buckets)
             self.due |= exchange.fragments
 
