@@ -522,7 +522,7 @@ def _cut_by_bytes(run: UniformParams) -> Iterator[UniformParams]:
             piece, size = (group, [], []), 0
         piece[1].append(p)
         piece[2].append(name)
-        size += max(nbytes, 1)
+        size += nbytes
     yield piece
 
 
