@@ -48,32 +48,46 @@ def optimizer_of(draw: random.Random):
     if kind == "TagcAdamW":
         common["payload_dtype"] = draw.choice([None, torch.bfloat16])
         return kind, {**common, "sparsity": 1 - density}
-    return kind, {"bias_correction": draw.choice(["scape", "adams"])} if kind == "AdamS" else {
+    if kind == "AdamS":
+        return kind, {"bias_correction": draw.choice(["scape", "adams"])}
+    if draw.random() < 0.2:
+        return kind, {**common, "projection": "gaussian", "ratio": 8}
+    clip, beta = draw.choice(["average", "local"]), draw.choice(["auto", 0.5, 1.0])
+    return kind, {
         **common,
-        "projection": "gaussian",
-        "ratio": 8,
+        "rank": draw.choice([1, 2, 3, 4, 15, 16, 17, 33, 64, 65, 130]),
+        "clip": clip,
+        "ef_beta": beta,
     }
 
 
+def matrix(draw: random.Random) -> tuple[int, int]:
+    """Its sides; its r is the rank, or the smaller side."""
+    sides = [draw.choice([2, 3, 15, 16, 17, 64, 66, 255, 256, 257]) for _ in range(2)]
+    return tuple(side if draw.random() < 0.6 else draw.randrange(1, 300) for side in sides)
+
+
 class Net(nn.Module):
-    def __init__(self, lengths: list[int]) -> None:
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
         super().__init__()
-        self.all = nn.ParameterList(nn.Parameter(torch.randn(n)) for n in lengths)
+        self.all = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in shapes)
 
 
 def example(seed: int) -> None:
     """A few steps of a random model on one to three ranks; gradients with ties, zeros, absent ones."""
     draw = random.Random(seed)
     name, options = optimizer_of(draw)
-    lengths = [length(draw) for _ in range(draw.randint(1, 5))] + [40]
+    shapes = [(length(draw),) for _ in range(draw.randint(1, 5))] + [(40,)]
+    if name == "SeparateAdam":
+        shapes += [shape for shape in (matrix(draw) for _ in range(3)) for _ in range(draw.randint(1, 3))]
     compress = draw.random() < 0.8
 
     def make(params, **more):
-        groups = [{"params": list(params), "compress": True}] if compress and name != "SeparateAdam" else params
+        groups = [{"params": list(params), "compress": True}] if compress else params
         return getattr(compopt, name)(groups, maximize=seed % 2 == 1, **options, **more)
 
     torch.set_num_threads(draw.choice([1, 1, 3]))
-    ranks = Ranks(draw.randint(1, 3), lambda: Net(lengths), make, seed=seed)
+    ranks = Ranks(draw.randint(1, 3), lambda: Net(shapes), make, seed=seed)
     for step in range(5):
         for rank, model, _ in ranks:
             generator = torch.Generator().manual_seed(seed * 100 + step * 10 + rank)
@@ -82,7 +96,7 @@ def example(seed: int) -> None:
                 how = draw.randrange(8)
                 p.grad = None if how == 0 else g.round() if how == 1 else torch.zeros_like(g) if how == 2 else g
                 if how == 3 and g.numel() and step == 3:
-                    g[0] = float("nan")
+                    g.view(-1)[0] = float("nan")
         ranks.world.step(ranks.optimizers)
 
 

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
 import compopt
 from compopt._state import buckets as _buckets
@@ -69,14 +70,36 @@ def test_what_is_a_neighbour_is_said_within_a_bucket_only(monkeypatch):
     assert dealt(numbered(*shapes)) == [["5", "3", "4"], ["2", "0", "1"]]
 
 
+class Mesh:
+    shape = (2,)
+
+
+def shards(rank: int, *shapes: tuple[int, ...]) -> dict:
+    """What one of two ranks has of tensors whose rows are cut."""
+    cut = numbered(*shapes)
+    for p in cut["params"]:
+        p.to_local = lambda p=p: p.chunk(2)[rank]
+        p.device_mesh, p.placements = Mesh, (Shard(0),)
+    return cut
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_all_ranks_have_one_order_though_their_shards_are_of_unlike_shapes(rank):
-    """Rank 1 of two has 2, 3 and 3 rows of 5, 6 and 7: shapes that are equal here are not on rank 0."""
-    cut = numbered((5 * 64, 64), (7 * 64, 64), (6 * 64, 64), (5 * 64, 64))
-    for p in cut["params"]:
-        p.to_local = lambda p=p, first=-(-p.shape[0] // 128): p.split(64 * first)[rank]
-    (bucket,) = make_buckets([cut])
-    assert bucket.names == ["3", "0", "2", "1"] and bucket.lengths[2] == 3 * 64 * 64
+    """Of 129, 130 and 131 rows rank 0 has 65, 65 and 66, rank 1 64, 65 and 65."""
+    (bucket,) = make_buckets([shards(rank, (129, 64), (131, 64), (130, 64), (129, 64))])
+    assert bucket.names == ["3", "0", "2", "1"] and bucket.lengths == [
+        64 * n for n in [(65, 65, 65, 66), (64, 64, 65, 65)][rank]
+    ]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_cut_and_join_alike_though_their_shards_are_of_unlike_sizes(monkeypatch, rank):
+    """Of five rows rank 0 has three, rank 1 two."""
+    tensors = shards(rank, *[(5, 64)] * 6)
+    monkeypatch.setattr(_buckets, "BUCKET_BYTES", 2 * 4 * 3 * 64)
+    assert dealt(tensors) == [["5", "4"], ["3", "2"], ["1", "0"]]
+    joined = make_buckets([tensors], bytes_sent=lambda bucket: bucket.numel / 8)  # 48 of 96 bytes on both
+    assert [b.names for b in joined] == [["5", "4", "3", "2"], ["1", "0"]]
 
 
 def test_buckets_are_joined_while_they_send_less_than_is_worth_a_message(monkeypatch):

@@ -165,6 +165,19 @@ def test_tracked_tensors_of_one_shape_follow_each_its_own_gradient():
         torch.testing.assert_close(w - p.detach(), g, rtol=1e-3, atol=1e-3)
 
 
+def test_columns_of_a_stack_are_those_of_each_tensor():
+    """Their random numbers begin at a multiple of four: 67 x 5 are not one."""
+    params = [nn.Parameter(torch.zeros(67, 81)) for _ in range(3)]
+    optimizer = compopt.SeparateAdam(params, projection="gaussian", ratio=16, simulate=True)
+    (bucket,) = optimizer._buckets
+    reducer = optimizer.reducer(bucket)
+    reducer.draw_columns()
+    (stack,) = reducer.stacks
+    columns = stack.columns.clone()
+    drawn = optimizer._draw(bucket, optimizer._plan_next_step(bucket))
+    assert columns.shape == (3, 67, 5) and all(map(torch.equal, columns, drawn))
+
+
 def test_each_group_is_clipped_where_it_says():
     """One group clips the local gradient, the other the average only."""
     params = [nn.Parameter(torch.zeros(64, 80)) for _ in range(2)]

@@ -19,7 +19,7 @@ MAKES = {
     "TAGC": lambda p: compopt.TagcAdamW(p, sparsity=0.9, max_grad_norm=1.0),
     "orthonormal": lambda p: compopt.SeparateAdam(p, ratio=16, projection="orthonormal"),
     "tracked": lambda p: compopt.SeparateAdam(
-        p, projection="tracked", rank=8, max_grad_norm=1.0, payload_dtype=torch.int8
+        p, projection="tracked", rank=8, max_grad_norm=1.0, payload_dtype=torch.int8, warmup_steps=0
     ),
     "gaussian": lambda p: compopt.SeparateAdam(p, projection="gaussian", ratio=16, max_grad_norm=1.0),
 }
@@ -32,7 +32,7 @@ def train(rank: int, backend: str) -> dict[str, str]:
     torch.set_num_threads(1 + rank)
     results = {}
     for name, make in MAKES.items():
-        params = [nn.Parameter(torch.linspace(-1, 1, 50 * 7001).view(SHAPE)), nn.Parameter(torch.zeros(40_001))]
+        params = [nn.Parameter(torch.linspace(-1, 1, 50 * 7001).view(SHAPE)), nn.Parameter(torch.zeros(200_001))]
         optimizer = make(params)
         for step in range(3):
             generator = torch.Generator().manual_seed(10 * step + rank)

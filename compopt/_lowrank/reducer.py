@@ -173,7 +173,8 @@ class ProjectionReducer:
         unrounded = self._unrounded(payload)
         parts = [self._part_of(payload, stack, unrounded) for stack in self.stacks]
         out = [x.view_as_projected(part) for x, part in zip(self.stacks, parts, strict=True)]
-        self._multiply([stack.columns for stack in self.stacks], out)
+        if self.stacks:
+            self._multiply([stack.columns for stack in self.stacks], out)
         if not bucket.is_sharded:
             self._write_dense_tensors(payload)
         if inputs.on_cosines:

@@ -30,7 +30,14 @@ from .._wire.payload import (
 from .layouts import Layout, Sharded, TensorInfo
 from .offload import Offload
 from .shards import ShardLayout
-from .tensors import CompressionRule, get_grad_dtype, is_compressed, pin, to_local
+from .tensors import (
+    CompressionRule,
+    get_grad_dtype,
+    is_compressed,
+    largest_part_numel,
+    pin,
+    to_local,
+)
 
 # Bytes of parameters: enough for the link's bandwidth, few enough to overlap with backward. On a
 # device every bucket costs launches and host waits.
@@ -521,7 +528,10 @@ def make_buckets(
     for of_group in reversed(list(_uniform_runs(groups, included))):
         pieces = list(_cut_by_bytes(of_group))
         if bytes_sent is not None and len(pieces) > 1:
-            sent = [bytes_sent(make(0, piece)) for piece in pieces]
+            sent = []
+            for bucket in (make(0, piece) for piece in pieces):
+                bucket.lengths = [largest_part_numel(p) for p in bucket.params]
+                sent.append(bytes_sent(bucket))
             pieces = _join_by_bytes(pieces, sent)
         runs += [_sort_by_shape(piece, compression_rule or is_compressed) for piece in pieces]
     return [make(index, run) for index, run in enumerate(runs)]
@@ -533,13 +543,13 @@ def _cut_by_bytes(run: UniformParams) -> Iterator[UniformParams]:
     piece: UniformParams = (group, [], [])
     size = 0
     for p, name in zip(reversed(params), reversed(names), strict=True):
-        nbytes = to_local(p).numel() * p.element_size()
+        nbytes = largest_part_numel(p) * p.element_size()
         if piece[1] and size + nbytes > bucket_bytes(p.device):
             yield piece
             piece, size = (group, [], []), 0
         piece[1].append(p)
         piece[2].append(name)
-        size += max(nbytes, 1)
+        size += nbytes
     yield piece
 
 

@@ -7,6 +7,7 @@ functions, which only this file calls; ``_ops/backends.py`` knows what some of t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,6 +51,19 @@ def distribute_like(p: Tensor, local: Tensor) -> Tensor:
         stride=p.stride(),
     )
     return result
+
+
+def largest_part_numel(p: Tensor) -> int:
+    """Return the elements of the largest rank's part of ``p``: one number on all ranks, though
+    shards may be uneven.
+    """
+    shape, mesh = [*p.shape], getattr(p, "device_mesh", None)
+    if mesh is not None:
+        dtensor: Any = p
+        for ranks, placement in zip(mesh.shape, dtensor.placements, strict=True):
+            if placement.is_shard():
+                shape[placement.dim] = -(-shape[placement.dim] // ranks)
+    return math.prod(shape)
 
 
 def gather_whole(p: Tensor, local: Tensor) -> Tensor:

@@ -7,10 +7,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..._state.buckets import Bucket
-from ..._wire.payload import Payload
+from ..._wire.payload import Payload, float_dtype
 from ..update_helpers import FactoredAverages
 from .passes import (
     ADAMW,
@@ -31,7 +32,8 @@ FACTORED = Struct("height width r R p sent errors g e w m v step")
 def is_tracked(bucket: Bucket) -> bool:
     """True if the bucket's matrices are projected on tracked columns, in float32."""
     group = bucket.group
-    return group.get("projection") == "tracked" and group["payload_dtype"] != "float64"
+    sent = float_dtype(group.get("payload_dtype")) or bucket.grad_dtype
+    return group.get("projection") == "tracked" and sent != torch.float64
 
 
 def multiply_stacks(

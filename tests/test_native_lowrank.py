@@ -1,0 +1,193 @@
+"""The C passes of tracked columns (kernels/native/lowrank.c) beside the end of every tile, against their references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sim import Ranks
+from table import projecting
+from torch import nn
+
+import compopt
+from compopt._engine.update import AdamWUpdate
+from compopt._lowrank.projections import Projection
+from compopt._lowrank.reducer import ProjectionReducer, ReducerInputs
+from compopt._lowrank.stacks import ProjectedStack, multiply
+from compopt._ops.native import build
+from compopt._ops.native.backend import NativeOps
+from compopt._ops.native.lowrank import multiply_stacks, update_separate
+from compopt._ops.operations import Ops
+from compopt.separate import update_tensors
+
+pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="needs a C compiler")
+RANKS = (1, 3, 4, 16, 17, 33, 64, 65, 130)  # steps of 16 columns; 64 of them are summed at once
+SHAPES = [(1, 1), (1, 300), (300, 1), (5, 7), (8, 16), (9, 31), (16, 256), (19, 257), (33, 529)]
+LOCAL = 0.7  # clips the local gradient
+ISAS = [isa for isa in ("avx512", "avx2", "neon", "portable") if isa in build.list_isas(build.find_compiler())]
+
+
+class Tensors:
+    """A bucket with two tensors of every shape and r, a stack each, and a vector; numbers of a step of them.
+
+    Of every fifth tensor this rank has no gradient, and of every seventh none has.
+    """
+
+    def __init__(self, ops: Ops, payload_dtype: object = None, beta: float = 0.0, **options):
+        random = torch.Generator().manual_seed(0)
+
+        def randn(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=random)
+
+        shapes = [(17,)] + [shape for shape in SHAPES for _ in range(2 * len(RANKS))]
+        params = [nn.Parameter(randn(*shape)) for shape in reversed(shapes)]
+        for i, p in enumerate(params):
+            p.grad = None if i % 5 == 4 else randn(*p.shape)
+        groups = [{"params": params, "compress": True}]
+        optimizer = compopt.SeparateAdam(groups, lr=0.1, payload_dtype=payload_dtype, **options)
+        (bucket,) = optimizer._buckets
+        self.bucket, self.ops, self.optimizer = bucket, ops, optimizer
+        assert [tuple(p.shape) for p in bucket.params] == shapes
+        for name in ("exp_avg", "exp_avg_sq", "residual"):
+            bucket.flat[name].copy_(randn(len(bucket.flat[name]))).abs_()
+        bucket.step_counts.copy_(torch.arange(len(params)) % 3)
+        self.stacks = []
+        for n in range((len(params) - 1) // 2):
+            (rows, columns), r, indices = SHAPES[n // len(RANKS)], RANKS[n % len(RANKS)], range(2 * n + 1, 2 * n + 3)
+            projection = Projection(rows, columns, True, columns, rows, r, "tracked", beta)
+            grads, residual = bucket.grads()[indices.start : indices.stop], bucket.stack_state("residual", indices)
+            stack = ProjectedStack(indices, projection, grads, residual, Q=randn(2, columns, r), R=randn(2, rows, r))
+            stack.sent = randn(2 * columns * r)
+            self.stacks.append(stack)
+        lengths = [17, *(stack.projection.m * stack.projection.r for stack in self.stacks for _ in range(2))]
+        self.mean = bucket.make_payload(lengths, bucket.group["payload_dtype"])
+        self.mean.flat.copy_(randn(len(self.mean.flat)))
+        if self.mean.rounding_errors is not None:
+            self.mean.rounding_errors.copy_(0.1 * randn(len(self.mean.rounding_errors)))
+        inputs = ReducerInputs(self.stacks, lambda stacks: None, LOCAL, True, False, set())
+        self.reducer = ProjectionReducer(bucket, ops, inputs)
+        self.reducer.mean = self.mean
+
+    def products(self, function, transposed: bool) -> list[torch.Tensor]:
+        sizes = [(x.projection.d if transposed else x.projection.m, x.projection.r) for x in self.stacks]
+        out = [torch.full((2, r, n), torch.nan).mT for n, r in sizes]
+        right = [x.Q if transposed else x.R for x in self.stacks]
+        function(self.bucket, self.ops, self.stacks, right, out, LOCAL, transposed)
+        return out
+
+    def stepped(self, function, factor: float) -> dict[str, torch.Tensor]:
+        have = [i % 7 != 3 for i in range(len(self.bucket.params))]
+        function(self.bucket, self.ops, self.mean, self.reducer, AdamWUpdate(self.ops), have, factor)
+        state = {name: self.bucket.flat[name] for name in ("exp_avg", "exp_avg_sq", "residual")}
+        weights = torch.cat([p.detach().view(-1) for p in self.bucket.params])
+        return {**state, "weights": weights, "step": self.bucket.step_counts}
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_products_are_those_of_the_reference(transposed):
+    """Also where a gradient is absent, and nothing is read or written beside a product."""
+    ours = Tensors(NativeOps()).products(multiply_stacks, transposed)
+    theirs = Tensors(Ops()).products(multiply, transposed)
+    for p, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, wanted, rtol=1e-4, atol=1e-4)
+
+
+CASES = {
+    "float32": ({}, 1.0),
+    "clipped": ({"maximize": True}, 0.25),
+    "int8": ({"payload_dtype": torch.int8}, 1.0),
+    "int4, clipped": ({"payload_dtype": "int4", "weight_decay": 0.5, "betas": (0.5, 0.9)}, 0.5),
+    "bfloat16": ({"payload_dtype": torch.bfloat16, "maximize": True}, 1.0),
+    "part of the old error is kept": ({"payload_dtype": "int8", "beta": 0.75, "eps": 0.1}, 1.0),
+    "no error feedback": ({"payload_dtype": "int8", "beta": 1.0}, 1.0),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_updates_are_those_of_the_reference(case):
+    options, factor = CASES[case]
+    ours = Tensors(NativeOps(), **options).stepped(update_separate, factor)
+    theirs = Tensors(Ops(), **options).stepped(update_tensors, factor)
+    for name, wanted in theirs.items():
+        torch.testing.assert_close(ours[name], wanted, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: name + text)
+
+
+def bits(monkeypatch, isa: str) -> dict[str, torch.Tensor]:
+    monkeypatch.setenv("COMPOPT_NATIVE_ISA", isa)
+    ops = NativeOps()
+    assert ops.isa == isa
+    tensors = Tensors(ops, payload_dtype="int8")
+    products = {
+        str(flag): torch.cat([p.reshape(-1) for p in tensors.products(multiply_stacks, flag)]) for flag in (0, 1)
+    }
+    return products | tensors.stepped(update_separate, 0.5)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_processor_computes_the_same_bits_on_any_number_of_threads(monkeypatch, isa):
+    wanted = bits(monkeypatch, "portable")
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        try:
+            for name, ours in bits(monkeypatch, isa).items():
+                assert torch.equal(ours, wanted[name]), (name, threads)
+        finally:
+            torch.set_num_threads(1)
+
+
+class Net(nn.Module):
+    """Matrices of odd sizes, in stacks and alone; a convolution; one without gradients; a matrix of few rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = [(67, 131), (35,), (67, 131), (130, 150), (24, 9, 3, 3), (150, 130), (67, 131), (3, 300)]
+        self.many = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in shapes)
+        self.many.append(nn.Parameter(torch.randn(90, 80).t()))  # its memory is not in order: torch's operators
+        self.unused = nn.Parameter(torch.randn(67, 131))
+
+
+def loss(model: Net, rank: int, step: int) -> torch.Tensor:
+    random = torch.Generator().manual_seed(1 + 10 * step + rank)
+    used = [p for i, p in enumerate(model.many) if (i + rank) % 4 or step != 2]  # on one rank or on none
+    return sum(((p - torch.randn(p.shape, generator=random)) ** 2).sum() for p in used)
+
+
+RUNS = [
+    {"rank": 1},
+    {"rank": 17, "max_grad_norm": 5.0},
+    {"rank": 65, "max_grad_norm": 5.0, "clip": "local"},
+    {"rank": 33, "maximize": True, "ef_beta": 0.5},
+    {"rank": 3, "payload_dtype": torch.bfloat16},
+    {"rank": 4, "payload_dtype": torch.float64},
+]
+
+
+@pytest.mark.parametrize("options", RUNS, ids=str)
+def test_runs_are_those_of_the_reference(monkeypatch, options):
+    worlds = []
+    for backend in ("native", "torch"):
+        monkeypatch.setenv("COMPOPT_BACKEND", backend)
+
+        def make(params, **more):
+            return compopt.SeparateAdam(params, lr=1e-2, **projecting("tracked", warmup_steps=1, **options), **more)
+
+        world = Ranks(2, Net, make)
+        world.train(loss, 5)
+        world.assert_replicas_equal()
+        assert world.optimizers[0].stats.phase == "projected" and world.optimizers[0].backend == backend
+        worlds.append(world)
+    tolerance = 1e-2 if options.get("payload_dtype") == torch.bfloat16 else 1e-3
+    for p, q in zip(*(world.models[0].parameters() for world in worlds), strict=True):
+        torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_gradients_of_another_precision_are_taken_or_left_to_torch(dtype):
+    p = nn.Parameter(torch.randn(64, 80))
+    if not hasattr(p, "grad_dtype"):
+        pytest.skip("this torch keeps gradients in the parameter's precision")
+    p.grad_dtype = dtype
+    optimizer = compopt.SeparateAdam([p], **projecting("tracked", rank=4), simulate=True)
+    for _ in range(2):
+        p.grad = torch.randn(64, 80).to(dtype)
+        optimizer.step()
+    assert optimizer.stats.phase == "projected" and optimizer.backend == "native"
