@@ -190,9 +190,11 @@ def loads_while_an_exchange_is_on_its_way(rank: int) -> torch.Tensor:
 
     train_on(range(4))  # the exchange has begun
     torch.distributed.barrier()
-    time.sleep(0.2)
-    if rank == 1:  # has come further than rank 0
-        optimizer.gradients_ready([p])
+    if rank == 1:  # comes further than rank 0: to the second half of the payload
+        communication = optimizer._sync.in_flight.communication
+        while communication._waiting.has_next or "AllGather" in communication._waiting.description:
+            optimizer.gradients_ready([p])
+            time.sleep(0.01)
     torch.distributed.barrier()
     optimizer.load_state_dict(optimizer.state_dict())
     train_on(range(4, 9))
