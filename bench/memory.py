@@ -122,9 +122,10 @@ def saved_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the tensors that a state dict holds, in the form in which memory keeps them."""
     tensors = [t for entry in optimizer.state.values() for t in entry.values() if torch.is_tensor(t)]
     if isinstance(optimizer, compopt.LocalSteps):
-        outer = optimizer._anchors.outer
-        parts = [saved_tensors(one) for one in (optimizer.base, outer, outer.base)]
-        return [t for part in parts for t in part] + [t.anchor.detach() for t in optimizer._anchors.tensors]
+        anchors = optimizer._anchors
+        parts = [saved_tensors(one) for one in (optimizer.base, anchors.outer)]
+        parts.append([flat for b in anchors.buckets for flat in (b.anchors, b.flat["residual"])])
+        return [t for part in parts for t in part]
     return tensors
 
 

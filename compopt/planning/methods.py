@@ -26,7 +26,7 @@ WEIGHTS = MOMENTS = 2 * FLOAT
 ADAMW_TRAFFIC = 7 * FLOAT
 # Bytes an element of messages and scratch memory beside the state, at the worst moment of a step:
 # bench/memory.py counted them on CPUs.
-RADIUS_PEAK, SCAPE_PEAK, GAUSSIAN_PEAK, TRACKED_PEAK, LOCAL_PEAK = 6.4, 9.5, 4.7, 9.4, 13.9
+RADIUS_PEAK, SCAPE_PEAK, GAUSSIAN_PEAK, TRACKED_PEAK, LOCAL_PEAK = 6.1, 9.5, 4.7, 10.0, 7.3
 # Bytes an element that a sampled threshold moves in PyTorch's operators: flags, words, positions.
 THRESHOLD = 60
 
@@ -212,7 +212,7 @@ def tagc_cost(
         after_commit=back * work.parameters,
         exchanges=2,
         state=(MOMENTS / ranks + more) * work.parameters + FLOAT * n,
-        peak=(8 + 8 / ranks) * work.parameters,
+        peak=(8.8 + 16 / ranks) * work.parameters,
         # The residual is averaged, what is sharded is gathered.
         save=FLOAT * n + (MOMENTS + more * ranks) * work.parameters / 2,
         traffic=(16 + THRESHOLD + 12 * union) * n
