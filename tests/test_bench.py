@@ -75,7 +75,8 @@ def test_one_rank_of_two_hands_over_what_two_simulated_ranks_do(name):
     if "int8" in name:  # of the first stage half goes to oneself, the header to each; then the own half to the other
         words = 4 * (len(single) + len(optimizer._buckets[-1].control))
         assert comm.received["header"] == pytest.approx(words) and comm.handed["header"] == pytest.approx(2 * words)
-        assert abs(comm.received.total() - optimizer.stats.bytes_sent) < 16
+        row = 128 + 4  # values that share a scale: halves are cut between two of them
+        assert abs(comm.received.total() - optimizer.stats.bytes_sent) < row + 16
         return
     assert comm.handed.total() == pytest.approx(optimizer.stats.bytes_sent)
     local = 0.5 if "sharded" in name else 0  # half of what is reduced to owners stays here
