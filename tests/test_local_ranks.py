@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import socket
 import struct
@@ -16,6 +17,7 @@ from ranks import FOREVER, run_ranks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
+from compopt._wire import collectives
 
 # Bytes. Messages of 48 bytes, in which gloo's ranks say that they are ready, may arrive in another step than theirs.
 HEADERS = 500
@@ -165,6 +167,8 @@ def loads_again_and_again(rank: int) -> list[tuple[int, int, int]]:
     often = open_resources()
     torch.distributed.barrier()
     del optimizer
+    time.sleep(collectives.QUIET + 0.1)  # until then its group may have tensors to free
+    gc.collect()
     after = open_resources()
     p.data.fill_(1.0)
     optimizer = compopt.LocalSteps(adamw, 4, delay=2, every_warmup_steps=0)

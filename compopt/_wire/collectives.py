@@ -18,6 +18,7 @@ import re
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -155,8 +156,11 @@ class PendingCollective:
 # The process group of each collective in flight, and those of them whose optimizer is gone.
 _in_flight: dict[Work, ProcessGroup | None] = {}
 _unowned: set[Work] = set()
-_last_release = 0.0  # when the last of those was released
-FREED_WITHIN = 0.05  # seconds after its end in which gloo frees the tensors of a collective
+# Seconds after its end in which gloo frees the tensors of a collective.
+FREED_WITHIN = 0.05
+# Seconds without a collective after which a group is destroyed. That joins gloo's threads with the
+# interpreter locked, and hangs if one of them has yet to free a tensor, perhaps on a busy machine.
+QUIET = 1.0
 
 
 def _release_ended(phase: str = "start", *_: object) -> None:
@@ -164,7 +168,6 @@ def _release_ended(phase: str = "start", *_: object) -> None:
 
     Python's collector calls this, too: perhaps no other collective starts.
     """
-    global _last_release
     if phase != "start" or not (_unowned or _abandoned):
         return
     now = time.monotonic()
@@ -173,14 +176,13 @@ def _release_ended(phase: str = "start", *_: object) -> None:
         if work.is_completed():
             _unowned.discard(work)
             _in_flight.pop(work, None)
-            _last_release = now
-    if now < _last_release + FREED_WITHIN:  # a group that is destroyed would wait for that
-        return
-    for group in list(_abandoned):
-        if not _is_in_use(group):
+    for entry in list(_abandoned):
+        if _is_in_use(entry.group):
+            entry.quiet_since = now
+        elif now > entry.quiet_since + QUIET:
             with contextlib.suppress(ValueError):  # another thread has removed it
-                _abandoned.remove(group)
-                _destroy(group)
+                _abandoned.remove(entry)
+                _destroy(entry.group)
 
 
 gc.callbacks.append(_release_ended)
@@ -275,7 +277,7 @@ class Communicator:
             self._own_group = Communicator(group)
             self._own_group.on_wait = self.on_wait
             if is_world:
-                weakref.finalize(self, _destroy, group).atexit = False
+                weakref.finalize(self, _abandon, group).atexit = False
         return self._own_group
 
     def start(self, request: Request) -> PendingCollective:
@@ -479,11 +481,24 @@ def connect(group: ProcessGroup | Communicator | None) -> Communicator:
     return group if isinstance(group, Communicator) else Communicator(group)
 
 
+@dataclass(eq=False)
+class AbandonedGroup:
+    """A group to destroy once its collectives, for which nobody waits, have ended: gloo would wait
+    for those that other ranks may have given up.
+    """
+
+    group: ProcessGroup
+    quiet_since: float
+
+
+_abandoned: list[AbandonedGroup] = []
+
+
+def _abandon(group: ProcessGroup) -> None:
+    _abandoned.append(AbandonedGroup(group, time.monotonic()))
+
+
 def _destroy(group: ProcessGroup) -> None:
-    # gloo would wait for collectives that other ranks may have given up.
-    if _is_in_use(group):
-        _abandoned.append(group)
-        return
     with contextlib.suppress(ValueError):  # all groups have been destroyed already
         if dist.is_initialized():
             dist.destroy_process_group(group)
@@ -492,10 +507,6 @@ def _destroy(group: ProcessGroup) -> None:
 def _is_in_use(group: ProcessGroup) -> bool:
     """True if a collective of this group is in flight, or has just ended."""
     return any(one is group for one in list(_in_flight.values()))
-
-
-# Groups to destroy once their collectives, for which nobody waits, have ended.
-_abandoned: list[ProcessGroup] = []
 
 
 def bitwise_or_rows(rows: Tensor) -> Tensor:
