@@ -15,14 +15,16 @@ from ..._wire.payload import Payload, float_dtype
 from ..update_helpers import FactoredAverages
 from .passes import (
     ADAMW,
+    NAMES,
     Memory,
     Options,
     Struct,
+    address_in_turn,
     as_float32,
     per_thread_scratch,
     run_over_rows,
 )
-from .updates import NativeUpdates, adamw_options, averages_in_float32
+from .updates import NativeUpdates, adamw_options, averages_in_float32, state_addresses
 
 LANES = 16  # as in vectors.h: narrow matrices are copied to rows of whole steps
 PRODUCT = Struct("height width r g e right out")
@@ -50,27 +52,24 @@ def multiply_stacks(
     It is the first where ``transposed``: H is the transpose of the tensor.
     """
     sizes: list[tuple[int, int, int]] = []
-    columns: dict[str, list[Tensor | None]] = {name: [] for name in ("g", "e", "right", "out")}
-    for stack, narrow, product in zip(stacks, right, out, strict=True):
+    given: list[Tensor | None] = []
+    columns: dict[str, list[int]] = {name: [] for name in ("e", "right", "out")}
+    narrow = [x.contiguous() for x in right]  # alive until the pass has read them
+    for stack, R, product in zip(stacks, narrow, out, strict=True):
         projection, k = stack.projection, len(stack.indices)
         sizes += [(projection.rows, projection.columns, projection.r)] * k
-        columns["g"] += stack.grads
-        columns["e"] += stack.residual.unbind()
-        columns["right"] += narrow.contiguous().unbind()
-        columns["out"] += product.mT.unbind()
+        given += stack.grads
+        for name, x in (("e", stack.residual), ("right", R), ("out", product.mT)):
+            columns[name] += address_in_turn(NAMES.get(name, "a factor"), x, [x[0].numel()] * k)
     rows, widths, ranks = (list(x) for x in zip(*sizes, strict=True))
     lengths = [n * m for n, m, _ in sizes]
-    taken, given = (widths, rows) if transposed else (rows, widths)
-    grads = as_float32(columns["g"])
     table = PRODUCT.table(
         len(sizes),
         height=rows,
         width=widths,
         r=ranks,
-        g=Memory(grads, lengths),
-        e=Memory(columns["e"], lengths),
-        right=Memory(columns["right"], [n * r for n, r in zip(taken, ranks, strict=True)]),
-        out=Memory(columns["out"], [n * r for n, r in zip(given, ranks, strict=True)]),
+        g=Memory(as_float32(given), lengths),
+        **columns,
     )
     room = max(max(n, m) * (r + LANES) for n, m, r in sizes)
     memory = per_thread_scratch(ops, out[0], room)
@@ -111,7 +110,7 @@ def _update_factored(
     factors = reducer.list_factored(mean, indices)
     if not factors:
         return
-    group, state, grads, weights = bucket.group, bucket.state, bucket.grads(), bucket.weights
+    group, grads, weights = bucket.group, bucket.grads(), bucket.weights
     numbers = [x.i for x in factors]
     lengths = [bucket.lengths[i] for i in numbers]
     rows, columns = [x.rows for x in factors], [x.columns for x in factors]
@@ -130,11 +129,8 @@ def _update_factored(
         sent=Memory(as_float32([x.sent for x in factors]), narrow),
         errors=Memory([x.rounding_errors for x in factors], narrow),
         g=Memory(as_float32([grads[i] for i in numbers]), lengths),
-        e=Memory([state["residual"][i] for i in numbers], lengths),
         w=Memory([weights[i] for i in numbers], lengths),
-        m=Memory([state["exp_avg"][i] for i in numbers], lengths),
-        v=Memory([state["exp_avg_sq"][i] for i in numbers], lengths),
-        step=Memory([state["step"][i] for i in numbers], [1] * len(numbers)),
+        **_state_columns(bucket, numbers, e="residual", m="exp_avg", v="exp_avg_sq"),
     )
     share, room = reducer.error_share(factor), max(narrow)
     (beta1, beta2), sign = group["betas"], -1.0 if group["maximize"] else 1.0
@@ -145,6 +141,15 @@ def _update_factored(
         lengths,
         lambda a, b, thread: ops.library.factored(table, a, b, options, memory + 4 * room * thread),
     )
+
+
+def _state_columns(bucket: Bucket, numbers: Sequence[int], **names: str) -> dict[str, list[int]]:
+    """Return the addresses of state of these tensors, and of their numbers of steps."""
+    places = {column: state_addresses(bucket, name) for column, name in names.items()}
+    counts = bucket.step_counts
+    assert counts is not None
+    places["step"] = address_in_turn("a number of steps", counts, [1] * len(counts))
+    return {column: [of_all[i] for i in numbers] for column, of_all in places.items()}
 
 
 def _update_dense(
@@ -159,16 +164,14 @@ def _update_dense(
     numbers = reducer.list_dense(indices)
     if not numbers:
         return
-    state, weights = bucket.state, bucket.weights
+    weights = bucket.weights
     lengths = [bucket.lengths[i] for i in numbers]
     averages = [parts[i] if factor == 1 else parts[i].mul_(factor) for i in numbers]
     table = ADAMW.table(
         len(numbers),
         n=lengths,
         w=Memory([weights[i] for i in numbers], lengths),
-        m=Memory([state["exp_avg"][i] for i in numbers], lengths),
-        v=Memory([state["exp_avg_sq"][i] for i in numbers], lengths),
-        step=Memory([state["step"][i] for i in numbers], [1] * len(numbers)),
+        **_state_columns(bucket, numbers, m="exp_avg", v="exp_avg_sq"),
         mean=Memory(averages, lengths),
         k=lengths,
     )
