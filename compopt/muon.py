@@ -308,7 +308,7 @@ class Muon(Optimizer):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What must be equal on all ranks that step alike, beside groups."""
+        """The settings that ranks which step alike must share, beside groups."""
         params = [p for group in self.param_groups for p in group["params"]]
         dtypes = sorted({str(choose_dtype(p.device)) for p in params})
         return {"iteration in": dtypes, "parts": [self.parts.get(p, 1) for p in params]}

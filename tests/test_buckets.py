@@ -75,7 +75,7 @@ class Mesh:
 
 
 def shards(rank: int, *shapes: tuple[int, ...]) -> dict:
-    """What one of two ranks has of tensors whose rows are cut."""
+    """A rank's part of tensors whose rows are cut over two."""
     cut = numbered(*shapes)
     for p in cut["params"]:
         p.to_local = lambda p=p: p.chunk(2)[rank]

@@ -92,7 +92,7 @@ def test_messages_have_the_references_bytes(isa, memory_is_full, lengths, bits):
 
 
 class CudasOperators(TorchDispatchMode):
-    """What CUDA's operators round otherwise than a CPU's: they multiply by the inverse of a number that the host holds,
+    """CUDA's operators round otherwise than a CPU's: they multiply by the inverse of a number that the host holds,
     and a + alpha * b may be rounded once.
     """
 

@@ -351,7 +351,7 @@ def test_the_package_unpickles_nothing():
 
 
 def test_objects_of_the_user_reach_a_rank_that_joins(tmp_path):
-    """What resumes on the same ranks is sent to a new one too."""
+    """State that resumes on the same ranks is sent to a new one too."""
     import collections
 
     import numpy as np

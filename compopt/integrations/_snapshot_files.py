@@ -64,7 +64,7 @@ class Snapshot(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """What is known of a complete snapshot without its state.
+    """A complete snapshot, without its state.
 
     ``lineage``: its run, and those that it went on from. ``weight``: of the rank in the running
     round of ``LocalSteps``.

@@ -1,4 +1,4 @@
-"""What a snapshot's state consists of, and which snapshots a run resumes from.
+"""The parts of a snapshot's state, and the snapshots that a run may resume from.
 
 A state is ``{"model": ..., "optimizer": ..., "stateful": ...}``. Most of it ranks have in common.
 The rest is a rank's own part: its residual and, in ``LocalSteps``, the moments of the inner

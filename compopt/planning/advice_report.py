@@ -92,7 +92,7 @@ def describe_muon(situation: Situation, best: Row) -> str:
 
 
 def describe_saves(situation: Situation, best: Row) -> str:
-    """What saves send; "" where there are none."""
+    """Describe what saves send; "" where there are none."""
     if not best.saves_sent or not situation.save_every:
         return ""
     saves = format_number_of(situation.steps // situation.save_every, "save")
