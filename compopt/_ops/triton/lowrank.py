@@ -183,7 +183,8 @@ def _update_factored(batch: LaunchGroup, places: list[Places]) -> None:
     rows = [row for columns in given for row in _factored_rows(*columns)]
     if not rows:
         return
-    bucket, share = batch.buckets[0], max(call.reducer.error_share(factor) for call in calls)
+    bucket = batch.buckets[0]
+    share = max(call.reducer.error_share(factor) for call in calls)
     types = kernels.FactoredTypes(
         calls[0].mean.flat.dtype, bucket.dtype, bucket.grad_dtype, bucket.params[0].dtype
     )
