@@ -52,12 +52,10 @@ def optimizer_of(draw: random.Random):
         return kind, {"bias_correction": draw.choice(["scape", "adams"])}
     if draw.random() < 0.2:
         return kind, {**common, "projection": "gaussian", "ratio": 8}
-    clip, beta = draw.choice(["average", "local"]), draw.choice(["auto", 0.5, 1.0])
     return kind, {
         **common,
         "rank": draw.choice([1, 2, 3, 4, 15, 16, 17, 33, 64, 65, 130]),
-        "clip": clip,
-        "ef_beta": beta,
+        "ef_beta": draw.choice(["auto", 0.5, 1.0]),
     }
 
 

@@ -36,7 +36,7 @@ OPTIONS: dict[str, list[Any]] = {  # of the classes that know them
     "warmup_steps": [1, 0, 2],
     "density_warmup_steps": [1, 0],
     "ratio": [2, 7.5, 16, 1],
-    "projection": ["gaussian", "orthonormal", "tracked"],
+    "projection": ["gaussian", "tracked"],
     "rank": [1, 4],
     "block_rows": [None, "auto", 7],
     "reset_interval": ["auto", None, 3],

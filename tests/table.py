@@ -188,7 +188,7 @@ CASES = [
         reference=torch.optim.AdamW,
         method="separate",
         problems=GAUSSIAN | dict(ratio=8),
-        bad=ADAM_BAD | COMMON_BAD | {"ratio": [0.5], "ef_beta": [-0.5, 1.5], "projection": ["x"], "clip": ["x"]},
+        bad=ADAM_BAD | COMMON_BAD | {"ratio": [0.5], "ef_beta": [-0.5, 1.5], "projection": ["x"]},
     ),
     Case(
         compopt.TagcAdamW,

@@ -115,7 +115,6 @@ RUNS: dict[str, tuple[type, Callable, dict[str, Any]]] = {
     "TAGC": (compopt.TagcAdamW, tagc, dict(sparsity=0.9, warmup_steps=1)),
     "TAGC, few": (compopt.TagcAdamW, tagc, dict(sparsity=0.99, codec="sketch", sketch_ratio=10)),
     "SEPARATE": (compopt.SeparateAdam, separate, dict(projection="gaussian", ratio=8, warmup_steps=1)),
-    "SEPARATE, orthonormal": (compopt.SeparateAdam, separate, dict(ratio=4, projection="orthonormal")),
     "SEPARATE, tracked": (compopt.SeparateAdam, tracked, TRACKED),
     "Separate": (compopt.Separate, separate, dict(projection="gaussian", ratio=16, reset_interval=5)),
     "Average": (compopt.Average, average, dict(max_grad_norm=100.0)),

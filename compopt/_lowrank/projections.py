@@ -4,10 +4,8 @@ A tensor is viewed as a matrix H of m rows and d columns. ``H R`` with R of shap
 network, and ``scale * (H R) R^T`` is its reconstruction. The values of ``projection=`` are:
 
 - "gaussian": R holds independent normal numbers. The reconstruction is unbiased.
-- "orthonormal": R holds orthonormal columns that span the same space. The reconstruction is a
-  contraction: it never enlarges the error.
-- "tracked": R holds orthonormal columns that follow the gradient, see ``stacks``.
-  Only the first R is drawn at random.
+- "tracked": R holds orthonormal columns that follow the gradient, see ``stacks``. The
+  reconstruction is a contraction: it never enlarges the error. Only the first R is drawn at random.
 """
 
 from __future__ import annotations

@@ -125,8 +125,6 @@ class Factored(NamedTuple):
 class FactoredAverages(Protocol):
     """The reducer of one bucket, as a fused implementation of lines 4 and 5 uses it."""
 
-    local_factor: float  # clips this rank's gradient
-
     def list_factored(self, mean: Payload, indices: Sequence[int]) -> list[Factored]:
         """Return those of ``indices`` whose averaged gradient is a product."""
 

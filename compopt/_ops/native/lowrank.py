@@ -44,7 +44,6 @@ def multiply_stacks(
     stacks: Sequence[Any],
     right: Sequence[Tensor],
     out: Sequence[Tensor],
-    local_factor: float,
     transposed: bool,
 ) -> None:
     """Write ``h Q``, or ``h^T R``, of every tensor of the stacks.
@@ -77,7 +76,7 @@ def multiply_stacks(
     run_over_rows(
         lengths,
         lambda a, b, thread: library.project(
-            table, a, b, local_factor, float(not transposed), memory + 4 * room * thread
+            table, a, b, 1.0, float(not transposed), memory + 4 * room * thread
         ),
     )
 
@@ -135,7 +134,7 @@ def _update_factored(
     share, room = reducer.error_share(factor), max(narrow)
     (beta1, beta2), sign = group["betas"], -1.0 if group["maximize"] else 1.0
     hyper = float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], sign
-    options = Options(*hyper, factor, share, share * reducer.local_factor)
+    options = Options(*hyper, factor, share, share)
     memory = per_thread_scratch(ops, weights[0], room)
     run_over_rows(
         lengths,

@@ -340,7 +340,7 @@ def _update_factored(batch: LaunchGroup) -> None:
         weight_decay=group["weight_decay"],
         of_average=-factor if group["maximize"] else factor,
         of_sent=share,
-        of_grad=share * calls[0].reducer.local_factor,
+        of_grad=share,
     )
     for bucket, i, weight in updated:
         copy_back(bucket, i, weight)
