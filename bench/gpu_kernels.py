@@ -128,7 +128,7 @@ def codes(n: int, device: torch.device) -> dict[str, Operation]:
     shard, other = (partition := partition_mask((n,), 2, 0.01)).by_rank
     coded = code_layout(shard)
     flags = torch.rand(8 * shard.nbytes, device=device) < 0.01
-    flags[flags.nonzero()[shard.max_k :]] = False
+    flags[flags.nonzero()[shard.k :]] = False
     bits = pack_bits(flags.clone())
     code = torch.zeros((partition.message_bytes + 3) // 4, dtype=torch.int32, device=device)
     encoded = [kernels.EncodeRow(8 * len(bits), bits, 0, *coded)]

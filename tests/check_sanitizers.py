@@ -49,7 +49,7 @@ def optimizer_of(draw: random.Random):
         common["payload_dtype"] = draw.choice([None, torch.bfloat16])
         return kind, {**common, "sparsity": 1 - density}
     if kind == "AdamS":
-        return kind, {"bias_correction": draw.choice(["scape", "adams"])}
+        return kind, {}
     if draw.random() < 0.2:
         return kind, {**common, "projection": "gaussian", "ratio": 8}
     return kind, {

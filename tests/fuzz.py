@@ -31,7 +31,6 @@ OPTIONS: dict[str, list[Any]] = {  # of the classes that know them
     "codec": ["compact", "sketch"],
     "sketch_ratio": [2, 10],
     "update_dtype": [None, None, "int8", "int4", "int2"],
-    "selection": ["sampled", "exact"],
     "mask_delay": [1, 0],
     "warmup_steps": [1, 0, 2],
     "density_warmup_steps": [1, 0],
@@ -42,7 +41,6 @@ OPTIONS: dict[str, list[Any]] = {  # of the classes that know them
     "reset_interval": ["auto", None, 3],
     "adaptive": [False, False, True],
     "adapt_interval": [2],
-    "bias_correction": ["scape", "adams"],
     "offload": [None, None, "residual"],
 }
 ROUNDS: dict[str, list[Any]] = {  # of local steps

@@ -56,11 +56,11 @@ def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [
         compopt.RadiusAdamW(params, lr=3e-4, density=0.4, interval=200, warmup_steps=1000),
         compopt.RadiusAdamW(groups, payload_dtype=torch.int8, offload="residual", when="auto"),
-        compopt.ScapeAdamS(params, density=0.05, selection="exact", clip="consistent", mask_delay=0),
+        compopt.ScapeAdamS(params, density=0.05, clip="consistent", mask_delay=0),
         compopt.SeparateAdam(named, projection="tracked", rank=16, process_group=group),
         compopt.Separate(torch.optim.SGD(params, lr=0.1), projection="gaussian", ratio=16),
         compopt.TagcAdamW(named, sparsity=0.99, codec="sketch", max_grad_norm=1.0),
-        compopt.AdamS(params, betas=(0.9, 0.95), bias_correction="adams"),
+        compopt.AdamS(params, betas=(0.9, 0.95)),
         compopt.Average(torch.optim.AdamW(named), payload_dtype="int4", max_grad_norm=1.0, process_group=group),
         compopt.LocalSteps(torch.optim.AdamW(params), every=30, fragments=2, delay=3, payload_dtype=torch.int8),
         compopt.LocalSteps([torch.optim.Muon(params), torch.optim.AdamW(params)], every=30),

@@ -180,7 +180,7 @@ def update_adams(ops: KernelOps, calls: Calls) -> list[None]:
     """Do ``_engine.reducer.step_adams`` for all tensors; called by ``run_batched_requests`` for
     AdamS.
     """
-    names = ("betas", "eps", "weight_decay", "bias_correction")
+    names = ("betas", "eps", "weight_decay")
     for batch in launch_groups_of(ops, [AverageCall(*call) for call in calls]):
         group, firsts = batch.group, batch.blocks.firsts
         hyper = {name: group[name] for name in names} | {"lr": float(group["lr"])}
@@ -212,7 +212,7 @@ class ScapeCall(NamedTuple):
 
 def update_scape(ops: KernelOps, calls: Calls) -> list[None]:
     """Do SCAPE's lines 10, 11 and 16 to 21 for all tensors, and line 15 with selections."""
-    names = ("betas", "eps", "weight_decay", "bias_correction", "maximize")
+    names = ("betas", "eps", "weight_decay", "maximize")
     for batch in launch_groups_of(ops, [ScapeCall(*call) for call in calls]):
         group, buckets = batch.group, batch.buckets
         momenta, grads = _old_momenta(batch), [bucket.grads() for bucket in buckets]
