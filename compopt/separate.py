@@ -49,7 +49,6 @@ from ._lowrank.projecting_optimizer import ProjectingOptimizer
 from ._lowrank.reducer import ProjectionReducer
 from ._ops.norms import scale_all_
 from ._ops.operations import Ops
-from ._ops.update_helpers import count_steps
 from ._state.buckets import Bucket
 from ._state.layouts import Layout, LocalShape
 from ._wire.collectives import ProcessGroup
@@ -88,7 +87,7 @@ def update_tensors(
     factor: float,
 ) -> None:
     """Do lines 4 and 5 and the update for all tensors with a gradient on any rank."""
-    count_steps(bucket.state["step"], have_gradients)
+    bucket.count_steps(have_gradients)
     for stack in reducer.stacks_with_gradients(have_gradients):
         ghat = update.memory_for_stack(bucket, stack.indices)
         reducer.reconstruct_stack(stack, factor, ghat)  # line 4

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from .._ops.norms import gradient_marks, scale_all_, squared_norm, stacked_squared_norms
 from .._ops.operations import Ops
-from .._ops.update_helpers import count_steps
 from .._state.buckets import Bucket
 from .._state.masks import Mask
 from .._wire.payload import Payload, PayloadDtype
@@ -304,7 +303,7 @@ def step_by_average(
     their residuals.
     """
     have_gradients = bucket.have_gradients(reducer.mean)
-    count_steps(bucket.state["step"], have_gradients)
+    bucket.count_steps(have_gradients)
     indices = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
     if indices:
         averages = reducer.read_averages(indices, update)

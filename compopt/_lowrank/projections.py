@@ -10,6 +10,7 @@ network, and ``scale * (H R) R^T`` is its reconstruction. The values of ``projec
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .._ops.reference import one_thread
 from .._state.tensors import to_local
 
 # Fewer rows than this are not projected. Narrower trailing dimensions are joined to one side.
@@ -194,6 +194,20 @@ def _orthonormalize_each(stacks: list[Tensor]) -> list[Tensor]:
             torch.linalg.qr(stack.to(torch.promote_types(stack.dtype, torch.float32))).Q
             for stack in stacks
         ]
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on the calling thread alone: results do not depend on the number of threads."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def orthonormalize_by_cholesky(stacks: list[Tensor]) -> list[Tensor]:

@@ -1,15 +1,9 @@
-"""AdamW and AdamS in plain PyTorch, one tensor at a time: the specification of all backends.
-
-``one_thread`` makes the results of other arithmetic independent of the number of threads.
-"""
+"""AdamW and AdamS in plain PyTorch, one tensor at a time: the specification of all backends."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 
@@ -73,17 +67,3 @@ def adams_(
     m.lerp_(g, 1 - betas[0])
     w.mul_(1 - lr * weight_decay)
     w.addcdiv_(m, denominator, value=-lr / first)
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute on the calling thread alone: results do not depend on the number of threads."""
-    threads = torch.get_num_threads()
-    if threads == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -483,6 +483,12 @@ class Bucket:
         marks = payload.header.tolist() if payload.marks is None else payload.marks
         return [mark > 0 for mark in marks]
 
+    def count_steps(self, have_gradients: list[bool]) -> None:
+        """Add 1 to the step count of each tensor with a gradient on any rank."""
+        pairs = zip(self.state["step"], have_gradients, strict=True)
+        if counted := [step for step, has_gradient in pairs if has_gradient]:
+            torch._foreach_add_(counted, 1)
+
     # Memory of a step
 
     def get_memory(self, name: str, size: int, dtype: torch.dtype) -> Tensor:

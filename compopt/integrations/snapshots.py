@@ -42,9 +42,8 @@ from ._snapshot_files import (
     remove_snapshot,
     write_snapshot,
 )
-from ._snapshot_loading import Resume
+from ._snapshot_loading import Meeting, Resume, describe, gather, raise_told
 from ._snapshot_parts import State, distribute_state, read_weight
-from ._snapshot_ranks import Meeting, describe, gather, raise_told
 
 Result = TypeVar("Result")
 

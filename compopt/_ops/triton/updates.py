@@ -19,7 +19,6 @@ from ..._wire.payload import Payload
 from ..operations import HYPER
 from ..update_helpers import (
     MaskedAverage,
-    count_steps,
     keep_absent_momenta,
     resize_momenta,
 )
@@ -103,9 +102,10 @@ class LaunchGroup:
         if len(flat) == len(counts) and all(have_gradients):
             torch._foreach_add_(flat, 1)
             return
-        count_steps(
-            [step for bucket in self.buckets for step in bucket.state["step"]], have_gradients
-        )
+        steps = [step for bucket in self.buckets for step in bucket.state["step"]]
+        pairs = zip(steps, have_gradients, strict=True)
+        if counted := [step for step, has_gradient in pairs if has_gradient]:
+            torch._foreach_add_(counted, 1)
 
 
 def launch_groups_of(ops: KernelOps, calls: Sequence[Any]) -> list[LaunchGroup]:
