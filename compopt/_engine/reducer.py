@@ -85,6 +85,7 @@ class ReduceScatterReducer:
         self.sent_dense = [*range(len(self.grads))] if sent_dense is None else sent_dense
         self.sends_residuals = bucket.has_residual if sends_residuals is None else sends_residuals
         self.values: list[Tensor] = []  # the average, once it is there
+        self.payload_dtype: PayloadDtype = bucket.group["payload_dtype"]
 
     @property
     def phase(self) -> str:
@@ -129,11 +130,6 @@ class ReduceScatterReducer:
         return {}
 
     # A payload for every owner
-
-    @property
-    def payload_dtype(self) -> PayloadDtype:
-        dtype: PayloadDtype = self.bucket.group["payload_dtype"]
-        return dtype
 
     def make_owner_payloads(self, marks: Tensor, encoded_sizes: Sequence[int] = ()) -> Tensor:
         """Make a payload for every owner, of what it owns of tensors that are sent dense, then
