@@ -72,7 +72,6 @@ class Bucket:
         # of this rank's parts, as they were when the bucket was made
         self.shapes = [to_local(p).shape for p in params]
         self.lengths = [shape.numel() for shape in self.shapes]
-        self.numel = sum(self.lengths)
         self.dtype, self.device = params[0].dtype, params[0].device
         # True if all are DTensors; otherwise none is.
         self.is_dtensor = any(hasattr(p, "to_local") for p in params)
@@ -122,6 +121,10 @@ class Bucket:
         # The backend's own ``QuantizedMean``, if it has one.
         self.mean_factory: Callable[[Payload, int, int], Any] | None = None
         self._memory = Scratch()
+
+    @property
+    def numel(self) -> int:
+        return sum(self.lengths)
 
     @property
     def dense_bytes(self) -> int:
