@@ -21,15 +21,18 @@ from .._state.tensors import HOST
 from .._wire.collectives import Communicator
 from .._wire.requests import Broadcast
 from .._wire.warning import warn
-from ._snapshot_codec import Packed, decode_header, pack, unpack
 from ._snapshot_files import (
     Damaged,
     Manifest,
+    Packed,
     Snapshot,
+    decode_header,
     is_complete,
     list_snapshots,
+    pack,
     read_manifest,
     read_state,
+    unpack,
 )
 from ._snapshot_parts import (
     Choice,

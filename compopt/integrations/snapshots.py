@@ -33,12 +33,13 @@ from .._engine.optimizer import CompressedOptimizer
 from .._wire.collectives import Communicator
 from .._wire.trust import Untrusted
 from .._wire.warning import warn
-from ._snapshot_codec import Packed, pack
 from ._snapshot_files import (
+    Packed,
     Snapshot,
     check_trust,
     is_complete,
     list_snapshots,
+    pack,
     remove_snapshot,
     write_snapshot,
 )
