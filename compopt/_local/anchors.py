@@ -397,7 +397,7 @@ class Anchors:
 
     def end_exchange(self, buckets: Sequence[AnchorBucket]) -> None:
         """Free the memory of an exchange of these buckets; a small model on a CPU keeps it."""
-        size = sum(8 * bucket.numel for bucket in self.buckets)  # values and rounding errors
+        size = sum(8 * sum(bucket.lengths) for bucket in self.buckets)  # values and rounding errors
         keeps = size <= KEPT_BYTES and all(b.device.type == "cpu" for b in buckets)
         self._scratch = self._scratch if keeps else Scratch()
         for bucket in buckets:
