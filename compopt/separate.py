@@ -168,9 +168,9 @@ class SeparateAdam(ProjectingOptimizer):
             by its own norm before the projection; then nothing is sent during backward.
         payload_dtype: as in :class:`RadiusAdamW`; "auto": int8 for tracked projections, else the
             gradient's.
-        gather_dtype: "int8": where FSDP2 shards the parameters, it gathers matrices (embeddings too) in
-            int8, with a scale for each 128 values, rounded to the nearest; all ranks compute with the
-            rounded values, the updated shards stay as they are (docs/fsdp.md). None: as FSDP2 does.
+        gather_dtype: "int8": FSDP2 gathers matrices, embeddings too, in int8, with a scale for each
+            128 values, rounded to the nearest. All ranks compute with the rounded values; the
+            shards that are updated are not rounded (docs/fsdp.md). None: gathered as FSDP2 does.
 
     State beside AdamW's two moments, for compressed tensors: ``residual``, the error, as large as
     the parameter; for tracked ones also ``basis``, rank * columns.

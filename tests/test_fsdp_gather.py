@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import Net, apart, cut, loss, make, train, whole
+from fsdp_models import Two, apart, cut, loss, make, train, whole
 from ranks import run_ranks
 from test_ddp_refusals import catch_message
 from torch import Tensor, nn
@@ -57,7 +57,8 @@ def farthest(seen: dict[str, Tensor], exact: dict[str, Tensor], ranks: int) -> f
     """The largest distance from the oracle, relative to the largest value of each tensor."""
     wanted = {name: rounded(p, ranks) for name, p in exact.items()}
     return max(
-        float((seen[name].double() - p.double()).abs().max() / p.abs().max().clamp(min=1e-9)) for name, p in wanted.items()
+        float((seen[name].double() - p.double()).abs().max() / p.abs().max().clamp(min=1e-9))
+        for name, p in wanted.items()
     )
 
 
@@ -94,3 +95,204 @@ def test_every_rank_computes_with_the_values_of_the_definition(ranks):
             assert got["far"] < (2e-6 if dtype == "torch.float32" else 1e-7), (dtype, got)
             assert got["apart"] == got["masters"] == got["eval"] == 0, (dtype, got)
             assert got["rounded"] == 4  # up, down, flat, conv: no bias, no norm
+
+
+def beside_straight_through(rank: int, ranks: int) -> float:
+    """Plain gradients through rounded weights, by the definition, in one process; and inside FSDP2."""
+    model, wanted = cut(make()), make()
+    optimizer = compopt.Average(torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), gather_dtype="int8")
+    train(model, optimizer, range(5), rank)
+    sgd = torch.optim.SGD(wanted.parameters(), lr=1e-3, momentum=0.9)
+    for step in range(5):
+        sgd.zero_grad()
+        masters = [p.detach().clone() for p in wanted.parameters()]
+        for p in wanted.parameters():
+            p.data = rounded(p.data, ranks)
+        (sum(loss(wanted, step, who) for who in range(ranks)) / ranks).backward()
+        for p, master in zip(wanted.parameters(), masters, strict=True):
+            p.data = master
+        sgd.step()
+    return apart(model, wanted) / apart(make(), wanted)
+
+
+def in_bfloat16(rank: int) -> dict[str, object]:
+    """Mixed precision gathers in bfloat16; what is not rounded to int8 keeps its bits."""
+    model = cut(make(dtype=torch.float32), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    optimizer = separate(model)
+    seen = seen_in_forward(model, 0, rank, torch.float32)
+    exact = {n: p.detach().bfloat16().float() for n, p in make(dtype=torch.float32).named_parameters()}
+    dtypes = {p.dtype for p in seen.values()}
+    wanted = {n: rounded(p, dist.get_world_size()).bfloat16() for n, p in exact.items()}
+    del optimizer
+    # a value in the middle of two multiples may take the other one
+    other = max(float((p != seen[n]).float().mean()) for n, p in wanted.items())
+    return {"dtypes": dtypes == {torch.bfloat16}, "other": other}
+
+
+class Adapted(nn.Module):
+    """A frozen matrix of an odd length in bfloat16, and a trained adapter in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Parameter(torch.randn(67, 67).bfloat16(), requires_grad=False)
+        self.a, self.b = nn.Parameter(torch.randn(67, 2)), nn.Parameter(torch.zeros(2, 67))
+        self.large = nn.Parameter(torch.randn(64, 67))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.frozen.float() + x @ self.a @ self.b + (x @ self.large.T @ self.large)
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base, self.adapted = nn.Linear(67, 67, bias=False).requires_grad_(False), Adapted()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.adapted(self.base(x))
+
+
+def frozen(rank: int) -> dict[str, float]:
+    """Frozen parameters, of other dtypes and of modules of their own, of which the optimizer knows nothing."""
+    torch.manual_seed(1)
+    model = Stack()
+    exact = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for part in (model.base, model.adapted):
+        fully_shard(part)
+    fully_shard(model)
+    options = dict(lr=1e-2, warmup_steps=0, gather_dtype="int8")
+    optimizer = compopt.SeparateAdam([p for p in model.parameters() if p.requires_grad], **options)
+    seen: dict[str, Tensor] = {}
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(
+            lambda module, _, name=name: seen.update(
+                {f"{name}.{n}": p.detach().clone() for n, p in module.named_parameters(recurse=False)}
+            )
+        )
+    sent = []
+    gather = compopt.integrations._fsdp_gather.gather_into
+
+    def count(output, tensor, *args):
+        sent.append(tensor.numel())
+        return gather(output, tensor, *args)
+
+    compopt.integrations._fsdp_gather.gather_into = count
+    out = model(torch.ones(1, 67))
+    compopt.integrations._fsdp_gather.gather_into = gather
+    out.sum().backward()
+    optimizer.step()
+    ranks = dist.get_world_size()
+    wanted = {n: rounded(p.float(), ranks).to(p.dtype) for n, p in exact.items()}
+    values = sum(p.numel() for p in exact.values() if p.numel() >= 4096) / ranks
+    return {
+        "far": max(float((seen[n] - p).float().abs().max()) for n, p in wanted.items()),
+        "share": sum(sent) / values,
+        "exact": float(torch.equal(seen["adapted.a"], exact["adapted.a"])),
+    }
+
+
+def again_with(model: nn.Module, rank: int, **options) -> Tensor:
+    train(model, separate(model, **options), range(4), rank)
+    return whole(model)
+
+
+def other_ways(rank: int) -> dict[str, float]:
+    """The same bits: explicit prefetching, a later gather of a smaller mesh, and parameters kept after forward."""
+    plain, kept, prefetched = (cut(make(), **more) for more in ({}, {"reshard_after_forward": False}, {}))
+    prefetched._set_unshard_async_op(True)
+    prefetched.set_modules_to_forward_prefetch([prefetched.down, prefetched.flat])
+    wanted = again_with(plain, rank)
+    results = {
+        "kept": float((again_with(kept, rank) - wanted).abs().max()),
+        "prefetched": float((again_with(prefetched, rank) - wanted).abs().max()),
+    }
+    if dist.get_world_size() == 4:
+        smaller = cut(make(), reshard_after_forward=2)
+        results["smaller"] = float((again_with(smaller, rank) - wanted).abs().max())
+    exact = cut(make())
+    separate(exact)
+    wanted = again_with(cut(make()), rank, gather_dtype=None)
+    results["replaced"] = float((again_with(exact, rank, gather_dtype=None) - wanted).abs().max())
+    columns, ranks = fully_shard(make(Two), shard_placement_fn=lambda p: Shard(p.dim() - 1)), dist.get_world_size()
+    optimizer = separate(columns)
+    seen = seen_in_forward(columns, 0, rank)
+    wanted = {n: rounded(p.detach(), ranks, p.dim() - 1) for n, p in make(Two).named_parameters()}
+    results["columns"] = max(float((seen[n] - p).abs().max()) for n, p in wanted.items())
+    del optimizer
+    return results
+
+
+def refused(rank: int) -> dict[str, str]:
+    from torch.distributed.fsdp import FSDPModule
+
+    results = {"value": catch_message(ValueError, lambda: separate(cut(make()), gather_dtype="int4"))}
+    plain = make()
+    optimizer = separate(plain)
+    loss(plain, 0, rank).backward()
+    results["plain"] = catch_message(ValueError, optimizer.step)
+    hook = FSDPModule.set_custom_all_gather
+    del FSDPModule.set_custom_all_gather
+    results["old"] = catch_message(ValueError, lambda: separate(cut(make())))
+    FSDPModule.set_custom_all_gather = hook
+    return results
+
+
+def used(rank: int) -> dict[str, object]:
+    ranks = dist.get_world_size()
+    return {
+        "straight through": beside_straight_through(rank, ranks),
+        "bfloat16": in_bfloat16(rank),
+        "frozen": frozen(rank),
+        "ways": other_ways(rank),
+        "refused": refused(rank) if ranks == 2 else {},
+    }
+
+
+@pytest.fixture(scope="module", params=(2, 4))
+def uses(request):
+    return run_ranks(used, request.param)
+
+
+def test_training_is_straight_through_rounded_weights(uses):
+    assert max(rank["straight through"] for rank in uses) < 1e-6
+
+
+def test_mixed_precision_is_kept(uses):
+    for rank in uses:
+        assert rank["bfloat16"]["dtypes"] and rank["bfloat16"]["other"] < 1e-3, rank["bfloat16"]
+
+
+def test_frozen_parameters_are_gathered_as_cheaply(uses):
+    for results in (rank["frozen"] for rank in uses):
+        assert results["far"] < 1e-5 and results["exact"], results
+        assert 1 <= results["share"] < 1.2, results  # with scales and the small tensors of the adapter
+
+
+def test_all_ways_to_gather_give_the_same_bits(uses):
+    for rank in uses:
+        assert max(rank["ways"].values()) < 1e-12, rank["ways"]
+
+
+def test_refusals_say_what_to_do(uses):
+    for results in (rank["refused"] for rank in uses if rank["refused"]):
+        assert "gather_dtype must be None or 'int8', got 'int4'" in results["value"]
+        assert "call fully_shard before the optimizer is made" in results["plain"]
+        assert "set_custom_all_gather" in results["old"] and "later PyTorch" in results["old"]
+
+
+def hybrid(rank: int) -> dict[str, float]:
+    """Shards of a machine are gathered in int8, gradients averaged between machines: both replicas are alike."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = cut(make(), mesh=mesh["shard"])
+    optimizer = separate(model, process_group=mesh.get_group("replicate"))
+    seen = seen_in_forward(model, 0, rank)
+    exact = {n: p.detach() for n, p in make().named_parameters()}
+    train(model, optimizer, range(4), rank)
+    mine = whole(model)
+    first = mine.clone()
+    dist.broadcast(first, 0)
+    return {"far": farthest(seen, exact, 2), "apart": float((mine - first).abs().max())}
+
+
+def test_shards_inside_a_machine_are_gathered_in_int8_too():
+    for results in run_ranks(hybrid, 4):
+        assert results["far"] < 1e-7 and results["apart"] == 0, results

@@ -37,9 +37,7 @@ class FlatCodec:
         # a message without bytes could not be viewed as float32
         self.nbytes = max(4, self.quantized_at + quantized + -quantized % 4)
 
-    def encode(
-        self, values: Tensor, rank: int, out: Tensor, seed: tuple[int, ...] | None
-    ) -> None:
+    def encode(self, values: Tensor, rank: int, out: Tensor, seed: tuple[int, ...] | None) -> None:
         """Write a rank's message to ``out``; its ``values`` become the rounding error.
 
         ``seed`` None: rounded to the nearest.

@@ -106,7 +106,7 @@ class DecodingWork(dist.Work):
 
 
 class Shard(NamedTuple):
-    """A rank's shard of one parameter in FSDP2's flat input, padded to the length of the others'."""
+    """A shard of one parameter in FSDP2's flat input, padded to the length of the other ranks'."""
 
     numel: int
     dtype: torch.dtype
@@ -163,7 +163,7 @@ class GatherLayout:
     def decode(self, messages: Tensor, rows: Tensor) -> None:
         """Write the shards of all ranks to ``rows``, which has a row of FSDP2's for each rank."""
         at = 0
-        for shard, span in self.exact:
+        for _, span in self.exact:
             out = rows[:, span].view(torch.uint8)
             out.copy_(messages[:, at : at + out.shape[1]])
             at += out.shape[1]

@@ -229,9 +229,11 @@ def set_gathers(modules: list[nn.Module], optimizer: ReducingOptimizer) -> None:
     """
     params = {p for group in optimizer.param_groups for p in group["params"]}
     for module in modules:
+        if not hasattr(module, "_get_fsdp_state"):
+            continue
         inside = [(one, group) for one in module.modules() for group in list_param_groups(one)]
         sharded = (one.sharded_param for _, group in inside for one in group.fsdp_params)
-        if not list_param_groups(module) or params.isdisjoint(sharded):
+        if params.isdisjoint(sharded):
             continue
         for one, group in inside:
             previous = getattr(group, "_all_gather_comm", None)
