@@ -32,11 +32,9 @@ from .._engine.optimizer import CompressedOptimizer, construction_callbacks
 from .._engine.reducing_optimizer import ReducingOptimizer
 from .._engine.session import Role
 from .._state.shards import longest_part_numel
-from .._state.tensors import to_local
 from .._wire.collectives import list_mesh_groups
-from .._wire.requests import Broadcast
 from ._fsdp_gather import FSDPAllGather
-from ._shared import ModuleWatch, call_after_backward
+from ._shared import ModuleWatch, call_after_backward, copy_first_parameters
 
 HOOKS = "_post_accumulate_grad_hooks"  # torch's attribute of a parameter
 ADVICE = (
@@ -58,11 +56,7 @@ def _on_construction(optimizer: CompressedOptimizer) -> None:
         check_meshes(optimizer)
     if not has_dtensors:
         return
-    session = optimizer._session
-    with torch.no_grad():
-        for bucket in [*session.buckets, *session.frozen_buckets]:
-            for p in bucket.params:
-                session.comm.start(Broadcast(to_local(p.detach()))).wait()
+    copy_first_parameters(optimizer._session)
     register_gradient_hooks(optimizer)
     if isinstance(optimizer, ReducingOptimizer):
         set_gathers(list_fsdp_modules(), optimizer)
