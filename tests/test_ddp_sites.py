@@ -9,7 +9,7 @@ from ranks import run_ranks
 from sim import Ranks
 from table import CASES, FORMS
 from test_ddp_refusals import catch_message
-from test_fsdp import Net, differences, hsdp, loss, reference, whole
+from test_fsdp import Net, differences, hsdp, loss, whole
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
