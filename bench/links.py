@@ -182,11 +182,11 @@ DEFAULT_METHODS = ["none", "ddp", "powersgd", "radius", "scape", "separate"]
 DEFAULT_RATES = ["unshaped", "10gbit", "1gbit", "100mbit"]
 
 
-def work(methods: list[str], rounds: int, steps: int) -> None:
+def work(methods: list[str], rounds: int, steps: int, batch: int) -> None:
     """One rank: build every method, settle it, time blocks in turn."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    batches, runners = Batches(dist.get_rank()), []
+    batches, runners = Batches(dist.get_rank(), batch), []
     for name in methods:
         runners.append(Runner(name, *METHODS[name](make_model(), dist.new_group()), batches.next))
         for _ in range(TRIAL if name.endswith("-auto") else SETTLE):
@@ -301,6 +301,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=3, help="blocks per method")
     parser.add_argument("--steps", type=int, default=2, help="timed steps per block")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of 64 bytes a rank and step")
     parser.add_argument("--save", default="links", metavar="NAME", help="name of the CSV and PNG in results/")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -315,10 +316,10 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     if options.worker:
-        work(options.methods, options.rounds, options.steps)
+        work(options.methods, options.rounds, options.steps, options.batch)
         return
     worker = [sys.executable, __file__, "--worker", "--methods", *options.methods]
-    worker += ["--rounds", str(options.rounds), "--steps", str(options.steps)]
+    worker += ["--rounds", str(options.rounds), "--steps", str(options.steps), "--batch", str(options.batch)]
     rows: list[dict] = []
     for rate in options.rates:
         label, gathered = over_links(worker, options.ranks, rate)

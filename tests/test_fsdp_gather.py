@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from fsdp_models import Two, apart, cut, loss, make, train, whole
 from ranks import run_ranks
 from test_ddp_refusals import catch_message
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -296,3 +298,72 @@ def hybrid(rank: int) -> dict[str, float]:
 def test_shards_inside_a_machine_are_gathered_in_int8_too():
     for results in run_ranks(hybrid, 4):
         assert results["far"] < 1e-7 and results["apart"] == 0, results
+
+
+def load_checkpoint(path: str, rank: int) -> tuple[nn.Module, compopt.SeparateAdam]:
+    model = cut(make())
+    optimizer = separate(model)
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    return model, optimizer
+
+
+def saved(rank: int, path: str) -> dict[str, object]:
+    """After a step that is skipped, and others with a frozen matrix, a checkpoint; it goes on to the bit."""
+    model = cut(make())
+    optimizer = separate(model)
+    train(model, optimizer, range(3), rank)
+    before = whole(model)
+    optimizer.zero_grad()
+    (loss(model, 3, rank) * (float("nan") if rank == 1 else 1)).backward()
+    optimizer.step()
+    results: dict[str, object] = {"skipped": optimizer.stats.phase, "same": torch.equal(whole(model), before)}
+    for flag in (False, True):
+        weight = model.down.weight
+        start = weight.full_tensor().detach()
+        weight.requires_grad_(flag)
+        optimizer.zero_grad()
+        train(model, optimizer, range(4, 6), rank)
+        results[f"moves {flag}"] = not torch.equal(start, weight.full_tensor())
+    optimizer.consolidate_state()
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
+    results["saved"] = float(whole(model).sum())
+    again, same = load_checkpoint(path, rank)
+    results["masters"] = apart(model, again)
+    for one in ((model, optimizer), (again, same)):
+        train(*one, range(6, 8), rank)
+    results["goes on"] = apart(model, again)
+    return results
+
+
+def loaded(rank: int, path: str) -> tuple[float, float]:
+    model, optimizer = load_checkpoint(path, rank)
+    total = float(whole(model).sum())
+    before = float(loss(model, 6, rank).detach())
+    train(model, optimizer, range(6, 30), rank)
+    return total, float(loss(model, 6, rank).detach()) / before
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("gathers"))
+    return path, run_ranks(saved, 2, path)
+
+
+def test_skipped_steps_and_frozen_parameters_are_as_without(checkpoint):
+    for results in checkpoint[1]:
+        assert results["skipped"] == "skipped" and results["same"], results
+        assert results["moves True"] and not results["moves False"], results
+
+
+def test_a_checkpoint_has_exact_shards_and_goes_on_to_the_bit(checkpoint):
+    for results in checkpoint[1]:
+        assert results["masters"] == results["goes on"] == 0, results
+
+
+def test_a_checkpoint_loads_on_other_numbers_of_ranks(checkpoint):
+    path, (first, _) = checkpoint
+    for total, progress in run_ranks(loaded, 3, path):
+        assert abs(total - first["saved"]) < 1e-6 and progress < 1
