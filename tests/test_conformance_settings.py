@@ -74,7 +74,7 @@ def in_int8(case: Case) -> dict[str, str]:
 
 
 def compressed(rank: int, name: str) -> tuple[str, float, bool]:
-    """Compressed, gathered in int8, and clipped: the phase, the distance to the parameters of a run that is clipped from
+    """Compressed, gathered in int8, clipped: the phase, the distance to the parameters of a run that is clipped from
     outside, and whether that run skips a step."""
     case = INSIDE[name]
     runs = []
