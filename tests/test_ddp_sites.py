@@ -164,6 +164,16 @@ def resumed(rank: int, folder: str) -> dict[str, float]:
     return {"same": float((whole(model) - whole(again)).abs().max()), "all": differences(whole(flat))}
 
 
+def alone(rank: int) -> float:
+    """A single site: DDP and AdamW."""
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
+    model, optimizer = in_sites(mesh, tracked)
+    train(model, optimizer, range(4), rank)
+    wanted = DDP(make())
+    train(wanted, torch.optim.AdamW(wanted.parameters(), lr=1e-2), range(4), rank)
+    return float((whole(model) - whole(wanted)).abs().max())
+
+
 def refused(rank: int) -> str:
     pair, three = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
     if rank > 1:
@@ -178,6 +188,7 @@ def used(rank: int, folder: str) -> dict[str, object]:
         "hsdp": beside_hsdp(rank),
         "faults": faults(rank),
         "resumed": resumed(rank, folder),
+        "alone": alone(rank),
         "refused": refused(rank),
     }
 
@@ -205,6 +216,11 @@ def test_checkpoints_go_on_in_sites_and_without(uses):
         assert rank["resumed"] == {"same": 0, "all": 0}
 
 
+def test_a_single_site_is_ddp(uses):
+    assert max(rank["alone"] for rank in uses) < 1e-12
+
+
 def test_groups_that_share_more_ranks_are_refused(uses):
     for rank in uses[:2]:
+        assert "process_group of the optimizer has ranks [0, 1, 2]" in rank["refused"]
         assert "groups with one rank in common" in rank["refused"]
