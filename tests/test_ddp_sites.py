@@ -164,6 +164,22 @@ def resumed(rank: int, folder: str) -> dict[str, float]:
     return {"same": float((whole(model) - whole(again)).abs().max()), "all": differences(whole(flat))}
 
 
+def in_groups(params, **options) -> compopt.SeparateAdam:
+    params = list(params)
+    return tracked([{"params": params[n::2]} for n in range(2)], **options)
+
+
+def several_buckets(rank: int) -> tuple[float, bool]:
+    """Nothing is sent before DDP has averaged it, and then sent again."""
+    model, optimizer = in_sites(make_mesh(), in_groups)
+    again = False
+    for step in range(5):
+        train(model, optimizer, range(step, step + 1), rank)
+        again |= optimizer.stats.resent or optimizer.stats.early_buckets > 0
+    assert optimizer.stats.buckets == 2
+    return float((whole(model) - simulated(in_groups, 5)[rank // 2]).abs().max()), again
+
+
 def alone(rank: int) -> float:
     """A single site: DDP and AdamW."""
     mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
@@ -189,6 +205,7 @@ def used(rank: int, folder: str) -> dict[str, object]:
         "faults": faults(rank),
         "resumed": resumed(rank, folder),
         "alone": alone(rank),
+        "several buckets": several_buckets(rank),
         "refused": refused(rank),
     }
 
@@ -214,6 +231,12 @@ def test_nan_errors_and_frozen_parameters_concern_all_sites(uses):
 def test_checkpoints_go_on_in_sites_and_without(uses):
     for rank in uses:
         assert rank["resumed"] == {"same": 0, "all": 0}
+
+
+def test_gradients_leave_after_ddp_has_averaged_them(uses):
+    for rank in uses:
+        far, again = rank["several buckets"]
+        assert far < 1e-6 and not again
 
 
 def test_a_single_site_is_ddp(uses):
