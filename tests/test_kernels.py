@@ -206,7 +206,7 @@ def test_factored(device, tile, grad):
         rows.append(
             kernels.FactoredRow(
                 height, width, r, R, *R.stride(), p.t().contiguous().view(-1), local.t().contiguous().view(-1),
-                w, m, v, step, e, g, public,
+                w, m, v, step, e, 0 if g is None else g, public,
             )
         )  # fmt: skip
         average = -0.5 * (R @ p.t()).reshape(-1)
@@ -215,7 +215,8 @@ def test_factored(device, tile, grad):
         state[3] += 0.3 * was - 0.7 * (R @ local.t()).reshape(-1)
         expected.append(state)
     shapes = tuple((row.rows, row.columns) for row in rows)
-    kernels.factored(shapes, kernels.factored_table(rows), **{**HYPER, "betas": betas}, **shares, tile=tile)
+    table = kernels.factored_table(rows, kernels.FactoredTypes(grad=grad, public=torch.bfloat16), device)
+    kernels.factored(shapes, table, **{**HYPER, "betas": betas}, **shares, tile=tile)
     for row, (w, m, v, e) in zip(rows, expected, strict=True):
         close([row.w, row.m, row.v, row.residual], [w, m, v, e], 2e-5)
         close([row.public.float()], [row.w], COARSE)
@@ -240,7 +241,7 @@ def test_project(device, transposed, grad, sent):
     shapes = tuple((row.rows, row.columns, row.r) for row in rows)
     tiles = kernels.project_tiles(shapes, transposed, device)
     for header in (None, marks):
-        table = kernels.project_table(rows, tiles, header, transposed)
+        table = kernels.project_table(rows, tiles, kernels.ProjectTypes(torch.float32, sent, g=grad), transposed)
         for _ in range(2):  # a table serves again
             kernels.project(table, tiles, header, 0.5)
     close([row.out.float() for row in rows[:-1]], [x.float() for x in expected[:-1]], 2e-3 if sent != grad else 1e-4)
@@ -258,7 +259,7 @@ def test_orthonormalize(device):
         draw.one(12 * 12).view(1, 12, 12),
     ]
     stacks[1][0][:, 3] = 2 * stacks[1][0][:, 2]
-    results = [torch.full_like(stack, torch.nan) for stack in stacks]
+    results = [torch.full(stack.shape, torch.nan, device=device) for stack in stacks]
     prepared = kernels.prepare_orthonormalize(stacks, results)
     for _ in range(2):
         kernels.orthonormalize(prepared)

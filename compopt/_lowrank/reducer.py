@@ -340,20 +340,15 @@ class ProjectionReducer:
         """True where every averaged gradient is dense, or a product of narrow matrices."""
         return self.is_tracked or not self.stacks
 
-    def list_factored(self, mean: Payload, indices: Sequence[int]) -> list[Factored]:
+    def list_factored(self, mean: Payload) -> list[Factored]:
         factored: list[Factored] = []
-        wanted = {*indices}
         for stack in self.stacks if self.is_tracked else ():
-            rows, columns = stack.projection.rows, stack.projection.columns
+            k, q = len(stack.indices), stack.projection
+            p = self._part_of(mean, stack, mean.body).view(k, -1)
             assert stack.sent is not None
-            sent = stack.sent.view(len(stack.indices), -1).unbind()
-            for i, R, own in zip(stack.indices, stack.columns.unbind(), sent, strict=True):
-                if i in wanted:
-                    factored.append(Factored(i, rows, columns, R, mean.parts[i], own))
+            sent = stack.sent.view(k, -1)
+            factored.append(Factored(stack.indices, q.rows, q.columns, stack.columns, p, sent))
         return factored
-
-    def list_factors(self) -> list[Tensor]:
-        return [x for stack in self.stacks for x in (stack.columns, stack.sent) if x is not None]
 
     def list_dense(self, indices: Sequence[int]) -> list[int]:
         return [i for i in indices if i not in self.stack_of]

@@ -107,13 +107,13 @@ def keep_absent_momenta(old: list[Tensor], new: list[Tensor], have_gradients: li
 
 
 class Factored(NamedTuple):
-    """Tensor ``i``, as a contiguous matrix of ``rows`` rows.
+    """A stack of tensors, as contiguous matrices of ``rows`` rows.
 
-    Its averaged gradient is ``R p^T``, R of shape (rows, r), p of (columns, r), stored column by
-    column; ``sent`` is this rank's part of p, as the other ranks have received it.
+    Their averaged gradients are ``R p^T``, R of shape (k, rows, r), p of (k, r * columns), stored
+    column by column; ``sent`` is this rank's part of p, as the other ranks have received it.
     """
 
-    i: int
+    indices: range
     rows: int
     columns: int
     R: Tensor
@@ -126,14 +126,11 @@ class FactoredAverages(Protocol):
 
     local_factor: float  # clips this rank's gradient
 
-    def list_factored(self, mean: Payload, indices: Sequence[int]) -> list[Factored]:
-        """Return those of ``indices`` whose averaged gradient is a product."""
-
-    def list_factors(self) -> list[Tensor]:
-        """Return what holds R and ``sent`` of all products."""
+    def list_factored(self, mean: Payload) -> list[Factored]:
+        """Return the stacks of tensors whose averaged gradient is a product."""
 
     def list_dense(self, indices: Sequence[int]) -> list[int]:
-        """Return the others."""
+        """Return those of ``indices`` that are in no stack."""
 
     def feed_back_dense(self, indices: Sequence[int], mean: Payload, factor: float) -> None:
         """Update the residuals of tensors that were sent dense."""
