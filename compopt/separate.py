@@ -42,6 +42,7 @@ from ._engine.combined import OneOrSeveral
 from ._engine.dense_start import TRIAL_OPTIONS
 from ._engine.fsdp_backward import step_fsdp_shards
 from ._engine.options import Group, check_adam, check_torch_options, ignore_capturable
+from ._engine.reducing_optimizer import GatherDtype
 from ._engine.update import AdamWUpdate, Update, write_averages
 from ._engine.wrapper import Wrapper
 from ._lowrank.options import check_group_sizes, resolve_options
@@ -163,6 +164,9 @@ class SeparateAdam(ProjectingOptimizer):
             norm of the part they span, which is smaller. ``stats.grad_norm`` is that number.
         payload_dtype: as in :class:`RadiusAdamW`; "auto": int8 for tracked projections, else the
             gradient's.
+        gather_dtype: "int8": FSDP2 gathers matrices, embeddings too, in int8, with a scale for each
+            128 values, rounded to the nearest. All ranks compute with the rounded values; the
+            shards that are updated are not rounded (docs/fsdp.md). None: gathered as FSDP2 does.
 
     State beside AdamW's two moments, for compressed tensors: ``residual``, the error, as large as
     the parameter; for tracked ones also ``basis``, rank * columns.
@@ -195,6 +199,7 @@ class SeparateAdam(ProjectingOptimizer):
         max_grad_norm: float | None = None,
         when: Literal["always", "auto"] = "always",
         payload_dtype: PayloadDtype | Literal["auto"] = "auto",
+        gather_dtype: GatherDtype = None,
         process_group: ProcessGroup | None = None,
         simulate: bool = False,
         maximize: bool = False,
@@ -221,6 +226,7 @@ class SeparateAdam(ProjectingOptimizer):
             max_grad_norm=max_grad_norm,
             when=when,
         )
+        self.set_gather_dtype(gather_dtype)
         super().__init__(params, defaults, process_group, simulate)
 
     def add_param_group(self, param_group: Group) -> None:
@@ -288,6 +294,7 @@ class Separate(Wrapper, ProjectingOptimizer):
         max_grad_norm: float | None = None,
         when: Literal["always", "auto"] = "always",
         payload_dtype: PayloadDtype | Literal["auto"] = "auto",
+        gather_dtype: GatherDtype = None,
         process_group: ProcessGroup | None = None,
         simulate: bool = False,
         capturable: bool = False,
@@ -304,6 +311,7 @@ class Separate(Wrapper, ProjectingOptimizer):
             max_grad_norm=max_grad_norm,
             when=when,
         )
+        self.set_gather_dtype(gather_dtype)
         super().__init__(
             base, {**options, "adapted": None, **TRIAL_OPTIONS}, process_group, simulate
         )

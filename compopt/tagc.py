@@ -50,7 +50,7 @@ from ._engine.options import (
     require_option,
 )
 from ._engine.reducer import ReduceScatterReducer
-from ._engine.reducing_optimizer import ReducingOptimizer
+from ._engine.reducing_optimizer import GatherDtype, ReducingOptimizer
 from ._engine.stats import Stats
 from ._engine.update import AdamWUpdate
 from ._ops.operations import Ops
@@ -282,7 +282,8 @@ class TagcAdamW(ReducingOptimizer):
         update_dtype: "int8", "int4" or "int2": ranks gather quantized updates in place of float32
             parameters, with a scale for each 128 values. The owner keeps the rounding error in
             ``update_residual``, and adds it to the next update. None: parameters are gathered, or
-            updates in ``payload_dtype``.
+            updates in ``payload_dtype``. Inside FSDP2, which gathers parameters: ``gather_dtype``.
+        gather_dtype: as in :class:`SeparateAdam`.
 
     State: ``exp_avg`` and ``exp_avg_sq`` of this rank's shard of each tensor, as vectors that may
     be empty; for compressed tensors ``residual``, as large as the parameter; with ``update_dtype``
@@ -317,6 +318,7 @@ class TagcAdamW(ReducingOptimizer):
         max_grad_norm: float | None = None,
         payload_dtype: PayloadDtype = None,
         update_dtype: UpdateDtype = None,
+        gather_dtype: GatherDtype = None,
         when: Literal["always", "auto"] = "always",
         process_group: ProcessGroup | None = None,
         simulate: bool = False,
@@ -344,6 +346,7 @@ class TagcAdamW(ReducingOptimizer):
             when=when,
             maximize=maximize,
         )
+        self.set_gather_dtype(gather_dtype)
         super().__init__(params, defaults, process_group, simulate)
 
     def check_group(self, group: Group) -> None:

@@ -213,5 +213,5 @@ def check_gathers(replaces_reduce_scatter: bool, groups: Iterable[dict[str, Any]
     if replaces_reduce_scatter and given:
         raise ValueError(
             f"update_dtype={given[0]!r} cannot be followed inside FSDP, which gathers parameters "
-            "itself: leave it out, and see MixedPrecisionPolicy(param_dtype=torch.bfloat16)."
+            "itself: use gather_dtype='int8'."
         )
