@@ -12,13 +12,11 @@ step behind take it over from one that is ahead.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from .._state.buckets import Bucket
 from .._state.shards import unshard
@@ -45,43 +43,6 @@ def average_state(
     """
     request = AllReduceMean(to_local(tensor).to(device, copy=True).mul_(weight))
     to_local(tensor).copy_((yield from exchange_one(comm, request)))
-
-
-def average_base(
-    base: Optimizer, buckets: Sequence[Bucket], comm: Communicator
-) -> CollectiveGenerator[None]:
-    """Replace the state of another optimizer by its mean over ranks. States that are no floats of
-    the parameter's shape, such as step counts, become rank 0's.
-
-    State of a parameter stays as it is if its names, shapes or dtypes differ between ranks.
-    """
-    for bucket in buckets:
-        entries = [base.state.get(p, {}) for p in bucket.params]
-        tensors = [
-            sorted((n, to_local(v)) for n, v in e.items() if torch.is_tensor(v)) for e in entries
-        ]
-        kinds = [repr([(n, v.shape, v.dtype) for n, v in pairs]) for pairs in tensors]
-        checksums = torch.tensor(
-            [zlib.crc32(kind.encode()) for kind in kinds], dtype=torch.int64, device=bucket.device
-        )
-        rows = yield from exchange_one(comm, AllGather(checksums))
-        messages: dict[tuple[bool, torch.dtype], list[Tensor]] = {}
-        for p, pairs, are_equal in zip(
-            bucket.params, tensors, rows.eq(rows[0]).all(0), strict=True
-        ):
-            if not are_equal:
-                continue
-            for _, value in pairs:
-                is_mean = value.is_floating_point() and value.shape == to_local(p).shape != ()
-                messages.setdefault((is_mean, value.dtype), []).append(value)
-        for (is_mean, _), values in messages.items():
-            flat = torch.cat([value.to(bucket.device).reshape(-1) for value in values])
-            flat = yield from exchange_one(
-                comm, AllReduceMean(flat) if is_mean else Broadcast(flat)
-            )
-            parts = flat.split([value.numel() for value in values])
-            for value, part in zip(values, parts, strict=True):
-                value.copy_(part.view(value.shape))
 
 
 def gather_shards(
