@@ -44,12 +44,6 @@ def muon_and_adamw(params: list[torch.nn.Parameter], **options: Any) -> list[tor
     return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)]
 
 
-def schedule_free_wrapper(params: list[torch.nn.Parameter], **options: Any) -> torch.optim.Optimizer:
-    import schedulefree
-
-    return schedulefree.ScheduleFreeWrapper(torch.optim.RMSprop(params, lr=1e-2), momentum=0.9)
-
-
 # ``rank`` is the base's own option in groups of the matrices
 LOW_RANK = {"rank": 4, "update_proj_gap": 3, "scale": 0.25, "proj_type": "std"}
 
@@ -61,9 +55,8 @@ ROWS = [
     *rows("torch-optimizer", "LARS Lamb MADGRAD NovoGrad PID QHAdam QHM RAdam Ranger SGDP SGDW", "torch_optimizer"),
     *rows("torch-optimizer", "SWATS Yogi Apollo", "torch_optimizer"),
     Row("torch-optimizer", "torch_optimizer", "Adafactor", {"lr": 1e-2}, BOTH),
-    Row("torch-optimizer", "torch_optimizer", "Shampoo", {"lr": 1e-2}, BOTH, tolerance=1e-2),
+    Row("torch-optimizer", "torch_optimizer", "Shampoo", {"lr": 1e-2}, RANK_0, tolerance=1e-2),
     *rows("schedulefree", "AdamWScheduleFree SGDScheduleFree RAdamScheduleFree"),
-    Row("schedulefree", "schedulefree", "ScheduleFreeWrapper", build=schedule_free_wrapper),
     *rows("prodigyopt", "Prodigy", lr=1.0),
     *rows("dadaptation", "DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD", lr=1.0),
     *rows("lion-pytorch", "Lion", "lion_pytorch", lr=1e-3),
@@ -72,17 +65,18 @@ ROWS = [
     *rows("adan-pytorch", "Adan", "adan_pytorch"),
     *rows("torch-optimi", "AdamW Adan Lion Ranger", "optimi"),
     Row("adam-mini", "adam_mini", "Adam_mini", {"lr": 1e-3, "dim": 16, "n_heads": 4}, named=True),
-    *rows("bitsandbytes", "AdamW8bit Lion8bit PagedAdamW8bit AdEMAMix8bit", "bitsandbytes.optim", averaged=BOTH),
+    *rows("bitsandbytes", "AdamW8bit Lion8bit PagedAdamW8bit", "bitsandbytes.optim", averaged=BOTH),
+    *rows("bitsandbytes", "AdEMAMix8bit", "bitsandbytes.optim", averaged=RANK_0),
     *rows("bitsandbytes", "AdamW32bit", "bitsandbytes.optim"),
     *rows("torchao", "AdamW8bit AdamW4bit AdamWFp8", "torchao.optim", averaged=BOTH, options={"block_size": 64}),
-    *rows("galore-torch", "GaLoreAdamW", "galore_torch", averaged=BOTH, matrices=LOW_RANK),
+    *rows("galore-torch", "GaLoreAdamW", "galore_torch", averaged=RANK_0, matrices=LOW_RANK),
     *rows(
-        "apollo-torch", "APOLLOAdamW", "apollo_torch", averaged=BOTH,
+        "apollo-torch", "APOLLOAdamW", "apollo_torch", averaged=RANK_0,
         matrices={**LOW_RANK, "proj": "random", "scale_type": "channel"},
     ),
     *rows("pytorch-optimizer", "ADOPT AdEMAMix Grams MARS Lamb StableAdamW ScheduleFreeAdamW", "pytorch_optimizer"),
     *rows("pytorch-optimizer", "SOAP SPlus ScalableShampoo Conda", "pytorch_optimizer", averaged=BOTH, tolerance=1e-4),
-    Row("pytorch-optimizer", "pytorch_optimizer", "Kron", {"lr": 1e-3}, BOTH, tolerance=1e-2),
+    Row("pytorch-optimizer", "pytorch_optimizer", "Kron", {"lr": 1e-3}, RANK_0, tolerance=1e-2),
     *rows("pytorch-optimizer", "Prodigy", "pytorch_optimizer", lr=1.0),
 ]  # fmt: skip
 

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 import compopt
 from compopt._engine.base_state import read_leaves
-from compopt._state.tensors import to_local
 
 PAGE = (Path(__file__).parents[1] / "docs/bases.md").read_text()
 WRAPPERS = {
@@ -114,13 +113,14 @@ def check_consolidated(row: Row, ranks: Ranks) -> None:
     ways = set()
     for p, first, second, a, b in zip(ranks.models[0].parameters(), *before, *after, strict=True):
         large = [t for t in first if t.numel() > 1]
-        is_mean = all(t.is_floating_point() and t.shape == to_local(p).shape and t.element_size() > 1 for t in large)
+        is_mean = row.averaged != RANK_0 and all(
+            t.is_floating_point() and t.numel() == p.numel() and t.element_size() > 1 for t in large
+        )
         ways.update({MEAN if is_mean else RANK_0} if large else ())
         for x, y, new, other in zip(first, second, a, b, strict=True):
-            expected = (x + y) / 2 if is_mean and x.shape == p.shape and x.is_floating_point() else x
-            assert torch.equal(new, other)
-            assert torch.equal(new.view(torch.uint8), expected.view(torch.uint8)) if new.ndim else new == expected
-    assert ways <= {MEAN, RANK_0} and row.averaged == (MEAN if ways <= {MEAN} else RANK_0 if ways == {RANK_0} else BOTH)
+            expected = (x + y) / 2 if is_mean and x.numel() == p.numel() and x.is_floating_point() else x
+            assert torch.equal(new, other) and torch.equal(new.float(), expected.float())
+    assert row.averaged == (BOTH if len(ways) > 1 else ways.pop())
 
 
 def resume(row: Row, wrapper: str, ranks: Ranks) -> Ranks:

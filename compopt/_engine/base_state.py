@@ -32,12 +32,14 @@ CONSTANTS = (str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 class Leaves:
     """What an entry consists of.
 
-    ``tensors``: plain ones, of a tensor that consists of others its parts. ``numbers``: where each
+    ``tensors``: plain ones, of a tensor that consists of others its parts; ``paths``: their names.
+    ``numbers``: where each
     is, a container and a key. ``kinds``: descriptions, which are equal on ranks whose entries have
     the same form. ``unknown``: the types of objects that cannot be sent.
     """
 
     tensors: list[Tensor] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
     numbers: list[tuple[Any, Any]] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
     unknown: set[str] = field(default_factory=set)
@@ -85,6 +87,7 @@ class Leaves:
                 self._add_tensor(getattr(value, name), f"{path}.{name}")
         else:
             self.tensors.append(value)
+            self.paths.append(path)
             self.kinds.append(f"{path} {tuple(value.shape)} {value.dtype}")
 
 
@@ -151,25 +154,26 @@ def average_base(
     State stays the rank's own if its form differs between ranks, or if it holds objects that are no
     tensors or numbers; that is said once.
     """
+    entries = {p: read_leaves(base.state.get(p, {})) for bucket in buckets for p in bucket.params}
+    alike = yield from _find_alike(entries, buckets, comm)
+    for p in entries.keys() - alike:
+        _say_kept(session, entries[p])
+    # a factor of a square matrix has the shape of the matrix: what is a factor, others tell
+    factors = {
+        path
+        for p in alike
+        for path, value in zip(entries[p].paths, entries[p].tensors, strict=True)
+        if value.numel() > 1 and value.is_floating_point() and not is_like(value, p)
+    }
     for bucket in buckets:
-        entries = [read_leaves(base.state.get(p, {})) for p in bucket.params]
-        checksums = torch.tensor(
-            [zlib.crc32(repr([*e.kinds, *sorted(e.unknown)]).encode()) for e in entries],
-            dtype=torch.int64,
-            device=bucket.device,
-        )
-        rows = yield from exchange_one(comm, AllGather(checksums))
-        are_equal = rows.eq(rows[0]).all(0).tolist()
         means: dict[torch.dtype, list[Tensor]] = {}
         of_rank_0 = Leaves()
-        for p, entry, is_equal in zip(bucket.params, entries, are_equal, strict=True):
-            if entry.unknown or not is_equal:
-                _say_kept(session, entry)
-                continue
-            shape = to_local(p).shape
-            is_mean = all(x.numel() == 1 or is_like(x, shape) for x in entry.tensors)
+        for p in (p for p in bucket.params if p in alike):
+            entry = entries[p]
+            large = [value for value in entry.tensors if value.numel() > 1]
+            is_mean = factors.isdisjoint(entry.paths) and all(is_like(x, p) for x in large)
             for value in entry.tensors:
-                if is_mean and is_like(value, shape) and shape != ():
+                if is_mean and is_like(value, p):
                     means.setdefault(value.dtype, []).append(value)
                 else:
                     of_rank_0.tensors.append(value)
@@ -180,6 +184,23 @@ def average_base(
             for value, part in zip(values, flat.split([v.numel() for v in values]), strict=True):
                 value.copy_(part.view(value.shape))
         yield from copy_from_rank_0(of_rank_0, bucket.device, comm)
+
+
+def _find_alike(
+    entries: dict[Tensor, Leaves], buckets: Sequence[Bucket], comm: Communicator
+) -> CollectiveGenerator[set[Tensor]]:
+    """Return the parameters whose entries have one form on all ranks, and hold nothing unknown."""
+    alike: set[Tensor] = set()
+    for bucket in buckets:
+        forms = [repr([*entries[p].kinds, *sorted(entries[p].unknown)]) for p in bucket.params]
+        checksums = torch.tensor(
+            [zlib.crc32(form.encode()) for form in forms], dtype=torch.int64, device=bucket.device
+        )
+        rows = yield from exchange_one(comm, AllGather(checksums))
+        are_equal = rows.eq(rows[0]).all(0).tolist()
+        pairs = zip(bucket.params, are_equal, strict=True)
+        alike.update(p for p, is_equal in pairs if is_equal and not entries[p].unknown)
+    return alike
 
 
 def copy_learned_options(
@@ -199,8 +220,11 @@ def copy_learned_options(
         yield from copy_from_rank_0(leaves, session.device, comm)
 
 
-def is_like(value: Tensor, shape: torch.Size) -> bool:
-    return value.is_floating_point() and value.shape == shape and value.element_size() > 1
+def is_like(value: Tensor, p: Tensor) -> bool:
+    """True for floats of the shape of ``p``, or of that shape flattened."""
+    shape = to_local(p).shape
+    has_shape = value.shape == shape or value.shape == (shape.numel(),)
+    return has_shape and shape != () and value.is_floating_point() and value.element_size() > 1
 
 
 def _say_kept(session: Session, entry: Leaves) -> None:
