@@ -471,11 +471,19 @@ class ZeroRedundancyOptimizer(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("base", "kind", "sentence"),
     [
-        (SAM, TypeError, "base SAM evaluates the model again within its step.*: use its base optimizer"),
-        (WithClosure, TypeError, "evaluates the model again within its step.*: use its variant without a closure"),
-        (torch.optim.LBFGS, TypeError, "LBFGS evaluates the model again"),
-        (torch.optim.SparseAdam, TypeError, "sparse gradients.*: use torch.optim.Adam"),
-        (ZeroRedundancyOptimizer, TypeError, "ZeroRedundancyOptimizer shards its state.*: use TagcAdamW"),
+        (
+            SAM,
+            TypeError,
+            "base SAM cannot be wrapped: it evaluates the model again within its step.*[.] Use its base optimizer",
+        ),
+        (WithClosure, TypeError, "evaluates the model again within its step.*[.] Use its variant without a closure"),
+        (torch.optim.LBFGS, TypeError, "LBFGS cannot be wrapped: it evaluates the model again"),
+        (torch.optim.SparseAdam, TypeError, "sparse gradients.*[.] Use torch.optim.Adam"),
+        (
+            ZeroRedundancyOptimizer,
+            TypeError,
+            "ZeroRedundancyOptimizer cannot be wrapped: it shards its state.*[.] Use TagcAdamW",
+        ),
         (WithoutGroups, ValueError, r"state_dict\(\) that has no 'param_groups'"),
         (Unsaved, ValueError, r"state_dict\(\) that raises RuntimeError \(consolidate first\)"),
     ],

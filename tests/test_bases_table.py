@@ -181,15 +181,6 @@ def test_a_base_of_the_second_table_is_refused(module, name, wrapper):
         WRAPPERS[wrapper][0](base)
 
 
-def wrap_zero(comm: Any) -> str:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    base = ZeroRedundancyOptimizer(model().parameters(), torch.optim.AdamW, lr=1e-3)
-    with pytest.raises(TypeError, match="base ZeroRedundancyOptimizer shards its state"):
-        compopt.Average(base)
-    return "refused"
-
-
 # The page
 
 

@@ -67,7 +67,7 @@ def check_base(base: object) -> None:
         name = type(member).__name__
         if (found := find_refusal(member)) is not None:
             why, instead = found
-            raise TypeError(f"base {name} {why}: use {instead}.")
+            raise TypeError(f"base {name} cannot be wrapped: it {why}. Use {instead}.")
         if getattr(member, "rank_local_state", ()):
             raise ValueError(
                 f"base {name} compresses by itself: wrap one that does not, or use {name} directly."
