@@ -601,4 +601,4 @@ class LocalSteps(AnchoredWrapper):
         """
         session, groups = self._session, self.param_groups
         yield from average_base(self.base, session.buckets, session.comm, session)
-        yield from copy_learned_options(groups, self._given_options, session.comm, session)
+        yield from copy_learned_options(groups, self.given_options, session.comm, session)

@@ -416,6 +416,32 @@ def test_what_cannot_be_averaged_stays_and_is_said_once():
     assert ranks.optimizers[1].base.state[ranks.models[1][0].weight]["both"][1] == before
 
 
+def test_a_rank_that_missed_a_step_takes_over_all_that_the_base_holds():
+    """Its lists, numbers, objects, tensors of others, and what it learns in its groups."""
+
+    def make(params: Any) -> list[torch.optim.Optimizer]:
+        first, *rest = params
+        return [Learning([first]), Odd(rest)]
+
+    ranks = ranks_of(compopt.Average, make, 3)
+    ranks.train(loss, 2)
+    started = ranks.world.comms[0].started
+    ranks.world.failing.update((1, started + n) for n in range(9))
+    ranks.backward(loss)
+    with pytest.raises(compopt.CommunicationError):
+        ranks.world.step(ranks.optimizers)
+    ranks.steps += 1
+    with pytest.warns(UserWarning, match="rank 1 had not applied step 3"):
+        ranks.shrink([0, 1])
+    (ahead, behind), weights = ranks.optimizers, [m[2].weight for m in ranks.models]
+    assert ahead.param_groups[0]["d"] == behind.param_groups[0]["d"] and behind.param_groups[0]["seen"] == 3
+    a, b = (optimizer.base.state[p] for optimizer, p in zip(ranks.optimizers, weights, strict=True))
+    assert (b["count"], b["both"][1], b["projector"].scale) == (3, a["both"][1], a["projector"].scale)
+    assert torch.equal(a["moment"].high, b["moment"].high) and torch.equal(a["projector"].matrix, b["projector"].matrix)
+    ranks.train(loss, 3)
+    ranks.assert_replicas_equal()
+
+
 # Random numbers
 
 

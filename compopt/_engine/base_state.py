@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +68,23 @@ class Leaves:
             self._add_items(sorted(vars_of(value).items()), path, vars_of(value))
         else:
             self.unknown.add(type(value).__qualname__)
+
+    def add_learned(self, groups: Sequence[Group], given: Collection[str]) -> None:
+        """Add the numbers and tensors of groups, but for the options that are ``given`` to a
+        constructor.
+        """
+        for number, group in enumerate(groups):
+            for name in sorted(group.keys() - set(given)):
+                if is_plain_number(group[name]) or isinstance(group[name], Tensor):
+                    self.add(group[name], f"{number}.{name}", group, name)
+
+    def read_numbers(self) -> list[float]:
+        return [float(container[key]) for container, key in self.numbers]
+
+    def write_numbers(self, numbers: Sequence[float]) -> None:
+        """Replace numbers, which keep their types."""
+        for (container, key), number in zip(self.numbers, numbers, strict=True):
+            container[key] = type(container[key])(number)
 
     def _add_items(
         self, items: Sequence[tuple[Any, Any]], path: str, container: Any = None
@@ -204,16 +221,13 @@ def _find_alike(
 
 
 def copy_learned_options(
-    groups: Sequence[Group], given: set[str], comm: Communicator, session: Session
+    groups: Sequence[Group], given: Collection[str], comm: Communicator, session: Session
 ) -> CollectiveGenerator[None]:
     """Replace numbers and tensors in a base's groups by rank 0's, but for the options that are
     ``given`` to its constructor; all stay if they have another form on any rank.
     """
     leaves = Leaves()
-    for number, group in enumerate(groups):
-        for name in sorted(group.keys() - given):
-            if is_plain_number(group[name]) or isinstance(group[name], Tensor):
-                leaves.add(group[name], f"{number}.{name}", group, name)
+    leaves.add_learned(groups, given)
     checksum = torch.tensor([zlib.crc32(repr(leaves.kinds).encode())], dtype=torch.int64)
     rows = yield from exchange_one(comm, AllGather(checksum.to(session.device)))
     if bool((rows == rows[0]).all()):
@@ -245,14 +259,21 @@ def read_leaves(value: Any) -> Leaves:
     return leaves
 
 
+def read_base(saved: dict[str, Any], given: Collection[str]) -> Leaves:
+    """Return what ranks share of a base's state dict: its state, and what it learns in groups."""
+    leaves = read_leaves(saved.get("state", {}))
+    leaves.add_learned(saved.get("param_groups", ()), given)
+    return leaves
+
+
 def copy_from_rank_0(
     leaves: Leaves, device: torch.device, comm: Communicator
 ) -> CollectiveGenerator[None]:
     """Replace tensors and numbers by rank 0's, which are sent as bytes."""
     if not leaves.tensors and not leaves.numbers:
         return
-    numbers = [container[key] for container, key in leaves.numbers]
-    values = [*leaves.tensors, torch.tensor(numbers, dtype=torch.float64, device="cpu")]
+    numbers = torch.tensor(leaves.read_numbers(), dtype=torch.float64, device="cpu")
+    values = [*leaves.tensors, numbers]
     raw = [value.detach().reshape(-1).view(torch.uint8).to(device) for value in values]
     flat = yield from exchange_one(comm, Broadcast(torch.cat(raw)))
     parts = flat.split([part.numel() for part in raw])
@@ -260,6 +281,4 @@ def copy_from_rank_0(
     answers = [p.clone().view(v.dtype).view(v.shape) for p, v in zip(parts, values, strict=True)]
     for value, answer in zip(leaves.tensors, answers, strict=False):
         value.copy_(answer)
-    pairs = zip(leaves.numbers, answers[-1].tolist(), strict=True)
-    for ((container, key), number), before in zip(pairs, numbers, strict=True):
-        container[key] = type(before)(number)
+    leaves.write_numbers(answers[-1].tolist())

@@ -24,6 +24,7 @@ from .._state.tensors import HOST, to_local
 from .._wire.collectives import Communicator, ProcessGroup, connect
 from .._wire.requests import AllGather, AllReduceMean, Broadcast
 from .._wire.warning import warn
+from .base_state import read_base
 from .collective_generators import CollectiveGenerator, exchange_one
 from .handshake import gather_json
 from .optimizer_base import OptimizerBase
@@ -155,14 +156,15 @@ def catch_up(optimizer: OptimizerBase, comm: Communicator) -> CollectiveGenerato
     unshared.update(optimizer.rank_local_state)
     shared = [
         to_local(value)
-        for state in (saved["state"], saved.get("base", {}).get("state", {}))
-        for key in sorted(state)
-        for name, value in sorted(state[key].items())
+        for key in sorted(saved["state"])
+        for name, value in sorted(saved["state"][key].items())
         if name not in unshared and torch.is_tensor(value)
     ]
+    of_base = read_base(saved.get("base", {}), optimizer.given_options)
+    counts = torch.tensor(of_base.read_numbers(), dtype=torch.float64, device="cpu")
     params = [to_local(p.detach()) for group in optimizer.param_groups for p in group["params"]]
     step = torch.tensor(session.steps, dtype=torch.int64, device="cpu")
-    tensors = [step, *params, *shared]
+    tensors = [step, *params, *shared, *of_base.tensors, counts]
     copied = yield from copy_from_rank_ahead(comm, session.device, tensors, session.steps)
     if copied is None:
         return
@@ -173,6 +175,7 @@ def catch_up(optimizer: OptimizerBase, comm: Communicator) -> CollectiveGenerato
         with defer_signals():
             session.corrupt = "rebind() was interrupted while it wrote a step of another rank"
             write_tensors(tensors, messages)
+            of_base.write_numbers(counts.tolist())
             _load_without_residuals(optimizer, saved, int(step), learned)
 
 

@@ -32,6 +32,7 @@ from .bases import (
     draw_alike,
     find_switch,
     is_in_eval_mode,
+    list_constructor_options,
     may_draw,
     select_options,
     warn_of_unread_options,
@@ -214,6 +215,7 @@ class Wrapper(CompressedOptimizer):
         self._update = WrappedUpdate(self.base)
         members = list_members(self.base)
         self._base_options = {name for member in members for name in member.defaults}
+        self.given_options = list_constructor_options(self.base)
         self._may_draw = may_draw(self.base)
 
     def _bucket_layouts(self, bucket: Bucket) -> dict[str, Layout]:

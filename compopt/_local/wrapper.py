@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .._engine.bases import has_modes, list_constructor_options
+from .._engine.bases import has_modes
 from .._engine.checkpoint import check_groups, warn_of_missing_state
 from .._engine.collective_generators import CollectiveGenerator
 from .._engine.decision import StepDecision
@@ -75,8 +75,7 @@ class AnchoredWrapper(Wrapper):
     def before_layout(self) -> None:
         super().before_layout()
         # ranks step the base on gradients of their own, so what it counts or learns differs
-        self._given_options = list_constructor_options(self.base)
-        self._base_options &= self._given_options
+        self._base_options &= self.given_options
 
     # Anchors
 
