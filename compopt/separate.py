@@ -258,7 +258,8 @@ class Separate(Wrapper, ProjectingOptimizer):
     ``param_groups`` are the base's own, so LR schedulers act on it; ``state_dict()`` holds the
     base's under "base". While the base steps, ``p.grad`` is the averaged gradient (None where no
     rank had one); before and after it is this rank's own. A parameter group of the base may say
-    ``compress``, ``ratio``, ``rank`` and ``ef_beta`` for its tensors.
+    ``compopt_compress``, ``compopt_ratio``, ``compopt_rank`` and ``compopt_ef_beta`` for its
+    tensors.
 
     Args:
         base: an optimizer over the model's parameters, or a list of several over disjoint ones; one
@@ -274,7 +275,7 @@ class Separate(Wrapper, ProjectingOptimizer):
             out of its range.
     """
 
-    options_in_base = (*Wrapper.options_in_base, "ratio", "rank", "ef_beta")
+    options_in_base = ("compress", "ratio", "rank", "ef_beta")
 
     def __init__(
         self,
@@ -317,7 +318,7 @@ class Separate(Wrapper, ProjectingOptimizer):
         )
 
     def _options_for(self, group: Group) -> Group:
-        check_group_sizes(group, self._wrapper_defaults)
+        check_group_sizes(self._select_options(group), self._wrapper_defaults)
         return super()._options_for(group)
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:

@@ -19,9 +19,18 @@ import torch
 
 import compopt
 from compopt._engine.reducing_optimizer import ReducingOptimizer
+from compopt._engine.wrapper import Wrapper
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from randomk import RandomK
+
+
+def as_group_of_base(given: Any) -> Any:
+    """Return a group with the name that ``compress`` has in a group of a base."""
+    if not isinstance(given, dict) or "compress" not in given:
+        return given
+    others = {name: value for name, value in given.items() if name != "compress"}
+    return {**others, "compopt_compress": given["compress"]}
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,8 @@ class Case:
         return self.build or self.cls
 
     def make(self, params: Any, **options: Any) -> torch.optim.Optimizer:
+        if issubclass(self.cls, Wrapper):
+            params = [as_group_of_base(one) for one in params]
         return self.new(params, **{"lr": self.lr, **self.compressed, **options})
 
     def add_group(self, optimizer: Any, group: dict[str, Any]) -> None:

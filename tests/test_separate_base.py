@@ -81,7 +81,9 @@ def test_our_own_adams_as_a_base_does_not_average_again():
 def test_groups_are_the_bases_own_and_schedulers_act_on_it():
     model = Net()
     base = torch.optim.SGD(
-        [{"params": model.up.parameters(), "ratio": 4}, {"params": model.down.parameters()}], lr=1.0, momentum=0.9
+        [{"params": model.up.parameters(), "compopt_ratio": 4}, {"params": model.down.parameters()}],
+        lr=1.0,
+        momentum=0.9,
     )
     optimizer = compopt.Separate(base, projection="gaussian", ratio=16, simulate=True)
     assert optimizer.param_groups is base.param_groups and isinstance(optimizer, torch.optim.Optimizer)
@@ -97,7 +99,7 @@ def test_groups_are_the_bases_own_and_schedulers_act_on_it():
     assert 0 < optimizer.stats.bytes_sent - 4 * payload < 400  # and the header, and the control words
 
     extra = nn.Parameter(torch.ones(64, 64))
-    optimizer.add_param_group({"params": [extra], "compress": False})
+    optimizer.add_param_group({"params": [extra], "compopt_compress": False})
     extra.grad = torch.ones_like(extra)
     optimizer.step()
     assert base.param_groups[2]["params"] == [extra] and not torch.equal(extra, torch.ones(64, 64))

@@ -78,7 +78,7 @@ def columns_of(p: torch.Tensor, moved: torch.Tensor) -> int:
 @pytest.mark.parametrize("named", [False, True])
 def test_a_group_of_the_base_says_how_its_tensors_are_compressed(named):
     """And groups that say nothing take what the wrapper says."""
-    local = [{}, {"ratio": 4}, {"ratio": 32}, {"compress": False}]
+    local = [{}, {"compopt_ratio": 4}, {"compopt_ratio": 32}, {"compopt_compress": False}]
     params = [nn.Parameter(w) for w in weights([(64, 96)] * len(local), torch.float32)]
     groups = [
         {"params": [(f"layer{n}.weight", p)] if named else [p], **message}
@@ -97,7 +97,8 @@ def test_a_group_of_the_base_says_how_its_tensors_are_compressed(named):
 
 def test_a_group_of_the_base_says_its_rank_and_its_weight_of_old_errors():
     params = [nn.Parameter(w) for w in weights([(64, 96)] * 3, torch.float32)]
-    groups = [{"params": params[:1]}, {"params": params[1:2], "rank": 3}, {"params": params[2:], "ef_beta": 1.0}]
+    own = [{}, {"compopt_rank": 3}, {"compopt_ef_beta": 1.0}]
+    groups = [{"params": [p], **options} for p, options in zip(params, own, strict=True)]
     optimizer = compopt.Separate(torch.optim.SGD(groups, lr=1.0), **projecting("tracked", rank=7), simulate=True)
     before = [p.detach().clone() for p in params]
     for p, g in zip(params, gradients(1, 0, [(64, 96)] * 3, torch.float32)[0], strict=True):

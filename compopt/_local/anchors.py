@@ -366,10 +366,19 @@ class Anchors:
         """Return the L2 norm of all residuals of this rank."""
         return float(total_norm([bucket.flat["residual"] for bucket in self.buckets]))
 
-    def differ_from_params(self) -> bool:
-        """Return True if any parameter is not its anchor, in the parameter's dtype."""
+    def differ_from_params(self, tolerance: float = 0.0) -> bool:
+        """Return True if any parameter is not its anchor, in the parameter's dtype.
+
+        ``tolerance``: relative to the largest value of the anchor.
+        """
         pairs = ((to_local(t.param.detach()), to_local(t.anchor.detach())) for t in self.tensors)
-        return any(not torch.equal(p, anchor.to(p.device, p.dtype)) for p, anchor in pairs)
+        for p, anchor in pairs:
+            start = anchor.to(p.device, p.dtype)
+            if not torch.equal(p, start) and not bool(
+                (p - start).abs().amax() <= tolerance * start.abs().amax()
+            ):
+                return True
+        return False
 
     # In the model
 
