@@ -68,8 +68,8 @@ class OptimizerBase(Optimizer):
     simulate = False
     # consecutive skipped steps after which step() raises; users may set it
     max_skipped = 100
-    # the interval at which payloads carry a checksum of the parameters, in steps; 0: never
-    check_replicas_every = 0
+    # steps within which ranks compare all parameters, a part at a time; 0: never. Users may set it
+    check_replicas_every = 100
 
     @property
     def averages_gradients(self) -> bool:

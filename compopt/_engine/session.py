@@ -112,6 +112,8 @@ class Session:
         self.verified_message_options = ""
         # the ranks that hold the other parts of this rank's model, by dimensions of its mesh
         self.shard_communicators: list[Communicator] = []
+        # of the parameters that the last step has summed, if the replica check was due; else 0
+        self.replica_checksum = 0
         self.posted_note = ""  # the kind of note that this rank has left for the others
 
         # buckets and backend
