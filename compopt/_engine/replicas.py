@@ -60,9 +60,10 @@ def checksum_sum(total: Tensor) -> int:
 def _cut_part(tensors: Sequence[Tensor], turn: int, parts: int) -> Iterator[list[Tensor]]:
     """Yield the bytes of a part, as lists of views that are summed together."""
     sizes = [to_local(p).numel() * p.element_size() for p in tensors]
-    rooms = [max(size, TENSOR_BYTES) for size in sizes]
-    parts = min(parts, max(1, sum(rooms) // PART_BYTES))
-    first, last = (sum(rooms) * n // parts for n in (turn % parts, turn % parts + 1))
+    rooms = [-(-max(size, TENSOR_BYTES) // WORD) * WORD for size in sizes]
+    words = sum(rooms) // WORD
+    parts = min(parts, max(1, words * WORD // PART_BYTES))
+    first, last = (WORD * (words * n // parts) for n in (turn % parts, turn % parts + 1))
     views: list[Tensor] = []
     start = copied = 0
     for p, size, room in zip(tensors, sizes, rooms, strict=True):
