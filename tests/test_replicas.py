@@ -172,3 +172,25 @@ def test_parameters_of_several_kinds():
         ranks.models[2].b.bias[6] += 1
     with pytest.raises(ValueError, match=r"rank 2 has"):
         ranks.train(mixed, 9)
+
+
+@pytest.mark.parametrize("options", [{}, {"fragments": 2}, {"delay": 2}])
+@pytest.mark.parametrize("what", ["anchor", "frozen"])
+def test_local_steps_compare_what_is_equal_within_a_round(options, what):
+    def local(ps, process_group):
+        inner = torch.optim.SGD(ps, lr=1e-2)
+        return compopt.LocalSteps(inner, every=4, every_warmup_steps=0, process_group=process_group, **options)
+
+    def model() -> Deep:
+        deep = Deep(6)
+        deep.layers[0].weight.requires_grad_(False)
+        return deep
+
+    ranks = Ranks(2, model, local)
+    ranks.train(loss, 9)
+    with torch.no_grad():
+        frozen = ranks.models[1].layers[0].weight
+        changed = frozen if what == "frozen" else ranks.optimizers[1]._sync.anchors.tensors[7].anchor
+        changed.view(-1)[5] += 1e-6
+    with pytest.raises(ValueError, match=f"{'parameter 0' if what == 'frozen' else 'anchor 7'}.*equal before"):
+        ranks.train(loss, 12 if options else 8)
