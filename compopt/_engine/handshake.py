@@ -30,15 +30,6 @@ from .optimizer_base import OptimizerBase
 from .session import Session
 
 VALUES = "checksum of its values"  # a name in a description
-# causes of a difference in values between ranks that were equal before
-PARTED = (
-    "They were equal before, so since then something has changed parameters on one rank only, or "
-    "on each rank in its own way: code after step() that reads p.grad, which stays the rank's own "
-    "gradient (PEFT's AdaLoRA: broadcast its lora_E from rank 0 after update_and_allocate()); a "
-    "base optimizer that evaluates the model again or counts on the rank's own data; its train() "
-    "and eval() on some ranks; or other hardware on some ranks. Load a checkpoint on all of them. "
-    "compopt's check_replicas_every = 0 switches this check off."
-)
 
 # what must be equal on all ranks, by what it is of and its name: "group 0, lr"
 Description = dict[str, str]
@@ -252,7 +243,15 @@ def _explain_difference(what: str, first: str, other: str, rank: int, in_step: b
         )
     advice = "Make them equal."
     if name == VALUES and in_step:
-        advice = PARTED
+        advice = (
+            "They were equal before, so since then something has changed parameters on one rank "
+            "only, or on each rank in its own way: code after step() that reads p.grad, which "
+            "stays the rank's own gradient (PEFT's AdaLoRA: broadcast its lora_E from rank 0 after "
+            "update_and_allocate()); a base optimizer that evaluates the model again or counts on "
+            "the rank's own data; its train() and eval() on some ranks; or other hardware on some "
+            "ranks. Load a checkpoint on all of them. compopt's check_replicas_every = 0 switches "
+            "this check off."
+        )
     elif name == VALUES:
         advice = (
             "Start all ranks from the same weights: load the same checkpoint, or pass the "

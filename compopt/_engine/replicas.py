@@ -20,8 +20,8 @@ from .._state.tensors import to_local
 
 WORD = 8  # bytes that are added as one integer
 CHECKS = 25  # at least so many in an interval, if it is long enough
-# A part has at least so many bytes, and a tensor counts as so many: few launches, and few tensors in
-# a part, whatever the sizes of tensors.
+# A part has at least so many bytes, and a tensor counts as at least so many: there are few parts
+# where all is small, and few tensors in a part.
 PART_BYTES, TENSOR_BYTES = 1 << 20, 1 << 14
 CAT_BYTES = 1 << 28  # at most so many are copied to lie next to each other
 

@@ -331,7 +331,7 @@ class Step:
         return decision
 
     def _checksum_settings(self) -> int:
-        """Return a checksum of the settings, and of the parameters that the last step has summed."""
+        """Return a checksum of the settings, and of what the last step has summed."""
         return self.optimizer.checksum_settings() ^ self.session.replica_checksum
 
     def _sum_replicas(self) -> torch.Tensor | None:

@@ -318,8 +318,8 @@ class Anchors:
 
     def list_values(self, session: Session) -> list[Setting]:
         """Return the checksum of each anchor, and of each parameter that never had one."""
-        values = [(f"anchor {i}", t.anchor) for i, t in enumerate(self.tensors)]
-        values += self._list_untrained(session)
+        anchors = [(f"anchor {i}", t.anchor) for i, t in enumerate(self.tensors)]
+        values = [*anchors, *self._list_untrained(session)]
         return [(name, {VALUES: checksum_values(to_local(x.detach()))}) for name, x in values]
 
     def list_equal_tensors(self, session: Session) -> list[Tensor]:
