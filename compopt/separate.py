@@ -10,8 +10,8 @@ residual::
     4  ghat <- p R^T / r                                       # to the base optimizer
     5  e_n <- beta e_n + (1 - beta) (h_n - p_n R^T / r);  e_n <- 0 when t % reset_interval == 0
 
-With ``projection="orthonormal"`` R is replaced by orthonormal columns Q that span the same space,
-and 1/r by 1; with "tracked" by columns that follow the gradient, which needs one more exchange.
+With ``projection="tracked"`` R is replaced by orthonormal columns that follow the gradient, and 1/r
+by 1, which needs one more exchange.
 Lines 1, 2, 4 and 5 of one matrix are in ``_lowrank``, and so is Algorithm 3, which adapts the
 ratios.
 
