@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from sim import World
 
 import compopt.muon
+from compopt._state.residuals import Residuals
 
 Views = dict[str, nn.Parameter]
 Make = Callable[[Views, Any], torch.optim.Optimizer]  # from a replica's parameters and its communicator or group
@@ -119,8 +120,8 @@ class WithoutFeedback(Lockstep):
     def step_all(self) -> None:
         super().step_all()
         for optimizer in self.optimizers:
-            for anchored in optimizer._anchors.tensors:
-                anchored.residual.zero_()
+            for bucket in optimizer._anchors.buckets:
+                Residuals(bucket).clear()
 
 
 class WithAveragedMomentum(Lockstep):

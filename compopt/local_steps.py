@@ -52,7 +52,7 @@ from ._engine.handshake import warn_without_gradients
 from ._engine.join import JoinHook, copy_options_from_ranks_with_data
 from ._engine.missing_ranks import RankLeft, explain_failure
 from ._engine.options import ComparedGroups, Group, Setting, is_number, require
-from ._engine.resharding import average_base, average_state
+from ._engine.resharding import average_base, average_residuals, average_state
 from ._engine.session import Handshake, weak_method
 from ._engine.signals import defer_signals
 from ._engine.stats import Stats, show_line
@@ -581,7 +581,6 @@ class LocalSteps(AnchoredWrapper):
                 yield from average_state(t.param.detach(), session.device, session.comm, weight)
         if sync is not None:
             for bucket in sync.anchors.buckets:
-                yield from average_state(bucket.flat["residual"], session.device, session.comm)
-                bucket.cache.pop("has_residual", None)
+                yield from average_residuals(bucket, "residual", session.device, session.comm)
             yield from average_base(self.base, session.buckets, session.comm)
         yield from super().consolidate_as_generator()

@@ -61,6 +61,7 @@ from ._state.bits import make_bits, unpack_bits
 from ._state.buckets import Bucket
 from ._state.layouts import Layout, Sharded
 from ._state.masks import sizes_at_density
+from ._state.residuals import Residuals
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype, bytes_per_value, quantized_bits
 from ._wire.requests import BitOr, ReadToHost, RequestGenerator
@@ -120,9 +121,8 @@ class UnionReducer(ReduceScatterReducer):
         x = self._mask_memory()
         for gap in self.layout.gaps:
             gap.view_in(x).zero_()
-        residual: list[Tensor | None] = [*self.bucket.state["residual"]]
         sums = self.layout.views_in_mask_order(x)
-        return x, self.ops.add_residuals(self.bucket, self.grads, residual, sums)
+        return x, self.ops.add_residuals(self.bucket, self.grads, sums)
 
     def select_largest(self, x: Tensor) -> Tensor:
         """Do lines 2 and 3: store the positions and values of the largest elements of each shard;
@@ -203,10 +203,7 @@ class UnionReducer(ReduceScatterReducer):
             super().feed_back(have_gradients)
             return
         bucket.cache["union_and_leftovers"] = len(self.union), self.codec.leftovers
-        some = [i for i in range(len(grads)) if i not in self.sent_dense and have_gradients[i]]
-        pairs = [(bucket.state["residual"][i], g) for i in some if (g := grads[i]) is not None]
-        if pairs:
-            torch._foreach_add_([e for e, _ in pairs], [g for _, g in pairs])
+        some = {i for i in range(len(grads)) if i not in self.sent_dense and have_gradients[i]}
         sent = self.selected
         if self.owner_payloads[0].rounding_errors is not None:
             rest = self._mask_memory().index_fill_(0, self.positions, 0)
@@ -217,7 +214,11 @@ class UnionReducer(ReduceScatterReducer):
             has_gradient = torch.tensor(have_gradients, dtype=torch.bool, device=sent.device)
             sent = sent * has_gradient.index_select(0, self.layout.tensors_at(self.positions))
         at = self.layout.map_to_tensors(self.positions)
-        bucket.flat["residual"].index_add_(0, at, sent, alpha=-1)
+        with Residuals(bucket).open() as opened:
+            pairs = [(e, g) for i, e in opened.pairs if i in some and (g := grads[i]) is not None]
+            if pairs:
+                torch._foreach_add_([e for e, _ in pairs], [g for _, g in pairs])
+            opened.flat.index_add_(0, at, sent, alpha=-1)
         bucket.cache["has_residual"] = True
 
     def _mask_memory(self) -> Tensor:

@@ -27,7 +27,7 @@ from .._wire.warning import warn
 from .collective_generators import CollectiveGenerator
 from .optimizer_base import OptimizerBase
 from .options import Group, absolute_rates, refuse_unsupported
-from .resharding import average_state, gather_shards
+from .resharding import average_residuals, average_state, gather_shards
 from .session import Session
 
 FORMAT = 1  # the format of state dicts, in every group; a group without one has format 0
@@ -129,8 +129,7 @@ def consolidate_as_generator(optimizer: OptimizerBase) -> CollectiveGenerator[No
     session.overlap.discard()  # payloads of a backward hold the residuals of before
     for bucket in session.buckets:
         for name in optimizer.rank_local_state:
-            if bucket.flat[name].numel():
-                yield from average_state(bucket.flat[name], bucket.device, session.comm)
+            yield from average_residuals(bucket, name, bucket.device, session.comm)
         bucket.gathered_state = {}
         for name in bucket.sharded_names:
             bucket.gathered_state[name] = yield from gather_shards(bucket, name, session.comm)

@@ -6,6 +6,7 @@ import torch
 
 from .._state.buckets import Bucket
 from .._state.layouts import GlobalShape, Layout, LocalShape, Sharded
+from .._state.residuals import Residuals
 from .._wire.collectives import connect, is_sharded_over
 from .fsdp_backward import FSDPBackward, PendingResidual
 from .optimizer import CompressedOptimizer
@@ -44,7 +45,7 @@ class ReducingOptimizer(CompressedOptimizer):
         ``factor``, which clipped the average, is ignored here: all that was sent counts as sent.
         (With projections the clip changes the residual: see ``ProjectingOptimizer``.)
         """
-        pending.write_to(bucket.state["residual"][i], 1.0)
+        pending.write_to(Residuals(bucket), i, 1.0)
 
     def before_layout(self) -> None:
         super().before_layout()

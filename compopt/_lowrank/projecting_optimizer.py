@@ -30,6 +30,7 @@ from .._engine.reducing_optimizer import ReducingOptimizer
 from .._ops.norms import clip_factor, total_norm
 from .._state.buckets import Bucket
 from .._state.layouts import GlobalShape, Layout, LocalShape, PaddedVector
+from .._state.residuals import Residuals
 from .._state.tensors import to_local
 from .._wire.collectives import connect
 from .._wire.warning import warn
@@ -202,7 +203,7 @@ class ProjectingOptimizer(ReducingOptimizer):
             if projection is None:
                 continue
             indices = range(members[0], members[-1] + 1)
-            residual = bucket.stack_state("residual", indices)
+            residual = Residuals(bucket).stack(indices)
             of_stack = grads[indices.start : indices.stop]
             stacks.append(ProjectedStack(indices, projection, of_stack, residual))
         if any(stack.projection.is_tracked for stack in stacks):
@@ -309,10 +310,10 @@ class ProjectingOptimizer(ReducingOptimizer):
         self, bucket: Bucket, i: int, pending: PendingResidual, factor: float
     ) -> None:
         """Do line 5 for tensor i; ``factor`` has clipped the average."""
-        residual, group = bucket.state["residual"][i], bucket.group
-        pending.write_to(residual, factor if is_clipped(group, "average") else 1.0)
+        residuals, group = Residuals(bucket), bucket.group
+        pending.write_to(residuals, i, factor if is_clipped(group, "average") else 1.0)
         if is_reset_step(group, group["step"] + 1):
-            residual.zero_()
+            residuals.scale([i], 0)
         for name, value in pending.state.items():
             stored = bucket.state[name][i] if name in bucket.state else None
             # otherwise ``rank`` or ``projection`` was changed after backward

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from .._ops.operations import Ops
 from .._state.buckets import Bucket
+from .._state.residuals import ResidualStack
 from .projections import Projection
 
 
@@ -44,7 +45,7 @@ class ProjectedStack:
     """Neighbours in a bucket with one projection, at one step.
 
     ``indices``: their places in the bucket. ``grads``: this rank's gradients, None where there is
-    none. ``residual``: their residuals, (k, *shape), which ``feed_back`` writes. ``R``: the random
+    none. ``residual``: their residuals, which ``feed_back`` writes. ``R``: the random
     or orthonormal columns, (k, d, r), or (k, blocks, d, r). ``Q``: the basis of a tracked
     projection, (k, m, r). ``sent``: what this rank sends of p, as it lies in the payload.
     """
@@ -52,7 +53,7 @@ class ProjectedStack:
     indices: range
     projection: Projection
     grads: list[Tensor | None]
-    residual: Tensor
+    residual: ResidualStack
     Q: Tensor | None = None
     R: Tensor | None = None
     sent: Tensor | None = None
@@ -68,7 +69,7 @@ class ProjectedStack:
             self,
             indices=self.indices[at],
             grads=self.grads[at],
-            residual=self.residual[at],
+            residual=self.residual.select(at),
             Q=cut[0],
             R=cut[1],
             sent=sent,
@@ -107,7 +108,7 @@ def make_room(ops: Ops, like: Tensor, shape: torch.Size) -> Tensor:
 
 def add_residual(ops: Ops, stack: ProjectedStack, local_factor: float) -> Tensor:
     """Line 1: return h = g + e, with g times ``local_factor``, in memory of the step."""
-    e = stack.residual
+    e = stack.residual.read()
     h = make_room(ops, e, e.shape)
     if len(stack.grads) == 1 and stack.grads[0] is not None:
         torch.add(e[0], stack.grads[0], alpha=local_factor, out=h[0])
@@ -178,7 +179,7 @@ def feed_back(
     p is what the other ranks received from this one, after rounding. Where the average was clipped
     by ``factor``, only that share of the new error is taken.
     """
-    e, projection, R = stack.residual, stack.projection, stack.columns
+    projection, R = stack.projection, stack.columns
     if projection.beta == 1:
         return
     new = (1 - projection.beta) * factor
@@ -186,18 +187,20 @@ def feed_back(
     if rounding_errors is not None:
         stack.sent.sub_(rounding_errors)
     p = stack.view_as_projected(stack.sent).to(R.dtype)
-    rows = [(to, g) for to, g in zip(e.unbind(), stack.grads, strict=True) if g is not None]
-    if rows:
-        alpha = new * local_factor
-        torch._foreach_add_([to for to, _ in rows], [g for _, g in rows], alpha=alpha)
-    matrices, scale = stack.projection.view_as_matrices(e), -new * projection.scale
-    if projection.has_blocks(R):
-        for columns, p_rows, e_rows in projection.iterate_blocks(R, p, matrices):
-            e_rows.add_(p_rows @ columns.mT, alpha=scale)
-    elif matrices.is_contiguous():
-        matrices.baddbmm_(p, R.mT, alpha=scale)
-    else:
-        matrices.mT.baddbmm_(R, p.mT, alpha=scale)
+    scale = -new * projection.scale
+    with stack.residual.open() as e:
+        rows = [(to, g) for to, g in zip(e.unbind(), stack.grads, strict=True) if g is not None]
+        if rows:
+            alpha = new * local_factor
+            torch._foreach_add_([to for to, _ in rows], [g for _, g in rows], alpha=alpha)
+        matrices = projection.view_as_matrices(e)
+        if projection.has_blocks(R):
+            for columns, p_rows, e_rows in projection.iterate_blocks(R, p, matrices):
+                e_rows.add_(p_rows @ columns.mT, alpha=scale)
+        elif matrices.is_contiguous():
+            matrices.baddbmm_(p, R.mT, alpha=scale)
+        else:
+            matrices.mT.baddbmm_(R, p.mT, alpha=scale)
 
 
 def reconstruct_rows(

@@ -8,13 +8,14 @@ divided among them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from ..._state.buckets import Bucket
 from ..._state.masks import Mask, Tensors
+from ..._state.residuals import Residuals
 from ..._state.tensors import to_local
 from ..._wire.payload import Payload
 from ..._wire.quantization import QuantizedMean
@@ -74,12 +75,12 @@ class NativeOps(NativeUpdates, NativeTopK):
         bucket: Bucket,
         grads: Tensors,
         mask: Mask,
-        residuals: Iterable[Tensor | None] | None = None,
+        adds_residuals: bool = False,
         scale: float = 1.0,
         negate: bool = False,
     ) -> Payload:
         if not can_read(self, bucket):
-            return super().encode(bucket, grads, mask, residuals, scale, negate)
+            return super().encode(bucket, grads, mask, adds_residuals, scale, negate)
         lengths, payload = bucket.lengths, empty_payload(bucket, mask)
         header, body = payload.header, payload.body
         if payload.flat.dtype != torch.float32:  # the pass writes float32
@@ -95,7 +96,7 @@ class NativeOps(NativeUpdates, NativeTopK):
             len(grads),
             n=lengths,
             g=Memory(as_float32(grads), lengths),
-            add=Memory(list(residuals), lengths) if residuals else 0,
+            add=Memory(Residuals(bucket).read_all(), lengths) if adds_residuals else 0,
             index=Memory(positions, sizes),
             mask=Memory(bits, mask_sizes(lengths)),
             k=sizes,
@@ -111,12 +112,11 @@ class NativeOps(NativeUpdates, NativeTopK):
                 payload.body.copy_(body)
         return payload.round()
 
-    def add_residuals(
-        self, bucket: Bucket, grads: Tensors, residuals: Tensors, out: Tensors
-    ) -> Tensor:
+    def add_residuals(self, bucket: Bucket, grads: Tensors, out: Tensors) -> Tensor:
+        residuals = Residuals(bucket).read_all()
         tensors = [x for x in (*grads, *residuals, *out) if x is not None]
         if bucket.device.type != "cpu" or not is_plain(*tensors):
-            return super().add_residuals(bucket, grads, residuals, out)
+            return super().add_residuals(bucket, grads, out)
         lengths, library = bucket.lengths, self.library
         marks = torch.empty(len(grads), dtype=torch.float32, device="cpu")
         none = torch.empty(

@@ -8,7 +8,7 @@ operators.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import compopt_kernels as kernels
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..._state.buckets import Bucket
 from ..._state.masks import Mask, Tensors
+from ..._state.residuals import Residuals
 from ..._state.tensors import pin
 from ..._wire.payload import Payload
 from ..._wire.quantization import QuantizedMean, noise_offset, noise_table
@@ -92,15 +93,15 @@ class TritonOps(KernelOps):
         bucket: Bucket,
         grads: Tensors,
         mask: Mask,
-        residuals: Iterable[Tensor | None] | None = None,
+        adds_residuals: bool = False,
         scale: float = 1.0,
         negate: bool = False,
     ) -> Payload:
         if not is_supported(self, bucket):
-            return super().encode(bucket, grads, mask, residuals, scale, negate)
+            return super().encode(bucket, grads, mask, adds_residuals, scale, negate)
         payload = empty_payload(bucket, mask, [float(g is not None) for g in grads])
         blocks, offsets = blocks_of(bucket), block_offsets(bucket, mask)
-        to_add = [None] * len(grads) if residuals is None else list(residuals)
+        to_add = Residuals(bucket).read_all() if adds_residuals else [None] * len(grads)
         flat: list[Tensor | None] = []  # copies in it have to live until the kernel was launched
 
         def table() -> kernels.Table:

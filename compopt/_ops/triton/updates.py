@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..._state.buckets import Bucket
 from ..._state.masks import Mask, Tensors
+from ..._state.residuals import Residuals
 from ..._wire.payload import Payload
 from ..operations import HYPER
 from ..update_helpers import (
@@ -163,13 +164,14 @@ def adamw_rows(call: AverageCall, have_gradients: list[bool]) -> Iterator[kernel
         flatten(reducer.grads),
     )
     rounding_errors: Tensors = [*call.mean.rounding_error_parts] or [None] * len(grads)
+    residuals = Residuals(bucket).stored if reducer.changes_residual else [None] * len(grads)
     for i, weight in enumerate(contiguous_weights(bucket)):
         tensors = reducer.mask.bits[i], call.mean.parts[i], weight, m[i], v[i], steps[i]
         yield kernels.AdamWRow(
             bucket.lengths[i],
             *tensors,
             update=int(have_gradients[i]),
-            residual=state["residual"][i] if reducer.changes_residual else None,
+            residual=residuals[i],
             grad=grads[i],
             public=published_parameter(bucket, i),
             rounding_errors=rounding_errors[i],
@@ -262,7 +264,7 @@ def scape_rows(
 ) -> Iterator[kernels.ScapeRow]:
     bucket, mask, mean = call.bucket, call.mask, call.mean
     momentum_mask = bucket.cache["momentum_mask"]
-    state, grads = bucket.state, flatten(grads)
+    state, grads, residuals = bucket.state, flatten(grads), Residuals(bucket).stored
     rounding_errors: Tensors = [*mean.rounding_error_parts] or [None] * len(grads)
     rows = zip(contiguous_weights(bucket), old, state["exp_avg"], strict=True)
     for i, (weight, before, m) in enumerate(rows):
@@ -279,7 +281,7 @@ def scape_rows(
             bucket.lengths[i],
             *tensors,
             update=int(have_gradients[i]),
-            residual=state["residual"][i],
+            residual=residuals[i],
             grad=grads[i],
             public=published_parameter(bucket, i),
             rounding_errors=rounding_errors[i],
@@ -314,14 +316,14 @@ def _update_factored(batch: LaunchGroup) -> None:
     updated = []
     for call in batch.calls:
         bucket, state, grads = call.bucket, call.bucket.state, flatten(call.bucket.grads())
-        weights = contiguous_weights(bucket)
+        weights, residuals = contiguous_weights(bucket), Residuals(bucket).stored
         for product in call.reducer.list_factored(call.mean, _numbers_of(call.have_gradients)):
             i, R = product.i, product.R
             row = kernels.FactoredRow(
                 *(product.rows, product.columns, R.shape[1]),
                 *(R, *R.stride(), product.p, product.sent),
                 *(weights[i], state["exp_avg"][i], state["exp_avg_sq"][i], state["step"][i]),
-                residual=state["residual"][i],
+                residual=residuals[i],
                 rounding_errors=product.rounding_errors,
                 grad=grads[i],
                 public=published_parameter(bucket, i),
