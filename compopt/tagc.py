@@ -43,10 +43,12 @@ from ._engine.dense_start import choose_warmup, dense_steps
 from ._engine.fsdp_backward import step_fsdp_shards
 from ._engine.options import (
     Group,
+    ResidualDtype,
     check_adam,
     check_compression,
     check_torch_options,
     is_numeric,
+    read_residual_dtype,
     require_option,
 )
 from ._engine.reducer import ReduceScatterReducer
@@ -287,6 +289,7 @@ class TagcAdamW(ReducingOptimizer):
             parameters, with a scale for each 128 values. The owner keeps the rounding error in
             ``update_residual``, and adds it to the next update. None: parameters are gathered, or
             updates in ``payload_dtype``.
+        residual_dtype: as in :class:`SeparateAdam`.
 
     State: ``exp_avg`` and ``exp_avg_sq`` of this rank's shard of each tensor, as vectors that may
     be empty; for compressed tensors ``residual``, as large as the parameter; with ``update_dtype``
@@ -321,6 +324,7 @@ class TagcAdamW(ReducingOptimizer):
         max_grad_norm: float | None = None,
         payload_dtype: PayloadDtype = None,
         update_dtype: UpdateDtype = None,
+        residual_dtype: ResidualDtype = None,
         when: Literal["always", "auto"] = "always",
         process_group: ProcessGroup | None = None,
         simulate: bool = False,
@@ -331,6 +335,7 @@ class TagcAdamW(ReducingOptimizer):
         fused: bool | None = None,
     ):
         check_torch_options(amsgrad, foreach, capturable, differentiable, fused)
+        self.residual_dtype = read_residual_dtype(residual_dtype)
         defaults = dict(
             lr=lr,
             betas=betas,

@@ -138,7 +138,10 @@ def consolidate_as_generator(optimizer: OptimizerBase) -> CollectiveGenerator[No
             entry = optimizer.state.get(p, {})
             for name in optimizer.rank_local_state:
                 if name in entry:
-                    yield from average_state(entry[name], bucket.device, session.comm)
+                    layout, info = optimizer._bucket_layouts(bucket)[name], TensorInfo(p, True)
+                    values = layout.expand(entry[name], info, entry)
+                    yield from average_state(values, bucket.device, session.comm)
+                    entry[name].copy_(layout.compact(to_local(values), info, entry))
     session.consolidated_at = session.steps
     session.count_save()
 

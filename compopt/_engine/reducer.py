@@ -247,10 +247,12 @@ class AllReduceReducer:
 
     def feed_back(self, have_gradients: list[bool]) -> None:
         errors = self.mean.rounding_errors
+        indices = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
         if errors is not None and self._replaces_residual(errors, have_gradients):
             Residuals(self.bucket).set_all(errors)
+        elif errors is not None and not self.mask.is_sparse:
+            Residuals(self.bucket).set([(i, self.mean.rounding_error_parts[i]) for i in indices])
         elif self.changes_residual:
-            indices = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
             for batch in Residuals(self.bucket).batches(indices, write=True):
                 self._feed_back(batch)
         self.note_residual(have_gradients)

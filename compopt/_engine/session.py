@@ -330,6 +330,7 @@ class Session:
                 comm = self.comm
                 bucket.shards = cut_evenly(bucket.lengths, bucket.compressed, comm.rank, comm.size)
             bucket.mean_factory = self.ops.quantized_mean_factory(bucket)
+            bucket.blocks = self.ops.blocks
             self._fill_state(bucket, optimizer._bucket_layouts(bucket), optimizer.state)
             optimizer.rebuild_cache(bucket)
         optimizer.after_layout()
@@ -390,6 +391,7 @@ class Session:
         self.options.checksum = None
         for bucket in self.buckets:
             bucket.mean_factory = self.ops.quantized_mean_factory(bucket)
+            bucket.blocks = self.ops.blocks
             optimizer.rebuild_cache(bucket)
         optimizer.on_fallback()
 

@@ -31,7 +31,7 @@ from .._ops.norms import scale_, total_norm
 from .._ops.operations import Ops
 from .._state.buckets import Bucket, bucket_bytes
 from .._state.layouts import LocalShape
-from .._state.residuals import Residuals
+from .._state.residuals import Residuals, residual_layout
 from .._state.tensors import HOST, distribute_like, pin, to_local
 from .._wire.collectives import Communicator, get_replicate_size
 from .._wire.payload import ControlFields, Payload, Scratch
@@ -72,11 +72,19 @@ class AnchorBucket(Bucket):
     pseudo_gradient: Tensor | None = None
     is_averaged = False  # any rank has sent what it has moved
 
-    def __init__(self, index: int, group: Group, flat: Tensor, anchors: list[nn.Parameter]):
+    def __init__(
+        self,
+        index: int,
+        group: Group,
+        flat: Tensor,
+        anchors: list[nn.Parameter],
+        residual_dtype: str | None,
+    ):
         names = [f"anchor {i}" for i in range(len(anchors))]
         super().__init__(index, group, [*anchors], names)
         self.anchors = flat
-        self.allocate("residual", LocalShape(self.compute_dtype), [{}] * len(anchors))
+        layout = residual_layout(LocalShape(self.compute_dtype), residual_dtype)
+        self.allocate("residual", layout, [{}] * len(anchors))
 
     @property
     def model_parts(self) -> list[Tensor]:
@@ -199,7 +207,9 @@ class Anchors:
         make_outer: MakeOuter,
         ops: Ops,
         on_host: bool,
+        residual_dtype: str | None = None,
     ):
+        self._residual_dtype = residual_dtype
         self.count, self._payload_dtype = options["fragments"], options["payload_dtype"]
         self._on_host = on_host
         self.ops = choose_backend({HOST.type}) if on_host else ops
@@ -233,10 +243,12 @@ class Anchors:
             flat, parts = copy_wide(run, self._on_host)
             pairs = zip(run, parts, strict=True)
             anchors = [nn.Parameter(distribute_like(p.detach(), part)) for p, part in pairs]
-            bucket = AnchorBucket(len(self.buckets), group, flat, anchors)
+            dtype = self._residual_dtype
+            bucket = AnchorBucket(len(self.buckets), group, flat, anchors, dtype)
             bucket.tensors = [Anchored(p, number, a) for p, a in zip(run, anchors, strict=True)]
             added.update((id(t.param), t) for t in bucket.tensors)
             bucket.mean_factory = self.ops.quantized_mean_factory(bucket)
+            bucket.blocks = self.ops.blocks
             bucket.scratch = self._scratch
             bucket.replicate_size = get_replicate_size(run[0], self._shards)
             self.buckets.append(bucket)
@@ -288,7 +300,7 @@ class Anchors:
         """Quantize by PyTorch's operators, because ranks have chosen different backends."""
         self.ops = ops
         for bucket in self.buckets:
-            bucket.mean_factory = ops.quantized_mean_factory(bucket)
+            bucket.mean_factory, bucket.blocks = ops.quantized_mean_factory(bucket), ops.blocks
 
     @torch.no_grad()
     def note_training(self, params: Sequence[Tensor]) -> None:

@@ -110,10 +110,10 @@ class AnchoredWrapper(Wrapper):
             fragments = assign_to_fragments(self.param_groups, options["fragments"])
         if set(fragments) <= {-1}:
             return None
-        params, on_host = self._params, self.offload == "outer"
+        params, on_host, dtype = self._params, self.offload == "outer", self.residual_dtype
         are_plain = not any(hasattr(p, "device_mesh") for p in params)  # SGD fuses no DTensors
         make_outer = self._make_outer or partial(make_sgd, options, are_plain)
-        anchors = Anchors(params, fragments, options, make_outer, self.ops, on_host)
+        anchors = Anchors(params, fragments, options, make_outer, self.ops, on_host, dtype)
         return FragmentSync(self, anchors)
 
     def _drop_anchors(self) -> None:

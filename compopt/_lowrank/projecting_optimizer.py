@@ -29,7 +29,7 @@ from .._engine.reducer import ReduceScatterReducer
 from .._engine.reducing_optimizer import ReducingOptimizer
 from .._ops.norms import clip_factor, total_norm
 from .._state.buckets import Bucket
-from .._state.layouts import GlobalShape, Layout, LocalShape, PaddedVector
+from .._state.layouts import Layout, PaddedVector
 from .._state.residuals import Residuals
 from .._state.tensors import to_local
 from .._wire.collectives import connect
@@ -86,8 +86,7 @@ class ProjectingOptimizer(ReducingOptimizer):
                     )
 
     def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:
-        layout = GlobalShape if self.replaces_reduce_scatter else LocalShape
-        return {"residual": layout(dtype, compressed_only=True)}
+        return {"residual": self.choose_residual_layout(dtype, compressed_only=True)}
 
     def _bucket_layouts(self, bucket: Bucket) -> dict[str, Layout]:
         layouts = super()._bucket_layouts(bucket)
@@ -101,7 +100,7 @@ class ProjectingOptimizer(ReducingOptimizer):
             q = plan_tensor(p, group, numbers[p][1], unsharded)
             return 0 if q is None else q.m * q.r
 
-        dtype = layouts["residual"].dtype
+        dtype = bucket.compute_dtype
         basis = PaddedVector(dtype, basis_size, unsharded, compressed_only=True, optional=True)
         return {**layouts, "basis": basis}
 

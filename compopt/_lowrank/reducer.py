@@ -129,8 +129,14 @@ class ProjectionReducer:
     def _multiply(self, right: list[Tensor], out: list[Tensor], transposed: bool = False) -> None:
         if not self.stacks:
             return
-        inputs = self.stacks, right, out, self.local_factor, transposed
-        self.ops.run(multiply, self.bucket, *inputs)
+        if not self.stacks[0].residual.is_copy:
+            inputs = self.stacks, right, out, self.local_factor, transposed
+            self.ops.run(multiply, self.bucket, *inputs)
+            return
+        for stack, R, p in zip(self.stacks, right, out, strict=True):
+            for at in stack.residual.cut():
+                part = [stack.select(at)], [R[at]], [p[at]], self.local_factor, transposed
+                self.ops.run(multiply, self.bucket, *part)
 
     def draw_columns(self) -> None:
         """Do line 2: draw R, which is valid until matrices of another bucket are drawn."""
@@ -260,15 +266,17 @@ class ProjectionReducer:
 
     def stacks_with_gradients(self, have_gradients: Sequence[bool]) -> Iterator[ProjectedStack]:
         """Iterate over the stacks, without the tensors that no rank has a gradient of."""
-        for stack in self.stacks:
-            flags = [have_gradients[i] for i in stack.indices]
-            if all(flags):
-                yield stack
-                continue
-            changes = [n for n in range(1, len(flags)) if flags[n] != flags[n - 1]]
-            for first, last in pairwise([0, *changes, len(flags)]):
-                if flags[first]:
-                    yield stack.select(first, last)
+        for whole in self.stacks:
+            for at in whole.residual.cut():
+                stack = whole if len(whole.indices[at]) == len(whole.indices) else whole.select(at)
+                flags = [have_gradients[i] for i in stack.indices]
+                if all(flags):
+                    yield stack
+                    continue
+                changes = [n for n in range(1, len(flags)) if flags[n] != flags[n - 1]]
+                for first, last in pairwise([0, *changes, len(flags)]):
+                    if flags[first]:
+                        yield stack.select(slice(first, last))
 
     def reconstruct_stack(self, stack: ProjectedStack, factor: float, out: Tensor) -> None:
         """Do line 4: write ``factor`` times the averaged gradients of a stack to ``out``."""

@@ -58,9 +58,8 @@ class ProjectedStack:
     R: Tensor | None = None
     sent: Tensor | None = None
 
-    def select(self, first: int, last: int) -> ProjectedStack:
+    def select(self, at: slice) -> ProjectedStack:
         """Return the stack of some of its tensors."""
-        at = slice(first, last)
         cut = [None if x is None else x[at] for x in (self.Q, self.R)]
         sent = self.sent
         if sent is not None:
@@ -109,11 +108,12 @@ def make_room(ops: Ops, like: Tensor, shape: torch.Size) -> Tensor:
 def add_residual(ops: Ops, stack: ProjectedStack, local_factor: float) -> Tensor:
     """Line 1: return h = g + e, with g times ``local_factor``, in memory of the step."""
     e = stack.residual.read()
-    h = make_room(ops, e, e.shape)
+    h = e if stack.residual.is_copy else make_room(ops, e, e.shape)
     if len(stack.grads) == 1 and stack.grads[0] is not None:
         torch.add(e[0], stack.grads[0], alpha=local_factor, out=h[0])
         return h
-    h.copy_(e)
+    if h is not e:
+        h.copy_(e)
     rows = [(to, g) for to, g in zip(h.unbind(), stack.grads, strict=True) if g is not None]
     if rows:
         torch._foreach_add_([to for to, _ in rows], [g for _, g in rows], alpha=local_factor)
@@ -227,7 +227,7 @@ def reconstruct_rows(
 
 def compute_cosines(stack: ProjectedStack, part: Tensor) -> Tensor:
     """Return the cosine between each local gradient and its reconstruction (Algorithm 3)."""
-    R, shape = stack.columns, stack.residual.shape[1:]
+    R, shape = stack.columns, stack.residual.shape
     zeros = R.new_zeros(shape)
     g = torch.stack([zeros if g is None else g.to(R.dtype) for g in stack.grads]).contiguous()
     ghat = torch.empty_like(g)

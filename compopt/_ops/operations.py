@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .._state.bits import find_positions, make_bits, positions_dtype, unpack_bits
+from .._state.blocks import BlockCodec
 from .._state.buckets import Bucket
 from .._state.masks import Mask, Tensors
 from .._state.residuals import Residuals
@@ -236,6 +237,8 @@ class Ops:
         return self.scratch(index, index.numel(), torch.int64).copy_(index)
 
     # int8, int4 and int2
+
+    blocks = BlockCodec()
 
     def quantized_mean_factory(
         self, bucket: Bucket

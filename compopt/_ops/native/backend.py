@@ -20,6 +20,7 @@ from ..._state.tensors import to_local
 from ..._wire.payload import Payload
 from ..._wire.quantization import QuantizedMean
 from ..operations import Fused, Ops, empty_payload
+from .blocks import NativeBlocks
 from .build import isa_of_library, load_library
 from .lowrank import is_tracked, multiply_stacks, update_separate
 from .passes import (
@@ -37,6 +38,7 @@ from .quantization import dequantize, make_mean, quantize
 from .selection import NativeSelection, NativeTopK
 from .updates import NativeUpdates, raise_bad_row, update_adams, update_adamw, update_scape
 
+MAX_DECODED = 2**22  # elements of residuals that a pass reads decoded
 SPARSE = 16  # with fewer than one in so many selected, positions are read faster than bits
 
 
@@ -51,6 +53,7 @@ class NativeOps(NativeUpdates, NativeTopK):
         self.isa = isa_of_library(self.library)
         self.quantize = functools.partial(quantize, self.library)
         self.dequantize = functools.partial(dequantize, self.library)
+        self.blocks = NativeBlocks(self.library)
 
     def quantized_mean_factory(
         self, bucket: Bucket
@@ -79,7 +82,8 @@ class NativeOps(NativeUpdates, NativeTopK):
         scale: float = 1.0,
         negate: bool = False,
     ) -> Payload:
-        if not can_read(self, bucket):
+        is_large = adds_residuals and bucket.numel > MAX_DECODED
+        if not can_read(self, bucket) or (is_large and not Residuals(bucket).is_exact):
             return super().encode(bucket, grads, mask, adds_residuals, scale, negate)
         lengths, payload = bucket.lengths, empty_payload(bucket, mask)
         header, body = payload.header, payload.body

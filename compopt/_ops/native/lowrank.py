@@ -62,11 +62,12 @@ def multiply_stacks(
     given: list[Tensor | None] = []
     columns: dict[str, list[int]] = {name: [] for name in ("e", "right", "out")}
     narrow = [x.contiguous() for x in right]  # alive until the pass has read them
-    for stack, R, product in zip(stacks, narrow, out, strict=True):
+    residuals = [stack.residual.read() for stack in stacks]  # and these
+    for stack, e, R, product in zip(stacks, residuals, narrow, out, strict=True):
         projection, k = stack.projection, len(stack.indices)
         sizes += [(projection.rows, projection.columns, projection.r)] * k
         given += stack.grads
-        for name, x in (("e", stack.residual.read()), ("right", R), ("out", product.mT)):
+        for name, x in (("e", e), ("right", R), ("out", product.mT)):
             columns[name] += address_in_turn(NAMES.get(name, "a factor"), x, [x[0].numel()] * k)
     rows, widths, ranks = (list(x) for x in zip(*sizes, strict=True))
     lengths = [n * m for n, m, _ in sizes]
@@ -101,7 +102,8 @@ def update_separate(
     """Do lines 4 and 5 and AdamW's step of all tensors with a gradient on any rank."""
     indices = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
     parts = averages_in_float32(mean)
-    for residuals in Residuals(bucket).open_parts(indices):
+    dense = {*reducer.list_dense(indices)}
+    for residuals in Residuals(bucket).open_parts([i for i in indices if i not in dense]):
         _update_factored(bucket, ops, mean, reducer, parts, residuals, factor)
     _update_dense(bucket, ops, mean, reducer, parts, indices, factor)
 

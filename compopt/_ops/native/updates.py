@@ -207,9 +207,10 @@ def state_addresses(bucket: Bucket, name: str) -> list[int]:
 def residual_addresses(bucket: Bucket, residuals: Opened) -> list[int]:
     """Return the addresses of opened residuals; 0 for the other tensors."""
     flat, places = residuals.flat, [0] * len(bucket.lengths)
-    first = address("a residual", flat, flat.numel()) - 4 * flat.storage_offset()
+    first = address("a residual", flat, flat.numel())
+    begin = int(flat.storage_offset())
     for i, e in residuals.pairs:
-        places[i] = first + 4 * e.storage_offset()
+        places[i] = first + 4 * (int(e.storage_offset()) - begin)
     return places
 
 

@@ -97,11 +97,12 @@ class TritonOps(KernelOps):
         scale: float = 1.0,
         negate: bool = False,
     ) -> Payload:
-        if not is_supported(self, bucket):
+        can_read = updates_residuals if adds_residuals else is_supported
+        if not can_read(self, bucket):
             return super().encode(bucket, grads, mask, adds_residuals, scale, negate)
         payload = empty_payload(bucket, mask, [float(g is not None) for g in grads])
         blocks, offsets = blocks_of(bucket), block_offsets(bucket, mask)
-        to_add = Residuals(bucket).read_all() if adds_residuals else [None] * len(grads)
+        to_add = Residuals(bucket).stored if adds_residuals else [None] * len(grads)
         flat: list[Tensor | None] = []  # copies in it have to live until the kernel was launched
 
         def table() -> kernels.Table:
@@ -187,11 +188,16 @@ def is_supported(ops: TritonOps, bucket: Bucket) -> bool:
     return bucket.device.type == ops.device and bucket.offload is None
 
 
+def updates_residuals(ops: TritonOps, bucket: Bucket) -> bool:
+    """True if kernels can also write its residuals, which are stored as numbers."""
+    return is_supported(ops, bucket) and Residuals(bucket).is_exact
+
+
 TritonOps.fused = {
-    "_engine.reducer.step_adamw": Fused(is_supported, update_adamw, is_batched=True),
+    "_engine.reducer.step_adamw": Fused(updates_residuals, update_adamw, is_batched=True),
     "_engine.reducer.step_adams": Fused(is_supported, update_adams, is_batched=True),
     "scape.update": Fused(is_supported, update_scape, is_batched=True),
-    "separate.update_tensors": Fused(is_supported, update_separate, is_batched=True),
+    "separate.update_tensors": Fused(updates_residuals, update_separate, is_batched=True),
     "_sparse.scape_masks.Selection": Fused(is_supported, TritonSelection),
     "_sparse.scape_masks.store_next_mask": Fused(is_supported, store_next_masks, is_batched=True),
     "_state.masks.store_mask": Fused(is_supported, store_masks, is_batched=True),
