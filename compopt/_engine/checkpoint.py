@@ -66,7 +66,7 @@ def complete_state_dict(optimizer: OptimizerBase, saved: dict[str, Any]) -> None
     params = [p for group in groups for p in group["params"]]
     number = {p: n for n, p in enumerate(params)}
     for bucket in [*session.buckets, *session.frozen_buckets]:
-        layouts = optimizer._bucket_layouts(bucket)
+        layouts = {**optimizer._bucket_layouts(bucket), **bucket.layouts}  # as it is stored
         for i, p in enumerate(bucket.params):
             if entry := saved["state"].get(number[p]):
                 saved["state"][number[p]] = expand_entry(bucket, i, layouts, entry)
