@@ -217,10 +217,20 @@ def _dequantize(cut, gathered, body, *_) -> int:
     return size(gathered) + size(body)
 
 
-def _factored(rows, **_) -> int:
+def _factored(rows) -> int:
     """Tiles read factors over again, from the device's cache."""
-    once, twice = ("R", "p", "sent_p", "rounding_errors", "grad", "public"), ("w", "m", "v", "residual")
+    once, twice = ("R", "p", "sent_p", "grad", "public"), ("w", "m", "v", "residual")
     return sum(sum(size(getattr(r, n)) for n in once) + 2 * sum(size(getattr(r, n)) for n in twice) for r in rows)
+
+
+def _project(rows, tiles, *_) -> int:
+    """Partial products are written and read."""
+    return sum(size(r.g) + size(r.e) + size(r.narrow) + size(r.out) for r in rows) + 8 * tiles.partial_size
+
+
+def _orthonormalize(stacks, results) -> int:
+    """Three looks at the columns, and the result."""
+    return sum(3 * size(x) + size(q) for x, q in zip(stacks, results, strict=True))
 
 
 # Bytes of what a kernel reads and writes, by what it is called with; of a sector only the values that are selected.
@@ -239,10 +249,10 @@ MOVED: dict[str, Callable[..., int]] = {
     "quantize": _quantize,
     "mean_of_codes": _mean,
     "dequantize": _dequantize,
-    "factored": _factored,
 }
 
 
+BY_TABLE = ["compact_with_table", "factored", "project", "orthonormalize"]
 TABLES: dict[str, Callable[..., int]] = {
     "adamw_table": lambda blocks, rows: _adamw(blocks, None, rows),
     "scape_table": lambda blocks, rows: _scape(blocks, None, None, rows),
@@ -252,6 +262,9 @@ TABLES: dict[str, Callable[..., int]] = {
     "top_k_table": _top_k,
     "encode_table": _encode,
     "decode_table": _decode,
+    "factored_table": _factored,
+    "project_table": _project,
+    "prepare_orthonormalize": _orthonormalize,
 }
 
 
@@ -260,7 +273,7 @@ def _weighed(name: str) -> Callable[..., Any]:
 
     def weighed(*args: Any, **options: Any) -> Any:
         if Counts.running is not None:
-            tables = [x for x in args if isinstance(x, kernels.Table)]
+            tables = [x for x in (getattr(x, "table", x) for x in args) if isinstance(x, kernels.Table)]
             Counts.running.moved += by_table[tables[0]] if tables else MOVED[name](*args, **options)
             Counts.running.moved += size(options.get("squares"))
             if tables and name in ("encode_masks", "decode_masks"):
@@ -276,7 +289,7 @@ def _weighed_table(name: str) -> Callable[..., kernels.Table]:
     def weighed(*args: Any) -> kernels.Table:
         table = function(*args)
         if Counts.running is not None:
-            by_table[table] = TABLES[name](*args)
+            by_table[getattr(table, "table", table)] = TABLES[name](*args)
         return table
 
     return weighed
@@ -364,7 +377,7 @@ def hollow(backend: str, addresses: bool = True) -> Iterator[None]:
             (triton.JITFunction, "run", run_kernel),
             (backends, "has_triton_driver", lambda: True),
             (triton_tables, "triton_device", lambda: DEVICE.type),
-            *[(kernels, name, _weighed(name)) for name in (*MOVED, "compact_with_table")],
+            *[(kernels, name, _weighed(name)) for name in (*MOVED, *BY_TABLE)],
             *[(kernels, name, _weighed_table(name)) for name in TABLES],
         ]:
             stack.enter_context(mock.patch.object(target, name, new))

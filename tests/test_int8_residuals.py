@@ -244,7 +244,8 @@ def test_a_frozen_parameter_keeps_its_residual_and_uses_it_again(name):
     ranks.assert_replicas_equal()
 
 
-def test_parameters_of_half_precision_and_offload_work_too():
+@pytest.mark.parametrize("backend", ["torch"], indirect=True)  # as offloaded state is computed
+def test_parameters_of_half_precision_and_offload_work_too(backend):
     for options in (dict(offload="residual"), dict(offload="residual", payload_dtype="int8")):
         ranks = trained("RadiusAdamW", "int8", 9, **options)
         other = trained("RadiusAdamW", "int8", 9, **{**options, "offload": None})

@@ -72,7 +72,7 @@ class Tensors:
         sizes = [(x.projection.d if transposed else x.projection.m, x.projection.r) for x in self.stacks]
         out = [torch.full((2, r, n), torch.nan).mT for n, r in sizes]
         right = [x.Q if transposed else x.R for x in self.stacks]
-        function(self.bucket, self.ops, self.stacks, right, out, LOCAL, transposed)
+        function(self.bucket, self.ops, self.stacks, right, out, LOCAL, transposed, None)
         return out
 
     def stepped(self, function, factor: float) -> dict[str, torch.Tensor]:

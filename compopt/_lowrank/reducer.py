@@ -26,12 +26,12 @@ from .._state.tensors import upload
 from .._wire.payload import Payload
 from .._wire.requests import AllReduceMean, RequestGenerator
 from .options import is_clipped, is_reset_step
-from .projections import orthonormalize
 from .stacks import (
     ProjectedStack,
     compute_cosines,
     feed_back,
     multiply,
+    orthonormalize_columns,
     reconstruct,
     reconstruct_rows,
 )
@@ -95,10 +95,11 @@ class ProjectionReducer:
                 stack.sent = copy
         mean: Payload = yield AllReduceMean(payload)
         self.mean = mean
+        self._subtract_rounding_errors(mean)
         if self.is_tracked:
             parts = [self._part_of(mean, stack, mean.body) for stack in self.stacks]
             averages = [x.view_as_projected(p) for x, p in zip(self.stacks, parts, strict=True)]
-            for stack, Q in zip(self.stacks, orthonormalize(averages), strict=True):
+            for stack, Q in zip(self.stacks, self._orthonormalize(averages), strict=True):
                 self.next_bases.update(zip(stack.indices, Q.unbind(), strict=True))
         if dense_reducer is not None and dense_reducer.sent_dense:
             yield from dense_reducer.reduce()
@@ -111,32 +112,49 @@ class ProjectionReducer:
             lengths[i] = stack.projection.d * stack.projection.r
         dtype = self.bucket.group["payload_dtype"]
         payload = self.bucket.make_payload(lengths, dtype, use=1)
-        self.ops.write_header(payload, self.bucket.grads())
         bases = [stack.Q for stack in self.stacks if stack.Q is not None]
         unrounded = self._unrounded(payload)
         out = [x.view_as_P(self._part_of(payload, x, unrounded)) for x in self.stacks]
-        self._multiply(bases, out, transposed=True)
+        self._multiply(bases, out, transposed=True, header=payload)
         mean: Payload = yield AllReduceMean(payload.round(), has_next=True)  # line 1
         parts = [self._part_of(mean, stack, mean.body) for stack in self.stacks]
         averages = [
             x.view_as_P(part).to(Q.dtype)
             for x, part, Q in zip(self.stacks, parts, bases, strict=True)
         ]
-        for stack, R in zip(self.stacks, orthonormalize(averages), strict=True):  # line 2
+        for stack, R in zip(self.stacks, self._orthonormalize(averages), strict=True):  # line 2
             stack.R = R
         return mean
 
-    def _multiply(self, right: list[Tensor], out: list[Tensor], transposed: bool = False) -> None:
-        if not self.stacks:
-            return
-        if not self.stacks[0].residual.is_copy:
-            inputs = self.stacks, right, out, self.local_factor, transposed
+    def _multiply(
+        self,
+        right: list[Tensor],
+        out: list[Tensor],
+        transposed: bool = False,
+        header: Payload | None = None,
+    ) -> None:
+        if not any(stack.residual.is_copy for stack in self.stacks):
+            inputs = self.stacks, right, out, self.local_factor, transposed, header
             self.ops.run(multiply, self.bucket, *inputs)
             return
+        if header is not None:
+            self.ops.write_header(header, self.bucket.grads())
         for stack, R, p in zip(self.stacks, right, out, strict=True):
             for at in stack.residual.cut():
-                part = [stack.select(at)], [R[at]], [p[at]], self.local_factor, transposed
+                part = [stack.select(at)], [R[at]], [p[at]], self.local_factor, transposed, None
                 self.ops.run(multiply, self.bucket, *part)
+
+    def _orthonormalize(self, stacks: list[Tensor]) -> list[Tensor]:
+        return self.ops.run(orthonormalize_columns, self.bucket, stacks)
+
+    def _subtract_rounding_errors(self, mean: Payload) -> None:
+        """Set ``sent`` of every stack to what the other ranks have received, after rounding."""
+        errors = mean.rounding_errors
+        if self.stacks and mean.seed is not None and errors is not None:
+            pairs = [
+                (x.sent, self._part_of(mean, x, errors)) for x in self.stacks if x.sent is not None
+            ]
+            torch._foreach_sub_([sent for sent, _ in pairs], [part for _, part in pairs])
 
     def draw_columns(self) -> None:
         """Do line 2: draw R, which is valid until matrices of another bucket are drawn."""
@@ -284,10 +302,7 @@ class ProjectionReducer:
 
     def feed_back_stack(self, stack: ProjectedStack, factor: float) -> None:
         """Do line 5 for a stack; ``factor`` has clipped the average."""
-        errors = None
-        if self.mean.seed is not None and self.mean.rounding_errors is not None:
-            errors = self._part_of(self.mean, stack, self.mean.rounding_errors)
-        feed_back(stack, errors, factor, self.local_factor)
+        feed_back(stack, factor, self.local_factor)
 
     def feed_back_dense(self, indices: Sequence[int], mean: Payload, factor: float) -> None:
         """Set the residuals of tensors that were sent dense to their rounding errors.
@@ -340,9 +355,11 @@ class ProjectionReducer:
             sent = stack.sent.view(len(stack.indices), -1).unbind()
             for i, R, own in zip(stack.indices, stack.columns.unbind(), sent, strict=True):
                 if i in wanted:
-                    errors = None if mean.seed is None else mean.rounding_error_parts[i]
-                    factored.append(Factored(i, rows, columns, R, mean.parts[i], own, errors))
+                    factored.append(Factored(i, rows, columns, R, mean.parts[i], own))
         return factored
+
+    def list_factors(self) -> list[Tensor]:
+        return [x for stack in self.stacks for x in (stack.columns, stack.sent) if x is not None]
 
     def list_dense(self, indices: Sequence[int]) -> list[int]:
         return [i for i in indices if i not in self.stack_of]

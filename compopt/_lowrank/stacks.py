@@ -37,7 +37,8 @@ from torch import Tensor
 from .._ops.operations import Ops
 from .._state.buckets import Bucket
 from .._state.residuals import ResidualStack
-from .projections import Projection
+from .._wire.payload import Payload
+from .projections import Projection, orthonormalize
 
 
 @dataclass
@@ -47,7 +48,8 @@ class ProjectedStack:
     ``indices``: their places in the bucket. ``grads``: this rank's gradients, None where there is
     none. ``residual``: their residuals, which ``feed_back`` writes. ``R``: the random
     or orthonormal columns, (k, d, r), or (k, blocks, d, r). ``Q``: the basis of a tracked
-    projection, (k, m, r). ``sent``: what this rank sends of p, as it lies in the payload.
+    projection, (k, m, r). ``sent``: what this rank sends of p, as it lies in the payload; after the
+    exchange, as the others have received it.
     """
 
     indices: range
@@ -128,10 +130,13 @@ def multiply(
     out: Sequence[Tensor],
     local_factor: float,
     transposed: bool,
+    header: Payload | None,
 ) -> None:
     """Lines 1 and 2: write ``h right``, or ``h^T right``, of each stack to ``out``, which may be of
-    another dtype.
+    another dtype. Write a mark for each tensor of the bucket into the ``header`` of a payload.
     """
+    if header is not None:
+        ops.write_header(header, bucket.grads())
     for stack, R, p in zip(stacks, right, out, strict=True):
         h = stack.projection.view_as_matrices(add_residual(ops, stack, local_factor))
         h = h.mT if transposed else h
@@ -144,6 +149,11 @@ def multiply(
             torch.bmm(h, R, out=p)
         else:  # stored by columns
             torch.bmm(R.mT, h.mT, out=p.mT)
+
+
+def orthonormalize_columns(bucket: Bucket, ops: Ops, stacks: Sequence[Tensor]) -> list[Tensor]:
+    """Return orthonormal columns that span those of each (k, n, r): R from P, Q from p."""
+    return orthonormalize(stacks)
 
 
 def reconstruct(ops: Ops, stack: ProjectedStack, part: Tensor, factor: float, out: Tensor) -> None:
@@ -171,21 +181,17 @@ def expand(projection: Projection, p: Tensor, R: Tensor, out: Tensor) -> None:
         torch.bmm(R, p.mT, out=out.mT)
 
 
-def feed_back(
-    stack: ProjectedStack, rounding_errors: Tensor | None, factor: float, local_factor: float
-) -> None:
+def feed_back(stack: ProjectedStack, factor: float, local_factor: float) -> None:
     """Line 5: e <- beta e + (1 - beta) (g + e - p R^T / r) = e + (1 - beta) (g - p R^T / r).
 
-    p is what the other ranks received from this one, after rounding. Where the average was clipped
-    by ``factor``, only that share of the new error is taken.
+    p is what the other ranks received from this one. Where the average was clipped by ``factor``,
+    only that share of the new error is taken.
     """
     projection, R = stack.projection, stack.columns
     if projection.beta == 1:
         return
     new = (1 - projection.beta) * factor
     assert stack.sent is not None
-    if rounding_errors is not None:
-        stack.sent.sub_(rounding_errors)
     p = stack.view_as_projected(stack.sent).to(R.dtype)
     scale = -new * projection.scale
     with stack.residual.open() as e:

@@ -111,7 +111,7 @@ class Factored(NamedTuple):
     """Tensor ``i``, as a contiguous matrix of ``rows`` rows.
 
     Its averaged gradient is ``R p^T``, R of shape (rows, r), p of (columns, r), stored column by
-    column; ``sent`` is this rank's part of p, ``rounding_errors`` its rounding error.
+    column; ``sent`` is this rank's part of p, as the other ranks have received it.
     """
 
     i: int
@@ -120,7 +120,6 @@ class Factored(NamedTuple):
     R: Tensor
     p: Tensor
     sent: Tensor
-    rounding_errors: Tensor | None
 
 
 class FactoredAverages(Protocol):
@@ -130,6 +129,9 @@ class FactoredAverages(Protocol):
 
     def list_factored(self, mean: Payload, indices: Sequence[int]) -> list[Factored]:
         """Return those of ``indices`` whose averaged gradient is a product."""
+
+    def list_factors(self) -> list[Tensor]:
+        """Return what holds R and ``sent`` of all products."""
 
     def list_dense(self, indices: Sequence[int]) -> list[int]:
         """Return the others."""

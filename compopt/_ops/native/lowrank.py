@@ -35,7 +35,7 @@ from .updates import (
 
 LANES = 16  # as in vectors.h: narrow matrices are copied to rows of whole steps
 PRODUCT = Struct("height width r g e right out")
-FACTORED = Struct("height width r R p sent errors g e w m v step")
+FACTORED = Struct("height width r R p sent g e w m v step")
 
 
 def is_tracked(bucket: Bucket) -> bool:
@@ -53,11 +53,14 @@ def multiply_stacks(
     out: Sequence[Tensor],
     local_factor: float,
     transposed: bool,
+    header: Payload | None,
 ) -> None:
     """Write ``h Q``, or ``h^T R``, of every tensor of the stacks.
 
     It is the first where ``transposed``: H is the transpose of the tensor.
     """
+    if header is not None:
+        ops.write_header(header, bucket.grads())
     sizes: list[tuple[int, int, int]] = []
     given: list[Tensor | None] = []
     columns: dict[str, list[int]] = {name: [] for name in ("e", "right", "out")}
@@ -138,21 +141,16 @@ def _update_factored(
         ),
         p=Memory([parts[i] for i in numbers], narrow),
         sent=Memory(as_float32([x.sent for x in factors]), narrow),
-        errors=Memory([x.rounding_errors for x in factors], narrow),
         g=Memory(as_float32([grads[i] for i in numbers]), lengths),
         w=Memory([weights[i] for i in numbers], lengths),
         e=[places[i] for i in numbers],
         **_state_columns(bucket, numbers, m="exp_avg", v="exp_avg_sq"),
     )
-    share, room = reducer.error_share(factor), max(narrow)
+    share = reducer.error_share(factor)
     (beta1, beta2), sign = group["betas"], -1.0 if group["maximize"] else 1.0
     hyper = float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], sign
     options = Options(*hyper, factor, share, share * reducer.local_factor)
-    memory = per_thread_scratch(ops, weights[0], room)
-    run_over_rows(
-        lengths,
-        lambda a, b, thread: ops.library.factored(table, a, b, options, memory + 4 * room * thread),
-    )
+    run_over_rows(lengths, lambda a, b, _: ops.library.factored(table, a, b, options))
 
 
 def _state_columns(bucket: Bucket, numbers: Sequence[int], **names: str) -> dict[str, list[int]]:
