@@ -219,6 +219,8 @@ class ProjectingOptimizer(ReducingOptimizer):
             for q, has in zip(plan, has_basis, strict=True)
         ]
         random = self._draw(bucket, drawn)
+        if not any(drawn) and {g["projection"] for g in self._option_groups} == {"tracked"}:
+            self._matrices.release()  # the first step has drawn
         for stack in stacks:
             flags, m = [has_basis[i] for i in stack.indices], stack.projection.m
             if all(flags):
