@@ -313,16 +313,16 @@ def _weighed_table(name: str) -> Callable[..., kernels.Table]:
 
 
 read_numbers = decision.read_numbers
-report: list[float] = []
 
 
-def _read_numbers(exchanges: list[BucketExchange]) -> list[float]:
+def _read_numbers(exchanges: list[BucketExchange], replica_sum: Tensor | None) -> Tensor:
     """The numbers that decide, as they would be: every rank has every gradient, all is as it should be."""
     norms = (exchange.agreement.squared_norm for exchange in exchanges)
-    report[:] = [1.0] * sum(1 if norm is None else norm.numel() for norm in norms)
+    report = [1.0] * sum(1 if norm is None else norm.numel() for norm in norms)
     for exchange in exchanges:
         report.extend([*[1.0] * len(exchange.agreement.payload.header), *exchange.control.numbers])
-    return read_numbers(exchanges)
+    assert len(read_numbers(exchanges, replica_sum)) == len(report) + (replica_sum is not None)
+    return torch.tensor(report + [0.0] * (replica_sum is not None), dtype=torch.float64, device="cpu")
 
 
 def _greet(optimizer: object, comm: object, has_problem: bool) -> CollectiveGenerator[bool]:
@@ -367,7 +367,7 @@ def _to_list(x: Tensor) -> Any:
         return to_list(x)
     if Counts.running is not None:
         Counts.running.wait()
-    return list(report) if x.shape == (len(report),) else torch.zeros_like(x, device="cpu").tolist()
+    return torch.zeros_like(x, device="cpu").tolist()
 
 
 @contextlib.contextmanager

@@ -133,7 +133,7 @@ def products(n: int, device: torch.device) -> dict[str, Operation]:
         tiles = kernels.project_tiles(((side, side, 16),), transposed, device)
         narrow_table = kernels.project_table([product], tiles, types, transposed)
         results["project 16, transposed" if transposed else "project 16"] = Operation(
-            lambda row=product, made=(narrow_table, tiles): kernels.project(*made, None, 1.0), 8 * side * side
+            lambda row=product, made=(narrow_table, tiles): kernels.project(*made, None), 8 * side * side
         )
     return results
 
@@ -145,7 +145,7 @@ def codes(n: int, device: torch.device) -> dict[str, Operation]:
     shard, other = (partition := partition_mask((n,), 2, 0.01)).by_rank
     coded = code_layout(shard)
     flags = torch.rand(8 * shard.nbytes, device=device) < 0.01
-    flags[flags.nonzero()[shard.max_k :]] = False
+    flags[flags.nonzero()[shard.k :]] = False
     bits = pack_bits(flags.clone())
     code = torch.zeros((partition.message_bytes + 3) // 4, dtype=torch.int32, device=device)
     encoded = [kernels.EncodeRow(8 * len(bits), bits, 0, *coded)]

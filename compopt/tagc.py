@@ -168,6 +168,8 @@ class UnionReducer(ReduceScatterReducer):
         seed = 1_000_003 * group["step"] + self.bucket.index  # a new one for every bucket and step
         codec = CODECS[group["codec"]]
         self.codec = codec(self.layout, union, self.counts, group["sketch_ratio"], seed)
+        if self.codec.needs_float32:
+            self.payload_dtype = self.bucket.compute_dtype
         flat = self.make_owner_payloads(marks, self.codec.sizes)
         self.write_dense_tensors()
         # x is not needed any more: its memory takes the values to encode, in the order of the mask
@@ -176,11 +178,6 @@ class UnionReducer(ReduceScatterReducer):
         parts = [payload.unrounded_parts[-1] for payload in self.owner_payloads]
         self.codec.encode(parts, values.index_select(0, union))
         return flat
-
-    @property
-    def payload_dtype(self) -> PayloadDtype:
-        needs_float32 = self.is_sparse and self.codec.needs_float32
-        return self.bucket.compute_dtype if needs_float32 else super().payload_dtype
 
     def read_owned_parts(self, dtype: torch.dtype) -> list[Tensor]:
         if not self.is_sparse:

@@ -23,7 +23,6 @@ from ._blocks import (
     alignment_of,
     inlined,
     load_field,
-    load_scalar,
     load_tile,
     on,
     store_field,
@@ -99,7 +98,6 @@ def _project(
     first, chunk = tl.load(tile + 1), tl.load(tile + 2)
     columns, r = tl.multiple_of(tl.load(row + COLUMNS), ALIGN), tl.load(row + RANK)
     down, across = tl.load(row + DOWN), tl.load(row + ACROSS)
-    local_factor = load_scalar(table, 0).to(ST)
     outputs, depth = columns, tl.load(row)
     if not TRANSPOSED:
         outputs, depth = depth, outputs
@@ -118,7 +116,7 @@ def _project(
         else:
             begin, at = tl.multiple_of(first * columns + start, ALIGN), local_i * wide + local_j
         g = load_tile(row, G, begin, at, in_range, GT, ALIGN).to(ST)
-        h = local_factor * g + load_tile(row, E, begin, at, in_range, ST, ALIGN)
+        h = g + load_tile(row, E, begin, at, in_range, ST, ALIGN)
         where, given = (
             j[:, None] * down + k[None, :] * across,
             (j < depth)[:, None] & (k < r)[None, :],
@@ -222,8 +220,8 @@ def project_table(
     )
 
 
-def project(table: Table, tiles: Tiles, header: Tensor | None, local_factor: float) -> None:
-    """Write ``(local_factor g + e) narrow`` of each row to its ``out``, or the product of the
+def project(table: Table, tiles: Tiles, header: Tensor | None) -> None:
+    """Write ``(g + e) narrow`` of each row to its ``out``, or the product of the
     transposed matrix; with a header, write NaN to the marks of gradients that are not finite.
 
     A product of more than ``CHUNK`` inner elements is added up from parts, in the same order in
@@ -234,9 +232,9 @@ def project(table: Table, tiles: Tiles, header: Tensor | None, local_factor: flo
     dtype = torch.float64 if constants["ST"] == tl.float64 else torch.float32
     partial = torch.empty(tiles.partial_size, dtype=dtype, device=device)
     if header is None:
-        addresses, marks = table.with_head([local_factor]), partial
+        addresses, marks = table.with_head(), partial
     else:
-        addresses, marks = table.writable_copy([local_factor]), header
+        addresses, marks = table.writable_copy(), header
     if not len(tiles.products):
         return
     with on(device):

@@ -48,9 +48,9 @@ CASES = {
     "adamw._adamw": [WIDE | {"ROUNDS": False}, WIDE | {"ROUNDS": True}, LOW | {"ROUNDS": True}],
     "scape._moment": [dict(ST=F32, GT=BF16)],
     "scape._scape": [
-        WIDE | {"ADAMS": False, "ROUNDS": False},
-        WIDE | {"ADAMS": False, "ROUNDS": True},
-        LOW | {"ADAMS": True, "ROUNDS": True},
+        WIDE | {"ROUNDS": False},
+        WIDE | {"ROUNDS": True},
+        LOW | {"ROUNDS": True},
     ],
     "top_k._histogram": [
         dict(SHIFT=23, WIDTH=8, MARKS=False, LOADS_MARKED=False, TYPE=F32, PART=4096),

@@ -114,6 +114,9 @@ class Session:
         # those of its site, among which DDP averages
         self.shard_communicators: list[Communicator] = []
         self.site: Communicator | None = None
+        # of the parameters that the last step has summed, if the replica check was due; else 0
+        self.replica_checksum = 0
+        self.absent_ranks = ""  # which ranks had not come, when this rank last looked
         self.posted_note = ""  # the kind of note that this rank has left for the others
 
         # buckets and backend

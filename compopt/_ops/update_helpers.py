@@ -14,15 +14,6 @@ from .._wire.payload import Payload
 from .operations import Group, Ops
 
 
-def count_steps(steps: list[Tensor], have_gradients: list[bool]) -> None:
-    """Add 1 to the step count of each tensor with a gradient on any rank."""
-    counted = [
-        step for step, has_gradient in zip(steps, have_gradients, strict=True) if has_gradient
-    ]
-    if counted:
-        torch._foreach_add_(counted, 1)
-
-
 def feed_back_rounding(
     bucket: Bucket, ops: Ops, mean: Payload, mask: Mask, factor: float = 1.0
 ) -> None:
@@ -123,8 +114,6 @@ class Factored(NamedTuple):
 
 class FactoredAverages(Protocol):
     """The reducer of one bucket, as a fused implementation of lines 4 and 5 uses it."""
-
-    local_factor: float  # clips this rank's gradient
 
     def list_factored(self, mean: Payload) -> list[Factored]:
         """Return the stacks of tensors whose averaged gradient is a product."""

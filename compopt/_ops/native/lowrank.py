@@ -44,7 +44,6 @@ def multiply_stacks(
     stacks: Sequence[Any],
     right: Sequence[Tensor],
     out: Sequence[Tensor],
-    local_factor: float,
     transposed: bool,
     header: Payload | None,
 ) -> None:
@@ -80,7 +79,7 @@ def multiply_stacks(
     run_over_rows(
         lengths,
         lambda a, b, thread: library.project(
-            table, a, b, local_factor, float(not transposed), memory + 4 * room * thread
+            table, a, b, 1.0, float(not transposed), memory + 4 * room * thread
         ),
     )
 
@@ -139,7 +138,7 @@ def _update_factored(
     share = reducer.error_share(factor)
     (beta1, beta2), sign = group["betas"], -1.0 if group["maximize"] else 1.0
     hyper = float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], sign
-    options = Options(*hyper, factor, share, share * reducer.local_factor)
+    options = Options(*hyper, factor, share, share)
     run_over_rows(lengths, lambda a, b, _: ops.library.factored(table, a, b, options))
 
 

@@ -56,7 +56,6 @@ def multiply_stacks(
     stacks: Sequence[Any],
     right: Sequence[Tensor],
     out: Sequence[Tensor],
-    local_factor: float,
     transposed: bool,
     header: Payload | None,
 ) -> None:
@@ -83,7 +82,7 @@ def multiply_stacks(
     shapes = tuple((row.rows, row.columns, row.r) for row in rows)
     tiles = kernels.project_tiles(shapes, not transposed, bucket.device)
     table = kernels.project_table(rows, tiles, types, not transposed)
-    kernels.project(table, tiles, marks, local_factor)
+    kernels.project(table, tiles, marks)
 
 
 def project_rows(
@@ -197,7 +196,7 @@ def _update_factored(batch: LaunchGroup, places: list[Places]) -> None:
         weight_decay=group["weight_decay"],
         of_average=-factor if group["maximize"] else factor,
         of_sent=share,
-        of_grad=share * calls[0].reducer.local_factor,
+        of_grad=share,
     )
 
 
