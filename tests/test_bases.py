@@ -259,6 +259,17 @@ def test_what_a_base_learns_is_each_ranks_own_in_local_steps():
     assert largest_difference(ranks, new) == 0
 
 
+def test_what_a_base_counts_under_the_name_of_an_option_of_ours_is_kept_without_its_own_state_dict():
+    """As torch.distributed.checkpoint and snapshots save it; a base may make the entry in its first step."""
+    p = nn.Parameter(torch.ones(3))
+    optimizer = compopt.Average(Learning([p]))
+    optimizer.param_groups[0]["step"] = 7
+    saved = {name: value for name, value in optimizer.state_dict().items() if name != "base"}
+    new = compopt.Average(Learning([nn.Parameter(torch.ones(3))]))
+    new.load_state_dict(saved)
+    assert new.param_groups[0]["step"] == 7 and new._option_groups[0]["step"] == 0
+
+
 def test_what_a_base_is_given_is_still_compared():
     ranks = ranks_of(compopt.LocalSteps, Learning, every=2, every_warmup_steps=0)
     ranks.optimizers[1].param_groups[0]["lr"] = 0.2
