@@ -167,6 +167,9 @@ def test_ranks_evaluate_the_same_after_a_round_and_go_on():
     switch(ranks, "eval")  # within a round
     end_round(ranks)
     ranks.assert_replicas_equal()
+    end_round(from_train)
+    switch(from_train, "eval")
+    assert largest_difference(from_train, ranks) < 1e-12
     assert not ranks.optimizers[0].param_groups[0]["train_mode"] and not ranks.optimizers[0].round_is_open
 
 
