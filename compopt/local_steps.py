@@ -190,7 +190,7 @@ class LocalSteps(AnchoredWrapper):
 
     @property
     def _is_in_step(self) -> bool:  # type: ignore[override]
-        return self._options["round_seconds"] is None
+        return self._options["round_seconds"] is None and not self._is_comparing
 
     @property
     def _compared_groups(self) -> list[ComparedGroups]:
@@ -207,15 +207,19 @@ class LocalSteps(AnchoredWrapper):
 
     def _running_settings(self) -> list[Setting]:
         counts, sync = self._counts, self._sync
+        if sync is not None and self._is_comparing:  # with a delay ranks do so at different steps
+            return sync.anchors.list_values(self._session)
         running = {"round": counts.round, "mean_step": counts.mean_step}
         if self._is_in_step:
             running["begun"] = counts.begun
         settings: list[Setting] = [("running round", running)]
         if sync is not None and self._is_in_step:
             settings += sync.anchors.list_rates()
-        if sync is not None and sync.is_comparing:
-            settings += sync.anchors.list_values()
         return settings
+
+    @property
+    def _is_comparing(self) -> bool:
+        return self._sync is not None and self._sync.is_comparing
 
     # A step
 

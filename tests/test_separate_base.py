@@ -181,28 +181,6 @@ def test_what_cannot_be_wrapped_is_refused():
         compopt.Separate(compopt.RadiusAdamW([p]))
 
 
-def test_the_local_clip_is_torchs_and_sends_nothing_before_it_is_known(monkeypatch):
-    monkeypatch.setattr(
-        "compopt._state.buckets.BUCKET_BYTES", 20_000
-    )  # several, so that some could be sent in backward
-    sgd = lambda ps: torch.optim.SGD(ps, lr=10.0)  # noqa: E731
-    clipped, by_hand = wrapped(sgd, max_grad_norm=0.01, clip="local"), wrapped(sgd)
-    for _ in range(5):
-        for ranks in (clipped, by_hand):
-            ranks.backward(loss)
-        for model in by_hand.models:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        for ranks in (clipped, by_hand):
-            ranks.world.step(ranks.optimizers)
-            ranks.steps += 1
-    for p, q in zip(clipped.models[0].parameters(), by_hand.models[0].parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
-    for ranks, sends in ((clipped, False), (by_hand, True)):
-        started = ranks.world.comms[0].started
-        ranks.optimizers[0].gradients_ready(list(ranks.models[0].parameters()))
-        assert (ranks.world.comms[0].started > started) == sends
-
-
 @pytest.mark.parametrize("ef_beta", ["auto", 0.95])
 def test_adaptive_moves_columns_to_where_they_are_missed_and_ranks_agree(ef_beta):
     """An error much larger than the gradient makes one tensor's reconstruction bad: it gets more columns."""

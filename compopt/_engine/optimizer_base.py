@@ -70,8 +70,11 @@ class OptimizerBase(Optimizer):
     simulate = False
     # consecutive skipped steps after which step() raises; users may set it
     max_skipped = 100
-    # the interval at which payloads carry a checksum of the parameters, in steps; 0: never
-    check_replicas_every = 0
+    # seconds after which step() raises if ranks have not come to it; None: at the timeout of the
+    # process group. Users may set it
+    patience: float | None = None
+    # steps within which ranks compare all parameters, a part at a time; 0: never. Users may set it
+    check_replicas_every = 100
 
     @property
     def averages_gradients(self) -> bool:
