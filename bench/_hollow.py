@@ -156,10 +156,20 @@ def size(x: Tensor | None) -> int:
 by_table: weakref.WeakKeyDictionary[kernels.Table, int] = weakref.WeakKeyDictionary()
 
 
-def _adamw(blocks, starts, rows, **_) -> int:
-    once = ("bits", "values", "grad", "public")
+def cell(x: Tensor | int | None, n: int, dtype: torch.dtype) -> int:
+    """The bytes of a field of n elements: a tensor, or an address."""
+    return n * dtype.itemsize if isinstance(x, int) and x else size(None if isinstance(x, int) else x)
+
+
+def _adamw(blocks, starts, rows, types=None, **_) -> int:
+    types = types or kernels.AdamWTypes.of(rows)
+    once = {"bits": torch.uint8, "values": types.values, "grad": types.grad, "public": types.public}
     twice = ("w", "m", "v", "residual")
-    return sum(sum(size(getattr(r, n)) for n in once) + 2 * sum(size(getattr(r, n)) for n in twice) for r in rows)
+    return sum(
+        sum(cell(getattr(r, name), r.n, dtype) for name, dtype in once.items())
+        + 2 * sum(cell(getattr(r, name), r.n, types.w) for name in twice)
+        for r in rows
+    )
 
 
 def _scape(blocks, starts, held_starts, rows, **_) -> int:
@@ -217,10 +227,27 @@ def _dequantize(cut, gathered, body, *_) -> int:
     return size(gathered) + size(body)
 
 
-def _factored(rows, **_) -> int:
+def _factored(rows, types, device) -> int:
     """Tiles read factors over again, from the device's cache."""
-    once, twice = ("R", "p", "sent_p", "rounding_errors", "grad", "public"), ("w", "m", "v", "residual")
-    return sum(sum(size(getattr(r, n)) for n in once) + 2 * sum(size(getattr(r, n)) for n in twice) for r in rows)
+    total = 0
+    for r in rows:
+        n = r.rows * r.columns
+        total += cell(r.grad, n, types.grad) + cell(r.public, n, types.public) + 8 * n * types.w.itemsize
+        total += 4 * r.r * (r.rows + 2 * r.columns)
+    return total
+
+
+def _project(rows, tiles, types, *_) -> int:
+    """Partial products are written and read."""
+    n = sum(r.rows * r.columns for r in rows)
+    given = sum(r.rows * r.columns for r in rows if r.g)
+    narrow = sum(r.r * (r.rows + r.columns) for r in rows)
+    return given * types.g.itemsize + n * types.e.itemsize + 4 * narrow + 8 * tiles.partial_size
+
+
+def _orthonormalize(stacks, results) -> int:
+    """Three looks at the columns, and the result."""
+    return sum(3 * size(x) + size(q) for x, q in zip(stacks, results, strict=True))
 
 
 # Bytes of what a kernel reads and writes, by what it is called with; of a sector only the values that are selected.
@@ -239,12 +266,12 @@ MOVED: dict[str, Callable[..., int]] = {
     "quantize": _quantize,
     "mean_of_codes": _mean,
     "dequantize": _dequantize,
-    "factored": _factored,
 }
 
 
+BY_TABLE = ["compact_with_table", "factored", "project", "orthonormalize"]
 TABLES: dict[str, Callable[..., int]] = {
-    "adamw_table": lambda blocks, rows: _adamw(blocks, None, rows),
+    "adamw_table": lambda blocks, rows, *types: _adamw(blocks, None, rows, *types),
     "scape_table": lambda blocks, rows: _scape(blocks, None, None, rows),
     "moment_table": lambda blocks, rows: _moment(blocks, None, rows),
     "compact_table": _compact,
@@ -252,6 +279,9 @@ TABLES: dict[str, Callable[..., int]] = {
     "top_k_table": _top_k,
     "encode_table": _encode,
     "decode_table": _decode,
+    "factored_table": _factored,
+    "project_table": _project,
+    "prepare_orthonormalize": _orthonormalize,
 }
 
 
@@ -260,7 +290,7 @@ def _weighed(name: str) -> Callable[..., Any]:
 
     def weighed(*args: Any, **options: Any) -> Any:
         if Counts.running is not None:
-            tables = [x for x in args if isinstance(x, kernels.Table)]
+            tables = [x for x in (getattr(x, "table", x) for x in args) if isinstance(x, kernels.Table)]
             Counts.running.moved += by_table[tables[0]] if tables else MOVED[name](*args, **options)
             Counts.running.moved += size(options.get("squares"))
             if tables and name in ("encode_masks", "decode_masks"):
@@ -276,7 +306,7 @@ def _weighed_table(name: str) -> Callable[..., kernels.Table]:
     def weighed(*args: Any) -> kernels.Table:
         table = function(*args)
         if Counts.running is not None:
-            by_table[table] = TABLES[name](*args)
+            by_table[getattr(table, "table", table)] = TABLES[name](*args)
         return table
 
     return weighed
@@ -364,7 +394,7 @@ def hollow(backend: str, addresses: bool = True) -> Iterator[None]:
             (triton.JITFunction, "run", run_kernel),
             (backends, "has_triton_driver", lambda: True),
             (triton_tables, "triton_device", lambda: DEVICE.type),
-            *[(kernels, name, _weighed(name)) for name in (*MOVED, "compact_with_table")],
+            *[(kernels, name, _weighed(name)) for name in (*MOVED, *BY_TABLE)],
             *[(kernels, name, _weighed_table(name)) for name in TABLES],
         ]:
             stack.enter_context(mock.patch.object(target, name, new))

@@ -39,6 +39,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ._engine.base_state import average_base, copy_learned_options
+from ._engine.bases import check_mode, has_modes
 from ._engine.collective_generators import CollectiveGenerator, exchange_one, sum_over_groups
 from ._engine.combined import OneOrSeveral, combine_optimizers, describe_members
 from ._engine.decision import StepDecision
@@ -52,7 +54,7 @@ from ._engine.handshake import warn_without_gradients
 from ._engine.join import JoinHook, copy_options_from_ranks_with_data
 from ._engine.missing_ranks import RankLeft, explain_failure
 from ._engine.options import ComparedGroups, Group, Setting, is_number, require
-from ._engine.resharding import average_base, average_state
+from ._engine.resharding import average_state
 from ._engine.session import Handshake, weak_method
 from ._engine.signals import defer_signals
 from ._engine.stats import Stats, show_line
@@ -250,6 +252,7 @@ class LocalSteps(AnchoredWrapper):
         session = self._session
         try:
             check_can_step(session)
+            check_mode(self.base)
             self._check_own_params()
             self._see_ranks_and_groups()
             self.check_changed_options()
@@ -430,10 +433,16 @@ class LocalSteps(AnchoredWrapper):
             ) from None
 
     def end_round_as_generator(self) -> Generator[PendingCollective, None, None]:
-        sync, counts, last = self._sync, self._counts, self._session.stats
         self._check_own_params()
-        if sync is None:
-            return
+        if self._sync is not None:
+            with self._in_train_mode():
+                yield from self._exchange_the_rest(self._sync)
+                if has_modes(self.base):  # eval() sets parameters by the base's state
+                    yield from self._average_base()
+
+    def _exchange_the_rest(self, sync: FragmentSync) -> CollectiveGenerator[None]:
+        """Exchange what has moved since the last exchange of its fragment."""
+        counts, last = self._counts, self._session.stats
         self._session.follow_default_group(self)
         sync.connect(is_delayed=self._options["delay"] > 0)
         step, is_applied = self._options["step"], False
@@ -587,5 +596,13 @@ class LocalSteps(AnchoredWrapper):
             for bucket in sync.anchors.buckets:
                 yield from average_state(bucket.flat["residual"], session.device, session.comm)
                 bucket.cache.pop("has_residual", None)
-            yield from average_base(self.base, session.buckets, session.comm)
+            yield from self._average_base()
         yield from super().consolidate_as_generator()
+
+    def _average_base(self) -> CollectiveGenerator[None]:
+        """Replace the state of the inner optimizer by its mean over ranks, and the numbers that it
+        keeps in its groups by rank 0's.
+        """
+        session, groups = self._session, self.param_groups
+        yield from average_base(self.base, session.buckets, session.comm, session)
+        yield from copy_learned_options(groups, self.given_options, session.comm, session)

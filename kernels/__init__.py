@@ -10,8 +10,8 @@ Without a GPU the kernels run in Triton's interpreter: TRITON_INTERPRET=1, set b
 is imported.
 """
 
-from ._blocks import INTERPRETED, Blocks, Table, make_blocks
-from .adamw import AdamWRow, adamw, adamw_table
+from ._blocks import INTERPRETED, Blocks, Table, addresses_in_turn, make_blocks, upload
+from .adamw import AdamWRow, AdamWTypes, adamw, adamw_table
 from .compact import compact, compact_table, compact_with_table
 from .elias_fano import (
     DecodeRow,
@@ -21,8 +21,10 @@ from .elias_fano import (
     encode_masks,
     encode_table,
 )
-from .factored import FactoredRow, factored
+from .factored import FactoredRow, FactoredTypes, factored, factored_table
 from .masks import block_offsets, block_offsets_table, pack_bits, positions, unpack_bits
+from .orthonormalize import MAX_RANK, orthonormalize, prepare_orthonormalize
+from .project import ProjectRow, ProjectTypes, Tiles, project, project_table, project_tiles
 from .quantize import (
     Programs,
     dequantize,
@@ -36,17 +38,24 @@ from .top_k import TopKRow, top_k, top_k_table
 
 __all__ = [
     "INTERPRETED",
+    "MAX_RANK",
     "AdamWRow",
+    "AdamWTypes",
     "Blocks",
     "DecodeRow",
     "EncodeRow",
     "FactoredRow",
+    "FactoredTypes",
     "Programs",
+    "ProjectRow",
+    "ProjectTypes",
     "ScapeRow",
     "Table",
+    "Tiles",
     "TopKRow",
     "adamw",
     "adamw_table",
+    "addresses_in_turn",
     "block_offsets",
     "block_offsets_table",
     "compact",
@@ -58,18 +67,25 @@ __all__ = [
     "encode_masks",
     "encode_table",
     "factored",
+    "factored_table",
     "make_blocks",
     "make_programs",
     "mean_of_codes",
     "mean_of_headers",
     "moment",
     "moment_table",
+    "orthonormalize",
     "pack_bits",
     "positions",
+    "prepare_orthonormalize",
+    "project",
+    "project_table",
+    "project_tiles",
     "quantize",
     "scape",
     "scape_table",
     "top_k",
     "top_k_table",
     "unpack_bits",
+    "upload",
 ]

@@ -19,6 +19,7 @@ from ._blocks import (
     HEAD_,
     INTERPRETED,
     TYPES,
+    Table,
     alignment_of,
     load_field,
     load_options,
@@ -28,43 +29,49 @@ from ._blocks import (
     on,
     store_field,
     upload,
-    upload_table,
 )
 
 # rows and columns a program: each program reads the factors, so more columns are fewer reads
-ROWS, COLUMNS = (64, 256) if INTERPRETED else (16, 128)
+ROWS, COLUMNS = (64, 256) if INTERPRETED else (4, 128)
 
 
 class FactoredRow(NamedTuple):
-    """One tensor, as a contiguous matrix.
+    """One tensor, as a contiguous matrix; tensors, or their addresses, 0 for none.
 
     The averaged gradient is ``R p^T``: R of shape (rows, r), whose elements lie ``down`` apart
     along a column and ``across`` along a row; p column by column. ``sent_p`` is what this rank
-    sent of p, ``rounding_errors`` its rounding error. ``public``: a copy of ``w`` in lower
-    precision.
+    sent of p. ``public``: a copy of ``w`` in lower precision.
     """
 
     rows: int
     columns: int
     r: int
-    R: Tensor
+    R: Tensor | int
     down: int
     across: int
-    p: Tensor
-    sent_p: Tensor
-    w: Tensor
-    m: Tensor
-    v: Tensor
-    step: Tensor
-    residual: Tensor
-    rounding_errors: Tensor | None = None
-    grad: Tensor | None = None
-    public: Tensor | None = None
+    p: Tensor | int
+    sent_p: Tensor | int
+    w: Tensor | int
+    m: Tensor | int
+    v: Tensor | int
+    step: Tensor | int
+    residual: Tensor | int
+    grad: Tensor | int = 0
+    public: Tensor | int = 0
+
+
+class FactoredTypes(NamedTuple):
+    """The dtypes of all rows: of p and ``sent_p``, of state, of gradients, of ``public``."""
+
+    p: torch.dtype = torch.float32
+    w: torch.dtype = torch.float32
+    grad: torch.dtype = torch.float32
+    public: torch.dtype = torch.float32
 
 
 FIELDS = tl.constexpr(len(FactoredRow._fields))
 COLUMNS_, RANK, R, DOWN, ACROSS, P, SENT_P = (tl.constexpr(f) for f in range(1, 8))
-W, M, V, STEP, RESIDUAL, ROUNDING_ERRORS, GRAD, PUBLIC = (tl.constexpr(f) for f in range(8, 16))
+W, M, V, STEP, RESIDUAL, GRAD, PUBLIC = (tl.constexpr(f) for f in range(8, 15))
 
 
 @triton.jit
@@ -75,7 +82,6 @@ def _factored(
     VT: tl.constexpr,
     GT: tl.constexpr,
     PT: tl.constexpr,
-    ROUNDS: tl.constexpr,
     ALIGN: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -89,13 +95,12 @@ def _factored(
     above, left = i < tl.load(row), j < columns
     average, sent = tl.zeros([ROWS, COLUMNS], ST), tl.zeros([ROWS, COLUMNS], ST)
     for k in range(tl.load(row + RANK)):
-        a = load_field(row, R, i * down + k * across, above, ST)
-        p = load_field(row, P, k * columns + j, left, VT).to(ST)
-        sent_p = load_field(row, SENT_P, k * columns + j, left, VT).to(ST)
-        if ROUNDS:
-            sent_p -= load_field(row, ROUNDING_ERRORS, k * columns + j, left, ST)
-        average += a[:, None] * p[None, :]
-        sent += a[:, None] * sent_p[None, :]
+        a = load_field(row, R, i * down + k * across, above, ST)[:, None]
+        p = load_field(row, P, k * columns + j, left, VT).to(ST)[None, :]
+        sent_p = load_field(row, SENT_P, k * columns + j, left, VT).to(ST)[None, :]
+        # one rounding a term, whatever is compiled: all ranks compute the same bits
+        average = tl.fma(a, p, average)
+        sent = tl.fma(a, sent_p, sent)
 
     lr, beta1, beta2, eps, decay = load_options(table)
     log1, log2 = load_scalar(table, 5), load_scalar(table, 6)
@@ -136,8 +141,27 @@ def tiles_of(
     return upload(torch.cat(offsets), device)
 
 
+def factored_table(
+    rows: Sequence[FactoredRow], types: FactoredTypes, device: torch.device
+) -> Table:
+    """Return a table of these tensors, for ``factored``."""
+    columns = zip(
+        *((row.w, row.m, row.v, row.residual, row.grad, row.public) for row in rows), strict=True
+    )
+    return Table(
+        rows,
+        device,
+        ST=TYPES[types.w],
+        VT=TYPES[types.p],
+        GT=TYPES[types.grad],
+        PT=TYPES[types.public],
+        ALIGN=alignment_of([row.columns for row in rows], *columns),
+    )
+
+
 def factored(
-    rows: Sequence[FactoredRow],
+    shapes: tuple[tuple[int, int], ...],
+    table: Table,
     *,
     lr: float,
     betas: tuple[float, float],
@@ -148,31 +172,21 @@ def factored(
     of_grad: float,
     tile: tuple[int, int] = (ROWS, COLUMNS),
 ) -> None:
-    """Do one AdamW step of all tensors on ``of_average R p^T``; each ``step`` already counts it.
+    """Do one AdamW step of all tensors, of these rows and columns, on ``of_average R p^T``; each
+    ``step`` already counts it.
 
-    ``of_grad grad - of_sent R (sent_p - rounding_errors)^T`` is added to ``residual``.
+    ``of_grad grad - of_sent R sent_p^T`` is added to ``residual``.
     """
-    device = rows[0].w.device
-    tiles = tiles_of(tuple(row[:2] for row in rows), device, *tile)
+    tiles = tiles_of(shapes, table.device, *tile)
     head = [lr, *betas, eps, weight_decay, *log_decays(betas), of_average, of_sent, of_grad]
-    grads = [row.grad.dtype for row in rows if row.grad is not None]
-    public = [row.public.dtype for row in rows if row.public is not None]
-    names = ("w", "m", "v", "residual", "grad", "public")
     if len(tiles):
-        with on(device):
+        with on(table.device):
             _factored[(len(tiles),)](
                 tiles,
-                upload_table(rows, device, head),
-                ST=TYPES[rows[0].w.dtype],
-                VT=TYPES[rows[0].p.dtype],
-                GT=TYPES[grads[0] if grads else torch.float32],
-                PT=TYPES[public[0] if public else torch.float32],
-                ROUNDS=any(row.rounding_errors is not None for row in rows),
-                ALIGN=alignment_of(
-                    [row.columns for row in rows],
-                    *([getattr(row, name) for row in rows] for name in names),
-                ),
+                table.with_head(head),
+                **table.constants,
                 ROWS=tile[0],
                 COLUMNS=tile[1],
                 enable_fp_fusion=False,
+                num_warps=2,
             )

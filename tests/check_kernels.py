@@ -29,11 +29,12 @@ POINTERS = {
     "rows_of": "*i32", "chunks": "*i32", "body": "*fp32", "rounding_errors": "*fp32", "noise": "*fp32",
     "message": "*u8", "received": "*u8", "gathered": "*u8", "codes": "*i8", "out": "*fp32", "place": "i32",
     "stride": "i32", "scales_at": "i32", "codes_at": "i32", "own_codes_at": "i32", "ranks": "i32", "count": "i32",
-    "header": "*fp32", "factors": "*i64", "said": "*fp32",
+    "header": "*fp32", "partial": "*fp32", "triangles": "*fp64", "grams": "*fp64", "factors": "*i64", "said": "*fp32",
 }  # fmt: skip
 F32, BF16 = tl.float32, tl.bfloat16
 WIDE = dict(ST=F32, VT=F32, GT=F32, PT=F32, ALIGN=16)
 LOW = dict(ST=F32, VT=BF16, GT=BF16, PT=BF16, ALIGN=1)
+PROJECT = dict(ST=F32, NT=F32, OT=F32, HT=F32, R=16, OUTPUTS=64, DEPTH=64, CHUNK=1024, PRECISION="tf32x3")
 CASES = {
     "_blocks._starts": [dict(PART=2048)],
     "masks._count": [dict(FIELDS=2), dict(FIELDS=5)],
@@ -47,9 +48,9 @@ CASES = {
     "adamw._adamw": [WIDE | {"ROUNDS": False}, WIDE | {"ROUNDS": True}, LOW | {"ROUNDS": True}],
     "scape._moment": [dict(ST=F32, GT=BF16)],
     "scape._scape": [
-        WIDE | {"ADAMS": False, "ROUNDS": False},
-        WIDE | {"ADAMS": False, "ROUNDS": True},
-        LOW | {"ADAMS": True, "ROUNDS": True},
+        WIDE | {"ROUNDS": False},
+        WIDE | {"ROUNDS": True},
+        LOW | {"ROUNDS": True},
     ],
     "top_k._histogram": [
         dict(SHIFT=23, WIDTH=8, MARKS=False, LOADS_MARKED=False, TYPE=F32, PART=4096),
@@ -62,9 +63,18 @@ CASES = {
     "elias_fano._encode": [{}],
     "elias_fano._decode": [{}],
     "factored._factored": [
-        dict(ST=F32, VT=F32, GT=F32, PT=F32, ROUNDS=True, ALIGN=16, ROWS=16, COLUMNS=128),
-        dict(ST=F32, VT=BF16, GT=BF16, PT=BF16, ROUNDS=False, ALIGN=1, ROWS=16, COLUMNS=128),
+        dict(ST=F32, VT=F32, GT=F32, PT=F32, ALIGN=16, ROWS=4, COLUMNS=128),
+        dict(ST=F32, VT=BF16, GT=BF16, PT=BF16, ALIGN=1, ROWS=4, COLUMNS=128),
     ],
+    "project._project": [
+        PROJECT | dict(GT=F32, TRANSPOSED=False, MARKS=True, ALIGN=16),
+        PROJECT | dict(GT=F32, TRANSPOSED=True, MARKS=False, ALIGN=16),
+        PROJECT | dict(GT=BF16, TRANSPOSED=True, MARKS=True, ALIGN=1),
+    ],
+    "project._add_up": [dict(ST=F32, OT=F32, TRANSPOSED=True, CHUNK=1024, PART=1024)],
+    "orthonormalize._gram": [dict(FIRST=first, XT=F32, R=16, CHUNK=128, ROWS=1) for first in (True, False)],
+    "orthonormalize._factorize": [dict(FIRST=first, XT=F32, R=16, PART=8) for first in (True, False)],
+    "orthonormalize._apply": [dict(FIRST=first, XT=F32, R=16, CHUNK=128) for first in (True, False)],
     "quantize._quantize": [dict(BITS=8, ROWS=8), dict(BITS=4, ROWS=8)],
     "quantize._mean": [dict(BITS=8, ROWS=8), dict(BITS=4, ROWS=8)],
     "quantize._dequantize": [dict(BITS=8, ROWS=8), dict(BITS=4, ROWS=8)],
@@ -87,6 +97,8 @@ def compiled(kernel: triton.JITFunction, constants: dict, target: GPUTarget) -> 
     """The kernel in every form that the compiler has it in."""
     if "BLOCK" in kernel.arg_names and "BLOCK" not in constants:
         constants = constants | {"BLOCK": 8 * constants.get("PART", 128)}
+    if "PRECISION" in constants and target.backend == "hip":
+        constants = constants | {"PRECISION": "ieee"}
     options = {"enable_fp_fusion": False, "num_warps": 8 if "TYPE" in constants and "PART" in constants else 4}
     return triton.compile(source(kernel, constants), target, options).asm
 
@@ -113,7 +125,9 @@ for name, cases in CASES.items():
             spills = spilled(forms)
             assert OLD or (spills and not any(spills)), f"{name} spills on {target.arch}: {spills}"
             if constants.get("ALIGN") == 16 and "ptx" in forms:
-                assert re.search(r"ld\.global\.v4", forms["ptx"]), f"{name} loads one number at a time"
+                assert re.search(r"ld\.global\.v4|cp\.async.*, 0x10", forms["ptx"]), (
+                    f"{name} loads one number at a time"
+                )
 kernels = {
     f"{module}.{name}"
     for module in (
@@ -125,6 +139,8 @@ kernels = {
         "elias_fano",
         "quantize",
         "factored",
+        "project",
+        "orthonormalize",
     )
     for name, value in vars(sys.modules[f"{compopt_kernels.__name__}.{module}"]).items()
     if isinstance(value, triton.JITFunction)

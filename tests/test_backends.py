@@ -58,6 +58,8 @@ def assert_same(ours: Ranks, theirs: Ranks, tolerance: float = 1e-5) -> None:
         a, b = mine.state_dict(), yours.state_dict()
         for key in (k for k, state in a["state"].items() if state["step"]):  # without a gradient all are equally large
             for name, value in a["state"][key].items():
+                if name == "basis":  # QR and Cholesky-QR may choose other signs
+                    value, b["state"][key][name] = value.abs(), b["state"][key][name].abs()
                 torch.testing.assert_close(value, b["state"][key][name], rtol=tolerance, atol=tolerance)
     for p, q in zip(ours.models[0].parameters(), theirs.models[0].parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
@@ -68,7 +70,7 @@ TRITON = {  # each class twice: what it does in all its phases, and the options 
         {"warmup_steps": 2, "interval": 4, "maximize": True, "max_grad_norm": 0.5, "residual_scale": 0.5, "lr": 1e-3}
     ],
     "ScapeAdamS": [
-        {"warmup_steps": 1, "lr": 1e-3, "mask_delay": 0, "bias_correction": "adams", "steps": 2},
+        {"warmup_steps": 1, "lr": 1e-3, "mask_delay": 0, "steps": 2},
         {"warmup_steps": 1, "lr": 1e-3, "max_grad_norm": 0.5, "clip": "scape", "maximize": True},
     ],
     "AdamS": [{"steps": 2}],
@@ -202,13 +204,13 @@ def test_a_batched_implementation_names_the_arguments_of_its_reference():
     pytest.importorskip("triton")
     from compopt import scape, separate
     from compopt._engine import reducer
-    from compopt._ops.triton import updates
+    from compopt._ops.triton import lowrank, updates
 
     calls = {
         reducer.step_adamw: updates.AverageCall,
         reducer.step_adams: updates.AverageCall,
         scape.update: updates.ScapeCall,
-        separate.update_tensors: updates.SeparateCall,
+        separate.update_tensors: lowrank.SeparateCall,
     }
     for reference_function, call in calls.items():
         names = [name for name in inspect.signature(reference_function).parameters if name != "ops"]

@@ -14,6 +14,7 @@ import torch
 from oracles import kernels as reference
 from ranks import HANG_GUARD
 
+from compopt._lowrank.projections import orthonormalize_by_cholesky
 from compopt._state.masks import code_layout, encode_mask, partition_mask
 
 kernels = pytest.importorskip("compopt_kernels", reason="needs triton")
@@ -147,17 +148,17 @@ def test_adamw_maximizes(device):
 
 
 @pytest.mark.parametrize(
-    "bias_correction, clip, maximize, grad",
-    [("scape", 0.5, True, torch.float32), ("adams", 1.0, False, torch.bfloat16), ("scape", 1.0, False, torch.float16)],
+    "clip, maximize, grad",
+    [(0.5, True, torch.float32), (1.0, False, torch.bfloat16), (1.0, False, torch.float16)],
 )
-def test_scape(device, grad, bias_correction, clip, maximize):
+def test_scape(device, grad, clip, maximize):
     draw = Draw(device)
     bits, index, sizes = draw.masks(0.2, dense=3)
     held_bits, held, held_sizes = draw.masks(0.1, dense=0)
     w, residual, grads = draw.some(), draw.some(), draw.some(grad)
     old, values = draw.some(lengths=held_sizes), draw.some(torch.bfloat16, sizes)
     steps = [torch.tensor(float(s), device=device) for s in (1, 2, 3, 4, 5)]
-    options = dict(bias_correction=bias_correction, clip=clip, maximize=maximize)
+    options = dict(clip=clip, maximize=maximize)
     ours_w, ours_e = [x.clone() for x in w], [x.clone() for x in residual]
     new = [torch.zeros(k, device=device) for k in sizes]
     rounding_errors = [draw.one(k) * 1e-3 for k in sizes] if clip == 0.5 else [None] * len(sizes)
@@ -189,8 +190,8 @@ def test_scape(device, grad, bias_correction, clip, maximize):
     close(ours_e, residual)
 
 
-@pytest.mark.parametrize("tile, grad, rounds", [((16, 32), torch.float32, True), ((64, 16), torch.bfloat16, False)])
-def test_factored(device, tile, grad, rounds):
+@pytest.mark.parametrize("tile, grad", [((16, 32), torch.float32), ((64, 16), torch.bfloat16)])
+def test_factored(device, tile, grad):
     """AdamW on R p^T and what is held back; one tensor is smaller than a tile, one has no gradient."""
     draw, rows, r = Draw(device), [], 5
     betas, shares = HYPER["betas"], dict(of_average=-0.5, of_sent=0.7, of_grad=0.3)
@@ -200,25 +201,72 @@ def test_factored(device, tile, grad, rounds):
         R = R.contiguous() if n == 1 else R
         w, m, e = (draw.one(height * width) for _ in range(3))
         v, g = draw.one(height * width).square(), None if n == 2 else draw.one(height * width, grad)
-        rounding_errors = draw.one(width * r) * 0.1 if rounds else None
         public, step = w.bfloat16(), torch.tensor(3.0, device=device)
         state = [x.clone() for x in (w, m, v, e)]
         rows.append(
             kernels.FactoredRow(
                 height, width, r, R, *R.stride(), p.t().contiguous().view(-1), local.t().contiguous().view(-1),
-                w, m, v, step, e, rounding_errors, g, public,
+                w, m, v, step, e, 0 if g is None else g, public,
             )
         )  # fmt: skip
-        sent = local if rounding_errors is None else local - rounding_errors.view(r, width).t()
         average = -0.5 * (R @ p.t()).reshape(-1)
         was = 0 if g is None else g.float()
         reference.adamw_(state[0], average, state[1], state[2], 3.0, **HYPER)
-        state[3] += 0.3 * was - 0.7 * (R @ sent.t()).reshape(-1)
+        state[3] += 0.3 * was - 0.7 * (R @ local.t()).reshape(-1)
         expected.append(state)
-    kernels.factored(rows, **{**HYPER, "betas": betas}, **shares, tile=tile)
+    shapes = tuple((row.rows, row.columns) for row in rows)
+    table = kernels.factored_table(rows, kernels.FactoredTypes(grad=grad, public=torch.bfloat16), device)
+    kernels.factored(shapes, table, **{**HYPER, "betas": betas}, **shares, tile=tile)
     for row, (w, m, v, e) in zip(rows, expected, strict=True):
         close([row.w, row.m, row.v, row.residual], [w, m, v, e], 2e-5)
         close([row.public.float()], [row.w], COARSE)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("grad, sent", [(torch.float32, torch.float32), (torch.bfloat16, torch.float16)])
+def test_project(device, transposed, grad, sent):
+    """Also of more rows and columns than a program adds up; one tensor has no gradient, one an infinite one."""
+    draw, rows, expected, marks = Draw(device), [], [], torch.ones(6, device=device)
+    for n, (height, width, r) in enumerate([(70, 130, 3), (2100, 48, 16), (48, 2100, 17), (5, 9, 2), (8, 16, 1)]):
+        depth, outputs = (height, width) if transposed else (width, height)
+        e, g = draw.one(height * width), None if n == 3 else draw.one(height * width, grad)
+        narrow = draw.one(depth * r).view(depth, r) if n % 2 else draw.one(depth * r).view(r, depth).t()
+        if n == 4:
+            g[-1] = torch.inf
+        h = (g.double() if g is not None else 0) + e.double()
+        h = h.view(height, width).t() if transposed else h.view(height, width)
+        expected.append((h @ narrow.double()).t().to(sent))
+        out = torch.full((r, outputs), torch.nan, dtype=sent, device=device)
+        rows.append(kernels.ProjectRow(height, width, r, *narrow.stride(), n + 1, narrow, out, e, g))
+    shapes = tuple((row.rows, row.columns, row.r) for row in rows)
+    tiles = kernels.project_tiles(shapes, transposed, device)
+    for header in (None, marks):
+        table = kernels.project_table(rows, tiles, kernels.ProjectTypes(torch.float32, sent, g=grad), transposed)
+        for _ in range(2):  # a table serves again
+            kernels.project(table, tiles, header)
+    close([row.out.float() for row in rows[:-1]], [x.float() for x in expected[:-1]], 2e-3 if sent != grad else 1e-4)
+    assert marks[:5].tolist() == [1.0] * 5
+    assert marks[5].isnan()
+
+
+def test_orthonormalize(device):
+    """Of many rows, of dependent columns and of zeros, in the reference's layouts."""
+    draw = Draw(device)
+    stacks = [draw.one(2 * 40 * 5).view(2, 40, 5), draw.one(3 * 700 * 5).view(3, 5, 700).mT]
+    stacks += [
+        torch.zeros(1, 20, 5, device=device),
+        draw.one(1030 * 3).view(1, 1030, 3),
+        draw.one(12 * 12).view(1, 12, 12),
+    ]
+    stacks[1][0][:, 3] = 2 * stacks[1][0][:, 2]
+    results = [torch.full(stack.shape, torch.nan, device=device) for stack in stacks]
+    prepared = kernels.prepare_orthonormalize(stacks, results)
+    for _ in range(2):
+        kernels.orthonormalize(prepared)
+    close(results, orthonormalize_by_cholesky(stacks), 1e-5)
+    for Q in results:
+        identity = torch.eye(Q.shape[-1], dtype=torch.float64, device=device).expand(len(Q), -1, -1)
+        close([Q.double().mT @ Q.double()], [identity], 1e-6)
 
 
 @pytest.mark.parametrize("size", [64, 1024])  # elements of a block: several programs a tensor, and one
@@ -289,7 +337,7 @@ def test_elias_fano_code(device, density):
     for rank, shard in enumerate(partition.by_rank):
         n = 8 * (shard.nbytes)
         flags = torch.zeros(n, dtype=torch.bool)
-        flags[torch.randperm(n, generator=random)[: shard.max_k]] = True
+        flags[torch.randperm(n, generator=random)[: shard.k]] = True
         bits, whole = reference.pack_bits(flags), [*whole, flags]
         upper, row_bits, low = code_layout(shard)
         message = messages[rank * partition.message_bytes : (rank + 1) * partition.message_bytes]
@@ -340,7 +388,7 @@ def test_the_benchmark_runs_every_kernel(device, capsys, monkeypatch):
         operation.run()
     kinds = {name.split()[0] for name in results}
     assert kinds == {"copy", "pack_bits", "unpack_bits", "block_offsets", "positions", "compact", "adamw", "scape",
-                     "top_k", "encode_masks", "decode_masks", "factored"}  # fmt: skip
+                     "top_k", "encode_masks", "decode_masks", "factored", "orthonormalize", "project"}  # fmt: skip
     assert all(operation.nbytes > 0 for operation in results.values())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["gpu_kernels.py"])

@@ -100,7 +100,7 @@ def read_decision(
     for exchange, squared in zip(exchanges, squares, strict=True):
         bucket, payload = exchange.bucket, exchange.agreement.payload
         payload.marks = marks = list(islice(numbers, len(payload.header)))
-        control = exchange.control.split(list(islice(numbers, len(exchange.control))))
+        control = exchange.control.split(list(islice(numbers, len(exchange.control.numbers))))
         decision.control_means = control  # at the end the last bucket's, with the step's fields
         pairs = zip(bucket.names, marks, strict=True)
         decision.non_finite += [name for name, mark in pairs if mark != mark]

@@ -48,6 +48,8 @@ class OptimizerBase(Optimizer):
     rank_local_state: tuple[str, ...] = ()
     # sharded error feedback, which only the owner of a shard has; consolidate_state() gathers it
     owner_only_state: tuple[str, ...] = ()
+    # of a wrapper: what constructors of its base take; all else in the base's groups is learned
+    given_options: set[str] = set()
     # masks that the next step chooses anew if they are all zero
     mask_state: tuple[str, ...] = ()
     # ZeRO-1: each rank keeps the state of its shards, and the step gathers parameters. False inside

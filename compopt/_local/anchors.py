@@ -377,10 +377,19 @@ class Anchors:
         """Return the L2 norm of all residuals of this rank."""
         return float(total_norm([bucket.flat["residual"] for bucket in self.buckets]))
 
-    def differ_from_params(self) -> bool:
-        """Return True if any parameter is not its anchor, in the parameter's dtype."""
+    def differ_from_params(self, tolerance: float = 0.0) -> bool:
+        """Return True if any parameter is not its anchor, in the parameter's dtype.
+
+        ``tolerance``: relative to the largest value of the anchor.
+        """
         pairs = ((to_local(t.param.detach()), to_local(t.anchor.detach())) for t in self.tensors)
-        return any(not torch.equal(p, anchor.to(p.device, p.dtype)) for p, anchor in pairs)
+        for p, anchor in pairs:
+            start = anchor.to(p.device, p.dtype)
+            if not torch.equal(p, start) and not bool(
+                (p - start).abs().amax() <= tolerance * start.abs().amax()
+            ):
+                return True
+        return False
 
     # In the model
 
@@ -408,7 +417,7 @@ class Anchors:
 
     def end_exchange(self, buckets: Sequence[AnchorBucket]) -> None:
         """Free the memory of an exchange of these buckets; a small model on a CPU keeps it."""
-        size = sum(8 * bucket.numel for bucket in self.buckets)  # values and rounding errors
+        size = sum(8 * sum(bucket.lengths) for bucket in self.buckets)  # values and rounding errors
         keeps = size <= KEPT_BYTES and all(b.device.type == "cpu" for b in buckets)
         self._scratch = self._scratch if keeps else Scratch()
         for bucket in buckets:

@@ -35,8 +35,7 @@ from .._ops.norms import squared_norms
 from .._wire.collectives import Communicator, PendingCollective
 from .._wire.requests import AllGather, AllReduceMean, CommunicationError, EncodeError
 from .anchors import AnchorBucket, Anchored, Anchors, check_outer_rates, write_params
-from .rounds import RoundCounts, outer_share
-from .sketches import make_sketch, sketch_size, sum_of_products
+from .rounds import RoundCounts, make_sketch, outer_share, sketch_size, sum_of_products
 
 # The number of float64 fields of a message: the number of exchanges, the checksums of the settings
 # and of the anchors, the fields of Contribution, the squared norm, the sum of the replica check.

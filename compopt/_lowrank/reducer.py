@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._engine.reducer import ReduceScatterReducer
-from .._ops.norms import clip_factor, scale_all_, stacked_squared_norms
+from .._ops.norms import clip_factor, stacked_squared_norms
 from .._ops.operations import Ops
 from .._ops.update_helpers import Factored
 from .._state.buckets import Bucket
@@ -24,13 +24,13 @@ from .._state.masks import Mask
 from .._state.tensors import upload
 from .._wire.payload import Payload
 from .._wire.requests import AllReduceMean, RequestGenerator
-from .options import is_clipped, is_reset_step
-from .projections import orthonormalize
+from .options import is_reset_step
 from .stacks import (
     ProjectedStack,
     compute_cosines,
     feed_back,
     multiply,
+    orthonormalize_columns,
     reconstruct,
     reconstruct_rows,
 )
@@ -40,8 +40,8 @@ from .stacks import (
 class ReducerInputs:
     """The tensors of one bucket at one step, and how they are reduced.
 
-    ``draw_columns`` draws R of the stacks that are projected on random columns. ``local_factor``
-    clips the local gradient. ``norm_is_reproducible`` asks for a norm that does not depend on the
+    ``draw_columns`` draws R of the stacks that are projected on random columns.
+    ``norm_is_reproducible`` asks for a norm that does not depend on the
     number of threads, since every rank clips by the norm that it computes. ``params_with_basis``
     are the parameters whose basis has been computed by a step. ``on_cosines`` receives the cosines
     of Algorithm 3 in a step that adapts to them. ``dense_reducer`` reduces what is not projected
@@ -50,7 +50,6 @@ class ReducerInputs:
 
     stacks: list[ProjectedStack]
     draw_columns: Callable[[list[ProjectedStack]], None]
-    local_factor: float
     sends_residuals: bool
     norm_is_reproducible: bool
     params_with_basis: set[Tensor]
@@ -63,7 +62,7 @@ class ProjectionReducer:
 
     def __init__(self, bucket: Bucket, ops: Ops, inputs: ReducerInputs):
         self.bucket, self.ops, self.inputs = bucket, ops, inputs
-        self.stacks, self.local_factor = inputs.stacks, inputs.local_factor
+        self.stacks = inputs.stacks
         self.stack_of = {i: stack for stack in self.stacks for i in stack.indices}
         self.dense = [i for i in range(len(bucket.params)) if i not in self.stack_of]
         self.is_tracked = any(stack.projection.is_tracked for stack in self.stacks)
@@ -94,10 +93,11 @@ class ProjectionReducer:
                 stack.sent = copy
         mean: Payload = yield AllReduceMean(payload)
         self.mean = mean
+        self._subtract_rounding_errors(mean)
         if self.is_tracked:
             parts = [self._part_of(mean, stack, mean.body) for stack in self.stacks]
             averages = [x.view_as_projected(p) for x, p in zip(self.stacks, parts, strict=True)]
-            for stack, Q in zip(self.stacks, orthonormalize(averages), strict=True):
+            for stack, Q in zip(self.stacks, self._orthonormalize(averages), strict=True):
                 self.next_bases.update(zip(stack.indices, Q.unbind(), strict=True))
         if dense_reducer is not None and dense_reducer.sent_dense:
             yield from dense_reducer.reduce()
@@ -110,26 +110,40 @@ class ProjectionReducer:
             lengths[i] = stack.projection.d * stack.projection.r
         dtype = self.bucket.group["payload_dtype"]
         payload = self.bucket.make_payload(lengths, dtype, use=1)
-        self.ops.write_header(payload, self.bucket.grads())
         bases = [stack.Q for stack in self.stacks if stack.Q is not None]
         unrounded = self._unrounded(payload)
         out = [x.view_as_P(self._part_of(payload, x, unrounded)) for x in self.stacks]
-        self._multiply(bases, out, transposed=True)
+        self._multiply(bases, out, transposed=True, header=payload)
         mean: Payload = yield AllReduceMean(payload.round(), has_next=True)  # line 1
         parts = [self._part_of(mean, stack, mean.body) for stack in self.stacks]
         averages = [
             x.view_as_P(part).to(Q.dtype)
             for x, part, Q in zip(self.stacks, parts, bases, strict=True)
         ]
-        for stack, R in zip(self.stacks, orthonormalize(averages), strict=True):  # line 2
+        for stack, R in zip(self.stacks, self._orthonormalize(averages), strict=True):  # line 2
             stack.R = R
         return mean
 
-    def _multiply(self, right: list[Tensor], out: list[Tensor], transposed: bool = False) -> None:
-        if not self.stacks:
-            return
-        inputs = self.stacks, right, out, self.local_factor, transposed
-        self.ops.run(multiply, self.bucket, *inputs)
+    def _multiply(
+        self,
+        right: list[Tensor],
+        out: list[Tensor],
+        transposed: bool = False,
+        header: Payload | None = None,
+    ) -> None:
+        self.ops.run(multiply, self.bucket, self.stacks, right, out, transposed, header)
+
+    def _orthonormalize(self, stacks: list[Tensor]) -> list[Tensor]:
+        return self.ops.run(orthonormalize_columns, self.bucket, stacks)
+
+    def _subtract_rounding_errors(self, mean: Payload) -> None:
+        """Set ``sent`` of every stack to what the other ranks have received, after rounding."""
+        errors = mean.rounding_errors
+        if self.stacks and mean.seed is not None and errors is not None:
+            pairs = [
+                (x.sent, self._part_of(mean, x, errors)) for x in self.stacks if x.sent is not None
+            ]
+            torch._foreach_sub_([sent for sent, _ in pairs], [part for _, part in pairs])
 
     def draw_columns(self) -> None:
         """Do line 2: draw R, which is valid until matrices of another bucket are drawn."""
@@ -155,7 +169,7 @@ class ProjectionReducer:
         Its header is copied from ``mean_of_P``, on which all ranks have agreed already.
         """
         bucket, inputs = self.bucket, self.inputs
-        if not self.stacks and self.local_factor == 1:  # one pass, where the backend has one
+        if not self.stacks:  # one pass, where the backend has one
             residual: list[Tensor | None] = [*bucket.state["residual"]]
             add = residual if inputs.sends_residuals else None
             return self.ops.encode(bucket, bucket.grads(), Mask(bucket), add)
@@ -192,7 +206,6 @@ class ProjectionReducer:
         absent = [p for p, g in pairs if g is None]
         if given:
             torch._foreach_copy_([p for p, _ in given], [g for _, g in given])
-            scale_all_([p for p, _ in given], self.local_factor)
         if absent:
             torch._foreach_zero_(absent)
         if self.inputs.sends_residuals:
@@ -257,8 +270,7 @@ class ProjectionReducer:
 
     def clip_factor(self, norm: float) -> float:
         """Return the factor that clips the averaged gradient."""
-        group = self.bucket.group
-        return clip_factor(norm, group["max_grad_norm"]) if is_clipped(group, "average") else 1.0
+        return clip_factor(norm, self.bucket.group["max_grad_norm"])
 
     def stacks_with_gradients(self, have_gradients: Sequence[bool]) -> Iterator[ProjectedStack]:
         """Iterate over the stacks, without the tensors that no rank has a gradient of."""
@@ -278,10 +290,7 @@ class ProjectionReducer:
 
     def feed_back_stack(self, stack: ProjectedStack, factor: float) -> None:
         """Do line 5 for a stack; ``factor`` has clipped the average."""
-        errors = None
-        if self.mean.seed is not None and self.mean.rounding_errors is not None:
-            errors = self._part_of(self.mean, stack, self.mean.rounding_errors)
-        feed_back(stack, errors, factor, self.local_factor)
+        feed_back(stack, factor)
 
     def feed_back_dense(self, indices: Sequence[int], mean: Payload, factor: float) -> None:
         """Set the residuals of tensors that were sent dense to their rounding errors.
@@ -327,17 +336,14 @@ class ProjectionReducer:
         """True where every averaged gradient is dense, or a product of narrow matrices."""
         return self.is_tracked or not self.stacks
 
-    def list_factored(self, mean: Payload, indices: Sequence[int]) -> list[Factored]:
+    def list_factored(self, mean: Payload) -> list[Factored]:
         factored: list[Factored] = []
-        wanted = {*indices}
         for stack in self.stacks if self.is_tracked else ():
-            rows, columns = stack.projection.rows, stack.projection.columns
+            k, q = len(stack.indices), stack.projection
+            p = self._part_of(mean, stack, mean.body).view(k, -1)
             assert stack.sent is not None
-            sent = stack.sent.view(len(stack.indices), -1).unbind()
-            for i, R, own in zip(stack.indices, stack.columns.unbind(), sent, strict=True):
-                if i in wanted:
-                    errors = None if mean.seed is None else mean.rounding_error_parts[i]
-                    factored.append(Factored(i, rows, columns, R, mean.parts[i], own, errors))
+            sent = stack.sent.view(k, -1)
+            factored.append(Factored(stack.indices, q.rows, q.columns, stack.columns, p, sent))
         return factored
 
     def list_dense(self, indices: Sequence[int]) -> list[int]:

@@ -36,7 +36,8 @@ from torch import Tensor
 
 from .._ops.operations import Ops
 from .._state.buckets import Bucket
-from .projections import Projection
+from .._wire.payload import Payload
+from .projections import Projection, orthonormalize
 
 
 @dataclass
@@ -46,7 +47,8 @@ class ProjectedStack:
     ``indices``: their places in the bucket. ``grads``: this rank's gradients, None where there is
     none. ``residual``: their residuals, (k, *shape), which ``feed_back`` writes. ``R``: the random
     or orthonormal columns, (k, d, r), or (k, blocks, d, r). ``Q``: the basis of a tracked
-    projection, (k, m, r). ``sent``: what this rank sends of p, as it lies in the payload.
+    projection, (k, m, r). ``sent``: what this rank sends of p, as it lies in the payload; after the
+    exchange, as the others have received it.
     """
 
     indices: range
@@ -105,17 +107,17 @@ def make_room(ops: Ops, like: Tensor, shape: torch.Size) -> Tensor:
     return ops.scratch(like, shape.numel(), use="stack").view(shape)
 
 
-def add_residual(ops: Ops, stack: ProjectedStack, local_factor: float) -> Tensor:
-    """Line 1: return h = g + e, with g times ``local_factor``, in memory of the step."""
+def add_residual(ops: Ops, stack: ProjectedStack) -> Tensor:
+    """Line 1: return h = g + e, in memory of the step."""
     e = stack.residual
     h = make_room(ops, e, e.shape)
     if len(stack.grads) == 1 and stack.grads[0] is not None:
-        torch.add(e[0], stack.grads[0], alpha=local_factor, out=h[0])
+        torch.add(e[0], stack.grads[0], out=h[0])
         return h
     h.copy_(e)
     rows = [(to, g) for to, g in zip(h.unbind(), stack.grads, strict=True) if g is not None]
     if rows:
-        torch._foreach_add_([to for to, _ in rows], [g for _, g in rows], alpha=local_factor)
+        torch._foreach_add_([to for to, _ in rows], [g for _, g in rows])
     return h
 
 
@@ -125,14 +127,16 @@ def multiply(
     stacks: Sequence[ProjectedStack],
     right: Sequence[Tensor],
     out: Sequence[Tensor],
-    local_factor: float,
     transposed: bool,
+    header: Payload | None,
 ) -> None:
     """Lines 1 and 2: write ``h right``, or ``h^T right``, of each stack to ``out``, which may be of
-    another dtype.
+    another dtype. Write a mark for each tensor of the bucket into the ``header`` of a payload.
     """
+    if header is not None:
+        ops.write_header(header, bucket.grads())
     for stack, R, p in zip(stacks, right, out, strict=True):
-        h = stack.projection.view_as_matrices(add_residual(ops, stack, local_factor))
+        h = stack.projection.view_as_matrices(add_residual(ops, stack))
         h = h.mT if transposed else h
         if stack.projection.has_blocks(R):
             for columns, rows, p_rows in stack.projection.iterate_blocks(R, h, p):
@@ -143,6 +147,11 @@ def multiply(
             torch.bmm(h, R, out=p)
         else:  # stored by columns
             torch.bmm(R.mT, h.mT, out=p.mT)
+
+
+def orthonormalize_columns(bucket: Bucket, ops: Ops, stacks: Sequence[Tensor]) -> list[Tensor]:
+    """Return orthonormal columns that span those of each (k, n, r): R from P, Q from p."""
+    return orthonormalize(stacks)
 
 
 def reconstruct(ops: Ops, stack: ProjectedStack, part: Tensor, factor: float, out: Tensor) -> None:
@@ -170,26 +179,21 @@ def expand(projection: Projection, p: Tensor, R: Tensor, out: Tensor) -> None:
         torch.bmm(R, p.mT, out=out.mT)
 
 
-def feed_back(
-    stack: ProjectedStack, rounding_errors: Tensor | None, factor: float, local_factor: float
-) -> None:
+def feed_back(stack: ProjectedStack, factor: float) -> None:
     """Line 5: e <- beta e + (1 - beta) (g + e - p R^T / r) = e + (1 - beta) (g - p R^T / r).
 
-    p is what the other ranks received from this one, after rounding. Where the average was clipped
-    by ``factor``, only that share of the new error is taken.
+    p is what the other ranks received from this one. Where the average was clipped by ``factor``,
+    only that share of the new error is taken.
     """
     e, projection, R = stack.residual, stack.projection, stack.columns
     if projection.beta == 1:
         return
     new = (1 - projection.beta) * factor
     assert stack.sent is not None
-    if rounding_errors is not None:
-        stack.sent.sub_(rounding_errors)
     p = stack.view_as_projected(stack.sent).to(R.dtype)
     rows = [(to, g) for to, g in zip(e.unbind(), stack.grads, strict=True) if g is not None]
     if rows:
-        alpha = new * local_factor
-        torch._foreach_add_([to for to, _ in rows], [g for _, g in rows], alpha=alpha)
+        torch._foreach_add_([to for to, _ in rows], [g for _, g in rows], alpha=new)
     matrices, scale = stack.projection.view_as_matrices(e), -new * projection.scale
     if projection.has_blocks(R):
         for columns, p_rows, e_rows in projection.iterate_blocks(R, p, matrices):

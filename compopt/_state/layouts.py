@@ -112,16 +112,6 @@ class GlobalShape(Layout):
 
 
 @dataclass(frozen=True)
-class Scalar(Layout):
-    """One number for each tensor."""
-
-    dtype: torch.dtype
-
-    def stored_shape(self, info: TensorInfo, state: Tensor | None = None) -> tuple[int, ...]:
-        return ()
-
-
-@dataclass(frozen=True)
 class Bits(Layout):
     """A mask: one bit for each element, the first in the lowest bit, padded to whole bytes."""
 

@@ -154,7 +154,6 @@ int64_t project(const Product *rows, int64_t first, int64_t last, double factor,
 typedef struct {
     int64_t height, width, r;
     const float *R, *p, *sent;  // by columns: the averaged gradient is R p^T, and this rank has sent R sent^T of it
-    const float *errors;        // NULL, or the rounding errors of what it has sent
     const float *g;             // this rank's gradient, or NULL
     float *e, *w, *m, *v, *step;  // step: steps before this one
 } Factored;
@@ -165,7 +164,7 @@ typedef struct {
 } Weights;
 
 // ROWS rows of R p^T and of R sent^T, for `size` columns; `stride`: from a column of R to the next.
-static inline void expand_tile(const Factored *x, const float *sent, int64_t i, int64_t a, int64_t size,
+static inline void expand_tile(const Factored *x, int64_t i, int64_t a, int64_t size,
                                float average[ROWS][WIDTH], float own[ROWS][WIDTH]) {
     enum { PAIR = 2 };
     const float *R[ROWS];
@@ -177,7 +176,7 @@ static inline void expand_tile(const Factored *x, const float *sent, int64_t i, 
         for (int n = 0; n < ROWS; n++)
             for (int c = 0; c < PAIR; c++) one[n][c] = two[n][c] = fill_all(0);
         for (int64_t k = 0; k < x->r; k++) {
-            const float *const p = x->p + k * x->width + a + j, *const mine = sent + k * x->width + a + j;
+            const float *const p = x->p + k * x->width + a + j, *const mine = x->sent + k * x->width + a + j;
             const Floats mean[PAIR] = {load(p), load(p + WIDE)}, local[PAIR] = {load(mine), load(mine + WIDE)};
 #pragma GCC unroll 16
             for (int n = 0; n < ROWS; n++) {
@@ -201,27 +200,22 @@ static inline void expand_tile(const Factored *x, const float *sent, int64_t i, 
             float one = 0, two = 0;
             for (int64_t k = 0; k < x->r; k++) {
                 one = fmaf(R[n][k * x->height], x->p[k * x->width + a + j], one);
-                two = fmaf(R[n][k * x->height], sent[k * x->width + a + j], two);
+                two = fmaf(R[n][k * x->height], x->sent[k * x->width + a + j], two);
             }
             average[n][j] = one, own[n][j] = two;
         }
 }
 
-// Lines 4 and 5 of one tensor, and AdamW. `memory`: room for sent - errors.
-static void update_factored(const Factored *x, const Weights *h, float *memory) {
+// Lines 4 and 5 of one tensor, and AdamW.
+static void update_factored(const Factored *x, const Weights *h) {
     const Factors f = adamw_factors(*x->step + 1, h->lr, h->beta1, h->beta2, h->eps, h->decay);
     const float scale = (float)(h->sign * h->of_average), of_sent = (float)h->of_sent, of_grad = (float)h->of_grad;
-    const float *sent = x->sent;
-    if (x->errors) {
-        for (int64_t j = 0; j < x->r * x->width; j++) memory[j] = x->sent[j] - x->errors[j];
-        sent = memory;
-    }
     float average[ROWS][WIDTH], own[ROWS][WIDTH];
     for (int64_t i = 0; i < x->height; i += ROWS) {
         const int rows = (int)smaller(ROWS, x->height - i);
         for (int64_t a = 0; a < x->width; a += WIDTH) {
             const int64_t size = smaller(WIDTH, x->width - a);
-            expand_tile(x, sent, i, a, size, average, own);
+            expand_tile(x, i, a, size, average, own);
             for (int n = 0; n < rows; n++) {
                 const int64_t at = (i + n) * x->width + a;
                 float *restrict const w = x->w + at, *restrict const m = x->m + at, *restrict const v = x->v + at;
@@ -242,8 +236,7 @@ static void update_factored(const Factored *x, const Weights *h, float *memory) 
     *x->step += 1;
 }
 
-// `memory`: room for the largest of the p.
-int64_t factored(const Factored *rows, int64_t first, int64_t last, const Weights *weights, float *memory) {
-    for (int64_t x = first; x < last; x++) update_factored(rows + x, weights, memory);
+int64_t factored(const Factored *rows, int64_t first, int64_t last, const Weights *weights) {
+    for (int64_t x = first; x < last; x++) update_factored(rows + x, weights);
     return -1;
 }

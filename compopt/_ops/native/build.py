@@ -64,7 +64,7 @@ SIGNATURES = {  # result and arguments of each function: p memory, n a size, d a
     "adams": "n pp",
     "adamw": "n pnnp",
     "project": "n pnnddp",
-    "factored": "n pnnpp",
+    "factored": "n pnnp",
     "largest": "d pnndpp",
     "room_for": "n n",
     "encode": "n pnppn",

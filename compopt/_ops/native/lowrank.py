@@ -28,7 +28,7 @@ from .updates import NativeUpdates, adamw_options, averages_in_float32, state_ad
 
 LANES = 16  # as in vectors.h: narrow matrices are copied to rows of whole steps
 PRODUCT = Struct("height width r g e right out")
-FACTORED = Struct("height width r R p sent errors g e w m v step")
+FACTORED = Struct("height width r R p sent g e w m v step")
 
 
 def is_tracked(bucket: Bucket) -> bool:
@@ -44,13 +44,15 @@ def multiply_stacks(
     stacks: Sequence[Any],
     right: Sequence[Tensor],
     out: Sequence[Tensor],
-    local_factor: float,
     transposed: bool,
+    header: Payload | None,
 ) -> None:
     """Write ``h Q``, or ``h^T R``, of every tensor of the stacks.
 
     It is the first where ``transposed``: H is the transpose of the tensor.
     """
+    if header is not None:
+        ops.write_header(header, bucket.grads())
     sizes: list[tuple[int, int, int]] = []
     given: list[Tensor | None] = []
     columns: dict[str, list[int]] = {name: [] for name in ("e", "right", "out")}
@@ -77,7 +79,7 @@ def multiply_stacks(
     run_over_rows(
         lengths,
         lambda a, b, thread: library.project(
-            table, a, b, local_factor, float(not transposed), memory + 4 * room * thread
+            table, a, b, 1.0, float(not transposed), memory + 4 * room * thread
         ),
     )
 
@@ -94,7 +96,7 @@ def update_separate(
     """Do lines 4 and 5 and AdamW's step of all tensors with a gradient on any rank."""
     indices = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
     parts = averages_in_float32(mean)
-    _update_factored(bucket, ops, mean, reducer, parts, indices, factor)
+    _update_factored(bucket, ops, mean, reducer, indices, factor)
     _update_dense(bucket, ops, mean, reducer, parts, indices, factor)
 
 
@@ -103,44 +105,41 @@ def _update_factored(
     ops: NativeUpdates,
     mean: Payload,
     reducer: FactoredAverages,
-    parts: Sequence[Tensor],
     indices: Sequence[int],
     factor: float,
 ) -> None:
-    factors = reducer.list_factored(mean, indices)
-    if not factors:
+    stacks, wanted = reducer.list_factored(mean), {*indices}
+    numbers = [i for stack in stacks for i in stack.indices if i in wanted]
+    if not numbers:
         return
     group, grads, weights = bucket.group, bucket.grads(), bucket.weights
-    numbers = [x.i for x in factors]
     lengths = [bucket.lengths[i] for i in numbers]
-    rows, columns = [x.rows for x in factors], [x.columns for x in factors]
-    ranks = [x.R.shape[-1] for x in factors]
-    narrow = [r * n for r, n in zip(ranks, columns, strict=True)]
+    columns: dict[str, list[int]] = {
+        name: [] for name in ("height", "width", "r", "R", "p", "sent")
+    }
+    memory: list[Tensor] = []  # alive until the pass has read it
+    for stack in stacks:
+        r, k = stack.R.shape[-1], len(stack.indices)
+        parts = stack.R.mT.contiguous(), stack.p.float(), stack.sent.float()
+        memory += parts
+        sizes = dict(height=[stack.rows] * k, width=[stack.columns] * k, r=[r] * k)
+        for name, x in zip(("R", "p", "sent"), parts, strict=True):
+            sizes[name] = address_in_turn("a factor", x, [x[0].numel()] * k)
+        at = [n for n, i in enumerate(stack.indices) if i in wanted]
+        for name, of_all in sizes.items():
+            columns[name] += [of_all[n] for n in at]
     table = FACTORED.table(
-        len(factors),
-        height=rows,
-        width=columns,
-        r=ranks,
-        R=Memory(
-            [x.R.mT.contiguous() for x in factors],
-            [r * n for r, n in zip(ranks, rows, strict=True)],
-        ),
-        p=Memory([parts[i] for i in numbers], narrow),
-        sent=Memory(as_float32([x.sent for x in factors]), narrow),
-        errors=Memory([x.rounding_errors for x in factors], narrow),
+        len(numbers),
+        **columns,
         g=Memory(as_float32([grads[i] for i in numbers]), lengths),
         w=Memory([weights[i] for i in numbers], lengths),
         **_state_columns(bucket, numbers, e="residual", m="exp_avg", v="exp_avg_sq"),
     )
-    share, room = reducer.error_share(factor), max(narrow)
+    share = reducer.error_share(factor)
     (beta1, beta2), sign = group["betas"], -1.0 if group["maximize"] else 1.0
     hyper = float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], sign
-    options = Options(*hyper, factor, share, share * reducer.local_factor)
-    memory = per_thread_scratch(ops, weights[0], room)
-    run_over_rows(
-        lengths,
-        lambda a, b, thread: ops.library.factored(table, a, b, options, memory + 4 * room * thread),
-    )
+    options = Options(*hyper, factor, share, share)
+    run_over_rows(lengths, lambda a, b, _: ops.library.factored(table, a, b, options))
 
 
 def _state_columns(bucket: Bucket, numbers: Sequence[int], **names: str) -> dict[str, list[int]]:

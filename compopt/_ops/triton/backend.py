@@ -16,10 +16,16 @@ from torch import Tensor
 
 from ..._state.buckets import Bucket
 from ..._state.masks import Mask, Tensors
-from ..._state.tensors import pin
 from ..._wire.payload import Payload
 from ..._wire.quantization import QuantizedMean, noise_offset, noise_table
 from ..operations import Fused, Group, empty_payload
+from .lowrank import (
+    can_orthonormalize,
+    can_project,
+    multiply_stacks,
+    orthonormalize_columns,
+    update_separate,
+)
 from .selection import TritonSelection, clear_masks, store_masks, store_next_masks
 from .tables import (
     KernelOps,
@@ -32,7 +38,7 @@ from .tables import (
     mask_key,
     payload_key,
 )
-from .updates import update_adams, update_adamw, update_scape, update_separate
+from .updates import update_adams, update_adamw, update_scape
 
 MAX_MESSAGE_BYTES = 2**31  # kernels count the bytes of messages in 32 bits
 
@@ -43,17 +49,32 @@ class TritonOps(KernelOps):
     name = "triton"
 
     def write_header(self, payload: Payload, grads: Tensors) -> None:
+        self.write_marks(payload, grads, grads)
+
+    def write_marks(self, payload: Payload, grads: Tensors, checked: Tensors) -> None:
+        """Write the marks of these gradients, as if all that are not ``checked`` were finite."""
         device = payload.flat.device
         if device.type != self.device or {g.device for g in grads if g is not None} - {device}:
             return super().write_header(payload, grads)
-        marks = torch.tensor(
-            [float(g is not None) for g in grads], dtype=payload.header.dtype, device="cpu"
+        flags = tuple(g is not None for g in grads)
+        dtype = payload.header.dtype
+        marks = self.tables(
+            ("marks", flags, dtype),
+            (device,),
+            lambda: kernels.upload(torch.tensor(flags, dtype=dtype, device="cpu"), device),
         )
-        payload.header.copy_(pin(marks, device), non_blocking=True)
-        flat = flatten(grads)
-        lengths = tuple(0 if g is None else g.numel() for g in flat)
-        blocks, none = kernels.make_blocks(lengths, device), [None] * len(flat)
-        kernels.compact(blocks, none, blocks.firsts, flat, none, payload.header, none, 0.0, 1.0)
+        payload.header.copy_(marks)
+        lengths = tuple(0 if g is None else g.numel() for g in checked)
+        blocks, none = kernels.make_blocks(lengths, device), [None] * len(checked)
+        flat: list[Tensor | None] = []  # copies in it have to live until the kernel was launched
+
+        def table() -> kernels.Table:
+            flat.extend(flatten(checked))
+            return kernels.compact_table(blocks, none, flat, none, payload.header, none)
+
+        key = make_key(gradients_key(checked), dtype)
+        rows = self.tables(("check", lengths), key, table)
+        kernels.compact_with_table(blocks, rows, blocks.firsts, payload.header, 0.0, 1.0)
 
     def adams(
         self,
@@ -78,7 +99,6 @@ class TritonOps(KernelOps):
             betas=group["betas"],
             eps=group["eps"],
             weight_decay=group["weight_decay"] if decay else 0.0,
-            bias_correction=group["bias_correction"],
             clip=clip,
         )
 
@@ -191,6 +211,8 @@ TritonOps.fused = {
     "_engine.reducer.step_adams": Fused(is_supported, update_adams, is_batched=True),
     "scape.update": Fused(is_supported, update_scape, is_batched=True),
     "separate.update_tensors": Fused(is_supported, update_separate, is_batched=True),
+    "_lowrank.stacks.multiply": Fused(can_project, multiply_stacks),
+    "_lowrank.stacks.orthonormalize_columns": Fused(can_orthonormalize, orthonormalize_columns),
     "_sparse.scape_masks.Selection": Fused(is_supported, TritonSelection),
     "_sparse.scape_masks.store_next_mask": Fused(is_supported, store_next_masks, is_batched=True),
     "_state.masks.store_mask": Fused(is_supported, store_masks, is_batched=True),

@@ -18,9 +18,7 @@ from ..._state.masks import Mask, Tensors
 from ..._wire.payload import Payload
 from ..operations import HYPER
 from ..update_helpers import (
-    FactoredAverages,
     MaskedAverage,
-    count_steps,
     keep_absent_momenta,
     resize_momenta,
 )
@@ -104,9 +102,10 @@ class LaunchGroup:
         if len(flat) == len(counts) and all(have_gradients):
             torch._foreach_add_(flat, 1)
             return
-        count_steps(
-            [step for bucket in self.buckets for step in bucket.state["step"]], have_gradients
-        )
+        steps = [step for bucket in self.buckets for step in bucket.state["step"]]
+        pairs = zip(steps, have_gradients, strict=True)
+        if counted := [step for step, has_gradient in pairs if has_gradient]:
+            torch._foreach_add_(counted, 1)
 
 
 def launch_groups_of(ops: KernelOps, calls: Sequence[Any]) -> list[LaunchGroup]:
@@ -180,7 +179,7 @@ def update_adams(ops: KernelOps, calls: Calls) -> list[None]:
     """Do ``_engine.reducer.step_adams`` for all tensors; called by ``run_batched_requests`` for
     AdamS.
     """
-    names = ("betas", "eps", "weight_decay", "bias_correction")
+    names = ("betas", "eps", "weight_decay")
     for batch in launch_groups_of(ops, [AverageCall(*call) for call in calls]):
         group, firsts = batch.group, batch.blocks.firsts
         hyper = {name: group[name] for name in names} | {"lr": float(group["lr"])}
@@ -212,7 +211,7 @@ class ScapeCall(NamedTuple):
 
 def update_scape(ops: KernelOps, calls: Calls) -> list[None]:
     """Do SCAPE's lines 10, 11 and 16 to 21 for all tensors, and line 15 with selections."""
-    names = ("betas", "eps", "weight_decay", "bias_correction", "maximize")
+    names = ("betas", "eps", "weight_decay", "maximize")
     for batch in launch_groups_of(ops, [ScapeCall(*call) for call in calls]):
         group, buckets = batch.group, batch.buckets
         momenta, grads = _old_momenta(batch), [bucket.grads() for bucket in buckets]
@@ -284,92 +283,3 @@ def scape_rows(
             public=published_parameter(bucket, i),
             rounding_errors=rounding_errors[i],
         )
-
-
-# SEPARATE with a tracked projection
-
-
-class SeparateCall(NamedTuple):
-    bucket: Bucket
-    mean: Payload
-    reducer: FactoredAverages
-    update: Any
-    have_gradients: list[bool]
-    factor: float
-
-
-def update_separate(ops: KernelOps, calls: Calls) -> list[None]:
-    """Do lines 4 and 5 and AdamW's step: tensors whose average is a product in one launch, tensors
-    that were sent dense in another.
-    """
-    for batch in launch_groups_of(ops, [SeparateCall(*call) for call in calls]):
-        batch.count_steps()
-        _update_factored(batch)
-        _update_dense(batch)
-    return [None] * len(calls)
-
-
-def _update_factored(batch: LaunchGroup) -> None:
-    rows: list[kernels.FactoredRow] = []
-    updated = []
-    for call in batch.calls:
-        bucket, state, grads = call.bucket, call.bucket.state, flatten(call.bucket.grads())
-        weights = contiguous_weights(bucket)
-        for product in call.reducer.list_factored(call.mean, _numbers_of(call.have_gradients)):
-            i, R = product.i, product.R
-            row = kernels.FactoredRow(
-                *(product.rows, product.columns, R.shape[1]),
-                *(R, *R.stride(), product.p, product.sent),
-                *(weights[i], state["exp_avg"][i], state["exp_avg_sq"][i], state["step"][i]),
-                residual=state["residual"][i],
-                rounding_errors=product.rounding_errors,
-                grad=grads[i],
-                public=published_parameter(bucket, i),
-            )
-            rows.append(row)
-            updated.append((bucket, i, weights[i]))
-    if not rows:
-        return
-    group, calls, factor = batch.group, batch.calls, batch.calls[0].factor
-    share = max(call.reducer.error_share(factor) for call in calls)
-    kernels.factored(
-        rows,
-        lr=float(group["lr"]),
-        betas=group["betas"],
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        of_average=-factor if group["maximize"] else factor,
-        of_sent=share,
-        of_grad=share * calls[0].reducer.local_factor,
-    )
-    for bucket, i, weight in updated:
-        copy_back(bucket, i, weight)
-
-
-def _update_dense(batch: LaunchGroup) -> None:
-    rows: list[kernels.AdamWRow] = []
-    updated = []
-    for call in batch.calls:
-        bucket, mean, state = call.bucket, call.mean, call.bucket.state
-        weights = contiguous_weights(bucket)
-        tensors = call.reducer.list_dense(_numbers_of(call.have_gradients))
-        if call.factor != 1 and tensors:
-            torch._foreach_mul_([mean.parts[i] for i in tensors], call.factor)
-        for i in tensors:
-            moments = state["exp_avg"][i], state["exp_avg_sq"][i], state["step"][i]
-            row = (bucket.lengths[i], None, mean.parts[i], weights[i], *moments, 1)
-            rows.append(kernels.AdamWRow(*row, public=published_parameter(bucket, i)))
-            updated.append((bucket, i, weights[i]))
-        call.reducer.feed_back_dense(tensors, mean, call.factor)
-    if not rows:
-        return
-    group, device = batch.group, rows[0].w.device
-    blocks = kernels.make_blocks(tuple(row.n for row in rows), device)
-    hyper = {name: group[name] for name in HYPER}
-    kernels.adamw(blocks, blocks.firsts, rows, lr=float(group["lr"]), **hyper)
-    for bucket, i, weight in updated:
-        copy_back(bucket, i, weight)
-
-
-def _numbers_of(flags: list[bool]) -> list[int]:
-    return [i for i, is_set in enumerate(flags) if is_set]
