@@ -8,7 +8,9 @@ import torch.distributed as dist
 from ranks import run_ranks
 from test_ddp_refusals import catch_message
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -101,3 +103,83 @@ def test_refusals_name_what_to_write(runs):
         assert "use DistributedDataParallel in place of replicate()" in results["replicate by FSDP"]
         assert "leave mixed_precision out, and call the model within torch.autocast" in results["mixed precision"]
         assert not results["autocast"].any()
+
+
+def one_site(rank: int) -> list[float]:
+    """In an HSDP mesh of one site: how far a simulated run of LocalSteps ends from one without."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("sites", "ranks"))
+
+    def train(simulate: bool, **options) -> torch.Tensor:
+        model = fully_shard(TwoHeads(), mesh=mesh["ranks"])
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = compopt.LocalSteps(
+            inner, every=2, every_warmup_steps=0, outer_lr=1.0, outer_momentum=0.0, payload_dtype="float32",
+            process_group=mesh.get_group("sites"), simulate=simulate, **options,
+        )  # fmt: skip
+        for step in range(6):
+            optimizer.zero_grad()
+            model(batch(rank, step), "policy").square().mean().backward()
+            optimizer.step()
+        optimizer.end_round()
+        optimizer.consolidate_state()
+        return torch.cat([p.full_tensor().detach().view(-1) for p in model.parameters()])
+
+    plain = train(False)
+    return [float((train(True, **options) - plain).abs().max()) for options in ({}, {"delay": 1}, {"fragments": 2})]
+
+
+def test_simulated_rounds_on_one_site_of_hsdp_average_what_the_site_has_moved():
+    for distances in run_ranks(one_site, 2):
+        assert max(distances) < 1e-6, distances
+
+
+class TwoModes(torch.optim.SGD):
+    """A base with train() and eval(), in which parameters are elsewhere: as Schedule-Free."""
+
+    is_training = True
+
+    def train(self) -> None:
+        self._move(not self.is_training)
+
+    def eval(self) -> None:
+        self._move(self.is_training)
+
+    def _move(self, is_other: bool) -> None:
+        if is_other:
+            self.is_training = not self.is_training
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.data.mul_(2.0 if self.is_training else 0.5)
+
+    def step(self, closure=None):
+        assert self.is_training
+        return super().step(closure)
+
+
+def joined(rank: int) -> list[float]:
+    """LocalSteps with fragments and a delay in a Join of unequal data, evaluated and saved in eval mode."""
+    far = []
+    for options in ({"delay": 2}, {"fragments": 2, "delay": 1}):
+        model = DDP(TwoHeads(), find_unused_parameters=True)
+        optimizer = compopt.LocalSteps(TwoModes(model.parameters(), lr=1e-2), every=4, every_warmup_steps=0, **options)
+        for epoch in range(2):
+            optimizer.train()
+            with Join([model, optimizer]):
+                for step in range(5 + 3 * rank + epoch):
+                    optimizer.zero_grad()
+                    model(batch(rank, 10 * epoch + step), "policy").square().mean().backward()
+                    optimizer.step()
+            optimizer.end_round()
+            for change in (optimizer.eval, optimizer.consolidate_state):
+                change()
+                mine = nn.utils.parameters_to_vector(model.parameters()).detach()
+                first = mine.clone()
+                dist.broadcast(first, 0)
+                far.append(float((mine - first).abs().max()))
+            optimizer.load_state_dict(optimizer.state_dict())
+    return far
+
+
+def test_join_delay_fragments_and_two_modes_go_together():
+    for far in run_ranks(joined, 2):
+        assert far == [0.0] * 8
