@@ -26,6 +26,7 @@ from sim import World
 import compopt.muon
 from compopt._ops.backends import choose_backend
 from compopt._ops.operations import Ops
+from compopt._state.residuals import Residuals
 from compopt._state.tensors import MIN_COMPRESSED_NUMEL
 from compopt.integrations._fsdp_gather import GatherLayout, Shard
 
@@ -166,8 +167,8 @@ class WithoutFeedback(Lockstep):
     def step_all(self) -> None:
         super().step_all()
         for optimizer in self.optimizers:
-            for anchored in optimizer._anchors.tensors:
-                anchored.residual.zero_()
+            for bucket in optimizer._anchors.buckets:
+                Residuals(bucket).clear()
 
 
 class WithAveragedMomentum(Lockstep):

@@ -77,8 +77,8 @@ def muon(run: Run, steps: int, views: Views, group: Any = None, momentum: float 
     return compopt.MuonAdamW(groups, run.lr, momentum=momentum, **ADAMW)
 
 
-def separate_adam(run: Run, steps: int, views: Views, group: Any) -> torch.optim.Optimizer:
-    return compopt.SeparateAdam(views.values(), run.lr, process_group=group, **ADAMW)
+def separate_adam(run: Run, steps: int, views: Views, group: Any, **options: Any) -> torch.optim.Optimizer:
+    return compopt.SeparateAdam(views.values(), run.lr, process_group=group, **options, **ADAMW)
 
 
 def separate_muon(
@@ -152,6 +152,7 @@ MAIN = {
     "SparseLoCo 15": Row(sparse_loco, Threads, 4e-3),
 }
 VARIANTS = {  # of LocalSteps(Muon) at its defaults, "30, int4, 800", and of Separate(Muon)
+    "SeparateAdam, residual in int8": Row(functools.partial(separate_adam, residual_dtype="int8"), Lockstep, 4e-3),
     "LocalSteps(Muon) 8, int2, 800": vary_default(every=8, payload_dtype="int2"),
     "LocalSteps(Muon) 16, int4, 800": vary_default(every=16),
     "LocalSteps(Muon) 30, int4": vary_default(growth=None),

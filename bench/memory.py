@@ -73,6 +73,8 @@ ROWS: dict[str, Callable] = {
     "SeparateAdam tracked 16, int8": ours(
         "SeparateAdam", projection="tracked", rank=16, payload_dtype=torch.int8, **DENSE
     ),
+    "SeparateAdam tracked 16, int8, residual int8": ours("SeparateAdam", rank=16, residual_dtype="int8", **DENSE),
+    "RadiusAdamW 0.4, residual int8": ours("RadiusAdamW", residual_dtype="int8", **RADIUS),
     "TagcAdamW 0.9875": ours("TagcAdamW", **DENSE),
     "LocalSteps, AdamW": lambda params, comm: compopt.LocalSteps(
         torch.optim.AdamW([p for _, p in params], fused=True), every=2, every_warmup_steps=0, process_group=comm

@@ -19,7 +19,14 @@ import torch
 
 from ._engine.combined import OneOrSeveral
 from ._engine.fsdp_backward import step_fsdp_shards
-from ._engine.options import Group, check_compress, check_payload_and_clip, ignore_capturable
+from ._engine.options import (
+    Group,
+    ResidualDtype,
+    check_compress,
+    check_payload_and_clip,
+    ignore_capturable,
+    read_residual_dtype,
+)
 from ._engine.reducer import AllReduceReducer, Reducer, ReduceScatterReducer, step_by_average
 from ._engine.reducing_optimizer import GatherDtype, ReducingOptimizer
 from ._engine.update import Update
@@ -27,7 +34,7 @@ from ._engine.wrapper import Wrapper
 from ._ops.norms import clip_factor
 from ._ops.operations import Ops
 from ._state.buckets import Bucket
-from ._state.layouts import GlobalShape, Layout, LocalShape
+from ._state.layouts import Layout
 from ._state.masks import Mask
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import PayloadDtype, quantized_bits
@@ -65,6 +72,7 @@ class Average(Wrapper, ReducingOptimizer):
             next gradient.
         gather_dtype: as in :class:`SeparateAdam`.
         max_grad_norm: clips the averaged gradient to this L2 norm.
+        residual_dtype: as in :class:`SeparateAdam`.
         capturable: accepted and ignored.
         process_group: the ranks to average over. None: the default group, or one process where
             there is none.
@@ -90,11 +98,13 @@ class Average(Wrapper, ReducingOptimizer):
         payload_dtype: PayloadDtype = None,
         gather_dtype: GatherDtype = None,
         max_grad_norm: float | None = None,
+        residual_dtype: ResidualDtype = None,
         process_group: ProcessGroup | None = None,
         simulate: bool = False,
         capturable: bool = False,
     ):
         ignore_capturable(capturable)
+        self.residual_dtype = read_residual_dtype(residual_dtype)
         options: dict[str, Any] = dict(payload_dtype=payload_dtype, max_grad_norm=max_grad_norm)
         self.set_gather_dtype(gather_dtype)
         super().__init__(base, options, process_group, simulate)
@@ -104,8 +114,7 @@ class Average(Wrapper, ReducingOptimizer):
         check_compress(group)
 
     def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:
-        layout = GlobalShape if self.replaces_reduce_scatter else LocalShape
-        return {"residual": layout(dtype)}
+        return {"residual": self.choose_residual_layout(dtype)}
 
     def reducer(self, bucket: Bucket) -> Reducer:
         """Return the reducer that is used inside FSDP2.

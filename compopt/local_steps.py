@@ -53,8 +53,16 @@ from ._engine.gradients import (
 from ._engine.handshake import warn_without_gradients
 from ._engine.join import JoinHook, copy_options_from_ranks_with_data
 from ._engine.missing_ranks import RankLeft, explain_failure
-from ._engine.options import ComparedGroups, Group, Setting, is_number, require
-from ._engine.resharding import average_state
+from ._engine.options import (
+    ComparedGroups,
+    Group,
+    ResidualDtype,
+    Setting,
+    is_number,
+    read_residual_dtype,
+    require,
+)
+from ._engine.resharding import average_residuals, average_state
 from ._engine.session import Handshake, weak_method
 from ._engine.signals import defer_signals
 from ._engine.stats import Stats, show_line
@@ -67,6 +75,7 @@ from ._local.wrapper import AnchoredWrapper
 from ._ops.norms import clip_factor, scale_all_
 from ._state.buckets import Bucket
 from ._state.layouts import Layout, LocalShape, PaddedVector
+from ._state.residuals import residual_layout
 from ._state.tensors import to_local
 from ._wire.collectives import PendingCollective, ProcessGroup, get_rank
 from ._wire.payload import PayloadDtype
@@ -116,6 +125,7 @@ class LocalSteps(AnchoredWrapper):
             there is none.
         offload: "outer" keeps anchors and outer optimizer in host memory, and exchanges from there:
             the process group must carry host tensors (gloo does).
+        residual_dtype: as in :class:`SeparateAdam`.
         simulate: take rounds on a single process too, to see their effect. Otherwise a step without
             other ranks is that of ``inner``.
 
@@ -152,6 +162,7 @@ class LocalSteps(AnchoredWrapper):
         max_grad_norm: float | None = None,
         process_group: ProcessGroup | None = None,
         offload: Literal["outer"] | None = None,
+        residual_dtype: ResidualDtype = None,
         simulate: bool = False,
     ):
         inner = combine_optimizers(inner)
@@ -175,6 +186,7 @@ class LocalSteps(AnchoredWrapper):
             payload_dtype=payload_dtype,
             max_grad_norm=max_grad_norm,
         )
+        self.residual_dtype = read_residual_dtype(residual_dtype)
         super().__init__(inner, options, process_group, simulate, outer, offload)
 
     @property
@@ -500,7 +512,7 @@ class LocalSteps(AnchoredWrapper):
         return average(bucket, self.ops, self._update)
 
     def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:
-        return {"residual": LocalShape(dtype, optional=True)}
+        return {"residual": residual_layout(LocalShape(dtype, optional=True), self.residual_dtype)}
 
     def _bucket_layouts(self, bucket: Bucket) -> dict[str, Layout]:
         if self.averages_gradients:
@@ -594,8 +606,7 @@ class LocalSteps(AnchoredWrapper):
                 yield from average_state(t.param.detach(), session.device, session.comm, weight)
         if sync is not None:
             for bucket in sync.anchors.buckets:
-                yield from average_state(bucket.flat["residual"], session.device, session.comm)
-                bucket.cache.pop("has_residual", None)
+                yield from average_residuals(bucket, "residual", session.device, session.comm)
             yield from self._average_base()
         yield from super().consolidate_as_generator()
 

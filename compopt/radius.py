@@ -38,11 +38,13 @@ from ._engine.dense_start import choose_warmup, dense_steps
 from ._engine.optimizer import CompressedOptimizer
 from ._engine.options import (
     Group,
+    ResidualDtype,
     check_adam,
     check_compression,
     check_torch_options,
     is_count,
     is_numeric,
+    read_residual_dtype,
     require,
     require_option,
 )
@@ -53,6 +55,7 @@ from ._ops.reference import update_magnitudes
 from ._state.buckets import Bucket
 from ._state.layouts import Bits, Layout, LocalShape
 from ._state.masks import Mask, selection_size, sizes_at_density
+from ._state.residuals import residual_layout
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype
 from ._wire.requests import Agree, Broadcast, RequestGenerator, RunBatched
@@ -171,6 +174,7 @@ class RadiusAdamW(CompressedOptimizer):
             torch.dtype of that name; groups keep the name. Rounding errors of compressed tensors
             are added to ``residual``. "int8" sends 1 byte per value and "int4" half a byte, and a
             scale for each 128 values, with unbiased stochastic rounding.
+        residual_dtype: as in :class:`SeparateAdam`.
         when: "always", or "auto": time dense and compressed steps at the start, and stay dense
             where compression does not pay (see ``stats.when``).
         process_group: the ranks to average over. None: the default group, or a single process
@@ -209,6 +213,7 @@ class RadiusAdamW(CompressedOptimizer):
         residual_scale: float = 1.0,
         max_grad_norm: float | None = None,
         payload_dtype: PayloadDtype = None,
+        residual_dtype: ResidualDtype = None,
         when: Literal["always", "auto"] = "always",
         process_group: ProcessGroup | None = None,
         simulate: bool = False,
@@ -221,7 +226,7 @@ class RadiusAdamW(CompressedOptimizer):
     ):
         check_torch_options(amsgrad, foreach, capturable, differentiable, fused)
         require(offload in (None, "residual"), "offload", offload, "None or 'residual'")
-        self.offload = offload
+        self.offload, self.residual_dtype = offload, read_residual_dtype(residual_dtype)
         defaults = dict(
             lr=lr,
             betas=betas,
@@ -253,7 +258,9 @@ class RadiusAdamW(CompressedOptimizer):
         return {
             "exp_avg": LocalShape(dtype),
             "exp_avg_sq": LocalShape(dtype),
-            "residual": LocalShape(dtype, compressed_only=True),
+            "residual": residual_layout(
+                LocalShape(dtype, compressed_only=True), self.residual_dtype
+            ),
             "mask": Bits(compressed_only=True),
         }
 

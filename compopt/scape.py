@@ -71,6 +71,7 @@ from ._state.bits import count_set_bits
 from ._state.buckets import Bucket
 from ._state.layouts import Bits, Layout, LocalShape, OnMask, Sharded
 from ._state.masks import Mask, sizes_at_density
+from ._state.residuals import Residuals
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype, quantized_bits
 from ._wire.requests import Agree, AllGather, AllReduceMean, RequestGenerator, RunBatched
@@ -84,7 +85,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
 def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> RequestGenerator[None]:
     """Algorithm 1, one bucket, one step."""
     mask, partition = mask_to_send(bucket), next_mask_partition(bucket, ranks)
-    group, grads, residuals = bucket.group, bucket.grads(), bucket.iterate_state("residual")
+    group, grads = bucket.group, bucket.grads()
     is_delayed = group["mask_delay"] == 1
     selection = ops.run(Selection, bucket, partition, rank) if partition else None
     if selection and not is_delayed:
@@ -92,7 +93,7 @@ def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> RequestGenerator[N
         messages = yield AllGather(selection.encode())
         mask = selection.assemble(messages)
     scale = 1 / (1 - group["betas"][0])
-    sent = ops.encode(bucket, grads, mask, residuals, scale, negate=group["maximize"])  # line 10
+    sent = ops.encode(bucket, grads, mask, True, scale, negate=group["maximize"])  # line 10
     mean = yield AllReduceMean(sent)  # line 14
     norm = yield Agree(mean, mask.phase)  # from here on state changes
     clip_factor_in_v = clip_factor(norm, group["max_grad_norm"])  # line 18
@@ -122,7 +123,7 @@ def update(
     have_gradients = bucket.have_gradients(mean)
     old = resize_momenta(bucket, mean, mask)
     keep_absent_momenta(old, state["exp_avg"], have_gradients)
-    residuals, weights = bucket.iterate_state("residual", write=True), bucket.iterate_weights()
+    residuals, weights = Residuals(bucket).iterate(write=True), bucket.iterate_weights()
     for i, (has_gradient, e, w) in enumerate(zip(have_gradients, residuals, weights, strict=True)):
         piece = selection.slices.get(i) if selection else None
         if not has_gradient:

@@ -43,10 +43,12 @@ from ._engine.dense_start import choose_warmup, dense_steps
 from ._engine.fsdp_backward import step_fsdp_shards
 from ._engine.options import (
     Group,
+    ResidualDtype,
     check_adam,
     check_compression,
     check_torch_options,
     is_numeric,
+    read_residual_dtype,
     require_option,
 )
 from ._engine.reducer import ReduceScatterReducer
@@ -61,6 +63,7 @@ from ._state.bits import make_bits, unpack_bits
 from ._state.buckets import Bucket
 from ._state.layouts import Layout, Sharded
 from ._state.masks import sizes_at_density
+from ._state.residuals import Residuals
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype, bytes_per_value, quantized_bits
 from ._wire.requests import BitOr, ReadToHost, RequestGenerator
@@ -120,9 +123,8 @@ class UnionReducer(ReduceScatterReducer):
         x = self._mask_memory()
         for gap in self.layout.gaps:
             gap.view_in(x).zero_()
-        residual: list[Tensor | None] = [*self.bucket.state["residual"]]
         sums = self.layout.views_in_mask_order(x)
-        return x, self.ops.add_residuals(self.bucket, self.grads, residual, sums)
+        return x, self.ops.add_residuals(self.bucket, self.grads, sums)
 
     def select_largest(self, x: Tensor) -> Tensor:
         """Do lines 2 and 3: store the positions and values of the largest elements of each shard;
@@ -200,10 +202,7 @@ class UnionReducer(ReduceScatterReducer):
             super().feed_back(have_gradients)
             return
         bucket.cache["union_and_leftovers"] = len(self.union), self.codec.leftovers
-        some = [i for i in range(len(grads)) if i not in self.sent_dense and have_gradients[i]]
-        pairs = [(bucket.state["residual"][i], g) for i in some if (g := grads[i]) is not None]
-        if pairs:
-            torch._foreach_add_([e for e, _ in pairs], [g for _, g in pairs])
+        some = {i for i in range(len(grads)) if i not in self.sent_dense and have_gradients[i]}
         sent = self.selected
         if self.owner_payloads[0].rounding_errors is not None:
             rest = self._mask_memory().index_fill_(0, self.positions, 0)
@@ -214,7 +213,11 @@ class UnionReducer(ReduceScatterReducer):
             has_gradient = torch.tensor(have_gradients, dtype=torch.bool, device=sent.device)
             sent = sent * has_gradient.index_select(0, self.layout.tensors_at(self.positions))
         at = self.layout.map_to_tensors(self.positions)
-        bucket.flat["residual"].index_add_(0, at, sent, alpha=-1)
+        with Residuals(bucket).open() as opened:
+            pairs = [(e, g) for i, e in opened.pairs if i in some and (g := grads[i]) is not None]
+            if pairs:
+                torch._foreach_add_([e for e, _ in pairs], [g for _, g in pairs])
+            opened.flat.index_add_(0, at, sent, alpha=-1)
         bucket.cache["has_residual"] = True
 
     def _mask_memory(self) -> Tensor:
@@ -284,6 +287,7 @@ class TagcAdamW(ReducingOptimizer):
             ``update_residual``, and adds it to the next update. None: parameters are gathered, or
             updates in ``payload_dtype``. Inside FSDP2, which gathers parameters: ``gather_dtype``.
         gather_dtype: as in :class:`SeparateAdam`.
+        residual_dtype: as in :class:`SeparateAdam`.
 
     State: ``exp_avg`` and ``exp_avg_sq`` of this rank's shard of each tensor, as vectors that may
     be empty; for compressed tensors ``residual``, as large as the parameter; with ``update_dtype``
@@ -319,6 +323,7 @@ class TagcAdamW(ReducingOptimizer):
         payload_dtype: PayloadDtype = None,
         update_dtype: UpdateDtype = None,
         gather_dtype: GatherDtype = None,
+        residual_dtype: ResidualDtype = None,
         when: Literal["always", "auto"] = "always",
         process_group: ProcessGroup | None = None,
         simulate: bool = False,
@@ -329,6 +334,7 @@ class TagcAdamW(ReducingOptimizer):
         fused: bool | None = None,
     ):
         check_torch_options(amsgrad, foreach, capturable, differentiable, fused)
+        self.residual_dtype = read_residual_dtype(residual_dtype)
         defaults = dict(
             lr=lr,
             betas=betas,

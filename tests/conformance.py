@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 from sim import Ranks
-from table import CASES, FORMS, Case, by_name, projecting
+from table import CASES, FORMS, INT8, Case, by_name, projecting
 from torch import nn
 
-every = pytest.mark.parametrize("case", CASES + FORMS, ids=lambda case: case.name)
+every = pytest.mark.parametrize("case", CASES + FORMS + INT8, ids=lambda case: case.name)
 # those whose every step averages gradients, and leaves replicas equal; test_local_steps.py: rounds
-AVERAGING = [case for case in CASES + FORMS if not case.averaging]
+AVERAGING = [case for case in CASES + FORMS + INT8 if not case.averaging]
 every_average = pytest.mark.parametrize("case", AVERAGING, ids=lambda case: case.name)
 
 

@@ -24,6 +24,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from compopt._engine.fsdp_backward import PendingResiduals, ReduceScatterBucket
 from compopt._ops.operations import Ops
 from compopt._state.buckets import Bucket
+from compopt._state.layouts import LocalShape
+from compopt._state.residuals import Residuals
 from compopt._state.shards import place_in_rows
 from compopt._wire.requests import BitOr, ReadToHost, ReduceScatterMean, average_rows
 from compopt.tagc import UnionReducer
@@ -47,7 +49,7 @@ class Rank:
         params = [torch.zeros(shape).to(device) for shape in SHAPES]
         self.pending_residuals: PendingResiduals = {}
         self.kept = Bucket(0, group, params, names)
-        self.kept.state["residual"] = [None if p.dim() == 1 else torch.zeros_like(p) for p in params]
+        self.kept.allocate("residual", LocalShape(torch.float32, compressed_only=True), [{}] * len(params))
         comm, pieces = SimpleNamespace(rank=rank, size=RANKS), place_in_rows([(p, 0) for p in params], RANKS)
         engine = SimpleNamespace(option_groups=[group], comm=comm, ops=Ops())
         positions = [(self.kept, i) for i in range(len(params))]
@@ -67,8 +69,9 @@ class Rank:
 
     def commit(self) -> list[Tensor]:
         """Write the pending residuals, and return all."""
-        for one in self.pending_residuals.values():
-            one.write_to(one.residual, 1.0)
+        numbers = {p: i for i, p in enumerate(self.kept.params)}
+        for p, one in self.pending_residuals.items():
+            one.write_to(Residuals(self.kept), numbers[p], 1.0)
         self.pending_residuals.clear()
         return [e for e in self.kept.state["residual"] if e is not None]
 

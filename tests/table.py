@@ -61,6 +61,11 @@ class Case:
         return self.cls.sharded or self.compressed.get("sharded", False)
 
     @property
+    def keeps_exactly(self) -> bool:
+        """True if residuals are stored as computed."""
+        return self.compressed.get("residual_dtype") is None
+
+    @property
     def works_inside(self) -> bool:
         """True if it averages in place of FSDP2's reduce-scatter."""
         return issubclass(self.cls, ReducingOptimizer) and not (self.sends_updates or self.form == "sharded")
@@ -313,6 +318,19 @@ def shard(case: Case) -> Case:
     return replace(case, form="sharded", bad={}, **options)
 
 
+def in_int8(case: Case, **options: Any) -> Case:
+    """The form of a class whose residuals are stored in 8 bits."""
+    compressed = {**case.compressed, "residual_dtype": "int8", **options}
+    lossless = {**case.lossless, "residual_dtype": "int8"}
+    return replace(case, form="residual in int8", bad={}, compressed=compressed, lossless=lossless)
+
+
+# Test files that look at residuals take these beside the others; test_int8_residuals.py has the other classes.
+INT8 = [
+    in_int8(case, **(dict(projection="tracked", ratio=None, rank=4) if case.cls is compopt.SeparateAdam else {}))
+    for case in CASES + FORMS
+    if case.name in ("RadiusAdamW", "SeparateAdam", "TagcAdamW", "LocalSteps, rounds")
+]
 FORMS += [shard(case) for case in CASES + FORMS if "sharded" in inspect.signature(case.cls).parameters]
 
 by_name = {case.name: case for case in CASES}

@@ -10,6 +10,8 @@ import torch
 from conformance import Small, assert_same, every, loss, make_ranks, snapshot, through_a_file
 from sim import Ranks
 
+from compopt._state.residuals import Residuals
+
 
 @every
 @pytest.mark.parametrize("at", [2, 4, 5, 7])
@@ -35,7 +37,8 @@ def test_resumed_on_the_same_ranks_it_continues_to_the_bit(case, at):
 def test_consolidated_it_resumes_on_any_number_of_ranks_with_the_mean_residual(case):
     def mean_residual(ranks: Ranks) -> torch.Tensor:
         names = [o.state_dict() and o.rank_local_state for o in ranks.optimizers].pop()
-        flats = [torch.cat([b.flat[n] for b in o._buckets for n in names]) for o in ranks.optimizers]
+        rows = [[Residuals(b, n).read_all() for b in o._buckets for n in names] for o in ranks.optimizers]
+        flats = [torch.cat([e.view(-1) for bucket in row for e in bucket if e is not None]) for row in rows]
         return torch.stack(flats).mean(0)
 
     ranks = make_ranks(case, 4, torch.float64, **case.averaging)
@@ -53,7 +56,8 @@ def test_consolidated_it_resumes_on_any_number_of_ranks_with_the_mean_residual(c
         for _, model, optimizer in ranks:
             model.load_state_dict(weights)
             optimizer.load_state_dict(state)
-        torch.testing.assert_close(mean_residual(ranks), wanted, rtol=1e-12, atol=1e-15)
+        off = 1e-15 if case.keeps_exactly else float(wanted.abs().max()) / 60  # each mean is rounded to 127 levels
+        torch.testing.assert_close(mean_residual(ranks), wanted, rtol=1e-12, atol=off)
     ranks.train(loss, 2)
     ranks.assert_replicas_equal()
 

@@ -17,6 +17,7 @@ from compopt._ops.native import build
 from compopt._ops.native.backend import NativeOps
 from compopt._ops.native.lowrank import multiply_stacks, update_separate
 from compopt._ops.operations import Ops
+from compopt._state.residuals import Residuals
 from compopt.separate import update_tensors
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="needs a C compiler")
@@ -53,7 +54,7 @@ class Tensors:
         for n in range((len(params) - 1) // 2):
             (rows, columns), r, indices = SHAPES[n // len(RANKS)], RANKS[n % len(RANKS)], range(2 * n + 1, 2 * n + 3)
             projection = Projection(rows, columns, True, columns, rows, r, "tracked", beta)
-            grads, residual = bucket.grads()[indices.start : indices.stop], bucket.stack_state("residual", indices)
+            grads, residual = bucket.grads()[indices.start : indices.stop], Residuals(bucket).stack(indices)
             stack = ProjectedStack(indices, projection, grads, residual, Q=randn(2, columns, r), R=randn(2, rows, r))
             stack.sent = randn(2 * columns * r)
             self.stacks.append(stack)

@@ -68,8 +68,8 @@ def test_a_message_is_what_plain_operators_make_of_it(ops, bucket, every, negate
     grads, index = bucket.grads(), [torch.arange(1, N, every, dtype=torch.int32)] * 2
     bits = torch.zeros((N + 7) // 8, dtype=torch.uint8)
     _bits.set_bits_(bits, index[0].long())
-    add = [p.detach() for p in bucket.params] if residuals else None
-    options = {"residuals": add, "scale": 0.5, "negate": negate}
+    bucket.state["residual"] = [p.detach() for p in bucket.params]
+    options = {"adds_residuals": residuals, "scale": 0.5, "negate": negate}
     expected = Ops().encode(bucket, grads, Mask(bucket, positions=index), **options).flat.clone()
     assert torch.equal(ops.encode(bucket, grads, Mask(bucket, bits=[bits] * 2), **options).flat, expected)
 

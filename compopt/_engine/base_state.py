@@ -120,9 +120,11 @@ def vars_of(value: object) -> dict[str, Any]:
 
 
 def list_parts(tensor: Tensor) -> list[str]:
-    """Return the attributes of a tensor that consists of others; none of a plain one."""
+    """Return the attributes of a tensor that consists of others; none of a plain one, or of a
+    DTensor, which can be cloned.
+    """
     flatten = getattr(tensor, "__tensor_flatten__", None)
-    return list(flatten()[0]) if flatten is not None else []
+    return list(flatten()[0]) if flatten is not None and to_local(tensor) is tensor else []
 
 
 # Copies

@@ -27,7 +27,7 @@ from .._wire.warning import warn
 from .collective_generators import CollectiveGenerator
 from .optimizer_base import OptimizerBase
 from .options import Group, absolute_rates, refuse_unsupported
-from .resharding import average_state, gather_shards
+from .resharding import average_residuals, average_state, gather_shards
 from .session import Session
 
 FORMAT = 1  # the format of state dicts, in every group; a group without one has format 0
@@ -68,7 +68,7 @@ def complete_state_dict(optimizer: OptimizerBase, saved: dict[str, Any]) -> None
     params = [p for group in groups for p in group["params"]]
     number = {p: n for n, p in enumerate(params)}
     for bucket in [*session.buckets, *session.frozen_buckets]:
-        layouts = optimizer._bucket_layouts(bucket)
+        layouts = {**optimizer._bucket_layouts(bucket), **bucket.layouts}  # as it is stored
         for i, p in enumerate(bucket.params):
             if entry := saved["state"].get(number[p]):
                 saved["state"][number[p]] = expand_entry(bucket, i, layouts, entry)
@@ -131,8 +131,7 @@ def consolidate_as_generator(optimizer: OptimizerBase) -> CollectiveGenerator[No
     session.overlap.discard()  # payloads of a backward hold the residuals of before
     for bucket in session.buckets:
         for name in optimizer.rank_local_state:
-            if bucket.flat[name].numel():
-                yield from average_state(bucket.flat[name], bucket.device, session.comm)
+            yield from average_residuals(bucket, name, bucket.device, session.comm)
         bucket.gathered_state = {}
         for name in bucket.sharded_names:
             bucket.gathered_state[name] = yield from gather_shards(bucket, name, session.comm)
@@ -141,7 +140,10 @@ def consolidate_as_generator(optimizer: OptimizerBase) -> CollectiveGenerator[No
             entry = optimizer.state.get(p, {})
             for name in optimizer.rank_local_state:
                 if name in entry:
-                    yield from average_state(entry[name], bucket.device, session.comm)
+                    layout, info = optimizer._bucket_layouts(bucket)[name], TensorInfo(p, True)
+                    values = layout.expand(entry[name], info, entry)
+                    yield from average_state(values, bucket.device, session.comm)
+                    entry[name].copy_(layout.compact(to_local(values), info, entry))
     session.consolidated_at = session.steps
     session.count_save()
 

@@ -27,6 +27,7 @@ from .._ops.norms import clip_factor, stacked_squared_norms
 from .._ops.operations import Ops
 from .._state.buckets import Bucket
 from .._state.layouts import PaddedVector
+from .._state.residuals import Residuals
 from .._state.shards import ParamColumns, cut_by_rows, place_in_rows
 from .._state.tensors import to_local, upload
 from .._wire.collectives import Communicator, PendingCollective
@@ -48,26 +49,34 @@ class PendingResidual:
     """The residual that a parameter gets if the step is applied: what none of the step's backwards
     has sent.
 
-    ``next_residual`` then takes the place of ``residual``. ``state``: other new state, by name.
+    ``next_residual`` then takes the place of ``residual``; both as they are stored. ``state``:
+    other new state, by name.
     """
 
     next_residual: Tensor
     residual: Tensor
     state: dict[str, Tensor] = field(default_factory=dict)
 
-    def write_to(self, current: Tensor, factor: float) -> None:
-        """Write ``next_residual`` to the ``current`` residual; ``factor``, which clipped the
-        average, scales the change.
+    def add(self, residuals: Residuals, i: int, rest: Tensor) -> None:
+        """Add what a further backward has not sent."""
+        self.next_residual = residuals.pack(i, residuals.unpack(i, self.next_residual) + rest)
+
+    def write_to(self, residuals: Residuals, i: int, factor: float) -> None:
+        """Write ``next_residual`` to residual i; ``factor``, which clipped the average, scales the
+        change.
 
         If ``residual`` was replaced since backward (a checkpoint was loaded, or state was laid out
-        again), the change, ``next_residual - residual``, is added to ``current``.
+        again), the change, ``next_residual - residual``, is added to the one that is there.
         """
-        if current is not self.residual:
-            current.add_(self.next_residual.sub_(self.residual), alpha=factor)
-        elif factor == 1:
-            current.copy_(self.next_residual)
-        else:
-            current.lerp_(self.next_residual, factor)
+        new, old = (residuals.unpack(i, x) for x in (self.next_residual, self.residual))
+        with residuals.open([i]) as opened:
+            (e,) = opened.tensors
+            if residuals.stored[i] is not self.residual:
+                e.add_(new.sub_(old), alpha=factor)
+            elif factor == 1:
+                e.copy_(new)
+            else:
+                e.lerp_(new, factor)
 
 
 # of parameters whose gradients a backward has reduced
@@ -131,7 +140,7 @@ class ReduceScatterBucket(Bucket):
         for i, (p, piece, matrix) in enumerate(
             zip(self.model_params, self.pieces, self.as_matrix, strict=True)
         ):
-            e = self.residual(i)
+            e = self.read_residual(i)
             if e is None:
                 parts.append([])
             elif p in pending_residuals:  # an earlier backward has sent it
@@ -152,13 +161,12 @@ class ReduceScatterBucket(Bucket):
                 self.state[name] = [bucket.state[name][i] for bucket, i in positions]
         self.cache["has_residual"] = True
 
-    def residual(self, i: int) -> Tensor | None:
+    def read_residual(self, i: int) -> Tensor | None:
         """Return the optimizer's residual of tensor i."""
         if (position := self.bucket_positions[i]) is None:
             return None
-        bucket, number = position
-        residual: Tensor | None = bucket.state["residual"][number]
-        return residual
+        residuals = Residuals(position[0])
+        return residuals.read(position[1]) if position[1] in residuals else None
 
     def write_shard(self, reducer: Reducer, mean: Payload, out: Tensor) -> None:
         """Write this rank's shard of the average to FSDP's output.
@@ -179,14 +187,17 @@ class ReduceScatterBucket(Bucket):
         """Add what this backward has not sent."""
         reducer.feed_back([True] * len(self.pieces))
         for i, (p, piece) in enumerate(zip(self.model_params, self.pieces, strict=True)):
-            rest, residual = self.state["residual"][i], self.residual(i)
-            if residual is not None:
-                rest = rest if self.as_matrix[i] else piece.in_shape(rest)
-                if p in pending_residuals:
-                    pending_residuals[p].next_residual.add_(rest)
-                else:
-                    pending_residuals[p] = PendingResidual(rest, residual)
-                pending_residuals[p].state.update(reducer.next_state(i))
+            rest, position = self.state["residual"][i], self.bucket_positions[i]
+            if position is None or rest is None:
+                continue
+            residuals, number = Residuals(position[0]), position[1]
+            rest = rest if self.as_matrix[i] else piece.in_shape(rest)
+            if p in pending_residuals:
+                pending_residuals[p].add(residuals, number, rest)
+            else:
+                stored = residuals.stored[number]
+                pending_residuals[p] = PendingResidual(residuals.pack(number, rest), stored)
+            pending_residuals[p].state.update(reducer.next_state(i))
         for p in self.params:
             p.grad = None
         self.flat, self.state = {}, {}

@@ -505,6 +505,7 @@ class CompressedOptimizer(OptimizerBase):
             **super().__getstate__(),
             "sharded": self.sharded,
             "offload": self.offload,
+            "residual_dtype": self.residual_dtype,
             "simulate": self.simulate,
             "max_skipped": self.max_skipped,
             "check_replicas_every": self.check_replicas_every,

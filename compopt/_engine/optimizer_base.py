@@ -66,6 +66,8 @@ class OptimizerBase(Optimizer):
     _join_config: Any = None
     # state in host memory: "residual", "all" (masters too), or None
     offload: str | None = None
+    # what residuals are stored in between steps: "int8", or None for numbers as they are computed
+    residual_dtype: str | None = None
     # compress in a single process too
     simulate = False
     # consecutive skipped steps after which step() raises; users may set it

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from numbers import Integral, Real
 from operator import is_, itemgetter
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ Setting = tuple[str, Any]
 
 # groups whose options ranks compare: a name, the groups, and the options that their class knows
 ComparedGroups = tuple[str, list[Group], Collection[str]]
+
+# What residuals are stored in between steps; None: as they are computed.
+ResidualDtype: TypeAlias = torch.dtype | Literal["int8"] | None
 
 # options that may change between steps without a handshake: they change no message's length
 RATES = {"lr", "betas", "eps", "weight_decay", "maximize", "momentum", "max_grad_norm"}
@@ -215,6 +218,13 @@ def check_payload_and_clip(group: dict[str, Any], keeps_all_errors: bool = False
             f"payload_dtype={dtype!r} is for Average and LocalSteps, which keep the rounding error "
             "of every tensor; other classes keep only that of compressed ones. Use 'int4'."
         )
+
+
+def read_residual_dtype(dtype: object) -> str | None:
+    """Return the name of ``residual_dtype``; raise ValueError if it is neither None nor int8."""
+    name = dtype_name(dtype)
+    require(name in (None, "int8"), "residual_dtype", dtype, "None or 'int8'")
+    return None if name is None else "int8"
 
 
 def check_compress(group: dict[str, Any]) -> None:

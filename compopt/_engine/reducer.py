@@ -21,6 +21,7 @@ from .._ops.norms import gradient_marks, scale_all_, squared_norm, stacked_squar
 from .._ops.operations import Ops
 from .._state.buckets import Bucket
 from .._state.masks import Mask
+from .._state.residuals import Residuals
 from .._wire.payload import Payload, PayloadDtype
 from .._wire.requests import AllReduceMean, ReduceScatterMean, RequestGenerator
 from .update import AdamSUpdate, AdamWUpdate, Update
@@ -113,15 +114,14 @@ class ReduceScatterReducer:
 
     def feed_back(self, have_gradients: list[bool]) -> None:
         bucket, is_rounded = self.bucket, self.owner_payloads[0].rounding_errors is not None
-        for part, i in enumerate(self.sent_dense):
-            e = bucket.state["residual"][i]
-            if e is None or not have_gradients[i]:
-                continue
-            if is_rounded:
+        residuals = Residuals(bucket)
+        sent = [(part, i) for part, i in enumerate(self.sent_dense) if have_gradients[i]]
+        if is_rounded:
+            for part, i in sent:
                 errors = [payload.rounding_error_parts[part] for payload in self.owner_payloads]
-                e.view(-1).copy_(torch.cat(errors))
-            elif bucket.has_residual:
-                e.zero_()
+                residuals.set([(i, torch.cat(errors))] if i in residuals else [])
+        elif bucket.has_residual:
+            residuals.scale([i for _, i in sent], 0)
         bucket.cache["has_residual"] = is_rounded or (
             bucket.has_residual and not all(have_gradients)
         )
@@ -147,28 +147,28 @@ class ReduceScatterReducer:
 
     def write_dense_tensors(self) -> None:
         """Write to each owner's payload its elements of the tensors that are sent dense."""
-        residual = self.bucket.state["residual"]
         flat = [None if g is None else g.reshape(-1) for g in self.grads]
-        absent, to, grads, with_residual, residuals = [], [], [], [], []
+        absent, to, grads = [], [], []
+        parts: dict[int, list[tuple[Tensor, slice]]] = {i: [] for i in self.sent_dense}
         for rank, payload in enumerate(self.owner_payloads):
             for part, i in zip(payload.unrounded_parts, self.sent_dense, strict=False):
                 if not part.numel():
                     continue
-                g, e, owned = flat[i], residual[i], slice(*self.layout.ranges[rank][i])
+                g, owned = flat[i], slice(*self.layout.ranges[rank][i])
+                parts[i].append((part, owned))
                 if g is None:
                     absent.append(part)
                 else:
                     to.append(part)
                     grads.append(g[owned])
-                if self.sends_residuals and e is not None:
-                    with_residual.append(part)
-                    residuals.append(e.reshape(-1)[owned])
         if absent:
             torch._foreach_zero_(absent)
         if to:
             torch._foreach_copy_(to, grads)
-        if with_residual:
-            torch._foreach_add_(with_residual, residuals)
+        for batch in Residuals(self.bucket).batches(parts if self.sends_residuals else ()):
+            rows = [(part, e.view(-1)[owned]) for i, e in batch for part, owned in parts[i]]
+            if rows:
+                torch._foreach_add_([part for part, _ in rows], [e for _, e in rows])
 
     def exchange(self, flat: Tensor) -> RequestGenerator[Payload]:
         """Round the payloads, and send each to its owner. Returns the mean of this rank's."""
@@ -208,8 +208,8 @@ class AllReduceReducer:
         return "rounded" if self.bucket.is_rounded else "dense"
 
     def reduce(self) -> RequestGenerator[Payload]:
-        residual = self.bucket.iterate_state("residual") if self.sends_residuals else None
-        sent = self.ops.encode(self.bucket, self.grads, self.mask, residual, self.scale)
+        adds, scale = self.sends_residuals, self.scale
+        sent = self.ops.encode(self.bucket, self.grads, self.mask, adds, scale)
         mean: Payload = yield AllReduceMean(sent)
         self.mean = mean
         return mean
@@ -242,12 +242,14 @@ class AllReduceReducer:
 
     def feed_back(self, have_gradients: list[bool]) -> None:
         errors = self.mean.rounding_errors
+        indices = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
         if errors is not None and self._replaces_residual(errors, have_gradients):
-            self.bucket.store_state("residual", errors)
+            Residuals(self.bucket).set_all(errors)
+        elif errors is not None and not self.mask.is_sparse:
+            Residuals(self.bucket).set([(i, self.mean.rounding_error_parts[i]) for i in indices])
         elif self.changes_residual:
-            residuals = self.bucket.iterate_state("residual", write=True)
-            for batch in self.bucket.batches(residuals):
-                self._feed_back([(i, e) for i, e in batch if have_gradients[i]])
+            for batch in Residuals(self.bucket).batches(indices, write=True):
+                self._feed_back(batch)
         self.note_residual(have_gradients)
 
     @property

@@ -8,6 +8,7 @@ import torch
 
 from .._state.buckets import Bucket
 from .._state.layouts import GlobalShape, Layout, LocalShape, Sharded
+from .._state.residuals import Residuals, residual_layout
 from .._wire.collectives import connect, is_sharded_over
 from .._wire.payload import dtype_name
 from .fsdp_backward import FSDPBackward, PendingResidual
@@ -47,12 +48,13 @@ class ReducingOptimizer(CompressedOptimizer):
     def list_adamw_state(self, dtype: torch.dtype) -> dict[str, Layout]:
         """Return the layouts of AdamW's moments and of the residuals of compressed tensors."""
         moments = Sharded if self.sharded else LocalShape
-        residual = GlobalShape if self.replaces_reduce_scatter else LocalShape
-        return {
-            "exp_avg": moments(dtype),
-            "exp_avg_sq": moments(dtype),
-            "residual": residual(dtype, compressed_only=True),
-        }
+        residual = self.choose_residual_layout(dtype, compressed_only=True)
+        return {"exp_avg": moments(dtype), "exp_avg_sq": moments(dtype), "residual": residual}
+
+    def choose_residual_layout(self, dtype: torch.dtype, compressed_only: bool = False) -> Layout:
+        """Return the layout of residuals: whole inside FSDP2, although it shards parameters."""
+        layout = GlobalShape if self.replaces_reduce_scatter else LocalShape
+        return residual_layout(layout(dtype, compressed_only=compressed_only), self.residual_dtype)
 
     def write_residual(
         self, bucket: Bucket, i: int, pending: PendingResidual, factor: float
@@ -62,7 +64,7 @@ class ReducingOptimizer(CompressedOptimizer):
         ``factor``, which clipped the average, is ignored here: all that was sent counts as sent.
         (With projections the clip changes the residual: see ``ProjectingOptimizer``.)
         """
-        pending.write_to(bucket.state["residual"][i], 1.0)
+        pending.write_to(Residuals(bucket), i, 1.0)
 
     def before_exchange(self) -> None:
         super().before_exchange()

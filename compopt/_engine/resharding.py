@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .._state.buckets import Bucket
+from .._state.residuals import Residuals
 from .._state.shards import unshard
 from .._state.tensors import HOST, to_local
 from .._wire.collectives import Communicator, ProcessGroup, connect
@@ -44,6 +45,16 @@ def average_state(
     """
     request = AllReduceMean(to_local(tensor).to(device, copy=True).mul_(weight))
     to_local(tensor).copy_((yield from exchange_one(comm, request)))
+
+
+def average_residuals(
+    bucket: Bucket, name: str, device: torch.device, comm: Communicator
+) -> CollectiveGenerator[None]:
+    """Replace the residuals of a bucket by their mean over ranks."""
+    with Residuals(bucket, name).open() as opened:
+        if opened.flat.numel():
+            yield from average_state(opened.flat, device, comm)
+    bucket.cache.pop("has_residual", None)
 
 
 def gather_shards(
@@ -244,7 +255,7 @@ def _load_without_residuals(
     optimizer._load_without_hooks(saved)
     for bucket in session.buckets_to_reshard or session.buckets:
         for name in set(optimizer.owner_only_state) & bucket.flat.keys():
-            bucket.flat[name].zero_()
+            Residuals(bucket, name).clear()
 
 
 def _to_tuples(value: Any) -> Any:

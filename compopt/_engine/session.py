@@ -8,6 +8,7 @@ groups, ranks or a checkpoint have changed them. Data of a single step is in ``S
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import replace
@@ -23,6 +24,7 @@ from .._ops.operations import Ops
 from .._state.buckets import Bucket, make_buckets
 from .._state.layouts import Layout
 from .._state.offload import Offload
+from .._state.residuals import Residuals
 from .._state.shards import cut_evenly
 from .._state.tensors import is_accelerator, to_local
 from .._wire.collectives import (
@@ -335,6 +337,7 @@ class Session:
                 comm = self.comm
                 bucket.shards = cut_evenly(bucket.lengths, bucket.compressed, comm.rank, comm.size)
             bucket.mean_factory = self.ops.quantized_mean_factory(bucket)
+            bucket.blocks = self.ops.blocks
             self._fill_state(bucket, optimizer._bucket_layouts(bucket), optimizer.state)
             optimizer.rebuild_cache(bucket)
         optimizer.after_layout()
@@ -386,8 +389,8 @@ class Session:
     def residual_norm(self) -> float:
         """Return the L2 norm of all residuals of this rank."""
         self.settle_state()
-        flats = [b.flat["residual"] for b in self.buckets if "residual" in b.flat]
-        return float(sum(float(torch.linalg.vector_norm(flat)) ** 2 for flat in flats) ** 0.5)
+        buckets = [bucket for bucket in self.buckets if "residual" in bucket.flat]
+        return math.sqrt(sum(Residuals(bucket).norm() ** 2 for bucket in buckets))
 
     def use_pytorch(self, optimizer: OptimizerBase) -> None:
         """Fall back to PyTorch's operators, because ranks have chosen different backends."""
@@ -395,6 +398,7 @@ class Session:
         self.options.checksum = None
         for bucket in self.buckets:
             bucket.mean_factory = self.ops.quantized_mean_factory(bucket)
+            bucket.blocks = self.ops.blocks
             optimizer.rebuild_cache(bucket)
         optimizer.on_fallback()
 

@@ -9,6 +9,7 @@ few operators on all of them.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from .._ops.norms import scale_, total_norm
 from .._ops.operations import Ops
 from .._state.buckets import Bucket, bucket_bytes
 from .._state.layouts import LocalShape
+from .._state.residuals import Residuals, residual_layout
 from .._state.tensors import HOST, distribute_like, pin, to_local
 from .._wire.collectives import Communicator, get_replicate_size
 from .._wire.payload import ControlFields, Payload, Scratch
@@ -45,7 +47,7 @@ KEPT_BYTES = 128 * 2**20
 
 @dataclass(eq=False, slots=True)
 class Anchored:
-    """A parameter, its anchor, what is not sent yet, and the fragment in which it is exchanged.
+    """A parameter, its anchor, and the fragment in which it is exchanged.
 
     ``has_moved``: it has, or may have, since its last exchange. ``is_sent``: it is part of the
     exchange in flight, or was part of the last one.
@@ -54,7 +56,6 @@ class Anchored:
     param: Tensor
     fragment: int
     anchor: nn.Parameter
-    residual: Tensor
     has_moved: bool = False
     is_sent: bool = True
 
@@ -71,11 +72,19 @@ class AnchorBucket(Bucket):
     pseudo_gradient: Tensor | None = None
     is_averaged = False  # any rank has sent what it has moved
 
-    def __init__(self, index: int, group: Group, flat: Tensor, anchors: list[nn.Parameter]):
+    def __init__(
+        self,
+        index: int,
+        group: Group,
+        flat: Tensor,
+        anchors: list[nn.Parameter],
+        residual_dtype: str | None,
+    ):
         names = [f"anchor {i}" for i in range(len(anchors))]
         super().__init__(index, group, [*anchors], names)
         self.anchors = flat
-        self.allocate("residual", LocalShape(self.compute_dtype), [{}] * len(anchors))
+        layout = residual_layout(LocalShape(self.compute_dtype), residual_dtype)
+        self.allocate("residual", layout, [{}] * len(anchors))
 
     @property
     def model_parts(self) -> list[Tensor]:
@@ -83,13 +92,18 @@ class AnchorBucket(Bucket):
         params = [t.param.detach() for t in self.tensors]
         return [to_local(p) for p in params] if self.is_dtensor else params
 
+    @property
+    def sent(self) -> list[int]:
+        """The indices of the tensors that are part of the exchange."""
+        return [i for i, t in enumerate(self.tensors) if t.is_sent]
+
     def select_sent(self, values: Iterable[Tensor]) -> list[Tensor]:
         """Return the values of the tensors that are part of the exchange."""
         return [value for t, value in zip(self.tensors, values, strict=True) if t.is_sent]
 
     def view_sent(self, flat: Tensor) -> list[Tensor]:
         """Cut a vector into the tensors that are part of the exchange."""
-        shapes = [e.shape for e in self.select_sent(t.residual for t in self.tensors)]
+        shapes = [shape for t, shape in zip(self.tensors, self.shapes, strict=True) if t.is_sent]
         parts = flat.split([shape.numel() for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]
 
@@ -125,8 +139,7 @@ class AnchorBucket(Bucket):
             values.zero_()
         scale_(values, weight)
         if values.numel() and (self.is_rounded or self.has_residual):
-            residuals = self.select_sent(t.residual for t in self.tensors)
-            torch._foreach_add_(self.view_sent(values), residuals)
+            Residuals(self).add_to(list(zip(self.sent, self.view_sent(values), strict=True)))
         return self.payload.round()
 
     def encode_failure(self) -> Payload:
@@ -145,14 +158,13 @@ class AnchorBucket(Bucket):
 
     def feed_back(self) -> None:
         """Set residuals to what rounding has taken off."""
-        residuals = self.select_sent(t.residual for t in self.tensors)
         errors = self.payload.rounding_errors
-        if not self.is_averaged or not residuals:
+        if not self.is_averaged or not self.sent:
             return
         if errors is not None:
-            torch._foreach_copy_(residuals, self.view_sent(errors))
+            Residuals(self).set(list(zip(self.sent, self.view_sent(errors), strict=True)))
         elif self.has_residual:
-            torch._foreach_zero_(residuals)
+            Residuals(self).scale(self.sent, 0)
         self.cache.pop("has_residual", None)
 
     def moved_since(self) -> Tensor:
@@ -195,7 +207,9 @@ class Anchors:
         make_outer: MakeOuter,
         ops: Ops,
         on_host: bool,
+        residual_dtype: str | None = None,
     ):
+        self._residual_dtype = residual_dtype
         self.count, self._payload_dtype = options["fragments"], options["payload_dtype"]
         self._on_host = on_host
         self.ops = choose_backend({HOST.type}) if on_host else ops
@@ -229,11 +243,12 @@ class Anchors:
             flat, parts = copy_wide(run, self._on_host)
             pairs = zip(run, parts, strict=True)
             anchors = [nn.Parameter(distribute_like(p.detach(), part)) for p, part in pairs]
-            bucket = AnchorBucket(len(self.buckets), group, flat, anchors)
-            state = zip(run, anchors, bucket.state["residual"], strict=True)
-            bucket.tensors = [Anchored(p, number, anchor, e) for p, anchor, e in state]
+            dtype = self._residual_dtype
+            bucket = AnchorBucket(len(self.buckets), group, flat, anchors, dtype)
+            bucket.tensors = [Anchored(p, number, a) for p, a in zip(run, anchors, strict=True)]
             added.update((id(t.param), t) for t in bucket.tensors)
             bucket.mean_factory = self.ops.quantized_mean_factory(bucket)
+            bucket.blocks = self.ops.blocks
             bucket.scratch = self._scratch
             bucket.replicate_size = get_replicate_size(run[0], self._shards)
             self.buckets.append(bucket)
@@ -285,7 +300,7 @@ class Anchors:
         """Quantize by PyTorch's operators, because ranks have chosen different backends."""
         self.ops = ops
         for bucket in self.buckets:
-            bucket.mean_factory = ops.quantized_mean_factory(bucket)
+            bucket.mean_factory, bucket.blocks = ops.quantized_mean_factory(bucket), ops.blocks
 
     @torch.no_grad()
     def note_training(self, params: Sequence[Tensor]) -> None:
@@ -369,13 +384,13 @@ class Anchors:
         for bucket in self.buckets:
             if bucket.group is group:
                 write_params(bucket.tensors)
-                bucket.flat["residual"].zero_()
+                Residuals(bucket).clear()
                 for t in bucket.tensors:
                     t.has_moved = False
 
     def residual_norm(self) -> float:
         """Return the L2 norm of all residuals of this rank."""
-        return float(total_norm([bucket.flat["residual"] for bucket in self.buckets]))
+        return math.sqrt(sum(Residuals(bucket).norm() ** 2 for bucket in self.buckets))
 
     def differ_from_params(self, tolerance: float = 0.0) -> bool:
         """Return True if any parameter is not its anchor, in the parameter's dtype.

@@ -21,6 +21,7 @@ from .._engine.checkpoint import check_entry, warn_of_lost_residuals
 from .._engine.options import is_number
 from .._engine.wrapper import read_entry, save_entry
 from .._state.layouts import LocalShape, TensorInfo
+from .._state.residuals import Residuals
 from .._state.tensors import distribute_like, to_local
 from .anchors import Anchored, Anchors
 from .exchange import Contribution, FragmentSync
@@ -38,6 +39,11 @@ def save_rounds(
     """Return the entry of every parameter, None of those without an anchor."""
     anchors, exchange, entries = sync.anchors, sync.in_flight, {}
     states, pseudo_gradients = _save_states(anchors), anchors.list_pseudo_gradients()
+    residual_of = {
+        t: Residuals(bucket).read(i)
+        for bucket in anchors.buckets
+        for i, t in enumerate(bucket.tensors)
+    }
     for t in anchors.tensors:
         numbers = {
             "step": options["step"],
@@ -53,7 +59,7 @@ def save_rounds(
             "anchor": anchor,
             "optimizer": {
                 "step": torch.tensor(count, dtype=torch.float32, device="cpu"),
-                "residual": distribute_like(anchor, t.residual),
+                "residual": distribute_like(anchor, residual_of[t]),
                 "base": states[t.anchor],
             },
         }
@@ -157,10 +163,13 @@ class SavedRounds:
         anchors.outer.load_state_dict(copy.deepcopy(saved))  # torch's would share its tensors
         for t, entry in entries.items():
             to_local(t.anchor.detach()).copy_(to_local(entry["anchor"]))
-            t.residual.copy_(to_local(entry["optimizer"]["residual"]))
             t.has_moved, t.is_sent = bool(entry["has_moved"]), bool(entry["is_sent"])
             anchors.groups[t.fragment]["step"] = _read_number(entry, "exchanges")
-        warn_of_lost_residuals(sync.optimizer, residuals, [t.residual for t in entries])
+        saved_residuals = {t: to_local(entries[t]["optimizer"]["residual"]) for t in entries}
+        for bucket in anchors.buckets:
+            new = [saved_residuals[t] for t in bucket.tensors]
+            Residuals(bucket).set(list(enumerate(new)))
+        warn_of_lost_residuals(sync.optimizer, residuals, saved_residuals.values())
         for bucket in anchors.list_buckets((self.exchange or {}).get("fragments", ())):
             sent = [entries[t]["exchange"]["pseudo_gradient"] for t in bucket.tensors if t.is_sent]
             parts = bucket.view_sent(bucket.begin_exchange())
@@ -179,7 +188,7 @@ def _check_tensors(number: int, t: Anchored, entry: Entry) -> None:
             )
     if not bool(to_local(anchor).isfinite().all()):
         raise ValueError("an anchor is not finite")
-    info, layouts = TensorInfo(t.anchor, True), {"residual": LocalShape(t.residual.dtype)}
+    info, layouts = TensorInfo(t.anchor, True), {"residual": LocalShape(t.anchor.dtype)}
     check_entry(f"parameter {number}", info, layouts, entry["optimizer"], "LocalSteps")
 
 

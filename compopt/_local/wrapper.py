@@ -85,8 +85,7 @@ class AnchoredWrapper(Wrapper):
         session.connect_ranks(self)
         self.lay_out_new_parameters()
         self.add_groups_of_base()
-        residuals = [bucket.flat["residual"] for bucket in session.buckets]
-        has_residual = any(map(Tensor.numel, residuals))
+        has_residual = any(bucket.flat["residual"].numel() for bucket in session.buckets)
         if has_residual or session.has_foreign_state(self.state):
             session.rebuild_buckets(self)
 
@@ -117,10 +116,10 @@ class AnchoredWrapper(Wrapper):
             fragments = assign_to_fragments(self.param_groups, options["fragments"])
         if set(fragments) <= {-1}:
             return None
-        params, on_host = self._params, self.offload == "outer"
+        params, on_host, dtype = self._params, self.offload == "outer", self.residual_dtype
         are_plain = not any(hasattr(p, "device_mesh") for p in params)  # SGD fuses no DTensors
         make_outer = self._make_outer or partial(make_sgd, options, are_plain)
-        anchors = Anchors(params, fragments, options, make_outer, self.ops, on_host)
+        anchors = Anchors(params, fragments, options, make_outer, self.ops, on_host, dtype)
         return FragmentSync(self, anchors)
 
     def _drop_anchors(self) -> None:

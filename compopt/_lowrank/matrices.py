@@ -36,6 +36,10 @@ class MatrixSource:
         self._quantiles: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._counters: dict[int, tuple[tuple[CounterKey, torch.device], Tensor]] = {}
 
+    def release(self) -> None:
+        """Free the memory that draws reuse."""
+        self._buffer, self._counters = Scratch(), {}
+
     def draw(
         self,
         bucket: Bucket,

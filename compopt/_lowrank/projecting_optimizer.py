@@ -28,7 +28,8 @@ from .._engine.options import Group, Setting
 from .._engine.reducer import ReduceScatterReducer
 from .._engine.reducing_optimizer import ReducingOptimizer
 from .._state.buckets import Bucket
-from .._state.layouts import GlobalShape, Layout, LocalShape, PaddedVector
+from .._state.layouts import Layout, PaddedVector
+from .._state.residuals import Residuals
 from .._state.tensors import to_local
 from .._wire.collectives import connect
 from .._wire.warning import warn
@@ -83,8 +84,7 @@ class ProjectingOptimizer(ReducingOptimizer):
                     )
 
     def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:
-        layout = GlobalShape if self.replaces_reduce_scatter else LocalShape
-        return {"residual": layout(dtype, compressed_only=True)}
+        return {"residual": self.choose_residual_layout(dtype, compressed_only=True)}
 
     def _bucket_layouts(self, bucket: Bucket) -> dict[str, Layout]:
         layouts = super()._bucket_layouts(bucket)
@@ -98,7 +98,7 @@ class ProjectingOptimizer(ReducingOptimizer):
             q = plan_tensor(p, group, numbers[p][1], unsharded)
             return 0 if q is None else q.m * q.r
 
-        dtype = layouts["residual"].dtype
+        dtype = bucket.compute_dtype
         basis = PaddedVector(dtype, basis_size, unsharded, compressed_only=True, optional=True)
         return {**layouts, "basis": basis}
 
@@ -198,7 +198,7 @@ class ProjectingOptimizer(ReducingOptimizer):
             if projection is None:
                 continue
             indices = range(members[0], members[-1] + 1)
-            residual = bucket.stack_state("residual", indices)
+            residual = Residuals(bucket).stack(indices)
             of_stack = grads[indices.start : indices.stop]
             stacks.append(ProjectedStack(indices, projection, of_stack, residual))
         if any(stack.projection.is_tracked for stack in stacks):
@@ -215,6 +215,8 @@ class ProjectingOptimizer(ReducingOptimizer):
             for q, has in zip(plan, has_basis, strict=True)
         ]
         random = self._draw(bucket, drawn)
+        if not any(drawn) and {g["projection"] for g in self._option_groups} == {"tracked"}:
+            self._matrices.release()  # the first step has drawn
         for stack in stacks:
             flags, m = [has_basis[i] for i in stack.indices], stack.projection.m
             if all(flags):
@@ -289,10 +291,10 @@ class ProjectingOptimizer(ReducingOptimizer):
         self, bucket: Bucket, i: int, pending: PendingResidual, factor: float
     ) -> None:
         """Do line 5 for tensor i; ``factor`` has clipped the average."""
-        residual, group = bucket.state["residual"][i], bucket.group
-        pending.write_to(residual, factor)
+        residuals, group = Residuals(bucket), bucket.group
+        pending.write_to(residuals, i, factor)
         if is_reset_step(group, group["step"] + 1):
-            residual.zero_()
+            residuals.scale([i], 0)
         for name, value in pending.state.items():
             stored = bucket.state[name][i] if name in bucket.state else None
             # otherwise ``rank`` or ``projection`` was changed after backward

@@ -21,6 +21,7 @@ from .._ops.operations import Ops
 from .._ops.update_helpers import Factored
 from .._state.buckets import Bucket
 from .._state.masks import Mask
+from .._state.residuals import Residuals
 from .._state.tensors import upload
 from .._wire.payload import Payload
 from .._wire.requests import AllReduceMean, RequestGenerator
@@ -131,7 +132,16 @@ class ProjectionReducer:
         transposed: bool = False,
         header: Payload | None = None,
     ) -> None:
-        self.ops.run(multiply, self.bucket, self.stacks, right, out, transposed, header)
+        if not any(stack.residual.is_copy for stack in self.stacks):
+            inputs = self.stacks, right, out, transposed, header
+            self.ops.run(multiply, self.bucket, *inputs)
+            return
+        if header is not None:
+            self.ops.write_header(header, self.bucket.grads())
+        for stack, R, p in zip(self.stacks, right, out, strict=True):
+            for at in stack.residual.cut():
+                part = [stack.select(at)], [R[at]], [p[at]], transposed, None
+                self.ops.run(multiply, self.bucket, *part)
 
     def _orthonormalize(self, stacks: list[Tensor]) -> list[Tensor]:
         return self.ops.run(orthonormalize_columns, self.bucket, stacks)
@@ -170,9 +180,8 @@ class ProjectionReducer:
         """
         bucket, inputs = self.bucket, self.inputs
         if not self.stacks:  # one pass, where the backend has one
-            residual: list[Tensor | None] = [*bucket.state["residual"]]
-            add = residual if inputs.sends_residuals else None
-            return self.ops.encode(bucket, bucket.grads(), Mask(bucket), add)
+            adds = inputs.sends_residuals
+            return self.ops.encode(bucket, bucket.grads(), Mask(bucket), adds)
         lengths = [0 if bucket.is_sharded else n for n in bucket.lengths]
         for i, stack in self.stack_of.items():
             lengths[i] = stack.projection.m * stack.projection.r
@@ -199,7 +208,7 @@ class ProjectionReducer:
         return payload.round()
 
     def _write_dense_tensors(self, payload: Payload) -> None:
-        grads, residuals = self.bucket.grads(), self.bucket.state["residual"]
+        grads = self.bucket.grads()
         parts = [payload.unrounded_parts[i] for i in self.dense]
         pairs = [(p, grads[i]) for p, i in zip(parts, self.dense, strict=True)]
         given = [(p, g.reshape(-1)) for p, g in pairs if g is not None]
@@ -209,9 +218,7 @@ class ProjectionReducer:
         if absent:
             torch._foreach_zero_(absent)
         if self.inputs.sends_residuals:
-            for part, i in zip(parts, self.dense, strict=True):
-                if residuals[i] is not None:
-                    part.add_(residuals[i].view(-1))
+            Residuals(self.bucket).add_to(list(zip(self.dense, parts, strict=True)))
 
     def squared_norm(self) -> Tensor | None:
         """Return the squared norm of the averaged gradients, one number for neighbours that are
@@ -274,15 +281,17 @@ class ProjectionReducer:
 
     def stacks_with_gradients(self, have_gradients: Sequence[bool]) -> Iterator[ProjectedStack]:
         """Iterate over the stacks, without the tensors that no rank has a gradient of."""
-        for stack in self.stacks:
-            flags = [have_gradients[i] for i in stack.indices]
-            if all(flags):
-                yield stack
-                continue
-            changes = [n for n in range(1, len(flags)) if flags[n] != flags[n - 1]]
-            for first, last in pairwise([0, *changes, len(flags)]):
-                if flags[first]:
-                    yield stack.select(first, last)
+        for whole in self.stacks:
+            for at in whole.residual.cut():
+                stack = whole if len(whole.indices[at]) == len(whole.indices) else whole.select(at)
+                flags = [have_gradients[i] for i in stack.indices]
+                if all(flags):
+                    yield stack
+                    continue
+                changes = [n for n in range(1, len(flags)) if flags[n] != flags[n - 1]]
+                for first, last in pairwise([0, *changes, len(flags)]):
+                    if flags[first]:
+                        yield stack.select(slice(first, last))
 
     def reconstruct_stack(self, stack: ProjectedStack, factor: float, out: Tensor) -> None:
         """Do line 4: write ``factor`` times the averaged gradients of a stack to ``out``."""
@@ -302,20 +311,18 @@ class ProjectionReducer:
         is_rounded = mean.rounding_errors is not None
         if not (is_rounded or self.bucket.has_residual):
             return
-        known = [i for i in indices if self.bucket.state["residual"][i] is not None]
-        residuals = [self.bucket.state["residual"][i].view(-1) for i in known]
-        if not residuals:
-            return
-        torch._foreach_mul_(residuals, 1 - factor if self.inputs.sends_residuals else 0.0)
-        if is_rounded:
-            errors = [mean.rounding_error_parts[i] for i in known]
-            torch._foreach_add_(residuals, errors, alpha=factor)
+        for batch in Residuals(self.bucket).batches(indices, write=True):
+            residuals = [e.view(-1) for _, e in batch]
+            torch._foreach_mul_(residuals, 1 - factor if self.inputs.sends_residuals else 0.0)
+            if is_rounded:
+                errors = [mean.rounding_error_parts[i] for i, _ in batch]
+                torch._foreach_add_(residuals, errors, alpha=factor)
 
     def commit_state(self, have_gradients: list[bool], factor: float) -> None:
         """Reset residuals where they are due, store the next bases, and report the cosines."""
         bucket, group = self.bucket, self.bucket.group
         if is_reset_step(group, group["step"] + 1):
-            bucket.flat["residual"].zero_()
+            Residuals(bucket).clear()
         updated = [i for i in self.next_bases if have_gradients[i]]
         if updated:
             state = [bucket.state["basis"][i].view(self.next_bases[i].shape) for i in updated]

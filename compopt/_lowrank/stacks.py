@@ -36,6 +36,7 @@ from torch import Tensor
 
 from .._ops.operations import Ops
 from .._state.buckets import Bucket
+from .._state.residuals import ResidualStack
 from .._wire.payload import Payload
 from .projections import Projection, orthonormalize
 
@@ -45,7 +46,7 @@ class ProjectedStack:
     """Neighbours in a bucket with one projection, at one step.
 
     ``indices``: their places in the bucket. ``grads``: this rank's gradients, None where there is
-    none. ``residual``: their residuals, (k, *shape), which ``feed_back`` writes. ``R``: the random
+    none. ``residual``: their residuals, which ``feed_back`` writes. ``R``: the random
     or orthonormal columns, (k, d, r), or (k, blocks, d, r). ``Q``: the basis of a tracked
     projection, (k, m, r). ``sent``: what this rank sends of p, as it lies in the payload; after the
     exchange, as the others have received it.
@@ -54,14 +55,13 @@ class ProjectedStack:
     indices: range
     projection: Projection
     grads: list[Tensor | None]
-    residual: Tensor
+    residual: ResidualStack
     Q: Tensor | None = None
     R: Tensor | None = None
     sent: Tensor | None = None
 
-    def select(self, first: int, last: int) -> ProjectedStack:
+    def select(self, at: slice) -> ProjectedStack:
         """Return the stack of some of its tensors."""
-        at = slice(first, last)
         cut = [None if x is None else x[at] for x in (self.Q, self.R)]
         sent = self.sent
         if sent is not None:
@@ -70,7 +70,7 @@ class ProjectedStack:
             self,
             indices=self.indices[at],
             grads=self.grads[at],
-            residual=self.residual[at],
+            residual=self.residual.select(at),
             Q=cut[0],
             R=cut[1],
             sent=sent,
@@ -109,12 +109,13 @@ def make_room(ops: Ops, like: Tensor, shape: torch.Size) -> Tensor:
 
 def add_residual(ops: Ops, stack: ProjectedStack) -> Tensor:
     """Line 1: return h = g + e, in memory of the step."""
-    e = stack.residual
-    h = make_room(ops, e, e.shape)
+    e = stack.residual.read()
+    h = e if stack.residual.is_copy else make_room(ops, e, e.shape)
     if len(stack.grads) == 1 and stack.grads[0] is not None:
         torch.add(e[0], stack.grads[0], out=h[0])
         return h
-    h.copy_(e)
+    if h is not e:
+        h.copy_(e)
     rows = [(to, g) for to, g in zip(h.unbind(), stack.grads, strict=True) if g is not None]
     if rows:
         torch._foreach_add_([to for to, _ in rows], [g for _, g in rows])
@@ -185,23 +186,25 @@ def feed_back(stack: ProjectedStack, factor: float) -> None:
     p is what the other ranks received from this one. Where the average was clipped by ``factor``,
     only that share of the new error is taken.
     """
-    e, projection, R = stack.residual, stack.projection, stack.columns
+    projection, R = stack.projection, stack.columns
     if projection.beta == 1:
         return
     new = (1 - projection.beta) * factor
     assert stack.sent is not None
     p = stack.view_as_projected(stack.sent).to(R.dtype)
-    rows = [(to, g) for to, g in zip(e.unbind(), stack.grads, strict=True) if g is not None]
-    if rows:
-        torch._foreach_add_([to for to, _ in rows], [g for _, g in rows], alpha=new)
-    matrices, scale = stack.projection.view_as_matrices(e), -new * projection.scale
-    if projection.has_blocks(R):
-        for columns, p_rows, e_rows in projection.iterate_blocks(R, p, matrices):
-            e_rows.add_(p_rows @ columns.mT, alpha=scale)
-    elif matrices.is_contiguous():
-        matrices.baddbmm_(p, R.mT, alpha=scale)
-    else:
-        matrices.mT.baddbmm_(R, p.mT, alpha=scale)
+    scale = -new * projection.scale
+    with stack.residual.open() as e:
+        rows = [(to, g) for to, g in zip(e.unbind(), stack.grads, strict=True) if g is not None]
+        if rows:
+            torch._foreach_add_([to for to, _ in rows], [g for _, g in rows], alpha=new)
+        matrices = projection.view_as_matrices(e)
+        if projection.has_blocks(R):
+            for columns, p_rows, e_rows in projection.iterate_blocks(R, p, matrices):
+                e_rows.add_(p_rows @ columns.mT, alpha=scale)
+        elif matrices.is_contiguous():
+            matrices.baddbmm_(p, R.mT, alpha=scale)
+        else:
+            matrices.mT.baddbmm_(R, p.mT, alpha=scale)
 
 
 def reconstruct_rows(
@@ -228,7 +231,7 @@ def reconstruct_rows(
 
 def compute_cosines(stack: ProjectedStack, part: Tensor) -> Tensor:
     """Return the cosine between each local gradient and its reconstruction (Algorithm 3)."""
-    R, shape = stack.columns, stack.residual.shape[1:]
+    R, shape = stack.columns, stack.residual.shape
     zeros = R.new_zeros(shape)
     g = torch.stack([zeros if g is None else g.to(R.dtype) for g in stack.grads]).contiguous()
     ghat = torch.empty_like(g)

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from .._state.bits import find_positions, make_bits, positions_dtype, unpack_bits
+from .._state.blocks import BlockCodec
 from .._state.buckets import Bucket
 from .._state.masks import Mask, Tensors
+from .._state.residuals import Residuals
 from .._wire import quantization
 from .._wire.payload import CACHE_ELEMENTS, Payload, Scratch, block_size
 from .._wire.quantization import QuantizedMean
@@ -132,12 +134,12 @@ class Ops:
         bucket: Bucket,
         grads: Tensors,
         mask: Mask,
-        residuals: Iterable[Tensor | None] | None = None,
+        adds_residuals: bool = False,
         scale: float = 1.0,
         negate: bool = False,
     ) -> Payload:
-        """Return the bucket's payload: ``grads``, or minus them, plus ``scale * residuals``, on the
-        mask.
+        """Return the bucket's payload: ``grads``, or minus them, plus ``scale`` times the residuals
+        if those are added, on the mask.
 
         ``Mask(bucket)`` sends all elements.
         """
@@ -162,7 +164,7 @@ class Ops:
             torch._foreach_copy_(to, values)
         if negate:
             payload.unrounded_body.neg_()
-        for batch in bucket.batches(residuals or []):
+        for batch in Residuals(bucket).batches() if adds_residuals else ():
             to = [parts[i] for i, _ in batch]
             values = [
                 e.view(-1) if (index := positions[i]) is None else e.view(-1).index_select(0, index)
@@ -175,10 +177,9 @@ class Ops:
         """Write a mark for each tensor into the header (see ``norms.gradient_marks``)."""
         payload.header.copy_(norms.gradient_marks(grads, payload.header))
 
-    def add_residuals(
-        self, bucket: Bucket, grads: Tensors, residuals: Tensors, out: Tensors
-    ) -> Tensor:
+    def add_residuals(self, bucket: Bucket, grads: Tensors, out: Tensors) -> Tensor:
         """Write ``grad + residual`` into every ``out``; return the marks of all gradients."""
+        residuals = Residuals(bucket).read_all()
         rows = [
             (sums, residual.reshape(sums.shape), None if g is None else g.reshape(sums.shape))
             for g, residual, sums in zip(grads, residuals, out, strict=True)
@@ -236,6 +237,8 @@ class Ops:
         return self.scratch(index, index.numel(), torch.int64).copy_(index)
 
     # int8, int4 and int2
+
+    blocks = BlockCodec()
 
     def quantized_mean_factory(
         self, bucket: Bucket

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._state.buckets import Bucket
 from .._state.masks import Mask, MaskSlice, Tensors
+from .._state.residuals import Residuals
 from .._wire.payload import Payload
 from .operations import Group, Ops
 
@@ -26,8 +27,8 @@ def feed_back_rounding(
         if has_gradient and bucket.compressed[i]:
             rounding_errors = mean.rounding_error_parts[i]
             rounding_errors = rounding_errors if factor == 1 else rounding_errors.mul_(factor)
-            e = bucket.state["residual"][i]
-            ops.write_at([e], [mask.positions[i]], [rounding_errors])
+            with Residuals(bucket).open([i]) as opened:
+                ops.write_at(opened.tensors, [mask.positions[i]], [rounding_errors])
 
 
 # Averages that were sent on a mask

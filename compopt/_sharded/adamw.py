@@ -27,6 +27,7 @@ from .._engine.reducer import ShardReducer
 from .._ops.norms import clip_factor
 from .._ops.operations import AdamWTensors, Ops
 from .._state.buckets import Bucket
+from .._state.residuals import Residuals
 from .._state.shards import unshard
 from .._state.tensors import to_local
 from .._wire.codec import FlatCodec
@@ -103,10 +104,7 @@ class ShardedAdamW:
         if self.sends_updates and owned:
             torch._foreach_sub_([outs[i] for i in owned], [self.weights[i] for i in owned])
         if self.codec is not None and self.stepped:
-            residual = bucket.state["update_residual"]
-            torch._foreach_add_(
-                [outs[i] for i in self.stepped], [residual[i] for i in self.stepped]
-            )
+            Residuals(bucket, "update_residual").add_to([(i, outs[i]) for i in self.stepped])
 
     def gather(self) -> RequestGenerator[None]:
         """Gather the shards of all ranks, and wait until all ranks are ready to commit."""
@@ -151,10 +149,7 @@ class ShardedAdamW:
         if self.codec is not None and self.stepped:
             sizes = self.shards.sizes(self.shards.rank)
             errors = self.gathered[: sum(sizes)].split(sizes)  # rounding errors, from ``encode``
-            residual = state["update_residual"]
-            torch._foreach_copy_(
-                [residual[i] for i in self.stepped], [errors[i] for i in self.stepped]
-            )
+            Residuals(bucket, "update_residual").set([(i, errors[i]) for i in self.stepped])
         params = [to_local(p.detach()) for p in bucket.params]
         flats: list[Tensor | None] = []
         for p in params:

@@ -32,6 +32,7 @@ from .._ops.update_helpers import gradient_weight
 from .._sparse.scape_masks import Selection, exchange_masks, mask_to_send, next_mask_partition
 from .._state.buckets import Bucket
 from .._state.masks import Mask, Tensors
+from .._state.residuals import Residuals
 from .._wire.payload import Payload
 from .._wire.requests import Agree, AllGather, ReadyToCommit, ReduceScatterMean, RequestGenerator
 
@@ -118,7 +119,7 @@ def encode_for_owners(
     ops.write_header(payloads[0], grads)
     for payload in payloads[1:]:
         payload.header.copy_(payloads[0].header)
-    for i, (g, e) in enumerate(zip(grads, bucket.iterate_state("residual"), strict=True)):
+    for i, (g, e) in enumerate(zip(grads, Residuals(bucket).iterate(), strict=True)):
         for rank, payload in enumerate(payloads):
             elements, part = owned.of_tensor(i, rank), payload.unrounded_parts[i]
             part.zero_() if g is None else part.copy_(g.reshape(-1)[elements])
@@ -187,7 +188,7 @@ def update(
         row.split([*sizes, len(row) - sum(sizes)])
         for row, sizes in zip(gathered, lengths, strict=True)
     ]
-    residuals, weights = bucket.iterate_state("residual", write=True), bucket.iterate_weights()
+    residuals, weights = Residuals(bucket).iterate(write=True), bucket.iterate_weights()
     for i, (m, e, w) in enumerate(zip(momenta, residuals, weights, strict=True)):
         selects = selection if selection and i in selection.slices else None
         if m is None:
@@ -250,10 +251,10 @@ def add_common_residual(bucket: Bucket) -> None:
     """Add the gathered common residual to each rank's own, and clear it; without sharded state
     there is none.
     """
-    for i, common in enumerate(bucket.gathered_state.get("common", [])):
-        if common is not None:
-            residual = bucket.state["residual"][i].view(-1)  # in host memory if offloaded
-            residual.add_(common.to(residual.device))
-            common.zero_()
+    gathered = bucket.gathered_state.get("common", [])
+    known = [(i, common) for i, common in enumerate(gathered) if common is not None]
+    Residuals(bucket).add(known)
+    for _, common in known:
+        common.zero_()
     if "common" in bucket.flat:
         bucket.flat["common"].zero_()

@@ -27,6 +27,7 @@ from .._wire.payload import (
     float_dtype,
     quantized_bits,
 )
+from .blocks import BlockCodec
 from .layouts import Layout, Sharded, TensorInfo
 from .offload import Offload
 from .shards import ShardLayout
@@ -120,6 +121,8 @@ class Bucket:
         self.parameter_bytes = 0
         # The backend's own ``QuantizedMean``, if it has one.
         self.mean_factory: Callable[[Payload, int, int], Any] | None = None
+        # The backend's codec of state in 8 bits.
+        self.blocks = BlockCodec()
         self._memory = Scratch()
 
     @property

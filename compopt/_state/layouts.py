@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .._wire.payload import count_rows
 from .bits import pack_bits, unpack_bits
+from .blocks import BLOCK_BYTES, BlockCodec
 from .tensors import distribute_like, to_local
 
 
@@ -109,6 +111,36 @@ class GlobalShape(Layout):
 
     def stored_shape(self, info: TensorInfo, state: Tensor | None = None) -> tuple[int, ...]:
         return info.param.shape
+
+
+@dataclass(frozen=True)
+class Int8Blocks(Layout):
+    """What is of layout ``exact`` in a state dict, in blocks of 8 bits."""
+
+    dtype: torch.dtype
+    exact: Layout
+
+    def stored_shape(self, info: TensorInfo, state: Tensor | None = None) -> tuple[int, ...]:
+        return count_rows(self.exact.numel(info)), BLOCK_BYTES
+
+    def expand(self, stored: Tensor, info: TensorInfo, entry: Mapping[str, Tensor]) -> Tensor:
+        shape = self.exact.stored_shape(info)
+        values = torch.empty(math.prod(shape), dtype=self.exact.dtype, device=stored.device)
+        BlockCodec().decode(stored, values)
+        return self.exact.view_for_user(values.view(shape), info)
+
+    def compact(self, saved: Tensor, info: TensorInfo, entry: Mapping[str, Tensor]) -> Tensor:
+        fits = saved.is_floating_point() and saved.numel() == self.exact.numel(info)
+        if not fits or not saved.isfinite().all():
+            return saved
+        shape = self.stored_shape(info)
+        blocks = torch.empty(shape, dtype=torch.int8, device=saved.device)
+        BlockCodec().encode(saved.reshape(-1).to(self.exact.dtype), blocks)
+        return blocks
+
+    def expected_numel(self, loaded: Tensor, info: TensorInfo, entry: Mapping[str, Tensor]) -> int:
+        is_exact = loaded.is_floating_point()
+        return self.exact.numel(info) if is_exact else self.numel(info)
 
 
 @dataclass(frozen=True)

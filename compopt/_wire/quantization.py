@@ -191,7 +191,7 @@ def quantize_rows(
         scale.add_(scale - scale)
         unit = scale.to(x.dtype).unsqueeze(1)
         torch.mul(x_, torch.where(unit > 0, 1 / unit, 0), out=t)
-        u = _noise_of(noise, offset + NOISE_STRIDE * number, x_.numel())
+        u = select_noise(noise, offset + NOISE_STRIDE * number, x_.numel())
         t.add_(u.view(x_.shape)).floor_().clamp_(-most, most)
         quantized[a : a + block].copy_(t)
         torch.sub(x_, t.mul_(unit), out=drop)
@@ -257,7 +257,7 @@ def noise_offset(seed: tuple[int, ...] | None) -> int:
     return int.from_bytes(digest, "little") % NOISE_TABLE
 
 
-def _noise_of(table: Tensor, offset: int, n: int) -> Tensor:
+def select_noise(table: Tensor, offset: int, n: int) -> Tensor:
     """Return the numbers u of n values; the first block begins at ``offset``."""
     offset %= NOISE_TABLE
     if n <= NOISE_TABLE:

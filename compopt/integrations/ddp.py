@@ -320,11 +320,13 @@ def _check_handover(ddp: DDP, optimizer: CompressedOptimizer) -> None:
 
 
 def is_inside_site(ddp: DDP, optimizer: CompressedOptimizer) -> bool:
-    """Return True if DDP's ranks are a site, of which the optimizer's group has this rank only."""
+    """Return True if DDP's ranks are a site, of which the optimizer's group has this rank only, and
+    others of other sites.
+    """
     group = optimizer.comm.group
-    ranks = group and list_group_ranks(group)
-    site = list_group_ranks(ddp.process_group)
-    return bool(ranks and site and set(ranks) != set(site) and len({*ranks} & {*site}) == 1)
+    ranks = {*((group and list_group_ranks(group)) or ())}
+    site = {*(list_group_ranks(ddp.process_group) or ())}
+    return len(ranks) > 1 and ranks != site and len(ranks & site) == 1
 
 
 def join_site(ddp: DDP, optimizer: CompressedOptimizer) -> None:

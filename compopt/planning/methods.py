@@ -272,6 +272,13 @@ def offload_residual(cost: Cost, work: Workload, passes: int) -> Cost:
     return replace(cost, state=cost.state - nbytes, host=passes * nbytes)
 
 
+def store_residual_in_int8(cost: Cost, work: Workload) -> Cost:
+    """``residual_dtype="int8"``: it is decoded twice a step and encoded once, a part at a time."""
+    n = work.parameters * work.compressed
+    saved = (FLOAT - code_bytes(8)) * n
+    return replace(cost, state=cost.state - saved, traffic=cost.traffic + 15 * n)
+
+
 def offload_outer(cost: Cost, work: Workload) -> Cost:
     """``offload="outer"``: a round's exchange and outer step are the host's."""
     n = work.parameters
@@ -294,7 +301,8 @@ class Method:
         growth: steps over which rounds grow from one step to their length; None: the whole run.
         losses: key of `losses.LOSSES`; "": the row's name.
         ddp_buckets: whether DDP's buckets travel, not the package's.
-        offload: what ``offload=`` makes of the cost; such a row stands in for ``instead_of``.
+        offload: what ``offload=`` or ``residual_dtype=`` makes of the cost; such a row stands in
+            for ``instead_of``.
         instead_of: the row that is shown where its state fits.
     """
 
@@ -431,6 +439,12 @@ METHODS: dict[str, Method] = {
         losses="ScapeAdamS",
         offload=lambda cost, work: offload_residual(cost, work, 3),
         instead_of="ScapeAdamS",
+    ),
+    "SeparateAdam, residual in int8": replace(
+        tracked_row(', residual_dtype="int8"'),
+        losses="SeparateAdam",
+        offload=store_residual_in_int8,
+        instead_of="SeparateAdam",
     ),
     "LocalSteps, offloaded": replace(
         local_steps_row(', offload="outer"', LOCAL_GROWTH),

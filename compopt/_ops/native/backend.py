@@ -8,17 +8,19 @@ divided among them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from ..._state.buckets import Bucket
 from ..._state.masks import Mask, Tensors
+from ..._state.residuals import Residuals
 from ..._state.tensors import to_local
 from ..._wire.payload import Payload
 from ..._wire.quantization import QuantizedMean
 from ..operations import Fused, Ops, empty_payload
+from .blocks import NativeBlocks
 from .build import isa_of_library, load_library
 from .lowrank import is_tracked, multiply_stacks, update_separate
 from .passes import (
@@ -36,6 +38,7 @@ from .quantization import dequantize, make_mean, quantize
 from .selection import NativeSelection, NativeTopK
 from .updates import NativeUpdates, raise_bad_row, update_adams, update_adamw, update_scape
 
+MAX_DECODED = 2**22  # elements of residuals that a pass reads decoded
 SPARSE = 16  # with fewer than one in so many selected, positions are read faster than bits
 
 
@@ -50,6 +53,7 @@ class NativeOps(NativeUpdates, NativeTopK):
         self.isa = isa_of_library(self.library)
         self.quantize = functools.partial(quantize, self.library)
         self.dequantize = functools.partial(dequantize, self.library)
+        self.blocks = NativeBlocks(self.library)
 
     def quantized_mean_factory(
         self, bucket: Bucket
@@ -74,12 +78,13 @@ class NativeOps(NativeUpdates, NativeTopK):
         bucket: Bucket,
         grads: Tensors,
         mask: Mask,
-        residuals: Iterable[Tensor | None] | None = None,
+        adds_residuals: bool = False,
         scale: float = 1.0,
         negate: bool = False,
     ) -> Payload:
-        if not can_read(self, bucket):
-            return super().encode(bucket, grads, mask, residuals, scale, negate)
+        is_large = adds_residuals and bucket.numel > MAX_DECODED
+        if not can_read(self, bucket) or (is_large and not Residuals(bucket).is_exact):
+            return super().encode(bucket, grads, mask, adds_residuals, scale, negate)
         lengths, payload = bucket.lengths, empty_payload(bucket, mask)
         header, body = payload.header, payload.body
         if payload.flat.dtype != torch.float32:  # the pass writes float32
@@ -95,7 +100,7 @@ class NativeOps(NativeUpdates, NativeTopK):
             len(grads),
             n=lengths,
             g=Memory(as_float32(grads), lengths),
-            add=Memory(list(residuals), lengths) if residuals else 0,
+            add=Memory(Residuals(bucket).read_all(), lengths) if adds_residuals else 0,
             index=Memory(positions, sizes),
             mask=Memory(bits, mask_sizes(lengths)),
             k=sizes,
@@ -111,12 +116,11 @@ class NativeOps(NativeUpdates, NativeTopK):
                 payload.body.copy_(body)
         return payload.round()
 
-    def add_residuals(
-        self, bucket: Bucket, grads: Tensors, residuals: Tensors, out: Tensors
-    ) -> Tensor:
+    def add_residuals(self, bucket: Bucket, grads: Tensors, out: Tensors) -> Tensor:
+        residuals = Residuals(bucket).read_all()
         tensors = [x for x in (*grads, *residuals, *out) if x is not None]
         if bucket.device.type != "cpu" or not is_plain(*tensors):
-            return super().add_residuals(bucket, grads, residuals, out)
+            return super().add_residuals(bucket, grads, out)
         lengths, library = bucket.lengths, self.library
         marks = torch.empty(len(grads), dtype=torch.float32, device="cpu")
         none = torch.empty(

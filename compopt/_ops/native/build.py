@@ -73,6 +73,8 @@ SIGNATURES = {  # result and arguments of each function: p memory, n a size, d a
     "quantize": "n pnnp",
     "mean_of_codes": "n pnnpp",
     "dequantize": "n pnnn",
+    "encode_blocks": "n pnnp",
+    "decode_blocks": "n pnn",
 }
 
 

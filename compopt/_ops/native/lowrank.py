@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..._state.buckets import Bucket
+from ..._state.residuals import Opened, Residuals
 from ..._wire.payload import Payload, float_dtype
 from ..update_helpers import FactoredAverages
 from .passes import (
@@ -24,7 +25,13 @@ from .passes import (
     per_thread_scratch,
     run_over_rows,
 )
-from .updates import NativeUpdates, adamw_options, averages_in_float32, state_addresses
+from .updates import (
+    NativeUpdates,
+    adamw_options,
+    averages_in_float32,
+    residual_addresses,
+    state_addresses,
+)
 
 LANES = 16  # as in vectors.h: narrow matrices are copied to rows of whole steps
 PRODUCT = Struct("height width r g e right out")
@@ -57,11 +64,12 @@ def multiply_stacks(
     given: list[Tensor | None] = []
     columns: dict[str, list[int]] = {name: [] for name in ("e", "right", "out")}
     narrow = [x.contiguous() for x in right]  # alive until the pass has read them
-    for stack, R, product in zip(stacks, narrow, out, strict=True):
+    residuals = [stack.residual.read() for stack in stacks]  # and these
+    for stack, e, R, product in zip(stacks, residuals, narrow, out, strict=True):
         projection, k = stack.projection, len(stack.indices)
         sizes += [(projection.rows, projection.columns, projection.r)] * k
         given += stack.grads
-        for name, x in (("e", stack.residual), ("right", R), ("out", product.mT)):
+        for name, x in (("e", e), ("right", R), ("out", product.mT)):
             columns[name] += address_in_turn(NAMES.get(name, "a factor"), x, [x[0].numel()] * k)
     rows, widths, ranks = (list(x) for x in zip(*sizes, strict=True))
     lengths = [n * m for n, m, _ in sizes]
@@ -96,7 +104,9 @@ def update_separate(
     """Do lines 4 and 5 and AdamW's step of all tensors with a gradient on any rank."""
     indices = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
     parts = averages_in_float32(mean)
-    _update_factored(bucket, ops, mean, reducer, indices, factor)
+    dense = {*reducer.list_dense(indices)}
+    for residuals in Residuals(bucket).open_parts([i for i in indices if i not in dense]):
+        _update_factored(bucket, ops, mean, reducer, residuals, factor)
     _update_dense(bucket, ops, mean, reducer, parts, indices, factor)
 
 
@@ -105,13 +115,14 @@ def _update_factored(
     ops: NativeUpdates,
     mean: Payload,
     reducer: FactoredAverages,
-    indices: Sequence[int],
+    residuals: Opened,
     factor: float,
 ) -> None:
-    stacks, wanted = reducer.list_factored(mean), {*indices}
+    stacks, wanted = reducer.list_factored(mean), {*residuals.indices}
     numbers = [i for stack in stacks for i in stack.indices if i in wanted]
     if not numbers:
         return
+    places = residual_addresses(bucket, residuals)
     group, grads, weights = bucket.group, bucket.grads(), bucket.weights
     lengths = [bucket.lengths[i] for i in numbers]
     columns: dict[str, list[int]] = {
@@ -133,7 +144,8 @@ def _update_factored(
         **columns,
         g=Memory(as_float32([grads[i] for i in numbers]), lengths),
         w=Memory([weights[i] for i in numbers], lengths),
-        **_state_columns(bucket, numbers, e="residual", m="exp_avg", v="exp_avg_sq"),
+        e=[places[i] for i in numbers],
+        **_state_columns(bucket, numbers, m="exp_avg", v="exp_avg_sq"),
     )
     share = reducer.error_share(factor)
     (beta1, beta2), sign = group["betas"], -1.0 if group["maximize"] else 1.0

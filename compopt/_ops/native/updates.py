@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..._state.buckets import Bucket
 from ..._state.masks import Mask
+from ..._state.residuals import Opened, Residuals
 from ..._state.tensors import to_local
 from ..._wire.payload import Payload
 from ..operations import Group, Ops
@@ -80,23 +81,23 @@ def update_adamw(bucket: Bucket, ops: NativeUpdates, reducer: MaskedAverage) -> 
     """Do ``_engine.reducer.step_adamw`` for all tensors; called by ``Ops.run`` for Radius."""
     mean, mask, lengths = reducer.mean, reducer.mask, bucket.lengths
     have_gradients = bucket.have_gradients(mean)
-    errors = mean.rounding_errors
-    table = ADAMW.table(
-        len(lengths),
-        n=lengths,
-        w=Memory(bucket.weights, lengths),
-        m=state_addresses(bucket, "exp_avg"),
-        v=state_addresses(bucket, "exp_avg_sq"),
-        step=step_memory(bucket, have_gradients),
-        mean=Memory(averages_in_float32(mean), mask.sizes),
-        mask=Memory(mask.bits, mask_sizes(lengths)) if mask.is_sparse else 0,
-        k=mask.sizes,
-        residual=state_addresses(bucket, "residual") if reducer.changes_residual else 0,
-        g=Memory(as_float32(reducer.grads), lengths),
-        errors=0 if errors is None else address_in_turn("rounding errors", errors, mask.sizes),
-    )
-    hyper, library = adamw_options(bucket.group), ops.library
-    bad_row = run_over_rows(lengths, lambda a, b, _: library.adamw(table, a, b, hyper))
+    errors, hyper, library = mean.rounding_errors, adamw_options(bucket.group), ops.library
+    with Residuals(bucket).open(None if reducer.changes_residual else ()) as residuals:
+        table = ADAMW.table(
+            len(lengths),
+            n=lengths,
+            w=Memory(bucket.weights, lengths),
+            m=state_addresses(bucket, "exp_avg"),
+            v=state_addresses(bucket, "exp_avg_sq"),
+            step=step_memory(bucket, have_gradients),
+            mean=Memory(averages_in_float32(mean), mask.sizes),
+            mask=Memory(mask.bits, mask_sizes(lengths)) if mask.is_sparse else 0,
+            k=mask.sizes,
+            residual=residual_addresses(bucket, residuals),
+            g=Memory(as_float32(reducer.grads), lengths),
+            errors=0 if errors is None else address_in_turn("rounding errors", errors, mask.sizes),
+        )
+        bad_row = run_over_rows(lengths, lambda a, b, _: library.adamw(table, a, b, hyper))
     raise_bad_row(bucket, bad_row)
     reducer.note_residual(have_gradients)
 
@@ -124,7 +125,6 @@ def update_scape(
     holding, k = sizes_of(momentum_mask.positions), sizes_of(mask.positions)
     rows = zip(momentum_mask.positions, holding, lengths, strict=True)
     columns: dict[str, Column] = {
-        "e": state_addresses(bucket, "residual"),
         "g": Memory(as_float32(bucket.grads()), lengths),
         "held": Memory(momentum_mask.positions, holding),
         "holding": holding,
@@ -134,7 +134,9 @@ def update_scape(
         **(selection.columns(have_gradients) if selection else {}),
     }
     room, longest = selection.room if selection else 0, max(k)
-    _run_scape(bucket, ops, mean, mask, columns, clip_factor_in_v, room, longest)
+    with Residuals(bucket).open() as residuals:
+        columns["e"] = residual_addresses(bucket, residuals)
+        _run_scape(bucket, ops, mean, mask, columns, clip_factor_in_v, room, longest)
     keep_absent_momenta(old, bucket.state["exp_avg"], have_gradients)
     for i, has_gradient in enumerate(have_gradients):
         if not has_gradient and selection:
@@ -199,6 +201,16 @@ def state_addresses(bucket: Bucket, name: str) -> list[int]:
     sizes = [0 if view is None else n for view, n in zip(views, bucket.lengths, strict=True)]
     places = address_in_turn(name, bucket.flat[name], sizes)
     return [0 if view is None else place for view, place in zip(views, places, strict=True)]
+
+
+def residual_addresses(bucket: Bucket, residuals: Opened) -> list[int]:
+    """Return the addresses of opened residuals; 0 for the other tensors."""
+    flat, places = residuals.flat, [0] * len(bucket.lengths)
+    first = address("a residual", flat, flat.numel())
+    begin = int(flat.storage_offset())
+    for i, e in residuals.pairs:
+        places[i] = first + 4 * (int(e.storage_offset()) - begin)
+    return places
 
 
 def step_memory(bucket: Bucket, have_gradients: list[bool]) -> Memory:

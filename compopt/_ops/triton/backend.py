@@ -8,7 +8,7 @@ operators.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import compopt_kernels as kernels
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..._state.buckets import Bucket
 from ..._state.masks import Mask, Tensors
+from ..._state.residuals import Residuals
 from ..._wire.payload import Payload
 from ..._wire.quantization import QuantizedMean, noise_offset, noise_table
 from ..operations import Fused, Group, empty_payload
@@ -112,15 +113,16 @@ class TritonOps(KernelOps):
         bucket: Bucket,
         grads: Tensors,
         mask: Mask,
-        residuals: Iterable[Tensor | None] | None = None,
+        adds_residuals: bool = False,
         scale: float = 1.0,
         negate: bool = False,
     ) -> Payload:
-        if not is_supported(self, bucket):
-            return super().encode(bucket, grads, mask, residuals, scale, negate)
+        can_read = updates_residuals if adds_residuals else is_supported
+        if not can_read(self, bucket):
+            return super().encode(bucket, grads, mask, adds_residuals, scale, negate)
         payload = empty_payload(bucket, mask, [float(g is not None) for g in grads])
         blocks, offsets = blocks_of(bucket), block_offsets(bucket, mask)
-        to_add = [None] * len(grads) if residuals is None else list(residuals)
+        to_add = Residuals(bucket).stored if adds_residuals else [None] * len(grads)
         flat: list[Tensor | None] = []  # copies in it have to live until the kernel was launched
 
         def table() -> kernels.Table:
@@ -206,11 +208,16 @@ def is_supported(ops: TritonOps, bucket: Bucket) -> bool:
     return bucket.device.type == ops.device and bucket.offload is None
 
 
+def updates_residuals(ops: TritonOps, bucket: Bucket) -> bool:
+    """True if kernels can also write its residuals, which are stored as numbers."""
+    return is_supported(ops, bucket) and Residuals(bucket).is_exact
+
+
 TritonOps.fused = {
-    "_engine.reducer.step_adamw": Fused(is_supported, update_adamw, is_batched=True),
+    "_engine.reducer.step_adamw": Fused(updates_residuals, update_adamw, is_batched=True),
     "_engine.reducer.step_adams": Fused(is_supported, update_adams, is_batched=True),
     "scape.update": Fused(is_supported, update_scape, is_batched=True),
-    "separate.update_tensors": Fused(is_supported, update_separate, is_batched=True),
+    "separate.update_tensors": Fused(updates_residuals, update_separate, is_batched=True),
     "_lowrank.stacks.multiply": Fused(can_project, multiply_stacks),
     "_lowrank.stacks.orthonormalize_columns": Fused(can_orthonormalize, orthonormalize_columns),
     "_sparse.scape_masks.Selection": Fused(is_supported, TritonSelection),

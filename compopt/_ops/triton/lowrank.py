@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..._state.buckets import Bucket
 from ..._state.masks import Tensors
+from ..._state.residuals import Residuals
 from ..._wire.payload import Payload, float_dtype
 from ..operations import HYPER
 from ..update_helpers import FactoredAverages
@@ -71,11 +72,12 @@ def multiply_stacks(
         others = [None if i in in_stacks else g for i, g in enumerate(grads)]
         ops.write_marks(header, grads, others)
     grads = flatten([g for stack in stacks for g in stack.grads])  # copies live until the launch
-    rows = project_rows(stacks, right, out, grads)
+    residuals = [stack.residual.read() for stack in stacks]
+    rows = project_rows(stacks, residuals, right, out, grads)
     types = kernels.ProjectTypes(
         right[0].dtype,
         out[0].dtype,
-        stacks[0].residual.dtype,
+        residuals[0].dtype,
         bucket.grad_dtype,
         torch.float32 if marks is None else marks.dtype,
     )
@@ -86,14 +88,18 @@ def multiply_stacks(
 
 
 def project_rows(
-    stacks: Sequence[Any], right: Sequence[Tensor], out: Sequence[Tensor], grads: Tensors
+    stacks: Sequence[Any],
+    residuals: Sequence[Tensor],
+    right: Sequence[Tensor],
+    out: Sequence[Tensor],
+    grads: Tensors,
 ) -> list[kernels.ProjectRow]:
     """Return a row for each tensor of the stacks, whose gradients are ``grads``."""
     rows: list[kernels.ProjectRow] = []
     of_grads = iter(addresses_of(grads))
-    for stack, R, p in zip(stacks, right, out, strict=True):
+    for stack, e_stack, R, p in zip(stacks, residuals, right, out, strict=True):
         q, (_, down, across) = stack.projection, R.stride()
-        columns = (kernels.addresses_in_turn(x) for x in (R, p, stack.residual))
+        columns = (kernels.addresses_in_turn(x) for x in (R, p, e_stack))
         for i, narrow, product, e in zip(stack.indices, *columns, strict=True):
             g = next(of_grads)
             row = q.rows, q.columns, q.r, down, across, i, narrow, product, e, g
@@ -151,7 +157,7 @@ def find_places(ops: KernelOps, bucket: Bucket) -> Places:
             m=addresses_of(state["exp_avg"]),
             v=addresses_of(state["exp_avg_sq"]),
             step=addresses_of(state["step"]),
-            residual=addresses_of(state["residual"]),
+            residual=addresses_of(Residuals(bucket).stored),
             public=addresses_of(public),
             copies=weights if key is None else None,
         )

@@ -19,6 +19,7 @@ from ..._state.masks import (
     bits_by_tensor,
     code_layout,
 )
+from ..._state.residuals import Residuals
 from .tables import (
     KernelOps,
     Key,
@@ -117,7 +118,7 @@ def select_all(inputs: Sequence[SelectionInputs]) -> None:
     batch: list[SelectionInputs] = []
     used = 0
     for one in inputs:
-        width = one.selection.bucket.flat["residual"].element_size()
+        width = one.selection.bucket.compute_dtype.itemsize
         size = width * sum(piece.stop - piece.start for piece in one.selection.own_range.slices)
         if batch and used + size > ROOM:
             _select_batch(batch)
@@ -133,7 +134,7 @@ def _select_batch(inputs: list[SelectionInputs]) -> None:
     if not inputs:
         return
     ops, bucket = inputs[0].selection.ops, inputs[0].selection.bucket
-    group, device, dtype = bucket.group, bucket.device, bucket.flat["residual"].dtype
+    group, device, dtype = bucket.group, bucket.device, bucket.compute_dtype
     slices = [(one.selection.bits, p) for one in inputs for p in one.selection.own_range.slices]
     sizes = [piece.stop - piece.start for _, piece in slices]
     flat = torch.empty(sum(sizes), dtype=dtype, device=device)
@@ -168,7 +169,7 @@ def _moment_rows(
     for one, selected_grads in zip(inputs, grads, strict=True):
         bucket, slices = one.selection.bucket, {p.tensor: p for p in one.selection.own_range.slices}
         momentum_mask = bucket.cache["momentum_mask"]
-        residual, old = bucket.state["residual"], one.old
+        residual, old = Residuals(bucket).stored, one.old
         counts = blocks_of(bucket).per_tensor
         ahead += sum(counts[: one.tensors.start])
         for i, grad in enumerate(selected_grads, one.tensors.start):

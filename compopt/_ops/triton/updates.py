@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..._state.buckets import Bucket
 from ..._state.masks import Mask, Tensors
+from ..._state.residuals import Residuals
 from ..._wire.payload import Payload
 from ..operations import HYPER
 from ..update_helpers import (
@@ -162,13 +163,14 @@ def adamw_rows(call: AverageCall, have_gradients: list[bool]) -> Iterator[kernel
         flatten(reducer.grads),
     )
     rounding_errors: Tensors = [*call.mean.rounding_error_parts] or [None] * len(grads)
+    residuals = Residuals(bucket).stored if reducer.changes_residual else [None] * len(grads)
     for i, weight in enumerate(contiguous_weights(bucket)):
         tensors = reducer.mask.bits[i], call.mean.parts[i], weight, m[i], v[i], steps[i]
         yield kernels.AdamWRow(
             bucket.lengths[i],
             *tensors,
             update=int(have_gradients[i]),
-            residual=state["residual"][i] if reducer.changes_residual else None,
+            residual=residuals[i],
             grad=grads[i],
             public=published_parameter(bucket, i),
             rounding_errors=rounding_errors[i],
@@ -261,7 +263,7 @@ def scape_rows(
 ) -> Iterator[kernels.ScapeRow]:
     bucket, mask, mean = call.bucket, call.mask, call.mean
     momentum_mask = bucket.cache["momentum_mask"]
-    state, grads = bucket.state, flatten(grads)
+    state, grads, residuals = bucket.state, flatten(grads), Residuals(bucket).stored
     rounding_errors: Tensors = [*mean.rounding_error_parts] or [None] * len(grads)
     rows = zip(contiguous_weights(bucket), old, state["exp_avg"], strict=True)
     for i, (weight, before, m) in enumerate(rows):
@@ -278,7 +280,7 @@ def scape_rows(
             bucket.lengths[i],
             *tensors,
             update=int(have_gradients[i]),
-            residual=state["residual"][i],
+            residual=residuals[i],
             grad=grads[i],
             public=published_parameter(bucket, i),
             rounding_errors=rounding_errors[i],
