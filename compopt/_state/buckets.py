@@ -536,7 +536,7 @@ def make_buckets(
 
     for of_group in reversed(list(_uniform_runs(groups, included))):
         pieces = list(_cut_by_bytes(of_group))
-        if bytes_sent is not None and len(pieces) > 1:
+        if bytes_sent is not None and len(pieces) > 1 and joins_buckets(pieces[0][1][0].device):
             sent = []
             for bucket in (make(0, piece) for piece in pieces):
                 bucket.lengths = [largest_part_numel(p) for p in bucket.params]
@@ -563,15 +563,11 @@ def _cut_by_bytes(run: UniformParams) -> Iterator[UniformParams]:
 
 
 def _join_by_bytes(pieces: list[UniformParams], sent: list[float]) -> list[UniformParams]:
-    """Join neighbours while they send less together than is worth a message: on CPUs a 16th of
-    ``BUCKET_BYTES``, on other devices as much as parameters in a bucket.
-    """
-    device = pieces[0][1][0].device
-    limit = bucket_bytes(device) / (16 if device.type == "cpu" else 1)
+    """Join neighbours while they send at most ``DEVICE_BUCKET_BYTES`` together."""
     joined: list[UniformParams] = []
     total = 0.0
     for (group, params, names), size in zip(pieces, sent, strict=True):
-        if joined and total + size <= limit:
+        if joined and total + size <= DEVICE_BUCKET_BYTES:
             joined[-1] = group, [*joined[-1][1], *params], [*joined[-1][2], *names]
             total += size
         else:
@@ -598,6 +594,11 @@ def _sort_by_shape(run: UniformParams, compression_rule: CompressionRule) -> Uni
 def bucket_bytes(device: torch.device) -> int:
     """Return the largest size of a bucket of several tensors on this device."""
     return BUCKET_BYTES if device.type == "cpu" else DEVICE_BUCKET_BYTES
+
+
+def joins_buckets(device: torch.device) -> bool:
+    """True where launches cost more than a bucket that leaves during backward saves: not on CPUs."""
+    return device.type != "cpu"
 
 
 def _uniform_runs(
