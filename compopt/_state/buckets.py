@@ -597,7 +597,7 @@ def bucket_bytes(device: torch.device) -> int:
 
 
 def joins_buckets(device: torch.device) -> bool:
-    """True where launches cost more than a bucket that leaves during backward saves: not on CPUs."""
+    """True where launches cost more than what leaves during backward saves: not on CPUs."""
     return device.type != "cpu"
 
 
