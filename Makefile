@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 ANSWERS = $(BIN)/python -c 'import urllib.request as u; u.urlopen("$(TORCH_INDEX)/torch/", timeout=3)' 2>/dev/null
 
-.PHONY: demo test slow properties fuzz soak elastic sanitize neon mutants lint types wheel docs bench gpu clean
+.PHONY: demo test slow properties fuzz soak elastic sites sanitize neon mutants lint types wheel docs bench gpu clean
 
 .venv/demo: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -61,6 +61,10 @@ soak: .venv/ready  ## 20,000 steps with random faults; optimizers made and dropp
 
 elastic: .venv/ready  ## torchrun agents on this machine that are killed and added during a run, in about ten minutes
 	$(BIN)/python tests/elastic_run.py
+
+sites: .venv/ready  ## DDP inside a site, compression between sites: 2 x 2 processes train, then are compared; two minutes
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 --standalone examples/hsdp.py --ddp --optimizer separate --steps 40
+	$(BIN)/pytest -q tests/test_ddp_sites.py
 
 mutants: .venv/ready  ## deliberate faults, each put into a copy of the package: the tests must see every one
 	$(BIN)/python tests/mutants.py

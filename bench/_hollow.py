@@ -156,10 +156,20 @@ def size(x: Tensor | None) -> int:
 by_table: weakref.WeakKeyDictionary[kernels.Table, int] = weakref.WeakKeyDictionary()
 
 
-def _adamw(blocks, starts, rows, **_) -> int:
-    once = ("bits", "values", "grad", "public")
+def cell(x: Tensor | int | None, n: int, dtype: torch.dtype) -> int:
+    """The bytes of a field of n elements: a tensor, or an address."""
+    return n * dtype.itemsize if isinstance(x, int) and x else size(None if isinstance(x, int) else x)
+
+
+def _adamw(blocks, starts, rows, types=None, **_) -> int:
+    types = types or kernels.AdamWTypes.of(rows)
+    once = {"bits": torch.uint8, "values": types.values, "grad": types.grad, "public": types.public}
     twice = ("w", "m", "v", "residual")
-    return sum(sum(size(getattr(r, n)) for n in once) + 2 * sum(size(getattr(r, n)) for n in twice) for r in rows)
+    return sum(
+        sum(cell(getattr(r, name), r.n, dtype) for name, dtype in once.items())
+        + 2 * sum(cell(getattr(r, name), r.n, types.w) for name in twice)
+        for r in rows
+    )
 
 
 def _scape(blocks, starts, held_starts, rows, **_) -> int:
@@ -217,15 +227,22 @@ def _dequantize(cut, gathered, body, *_) -> int:
     return size(gathered) + size(body)
 
 
-def _factored(rows) -> int:
+def _factored(rows, types, device) -> int:
     """Tiles read factors over again, from the device's cache."""
-    once, twice = ("R", "p", "sent_p", "grad", "public"), ("w", "m", "v", "residual")
-    return sum(sum(size(getattr(r, n)) for n in once) + 2 * sum(size(getattr(r, n)) for n in twice) for r in rows)
+    total = 0
+    for r in rows:
+        n = r.rows * r.columns
+        total += cell(r.grad, n, types.grad) + cell(r.public, n, types.public) + 8 * n * types.w.itemsize
+        total += 4 * r.r * (r.rows + 2 * r.columns)
+    return total
 
 
-def _project(rows, tiles, *_) -> int:
+def _project(rows, tiles, types, *_) -> int:
     """Partial products are written and read."""
-    return sum(size(r.g) + size(r.e) + size(r.narrow) + size(r.out) for r in rows) + 8 * tiles.partial_size
+    n = sum(r.rows * r.columns for r in rows)
+    given = sum(r.rows * r.columns for r in rows if r.g)
+    narrow = sum(r.r * (r.rows + r.columns) for r in rows)
+    return given * types.g.itemsize + n * types.e.itemsize + 4 * narrow + 8 * tiles.partial_size
 
 
 def _orthonormalize(stacks, results) -> int:
@@ -254,7 +271,7 @@ MOVED: dict[str, Callable[..., int]] = {
 
 BY_TABLE = ["compact_with_table", "factored", "project", "orthonormalize"]
 TABLES: dict[str, Callable[..., int]] = {
-    "adamw_table": lambda blocks, rows: _adamw(blocks, None, rows),
+    "adamw_table": lambda blocks, rows, *types: _adamw(blocks, None, rows, *types),
     "scape_table": lambda blocks, rows: _scape(blocks, None, None, rows),
     "moment_table": lambda blocks, rows: _moment(blocks, None, rows),
     "compact_table": _compact,
@@ -296,16 +313,16 @@ def _weighed_table(name: str) -> Callable[..., kernels.Table]:
 
 
 read_numbers = decision.read_numbers
-report: list[float] = []
 
 
-def _read_numbers(exchanges: list[BucketExchange]) -> list[float]:
+def _read_numbers(exchanges: list[BucketExchange], replica_sum: Tensor | None) -> Tensor:
     """The numbers that decide, as they would be: every rank has every gradient, all is as it should be."""
     norms = (exchange.agreement.squared_norm for exchange in exchanges)
-    report[:] = [1.0] * sum(1 if norm is None else norm.numel() for norm in norms)
+    report = [1.0] * sum(1 if norm is None else norm.numel() for norm in norms)
     for exchange in exchanges:
         report.extend([*[1.0] * len(exchange.agreement.payload.header), *exchange.control.numbers])
-    return read_numbers(exchanges)
+    assert len(read_numbers(exchanges, replica_sum)) == len(report) + (replica_sum is not None)
+    return torch.tensor(report + [0.0] * (replica_sum is not None), dtype=torch.float64, device="cpu")
 
 
 def _greet(optimizer: object, comm: object, has_problem: bool) -> CollectiveGenerator[bool]:
@@ -350,7 +367,7 @@ def _to_list(x: Tensor) -> Any:
         return to_list(x)
     if Counts.running is not None:
         Counts.running.wait()
-    return list(report) if x.shape == (len(report),) else torch.zeros_like(x, device="cpu").tolist()
+    return torch.zeros_like(x, device="cpu").tolist()
 
 
 @contextlib.contextmanager

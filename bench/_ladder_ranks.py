@@ -7,6 +7,7 @@ ranks are threads.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable
@@ -23,7 +24,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from sim import World
 
 import compopt.muon
+from compopt._ops.backends import choose_backend
+from compopt._ops.operations import Ops
 from compopt._state.residuals import Residuals
+from compopt._state.tensors import MIN_COMPRESSED_NUMEL
+from compopt.integrations._fsdp_gather import GatherLayout, Shard
 
 Views = dict[str, nn.Parameter]
 Make = Callable[[Views, Any], torch.optim.Optimizer]  # from a replica's parameters and its communicator or group
@@ -78,6 +83,48 @@ class OneReplica(Ranks):
 
     def sent_in_step(self) -> int:
         return sum(p[0].numel() * 4 for p in self.model.params.values())
+
+
+class RoundedReplica(OneReplica):
+    """FSDP2 with gathers in int8: the model computes with rounded parameters, cut and encoded as ranks cut them."""
+
+    def __init__(self, model: StackedGPT, make: Make, ranks: int):
+        # what the model has are the gathered parameters, and the optimizer steps these, with the same gradients
+        self.shards = {name: nn.Parameter(p.detach().clone()) for name, p in model.views(0).items()}
+        for name, p in self.shards.items():
+            p.grad = model.params[name].grad[0]
+        Ranks.__init__(self, model, [make(self.shards, None)])
+        self.number_of_ranks = ranks
+        self.gather()
+
+    def step_all(self) -> None:
+        super().step_all()
+        self.gather()
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        for name, p in self.shards.items():
+            gathered = self.model.params[name][0]
+            gathered.copy_(p)
+            if p.dim() < 2 or p.numel() < MIN_COMPRESSED_NUMEL:
+                continue
+            for part in gathered.chunk(self.number_of_ranks):
+                layout = GatherLayout([Shard(part.numel(), part.dtype, True)], 1, 8, self.ops)
+                flat = part.view(-1)
+                layout.decode(layout.encode(flat).unsqueeze(0), flat.unsqueeze(0))
+
+    @functools.cached_property
+    def ops(self) -> Ops:
+        return choose_backend({p.device.type for p in self.shards.values()})
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"shards": {name: p.detach() for name, p in self.shards.items()}}
+
+    @torch.no_grad()
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        super().load_state_dict(saved)
+        for name, p in self.shards.items():
+            p.copy_(saved["shards"][name])
 
 
 class Lockstep(Ranks):

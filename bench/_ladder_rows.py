@@ -15,6 +15,7 @@ from _ladder_ranks import (
     Lockstep,
     OneReplica,
     Ranks,
+    RoundedReplica,
     Threads,
     Views,
     WithAveragedMomentum,
@@ -60,7 +61,7 @@ class Row:
         return Run(next(n for n, row in ROWS.items() if row is self), size, self.lr, outer_lr, self.momentum, **others)
 
     def replicas(self, ranks: int) -> int:
-        return 1 if self.ranks is OneReplica else ranks
+        return 1 if issubclass(self.ranks, OneReplica) else ranks
 
     def build(self, run: Run, steps: int, model: StackedGPT) -> Ranks:
         return self.ranks(model, lambda views, group: self.make(run, steps, views, group), run.ranks)
@@ -166,5 +167,6 @@ VARIANTS = {  # of LocalSteps(Muon) at its defaults, "30, int4, 800", and of Sep
 for momentum in (0.8, 0.85, 0.9, 0.98):  # of Muon, where the rows above have 0.95
     inner = functools.partial(muon, momentum=momentum)
     VARIANTS[f"LocalSteps(Muon) 30, int4, 800, inner momentum {momentum}"] = vary_default(inner=inner)
+VARIANTS["FSDP2 + AdamW, gathers in int8"] = Row(adamw, RoundedReplica, 8e-3)
 VARIANTS["DDP + Muon, momentum 0.9"] = Row(functools.partial(muon, momentum=0.9), OneReplica, 8e-3)
 ROWS = MAIN | VARIANTS

@@ -128,8 +128,6 @@ METHODS: dict[str, Make | str] = {
     "SeparateAdam 64, no error feedback": separate(64, ef_beta=1.0),
     "SeparateAdam 16, never reset": separate(16, reset_interval=None),
     "SeparateAdam 16, adaptive": separate(16, adaptive=True, adapt_interval=100),
-    "SeparateAdam 16, orthonormal": separate(16, projection="orthonormal", reset_interval=None),
-    "SeparateAdam 64, orthonormal": separate(64, projection="orthonormal", reset_interval=None),
     **{f"SeparateAdam tracked {rank}": tracked(rank) for rank in (1, 2, 4, 8, 16)},
     **{f"SeparateAdam tracked {rank}, int8": tracked(rank, payload_dtype=int8) for rank in (4, 8, 16, 32)},
     **{f"SeparateAdam tracked {rank}, int4": tracked(rank, payload_dtype="int4") for rank in (4, 8, 16, 32)},

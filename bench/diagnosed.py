@@ -77,7 +77,6 @@ CANDIDATES: dict[str, Candidate] = {
     "ScapeAdamS 0.1, int8": Candidate("ScapeAdamS", {"density": 0.1, "payload_dtype": "int8"}),
     **{f"SeparateAdam {r}": separate(**gaussian(r)) for r in (8, 16, 64)},
     **{f"SeparateAdam {r}, no error feedback": separate(**gaussian(r, ef_beta=1.0)) for r in (16, 64)},
-    "SeparateAdam 16, orthonormal": separate(projection="orthonormal", ratio=16, reset_interval=None),
     **{f"PowerSGD rank {r}": separate(rank=r, payload_dtype=None) for r in (2, 4, 6, 8, 13)},
     **{f"SeparateAdam tracked {r}, int8": separate(rank=r) for r in (4, 16)},
     **{f"SeparateAdam tracked {r}, int4": separate(rank=r, payload_dtype="int4") for r in (4, 8, 16, 32)},

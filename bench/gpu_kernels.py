@@ -117,7 +117,7 @@ def products(n: int, device: torch.device) -> dict[str, Operation]:
     w, m, v, e, g = (torch.rand(side * side, device=device) for _ in range(5))
     step = torch.ones((), device=device)
     row = kernels.FactoredRow(side, side, 16, R.view(16, side).t(), 1, side, p, own, w, m, v, step, e, g)
-    table = kernels.factored_table([row])
+    table = kernels.factored_table([row], kernels.FactoredTypes(), device)
     hyper = {**HYPER, "of_average": 1.0, "of_sent": 1.0, "of_grad": 1.0}
     narrow, out = torch.randn(side, 16, device=device), torch.empty(16, side, device=device)
     stack = narrow.view(1, side, 16)
@@ -127,12 +127,13 @@ def products(n: int, device: torch.device) -> dict[str, Operation]:
         "factored 16": Operation(lambda row=row: kernels.factored(((side, side),), table, **hyper), 36 * side * side),
         "orthonormalize 16": Operation(lambda of=(stack, result): kernels.orthonormalize(prepared), 256 * side),
     }
+    types = kernels.ProjectTypes(narrow.dtype, out.dtype)
     for transposed in (False, True):
         product = kernels.ProjectRow(side, side, 16, *narrow.stride(), 0, narrow, out, e, g)
         tiles = kernels.project_tiles(((side, side, 16),), transposed, device)
-        narrow_table = kernels.project_table([product], tiles, None, transposed)
+        narrow_table = kernels.project_table([product], tiles, types, transposed)
         results["project 16, transposed" if transposed else "project 16"] = Operation(
-            lambda row=product, made=(narrow_table, tiles): kernels.project(*made, None, 1.0), 8 * side * side
+            lambda row=product, made=(narrow_table, tiles): kernels.project(*made, None), 8 * side * side
         )
     return results
 
@@ -144,7 +145,7 @@ def codes(n: int, device: torch.device) -> dict[str, Operation]:
     shard, other = (partition := partition_mask((n,), 2, 0.01)).by_rank
     coded = code_layout(shard)
     flags = torch.rand(8 * shard.nbytes, device=device) < 0.01
-    flags[flags.nonzero()[shard.max_k :]] = False
+    flags[flags.nonzero()[shard.k :]] = False
     bits = pack_bits(flags.clone())
     code = torch.zeros((partition.message_bytes + 3) // 4, dtype=torch.int32, device=device)
     encoded = [kernels.EncodeRow(8 * len(bits), bits, 0, *coded)]

@@ -25,7 +25,7 @@ from _turns import Runner, over_links, take_turns, warn_if_busy
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 RESULTS = Path(__file__).parent / "results"
@@ -101,17 +101,20 @@ def tracked(rank: int) -> Factory:
     return make
 
 
-def fsdp(keep: bool, name: str = "TagcAdamW", **settings: object) -> Factory:
+def fsdp(keep: bool, name: str = "TagcAdamW", low: bool = False, **settings: object) -> Factory:
     """FSDP2 over all ranks, a block at a time, with torch's AdamW, or with ours in its reduce-scatter.
 
-    keep: parameters stay gathered from forward to backward.
+    keep: parameters stay gathered from forward to backward. low: computed, gathered and reduced in bfloat16.
     """
 
     def make(model: nn.Module, group: dist.ProcessGroup) -> Method:
         mesh = DeviceMesh.from_group(group, "cpu")
+        options = dict(mesh=mesh, reshard_after_forward=not keep)
+        if low:
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         for block in model.blocks:
-            fully_shard(block, mesh=mesh, reshard_after_forward=not keep)
-        fully_shard(model, mesh=mesh, reshard_after_forward=not keep)
+            fully_shard(block, **options)
+        fully_shard(model, **options)
         if not settings:
             return model, fused_adamw(model)
         kind = getattr(importlib.import_module("compopt"), name)
@@ -164,6 +167,12 @@ METHODS: dict[str, Factory] = {
     "fsdp-separate": fsdp(False, "SeparateAdam", projection="gaussian", ratio=16),
     "fsdp-tracked": fsdp(False, "SeparateAdam", rank=16, warmup_steps=1),
     "fsdp-keep-tracked": fsdp(True, "SeparateAdam", rank=16, warmup_steps=1),
+    "fsdp-tracked-int8": fsdp(False, "SeparateAdam", rank=16, warmup_steps=1, gather_dtype="int8"),
+    "fsdp-keep-tracked-int8": fsdp(True, "SeparateAdam", rank=16, warmup_steps=1, gather_dtype="int8"),
+    "fsdp-bf16": fsdp(False, low=True),
+    "fsdp-keep-bf16": fsdp(True, low=True),
+    "fsdp-bf16-tracked-int8": fsdp(False, "SeparateAdam", low=True, rank=16, warmup_steps=1, gather_dtype="int8"),
+    "fsdp-keep-bf16-tracked-int8": fsdp(True, "SeparateAdam", low=True, rank=16, warmup_steps=1, gather_dtype="int8"),
     "fsdp-keep-tagc-all": fsdp(True, sparsity=0.9875, select=EVERY_MATRIX),
     "tracked16": tracked(16),
     "tracked4": tracked(4),
@@ -173,11 +182,11 @@ DEFAULT_METHODS = ["none", "ddp", "powersgd", "radius", "scape", "separate"]
 DEFAULT_RATES = ["unshaped", "10gbit", "1gbit", "100mbit"]
 
 
-def work(methods: list[str], rounds: int, steps: int) -> None:
+def work(methods: list[str], rounds: int, steps: int, batch: int) -> None:
     """One rank: build every method, settle it, time blocks in turn."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    batches, runners = Batches(dist.get_rank()), []
+    batches, runners = Batches(dist.get_rank(), batch), []
     for name in methods:
         runners.append(Runner(name, *METHODS[name](make_model(), dist.new_group()), batches.next))
         for _ in range(TRIAL if name.endswith("-auto") else SETTLE):
@@ -292,6 +301,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=3, help="blocks per method")
     parser.add_argument("--steps", type=int, default=2, help="timed steps per block")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of 64 bytes a rank and step")
     parser.add_argument("--save", default="links", metavar="NAME", help="name of the CSV and PNG in results/")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -306,10 +316,10 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     if options.worker:
-        work(options.methods, options.rounds, options.steps)
+        work(options.methods, options.rounds, options.steps, options.batch)
         return
     worker = [sys.executable, __file__, "--worker", "--methods", *options.methods]
-    worker += ["--rounds", str(options.rounds), "--steps", str(options.steps)]
+    worker += ["--rounds", str(options.rounds), "--steps", str(options.steps), "--batch", str(options.batch)]
     rows: list[dict] = []
     for rate in options.rates:
         label, gathered = over_links(worker, options.ranks, rate)

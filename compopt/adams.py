@@ -6,21 +6,19 @@ One bucket at step t; G is the average over ranks of the gradient::
     m <- b1 m + (1 - b1) G
     w <- w - lr (mhat / (sqrt(vhat) + eps) + weight_decay w)
 
-with mhat = m / (1 - b1^t), vhat = v / (1 - b2^t). ``bias_correction="adams"``, as in the code of
-AdamS's authors, uses m^2 / (1 - b1^t)^2 in place of m^2 and does not correct for b2: with b2 =
-0.999 its first step is 31 times the learning rate, so it needs a warm-up of the learning rate.
+with mhat = m / (1 - b1^t), vhat = v / (1 - b2^t), as in SCAPE. The code of AdamS's authors uses m^2
+/ (1 - b1^t)^2 in place of m^2 and does not correct for b2: with b2 = 0.999 its first step is 31
+times the learning rate.
 """
 
 from __future__ import annotations
-
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._engine.optimizer import CompressedOptimizer
-from ._engine.options import Group, check_adams, check_compress, check_torch_options
+from ._engine.options import Group, check_adam, check_compress, check_torch_options
 from ._engine.reducer import AllReduceReducer, step_adams
 from ._ops.operations import Ops
 from ._state.buckets import Bucket
@@ -56,8 +54,6 @@ class AdamS(CompressedOptimizer):
             normaliser. SCAPE uses (0.9, 0.95) for Llama, AdamW's default for GPT.
         foreach, fused, capturable: accepted and ignored: the backend decides how to compute.
         amsgrad, differentiable: False; True is refused.
-        bias_correction: "scape" corrects m for b1 and v for b2; "adams", as the code of AdamS's
-            authors, corrects only m, current and previous, for b1.
         process_group: the ranks to average over. None: the default group, or a single process
             where there is none.
 
@@ -77,7 +73,6 @@ class AdamS(CompressedOptimizer):
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
         *,
-        bias_correction: Literal["scape", "adams"] = "scape",
         process_group: ProcessGroup | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
@@ -91,13 +86,12 @@ class AdamS(CompressedOptimizer):
             betas=betas,
             eps=eps,
             weight_decay=weight_decay,
-            bias_correction=bias_correction,
             maximize=maximize,
         )
         super().__init__(params, defaults, process_group)
 
     def check_group(self, group: Group) -> None:
-        check_adams(group)
+        check_adam(group)
         check_compress(group)
 
     def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:

@@ -28,7 +28,7 @@ from ._engine.options import (
     read_residual_dtype,
 )
 from ._engine.reducer import AllReduceReducer, Reducer, ReduceScatterReducer, step_by_average
-from ._engine.reducing_optimizer import ReducingOptimizer
+from ._engine.reducing_optimizer import GatherDtype, ReducingOptimizer
 from ._engine.update import Update
 from ._engine.wrapper import Wrapper
 from ._ops.norms import clip_factor
@@ -70,6 +70,7 @@ class Average(Wrapper, ReducingOptimizer):
             torch.dtype of that name; groups keep the name. "int4" sends half a byte a value and
             "int2" a quarter. What rounding takes off stays in ``residual``, and is sent with the
             next gradient.
+        gather_dtype: as in :class:`SeparateAdam`.
         max_grad_norm: clips the averaged gradient to this L2 norm.
         residual_dtype: as in :class:`SeparateAdam`.
         capturable: accepted and ignored.
@@ -95,6 +96,7 @@ class Average(Wrapper, ReducingOptimizer):
         base: OneOrSeveral,
         *,
         payload_dtype: PayloadDtype = None,
+        gather_dtype: GatherDtype = None,
         max_grad_norm: float | None = None,
         residual_dtype: ResidualDtype = None,
         process_group: ProcessGroup | None = None,
@@ -104,6 +106,7 @@ class Average(Wrapper, ReducingOptimizer):
         ignore_capturable(capturable)
         self.residual_dtype = read_residual_dtype(residual_dtype)
         options: dict[str, Any] = dict(payload_dtype=payload_dtype, max_grad_norm=max_grad_norm)
+        self.set_gather_dtype(gather_dtype)
         super().__init__(base, options, process_group, simulate)
 
     def check_group(self, group: Group) -> None:

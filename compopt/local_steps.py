@@ -39,6 +39,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ._engine.base_state import average_base, copy_learned_options
+from ._engine.bases import check_mode, has_modes
 from ._engine.collective_generators import CollectiveGenerator, exchange_one, sum_over_groups
 from ._engine.combined import OneOrSeveral, combine_optimizers, describe_members
 from ._engine.decision import StepDecision
@@ -60,7 +62,7 @@ from ._engine.options import (
     read_residual_dtype,
     require,
 )
-from ._engine.resharding import average_base, average_residuals, average_state
+from ._engine.resharding import average_residuals, average_state
 from ._engine.session import Handshake, weak_method
 from ._engine.signals import defer_signals
 from ._engine.stats import Stats, show_line
@@ -200,7 +202,7 @@ class LocalSteps(AnchoredWrapper):
 
     @property
     def _is_in_step(self) -> bool:  # type: ignore[override]
-        return self._options["round_seconds"] is None
+        return self._options["round_seconds"] is None and not self._is_comparing
 
     @property
     def _compared_groups(self) -> list[ComparedGroups]:
@@ -217,15 +219,19 @@ class LocalSteps(AnchoredWrapper):
 
     def _running_settings(self) -> list[Setting]:
         counts, sync = self._counts, self._sync
+        if sync is not None and self._is_comparing:  # with a delay ranks do so at different steps
+            return sync.anchors.list_values(self._session)
         running = {"round": counts.round, "mean_step": counts.mean_step}
         if self._is_in_step:
             running["begun"] = counts.begun
         settings: list[Setting] = [("running round", running)]
         if sync is not None and self._is_in_step:
             settings += sync.anchors.list_rates()
-        if sync is not None and sync.is_comparing:
-            settings += sync.anchors.list_values()
         return settings
+
+    @property
+    def _is_comparing(self) -> bool:
+        return self._sync is not None and self._sync.is_comparing
 
     # A step
 
@@ -258,6 +264,7 @@ class LocalSteps(AnchoredWrapper):
         session = self._session
         try:
             check_can_step(session)
+            check_mode(self.base)
             self._check_own_params()
             self._see_ranks_and_groups()
             self.check_changed_options()
@@ -438,10 +445,16 @@ class LocalSteps(AnchoredWrapper):
             ) from None
 
     def end_round_as_generator(self) -> Generator[PendingCollective, None, None]:
-        sync, counts, last = self._sync, self._counts, self._session.stats
         self._check_own_params()
-        if sync is None:
-            return
+        if self._sync is not None:
+            with self._in_train_mode():
+                yield from self._exchange_the_rest(self._sync)
+                if has_modes(self.base):  # eval() sets parameters by the base's state
+                    yield from self._average_base()
+
+    def _exchange_the_rest(self, sync: FragmentSync) -> CollectiveGenerator[None]:
+        """Exchange what has moved since the last exchange of its fragment."""
+        counts, last = self._counts, self._session.stats
         self._session.follow_default_group(self)
         sync.connect(is_delayed=self._options["delay"] > 0)
         step, is_applied = self._options["step"], False
@@ -594,5 +607,13 @@ class LocalSteps(AnchoredWrapper):
         if sync is not None:
             for bucket in sync.anchors.buckets:
                 yield from average_residuals(bucket, "residual", session.device, session.comm)
-            yield from average_base(self.base, session.buckets, session.comm)
+            yield from self._average_base()
         yield from super().consolidate_as_generator()
+
+    def _average_base(self) -> CollectiveGenerator[None]:
+        """Replace the state of the inner optimizer by its mean over ranks, and the numbers that it
+        keeps in its groups by rank 0's.
+        """
+        session, groups = self._session, self.param_groups
+        yield from average_base(self.base, session.buckets, session.comm, session)
+        yield from copy_learned_options(groups, self.given_options, session.comm, session)

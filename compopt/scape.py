@@ -38,7 +38,7 @@ from ._engine.dense_start import choose_warmup
 from ._engine.optimizer import CompressedOptimizer
 from ._engine.options import (
     Group,
-    check_adams,
+    check_adam,
     check_compression,
     check_steps,
     check_torch_options,
@@ -69,7 +69,7 @@ from ._sparse.scape_masks import (
 )
 from ._state.bits import count_set_bits
 from ._state.buckets import Bucket
-from ._state.layouts import Bits, Layout, LocalShape, OnMask, Scalar, Sharded
+from ._state.layouts import Bits, Layout, LocalShape, OnMask, Sharded
 from ._state.masks import Mask, sizes_at_density
 from ._state.residuals import Residuals
 from ._wire.collectives import ProcessGroup
@@ -78,7 +78,6 @@ from ._wire.requests import Agree, AllGather, AllReduceMean, RequestGenerator, R
 
 CHOICES: dict[str, tuple[object, ...]] = {
     "mask_delay": (0, 1),
-    "selection": ("sampled", "exact"),
     "clip": ("consistent", "scape"),
 }
 
@@ -217,7 +216,7 @@ class ScapeAdamS(CompressedOptimizer):
             every option below and say ``compress=False`` or ``True``; by default tensors of at
             least 2 dimensions and 4096 elements are compressed, the others are averaged dense in
             the same message.
-        lr, betas, eps, weight_decay, bias_correction, maximize: as in :class:`AdamS`, which also
+        lr, betas, eps, weight_decay, maximize: as in :class:`AdamS`, which also
             lists the paper's values; foreach, fused, amsgrad, capturable, differentiable as there.
         density: share of each compressed tensor's elements that cross the network in a step, in
             (0, 1].
@@ -229,8 +228,6 @@ class ScapeAdamS(CompressedOptimizer):
         mask_delay: 1, as in the paper: a step uses the mask of the step before, gathered in the
             background. 0: its own mask, never stale, for one more small exchange that is not
             overlapped.
-        selection: "sampled" finds a threshold that selects within 5 % of the wanted number; "exact"
-            is torch.topk.
         clip: what ``max_grad_norm`` clips: "consistent", momentum and normaliser; "scape", the
             normaliser only, as printed: an outlier then makes a larger step.
         max_grad_norm, payload_dtype, when, process_group, simulate: as in :class:`RadiusAdamW`.
@@ -244,7 +241,7 @@ class ScapeAdamS(CompressedOptimizer):
             overlap with the work on the tensor between. "all" offloads float32 masters too.
 
     State of a compressed tensor, in bytes per element: ``residual`` 4, ``exp_avg`` 4 x density (it
-    is 0 elsewhere), ``mask`` and ``next_mask`` 1/8 each, ``threshold`` one number. Not saved: the
+    is 0 elsewhere), ``mask`` and ``next_mask`` 1/8 each. Not saved: the
     decoded positions of both masks, 4 x density each, and scratch memory: 1 byte per element of one
     bucket and 4 per element of the largest tensor ("native": 45 bytes per selected element of the
     largest tensor; "triton": 4 bytes per element of this rank's shard, at most 256 MiB).
@@ -272,9 +269,7 @@ class ScapeAdamS(CompressedOptimizer):
         total_steps: int | None = None,
         density_warmup_steps: int | float | None = None,
         mask_delay: Literal[0, 1] = 1,
-        selection: Literal["sampled", "exact"] = "sampled",
         clip: Literal["consistent", "scape"] = "consistent",
-        bias_correction: Literal["scape", "adams"] = "scape",
         max_grad_norm: float | None = None,
         payload_dtype: PayloadDtype = None,
         when: Literal["always", "auto"] = "always",
@@ -302,9 +297,7 @@ class ScapeAdamS(CompressedOptimizer):
             total_steps=total_steps,
             density_warmup_steps=choose_warmup(density_warmup_steps, total_steps, 100),
             mask_delay=mask_delay,
-            selection=selection,
             clip=clip,
-            bias_correction=bias_correction,
             max_grad_norm=max_grad_norm,
             payload_dtype=payload_dtype,
             when=when,
@@ -313,7 +306,7 @@ class ScapeAdamS(CompressedOptimizer):
         super().__init__(params, defaults, process_group, simulate)
 
     def check_group(self, group: Group) -> None:
-        check_adams(group)
+        check_adam(group)
         check_compression(group)
         density = group["density"]
         is_share = is_numeric(density) and 0 < density <= 1
@@ -335,7 +328,6 @@ class ScapeAdamS(CompressedOptimizer):
             "residual": LocalShape(dtype, compressed_only=True),
             "mask": Bits(compressed_only=True),
             "next_mask": Bits(compressed_only=True),
-            "threshold": Scalar(torch.float64, compressed_only=True),
         }
 
     def add_to_stats(self, stats: Stats, decision: StepDecision) -> ScapeStats:
@@ -367,12 +359,9 @@ class ScapeAdamS(CompressedOptimizer):
         return overlaps
 
     def consolidate_as_generator(self) -> CollectiveGenerator[None]:
-        """Replace residuals by their mean, and drop each rank's guesses of thresholds: a run that
-        resumes from one rank's checkpoint then selects as the run that went on.
-        """
+        """Replace residuals by their mean, and move the common residual into them."""
         yield from super().consolidate_as_generator()
         for bucket in self._buckets:
-            bucket.flat["threshold"].zero_()
             add_common_residual(bucket)
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:

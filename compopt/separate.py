@@ -49,6 +49,7 @@ from ._engine.options import (
     ignore_capturable,
     read_residual_dtype,
 )
+from ._engine.reducing_optimizer import GatherDtype
 from ._engine.update import AdamWUpdate, Update, write_averages
 from ._engine.wrapper import Wrapper
 from ._lowrank.options import check_group_sizes, resolve_options
@@ -56,7 +57,6 @@ from ._lowrank.projecting_optimizer import ProjectingOptimizer
 from ._lowrank.reducer import ProjectionReducer
 from ._ops.norms import scale_all_
 from ._ops.operations import Ops
-from ._ops.update_helpers import count_steps
 from ._state.buckets import Bucket
 from ._state.layouts import Layout, LocalShape
 from ._wire.collectives import ProcessGroup
@@ -95,7 +95,7 @@ def update_tensors(
     factor: float,
 ) -> None:
     """Do lines 4 and 5 and the update for all tensors with a gradient on any rank."""
-    count_steps(bucket.state["step"], have_gradients)
+    bucket.count_steps(have_gradients)
     for stack in reducer.stacks_with_gradients(have_gradients):
         ghat = update.memory_for_stack(bucket, stack.indices)
         reducer.reconstruct_stack(stack, factor, ghat)  # line 4
@@ -139,8 +139,7 @@ class SeparateAdam(ProjectingOptimizer):
         amsgrad, differentiable: False; True is refused.
         projection: "tracked": onto a space that follows the gradient's largest singular vectors
             (PowerSGD's power iteration), in two smaller exchanges, one after the other. It keeps
-            most of the gradient. "gaussian": the paper's, random and unbiased. "orthonormal": onto
-            the same random space, a contraction.
+            most of the gradient. "gaussian": the paper's, random and unbiased.
         rank: columns of a tracked tensor's factors (None: 16). A tensor of rows x columns sends
             rank * (rows + columns) values. Sharded rows are tracked shard by shard. Changed in a
             parameter group during a run, on all ranks, it begins with new bases. Random projections
@@ -153,8 +152,8 @@ class SeparateAdam(ProjectingOptimizer):
             random number is drawn per 4 elements. Smaller blocks send as many bytes, have a smaller
             error for gradients of low rank, and draw more numbers. 1 is nearest to the paper.
         ef_beta: weight of the old error in the error feedback. "auto": the most stable, w / (1 + w)
-            with w = (d + 1) / r; 0 for orthonormal projections, which then drop nothing. 1: no
-            error feedback. A warning says if the error would grow without bound.
+            with w = (d + 1) / r; 0 for tracked projections, which then drop nothing. 1: no error
+            feedback. A warning says if the error would grow without bound.
         reset_interval: steps after which the error is set to 0 (None: never). "auto": 128; never
             when tracked.
         seed: determines the matrices, with the step and the tensor's number; equal on all ranks.
@@ -166,17 +165,18 @@ class SeparateAdam(ProjectingOptimizer):
             ``total_steps``, or none. Tracked, 400 steps of a GPT of 0.86 M parameters ended at
             1.018 times AdamW's loss without a start, 1.016 after 10 steps, 1.017 after 50.
         total_steps, when, process_group, simulate: as in :class:`RadiusAdamW`.
-        max_grad_norm: clip to this L2 norm, all groups together (None: no clipping).
-        clip: "average" clips the average over ranks of gradient and error, inside the step. Its
-            norm is computed from the payload: a Gaussian projection gives an unbiased estimate,
-            ``|p|^2 / r``; orthonormal and tracked columns give the norm of the part they span,
-            which is smaller. ``stats.grad_norm`` is that number. "local" clips each rank's gradient
-            by its own norm before the projection; then nothing is sent during backward.
+        max_grad_norm: clip the average over ranks of gradient and error to this L2 norm, all groups
+            together, inside the step (None: no clipping). Its norm is computed from the payload: a
+            Gaussian projection gives an unbiased estimate, ``|p|^2 / r``; tracked columns give the
+            norm of the part they span, which is smaller. ``stats.grad_norm`` is that number.
         payload_dtype: as in :class:`RadiusAdamW`; "auto": int8 for tracked projections, else the
             gradient's.
         residual_dtype: what ``residual`` is stored in between steps. "int8": blocks of 128 values
             with a scale each, rounded at random without bias, 1.03 bytes per element in place of 4;
             a step takes longer. A checkpoint has float32 either way, and loads into both.
+        gather_dtype: "int8": FSDP2 gathers matrices, embeddings too, in int8, with a scale for each
+            128 values, rounded to the nearest. All ranks compute with the rounded values; the
+            shards that are updated are not rounded (docs/fsdp.md). None: gathered as FSDP2 does.
 
     State beside AdamW's two moments, for compressed tensors: ``residual``, the error, as large as
     the parameter; for tracked ones also ``basis``, rank * columns.
@@ -199,7 +199,7 @@ class SeparateAdam(ProjectingOptimizer):
         ef_beta: float | Literal["auto"] = "auto",
         reset_interval: int | Literal["auto"] | None = "auto",
         seed: int = 0,
-        projection: Literal["gaussian", "orthonormal", "tracked"] = "tracked",
+        projection: Literal["gaussian", "tracked"] = "tracked",
         rank: int | None = None,
         block_rows: int | Literal["auto"] | None = None,
         adaptive: bool = False,
@@ -207,10 +207,10 @@ class SeparateAdam(ProjectingOptimizer):
         warmup_steps: int | float | None = None,
         total_steps: int | None = None,
         max_grad_norm: float | None = None,
-        clip: Literal["average", "local"] = "average",
         when: Literal["always", "auto"] = "always",
         payload_dtype: PayloadDtype | Literal["auto"] = "auto",
         residual_dtype: ResidualDtype = None,
+        gather_dtype: GatherDtype = None,
         process_group: ProcessGroup | None = None,
         simulate: bool = False,
         maximize: bool = False,
@@ -236,9 +236,9 @@ class SeparateAdam(ProjectingOptimizer):
             adapt_interval=adapt_interval,
             adapted=None,
             max_grad_norm=max_grad_norm,
-            clip=clip,
             when=when,
         )
+        self.set_gather_dtype(gather_dtype)
         super().__init__(params, defaults, process_group, simulate)
 
     def add_param_group(self, param_group: Group) -> None:
@@ -270,7 +270,8 @@ class Separate(Wrapper, ProjectingOptimizer):
     ``param_groups`` are the base's own, so LR schedulers act on it; ``state_dict()`` holds the
     base's under "base". While the base steps, ``p.grad`` is the averaged gradient (None where no
     rank had one); before and after it is this rank's own. A parameter group of the base may say
-    ``compress``, ``ratio``, ``rank`` and ``ef_beta`` for its tensors.
+    ``compopt_compress``, ``compopt_ratio``, ``compopt_rank`` and ``compopt_ef_beta`` for its
+    tensors.
 
     Args:
         base: an optimizer over the model's parameters, or a list of several over disjoint ones; one
@@ -286,7 +287,7 @@ class Separate(Wrapper, ProjectingOptimizer):
             out of its range.
     """
 
-    options_in_base = (*Wrapper.options_in_base, "ratio", "rank", "ef_beta")
+    options_in_base = ("compress", "ratio", "rank", "ef_beta")
 
     def __init__(
         self,
@@ -296,7 +297,7 @@ class Separate(Wrapper, ProjectingOptimizer):
         ef_beta: float | Literal["auto"] = "auto",
         reset_interval: int | Literal["auto"] | None = "auto",
         seed: int = 0,
-        projection: Literal["gaussian", "orthonormal", "tracked"] = "tracked",
+        projection: Literal["gaussian", "tracked"] = "tracked",
         rank: int | None = None,
         block_rows: int | Literal["auto"] | None = None,
         adaptive: bool = False,
@@ -304,10 +305,10 @@ class Separate(Wrapper, ProjectingOptimizer):
         warmup_steps: int | float | None = None,
         total_steps: int | None = None,
         max_grad_norm: float | None = None,
-        clip: Literal["average", "local"] = "average",
         when: Literal["always", "auto"] = "always",
         payload_dtype: PayloadDtype | Literal["auto"] = "auto",
         residual_dtype: ResidualDtype = None,
+        gather_dtype: GatherDtype = None,
         process_group: ProcessGroup | None = None,
         simulate: bool = False,
         capturable: bool = False,
@@ -323,15 +324,15 @@ class Separate(Wrapper, ProjectingOptimizer):
             adaptive=adaptive,
             adapt_interval=adapt_interval,
             max_grad_norm=max_grad_norm,
-            clip=clip,
             when=when,
         )
+        self.set_gather_dtype(gather_dtype)
         super().__init__(
             base, {**options, "adapted": None, **TRIAL_OPTIONS}, process_group, simulate
         )
 
     def _options_for(self, group: Group) -> Group:
-        check_group_sizes(group, self._wrapper_defaults)
+        check_group_sizes(self._select_options(group), self._wrapper_defaults)
         return super()._options_for(group)
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:

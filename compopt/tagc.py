@@ -52,7 +52,7 @@ from ._engine.options import (
     require_option,
 )
 from ._engine.reducer import ReduceScatterReducer
-from ._engine.reducing_optimizer import ReducingOptimizer
+from ._engine.reducing_optimizer import GatherDtype, ReducingOptimizer
 from ._engine.stats import Stats
 from ._engine.update import AdamWUpdate
 from ._ops.operations import Ops
@@ -170,6 +170,8 @@ class UnionReducer(ReduceScatterReducer):
         seed = 1_000_003 * group["step"] + self.bucket.index  # a new one for every bucket and step
         codec = CODECS[group["codec"]]
         self.codec = codec(self.layout, union, self.counts, group["sketch_ratio"], seed)
+        if self.codec.needs_float32:
+            self.payload_dtype = self.bucket.compute_dtype
         flat = self.make_owner_payloads(marks, self.codec.sizes)
         self.write_dense_tensors()
         # x is not needed any more: its memory takes the values to encode, in the order of the mask
@@ -178,11 +180,6 @@ class UnionReducer(ReduceScatterReducer):
         parts = [payload.unrounded_parts[-1] for payload in self.owner_payloads]
         self.codec.encode(parts, values.index_select(0, union))
         return flat
-
-    @property
-    def payload_dtype(self) -> PayloadDtype:
-        needs_float32 = self.is_sparse and self.codec.needs_float32
-        return self.bucket.compute_dtype if needs_float32 else super().payload_dtype
 
     def read_owned_parts(self, dtype: torch.dtype) -> list[Tensor]:
         if not self.is_sparse:
@@ -288,7 +285,8 @@ class TagcAdamW(ReducingOptimizer):
         update_dtype: "int8", "int4" or "int2": ranks gather quantized updates in place of float32
             parameters, with a scale for each 128 values. The owner keeps the rounding error in
             ``update_residual``, and adds it to the next update. None: parameters are gathered, or
-            updates in ``payload_dtype``.
+            updates in ``payload_dtype``. Inside FSDP2, which gathers parameters: ``gather_dtype``.
+        gather_dtype: as in :class:`SeparateAdam`.
         residual_dtype: as in :class:`SeparateAdam`.
 
     State: ``exp_avg`` and ``exp_avg_sq`` of this rank's shard of each tensor, as vectors that may
@@ -325,6 +323,7 @@ class TagcAdamW(ReducingOptimizer):
         payload_dtype: PayloadDtype = None,
         update_dtype: UpdateDtype = None,
         residual_dtype: ResidualDtype = None,
+        gather_dtype: GatherDtype = None,
         when: Literal["always", "auto"] = "always",
         process_group: ProcessGroup | None = None,
         simulate: bool = False,
@@ -353,6 +352,7 @@ class TagcAdamW(ReducingOptimizer):
             when=when,
             maximize=maximize,
         )
+        self.set_gather_dtype(gather_dtype)
         super().__init__(params, defaults, process_group, simulate)
 
     def check_group(self, group: Group) -> None:

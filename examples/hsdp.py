@@ -1,6 +1,7 @@
 """Shard inside a node, compress between nodes: FSDP2 and compopt on a 2 x 2 mesh of processes.
 
 torchrun --nproc-per-node 4 --standalone examples/hsdp.py
+torchrun --nproc-per-node 4 --standalone examples/hsdp.py --ddp --optimizer separate   # DDP inside a node: make sites
 torchrun --nproc-per-node 8 --nnodes 4 ... examples/hsdp.py --nodes 4       # on GPUs: a node each
 """
 
@@ -14,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from train_gpt import GPT
 
 import compopt
@@ -24,6 +26,8 @@ def parse():
     cli.add_argument("--nodes", type=int, default=2, help="replicas; the gradients between them are compressed")
     cli.add_argument("--batch", type=int, default=8, help="sequences a step, on each rank")
     cli.add_argument("--every", type=int, help="local steps between exchanges (default: none, every step averages)")
+    cli.add_argument("--ddp", action="store_true", help="every rank of a node holds the whole model, as under DDP")
+    cli.add_argument("--optimizer", choices=["radius", "separate"], default="radius", help="without --every")
     cli.add_argument("--density", type=float, default=0.1, help="share of the gradient sent between nodes")
     cli.add_argument("--data", help="a file to train on (default: the Python standard library's source)")
     cli.add_argument("--checkpoint", help="a folder: continued from if it is there, written at the end")
@@ -44,14 +48,20 @@ def main():
     # Ranks that share a node differ in the last dimension: fully_shard averages over these, densely.
     mesh = init_device_mesh(device, (args.nodes, world // args.nodes), mesh_dim_names=("replicate", "shard"))
     model = GPT(args.layers, args.width, args.heads, args.context).to(device)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh["shard"])
-    fully_shard(model, mesh=mesh["shard"])
-    # The optimizer averages each rank's shards over the other dimension, and makes its parameters equal there first.
+    if args.ddp:
+        model = DistributedDataParallel(model, process_group=mesh.get_group("shard"))
+    else:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh["shard"])
+    # The optimizer averages each rank's shards, or its whole gradient, over the other dimension, where it makes
+    # parameters equal first.
     between = dict(max_grad_norm=1.0, process_group=mesh.get_group("replicate"))
     if args.every:
         adamw = torch.optim.AdamW(model.parameters(), lr=args.lr)
         optimizer = compopt.LocalSteps(adamw, args.every, every_warmup_steps=args.steps // 3, **between)
+    elif args.optimizer == "separate":
+        optimizer = compopt.SeparateAdam(model.parameters(), lr=args.lr, **between)
     else:
         radius = dict(density=args.density, interval=50, warmup_steps=args.steps // 7)
         optimizer = compopt.RadiusAdamW(model.parameters(), lr=args.lr, **radius, **between)

@@ -10,8 +10,8 @@ Without a GPU the kernels run in Triton's interpreter: TRITON_INTERPRET=1, set b
 is imported.
 """
 
-from ._blocks import INTERPRETED, Blocks, Table, make_blocks, upload
-from .adamw import AdamWRow, adamw, adamw_table
+from ._blocks import INTERPRETED, Blocks, Table, addresses_in_turn, make_blocks, upload
+from .adamw import AdamWRow, AdamWTypes, adamw, adamw_table
 from .compact import compact, compact_table, compact_with_table
 from .elias_fano import (
     DecodeRow,
@@ -21,10 +21,10 @@ from .elias_fano import (
     encode_masks,
     encode_table,
 )
-from .factored import FactoredRow, factored, factored_table
+from .factored import FactoredRow, FactoredTypes, factored, factored_table
 from .masks import block_offsets, block_offsets_table, pack_bits, positions, unpack_bits
 from .orthonormalize import MAX_RANK, orthonormalize, prepare_orthonormalize
-from .project import ProjectRow, Tiles, project, project_table, project_tiles
+from .project import ProjectRow, ProjectTypes, Tiles, project, project_table, project_tiles
 from .quantize import (
     Programs,
     dequantize,
@@ -40,18 +40,22 @@ __all__ = [
     "INTERPRETED",
     "MAX_RANK",
     "AdamWRow",
+    "AdamWTypes",
     "Blocks",
     "DecodeRow",
     "EncodeRow",
     "FactoredRow",
+    "FactoredTypes",
     "Programs",
     "ProjectRow",
+    "ProjectTypes",
     "ScapeRow",
     "Table",
     "Tiles",
     "TopKRow",
     "adamw",
     "adamw_table",
+    "addresses_in_turn",
     "block_offsets",
     "block_offsets_table",
     "compact",

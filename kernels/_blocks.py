@@ -130,6 +130,12 @@ class Table:
         return self._host.to(self.device, non_blocking=True)
 
 
+def addresses_in_turn(stack: Tensor) -> list[int]:
+    """Return the addresses of the tensors of a stack."""
+    first, step = stack.data_ptr(), stack.stride(0) * stack.element_size()
+    return [first + n * step for n in range(len(stack))]
+
+
 def upload_table(
     rows: Iterable[Iterable[Cell]], device: torch.device, head: Sequence[float] = ()
 ) -> Tensor:
@@ -159,9 +165,14 @@ def alignment(blocks: Blocks, *columns: Sequence[Tensor | None]) -> int:
     return alignment_of(blocks.lengths, *columns)
 
 
-def alignment_of(lengths: Sequence[int], *columns: Sequence[Tensor | None]) -> int:
+def alignment_of(lengths: Sequence[int], *columns: Sequence[Cell]) -> int:
     """Return the same for rows of these lengths that follow each other."""
-    cells = [t.data_ptr() for column in columns for t in column if t is not None]
+    cells = [
+        cell if isinstance(cell, int) else cell.data_ptr()
+        for column in columns
+        for cell in column
+        if cell is not None
+    ]
     return 16 if all(number % 16 == 0 for number in (*lengths, *cells)) else 1
 
 
@@ -234,6 +245,16 @@ def load_field(row, FIELD: tl.constexpr, i, in_range, TYPE: tl.constexpr, ALIGN:
     address = tl.load(row + FIELD)
     pointer = tl.multiple_of(address.to(tl.pointer_type(TYPE)), ALIGN)
     return tl.load(pointer + i, mask=in_range & is_set(address, i), other=0)
+
+
+@inlined
+def load_tile(
+    row, FIELD: tl.constexpr, begin, at, in_range, TYPE: tl.constexpr, ALIGN: tl.constexpr = 1
+):
+    """Load elements ``at``, in 32 bits, behind element ``begin``; 0 without a tensor."""
+    address = tl.load(row + FIELD)
+    pointer = tl.multiple_of(address.to(tl.pointer_type(TYPE)), ALIGN) + begin
+    return tl.load(pointer + at, mask=in_range & is_set(address, at), other=0)
 
 
 @inlined

@@ -33,7 +33,7 @@ from ._blocks import (
 
 
 class AdamWRow(NamedTuple):
-    """One tensor; all are contiguous. None: there is none.
+    """One tensor; all are contiguous tensors, or their addresses. None or 0: there is none.
 
     ``values``: the averaged gradient at ``bits`` (None: everywhere). ``residual`` becomes 0 on the
     mask; ``grad`` is added off it. ``update``: 0 leaves w, m, v and the residual unchanged.
@@ -42,17 +42,33 @@ class AdamWRow(NamedTuple):
     """
 
     n: int
-    bits: Tensor | None
-    values: Tensor
-    w: Tensor
-    m: Tensor
-    v: Tensor
-    step: Tensor
+    bits: Tensor | int | None
+    values: Tensor | int
+    w: Tensor | int
+    m: Tensor | int
+    v: Tensor | int
+    step: Tensor | int
     update: int
-    residual: Tensor | None = None
-    grad: Tensor | None = None
-    public: Tensor | None = None
-    rounding_errors: Tensor | None = None
+    residual: Tensor | int | None = None
+    grad: Tensor | int | None = None
+    public: Tensor | int | None = None
+    rounding_errors: Tensor | int | None = None
+
+
+class AdamWTypes(NamedTuple):
+    """The dtypes of all rows: of w and state, of the average, of gradients, of ``public``."""
+
+    w: torch.dtype
+    values: torch.dtype
+    grad: torch.dtype = torch.float32
+    public: torch.dtype = torch.float32
+
+    @classmethod
+    def of(cls, rows: Sequence[AdamWRow]) -> AdamWTypes:
+        """Return the dtypes of rows of tensors."""
+        columns = ([getattr(row, name) for row in rows] for name in cls._fields)
+        dtypes = ([x.dtype for x in column if isinstance(x, Tensor)] for column in columns)
+        return cls(*(column[0] if column else torch.float32 for column in dtypes))
 
 
 # fields of tensors that are read or written whole
@@ -106,17 +122,16 @@ def _adamw(
     store_field(row, PUBLIC, i, updates, w, PT, ALIGN)
 
 
-def adamw_table(blocks: Blocks, rows: Sequence[AdamWRow]) -> Table:
-    """Return a table of these rows, for ``adamw``."""
-    grads = [row.grad.dtype for row in rows if row.grad is not None]
-    public = [row.public.dtype for row in rows if row.public is not None]
+def adamw_table(blocks: Blocks, rows: Sequence[AdamWRow], types: AdamWTypes | None = None) -> Table:
+    """Return a table of these rows, for ``adamw``; addresses need their ``types``."""
+    types = types or AdamWTypes.of(rows)
     return Table(
         rows,
         blocks.where.device,
-        ST=TYPES[rows[0].w.dtype],
-        VT=TYPES[rows[0].values.dtype],
-        GT=TYPES[grads[0] if grads else torch.float32],
-        PT=TYPES[public[0] if public else torch.float32],
+        ST=TYPES[types.w],
+        VT=TYPES[types.values],
+        GT=TYPES[types.grad],
+        PT=TYPES[types.public],
         ROUNDS=any(row.rounding_errors is not None for row in rows),
         ALIGN=alignment(blocks, *([getattr(row, name) for row in rows] for name in WHOLE)),
     )

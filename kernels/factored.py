@@ -32,11 +32,11 @@ from ._blocks import (
 )
 
 # rows and columns a program: each program reads the factors, so more columns are fewer reads
-ROWS, COLUMNS = (64, 256) if INTERPRETED else (16, 128)
+ROWS, COLUMNS = (64, 256) if INTERPRETED else (4, 128)
 
 
 class FactoredRow(NamedTuple):
-    """One tensor, as a contiguous matrix.
+    """One tensor, as a contiguous matrix; tensors, or their addresses, 0 for none.
 
     The averaged gradient is ``R p^T``: R of shape (rows, r), whose elements lie ``down`` apart
     along a column and ``across`` along a row; p column by column. ``sent_p`` is what this rank
@@ -46,18 +46,27 @@ class FactoredRow(NamedTuple):
     rows: int
     columns: int
     r: int
-    R: Tensor
+    R: Tensor | int
     down: int
     across: int
-    p: Tensor
-    sent_p: Tensor
-    w: Tensor
-    m: Tensor
-    v: Tensor
-    step: Tensor
-    residual: Tensor
-    grad: Tensor | None = None
-    public: Tensor | None = None
+    p: Tensor | int
+    sent_p: Tensor | int
+    w: Tensor | int
+    m: Tensor | int
+    v: Tensor | int
+    step: Tensor | int
+    residual: Tensor | int
+    grad: Tensor | int = 0
+    public: Tensor | int = 0
+
+
+class FactoredTypes(NamedTuple):
+    """The dtypes of all rows: of p and ``sent_p``, of state, of gradients, of ``public``."""
+
+    p: torch.dtype = torch.float32
+    w: torch.dtype = torch.float32
+    grad: torch.dtype = torch.float32
+    public: torch.dtype = torch.float32
 
 
 FIELDS = tl.constexpr(len(FactoredRow._fields))
@@ -132,19 +141,20 @@ def tiles_of(
     return upload(torch.cat(offsets), device)
 
 
-def factored_table(rows: Sequence[FactoredRow]) -> Table:
+def factored_table(
+    rows: Sequence[FactoredRow], types: FactoredTypes, device: torch.device
+) -> Table:
     """Return a table of these tensors, for ``factored``."""
-    grads = [row.grad.dtype for row in rows if row.grad is not None]
-    public = [row.public.dtype for row in rows if row.public is not None]
-    names = ("w", "m", "v", "residual", "grad", "public")
-    columns = ([getattr(row, name) for row in rows] for name in names)
+    columns = zip(
+        *((row.w, row.m, row.v, row.residual, row.grad, row.public) for row in rows), strict=True
+    )
     return Table(
         rows,
-        rows[0].w.device,
-        ST=TYPES[rows[0].w.dtype],
-        VT=TYPES[rows[0].p.dtype],
-        GT=TYPES[grads[0] if grads else torch.float32],
-        PT=TYPES[public[0] if public else torch.float32],
+        device,
+        ST=TYPES[types.w],
+        VT=TYPES[types.p],
+        GT=TYPES[types.grad],
+        PT=TYPES[types.public],
         ALIGN=alignment_of([row.columns for row in rows], *columns),
     )
 
@@ -178,4 +188,5 @@ def factored(
                 ROWS=tile[0],
                 COLUMNS=tile[1],
                 enable_fp_fusion=False,
+                num_warps=2,
             )

@@ -23,20 +23,22 @@ from ._blocks import (
     alignment_of,
     inlined,
     load_field,
-    load_scalar,
+    load_tile,
     on,
     store_field,
     upload,
 )
 
 # outputs and inner elements of a step of a program, and inner elements a program
-OUTPUTS, DEPTH = (256, 256) if INTERPRETED else (64, 32)
+OUTPUTS, DEPTH = (256, 256) if INTERPRETED else (64, 64)
 CHUNK = 1024
+# of the products of float32: as exact as its sums, on NVIDIA's tensor cores
+PRECISION = "tf32x3" if torch.version.hip is None else "ieee"
 PART = 1024  # elements of an output that one program adds up
 
 
 class ProjectRow(NamedTuple):
-    """One tensor, as a contiguous matrix.
+    """One tensor, as a contiguous matrix; tensors, or their addresses.
 
     ``narrow``: (columns, r), or (rows, r) for the transposed product; its elements lie ``down``
     apart along a column and ``across`` along a row. ``out``: the product, column by column.
@@ -49,10 +51,20 @@ class ProjectRow(NamedTuple):
     down: int
     across: int
     place: int
-    narrow: Tensor
-    out: Tensor
-    e: Tensor
-    g: Tensor | None
+    narrow: Tensor | int
+    out: Tensor | int
+    e: Tensor | int
+    g: Tensor | int | None
+
+
+class ProjectTypes(NamedTuple):
+    """The dtypes of all rows, and of the header."""
+
+    narrow: torch.dtype
+    out: torch.dtype
+    e: torch.dtype = torch.float32
+    g: torch.dtype = torch.float32
+    header: torch.dtype = torch.float32
 
 
 # after a row: the sum of |g|^2, and where the partial products are, -1 without any
@@ -79,44 +91,46 @@ def _project(
     OUTPUTS: tl.constexpr,
     DEPTH: tl.constexpr,
     CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     tile = tiles + 3 * tl.program_id(0).to(tl.int64)
     row = table + HEAD_ + tl.load(tile) * FIELDS
     first, chunk = tl.load(tile + 1), tl.load(tile + 2)
     columns, r = tl.multiple_of(tl.load(row + COLUMNS), ALIGN), tl.load(row + RANK)
     down, across = tl.load(row + DOWN), tl.load(row + ACROSS)
-    local_factor = load_scalar(table, 0).to(ST)
     outputs, depth = columns, tl.load(row)
     if not TRANSPOSED:
         outputs, depth = depth, outputs
     if TRANSPOSED:
         first = tl.multiple_of(first, ALIGN)
+    wide = columns.to(tl.int32)  # offsets inside a tile fit 32 bits
     i, k = first + tl.arange(0, OUTPUTS), tl.arange(0, R)
+    local_i, local_j = tl.arange(0, OUTPUTS)[:, None], tl.arange(0, DEPTH)[None, :]
     product, square = tl.zeros([OUTPUTS, R], ST), tl.zeros([OUTPUTS], ST)
     for start in range(chunk * CHUNK, tl.minimum((chunk + 1) * CHUNK, depth), DEPTH):
         start = tl.multiple_of(start, ALIGN)
         j = start + tl.arange(0, DEPTH)
         in_range = (i < outputs)[:, None] & (j < depth)[None, :]
         if TRANSPOSED:
-            at = j[None, :] * columns + i[:, None]
+            begin, at = tl.multiple_of(start * columns + first, ALIGN), local_j * wide + local_i
         else:
-            at = i[:, None] * columns + j[None, :]
-        g = load_field(row, G, at, in_range, GT, ALIGN).to(ST)
-        h = local_factor * g + load_field(row, E, at, in_range, ST, ALIGN)
+            begin, at = tl.multiple_of(first * columns + start, ALIGN), local_i * wide + local_j
+        g = load_tile(row, G, begin, at, in_range, GT, ALIGN).to(ST)
+        h = g + load_tile(row, E, begin, at, in_range, ST, ALIGN)
         where, given = (
             j[:, None] * down + k[None, :] * across,
             (j < depth)[:, None] & (k < r)[None, :],
         )
         narrow = load_field(row, NARROW, where, given, NT).to(ST)
-        product = tl.dot(h, narrow, product, input_precision="ieee")
+        product = tl.dot(h, narrow, product, input_precision=PRECISION)
         if MARKS:
             square += tl.sum(g * g, 1)
     to, in_out = k[None, :] * outputs + i[:, None], (i < outputs)[:, None] & (k < r)[None, :]
-    begin = tl.load(row + PARTIAL)
-    if begin < 0:
+    place = tl.load(row + PARTIAL)
+    if place < 0:
         store_field(row, OUT, to, in_out, product, OT)
     else:
-        tl.store(partial + begin + chunk * r * outputs + to, product, mask=in_out)
+        tl.store(partial + place + chunk * r * outputs + to, product, mask=in_out)
     if MARKS:
         _mark(row, header, tl.sum(square, 0), ST, HT)
 
@@ -187,29 +201,27 @@ def project_tiles(
 
 
 def project_table(
-    rows: Sequence[ProjectRow], tiles: Tiles, header: Tensor | None, transposed: bool
+    rows: Sequence[ProjectRow], tiles: Tiles, types: ProjectTypes, transposed: bool
 ) -> Table:
     """Return a table of these tensors, for ``project``."""
-    grads = [row.g for row in rows if row.g is not None]
     lengths = [row.columns for row in rows]
     given = zip(rows, tiles.partial, strict=True)
     return Table(
         [(*row, 0, partial) for row, partial in given],
-        rows[0].e.device,
-        GT=TYPES[grads[0].dtype if grads else torch.float32],
-        ST=TYPES[rows[0].e.dtype],
-        NT=TYPES[rows[0].narrow.dtype],
-        OT=TYPES[rows[0].out.dtype],
-        HT=TYPES[torch.float32 if header is None else header.dtype],
+        tiles.products.device,
+        GT=TYPES[types.g],
+        ST=TYPES[types.e],
+        NT=TYPES[types.narrow],
+        OT=TYPES[types.out],
+        HT=TYPES[types.header],
         TRANSPOSED=transposed,
-        MARKS=header is not None,
         ALIGN=alignment_of(lengths, [row.g for row in rows], [row.e for row in rows]),
         R=max(16, triton.next_power_of_2(max(row.r for row in rows))),
     )
 
 
-def project(table: Table, tiles: Tiles, header: Tensor | None, local_factor: float) -> None:
-    """Write ``(local_factor g + e) narrow`` of each row to its ``out``, or the product of the
+def project(table: Table, tiles: Tiles, header: Tensor | None) -> None:
+    """Write ``(g + e) narrow`` of each row to its ``out``, or the product of the
     transposed matrix; with a header, write NaN to the marks of gradients that are not finite.
 
     A product of more than ``CHUNK`` inner elements is added up from parts, in the same order in
@@ -220,15 +232,23 @@ def project(table: Table, tiles: Tiles, header: Tensor | None, local_factor: flo
     dtype = torch.float64 if constants["ST"] == tl.float64 else torch.float32
     partial = torch.empty(tiles.partial_size, dtype=dtype, device=device)
     if header is None:
-        addresses, marks = table.with_head([local_factor]), partial
+        addresses, marks = table.with_head(), partial
     else:
-        addresses, marks = table.writable_copy([local_factor]), header
+        addresses, marks = table.writable_copy(), header
     if not len(tiles.products):
         return
     with on(device):
         sizes = dict(OUTPUTS=OUTPUTS, DEPTH=DEPTH, CHUNK=CHUNK)
         _project[(len(tiles.products),)](
-            tiles.products, addresses, partial, marks, **constants, **sizes
+            tiles.products,
+            addresses,
+            partial,
+            marks,
+            **constants,
+            **sizes,
+            MARKS=header is not None,
+            PRECISION=PRECISION,
+            num_stages=1,
         )
         if len(tiles.sums):
             names = ("ST", "OT", "TRANSPOSED")

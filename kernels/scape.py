@@ -103,7 +103,6 @@ def _scape(
     VT: tl.constexpr,
     GT: tl.constexpr,
     PT: tl.constexpr,
-    ADAMS: tl.constexpr,
     ROUNDS: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -113,11 +112,8 @@ def _scape(
     log1, log2, clip = load_scalar(table, 6), load_scalar(table, 7), load_scalar(table, 8)
     step = load_step(row, STEP)
     first = 1 - tl.exp(step * log1)
-    if ADAMS:
-        of_old, of_new = beta2 / (first * first), 1 - beta2
-    else:
-        second = 1 - tl.exp(step * log2)
-        of_old, of_new = beta2 / second, (1 - beta2) / second
+    second = 1 - tl.exp(step * log2)
+    of_old, of_new = beta2 / second, (1 - beta2) / second
     updates = in_range & is_set(tl.load(row + UPDATE), i)
 
     chosen, held = load_mask(row, BITS, i, in_range), load_mask(row, HELD, i, in_range)
@@ -189,7 +185,6 @@ def scape(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
-    bias_correction: str = "scape",
     clip: float = 1.0,
     maximize: bool = False,
 ) -> None:
@@ -205,7 +200,6 @@ def scape(
         table.with_head(_head(lr, betas, eps, weight_decay, clip, maximize)),
         starts,
         held_starts,
-        ADAMS=bias_correction == "adams",
         **table.constants,
     )
 

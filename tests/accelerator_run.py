@@ -44,9 +44,8 @@ def also(name: str, form: str, **options) -> Case:
 
 MORE = [
     also("RadiusAdamW", "int8, clipped", density=0.4, warmup_steps=2, payload_dtype="int8", max_grad_norm=0.5),
-    also("AdamS", "its authors'", bias_correction="adams"),
     also("ScapeAdamS", "no delay", density=0.1, density_warmup_steps=2, mask_delay=0),
-    also("ScapeAdamS", "sampled", density=0.1, density_warmup_steps=2, selection="sampled"),
+    also("ScapeAdamS", "large", density=0.1, density_warmup_steps=2),
     also("SeparateAdam", "tracked", rank=4, warmup_steps=2, max_grad_norm=0.5),
     also("SeparateAdam", "adaptive", projection="gaussian", ratio=8, warmup_steps=0, adaptive=True, adapt_interval=4),
     also("SeparateAdam", "blocks", projection="gaussian", ratio=8, warmup_steps=2, block_rows=24, max_grad_norm=0.5),
@@ -93,7 +92,7 @@ class Odd(Small):
 
 
 # models of more than 16384 elements a rank, in which a threshold is looked for; others are Small
-MODELS = {"ScapeAdamS, sampled": Large, "TagcAdamW, large": Large, "TagcAdamW, odd": Odd}
+MODELS = {"ScapeAdamS, large": Large, "TagcAdamW, large": Large, "TagcAdamW, odd": Odd}
 
 
 def norms_of_devices(xs: list[Tensor], reproducible: bool = False) -> Tensor:

@@ -86,7 +86,8 @@ class Run:
         named = iter(zip(self.names, params, strict=True))
         groups = [[next(named) for _ in shapes] for shapes in self.case.groups]
         first, *rest = groups
-        return [{"params": first}, *({"params": own, "compress": True} for own in rest)]
+        compress = {"compress": True, "compopt_compress": True}  # in a group of an optimizer of its own, and of a base
+        return [{"params": first}, *({"params": own, **compress} for own in rest)]
 
     def all(self) -> dict[str, dict[int, str]]:
         """Train to the end; the digests."""

@@ -34,7 +34,7 @@ POINTERS = {
 F32, BF16 = tl.float32, tl.bfloat16
 WIDE = dict(ST=F32, VT=F32, GT=F32, PT=F32, ALIGN=16)
 LOW = dict(ST=F32, VT=BF16, GT=BF16, PT=BF16, ALIGN=1)
-PROJECT = dict(ST=F32, NT=F32, OT=F32, HT=F32, R=16, OUTPUTS=64, DEPTH=32, CHUNK=1024)
+PROJECT = dict(ST=F32, NT=F32, OT=F32, HT=F32, R=16, OUTPUTS=64, DEPTH=64, CHUNK=1024, PRECISION="tf32x3")
 CASES = {
     "_blocks._starts": [dict(PART=2048)],
     "masks._count": [dict(FIELDS=2), dict(FIELDS=5)],
@@ -48,9 +48,9 @@ CASES = {
     "adamw._adamw": [WIDE | {"ROUNDS": False}, WIDE | {"ROUNDS": True}, LOW | {"ROUNDS": True}],
     "scape._moment": [dict(ST=F32, GT=BF16)],
     "scape._scape": [
-        WIDE | {"ADAMS": False, "ROUNDS": False},
-        WIDE | {"ADAMS": False, "ROUNDS": True},
-        LOW | {"ADAMS": True, "ROUNDS": True},
+        WIDE | {"ROUNDS": False},
+        WIDE | {"ROUNDS": True},
+        LOW | {"ROUNDS": True},
     ],
     "top_k._histogram": [
         dict(SHIFT=23, WIDTH=8, MARKS=False, LOADS_MARKED=False, TYPE=F32, PART=4096),
@@ -63,8 +63,8 @@ CASES = {
     "elias_fano._encode": [{}],
     "elias_fano._decode": [{}],
     "factored._factored": [
-        dict(ST=F32, VT=F32, GT=F32, PT=F32, ALIGN=16, ROWS=16, COLUMNS=128),
-        dict(ST=F32, VT=BF16, GT=BF16, PT=BF16, ALIGN=1, ROWS=16, COLUMNS=128),
+        dict(ST=F32, VT=F32, GT=F32, PT=F32, ALIGN=16, ROWS=4, COLUMNS=128),
+        dict(ST=F32, VT=BF16, GT=BF16, PT=BF16, ALIGN=1, ROWS=4, COLUMNS=128),
     ],
     "project._project": [
         PROJECT | dict(GT=F32, TRANSPOSED=False, MARKS=True, ALIGN=16),
@@ -72,9 +72,9 @@ CASES = {
         PROJECT | dict(GT=BF16, TRANSPOSED=True, MARKS=True, ALIGN=1),
     ],
     "project._add_up": [dict(ST=F32, OT=F32, TRANSPOSED=True, CHUNK=1024, PART=1024)],
-    "orthonormalize._gram": [dict(STAGE=stage, XT=F32, R=16, ROWS=16, CHUNK=512) for stage in (0, 1)],
-    "orthonormalize._factorize": [dict(STAGE=stage, XT=F32, R=16) for stage in (0, 1)],
-    "orthonormalize._apply": [dict(XT=F32, QT=F32, R=16, ROWS=16, CHUNK=512)],
+    "orthonormalize._gram": [dict(FIRST=first, XT=F32, R=16, CHUNK=128, ROWS=1) for first in (True, False)],
+    "orthonormalize._factorize": [dict(FIRST=first, XT=F32, R=16, PART=8) for first in (True, False)],
+    "orthonormalize._apply": [dict(FIRST=first, XT=F32, R=16, CHUNK=128) for first in (True, False)],
     "quantize._quantize": [dict(BITS=8, ROWS=8), dict(BITS=4, ROWS=8)],
     "quantize._mean": [dict(BITS=8, ROWS=8), dict(BITS=4, ROWS=8)],
     "quantize._dequantize": [dict(BITS=8, ROWS=8), dict(BITS=4, ROWS=8)],
@@ -97,6 +97,8 @@ def compiled(kernel: triton.JITFunction, constants: dict, target: GPUTarget) -> 
     """The kernel in every form that the compiler has it in."""
     if "BLOCK" in kernel.arg_names and "BLOCK" not in constants:
         constants = constants | {"BLOCK": 8 * constants.get("PART", 128)}
+    if "PRECISION" in constants and target.backend == "hip":
+        constants = constants | {"PRECISION": "ieee"}
     options = {"enable_fp_fusion": False, "num_warps": 8 if "TYPE" in constants and "PART" in constants else 4}
     return triton.compile(source(kernel, constants), target, options).asm
 

@@ -32,8 +32,6 @@ def projected(name: str, projection: str, **options) -> Case:
 OTHERS = [
     other("ScapeAdamS", "no delay", mask_delay=0),
     other("TagcAdamW", "sketch", codec="sketch", sketch_ratio=4),
-    # with a ratio of 8 the QR of 512 columns takes most of the time inside FSDP2
-    projected("SeparateAdam", "orthonormal", ratio=32),
     projected("SeparateAdam", "tracked"),
     projected("Separate", "tracked"),
 ]

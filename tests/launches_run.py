@@ -13,8 +13,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import launches
-from _hollow import DEVICE
+from _fleet import fleet
+from _hollow import DEVICE, Counts, hollow
 
+import compopt
 import compopt._state.buckets as dealing
 from compopt._ops.triton.backend import TritonOps
 from compopt._state.buckets import bucket_bytes, make_buckets
@@ -49,10 +51,24 @@ def after(look: Callable[[Any], object]) -> dict[str, Any]:
         TritonOps.encode = encode
 
 
+def checked_steps(every: int) -> list[tuple[int, int]]:
+    """Launches and waits of the first steps of AdamS with this interval of the replica check."""
+    counted = []
+    with fleet(launches.RANKS), hollow("triton"), Counts() as counts:
+        optimizer = compopt.AdamS(launches.gpt2(**SMALL))
+        optimizer.check_replicas_every = every
+        for _ in range(9):
+            counts.clear()
+            optimizer.step()
+            counted.append((counts.launches, counts.waits))
+    return counted
+
+
 if __name__ == "__main__":
     results = {name: row(name) for name in launches.ROWS}
     results["a number is asked for"] = after(lambda payload: float(payload.body.sum()))
     results["a copy is waited for"] = after(lambda payload: payload.header.cpu())
+    results["checked"] = {every: checked_steps(every) for every in (0, 100)}
     most, dealing.DEVICE_BUCKET_BYTES = dealing.DEVICE_BUCKET_BYTES, 2**13
     results["bucket by bucket"] = {name: counted(name) for name in ("AdamS", "Radius .4, sparse", "SCAPE .01")}
     dealing.DEVICE_BUCKET_BYTES = most

@@ -19,8 +19,7 @@ from conformance import loss, make_ranks
 from sim import Ranks
 from table import Case, by_name
 
-from compopt.integrations._snapshot_codec import pack
-from compopt.integrations._snapshot_files import MANIFEST, STATE
+from compopt.integrations._snapshot_files import MANIFEST, STATE, pack
 from compopt.integrations._snapshot_parts import RankParts, hash_replica
 from compopt.integrations.snapshots import Snapshots
 

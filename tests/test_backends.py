@@ -70,7 +70,7 @@ TRITON = {  # each class twice: what it does in all its phases, and the options 
         {"warmup_steps": 2, "interval": 4, "maximize": True, "max_grad_norm": 0.5, "residual_scale": 0.5, "lr": 1e-3}
     ],
     "ScapeAdamS": [
-        {"warmup_steps": 1, "lr": 1e-3, "mask_delay": 0, "bias_correction": "adams", "steps": 2},
+        {"warmup_steps": 1, "lr": 1e-3, "mask_delay": 0, "steps": 2},
         {"warmup_steps": 1, "lr": 1e-3, "max_grad_norm": 0.5, "clip": "scape", "maximize": True},
     ],
     "AdamS": [{"steps": 2}],

@@ -489,7 +489,9 @@ def test_a_late_group_of_two_members_and_a_bad_one_are_refused_and_leave_nothing
     muon = compopt.MuonAdamW([("blocks.0.up.weight", p), ("head.weight", q)])
     around = compopt.Average(muon, simulate=True)
     with pytest.raises(ValueError, match="compress"):
-        around.add_param_group({"params": [("blocks.1.up.weight", r), ("bias", nn.Parameter(r[0]))], "compress": 3})
+        around.add_param_group(
+            {"params": [("blocks.1.up.weight", r), ("bias", nn.Parameter(r[0]))], "compopt_compress": 3}
+        )
     assert len(around.param_groups) == len(around._wrapper_groups) == 2
     around.add_param_group({"params": [("blocks.1.up.weight", r), ("bias", nn.Parameter(torch.ones(4)))]})
     assert [len(member.param_groups) for member in muon.members] == [2, 2] and len(around._wrapper_groups) == 4

@@ -7,6 +7,7 @@ test_inside_conservation.py.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 
 import pytest
@@ -15,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from conformance import OTHERS
 from fsdp_models import apart, cut, loss, make, train, whole
 from ranks import run_ranks
-from table import CASES, FORMS
+from table import CASES, FORMS, Case
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 STEPS = range(4)  # two of a dense start, one without residuals, one that sends those of the step before
@@ -67,15 +68,20 @@ def skips(rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     return unchanged and optimizer.stats.phase == phase and bool(whole(model).isfinite().all())
 
 
+def in_int8(case: Case) -> dict[str, str]:
+    """The option by which FSDP2 gathers in int8, of a class that has it."""
+    return {"gather_dtype": "int8"} if "gather_dtype" in inspect.signature(case.cls).parameters else {}
+
+
 def compressed(rank: int, name: str) -> tuple[str, float, bool]:
-    """Compressed and clipped: the phase, the distance to the parameters of a run that is clipped from outside, and
-    whether that run skips a step."""
+    """Compressed, gathered in int8, clipped: the phase, the distance to the parameters of a run that is clipped from
+    outside, and whether that run skips a step."""
     case = INSIDE[name]
     runs = []
     for limit, outside in ((0.5, None), (None, 0.5)):
         model = cut(make())
         torch.manual_seed(0)
-        optimizer = case.make(model.parameters(), max_grad_norm=limit)
+        optimizer = case.make(model.parameters(), max_grad_norm=limit, **in_int8(case))
         train(model, optimizer, STEPS, rank, clip=outside)
         runs.append(whole(model))
     far = float((runs[0] - runs[1]).abs().max())
@@ -101,12 +107,14 @@ SAVED = ("TagcAdamW", "SeparateAdam, tracked", "Average")  # a form for each way
 
 
 def saved(rank: int, folder: str, write: bool) -> dict[str, tuple[float, list[float]]]:
-    """A run that goes on, and one from its checkpoint: how far apart they end, and what is kept for the next step."""
+    """A run that goes on, and one from its checkpoint, both gathered in int8: how far apart they end, and what is kept
+    for the next step.
+    """
     results = {}
     for name in SAVED:
         case = INSIDE[name]
         first, second = cut(make()), cut(make())
-        optimizer, other = (case.make(model.parameters()) for model in (first, second))
+        optimizer, other = (case.make(model.parameters(), **in_int8(case)) for model in (first, second))
         place = f"{folder}/{name}"
         if write:
             train(first, optimizer, range(4), rank)

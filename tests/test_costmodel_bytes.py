@@ -34,7 +34,7 @@ def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 OURS = {  # as the table's rows are: the method's own options here, and the class's
     "RadiusAdamW": (compopt.RadiusAdamW, {"interval": STEADY}, {"density": 0.4, "interval": STEADY, "warmup_steps": 0}),
-    "ScapeAdamS": (compopt.ScapeAdamS, {}, {"density": 0.1, "density_warmup_steps": 0, "selection": "exact"}),
+    "ScapeAdamS": (compopt.ScapeAdamS, {}, {"density": 0.1, "density_warmup_steps": 0}),
     "SeparateAdam, Gaussian 16": (compopt.SeparateAdam, {}, {"projection": "gaussian", "ratio": 16}),
     "SeparateAdam": (compopt.SeparateAdam, {}, {"warmup_steps": 0}),
     "SeparateAdam, rank 16, int4": (compopt.SeparateAdam, {}, {"warmup_steps": 0, "payload_dtype": "int4"}),

@@ -36,11 +36,10 @@ def test_nothing_said_is_what_is_recommended(make):
 
 
 @both
-@pytest.mark.parametrize("projection", ["gaussian", "orthonormal"])
-def test_a_random_projection_is_the_papers(make, projection):
-    (group,) = make(params(), projection=projection)._option_groups
+def test_a_random_projection_is_the_papers(make):
+    (group,) = make(params(), projection="gaussian")._option_groups
     assert (group["ratio"], group["payload_dtype"], group["warmup_steps"]) == (16, None, 0)
-    (group,) = make(params(), projection=projection, total_steps=100)._option_groups
+    (group,) = make(params(), projection="gaussian", total_steps=100)._option_groups
     assert group["warmup_steps"] == 0.15
 
 
@@ -56,9 +55,8 @@ def test_a_size_that_says_nothing_is_refused_in_a_sentence(make):
         make(params(), ratio=64)
     with pytest.raises(ValueError, match=r"ratio=16 is for random projections"):
         make(params(), ratio=16, projection="tracked", rank=4)
-    for projection in ("gaussian", "orthonormal"):
-        with pytest.raises(ValueError, match=rf"rank=4 is for tracked projections.*{projection}.*ratio="):
-            make(params(), rank=4, projection=projection)
+    with pytest.raises(ValueError, match=r"rank=4 is for tracked projections.*gaussian.*ratio="):
+        make(params(), rank=4, projection="gaussian")
 
 
 @both

@@ -17,7 +17,6 @@ ELSEWHERE = {
     "_selection",
     "_projections",
     "_snapshot_files",  # what is wrong with a damaged file: quoted by a warning
-    "_snapshot_codec",
     "advise",
     "probe",
 }  # not what a user of an optimizer meets

@@ -60,7 +60,7 @@ def test_kernels_have_the_same_rule(monkeypatch):
 
 @pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
 def test_gradients_in_float16_may_have_a_norm_that_float16_cannot_hold(bad):
-    """In a rank's own step, and where its own gradient is clipped; some gradients are float32."""
+    """In a rank's own step, and of the average; some gradients are float32."""
     # norms of 71,000, and float16 ends at 65,504
     start = [torch.zeros(256, 300, dtype=dtype) for dtype in (torch.float16, torch.float32)]
     grads = [[torch.full_like(p, 256 + rank) for p in start] for rank in range(2)]
@@ -72,7 +72,7 @@ def test_gradients_in_float16_may_have_a_norm_that_float16_cannot_hold(bad):
 
     def separate(params, process_group):
         sgd = torch.optim.SGD(params, lr=1.0)
-        return compopt.Separate(sgd, clip="local", max_grad_norm=1.0, process_group=process_group)
+        return compopt.Separate(sgd, max_grad_norm=1.0, process_group=process_group)
 
     if bad is not None:
         grads[1][0][3, 4] = bad

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -154,6 +157,29 @@ def test_an_inf_in_one_shard_makes_every_shard_skip(runs, name):
 @pytest.mark.parametrize("name", EVERY)
 def test_saved_state_is_laid_out_as_the_parameter(runs, name):
     assert all(rank[name]["laid out"] and rank[name]["state"] for rank in runs)
+
+
+def parted(rank: int) -> dict[str, tuple[int, str]]:
+    """Rank 3 changes an element of its shard after step 5: what every rank then says, and when."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    results = {}
+    for case in (by_name[name] for name in ("SeparateAdam", "RadiusAdamW", "ScapeAdamS", "Average")):
+        model, optimizer = hsdp(mesh, case.make)
+        train(model, optimizer, range(5), rank)
+        if rank == 3:
+            with torch.no_grad():
+                model.down.weight.to_local()[2, 3] += 1e-9
+        message = catch_message(ValueError, functools.partial(train, model, optimizer, range(5, 105), rank))
+        results[case.name] = optimizer.stats.applied_steps, message
+    return results
+
+
+def test_replicas_of_a_shard_that_part_are_found_on_all_ranks():
+    for rank, results in enumerate(run_ranks(parted, 4)):
+        for steps, message in results.values():
+            assert steps <= 12, "the model is small: every fourth step compares all of it"
+            expected = "rank 0 has .*, rank 1 has .* equal before" if rank in (1, 3) else "another shard"
+            assert re.search(expected, message), (rank, message)
 
 
 def in_the_stack(rank: int, wanted: torch.Tensor, norm: float) -> dict:

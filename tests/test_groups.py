@@ -152,7 +152,7 @@ def test_a_group_that_a_wrapper_refuses_leaves_no_trace_in_its_base(refused, mon
     if refused == "layout":
         monkeypatch.setattr(compopt.Separate, "before_layout", refuse)
     with pytest.raises(ValueError):
-        optimizer.add_param_group({"params": [b], **({"rank": 0} if refused == "check" else {})})
+        optimizer.add_param_group({"params": [b], **({"compopt_rank": 0} if refused == "check" else {})})
     assert b not in base.state and all(p is a for bucket in base._buckets for p in bucket.params)
     a.grad, b.grad = torch.ones_like(a), torch.ones_like(b)
     optimizer.step()
@@ -229,7 +229,7 @@ def test_parameters_that_are_appended_before_the_first_step_are_trained(name):
 
 def test_a_removed_group_takes_its_options_along():
     a, b = (nn.Parameter(torch.ones(64, 65)) for _ in range(2))
-    base = torch.optim.SGD([{"params": [a], "compress": False}, {"params": [b]}], lr=0.1)
+    base = torch.optim.SGD([{"params": [a], "compopt_compress": False}, {"params": [b]}], lr=0.1)
     optimizer = compopt.Separate(base, rank=4, warmup_steps=0, simulate=True)
     optimizer.param_groups.pop(0)
     b.grad = torch.randn(64, 65)

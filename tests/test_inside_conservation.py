@@ -18,7 +18,6 @@ import compopt
 
 # Classes of the table that work inside FSDP2, by their lines; of SEPARATE those forms whose errors add up.
 CASES_INSIDE = {case.name: case for case in CASES + FORMS if case.works_inside and case.method != "separate"}
-PROJECTIONS = ("tracked", "orthonormal")
 
 
 def rounds_to(case: Case, payload_dtype: str) -> bool:
@@ -37,16 +36,15 @@ def payloads(case: Case) -> list[str]:
 
 METHODS = [
     *(f"{name}, {payload}" for name, case in CASES_INSIDE.items() for payload in payloads(case)),
-    *("tracked, int8", "orthonormal, ", "Average, bfloat16"),
+    *("tracked, int8", "Average, bfloat16"),
 ]
 
 
 def build(method: str, model: nn.Module) -> torch.optim.Optimizer:
     kind, _, payload = method.rpartition(", ")
     payload_dtype = payload or None
-    if kind in PROJECTIONS:
-        size = {"rank": 4} if kind == "tracked" else {"ratio": 64}
-        options = dict(size, projection=kind, warmup_steps=0, payload_dtype=payload_dtype)
+    if kind == "tracked":
+        options = dict(rank=4, warmup_steps=0, payload_dtype=payload_dtype)
         return compopt.SeparateAdam(model.parameters(), lr=1e-2, **options)
     if kind == "Average, Muon":  # one iteration of Newton-Schulz is enough: it averages nothing
         return compopt.Average(muon(model.parameters(), lr=1e-2, ns_steps=1), payload_dtype=payload_dtype)

@@ -14,9 +14,7 @@ import compopt
 
 MAKE = {
     "RadiusAdamW": lambda ps: compopt.RadiusAdamW(ps, lr=1e-2, density=1.0, warmup_steps=0, interval=2),
-    "SeparateAdam": lambda ps: compopt.SeparateAdam(
-        ps, lr=1e-2, projection="gaussian", ratio=1, clip="local", max_grad_norm=1e9
-    ),
+    "SeparateAdam": lambda ps: compopt.SeparateAdam(ps, lr=1e-2, projection="gaussian", ratio=1),
     "TagcAdamW": lambda ps: compopt.TagcAdamW(ps, lr=1e-2, sparsity=0.0),
     "bfloat16": lambda ps: compopt.TagcAdamW([p.data.bfloat16().requires_grad_() for p in ps], lr=1e-2, sparsity=0.5),
     "AdamW": lambda ps: torch.optim.AdamW(ps, lr=1e-2),

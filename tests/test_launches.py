@@ -57,9 +57,16 @@ def test_a_wait_that_is_added_is_counted(fault):
     assert measured_run()[fault]["waits"] == measured_run()["AdamS"]["waits"] + 1
 
 
+def test_the_replica_check_launches_twice_every_fourth_step_and_waits_for_nothing():
+    (without, checked) = measured_run()["checked"].values()
+    more = [(a[0] - b[0], a[1] - b[1]) for a, b in zip(checked, without, strict=True)]
+    assert {at for at, (launches, _) in enumerate(more, start=1) if launches} == {4, 8}
+    assert all(launches <= 2 and waits == 0 for launches, waits in more)
+
+
 def test_every_row_is_said():
     faults = {"a number is asked for", "a copy is waited for"}
-    assert measured_run().keys() == MOST.keys() | faults | {"buckets", "bucket by bucket", "TAGC .9875"}
+    assert measured_run().keys() == MOST.keys() | faults | {"buckets", "bucket by bucket", "checked", "TAGC .9875"}
 
 
 def test_tagc_waits_three_times_and_launches_a_bucket_at_a_time():

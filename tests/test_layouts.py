@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compopt._state.layouts import Bits, Layout, LocalShape, OnMask, PaddedVector, Scalar, Sharded, TensorInfo
+from compopt._state.layouts import Bits, Layout, LocalShape, OnMask, PaddedVector, Sharded, TensorInfo
 
 SHAPE, N = (3, 7), 21  # bits that are no whole bytes
 MASK = torch.arange(N) % 3 == 1
 PARAM = torch.zeros(SHAPE)
 LAYOUTS: dict[str, tuple[Layout, int]] = {
     "dense": (LocalShape(torch.float32), N),
-    "scalar": (Scalar(torch.float64), 1),
     "bits": (Bits(), 3),
     "on a mask": (OnMask(torch.float32, "mask"), int(MASK.sum())),
     "sharded": (Sharded(torch.float32), 9),

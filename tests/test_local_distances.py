@@ -10,7 +10,7 @@ from local_runs import adamw, copies
 from problems import gradients, replicas, step, weights
 
 import compopt
-from compopt._local.sketches import make_sketch, sum_of_products
+from compopt._local.rounds import make_sketch, sum_of_products
 
 OF_COSINE, OF_SPREAD = 0.03, 0.1  # how far the cosine may be off, and the spread as a share of it
 

@@ -128,7 +128,7 @@ def test_a_codec_is_the_packages_own_with_the_same_seeds(payload):
     """
     world, anchors, averages = replicas(
         2, weights(dtype=torch.float32), lambda ps, process_group: compopt.Average(
-            torch.optim.SGD([{"params": ps, "compress": False}], lr=1.0),
+            torch.optim.SGD([{"params": ps, "compopt_compress": False}], lr=1.0),
             payload_dtype=payload, process_group=process_group,
         ),
     )  # fmt: skip

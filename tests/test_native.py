@@ -38,14 +38,14 @@ def loss(model: Net, rank: int, step: int) -> torch.Tensor:
 
 RUNS = [
     ("AdamS", {}),
-    ("AdamS", {"bias_correction": "adams", "maximize": True}),
+    ("AdamS", {"maximize": True}),
     ("RadiusAdamW", {"warmup_steps": 2, "interval": 4, "maximize": True, "max_grad_norm": 0.5, "residual_scale": 0.5}),
     ("RadiusAdamW", {"warmup_steps": 0, "interval": 100, "payload_dtype": torch.int8}),
-    ("ScapeAdamS", {"density": 0.01, "selection": "exact"}),
-    ("ScapeAdamS", {"mask_delay": 0, "bias_correction": "adams", "selection": "exact"}),
-    ("ScapeAdamS", {"max_grad_norm": 0.5, "clip": "scape", "maximize": True, "selection": "exact"}),
-    ("ScapeAdamS", {"payload_dtype": torch.bfloat16, "selection": "exact"}),
-    ("ScapeAdamS", {"payload_dtype": torch.int8, "density": 0.2, "selection": "exact"}),
+    ("ScapeAdamS", {"density": 0.01}),
+    ("ScapeAdamS", {"mask_delay": 0}),
+    ("ScapeAdamS", {"max_grad_norm": 0.5, "clip": "scape", "maximize": True}),
+    ("ScapeAdamS", {"payload_dtype": torch.bfloat16}),
+    ("ScapeAdamS", {"payload_dtype": torch.int8, "density": 0.2}),
     ("SeparateAdam", {}),
     ("TagcAdamW", {"sparsity": 0.99}),  # some parts of tensors then have nothing to send
     ("TagcAdamW", {"payload_dtype": torch.bfloat16}),
@@ -60,20 +60,11 @@ def run(monkeypatch, name: str, backend: str, options: dict, steps: int = 6) -> 
         return trained(backend, patch, name, lr=1e-2, steps=steps, **options)
 
 
-def same(ours: Ranks, theirs: Ranks, tolerance: float) -> None:
-    """As for other backends; but where to look for a threshold is each one's own affair."""
-    for optimizer in ours.optimizers + theirs.optimizers:
-        for bucket in optimizer._buckets:
-            if "threshold" in bucket.flat:
-                bucket.flat["threshold"].zero_()
-    assert_same(ours, theirs, tolerance)
-
-
 @pytest.mark.parametrize("name, options", RUNS)
 def test_native_equals_torch(monkeypatch, name, options):
     plain, ours = (run(monkeypatch, name, backend, options) for backend in ("torch", "native"))
     if "payload_dtype" not in options:
-        return same(ours, plain, 1e-5)
+        return assert_same(ours, plain, 1e-5)
     for p, q in zip(ours.models[0].parameters(), plain.models[0].parameters(), strict=True):
         apart = (p - q).abs() > 1e-3  # a last bit that differs is now and then rounded the other way on the wire
         assert apart.sum() <= 1e-3 * p.numel()
@@ -86,7 +77,7 @@ def test_threads_change_nothing(monkeypatch, name, options):
     ours = run(monkeypatch, name, "native", options)
     torch.set_num_threads(3)
     try:
-        same(run(monkeypatch, name, "native", options), ours, 0.0)
+        assert_same(run(monkeypatch, name, "native", options), ours, 0.0)
     finally:
         torch.set_num_threads(1)
 

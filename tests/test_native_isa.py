@@ -7,7 +7,8 @@ import pytest
 import torch
 from sim import Ranks
 from table import by_name
-from test_native import RUNS, run, same
+from test_backends import assert_same
+from test_native import RUNS, run
 from torch import nn
 
 import compopt
@@ -73,14 +74,14 @@ def test_every_processor_computes_the_same_bits_beside_every_block(monkeypatch, 
     ours = trained(name, options)
     assert {o.ops.isa for o in ours.optimizers} == {isa}
     portable(monkeypatch)
-    same(trained(name, options), ours, 0.0)
+    assert_same(trained(name, options), ours, 0.0)
 
 
 @pytest.mark.parametrize("name, options", [RUNS[2], RUNS[5], RUNS[6]])
 def test_every_processor_computes_the_same_bits(monkeypatch, isa, name, options):
     ours = run(monkeypatch, name, "native", options)
     portable(monkeypatch)
-    same(run(monkeypatch, name, "native", options), ours, 0.0)
+    assert_same(run(monkeypatch, name, "native", options), ours, 0.0)
 
 
 def crowds(n: int) -> list[torch.Tensor]:

@@ -39,7 +39,7 @@ def adams(start: list[Tensor], optimizers: list, options: dict[str, Any]):
 
 
 def scape(start: list[Tensor], optimizers: list, options: dict[str, Any]):
-    known = {name: value for name, value in options.items() if name not in ("selection", "sharded")}
+    known = {name: value for name, value in options.items() if name != "sharded"}
     owner = [len(optimizers) - 1, 0, 0]  # ranks select in the order of the bucket, which is reversed
     return ScapeOracle(start, len(optimizers), owner=owner, compress=COMPRESS, **HYPER, **known)
 
@@ -106,16 +106,15 @@ RUNS: dict[str, tuple[type, Callable, dict[str, Any]]] = {
     "Radius": (compopt.RadiusAdamW, radius, dict(density=0.4, interval=4, warmup_steps=2)),
     "Radius, few": (compopt.RadiusAdamW, radius, dict(density=0.01, interval=3, warmup_steps=0, max_grad_norm=100.0)),
     "AdamS": (compopt.AdamS, adams, {}),
-    "SCAPE": (compopt.ScapeAdamS, scape, dict(density=0.1, warmup_steps=1, density_warmup_steps=2, selection="exact")),
+    "SCAPE": (compopt.ScapeAdamS, scape, dict(density=0.1, warmup_steps=1, density_warmup_steps=2)),
     "SCAPE, few": (
         compopt.ScapeAdamS,
         scape,
-        dict(density=0.01, density_warmup_steps=0, mask_delay=0, selection="exact"),
+        dict(density=0.01, density_warmup_steps=0, mask_delay=0),
     ),
     "TAGC": (compopt.TagcAdamW, tagc, dict(sparsity=0.9, warmup_steps=1)),
     "TAGC, few": (compopt.TagcAdamW, tagc, dict(sparsity=0.99, codec="sketch", sketch_ratio=10)),
     "SEPARATE": (compopt.SeparateAdam, separate, dict(projection="gaussian", ratio=8, warmup_steps=1)),
-    "SEPARATE, orthonormal": (compopt.SeparateAdam, separate, dict(ratio=4, projection="orthonormal")),
     "SEPARATE, tracked": (compopt.SeparateAdam, tracked, TRACKED),
     "Separate": (compopt.Separate, separate, dict(projection="gaussian", ratio=16, reset_interval=5)),
     "Average": (compopt.Average, average, dict(max_grad_norm=100.0)),

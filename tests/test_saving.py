@@ -310,3 +310,24 @@ def test_hooks_are_given_the_whole_state_dict_as_by_torch(make):
     assert seen == [saved["packed"], "after"]  # which the hook took from a copy
     optimizer.load_state_dict({"packed": torch.optim.AdamW([w]).state_dict()})  # the base's alone
     assert len(seen) == 4 and seen[-1] == "after"
+
+
+@pytest.mark.parametrize(
+    "make, name, value", [(compopt.SeparateAdam, "clip", "local"), (compopt.AdamS, "bias_correction", "adams")]
+)
+def test_a_run_with_an_option_that_was_removed_is_refused_by_name(make, name, value):
+    p = nn.Parameter(torch.zeros(64, 80))
+    saved = make([p]).state_dict()
+    saved["param_groups"][0][name] = value
+    with pytest.raises(ValueError, match=f"of a run with {name}='{value}', which this version does not have"):
+        make([p]).load_state_dict(saved)
+
+
+def test_of_what_scape_no_longer_keeps_a_checkpoint_is_loaded():
+    p = nn.Parameter(torch.zeros(64, 80))
+    saved = SCAPE([p]).state_dict()
+    saved["param_groups"][0] |= {"selection": "sampled", "bias_correction": "scape"}
+    saved["state"][0]["threshold"] = torch.tensor(0.5, dtype=torch.float64)
+    again = SCAPE([p])
+    again.load_state_dict(saved)
+    assert "threshold" not in again.state[p]

@@ -19,7 +19,7 @@ HYPER = {"lr": 3e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
 def make(ranks: int, shapes=SHAPES, **options):
-    start, options = weights(shapes), {"selection": "exact", **HYPER, **options}
+    start, options = weights(shapes), {**HYPER, **options}
     world, params, optimizers = replicas(ranks, start, functools.partial(compopt.ScapeAdamS, **options))
     return world, start, params, optimizers
 
@@ -37,7 +37,6 @@ OPTIONS = {
     "one percent": dict(density=0.01, density_warmup_steps=0),
     "warm-up": dict(density=0.1, warmup_steps=5, density_warmup_steps=20, max_grad_norm=20.0, maximize=True),
     "no delay": dict(density=0.1, mask_delay=0, warmup_steps=3, density_warmup_steps=5),
-    "adams": dict(density=0.3, bias_correction="adams", density_warmup_steps=3),
 }
 
 
@@ -100,7 +99,7 @@ def test_density_1_equals_adams(ranks, delay):
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("options", [{}, {"mask_delay": 0}, {"payload_dtype": torch.bfloat16}])
 def test_replicas_and_masks_are_equal_to_the_bit(ranks, options):
-    world, _, params, optimizers = make(ranks, density=0.1, density_warmup_steps=6, selection="sampled", **options)
+    world, _, params, optimizers = make(ranks, density=0.1, density_warmup_steps=6, **options)
     for t in range(15):
         step(world, params, optimizers, gradients(ranks, t, SHAPES))
         for local, optimizer in zip(params[1:], optimizers[1:], strict=True):
@@ -116,7 +115,7 @@ def test_replicas_and_masks_are_equal_to_the_bit(ranks, options):
 def test_a_bf16_payload_rounds_the_gradient_only():
     """Also of the tensors that are not compressed, and of dense steps."""
     shapes = [(96, 64), (200,), (70, 70)]
-    options = dict(density=0.2, density_warmup_steps=3, selection="exact")
+    options = dict(density=0.2, density_warmup_steps=3)
     full, rounded = (make(1, shapes, payload_dtype=dtype, **options) for dtype in (None, torch.bfloat16))
     for t in range(4):
         for world, _, params, optimizers in (full, rounded):

@@ -47,10 +47,9 @@ def test_a_lost_mask_makes_the_next_step_dense_and_nothing_is_lost_with_it():
     assert optimizers[1].stats.phase == "sparse"
 
 
-@pytest.mark.parametrize("selection", ["sampled", "exact"])
 @pytest.mark.parametrize("at", [1, 2, 5])
-def test_a_checkpoint_with_a_mask_in_flight_continues_to_the_bit(at, selection):
-    options = dict(density=0.1, density_warmup_steps=3, selection=selection)
+def test_a_checkpoint_with_a_mask_in_flight_continues_to_the_bit(at):
+    options = dict(density=0.1, density_warmup_steps=3)
     shapes = [(256, 256), (30,)]
     world, _, params, optimizers = make(2, shapes, **options)
     for t in range(at):

@@ -77,22 +77,17 @@ def as_drawn(ratio: float, kind: str, height: int | str | None):
 OPTIONS = {
     "auto": dict(ratio=8, reset_interval=4),
     "clipped": dict(ratio=4, ef_beta=0.95, reset_interval=None, warmup_steps=3, max_grad_norm=20.0),
-    "clipped locally": dict(ratio=8, warmup_steps=2, max_grad_norm=20.0, clip="local"),
     "no error feedback": dict(ratio=16, ef_beta=1.0, max_grad_norm=20.0),
-    "orthonormal": dict(ratio=8, projection="orthonormal", ef_beta=0.5, reset_interval=None),
     "blocks": dict(ratio=8, block_rows=48, reset_interval=4, max_grad_norm=20.0, warmup_steps=2),
-    "orthonormal blocks": dict(ratio=8, block_rows=100, projection="orthonormal", ef_beta=0.5, reset_interval=None),
     "blocks by themselves": dict(ratio=8, block_rows="auto"),
 }
 # Every base with every number of ranks once; of the other options each meets every base, and every number of ranks.
 RUNS = [
     *(("auto", base, ranks) for base in ("SeparateAdam", *BASES) for ranks in (1, 2, 4)),
     *(("clipped", base, ranks) for base, ranks in (("SeparateAdam", 2), ("AdamW", 4), ("SGD", 1))),
-    *(("clipped locally", base, ranks) for base, ranks in (("SeparateAdam", 2), ("AdamW", 1), ("SGD", 4))),
     *(("no error feedback", base, ranks) for base, ranks in (("SeparateAdam", 2), ("AdamW", 1), ("SGD", 4))),
-    *(("orthonormal", base, ranks) for base, ranks in (("SeparateAdam", 2), ("AdamW", 1), ("SGD", 4))),
     *(("blocks", base, ranks) for base, ranks in (("SeparateAdam", 2), ("AdamW", 1), ("SGD", 4))),
-    *(("orthonormal blocks", "SeparateAdam", 2), ("blocks by themselves", "SeparateAdam", 2)),
+    ("blocks by themselves", "SeparateAdam", 2),
 ]
 
 
@@ -100,8 +95,8 @@ RUNS = [
 def test_equals_the_oracle(ranks, base, options):
     options = OPTIONS[options]
     world, params, optimizers = make(ranks, base, **options)
-    turned, random = as_drawn(options["ratio"], options.get("projection", "gaussian"), options.get("block_rows"))
-    message = {k: v for k, v in options.items() if k not in ("ratio", "projection", "block_rows")}
+    turned, random = as_drawn(options["ratio"], "gaussian", options.get("block_rows"))
+    message = {k: v for k, v in options.items() if k not in ("ratio", "block_rows")}
     inner = BASES["AdamW" if base == "SeparateAdam" else base]
     compress = [random(1, i) is not None for i in range(len(turned(weights())))]
     oracle = SeparateOracle(turned(weights()), ranks, inner, random, compress=compress, **message)
@@ -153,13 +148,11 @@ def test_the_error_stays_bounded_with_auto_and_diverges_in_the_printed_direction
     assert len(printed) < 300
 
 
-def test_a_stable_number_is_taken_without_a_word_and_orthonormal_is_stable_at_any():
+def test_a_stable_number_is_taken_without_a_word():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         p = nn.Parameter(torch.zeros(128, 160))
         compopt.SeparateAdam([p], projection="gaussian", ratio=16, ef_beta=0.95)
-        norms = errors_over(300, ratio=16, projection="orthonormal")
-    assert max(norms[150:]) < 1.2 * max(norms[:150])
 
 
 def test_bytes_at_ratio_16_are_a_fourteenth_of_dense():

@@ -28,8 +28,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
 from compopt.integrations import _snapshot_files as files
-from compopt.integrations._snapshot_codec import Packed, decode_header, pack, unpack
-from compopt.integrations._snapshot_files import MANIFEST, STATE, Snapshot
+from compopt.integrations._snapshot_files import MANIFEST, STATE, Packed, Snapshot, decode_header, pack, unpack
 from compopt.integrations.snapshots import Snapshots
 
 DAMAGES = int(os.environ.get("COMPOPT_DAMAGES", 45))

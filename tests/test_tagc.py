@@ -159,7 +159,7 @@ def test_bytes_are_the_index_the_union_and_the_parameters():
     world, _, params, optimizers = make(2, [(128, 256)], torch.float32, sparsity=0.9875)
     step(world, params, optimizers, gradients(2, 0, [(128, 256)], torch.float32))
     stats, n = optimizers[0].stats, 128 * 256
-    control = len(optimizers[0]._buckets[-1].control)
+    control = len(optimizers[0]._buckets[-1].control.numbers)
     step(world, params, optimizers, gradients(2, 1, [(128, 256)], torch.float32))
     stats = optimizers[0].stats
     union = round(stats.density * n)

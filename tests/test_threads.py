@@ -17,7 +17,6 @@ MAKES = {
     "Radius": lambda p: compopt.RadiusAdamW(p, density=0.3, interval=3, warmup_steps=1, max_grad_norm=1.0),
     "SCAPE": lambda p: compopt.ScapeAdamS(p, density=0.1, warmup_steps=2, max_grad_norm=1.0),
     "TAGC": lambda p: compopt.TagcAdamW(p, sparsity=0.9, max_grad_norm=1.0),
-    "orthonormal": lambda p: compopt.SeparateAdam(p, ratio=16, projection="orthonormal"),
     "tracked": lambda p: compopt.SeparateAdam(
         p, projection="tracked", rank=8, max_grad_norm=1.0, payload_dtype=torch.int8, warmup_steps=0
     ),

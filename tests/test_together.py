@@ -23,7 +23,13 @@ OPTIONS = {
     "SeparateAdam": {"rank": 5, "warmup_steps": 2, "payload_dtype": None, "maximize": True},
     # one step: where a number differs in its last bit int8 may take the next level
     "SeparateAdam, rounded": {"rank": 5, "warmup_steps": 5, "max_grad_norm": 20.0},
-    "SeparateAdam, clipped": {"rank": 5, "warmup_steps": 1, "max_grad_norm": 20.0, "clip": "local", "ef_beta": 0.3},
+    "SeparateAdam, clipped": {
+        "rank": 5,
+        "warmup_steps": 3,
+        "payload_dtype": None,
+        "max_grad_norm": 20.0,
+        "ef_beta": 0.3,
+    },
 }
 
 

@@ -77,7 +77,7 @@ static void passes(int64_t n, int64_t k) {
                           (int64_t)e, (int64_t)g, (int64_t)score, 0, 0, 0};
     wrong = adamw(radius, 0, 1, adam);
     add(&wrong, 8), add(w, 4 * n), add(m, 4 * n), add(v, 4 * n), add(e, 4 * n), add(score, 4 * n), add(&step, 4);
-    const double adams[] = {1e-2, .9, .95, 1e-8, .1, 1, .1, 0};
+    const double adams[] = {1e-2, .9, .95, 1e-8, .1, 1, .1};
     float *next = malloc((k + LANES) * 4), *gathered = malloc((3 * k + LANES) * 4);
     guess = 0.5;
     int64_t scapes[17] = {n, (int64_t)w, (int64_t)e, (int64_t)g, (int64_t)index, k, (int64_t)sent, (int64_t)index, k,

@@ -34,6 +34,8 @@ FORMAT = 1  # the format of state dicts, in every group; a group without one has
 
 # entries of a saved group that are no options
 NOT_OPTIONS = {"params", "param_names", "without_state", "residuals", "class", "format"}
+# values of options that earlier versions had: without them a run would go on otherwise
+REMOVED_OPTIONS = {"clip": "local", "bias_correction": "adams"}
 ADAMW_STATE = {"step", "exp_avg", "exp_avg_sq"}  # the state of torch.optim.AdamW
 
 Layouts = Mapping[str, Layout]
@@ -317,6 +319,12 @@ def _read_options(optimizer: OptimizerBase, group: Group, other: Group) -> Group
         )
     options = {**group, **saved_options}
     refuse_unsupported({name: saved_options[name] for name in saved_options.keys() & {"amsgrad"}})
+    for name, value in REMOVED_OPTIONS.items():
+        if saved_options.get(name) == value:
+            raise ValueError(
+                f"loaded state dict is of a run with {name}={value!r}, which this version does not "
+                "have: continue with the compopt that wrote it."
+            )
     rates = absolute_rates(options)
     checked = {**options, **rates}
     try:

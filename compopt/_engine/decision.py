@@ -21,12 +21,14 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 import torch
+from torch import Tensor
 
 from .._ops.norms import squared_norms
 from .._wire.collectives import Communicator, profiler_range
 from .._wire.payload import bits_differ
 from .collective_generators import CollectiveGenerator, sum_over_groups
 from .exchange import BucketExchange
+from .replicas import checksum_sum
 
 ELSEWHERE = -1  # the index of a bucket that another rank of the model holds
 
@@ -54,6 +56,8 @@ class StepDecision:
     has_failed_rank: bool = False
     # indices of buckets whose payload met one of another bucket or step
     misplaced: list[int] = field(default_factory=list)
+    # of the part of the parameters that the replica check has summed; 0 if none was due
+    replica_checksum: int = 0
     early_buckets: int = 0  # buckets whose payload from backward was used
     resent: bool = False  # payloads from backward were stale, and were sent again
 
@@ -78,17 +82,25 @@ class StepDecision:
         return known or (errors[0] if errors else None)
 
 
-def read_decision(exchanges: list[BucketExchange]) -> StepDecision:
-    """Decide from the averages of these exchanges. The host waits for the device here."""
+def read_decision(
+    exchanges: list[BucketExchange], replica_sum: Tensor | None = None
+) -> StepDecision:
+    """Decide from the averages of these exchanges. The host waits for the device here.
+
+    ``replica_sum``: of the replica check, which is read too.
+    """
     with profiler_range("compopt::decide"):
-        numbers: Iterator[float] = iter(read_numbers(exchanges))
+        host = read_numbers(exchanges, replica_sum)
+    numbers: Iterator[float] = iter(host.tolist())
     norms = [exchange.agreement.squared_norm for exchange in exchanges]
     squares = [sum(islice(numbers, 1 if x is None else x.numel())) for x in norms]
     decision, total = StepDecision(exchanges), 0.0
+    if replica_sum is not None:
+        decision.replica_checksum = checksum_sum(host[-1:])
     for exchange, squared in zip(exchanges, squares, strict=True):
         bucket, payload = exchange.bucket, exchange.agreement.payload
         payload.marks = marks = list(islice(numbers, len(payload.header)))
-        control = exchange.control.split(list(islice(numbers, len(exchange.control))))
+        control = exchange.control.split(list(islice(numbers, len(exchange.control.numbers))))
         decision.control_means = control  # at the end the last bucket's, with the step's fields
         pairs = zip(bucket.names, marks, strict=True)
         decision.non_finite += [name for name, mark in pairs if mark != mark]
@@ -124,9 +136,9 @@ def combine_decisions(
         decision.misplaced = decision.misplaced or [ELSEWHERE]
 
 
-def read_numbers(exchanges: list[BucketExchange]) -> list[float]:
+def read_numbers(exchanges: list[BucketExchange], replica_sum: Tensor | None) -> Tensor:
     """Read all numbers of the decision from the device: the squared norms of all averages, then the
-    header and the control fields of each payload.
+    header and the control fields of each payload, then ``replica_sum``.
     """
     device, agreements = exchanges[-1].bucket.device, [one.agreement for one in exchanges]
     payloads = [agreement.payload for agreement in agreements]
@@ -138,5 +150,5 @@ def read_numbers(exchanges: list[BucketExchange]) -> list[float]:
     norms = [next(computed) if a.squared_norm is None else a.squared_norm for a in agreements]
     squares = [square.to(device).view(-1) for square in norms]
     header = torch.cat(fields) if len(fields) > 1 else fields[0]
-    numbers: list[float] = torch.cat([*squares, header.double()]).tolist()
-    return numbers
+    sums = [] if replica_sum is None else [replica_sum.to(device)]
+    return torch.cat([*squares, header.double(), *sums]).cpu()

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from .._ops.norms import clip_factor, stacked_squared_norms
 from .._ops.operations import Ops
-from .._ops.update_helpers import count_steps
 from .._state.buckets import Bucket
 from .._state.layouts import PaddedVector
 from .._state.residuals import Residuals
@@ -447,7 +446,7 @@ def step_fsdp_shards(
     have_gradients = bucket.have_gradients(mean)
     yield ReadyToCommit()
     # from here on state changes
-    count_steps(bucket.state["step"], have_gradients)
+    bucket.count_steps(have_gradients)
     indices = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
     for i in indices:
         fsdp_backward.commit_residual(bucket, i, norm)

@@ -209,8 +209,13 @@ def _checksum_gradients(session: Session) -> int:
 # Errors that all ranks raise
 
 
-def raise_mismatch(optimizer: OptimizerBase, comm: Communicator) -> CollectiveGenerator[NoReturn]:
-    """Gather the descriptions, and raise a ValueError that names the first difference."""
+def raise_mismatch(
+    optimizer: OptimizerBase, comm: Communicator, in_step: bool = False
+) -> CollectiveGenerator[NoReturn]:
+    """Gather the descriptions, and raise a ValueError that names the first difference.
+
+    ``in_step``: a step has found it, so ranks were equal in an earlier one.
+    """
     device = optimizer._session.device
     first, *others = yield from gather_json(describe_optimizer(optimizer), device, comm)
     for rank, other in enumerate(others, start=1):
@@ -219,16 +224,16 @@ def raise_mismatch(optimizer: OptimizerBase, comm: Communicator) -> CollectiveGe
             steps = [key for key in different if key.endswith(", step")]
             what = (steps or different)[0]
             a, b = first.get(what, "nothing"), other.get(what, "nothing")
-            raise ValueError(
-                f"ranks differ, and nothing was applied. {_explain_difference(what, a, b, rank)}"
-            )
+            found = _explain_difference(what, a, b, rank, in_step)
+            raise ValueError(f"ranks differ, and nothing was applied. {found}")
     raise ValueError(
-        "ranks differed in an option of their parameter groups at this step, and nothing was "
-        "applied. They are equal by now: change options on all ranks before the same step."
+        "ranks differed in an option of their parameter groups, or in a parameter, or those of "
+        "another shard do, and nothing was applied. These ranks are equal by now: change options "
+        "and parameters on all ranks, alike and before the same step."
     )
 
 
-def _explain_difference(what: str, first: str, other: str, rank: int) -> str:
+def _explain_difference(what: str, first: str, other: str, rank: int, in_step: bool) -> str:
     """Say in what rank 0 and ``rank`` differ, and what to do."""
     subject, _, name = what.rpartition(", ")
     if name == "step":
@@ -237,7 +242,17 @@ def _explain_difference(what: str, first: str, other: str, rank: int) -> str:
             "step() equally often on all ranks, and load the same checkpoint on all of them."
         )
     advice = "Make them equal."
-    if name == VALUES:
+    if name == VALUES and in_step:
+        advice = (
+            "They were equal before, so since then something has changed parameters on one rank "
+            "only, or on each rank in its own way: code after step() that reads p.grad, which "
+            "stays the rank's own gradient (PEFT's AdaLoRA: broadcast its lora_E from rank 0 after "
+            "update_and_allocate()); a base optimizer that evaluates the model again or counts on "
+            "the rank's own data; its train() and eval() on some ranks; or other hardware on some "
+            "ranks. Load a checkpoint on all of them. compopt's check_replicas_every = 0 switches "
+            "this check off."
+        )
+    elif name == VALUES:
         advice = (
             "Start all ranks from the same weights: load the same checkpoint, or pass the "
             "parameters of DistributedDataParallel, which broadcasts rank 0's."

@@ -37,7 +37,7 @@ class JoinHook:
         for p in session.parameters:
             p.grad = None
         session.has_data = False
-        run_watching_ranks(session, optimizer.step_as_generator())
+        run_watching_ranks(optimizer, optimizer.step_as_generator())
         for on_step in tuple(session.step_callbacks):
             on_step()
 

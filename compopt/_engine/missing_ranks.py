@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from enum import Enum
 
 from .._wire.collectives import is_launched_by_torchrun
 from .._wire.requests import CommunicationError, RankSilent
 from .._wire.stores import Store
+from .._wire.warning import warn
 from .collective_generators import CollectiveGenerator, Result
 from .optimizer_base import OptimizerBase
 from .session import Session
@@ -29,6 +31,10 @@ PREFIX = "compopt/"  # begins all keys, because the store is shared
 # which may evaluate before it calls it.
 PATIENCE, PATIENCE_WITH_RANK_0 = 10.0, 1800.0
 LOOK_AFTER = 2.0  # seconds that a step waits before it looks for notes
+# Seconds that a rank waits in a step before it names those that have not come, and before it does
+# so again in a later step.
+NAME_AFTER, NAME_AGAIN = 5.0, 60.0
+WAITS = f"{PREFIX}waits/"  # and a rank: the step in which that waits
 # Seconds that a note may take, and at most this share of the group's timeout: a step that fails at
 # the timeout raises soon after it, also where the link to the store is cut.
 NOTE_LIMIT, NOTE_SHARE = 10.0, 0.2
@@ -42,6 +48,7 @@ CONTINUE = (
     ": make a new process group of the ranks that are left and call rebind(), or start all ranks "
     "again from a checkpoint"
 )
+UNEVEN = "call step() equally often on all ranks (drop_last=True, or torch's Join)"
 ADVICE = "call it on all ranks, before `if rank == 0:`"
 
 
@@ -107,16 +114,22 @@ def wait_for_all_to_consolidate(optimizer: OptimizerBase, patience: float | None
 # Steps
 
 
-def run_watching_ranks(session: Session, collectives: CollectiveGenerator[None]) -> None:
-    """Run a step to its end; while it waits, look for notes of ranks that have left it."""
+def run_watching_ranks(optimizer: OptimizerBase, collectives: CollectiveGenerator[None]) -> None:
+    """Run a step to its end; while it waits, look for notes of ranks that have left it, and name
+    ranks that have not come to it.
+    """
+    session: Session = optimizer._session
     withdraw_note(session)
+    absence = Absence(optimizer)
     try:
         for pending in collectives:
             if not session.comm.can_poll_store(session.device):
+                watch_beside(absence)
                 continue
             try:
                 while not pending.completes_within(LOOK_AFTER):
-                    if sentence := explain_missing_rank(session):
+                    sentence = explain_missing_rank(session) or absence.look()
+                    if sentence:
                         post_note(session, Note.LEFT, sentence)
                         raise RankLeft(sentence)
             except BaseException as error:  # raise it where the step waits
@@ -132,7 +145,112 @@ def run_watching_ranks(session: Session, collectives: CollectiveGenerator[None])
         who, name = f"rank {session.comm.rank}", type(error).__name__
         post_note(session, Note.LEFT, f"{who} was interrupted by {name} after step {session.steps}")
         raise
+    finally:
+        absence.end()
     withdraw_note(session)
+
+
+class Absence:
+    """The ranks that have not come to a step in which this rank waits.
+
+    A rank that waits says so at the store. So those that do not are late, or will never come: they
+    evaluate, have run out of data, or have left the loop. Which of these, the others cannot know.
+    So they wait on, and say for whom. With ``optimizer.patience`` they raise after so many seconds.
+    """
+
+    def __init__(self, optimizer: OptimizerBase):
+        self.session: Session = optimizer._session
+        self.patience = optimizer.patience
+        self.is_looking = optimizer._is_in_step  # else ranks take steps at their own pace
+        self.began = time.monotonic()
+        self.step = _identify_step(self.session)
+        self.is_announced = self.is_told = False
+        self.session.absent_ranks = ""
+
+    def look(self) -> str:
+        """Look which ranks wait in this step, and warn of the others. Returns why to raise, if they
+        are to be waited for no longer.
+        """
+        session, waited = self.session, time.monotonic() - self.began
+        if not self.is_looking:
+            return ""
+        if not self.is_announced:
+            text = json.dumps(self.step)
+            _use_store(session, lambda store: store.set(f"{WAITS}{session.comm.rank}", text))
+            self.is_announced = True
+        if waited < NAME_AFTER:
+            return ""
+        ranks = self._find_ranks()
+        session.absent_ranks = ""
+        if not ranks:
+            return ""
+        have = "have" if len(ranks) > 1 else "has"
+        session.absent_ranks = f"{list_ranks(ranks)} {have} not come to step {self.step[1] + 1}"
+        is_first_waiting = session.comm.rank == min({*range(session.comm.size)} - {*ranks})
+        if is_first_waiting and not self.is_told:
+            self._warn(waited)
+        if self.patience is None or waited < self.patience:
+            return ""
+        return f"{session.absent_ranks} within {waited:.0f} s: {UNEVEN}"
+
+    def _find_ranks(self) -> list[int]:
+        """Return the ranks that do not wait in this step; none if the store does not answer."""
+        comm = self.session.comm
+        others = [rank for rank in range(comm.size) if rank != comm.rank]
+        keys = [f"{WAITS}{rank}" for rank in others]
+        texts = _use_store(
+            self.session, lambda store: [store.check([k]) and store.get(k).decode() for k in keys]
+        )
+        pairs = zip(others, texts or (), strict=False)
+        return [rank for rank, text in pairs if text != json.dumps(self.step)]
+
+    def _warn(self, waited: float) -> None:
+        """Warn, the first time in a run soon, then of long waits only: rank 0 may evaluate."""
+        session = self.session
+        if waited >= NAME_AGAIN or session.claim_first("late ranks"):
+            self.is_told = True
+            warn(
+                f"{session.absent_ranks}, in which rank {session.comm.rank} has waited for "
+                f"{waited:.0f} s, and waits on until the timeout of the process group. If that "
+                f"rank is not busy (evaluates, saves, loads data), {UNEVEN}.",
+                0,  # on this rank, whichever it is
+            )
+
+    def end(self) -> None:
+        """Stop looking: the step has ended."""
+        self.is_looking = False
+        if self in _watched:
+            _watched.remove(self)
+
+
+def list_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 1", "ranks 1 and 2", ..."""
+    *first, last = map(str, ranks)
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
+
+
+def watch_beside(absence: Absence) -> None:
+    """Look for absent ranks on a thread, where the host cannot do so while it waits (NCCL)."""
+    if absence.session.comm.store is None or absence in _watched:
+        return
+    _watched.append(absence)
+    if not _watchers:
+        _watchers.append(threading.Thread(target=_watch, name="compopt watch", daemon=True))
+        _watchers[0].start()
+
+
+_watched: list[Absence] = []  # of the running step, or of the last
+_watchers: list[threading.Thread] = []
+
+
+def _watch() -> None:
+    while True:
+        time.sleep(LOOK_AFTER)
+        for absence in _watched[:]:
+            if time.monotonic() - absence.began > LOOK_AFTER:
+                with contextlib.suppress(Exception):
+                    absence.look()
+            del absence  # and with it the optimizer's session
 
 
 def post_lost_masks(session: Session) -> None:
@@ -182,7 +300,9 @@ def explain_failure(session: Session, error: CommunicationError) -> str:
             return f" ({sentence})"
     if not is_silent:
         return ""
-    return f". {SILENT}{RESTART if is_launched_by_torchrun() else CONTINUE}"
+    absent = session.absent_ranks.capitalize()
+    why = f"{absent}: {UNEVEN}. {SILENT}" if absent else SILENT
+    return f". {why}{RESTART if is_launched_by_torchrun() else CONTINUE}"
 
 
 def _read_notes(session: Session) -> list[tuple[Note, str]]:

@@ -144,7 +144,7 @@ class CompressedOptimizer(OptimizerBase):
                 loss = closure()
         if self.is_joining:
             notify_join(self)
-        missing_ranks.run_watching_ranks(self._session, self.step_as_generator())
+        missing_ranks.run_watching_ranks(self, self.step_as_generator())
         for on_step in tuple(self.step_callbacks):
             on_step()
         return loss
@@ -509,6 +509,7 @@ class CompressedOptimizer(OptimizerBase):
             "simulate": self.simulate,
             "max_skipped": self.max_skipped,
             "check_replicas_every": self.check_replicas_every,
+            "patience": self.patience,
             "_parameters": self._session.parameters,
             "_trainable": self._session.trainable,
         }

@@ -48,6 +48,8 @@ class OptimizerBase(Optimizer):
     rank_local_state: tuple[str, ...] = ()
     # sharded error feedback, which only the owner of a shard has; consolidate_state() gathers it
     owner_only_state: tuple[str, ...] = ()
+    # of a wrapper: what constructors of its base take; all else in the base's groups is learned
+    given_options: set[str] = set()
     # masks that the next step chooses anew if they are all zero
     mask_state: tuple[str, ...] = ()
     # ZeRO-1: each rank keeps the state of its shards, and the step gathers parameters. False inside
@@ -70,8 +72,11 @@ class OptimizerBase(Optimizer):
     simulate = False
     # consecutive skipped steps after which step() raises; users may set it
     max_skipped = 100
-    # the interval at which payloads carry a checksum of the parameters, in steps; 0: never
-    check_replicas_every = 0
+    # seconds after which step() raises if ranks have not come to it; None: at the timeout of the
+    # process group. Users may set it
+    patience: float | None = None
+    # steps within which ranks compare all parameters, a part at a time; 0: never. Users may set it
+    check_replicas_every = 100
 
     @property
     def averages_gradients(self) -> bool:

@@ -233,13 +233,6 @@ def check_compress(group: dict[str, Any]) -> None:
     require_option(is_valid, group, "compress", "None, True or False")
 
 
-def check_adams(group: dict[str, Any]) -> None:
-    """Check the options that AdamS-like classes share."""
-    check_adam(group)
-    is_valid = group["bias_correction"] in ("scape", "adams")
-    require_option(is_valid, group, "bias_correction", "'scape' or 'adams'")
-
-
 # The form in which ranks compare options
 
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from .._ops.norms import gradient_marks, scale_all_, squared_norm, stacked_squared_norms
 from .._ops.operations import Ops
-from .._ops.update_helpers import count_steps
 from .._state.buckets import Bucket
 from .._state.masks import Mask
 from .._state.residuals import Residuals
@@ -87,6 +86,7 @@ class ReduceScatterReducer:
         self.sent_dense = [*range(len(self.grads))] if sent_dense is None else sent_dense
         self.sends_residuals = bucket.has_residual if sends_residuals is None else sends_residuals
         self.values: list[Tensor] = []  # the average, once it is there
+        self.payload_dtype: PayloadDtype = bucket.group["payload_dtype"]
 
     @property
     def phase(self) -> str:
@@ -130,11 +130,6 @@ class ReduceScatterReducer:
         return {}
 
     # A payload for every owner
-
-    @property
-    def payload_dtype(self) -> PayloadDtype:
-        dtype: PayloadDtype = self.bucket.group["payload_dtype"]
-        return dtype
 
     def make_owner_payloads(self, marks: Tensor, encoded_sizes: Sequence[int] = ()) -> Tensor:
         """Make a payload for every owner, of what it owns of tensors that are sent dense, then
@@ -306,7 +301,7 @@ def step_by_average(
     their residuals.
     """
     have_gradients = bucket.have_gradients(reducer.mean)
-    count_steps(bucket.state["step"], have_gradients)
+    bucket.count_steps(have_gradients)
     indices = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
     if indices:
         averages = reducer.read_averages(indices, update)

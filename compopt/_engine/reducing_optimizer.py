@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import torch
 
 from .._state.buckets import Bucket
 from .._state.layouts import GlobalShape, Layout, LocalShape, Sharded
 from .._state.residuals import Residuals, residual_layout
 from .._wire.collectives import connect, is_sharded_over
+from .._wire.payload import dtype_name
 from .fsdp_backward import FSDPBackward, PendingResidual
 from .optimizer import CompressedOptimizer
+from .options import Setting, require
 from .reducer import Reducer
 from .session import weak_method
+
+GatherDtype = torch.dtype | Literal["int8"] | None
 
 
 class ReducingOptimizer(CompressedOptimizer):
@@ -22,6 +28,18 @@ class ReducingOptimizer(CompressedOptimizer):
     """
 
     fsdp_backward: FSDPBackward | None = None
+    # the dtype of FSDP2's parameter gathers (None: its own), and whether an integration has set it
+    gather_dtype: str | None = None
+    has_gathers = False
+
+    def set_gather_dtype(self, dtype: GatherDtype) -> None:
+        """Set the option ``gather_dtype``; for constructors, before the base's.
+
+        Raises ValueError for an unknown dtype.
+        """
+        name = dtype_name(dtype)
+        require(name in (None, "int8"), "gather_dtype", dtype, "None or 'int8'")
+        self.gather_dtype = None if name is None else "int8"
 
     def reducer(self, bucket: Bucket) -> Reducer:
         """Return the reducer of a bucket for the coming step."""
@@ -47,6 +65,22 @@ class ReducingOptimizer(CompressedOptimizer):
         (With projections the clip changes the residual: see ``ProjectingOptimizer``.)
         """
         pending.write_to(Residuals(bucket), i, 1.0)
+
+    def before_exchange(self) -> None:
+        super().before_exchange()
+        if self.gather_dtype is not None and not self.has_gathers:
+            raise ValueError(
+                f"gather_dtype={self.gather_dtype!r} is for parameters that FSDP2 gathers, and no "
+                "module that fully_shard wraps holds these: call fully_shard before the optimizer "
+                "is made, or leave gather_dtype out. (TagcAdamW without FSDP2 sends updates in "
+                "update_dtype.)"
+            )
+
+    def _settings(self) -> list[Setting]:
+        return [*super()._settings(), ("gather_dtype", self.gather_dtype)]
+
+    def _copyable_attributes(self) -> dict[str, Any]:
+        return {**super()._copyable_attributes(), "gather_dtype": self.gather_dtype}
 
     def before_layout(self) -> None:
         super().before_layout()

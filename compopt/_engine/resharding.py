@@ -12,13 +12,11 @@ step behind take it over from one that is ahead.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from .._state.buckets import Bucket
 from .._state.residuals import Residuals
@@ -27,6 +25,7 @@ from .._state.tensors import HOST, to_local
 from .._wire.collectives import Communicator, ProcessGroup, connect
 from .._wire.requests import AllGather, AllReduceMean, Broadcast
 from .._wire.warning import warn
+from .base_state import read_base
 from .collective_generators import CollectiveGenerator, exchange_one
 from .handshake import gather_json
 from .optimizer_base import OptimizerBase
@@ -56,43 +55,6 @@ def average_residuals(
         if opened.flat.numel():
             yield from average_state(opened.flat, device, comm)
     bucket.cache.pop("has_residual", None)
-
-
-def average_base(
-    base: Optimizer, buckets: Sequence[Bucket], comm: Communicator
-) -> CollectiveGenerator[None]:
-    """Replace the state of another optimizer by its mean over ranks. States that are no floats of
-    the parameter's shape, such as step counts, become rank 0's.
-
-    State of a parameter stays as it is if its names, shapes or dtypes differ between ranks.
-    """
-    for bucket in buckets:
-        entries = [base.state.get(p, {}) for p in bucket.params]
-        tensors = [
-            sorted((n, to_local(v)) for n, v in e.items() if torch.is_tensor(v)) for e in entries
-        ]
-        kinds = [repr([(n, v.shape, v.dtype) for n, v in pairs]) for pairs in tensors]
-        checksums = torch.tensor(
-            [zlib.crc32(kind.encode()) for kind in kinds], dtype=torch.int64, device=bucket.device
-        )
-        rows = yield from exchange_one(comm, AllGather(checksums))
-        messages: dict[tuple[bool, torch.dtype], list[Tensor]] = {}
-        for p, pairs, are_equal in zip(
-            bucket.params, tensors, rows.eq(rows[0]).all(0), strict=True
-        ):
-            if not are_equal:
-                continue
-            for _, value in pairs:
-                is_mean = value.is_floating_point() and value.shape == to_local(p).shape != ()
-                messages.setdefault((is_mean, value.dtype), []).append(value)
-        for (is_mean, _), values in messages.items():
-            flat = torch.cat([value.to(bucket.device).reshape(-1) for value in values])
-            flat = yield from exchange_one(
-                comm, AllReduceMean(flat) if is_mean else Broadcast(flat)
-            )
-            parts = flat.split([value.numel() for value in values])
-            for value, part in zip(values, parts, strict=True):
-                value.copy_(part.view(value.shape))
 
 
 def gather_shards(
@@ -205,14 +167,15 @@ def catch_up(optimizer: OptimizerBase, comm: Communicator) -> CollectiveGenerato
     unshared.update(optimizer.rank_local_state)
     shared = [
         to_local(value)
-        for state in (saved["state"], saved.get("base", {}).get("state", {}))
-        for key in sorted(state)
-        for name, value in sorted(state[key].items())
+        for key in sorted(saved["state"])
+        for name, value in sorted(saved["state"][key].items())
         if name not in unshared and torch.is_tensor(value)
     ]
+    of_base = read_base(saved.get("base", {}), optimizer.given_options)
+    counts = torch.tensor(of_base.read_numbers(), dtype=torch.float64, device="cpu")
     params = [to_local(p.detach()) for group in optimizer.param_groups for p in group["params"]]
     step = torch.tensor(session.steps, dtype=torch.int64, device="cpu")
-    tensors = [step, *params, *shared]
+    tensors = [step, *params, *shared, *of_base.tensors, counts]
     copied = yield from copy_from_rank_ahead(comm, session.device, tensors, session.steps)
     if copied is None:
         return
@@ -223,6 +186,7 @@ def catch_up(optimizer: OptimizerBase, comm: Communicator) -> CollectiveGenerato
         with defer_signals():
             session.corrupt = "rebind() was interrupted while it wrote a step of another rank"
             write_tensors(tensors, messages)
+            of_base.write_numbers(counts.tolist())
             _load_without_residuals(optimizer, saved, int(step), learned)
 
 

@@ -112,8 +112,13 @@ class Session:
         self.options = OptionSnapshot()
         # the options that decide what is sent, which all ranks had in the last step
         self.verified_message_options = ""
-        # the ranks that hold the other parts of this rank's model, by dimensions of its mesh
+        # the ranks that hold the other parts of this rank's model, by dimensions of its mesh, and
+        # those of its site, among which DDP averages
         self.shard_communicators: list[Communicator] = []
+        self.site: Communicator | None = None
+        # of the parameters that the last step has summed, if the replica check was due; else 0
+        self.replica_checksum = 0
+        self.absent_ranks = ""  # which ranks had not come, when this rank last looked
         self.posted_note = ""  # the kind of note that this rank has left for the others
 
         # buckets and backend
@@ -319,6 +324,8 @@ class Session:
         on_mesh = () if optimizer.replaces_reduce_scatter else self.buckets
         params_on_mesh = (p for bucket in on_mesh for p in bucket.params)
         self.shard_communicators = make_shard_communicators(params_on_mesh)
+        if self.site is not None and self.site.size > 1:
+            self.shard_communicators.append(self.site)
         self.is_built = True
         has_one_rank = connection is not None and connection.size == 1
         self.is_single_process = has_one_rank and not optimizer.simulate

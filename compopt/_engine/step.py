@@ -25,8 +25,6 @@ from .decision import StepDecision, combine_decisions, read_decision
 from .exchange import BucketExchange, ExchangeSchedule, run_batched_requests
 from .gradients import check_gradients, drop_scale, restore_scale, unscale_gradients
 from .handshake import (
-    checksum_text,
-    describe_optimizer,
     raise_failure,
     raise_mismatch,
     verify_peers,
@@ -35,6 +33,7 @@ from .handshake import (
 from .join import copy_options_from_ranks_with_data
 from .missing_ranks import RankLeft, explain_failure, post_lost_masks
 from .optimizer_base import OptimizerBase
+from .replicas import find_part, sum_part
 from .resharding import lay_out_trainable_parameters
 from .session import Handshake, Role, Session
 from .signals import defer_signals
@@ -242,6 +241,7 @@ class Step:
         session.overlap.discard()
         optimizer, has_problem = self.optimizer, self.problem is not None
         had_gradients = yield from verify_peers(optimizer, self.comm, has_problem)
+        session.replica_checksum = 0  # the handshake has compared all parameters
         if session.trainable_has_changed:  # the same on all ranks: the handshake has compared it
             yield from lay_out_trainable_parameters(optimizer, self.comm)
             optimizer.before_exchange()
@@ -314,8 +314,10 @@ class Step:
             "waits": session.waits.make_field(self.number, comm.rank, comm.size),
             "unfrozen": [float(is_unfrozen)],
         }
+        replica_sum = self._sum_replicas()
         yield from schedule.run()
-        decision = read_decision(exchanges)
+        decision = read_decision(exchanges, replica_sum)
+        session.replica_checksum = decision.replica_checksum
         if decision.control_means["stale"][0] == 0 or len(exchanges) == 1:
             decision.early_buckets = len(stale)
             return decision
@@ -329,12 +331,17 @@ class Step:
         return decision
 
     def _checksum_settings(self) -> int:
-        """Return a checksum of the settings, at intervals also of the parameters."""
-        checksum = self.optimizer.checksum_settings()
-        every = self.optimizer.check_replicas_every
-        if every and self.number % every == 0:
-            checksum ^= checksum_text(describe_optimizer(self.optimizer))
-        return checksum
+        """Return a checksum of the settings, and of what the last step has summed."""
+        return self.optimizer.checksum_settings() ^ self.session.replica_checksum
+
+    def _sum_replicas(self) -> torch.Tensor | None:
+        """Sum the part of the parameters that ranks compare in this step, if one is due."""
+        optimizer, comm = self.optimizer, self.comm
+        due = find_part(self.number, optimizer.check_replicas_every)
+        if due is None or comm.size == 1 or not optimizer.has_equal_replicas:
+            return None
+        params = [p for group in self.session.option_groups for p in group["params"]]
+        return sum_part(params, *due)
 
     def _raise_if_failed(self, decision: StepDecision) -> CollectiveGenerator[None]:
         """Raise the same error on all ranks if the step failed."""
@@ -360,7 +367,7 @@ class Step:
                     raise
                 raise self.problem from None
         if decision.mismatched:
-            yield from raise_mismatch(self.optimizer, self.comm)
+            yield from raise_mismatch(self.optimizer, self.comm, in_step=True)
 
     # After it
 

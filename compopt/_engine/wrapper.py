@@ -13,9 +13,8 @@ entry holds the state that a step on zeros would leave, and "begun" is 0.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Container
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +25,18 @@ from .._state.buckets import Bucket
 from .._state.layouts import Layout
 from .._state.tensors import is_accelerator
 from .._wire.collectives import ProcessGroup
+from .base_state import copy_state
+from .bases import (
+    check_base,
+    check_mode,
+    draw_alike,
+    find_switch,
+    is_in_eval_mode,
+    list_constructor_options,
+    may_draw,
+    select_options,
+    warn_of_unread_options,
+)
 from .checkpoint import NOT_OPTIONS, check_groups, describe_group
 from .combined import (
     OneOrSeveral,
@@ -48,8 +59,9 @@ class Wrapper(CompressedOptimizer):
     ProjectingOptimizer)``.
     """
 
-    # options of the wrapper that a group of the base may have for its tensors
-    options_in_base: tuple[str, ...] = ("param_names", "compress")
+    # options of the wrapper that a group of the base may have, as "compopt_NAME", for its tensors
+    options_in_base: tuple[str, ...] = ("compress",)
+    _has_unread_options = False
 
     def __init__(
         self,
@@ -108,6 +120,11 @@ class Wrapper(CompressedOptimizer):
     def _options_for(self, group: Group) -> Group:
         """Return the checked options of the wrapper for a group of the base."""
         check_base_group(group)
+        if not self._has_unread_options:
+            owner = find_owner(self.base, group)
+            self._has_unread_options = warn_of_unread_options(
+                group, owner, self.options_in_base, type(self).__name__
+            )
         given = self._select_options(group)
         options = {**self._wrapper_defaults, **given, "params": group["params"]}
         self._check_new_group(options)
@@ -115,7 +132,8 @@ class Wrapper(CompressedOptimizer):
 
     def _select_options(self, group: Group) -> Group:
         """Return the wrapper's options that a group of the base has."""
-        return {name: group[name] for name in self.options_in_base if name in group}
+        names = {"param_names": group["param_names"]} if "param_names" in group else {}
+        return {**names, **select_options(group, self.options_in_base)}
 
     def read_options(self) -> None:
         for options, group in zip(self._wrapper_groups, self.param_groups, strict=False):
@@ -159,6 +177,7 @@ class Wrapper(CompressedOptimizer):
         super()._replace_parameters()
 
     def before_exchange(self) -> None:
+        check_mode(self.base)
         self.add_groups_of_base()
         super().before_exchange()
 
@@ -196,6 +215,8 @@ class Wrapper(CompressedOptimizer):
         self._update = WrappedUpdate(self.base)
         members = list_members(self.base)
         self._base_options = {name for member in members for name in member.defaults}
+        self.given_options = list_constructor_options(self.base)
+        self._may_draw = may_draw(self.base)
 
     def _bucket_layouts(self, bucket: Bucket) -> dict[str, Layout]:
         layouts = super()._bucket_layouts(bucket)
@@ -206,12 +227,41 @@ class Wrapper(CompressedOptimizer):
         for inner in self._compressed_members:
             inner._session.use_pytorch(inner)
 
+    # Modes of the base
+
+    @property
+    def train(self) -> Callable[[], None]:
+        """Put the base into train mode, where it has one; others have no such attribute."""
+        return find_switch(self.base, "train")
+
+    @property
+    def eval(self) -> Callable[[], None]:
+        """Put the base into eval mode, where it has one: the model gets the parameters to evaluate
+        and to save.
+        """
+        return find_switch(self.base, "eval")
+
+    @contextlib.contextmanager
+    def _in_train_mode(self) -> Iterator[None]:
+        """Put the base into train mode within the block."""
+        if not is_in_eval_mode(self.base):
+            yield
+            return
+        self.train()
+        try:
+            yield
+        finally:
+            self.eval()
+
     # Stepping
 
     def after_commit(self) -> None:
         """Step the base on the averaged gradients."""
         super().after_commit()
-        self._update.step_base()
+        session = self._session
+        are_drawn = draw_alike(session.steps, session.device)
+        with are_drawn if self._may_draw else contextlib.nullcontext():
+            self._update.step_base()
         self._show_base_in_state()
 
     # Checkpoints
@@ -268,7 +318,7 @@ class Wrapper(CompressedOptimizer):
         try:
             try:
                 # a copy: torch's would share its tensors
-                self.base.load_state_dict(copy.deepcopy(base_saved or state_dict))
+                self.base.load_state_dict(copy_state(base_saved or state_dict))
             except (TypeError, ValueError) as error:
                 raise ValueError(
                     f"loaded state dict does not fit the base optimizer "
@@ -305,26 +355,6 @@ class Wrapper(CompressedOptimizer):
             "_wrapper_groups": self._wrapper_groups,
             "_wrapper_defaults": self._wrapper_defaults,
         }
-
-
-def check_base(base: object) -> None:
-    """Raise TypeError or ValueError if an optimizer cannot be wrapped."""
-    if not isinstance(base, Optimizer):
-        raise TypeError(
-            f"base must be a torch optimizer, got {type(base).__name__}: pass e.g. "
-            "torch.optim.AdamW(...)."
-        )
-    for member in list_members(base):
-        name = type(member).__name__
-        if isinstance(member, torch.optim.LBFGS):
-            raise TypeError(
-                "base must use one gradient per step: LBFGS evaluates the model again within its "
-                "step."
-            )
-        if getattr(member, "rank_local_state", ()):
-            raise ValueError(
-                f"base {name} compresses by itself: wrap one that does not, or use {name} directly."
-            )
 
 
 # Merged state dicts

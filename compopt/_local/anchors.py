@@ -331,10 +331,21 @@ class Anchors:
         self._read_rates()
         return [(f"{GROUP} {number}", rates) for number, rates in enumerate(self._own_rates)]
 
-    def list_values(self) -> list[Setting]:
-        """Return the checksum of each anchor."""
-        values = [checksum_values(to_local(t.anchor.detach())) for t in self.tensors]
-        return [(f"anchor {i}", {VALUES: value}) for i, value in enumerate(values)]
+    def list_values(self, session: Session) -> list[Setting]:
+        """Return the checksum of each anchor, and of each parameter that never had one."""
+        anchors = [(f"anchor {i}", t.anchor) for i, t in enumerate(self.tensors)]
+        values = [*anchors, *self._list_untrained(session)]
+        return [(name, {VALUES: checksum_values(to_local(x.detach()))}) for name, x in values]
+
+    def list_equal_tensors(self, session: Session) -> list[Tensor]:
+        """Return what is equal on all ranks within a round, too."""
+        return [*(b.anchors for b in self.buckets), *(p for _, p in self._list_untrained(session))]
+
+    def _list_untrained(self, session: Session) -> list[tuple[str, Tensor]]:
+        trained = {t.param for t in self.tensors}
+        buckets = session.frozen_buckets
+        named = (pair for b in buckets for pair in zip(b.names, b.params, strict=True))
+        return [(name, p) for name, p in named if p not in trained]
 
     def checksum(self) -> int:
         """Compute a number above 0 that is equal for equal anchors."""
@@ -381,10 +392,19 @@ class Anchors:
         """Return the L2 norm of all residuals of this rank."""
         return math.sqrt(sum(Residuals(bucket).norm() ** 2 for bucket in self.buckets))
 
-    def differ_from_params(self) -> bool:
-        """Return True if any parameter is not its anchor, in the parameter's dtype."""
+    def differ_from_params(self, tolerance: float = 0.0) -> bool:
+        """Return True if any parameter is not its anchor, in the parameter's dtype.
+
+        ``tolerance``: relative to the largest value of the anchor.
+        """
         pairs = ((to_local(t.param.detach()), to_local(t.anchor.detach())) for t in self.tensors)
-        return any(not torch.equal(p, anchor.to(p.device, p.dtype)) for p, anchor in pairs)
+        for p, anchor in pairs:
+            start = anchor.to(p.device, p.dtype)
+            if not torch.equal(p, start) and not bool(
+                (p - start).abs().amax() <= tolerance * start.abs().amax()
+            ):
+                return True
+        return False
 
     # In the model
 
@@ -412,7 +432,7 @@ class Anchors:
 
     def end_exchange(self, buckets: Sequence[AnchorBucket]) -> None:
         """Free the memory of an exchange of these buckets; a small model on a CPU keeps it."""
-        size = sum(8 * bucket.numel for bucket in self.buckets)  # values and rounding errors
+        size = sum(8 * sum(bucket.lengths) for bucket in self.buckets)  # values and rounding errors
         keeps = size <= KEPT_BYTES and all(b.device.type == "cpu" for b in buckets)
         self._scratch = self._scratch if keeps else Scratch()
         for bucket in buckets:

@@ -29,17 +29,19 @@ from .._engine.collective_generators import Background, CollectiveGenerator, sum
 from .._engine.handshake import raise_failure, raise_mismatch
 from .._engine.join import copy_options_from_ranks_with_data
 from .._engine.optimizer_base import OptimizerBase
+from .._engine.replicas import sum_part
 from .._engine.signals import defer_signals
 from .._ops.norms import squared_norms
 from .._wire.collectives import Communicator, PendingCollective
 from .._wire.requests import AllGather, AllReduceMean, CommunicationError, EncodeError
 from .anchors import AnchorBucket, Anchored, Anchors, check_outer_rates, write_params
-from .rounds import RoundCounts, outer_share
-from .sketches import make_sketch, sketch_size, sum_of_products
+from .rounds import RoundCounts, make_sketch, outer_share, sketch_size, sum_of_products
 
 # The number of float64 fields of a message: the number of exchanges, the checksums of the settings
-# and of the anchors, the fields of Contribution, the squared norm. The sketch follows.
-FIELDS = 8
+# and of the anchors, the fields of Contribution, the squared norm, the sum of the replica check.
+# The sketch follows.
+FIELDS = 9
+ANCHOR_PARTS = 8  # the replica check compares one of these at each exchange
 
 
 class Contribution(NamedTuple):
@@ -363,7 +365,10 @@ class FragmentSync:
         if self.shards:
             sums = yield from sum_over_groups(self.shards, sketch.tolist(), device)
             sketch = sketch.new_tensor(sums)
-        return torch.cat([sent, exchange.squared.to(device).view(1), sketch.view(torch.float64)])
+        every, tensors = self.optimizer.check_replicas_every, anchors.list_equal_tensors(session)
+        total = sum_part(tensors if every else [], anchors.applied_exchanges, ANCHOR_PARTS)
+        fields = [sent, exchange.squared.to(device).view(1), total.to(device)]
+        return torch.cat([*fields, sketch.view(torch.float64)])
 
     def _read_messages(
         self, exchange: InFlight, rows: Tensor
@@ -373,7 +378,7 @@ class FragmentSync:
         Raises if ranks differ, or one lacks an exchange.
         """
         comm = self.comm
-        exchanges, settings, values, *contributions, squares = rows[:, :FIELDS].unbind(1)
+        exchanges, settings, values, *contributions, squares, sums = rows[:, :FIELDS].unbind(1)
         sketches = rows[:, FIELDS:].contiguous().view(torch.float32)
         if (exchanges != exchanges[0]).any():
             raise CommunicationError(
@@ -381,10 +386,13 @@ class FragmentSync:
                 "rebind() on all ranks"
             )
         compared = values[values != 0]
-        self.is_comparing = bool((compared != compared[:1]).any())
-        if self.is_comparing or (settings != settings[comm.rank]).any():
+        sums = sums.contiguous().view(torch.int64)
+        have_parted = bool((compared != compared[:1]).any() or (sums != sums[0]).any())
+        have_other_settings = bool((settings != settings[comm.rank]).any())
+        if have_parted or have_other_settings:
+            self.is_comparing = not have_other_settings
             try:
-                yield from raise_mismatch(self.optimizer, comm)
+                yield from raise_mismatch(self.optimizer, comm, in_step=self.are_equal)
             finally:
                 self.is_comparing = False
         mean = Contribution(*(float(values.mean()) for values in contributions))

@@ -15,10 +15,13 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from time import monotonic
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from .._engine.options import (
@@ -31,10 +34,15 @@ from .._engine.options import (
     require,
 )
 from .._engine.stats import Stats, format_bytes
+from .._state.tensors import upload
 from .._wire.collectives import Communicator
+from .._wire.quantization import NOISE_TABLE, noise_offset
 from .._wire.warning import user_location, warn_at
 
 MINIMUMS = {"every": 1, "fragments": 1, "warmup_steps": 0, "every_warmup_steps": 0, "delay": 0}
+SKETCH = 4096  # numbers of all ranks together
+BLOCK = 2**17  # elements, which stay in a core's cache
+DEVICE_BLOCKS = 512  # at a time, where every operator is a launch
 
 
 @dataclass
@@ -150,6 +158,66 @@ def find_due(fragments: Collection[int], at: int, steps: int, count: int) -> set
     """
     places = ((n, n if n < count else 0) for n in fragments)
     return {n for n, place in places if at == (place * steps // count or steps)}
+
+
+# How far apart ranks are: the sketches of Alon, Matias and Szegedy (1996), whose inner products
+# estimate those of the ranks' pseudo-gradients. Every element gets a random sign, the same on all
+# ranks, and is added to one of SKETCH / ranks sums.
+
+
+def sketch_size(ranks: int) -> int:
+    """Return the numbers in a rank's sketch, a power of 2; none without other ranks."""
+    return 0 if ranks == 1 else max(64, 2 ** int(math.log2(SKETCH / ranks)))
+
+
+def make_sketch(
+    vectors: Iterable[tuple[Tensor, float]], ranks: int, seed: tuple[int, ...], device: torch.device
+) -> Tensor:
+    """Return the sketch of a vector that is given as several, each with a factor."""
+    size, number = sketch_size(ranks), 0
+    sums = torch.zeros(size, dtype=torch.float32, device=device)
+    if not size:
+        return sums
+    for vector, factor in vectors:
+        blocks = 1 if vector.device.type == "cpu" else DEVICE_BLOCKS
+        for part in vector.split(blocks * BLOCK):
+            count = -(-len(part) // BLOCK)
+            offsets = [noise_offset((*seed, number + i)) for i in range(count)]
+            signed = part.float() * _signs_at(offsets, part.device)[: len(part)]
+            rest = -len(part) % size
+            padded = torch.nn.functional.pad(signed, (0, rest)) if rest else signed
+            sums.add_(padded.view(-1, size).sum(0).to(device), alpha=factor)
+            number += count
+    return sums
+
+
+def _signs_at(offsets: list[int], device: torch.device) -> Tensor:
+    """Return the signs of blocks, which enter the table at ``offsets``."""
+    table = _random_signs(device)
+    if len(offsets) == 1:
+        return table[offsets[0] : offsets[0] + BLOCK]
+    index = upload(offsets, torch.int64, device)
+    return table.unfold(0, BLOCK, 1).index_select(0, index).view(-1)
+
+
+@lru_cache(maxsize=4)
+def _random_signs(device: torch.device) -> Tensor:
+    """Return 1 and -1 in a random order, for a block at any offset."""
+    generator, size = torch.Generator().manual_seed(0), (BLOCK + NOISE_TABLE,)
+    drawn = torch.randint(2, size, generator=generator, dtype=torch.float32, device="cpu")
+    return drawn.mul_(2).sub_(1).to(device)
+
+
+def sum_of_products(lengths: Tensor, sketches: Tensor) -> float:
+    """Return the squared norm of the sum of vectors, from their ``lengths`` and their ``sketches``,
+    one in each row. It is exact if all vectors have one direction.
+    """
+    rows = sketches.double()
+    scales = lengths / rows.norm(dim=1).clamp(min=torch.finfo(torch.float64).tiny)
+    return float((scales @ rows).square().sum())
+
+
+# What stats report
 
 
 @dataclass

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .._engine.bases import has_modes
 from .._engine.checkpoint import check_groups, warn_of_missing_state
 from .._engine.collective_generators import CollectiveGenerator
 from .._engine.decision import StepDecision
@@ -70,6 +71,11 @@ class AnchoredWrapper(Wrapper):
     @property
     def has_equal_replicas(self) -> bool:
         return self._sync is None
+
+    def before_layout(self) -> None:
+        super().before_layout()
+        # ranks step the base on gradients of their own, so what it counts or learns differs
+        self._base_options &= self.given_options
 
     # Anchors
 
@@ -136,8 +142,11 @@ class AnchoredWrapper(Wrapper):
         """
         if self._anchors is None or self.round_is_open:
             return
-        if self._anchors.differ_from_params():
-            self._resume_rounds(None)
+        # a change of modes and back leaves rounding errors
+        tolerance = 1e-4 if has_modes(self.base) else 0.0
+        with self._in_train_mode():
+            if self._anchors.differ_from_params(tolerance):
+                self._resume_rounds(None)
 
     def _check_own_params(self) -> None:
         if self._sync is not None and self._sync.anchors.are_in_params:

@@ -62,8 +62,6 @@ class MatrixSource:
         parts = torch.split(values, [4 * n for n in words])
         for q, part, count in zip(plan, parts, counts, strict=True):
             R = None if q is None else part[:count].view(q.random_shape)
-            if q is not None and R is not None and q.kind == "orthonormal":
-                R.copy_(orthonormalize([R.view(-1, *R.shape[-2:])])[0].view(R.shape))
             matrices.append(R)
         return matrices
 

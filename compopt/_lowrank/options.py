@@ -16,11 +16,10 @@ from .._engine.options import (
     require_option,
 )
 from .._wire.payload import PayloadDtype
-from .projections import is_dtensor
 
 # Steps after which the residual is set to zero, by default, for each value of ``projection=``. The
 # residual of a contraction that follows the gradient is kept.
-RESET_INTERVALS: dict[str, int | None] = {"gaussian": 128, "orthonormal": 128, "tracked": None}
+RESET_INTERVALS: dict[str, int | None] = {"gaussian": 128, "tracked": None}
 
 DEFAULT_RANK, DEFAULT_RATIO = 16, 16.0
 TRACKED_WARMUP_STEPS = 10
@@ -103,21 +102,9 @@ def check_options(group: Group) -> None:
     wanted = "None, 'auto' or, of a random projection, an integer >= 1"
     require_option(is_height, group, "block_rows", wanted)
 
-    require_option(group["clip"] in ("average", "local"), group, "clip", "'average' or 'local'")
-    if is_clipped(group, "local") and any(map(is_dtensor, group["params"])):
-        raise ValueError(
-            "max_grad_norm with clip='local' would clip every shard by its own norm: leave clip at "
-            "'average', whose norm is of the whole model."
-        )
-
 
 def is_positive_integer(number: Any) -> bool:
     return isinstance(number, Integral) and not isinstance(number, bool) and int(number) >= 1
-
-
-def is_clipped(group: Group, where: Literal["local", "average"]) -> bool:
-    """True where the group clips each rank's local gradient, or the averaged gradient."""
-    return group["clip"] == where and group["max_grad_norm"] is not None
 
 
 def is_reset_step(group: Group, t: int) -> bool:

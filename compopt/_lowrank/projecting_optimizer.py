@@ -15,7 +15,7 @@ paper: beta stays above ``Projection.least_beta``, and "auto" follows the ratio.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby
 
@@ -27,7 +27,6 @@ from .._engine.fsdp_backward import PendingResidual
 from .._engine.options import Group, Setting
 from .._engine.reducer import ReduceScatterReducer
 from .._engine.reducing_optimizer import ReducingOptimizer
-from .._ops.norms import clip_factor, total_norm
 from .._state.buckets import Bucket
 from .._state.layouts import Layout, PaddedVector
 from .._state.residuals import Residuals
@@ -35,7 +34,7 @@ from .._state.tensors import to_local
 from .._wire.collectives import connect
 from .._wire.warning import warn
 from .matrices import MatrixSource, RandomMatrices, checksum_projection
-from .options import check_options, is_clipped, is_reset_step
+from .options import check_options, is_reset_step
 from .projections import Projection, is_dtensor, plan_projection
 from .reducer import ProjectionReducer, ReducerInputs
 from .stacks import ProjectedStack
@@ -58,7 +57,6 @@ class ProjectingOptimizer(ReducingOptimizer):
         self._matrices = MatrixSource()
         self._cosines: dict[Tensor, float] = {}  # those of this step, until ``after_commit``
         self._params_with_basis: set[Tensor] = set()  # whose basis a step has computed
-        self._norm = 0.0  # the norm of the local gradient, if that is clipped
         # the number of each tensor in the model, and in its group
         self._numbers: dict[Tensor, tuple[int, int]] = {}
         for group in self._option_groups:
@@ -169,9 +167,6 @@ class ProjectingOptimizer(ReducingOptimizer):
 
     def reducer(self, bucket: Bucket) -> ProjectionReducer:
         group, plan = bucket.group, self._plan_next_step(bucket)
-        local_factor = 1.0
-        if is_clipped(group, "local"):
-            local_factor = clip_factor(self._norm, group["max_grad_norm"])
         # the residual of a Gaussian projection is noise; that of a contraction is due
         has_due_residual = bucket.has_residual and group["projection"] != "gaussian"
         sends_residuals = bucket.is_rounded or has_due_residual
@@ -184,9 +179,10 @@ class ProjectingOptimizer(ReducingOptimizer):
         inputs = ReducerInputs(
             stacks=self._make_stacks(bucket, plan),
             draw_columns=self._make_draw(bucket, plan),
-            local_factor=local_factor,
             sends_residuals=sends_residuals,
-            norm_is_reproducible=any(is_clipped(group, "average") for group in self._option_groups),
+            norm_is_reproducible=any(
+                group["max_grad_norm"] is not None for group in self._option_groups
+            ),
             params_with_basis=self._params_with_basis,
             on_cosines=self._cosines.update if adapts else None,
             dense_reducer=dense_reducer,
@@ -261,22 +257,6 @@ class ProjectingOptimizer(ReducingOptimizer):
 
         return draw_columns
 
-    # A clip of the local gradient needs its norm over all buckets, so that no bucket can be sent
-    # during backward
-
-    def _clips_locally(self) -> bool:
-        return any(is_clipped(group, "local") for group in self._option_groups)
-
-    def gradients_ready(self, params: Iterable[Tensor]) -> None:
-        if not self._clips_locally():
-            super().gradients_ready(params)
-
-    def before_exchange(self) -> None:
-        super().before_exchange()
-        if self._clips_locally():
-            grads = [g for bucket in self._buckets for g in bucket.grads() if g is not None]
-            self._norm = float(total_norm(grads))
-
     # After the commit
 
     def after_commit(self) -> None:
@@ -312,7 +292,7 @@ class ProjectingOptimizer(ReducingOptimizer):
     ) -> None:
         """Do line 5 for tensor i; ``factor`` has clipped the average."""
         residuals, group = Residuals(bucket), bucket.group
-        pending.write_to(residuals, i, factor if is_clipped(group, "average") else 1.0)
+        pending.write_to(residuals, i, factor)
         if is_reset_step(group, group["step"] + 1):
             residuals.scale([i], 0)
         for name, value in pending.state.items():

@@ -4,14 +4,13 @@ A tensor is viewed as a matrix H of m rows and d columns. ``H R`` with R of shap
 network, and ``scale * (H R) R^T`` is its reconstruction. The values of ``projection=`` are:
 
 - "gaussian": R holds independent normal numbers. The reconstruction is unbiased.
-- "orthonormal": R holds orthonormal columns that span the same space. The reconstruction is a
-  contraction: it never enlarges the error.
-- "tracked": R holds orthonormal columns that follow the gradient, see ``stacks``.
-  Only the first R is drawn at random.
+- "tracked": R holds orthonormal columns that follow the gradient, see ``stacks``. The
+  reconstruction is a contraction: it never enlarges the error. Only the first R is drawn at random.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .._ops.reference import one_thread
 from .._state.tensors import to_local
 
 # Fewer rows than this are not projected. Narrower trailing dimensions are joined to one side.
@@ -196,6 +194,20 @@ def _orthonormalize_each(stacks: list[Tensor]) -> list[Tensor]:
             torch.linalg.qr(stack.to(torch.promote_types(stack.dtype, torch.float32))).Q
             for stack in stacks
         ]
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on the calling thread alone: results do not depend on the number of threads."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def orthonormalize_by_cholesky(stacks: list[Tensor]) -> list[Tensor]:

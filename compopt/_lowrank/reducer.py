@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._engine.reducer import ReduceScatterReducer
-from .._ops.norms import clip_factor, scale_all_, stacked_squared_norms
+from .._ops.norms import clip_factor, stacked_squared_norms
 from .._ops.operations import Ops
 from .._ops.update_helpers import Factored
 from .._state.buckets import Bucket
@@ -25,7 +25,7 @@ from .._state.residuals import Residuals
 from .._state.tensors import upload
 from .._wire.payload import Payload
 from .._wire.requests import AllReduceMean, RequestGenerator
-from .options import is_clipped, is_reset_step
+from .options import is_reset_step
 from .stacks import (
     ProjectedStack,
     compute_cosines,
@@ -41,8 +41,8 @@ from .stacks import (
 class ReducerInputs:
     """The tensors of one bucket at one step, and how they are reduced.
 
-    ``draw_columns`` draws R of the stacks that are projected on random columns. ``local_factor``
-    clips the local gradient. ``norm_is_reproducible`` asks for a norm that does not depend on the
+    ``draw_columns`` draws R of the stacks that are projected on random columns.
+    ``norm_is_reproducible`` asks for a norm that does not depend on the
     number of threads, since every rank clips by the norm that it computes. ``params_with_basis``
     are the parameters whose basis has been computed by a step. ``on_cosines`` receives the cosines
     of Algorithm 3 in a step that adapts to them. ``dense_reducer`` reduces what is not projected
@@ -51,7 +51,6 @@ class ReducerInputs:
 
     stacks: list[ProjectedStack]
     draw_columns: Callable[[list[ProjectedStack]], None]
-    local_factor: float
     sends_residuals: bool
     norm_is_reproducible: bool
     params_with_basis: set[Tensor]
@@ -64,7 +63,7 @@ class ProjectionReducer:
 
     def __init__(self, bucket: Bucket, ops: Ops, inputs: ReducerInputs):
         self.bucket, self.ops, self.inputs = bucket, ops, inputs
-        self.stacks, self.local_factor = inputs.stacks, inputs.local_factor
+        self.stacks = inputs.stacks
         self.stack_of = {i: stack for stack in self.stacks for i in stack.indices}
         self.dense = [i for i in range(len(bucket.params)) if i not in self.stack_of]
         self.is_tracked = any(stack.projection.is_tracked for stack in self.stacks)
@@ -134,15 +133,14 @@ class ProjectionReducer:
         header: Payload | None = None,
     ) -> None:
         if not any(stack.residual.is_copy for stack in self.stacks):
-            inputs = self.stacks, right, out, self.local_factor, transposed, header
-            self.ops.run(multiply, self.bucket, *inputs)
+            self.ops.run(multiply, self.bucket, self.stacks, right, out, transposed, header)
             return
         if header is not None:
             self.ops.write_header(header, self.bucket.grads())
         for stack, R, p in zip(self.stacks, right, out, strict=True):
             for at in stack.residual.cut():
-                part = [stack.select(at)], [R[at]], [p[at]], self.local_factor, transposed, None
-                self.ops.run(multiply, self.bucket, *part)
+                part = [stack.select(at)], [R[at]], [p[at]]
+                self.ops.run(multiply, self.bucket, *part, transposed, None)
 
     def _orthonormalize(self, stacks: list[Tensor]) -> list[Tensor]:
         return self.ops.run(orthonormalize_columns, self.bucket, stacks)
@@ -180,7 +178,7 @@ class ProjectionReducer:
         Its header is copied from ``mean_of_P``, on which all ranks have agreed already.
         """
         bucket, inputs = self.bucket, self.inputs
-        if not self.stacks and self.local_factor == 1:  # one pass, where the backend has one
+        if not self.stacks:  # one pass, where the backend has one
             adds = inputs.sends_residuals
             return self.ops.encode(bucket, bucket.grads(), Mask(bucket), adds)
         lengths = [0 if bucket.is_sharded else n for n in bucket.lengths]
@@ -216,7 +214,6 @@ class ProjectionReducer:
         absent = [p for p, g in pairs if g is None]
         if given:
             torch._foreach_copy_([p for p, _ in given], [g for _, g in given])
-            scale_all_([p for p, _ in given], self.local_factor)
         if absent:
             torch._foreach_zero_(absent)
         if self.inputs.sends_residuals:
@@ -279,8 +276,7 @@ class ProjectionReducer:
 
     def clip_factor(self, norm: float) -> float:
         """Return the factor that clips the averaged gradient."""
-        group = self.bucket.group
-        return clip_factor(norm, group["max_grad_norm"]) if is_clipped(group, "average") else 1.0
+        return clip_factor(norm, self.bucket.group["max_grad_norm"])
 
     def stacks_with_gradients(self, have_gradients: Sequence[bool]) -> Iterator[ProjectedStack]:
         """Iterate over the stacks, without the tensors that no rank has a gradient of."""
@@ -302,7 +298,7 @@ class ProjectionReducer:
 
     def feed_back_stack(self, stack: ProjectedStack, factor: float) -> None:
         """Do line 5 for a stack; ``factor`` has clipped the average."""
-        feed_back(stack, factor, self.local_factor)
+        feed_back(stack, factor)
 
     def feed_back_dense(self, indices: Sequence[int], mean: Payload, factor: float) -> None:
         """Set the residuals of tensors that were sent dense to their rounding errors.
@@ -346,20 +342,15 @@ class ProjectionReducer:
         """True where every averaged gradient is dense, or a product of narrow matrices."""
         return self.is_tracked or not self.stacks
 
-    def list_factored(self, mean: Payload, indices: Sequence[int]) -> list[Factored]:
+    def list_factored(self, mean: Payload) -> list[Factored]:
         factored: list[Factored] = []
-        wanted = {*indices}
         for stack in self.stacks if self.is_tracked else ():
-            rows, columns = stack.projection.rows, stack.projection.columns
+            k, q = len(stack.indices), stack.projection
+            p = self._part_of(mean, stack, mean.body).view(k, -1)
             assert stack.sent is not None
-            sent = stack.sent.view(len(stack.indices), -1).unbind()
-            for i, R, own in zip(stack.indices, stack.columns.unbind(), sent, strict=True):
-                if i in wanted:
-                    factored.append(Factored(i, rows, columns, R, mean.parts[i], own))
+            sent = stack.sent.view(k, -1)
+            factored.append(Factored(stack.indices, q.rows, q.columns, stack.columns, p, sent))
         return factored
-
-    def list_factors(self) -> list[Tensor]:
-        return [x for stack in self.stacks for x in (stack.columns, stack.sent) if x is not None]
 
     def list_dense(self, indices: Sequence[int]) -> list[int]:
         return [i for i in indices if i not in self.stack_of]

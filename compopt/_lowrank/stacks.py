@@ -107,18 +107,18 @@ def make_room(ops: Ops, like: Tensor, shape: torch.Size) -> Tensor:
     return ops.scratch(like, shape.numel(), use="stack").view(shape)
 
 
-def add_residual(ops: Ops, stack: ProjectedStack, local_factor: float) -> Tensor:
-    """Line 1: return h = g + e, with g times ``local_factor``, in memory of the step."""
+def add_residual(ops: Ops, stack: ProjectedStack) -> Tensor:
+    """Line 1: return h = g + e, in memory of the step."""
     e = stack.residual.read()
     h = e if stack.residual.is_copy else make_room(ops, e, e.shape)
     if len(stack.grads) == 1 and stack.grads[0] is not None:
-        torch.add(e[0], stack.grads[0], alpha=local_factor, out=h[0])
+        torch.add(e[0], stack.grads[0], out=h[0])
         return h
     if h is not e:
         h.copy_(e)
     rows = [(to, g) for to, g in zip(h.unbind(), stack.grads, strict=True) if g is not None]
     if rows:
-        torch._foreach_add_([to for to, _ in rows], [g for _, g in rows], alpha=local_factor)
+        torch._foreach_add_([to for to, _ in rows], [g for _, g in rows])
     return h
 
 
@@ -128,7 +128,6 @@ def multiply(
     stacks: Sequence[ProjectedStack],
     right: Sequence[Tensor],
     out: Sequence[Tensor],
-    local_factor: float,
     transposed: bool,
     header: Payload | None,
 ) -> None:
@@ -138,7 +137,7 @@ def multiply(
     if header is not None:
         ops.write_header(header, bucket.grads())
     for stack, R, p in zip(stacks, right, out, strict=True):
-        h = stack.projection.view_as_matrices(add_residual(ops, stack, local_factor))
+        h = stack.projection.view_as_matrices(add_residual(ops, stack))
         h = h.mT if transposed else h
         if stack.projection.has_blocks(R):
             for columns, rows, p_rows in stack.projection.iterate_blocks(R, h, p):
@@ -181,7 +180,7 @@ def expand(projection: Projection, p: Tensor, R: Tensor, out: Tensor) -> None:
         torch.bmm(R, p.mT, out=out.mT)
 
 
-def feed_back(stack: ProjectedStack, factor: float, local_factor: float) -> None:
+def feed_back(stack: ProjectedStack, factor: float) -> None:
     """Line 5: e <- beta e + (1 - beta) (g + e - p R^T / r) = e + (1 - beta) (g - p R^T / r).
 
     p is what the other ranks received from this one. Where the average was clipped by ``factor``,
@@ -197,8 +196,7 @@ def feed_back(stack: ProjectedStack, factor: float, local_factor: float) -> None
     with stack.residual.open() as e:
         rows = [(to, g) for to, g in zip(e.unbind(), stack.grads, strict=True) if g is not None]
         if rows:
-            alpha = new * local_factor
-            torch._foreach_add_([to for to, _ in rows], [g for _, g in rows], alpha=alpha)
+            torch._foreach_add_([to for to, _ in rows], [g for _, g in rows], alpha=new)
         matrices = projection.view_as_matrices(e)
         if projection.has_blocks(R):
             for columns, p_rows, e_rows in projection.iterate_blocks(R, p, matrices):

@@ -289,15 +289,15 @@ class Ops:
         It is an AdamW step whose second moment before it is the square of the first; on a CPU in
         blocks that stay in the cache.
         """
-        (beta1, beta2), correction = group["betas"], group["bias_correction"]
+        beta1, beta2 = group["betas"]
         hyper: Group = {
             "lr": float(group["lr"]),
             "eps": group["eps"],
             "weight_decay": group["weight_decay"] if decay else 0.0,
         }
         is_contiguous = w.is_contiguous() and g.is_contiguous() and m.is_contiguous()
-        if not (clip == 1 and correction == "scape" and is_contiguous):
-            hyper |= {"betas": group["betas"], "bias_correction": correction}
+        if not (clip == 1 and is_contiguous):
+            hyper["betas"] = group["betas"]
             return reference.adams_(w, g, m, float(step), clip=clip, **hyper)
         hyper |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
         # separate memory: g may be scratch memory too

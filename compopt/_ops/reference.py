@@ -1,18 +1,10 @@
-"""AdamW and AdamS in plain PyTorch, one tensor at a time: the specification of all backends.
-
-``one_thread`` makes the results of other arithmetic independent of the number of threads.
-"""
+"""AdamW and AdamS in plain PyTorch, one tensor at a time: the specification of all backends."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from torch import Tensor
-
-BiasCorrection = Literal["scape", "adams"]
 
 
 def adamw_(
@@ -62,34 +54,16 @@ def adams_(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
-    bias_correction: BiasCorrection = "scape",
     clip: float = 1.0,
 ) -> None:
     """Do one AdamS step in place, ``step`` counted from 1 (SCAPE, equation 2): v is made of g and
     the *previous* m.
 
-    ``bias_correction``: "scape" divides m by 1 - b1^t and v by 1 - b2^t; "adams" m, old and new, by
-    1 - b1^t only. ``clip`` multiplies the gradient in v alone (SCAPE's line 18 as printed).
+    ``clip`` multiplies the gradient in v alone (SCAPE's line 18 as printed).
     """
     first, second = 1 - betas[0] ** step, 1 - betas[1] ** step
     old, new = betas[1] / second, (1 - betas[1]) / second  # factors of m^2 and of g^2
-    if bias_correction == "adams":
-        old, new = betas[1] / first**2, 1 - betas[1]
     denominator = m.square().mul_(old).addcmul_(g, g, value=new * clip**2).sqrt_().add_(eps)
     m.lerp_(g, 1 - betas[0])
     w.mul_(1 - lr * weight_decay)
     w.addcdiv_(m, denominator, value=-lr / first)
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute on the calling thread alone: results do not depend on the number of threads."""
-    threads = torch.get_num_threads()
-    if threads == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

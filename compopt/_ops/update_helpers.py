@@ -15,15 +15,6 @@ from .._wire.payload import Payload
 from .operations import Group, Ops
 
 
-def count_steps(steps: list[Tensor], have_gradients: list[bool]) -> None:
-    """Add 1 to the step count of each tensor with a gradient on any rank."""
-    counted = [
-        step for step, has_gradient in zip(steps, have_gradients, strict=True) if has_gradient
-    ]
-    if counted:
-        torch._foreach_add_(counted, 1)
-
-
 def feed_back_rounding(
     bucket: Bucket, ops: Ops, mean: Payload, mask: Mask, factor: float = 1.0
 ) -> None:
@@ -108,13 +99,13 @@ def keep_absent_momenta(old: list[Tensor], new: list[Tensor], have_gradients: li
 
 
 class Factored(NamedTuple):
-    """Tensor ``i``, as a contiguous matrix of ``rows`` rows.
+    """A stack of tensors, as contiguous matrices of ``rows`` rows.
 
-    Its averaged gradient is ``R p^T``, R of shape (rows, r), p of (columns, r), stored column by
-    column; ``sent`` is this rank's part of p, as the other ranks have received it.
+    Their averaged gradients are ``R p^T``, R of shape (k, rows, r), p of (k, r * columns), stored
+    column by column; ``sent`` is this rank's part of p, as the other ranks have received it.
     """
 
-    i: int
+    indices: range
     rows: int
     columns: int
     R: Tensor
@@ -125,16 +116,11 @@ class Factored(NamedTuple):
 class FactoredAverages(Protocol):
     """The reducer of one bucket, as a fused implementation of lines 4 and 5 uses it."""
 
-    local_factor: float  # clips this rank's gradient
-
-    def list_factored(self, mean: Payload, indices: Sequence[int]) -> list[Factored]:
-        """Return those of ``indices`` whose averaged gradient is a product."""
-
-    def list_factors(self) -> list[Tensor]:
-        """Return what holds R and ``sent`` of all products."""
+    def list_factored(self, mean: Payload) -> list[Factored]:
+        """Return the stacks of tensors whose averaged gradient is a product."""
 
     def list_dense(self, indices: Sequence[int]) -> list[int]:
-        """Return the others."""
+        """Return those of ``indices`` that are in no stack."""
 
     def feed_back_dense(self, indices: Sequence[int], mean: Payload, factor: float) -> None:
         """Update the residuals of tensors that were sent dense."""

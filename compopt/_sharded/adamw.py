@@ -65,6 +65,7 @@ class ShardedAdamW:
     def __init__(self, bucket: Bucket, ops: Ops):
         self.bucket, self.ops, self.shards = bucket, ops, bucket.shards
         self.weights = bucket.weights
+        self.dtype = self.weights[0].dtype  # to which gradients are converted
         group, state = bucket.group, bucket.state
         rounded_to = None if bucket.is_single_process else group.get("update_dtype")
         if rounded_to is not None and "update_residual" not in state:
@@ -81,11 +82,6 @@ class ShardedAdamW:
         in_half = payload == torch.bfloat16 and bucket.dtype == torch.float32
         self.sends_bfloat16_updates = bits is None and in_half and not bucket.is_single_process
         self.sends_updates = self.codec is not None or self.sends_bfloat16_updates
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the weights, to which gradients are converted."""
-        return self.weights[0].dtype
 
     def compute(self, grads: Sequence[Tensor], have_gradients: list[bool]) -> None:
         """Compute from averaged ``grads`` what is gathered; nothing else is written."""
@@ -212,5 +208,5 @@ def check_gathers(replaces_reduce_scatter: bool, groups: Iterable[dict[str, Any]
     if replaces_reduce_scatter and given:
         raise ValueError(
             f"update_dtype={given[0]!r} cannot be followed inside FSDP, which gathers parameters "
-            "itself: leave it out, and see MixedPrecisionPolicy(param_dtype=torch.bfloat16)."
+            "itself: use gather_dtype='int8'."
         )

@@ -79,7 +79,6 @@ class Selection:
         self.slices = {piece.tensor: piece for piece in self.own_range.slices}
         # the selected positions of each tensor, counted from the start of its slice
         self.selected: dict[int, Tensor] = {}
-        self.thresholds: dict[int, float] = {}  # guesses for the next step
 
     def select_all(self, grads: Tensors) -> None:
         """Select by line 10's x of all tensors, before anything is written."""
@@ -88,14 +87,7 @@ class Selection:
 
     def select(self, i: int, x: Tensor) -> None:
         """Select the largest of ``x``, this rank's slice of tensor i."""
-        method, k = self.bucket.group["selection"], self.slices[i].k
-        guess = float(self.bucket.state["threshold"][i])
-        self.selected[i], self.thresholds[i] = select_top_k(x, k, method, self.ops, guess)
-
-    def store_thresholds(self) -> None:
-        """Keep the guesses for the next step."""
-        for i, threshold in self.thresholds.items():
-            self.bucket.state["threshold"][i].fill_(threshold)
+        self.selected[i] = select_top_k(x, self.slices[i].k, self.ops)
 
     @cached_property
     def positions(self) -> Tensor:
@@ -132,8 +124,6 @@ def exchange_masks(
     ranks as the next step's mask (line 15). It runs after the commit.
     """
     yield from _store_momentum_mask(bucket, ops, mask, mean)
-    if selection:
-        selection.store_thresholds()
     if bucket.group["mask_delay"] == 0:
         return
     # until the next mask has arrived the bucket has none

@@ -1,49 +1,25 @@
 """The largest elements of a vector, by magnitude.
 
 On a CPU ``torch.topk`` takes 20 to 30 passes over a large vector. A threshold takes one: a sample
-of the vector, or the threshold of the step before, tells where to look.
+of the vector tells where to look.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .._ops.operations import Ops
-from .._state.masks import SLACK
 from .._wire.payload import CACHE_ELEMENTS, block_size
 
 EXACT_BELOW = 16384  # elements: of fewer, topk costs less than the search for a threshold
-# Thresholds aim below what would do, so that after a drift from one step to the next enough
-# elements are still above.
-AIM_BELOW = 0.93
 MAX_LOOKS = 12  # thresholds tried before topk decides
 
 
-def select_top_k(
-    x: Tensor, k: int, method: str, ops: Ops, guess: float = 0.0
-) -> tuple[Tensor, float]:
-    """Return the positions, ascending, of the k largest |x|, and a guess of the threshold for the
-    next step (0: none).
-
-    ``method``: "exact" selects k. "sampled" tries thresholds, beginning with ``guess`` or that of a
-    sample, until the count is within 5 % of k; of a vector with fewer nonzero elements it selects
-    those. A backend that selects faster always selects k.
-    """
-    if (positions := ops.top_k_positions(x, k)) is not None:
-        return positions, 0.0
-    if method == "sampled" and x.numel() > EXACT_BELOW and k:
-        selected = _search_threshold(x, k, ops, guess)
-        if selected is not None:
-            return selected
-    return _select_by_sort(x, k), 0.0
-
-
-def select_exact_top_k(x: Tensor, k: int, ops: Ops) -> Tensor:
+def select_top_k(x: Tensor, k: int, ops: Ops) -> Tensor:
     """Return the positions, ascending, of exactly the k largest |x|; of all nonzero elements where
     there are fewer.
     """
@@ -76,7 +52,7 @@ def select_top_k_of_each(parts: Sequence[Tensor], ks: Sequence[int], ops: Ops) -
     starts = [0, *itertools.accumulate(len(part) for part in parts)]
     if parts[0].device.type == "cpu":
         rows = zip(parts, ks, starts, strict=False)
-        return torch.cat([select_exact_top_k(part, k, ops).add_(start) for part, k, start in rows])
+        return torch.cat([select_top_k(part, k, ops).add_(start) for part, k, start in rows])
     magnitudes = torch._foreach_abs(list(parts))
     selected = [
         magnitude.topk(min(k, len(magnitude)), sorted=False).indices
@@ -104,41 +80,6 @@ def select_above(x: Tensor, threshold: float, ops: Ops) -> Tensor:
 
 def _select_by_sort(x: Tensor, k: int) -> Tensor:
     return x.abs().topk(k, sorted=False).indices.sort().values
-
-
-def _search_threshold(x: Tensor, k: int, ops: Ops, guess: float) -> tuple[Tensor, float] | None:
-    """Return about k positions and a guess for the next step; None where no threshold separates
-    them (equal values).
-
-    The first threshold may leave a few times k candidates: a second threshold among those is cheap.
-    The count falls with a power of the threshold: at first as for a normal distribution, then as
-    the last two looks say.
-    """
-    looks: list[tuple[float, float]] = []  # logarithms of threshold and count
-    power = min(-0.5, -1.5 * math.log(x.numel() / k))
-    threshold = guess or AIM_BELOW * _threshold_of_sample(x, k)
-    for look in range(MAX_LOOKS):
-        positions = select_above(x, threshold, ops)
-        count = len(positions)
-        if abs(count - k) <= SLACK * k:
-            return positions, threshold * AIM_BELOW * (k / count) ** (1 / power)
-        if threshold == 0 and count < k:
-            return positions, 0.0
-        if k < count <= 4 * k:
-            values = x.index_select(0, positions)
-            higher = _threshold_of_sample(values, k)
-            selected = positions.index_select(0, select_above(values, higher, ops))
-            if abs(len(selected) - k) <= SLACK * k:
-                return selected, AIM_BELOW * higher
-        # The guess is too far off, or most of x is 0.
-        if threshold == 0 or (look == 0 and guess and not k / 4 < count < 4 * k):
-            threshold = AIM_BELOW * (_threshold_of_sample(x, k) or float(x.abs().mean()))
-            continue
-        looks.append((math.log(threshold), math.log(max(count, 0.5))))
-        if len(looks) > 1 and looks[-1][0] != looks[-2][0]:
-            power = min(-0.5, (looks[-1][1] - looks[-2][1]) / (looks[-1][0] - looks[-2][0]))
-        threshold *= (k / max(count, 0.5)) ** (1 / power)
-    return None
 
 
 def _threshold_of_sample(x: Tensor, k: int) -> float:

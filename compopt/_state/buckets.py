@@ -408,7 +408,7 @@ class Bucket:
         for this ``use`` reuses the memory.
         """
         dtype = self._resolve_dtype(dtype)
-        size = len(self.params) + len(self.control) + sum(lengths)
+        size = len(self.params) + len(self.control.numbers) + sum(lengths)
         bits = quantized_bits(dtype)
         seed = (self.group["step"], self.index, use) if bits else None
         memory_dtype = self.compute_dtype if seed else float_dtype(dtype) or self.grad_dtype
@@ -418,7 +418,7 @@ class Bucket:
             rounding_errors = self.get_memory(
                 f"rounding_errors {use}", sum(lengths), self.compute_dtype
             )
-        fields = len(self.params), len(self.control)
+        fields = len(self.params), len(self.control.numbers)
         payload = Payload(
             message,
             *fields,
@@ -440,7 +440,7 @@ class Bucket:
         Returns the payloads, and the memory in which they lie one after the other.
         """
         memory_dtype = float_dtype(self._resolve_dtype(dtype)) or self.grad_dtype
-        header, control = len(self.params), len(self.control)
+        header, control = len(self.params), len(self.control.numbers)
         bodies = [sum(row) for row in lengths]
         sizes = [header + control + body for body in bodies]
         flat = torch.empty(sum(sizes), dtype=memory_dtype, device=self.device)
@@ -471,7 +471,7 @@ class Bucket:
         return self.compute_dtype if self.has_residual else None
 
     def _write_control(self, payload: Payload, marks: Sequence[float] = ()) -> None:
-        if marks or self.control:
+        if marks or self.control.numbers:
             numbers = torch.tensor(
                 [*marks, *self.control.numbers], dtype=payload.flat.dtype, device="cpu"
             )
@@ -485,6 +485,12 @@ class Bucket:
         """Return for each tensor whether any rank had a gradient, from an averaged payload."""
         marks = payload.header.tolist() if payload.marks is None else payload.marks
         return [mark > 0 for mark in marks]
+
+    def count_steps(self, have_gradients: list[bool]) -> None:
+        """Add 1 to the step count of each tensor with a gradient on any rank."""
+        pairs = zip(self.state["step"], have_gradients, strict=True)
+        if counted := [step for step, has_gradient in pairs if has_gradient]:
+            torch._foreach_add_(counted, 1)
 
     # Memory of a step
 

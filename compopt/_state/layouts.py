@@ -144,16 +144,6 @@ class Int8Blocks(Layout):
 
 
 @dataclass(frozen=True)
-class Scalar(Layout):
-    """One number for each tensor."""
-
-    dtype: torch.dtype
-
-    def stored_shape(self, info: TensorInfo, state: Tensor | None = None) -> tuple[int, ...]:
-        return ()
-
-
-@dataclass(frozen=True)
 class Bits(Layout):
     """A mask: one bit for each element, the first in the lowest bit, padded to whole bytes."""
 

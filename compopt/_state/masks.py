@@ -12,7 +12,6 @@ log2(e / density) bits a selected element, and its size is known before the sele
 from __future__ import annotations
 
 import copy
-import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -34,8 +33,6 @@ from .bits import (
 from .buckets import Bucket
 
 Tensors = list[Tensor | None]
-# A selection by a threshold may miss the wanted count by this share of it.
-SLACK = 0.05
 
 
 class Mask:
@@ -200,10 +197,8 @@ def sizes_at_density(bucket: Bucket, density: float) -> list[int]:
 
 
 class MaskSlice(NamedTuple):
-    """Elements ``start`` to ``stop`` of a flattened tensor, of which about ``k`` are selected.
-
-    ``first_bit`` is their place among the bits of their rank's range. More than ``max_k`` are never
-    selected.
+    """Elements ``start`` to ``stop`` of a flattened tensor, of which ``k`` are selected: fewer
+    where only fewer are nonzero. ``first_bit`` is their place among the bits of their rank's range.
     """
 
     tensor: int
@@ -211,20 +206,19 @@ class MaskSlice(NamedTuple):
     stop: int
     first_bit: int
     k: int
-    max_k: int
 
 
 class SelectionRange(NamedTuple):
     """One rank's range of the mask's bytes, and the slices of tensors in it.
 
-    At most ``max_k`` elements are selected. ``low_bits`` of each position are stored as they are; 0
+    At most ``k`` elements are selected. ``low_bits`` of each position are stored as they are; 0
     where the bits themselves are smaller than any code.
     """
 
     first_byte: int
     last_byte: int
     slices: tuple[MaskSlice, ...]
-    max_k: int
+    k: int
     low_bits: int
 
     @property
@@ -256,20 +250,19 @@ def partition_mask(lengths: tuple[int, ...], ranks: int, density: float) -> Mask
         while stop < n:
             start, stop = stop, min(n, 8 * (cuts[rank + 1] - offset))
             k = tensor_k * stop // n - tensor_k * start // n  # the slices' add up to the tensor's
-            max_k = math.floor(k * (1 + SLACK))
             first_bit = 8 * (offset - cuts[rank]) + start
-            slices[rank].append(MaskSlice(i, start, stop, first_bit, k, max_k))
+            slices[rank].append(MaskSlice(i, start, stop, first_bit, k))
             rank += 1
     ranges: list[SelectionRange] = []
     for first, last, parts in zip(cuts, cuts[1:], slices, strict=False):
-        n, k = 8 * (last - first), sum(piece.max_k for piece in parts)
+        n, k = 8 * (last - first), sum(piece.k for piece in parts)
         size, low_bits = min((_code_size(n, k, low), low) for low in range(1, 24))
         ranges.append(SelectionRange(first, last, tuple(parts), k, low_bits if size < n else 0))
     # The smaller of bits and codes. A single rank sends nothing and keeps its bits.
     is_elias_fano = ranks > 1 and all(one.low_bits for one in ranges)
     sizes = [one.nbytes for one in ranges]
     if is_elias_fano:
-        sizes = [_code_size(8 * one.nbytes, one.max_k, one.low_bits) // 8 for one in ranges]
+        sizes = [_code_size(8 * one.nbytes, one.k, one.low_bits) // 8 for one in ranges]
     return MaskPartition(tuple(ranges), is_elias_fano, max(sizes))
 
 
@@ -294,8 +287,8 @@ def code_layout(byte_range: SelectionRange) -> tuple[int, int, int]:
     """Return the bits of the run of high bits, the bits of a row of low bits, and the number of
     rows.
     """
-    high_bits = _high_bits(8 * byte_range.nbytes, byte_range.max_k, byte_range.low_bits)
-    return high_bits, _round_up(byte_range.max_k), byte_range.low_bits
+    high_bits = _high_bits(8 * byte_range.nbytes, byte_range.k, byte_range.low_bits)
+    return high_bits, _round_up(byte_range.k), byte_range.low_bits
 
 
 def encode_mask(positions: Tensor, bits: Tensor, partition: MaskPartition, rank: int) -> Tensor:

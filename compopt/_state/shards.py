@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -56,6 +57,7 @@ class Segments(NamedTuple):
     tensors: Tensor
 
 
+@dataclass(eq=False)
 class ShardLayout:
     """The owners of the elements of one bucket's tensors.
 
@@ -66,22 +68,18 @@ class ShardLayout:
     padding.
     """
 
-    def __init__(
-        self,
-        lengths: Sequence[int],
-        compressed: Sequence[bool],
-        ranges: list[list[Range]],
-        mask_cuts: list[int],
-        strided_bits: list[Strided | None],
-        gaps: list[Strided],
-        compressed_counts: list[int],
-        rank: int,
-    ):
-        self.rank, self.ranks = rank, len(ranges)
-        self.lengths, self.compressed, self.ranges = lengths, compressed, ranges
-        self.mask_cuts, self.strided_bits, self.gaps = mask_cuts, strided_bits, gaps
-        self.compressed_counts = compressed_counts
-        self._segments_on: dict[torch.device, Segments] = {}
+    lengths: Sequence[int]
+    compressed: Sequence[bool]
+    ranges: list[list[Range]]
+    mask_cuts: list[int]
+    strided_bits: list[Strided | None]
+    gaps: list[Strided]
+    compressed_counts: list[int]
+    rank: int
+    _segments_on: dict[torch.device, Segments] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.ranks = len(self.ranges)
 
     @property
     def own_ranges(self) -> list[Range]:

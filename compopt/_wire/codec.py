@@ -37,8 +37,11 @@ class FlatCodec:
         # a message without bytes could not be viewed as float32
         self.nbytes = max(4, self.quantized_at + quantized + -quantized % 4)
 
-    def encode(self, values: Tensor, rank: int, out: Tensor, seed: tuple[int, ...]) -> None:
-        """Write a rank's message to ``out``; its ``values`` become the rounding error."""
+    def encode(self, values: Tensor, rank: int, out: Tensor, seed: tuple[int, ...] | None) -> None:
+        """Write a rank's message to ``out``; its ``values`` become the rounding error.
+
+        ``seed`` None: rounded to the nearest.
+        """
         chunk = self.chunks[rank]
         scales, quantized = self._fields(out, chunk)
         self.quantize(values, chunk, scales, quantized, seed, self.scratch, self.bits)

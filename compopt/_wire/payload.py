@@ -182,31 +182,17 @@ class ControlFields:
 
     def __init__(self, **fields: FieldValues):
         self.fields = fields
-
-    def __len__(self) -> int:
-        return sum(map(len, self.fields.values()))
-
-    @property
-    def numbers(self) -> list[float]:
-        """All fields, with 0 for those on the device."""
-        return [
-            number
-            for values in self.fields.values()
-            for number in ([0.0] * len(values) if isinstance(values, Tensor) else values)
-        ]
+        self.slices: list[
+            tuple[str, slice]
+        ] = []  # the names, and where each lies in the control part
+        self.numbers: list[float] = []  # all fields, with 0 for those on the device
+        for name, values in fields.items():
+            self.slices.append((name, slice(len(self.numbers), len(self.numbers) + len(values))))
+            self.numbers += [0.0] * len(values) if isinstance(values, Tensor) else values
 
     def split(self, mean: list[float]) -> dict[str, list[float]]:
         """Return the mean over ranks of all fields by name."""
         return {name: mean[at] for name, at in self.slices}
-
-    @property
-    def slices(self) -> list[tuple[str, slice]]:
-        """The names of the fields, and their slices of the control part."""
-        slices, start = [], 0
-        for name, values in self.fields.items():
-            slices.append((name, slice(start, start + len(values))))
-            start += len(values)
-        return slices
 
 
 def encode_bits(number: int, count: int) -> list[float]:

@@ -5,6 +5,8 @@ floor(x / unit + u), u uniform in [0, 1): stochastic rounding, which is unbiased
 table that is entered at an offset derived from a seed, so a run rounds the same way on every
 machine.
 
+Without a seed u is 1/2: rounding to the nearest, where no error feedback needs an unbiased error.
+
 With 2 bits the levels are -3, -1, 1 and 3 times the scale. There is no level for 0 and no room for
 unbiased rounding, so a value takes the level beside it: 3 where it is at least the root mean square
 of its row, else 1. For normally distributed values no four levels have a much smaller error (Max,
@@ -164,7 +166,7 @@ def quantize_rows(
     quantized: Tensor,
     scales: Tensor,
     rounding_errors: Tensor,
-    seed: tuple[int, ...],
+    seed: tuple[int, ...] | None,
     scratch: Scratch,
     bits: int,
 ) -> None:
@@ -177,7 +179,8 @@ def quantize_rows(
     if bits == 2:
         _round_to_four_levels(x, spans, quantized, scales, rounding_errors, scratch)
         return
-    offset, noise, most = noise_offset(seed), noise_table(x.dtype, x.device), LARGEST[bits]
+    offset, most = noise_offset(seed), LARGEST[bits]
+    noise = noise_table(x.dtype, x.device, seed is not None)
     block = block_size(BLOCK_ROWS, x)
     for number, a in enumerate(range(0, len(x), block)):
         x_, scale, drop = x[a : a + block], scales[a : a + block], rounding_errors[a : a + block]
@@ -246,8 +249,10 @@ def dequantize_rows(quantized: Tensor, scales: Tensor, out: Tensor) -> Tensor:
     return out.copy_(quantized).mul_(scales.unsqueeze(1))
 
 
-def noise_offset(seed: tuple[int, ...]) -> int:
+def noise_offset(seed: tuple[int, ...] | None) -> int:
     """Return where the table of numbers u is entered."""
+    if seed is None:
+        return 0
     digest = hashlib.blake2b(repr(seed).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") % NOISE_TABLE
 
@@ -262,9 +267,14 @@ def select_noise(table: Tensor, offset: int, n: int) -> Tensor:
     return table.unfold(0, NOISE_TABLE, 1).index_select(0, offsets).view(-1)[:n]
 
 
-@lru_cache(maxsize=8)
-def noise_table(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the numbers u in a random order, twice: NOISE_TABLE of them follow any offset."""
+@lru_cache(maxsize=16)
+def noise_table(dtype: torch.dtype, device: torch.device, is_random: bool = True) -> Tensor:
+    """Return the numbers u in a random order, twice: NOISE_TABLE of them follow any offset.
+
+    If not ``is_random``, they are all 1/2.
+    """
+    if not is_random:
+        return torch.full((2 * NOISE_TABLE,), 0.5, dtype=dtype, device=device)
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(NOISE_TABLE, dtype=torch.int64, generator=generator, device="cpu")
     return torch.cat([order, order]).add(0.5).div_(NOISE_TABLE).to(device, dtype)
@@ -357,7 +367,7 @@ def quantize_chunk(
     chunk: Chunk,
     scales: Tensor,
     out: Tensor,
-    seed: tuple[int, ...],
+    seed: tuple[int, ...] | None,
     scratch: Scratch,
     bits: int,
 ) -> None:

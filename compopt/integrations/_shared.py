@@ -1,6 +1,6 @@
 """Functions that several integrations use: modules found at their first forward, callbacks after
-backward, groups that may be destroyed, and rounds of local steps that end before an evaluation or
-a save.
+backward, groups that may be destroyed, equal first parameters, and rounds of local steps that end
+before an evaluation or a save.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .._engine.optimizer import CompressedOptimizer
+from .._engine.session import Session
+from .._state.tensors import to_local
+from .._wire.requests import Broadcast
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
@@ -28,6 +31,14 @@ def list_group_ranks(group: dist.ProcessGroup) -> list[int] | None:
         return dist.get_process_group_ranks(group)
     except KeyError:
         return None
+
+
+@torch.no_grad()
+def copy_first_parameters(session: Session) -> None:
+    """Set the parameters to those of the first rank of the optimizer's group."""
+    for bucket in [*session.buckets, *session.frozen_buckets]:
+        for p in bucket.params:
+            session.comm.start(Broadcast(to_local(p.detach()))).wait()
 
 
 def end_open_rounds(optimizers: Iterable[Any]) -> None:

@@ -1,30 +1,38 @@
-"""A resume: snapshots are chosen by all ranks alike, read into memory, combined for these ranks,
-compared, and put in place when all ranks have come so far.
+"""The ranks that save and resume together, and a resume: snapshots are chosen by all ranks alike,
+read into memory, combined for these ranks, compared, and put in place when all ranks have come so
+far.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from .._engine.collective_generators import CollectiveGenerator, exchange_one
+from .._engine.handshake import gather_json
 from .._engine.optimizer import CompressedOptimizer
 from .._state.tensors import HOST
+from .._wire.collectives import Communicator
 from .._wire.requests import Broadcast
 from .._wire.warning import warn
-from ._snapshot_codec import Packed, decode_header, pack, unpack
 from ._snapshot_files import (
     Damaged,
     Manifest,
+    Packed,
     Snapshot,
+    decode_header,
     is_complete,
     list_snapshots,
+    pack,
     read_manifest,
     read_state,
+    unpack,
 )
 from ._snapshot_parts import (
     Choice,
@@ -37,7 +45,80 @@ from ._snapshot_parts import (
     hash_replica,
     iterate_leaves,
 )
-from ._snapshot_ranks import Meeting, describe
+
+# The ranks, and what they tell each other
+
+
+@dataclass
+class Meeting:
+    """The ranks that save together, since they met.
+
+    ``comm``: the optimizer's ranks. ``world``: those of all shards. ``ranks``: the number of each
+    rank of ``world`` in its ``comm``. ``lineage``: this run, and those that it went on from.
+    ``resumed``: the stamp from which it went on. ``known``: the runs whose snapshots this rank saw
+    when ranks met. ``written``: the stamps of this rank's snapshots since then, which it keeps.
+    """
+
+    comm: Communicator
+    world: Communicator
+    device: torch.device
+    ranks: list[int]
+    lineage: list[str]
+    resumed: int
+    known: set[str] = field(default_factory=set)
+    written: list[int] = field(default_factory=list)
+
+    @property
+    def members(self) -> list[list[int]]:
+        """The ranks of ``world`` that hold each replica, one for each shard."""
+        members: dict[int, list[int]] = {}
+        for rank, number in enumerate(self.ranks):
+            members.setdefault(number, []).append(rank)
+        return [members[number] for number in sorted(members)]
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The shard of this rank, and the number of shards of a replica."""
+        replica = next(ranks for ranks in self.members if self.world.rank in ranks)
+        return replica.index(self.world.rank), len(replica)
+
+    @property
+    def peers(self) -> list[int]:
+        """The ranks of ``world`` that hold the same shard, by their numbers in ``comm``."""
+        return [ranks[self.place[0]] for ranks in self.members]
+
+    def name_snapshot(self, step: int, stamp: int) -> Snapshot:
+        return Snapshot(step, stamp, self.lineage[0], self.comm.rank, self.comm.size, *self.place)
+
+    def gather(self, value: object) -> CollectiveGenerator[list[Any]]:
+        """Return the value of every rank of ``world``."""
+        return (yield from gather(value, self.world, self.device))
+
+    def raise_problems(self, problem: str, what: str) -> CollectiveGenerator[None]:
+        """Raise RuntimeError on all ranks if any has a problem."""
+        raise_told((yield from self.gather(problem)), what)
+
+
+def gather(value: object, comm: Communicator, on: torch.device) -> CollectiveGenerator[list[Any]]:
+    """Return the value of every rank of ``comm``."""
+    if comm.size == 1:
+        return [json.loads(json.dumps(value))]
+    return (yield from gather_json(value, on, comm))
+
+
+def raise_told(problems: Iterable[str], what: str) -> None:
+    """Raise RuntimeError if any rank has told a problem; all ranks call it with the same ones."""
+    told = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
+    if told:
+        raise RuntimeError(f"{what}, and nothing was loaded. {'; '.join(told)}.")
+
+
+def describe(error: BaseException) -> str:
+    """Return the kind and the first line of an error."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+# Loading
 
 
 class Loaded(NamedTuple):

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from .._engine.optimizer import CompressedOptimizer
 from .._state.tensors import distribute_like
-from ._snapshot_codec import memory_of
-from ._snapshot_files import Snapshot
+from ._snapshot_files import Snapshot, memory_of
 
 State = dict[str, Any]
 Path_ = tuple[Any, ...]  # the keys of a value in nested dicts

@@ -4,6 +4,13 @@ A comm hook that returns each DDP bucket unchanged keeps DDP from averaging grad
 tells the optimizer which gradients backward has finished. It is registered by ``attach``, or by a
 forward-pre-hook that every new optimizer sets on all modules (see ``_shared``).
 
+If the optimizer's ``process_group`` has this rank only in common with DDP's, DDP averages inside a
+site, and the optimizer, in ``step()``, between sites::
+
+    mesh = init_device_mesh("cuda", (sites, gpus), mesh_dim_names=("sites", "ranks"))
+    ddp = DDP(model, process_group=mesh.get_group("ranks"))
+    compopt.SeparateAdam(model.parameters(), process_group=mesh.get_group("sites"))
+
 A new optimizer over parameters of another one replaces that at once, on every rank: the old one may
 still be alive on some ranks only. Optimizers over different parameters share a DDP.
 """
@@ -27,7 +34,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from .._engine.optimizer import CompressedOptimizer, construction_callbacks, join_callbacks
 from .._engine.session import Role
-from ._shared import ModuleWatch, call_after_backward, list_group_ranks
+from .._wire.collectives import Communicator
+from ._shared import ModuleWatch, call_after_backward, copy_first_parameters, list_group_ranks
 
 _ddps: weakref.WeakSet[DDP] = weakref.WeakSet()  # all that were made
 _handovers: weakref.WeakKeyDictionary[DDP, Handover] = weakref.WeakKeyDictionary()
@@ -133,6 +141,8 @@ class Handover:
                     return
                 del self._since[ref]
                 other._session.mark_replaced()
+        if is_inside_site(self.ddp, optimizer):
+            join_site(self.ddp, optimizer)
         this = weakref.ref(self)
         if not any(ref() is optimizer for ref in self._since):
             optimizer.step_callbacks.append(lambda: _call_if_alive(this, Handover.on_step))
@@ -148,13 +158,18 @@ class Handover:
     # Backward
 
     @property
+    def is_inside_site(self) -> bool:
+        """True if DDP averages gradients inside a site, before the optimizer does between sites."""
+        return any(optimizer._session.site is not None for optimizer in self.iterate_optimizers())
+
+    @property
     def is_by_parameter(self) -> bool:
         """True if exchanges may start at any time in backward, because neither DDP nor another
         optimizer starts any there.
         """
         ddp = self.ddp
         return (
-            not (ddp.find_unused_parameters or ddp.static_graph)
+            not (ddp.find_unused_parameters or ddp.static_graph or self.is_inside_site)
             and len(list(self.iterate_optimizers())) == 1
         )
 
@@ -192,7 +207,8 @@ class Handover:
         for optimizer in self.iterate_optimizers():
             if self._is_idle:
                 optimizer._session.has_local_gradients = True
-            optimizer.gradients_ready(params)
+            # DDP writes the averages of a site when backward has ended
+            optimizer.gradients_ready([] if self.is_inside_site else params)
 
     def _on_backward_end(self) -> None:
         for optimizer in self.iterate_optimizers():
@@ -235,7 +251,9 @@ class Handover:
 
 # DDP requires these names, and no annotations that are strings, as they would be here
 def _hook(state, bucket):  # type: ignore[no-untyped-def]
-    """Return DDP's bucket unchanged; averaged as by DDP if no optimizer of compopt is left."""
+    """Return DDP's bucket unchanged; averaged as by DDP if no optimizer of compopt is left, and
+    inside a site.
+    """
     handover: Handover | None = state
     optimizers = [] if handover is None else list(handover.iterate_optimizers())
     if handover is None or not optimizers:
@@ -246,6 +264,8 @@ def _hook(state, bucket):  # type: ignore[no-untyped-def]
         handover.on_gradients_ready(bucket.parameters())
     for optimizer in optimizers:
         optimizer._session.has_local_gradients = True
+    if handover.is_inside_site:
+        return allreduce_hook(handover.ddp.process_group, bucket)
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
@@ -281,11 +301,36 @@ def _check_handover(ddp: DDP, optimizer: CompressedOptimizer) -> None:
     group = optimizer.comm.group
     # without a group, or with a destroyed one, which the next step reports
     ranks = (None if group is None else list_group_ranks(group)) or ddp_ranks
-    if set(ranks) != set(ddp_ranks):
+    if set(ranks) != set(ddp_ranks) and not is_inside_site(ddp, optimizer):
         raise ValueError(
             f"process_group of the optimizer has ranks {ranks}, DistributedDataParallel's has "
-            f"{ddp_ranks}: give both the same group."
+            f"{ddp_ranks}: give both the same group, or groups with one rank in common (DDP the "
+            "ranks of a site, the optimizer one rank of every site)."
         )
+
+
+# Sites
+
+
+def is_inside_site(ddp: DDP, optimizer: CompressedOptimizer) -> bool:
+    """Return True if DDP's ranks are a site, of which the optimizer's group has this rank only."""
+    group = optimizer.comm.group
+    ranks = group and list_group_ranks(group)
+    site = list_group_ranks(ddp.process_group)
+    return bool(ranks and site and set(ranks) != set(site) and len({*ranks} & {*site}) == 1)
+
+
+def join_site(ddp: DDP, optimizer: CompressedOptimizer) -> None:
+    """Let ``optimizer`` decide together with the other ranks of this site, and begin with the
+    parameters of the first site, as DDP begins with those of the first rank.
+    """
+    session, site = optimizer._session, Communicator(ddp.process_group)
+    if session.site is not None and session.site.ranks == site.ranks:
+        return
+    session.site = site
+    if session.steps == 0:
+        copy_first_parameters(session)
+    session.rebuild_buckets(optimizer)
 
 
 def _list_alive(ddps: Iterable[DDP]) -> list[DDP]:

@@ -14,6 +14,7 @@ averages between nodes is checked here, and its parameters are set to those of t
 
 If FSDP2 shards the parameters over the optimizer's own ranks, the optimizer takes the place of
 FSDP2's reduce-scatter in backward, for classes that can (see ``_engine.fsdp_backward``).
+With ``gather_dtype`` it takes the place of FSDP2's all-gather too (see ``_fsdp_gather``).
 FSDP2 modules are found when the optimizer is made.
 """
 
@@ -31,10 +32,9 @@ from .._engine.optimizer import CompressedOptimizer, construction_callbacks
 from .._engine.reducing_optimizer import ReducingOptimizer
 from .._engine.session import Role
 from .._state.shards import longest_part_numel
-from .._state.tensors import to_local
 from .._wire.collectives import list_mesh_groups
-from .._wire.requests import Broadcast
-from ._shared import ModuleWatch, call_after_backward
+from ._fsdp_gather import FSDPAllGather
+from ._shared import ModuleWatch, call_after_backward, copy_first_parameters
 
 HOOKS = "_post_accumulate_grad_hooks"  # torch's attribute of a parameter
 ADVICE = (
@@ -56,12 +56,32 @@ def _on_construction(optimizer: CompressedOptimizer) -> None:
         check_meshes(optimizer)
     if not has_dtensors:
         return
-    session = optimizer._session
-    with torch.no_grad():
-        for bucket in [*session.buckets, *session.frozen_buckets]:
-            for p in bucket.params:
-                session.comm.start(Broadcast(to_local(p.detach()))).wait()
+    copy_first_parameters(optimizer._session)
     register_gradient_hooks(optimizer)
+    if isinstance(optimizer, ReducingOptimizer):
+        set_gathers(list_fsdp_modules(), optimizer)
+
+
+def list_fsdp_modules() -> list[nn.Module]:
+    """Return all modules that were given to ``fully_shard``, or to another function of torch that
+    keeps a state for them.
+    """
+    from torch.distributed import _composable_state  # imported already with the model's
+
+    return list(getattr(_composable_state, "_module_state_mapping", ()))  # private
+
+
+def list_param_groups(module: nn.Module) -> list[Any]:
+    """Return FSDP2's groups of the parameters of a module, without those of modules in it that
+    ``fully_shard`` wraps, too; none for a module that it does not wrap.
+    """
+    if not hasattr(module, "_get_fsdp_state"):
+        return []
+    # private: torch has no public access to the order of parameters in a message
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    has_groups = hasattr(state, "_fsdp_param_groups")
+    groups = state._fsdp_param_groups if has_groups else [state._fsdp_param_group]
+    return [group for group in groups if group]
 
 
 # Hybrid sharding
@@ -164,9 +184,7 @@ def replace_reduce_scatter(optimizer: ReducingOptimizer) -> None:
 
     Raises ValueError if this PyTorch has no hook for that.
     """
-    # both are imported already with the model's
-    from torch.distributed import _composable_state
-    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import FSDPModule  # imported already with the model's
 
     if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
         raise ValueError(
@@ -175,8 +193,7 @@ def replace_reduce_scatter(optimizer: ReducingOptimizer) -> None:
             "(FSDPModule.set_custom_reduce_scatter): use a later PyTorch (2.13 has it), or "
             "DistributedDataParallel."
         )
-    # private: all modules that were given to fully_shard
-    known = list(getattr(_composable_state, "_module_state_mapping", ()))
+    known = list_fsdp_modules()
     ModuleWatch(optimizer, _integrate_modules, _integrate_modules(known, optimizer))
 
 
@@ -188,19 +205,43 @@ def _integrate_modules(
     params = {p for group in optimizer.param_groups for p in group["params"]}
     integrated = []
     for module in modules:
-        if not hasattr(module, "set_custom_reduce_scatter"):  # it is not sharded
-            continue
-        # private: torch has no public access to the order of parameters in a reduce-scatter
-        state: Any = module._get_fsdp_state()  # type: ignore[operator]
-        has_groups = hasattr(state, "_fsdp_param_groups")
-        groups = state._fsdp_param_groups if has_groups else [state._fsdp_param_group]
-        for group in groups:
-            if group and not params.isdisjoint(one.sharded_param for one in group.fsdp_params):
+        for group in list_param_groups(module):
+            if not params.isdisjoint(one.sharded_param for one in group.fsdp_params):
                 _warn_if_shared(group, optimizer, params)
                 reduce_scatter = OptimizerReduceScatter(group, optimizer)
                 module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[operator]
                 integrated.append(module)
+    set_gathers(modules, optimizer)
     return integrated
+
+
+def set_gathers(modules: list[nn.Module], optimizer: ReducingOptimizer) -> None:
+    """Set the all-gather of FSDP2 modules that hold parameters of ``optimizer``, and of those in
+    them, whose parameters may all be frozen, to its ``gather_dtype``.
+
+    An earlier optimizer's is replaced. Raises ValueError if this PyTorch has no hook for that.
+    """
+    params = {p for group in optimizer.param_groups for p in group["params"]}
+    for module in modules:
+        if not hasattr(module, "_get_fsdp_state"):
+            continue
+        inside = [(one, group) for one in module.modules() for group in list_param_groups(one)]
+        sharded = (one.sharded_param for _, group in inside for one in group.fsdp_params)
+        if params.isdisjoint(sharded):
+            continue
+        for one, group in inside:
+            previous = getattr(group, "_all_gather_comm", None)
+            if optimizer.gather_dtype is None and not isinstance(previous, FSDPAllGather):
+                continue
+            if not hasattr(one, "set_custom_all_gather"):
+                raise ValueError(
+                    f"gather_dtype={optimizer.gather_dtype!r}: PyTorch {torch.__version__} has no "
+                    "hook into FSDP2's all-gather (FSDPModule.set_custom_all_gather): use a later "
+                    "PyTorch (2.13 has it), or leave gather_dtype out."
+                )
+            gather = FSDPAllGather(group, optimizer.gather_dtype, optimizer.ops)
+            one.set_custom_all_gather(gather)  # type: ignore[operator]
+            optimizer.has_gathers = True
 
 
 def _warn_if_shared(group: Any, optimizer: CompressedOptimizer, params: set[Tensor]) -> None:

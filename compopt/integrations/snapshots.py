@@ -33,18 +33,18 @@ from .._engine.optimizer import CompressedOptimizer
 from .._wire.collectives import Communicator
 from .._wire.trust import Untrusted
 from .._wire.warning import warn
-from ._snapshot_codec import Packed, pack
 from ._snapshot_files import (
+    Packed,
     Snapshot,
     check_trust,
     is_complete,
     list_snapshots,
+    pack,
     remove_snapshot,
     write_snapshot,
 )
-from ._snapshot_loading import Resume
+from ._snapshot_loading import Meeting, Resume, describe, gather, raise_told
 from ._snapshot_parts import State, distribute_state, read_weight
-from ._snapshot_ranks import Meeting, describe, gather, raise_told
 
 Result = TypeVar("Result")
 

@@ -215,7 +215,7 @@ def explain_dense(situation: Situation, rows: list[Row]) -> str:
         return (
             "there is nothing to average over a link: all ranks together hold one copy of the "
             f"model.{slow} Inside FSDP2 SeparateAdam and TagcAdamW compress its reduce-scatter "
-            f"(docs/fsdp.md). {beyond}"
+            f"and, with gather_dtype='int8', its gathers (docs/fsdp.md). {beyond}"
         ).strip()
     because = (
         f"a dense step waits {waiting} of its time for the network, and no method within {budget} "

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .._engine.optimizer import CompressedOptimizer
-from .._ops.reference import one_thread
+from .._lowrank.projections import one_thread
 from .._state.tensors import to_local
 from .._wire.collectives import Communicator, ProcessGroup, is_sharded_over
 from .._wire.requests import AllGather, AllReduceMean

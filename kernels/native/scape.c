@@ -26,7 +26,7 @@ typedef struct {
 } Scape;
 
 typedef struct {
-    double lr, beta1, beta2, eps, decay, clip, alpha, authors;  // alpha: factor on g in x; authors: bias_correction="adams"
+    double lr, beta1, beta2, eps, decay, clip, alpha;  // alpha: factor on g in x
 } Hyper;
 
 typedef struct {
@@ -35,8 +35,7 @@ typedef struct {
 
 static Factors factors(const Hyper *h, double step) {
     const double first = 1 - pow(h->beta1, step), second = 1 - pow(h->beta2, step);
-    const double old = h->authors ? h->beta2 / (first * first) : h->beta2 / second;
-    const double new = (h->authors ? 1 - h->beta2 : (1 - h->beta2) / second) * h->clip * h->clip;
+    const double old = h->beta2 / second, new = (1 - h->beta2) / second * h->clip * h->clip;
     return (Factors){h->beta1, old, new, h->lr / first, h->eps, 1 - h->lr * h->decay};
 }
 

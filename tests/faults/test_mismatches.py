@@ -123,7 +123,7 @@ def test_replicas_checked_on_some_ranks_only(case):
         optimizer.check_replicas_every = 1
         return optimizer
 
-    refused(small(case), checking, "check_replicas_every: rank 0 has 0, rank 1 has 1")
+    refused(small(case), checking, "check_replicas_every: rank 0 has 100, rank 1 has 1")
 
 
 @every

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 import traceback
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from compopt._engine.missing_ranks import (
     post_note,
     run_watching_ranks,
 )
-from compopt._wire.collectives import PendingCollective
+from compopt._wire.collectives import Communicator, PendingCollective
 from compopt._wire.requests import RankSilent
 from compopt._wire.stores import BoundedStore
 
@@ -296,7 +297,7 @@ def test_notes_are_heeded_in_the_steps_that_their_rank_does_not_come_to():
     assert explain_missing_rank(here) == explain_failure(here, FAILED) == ""
     here.option_groups[0]["step"] += 2
     assert explain_missing_rank(here)
-    run_watching_ranks(there, iter(()))
+    run_watching_ranks(ranks.optimizers[1], iter(()))
     assert explain_missing_rank(here) == "", "it has taken a step since"
 
     post_lost_masks(there)
@@ -350,7 +351,7 @@ def test_a_step_does_not_wait_for_the_store(monkeypatch):
     monkeypatch.setattr(SimCommunicator, "can_poll_store", lambda comm, device: True)
     waits = iter([False, False, True])
     monkeypatch.setattr(SimPending, "completes_within", lambda pending, seconds: next(waits), raising=False)
-    run_watching_ranks(session, iter([SimPending(None, 0, 0, False)]))
+    run_watching_ranks(ranks.optimizers[0], iter([SimPending(None, 0, 0, False)]))
     assert next(waits, None) is None and explain_failure(session, RankSilent("it failed")).startswith(". Another rank")
     with pytest.raises(compopt.CommunicationError, match=r"could not reach the other ranks.* does not answer"):
         ranks.optimizers[0].consolidate_state()
@@ -386,3 +387,76 @@ def test_a_rank_raises_at_the_timeout_though_the_host_of_the_store_is_silent(tmp
         frames = re.findall(r'File ".*/compopt/(_\w+/\w+\.py)", line', printed)
         assert frames == ["_engine/optimizer.py", "_engine/missing_ranks.py"], "few come before the sentence"
         assert printed.count("Traceback") == 1
+
+
+def one_step_less(rank: int, name: str, can_poll: bool, patience: float | None) -> tuple[str, list[str]]:
+    """Rank 0 makes a step less than the others, and stays until they have told for whom they wait."""
+    missing_ranks.LOOK_AFTER = 0.05
+    if not can_poll:  # as on NCCL
+        Communicator.can_poll_store = lambda comm, device: False
+    run, message = Run(rank, name), ""
+    run.optimizer.patience = patience
+    run.train(8)
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    missing_ranks.NAME_AFTER = 1.0
+    if rank == 0:
+        store.wait(["told"], FOREVER)
+        if patience is None:
+            run.train()  # it was only late
+        return "", []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if rank == 1:
+            threading.Thread(target=lambda: tell(store, caught), daemon=True).start()
+        try:
+            run.train()
+        except compopt.CommunicationError as error:
+            message = str(error)
+        return message, [str(w.message) for w in caught if "come to" in str(w.message)]
+
+
+def tell(store, caught: list) -> None:
+    """Let rank 0 go on once this rank has named it."""
+    while not any("come to" in str(w.message) for w in caught):
+        time.sleep(0.01)
+    store.set("told", "")
+
+
+@pytest.mark.parametrize(("name", "can_poll"), [("SeparateAdam", True), ("RadiusAdamW", False), ("LocalSteps", True)])
+def test_ranks_that_wait_say_for_whom_and_wait_on(name, can_poll):
+    first, second, third = run_ranks(one_step_less, 3, name, can_poll, None)
+    (text,) = second[1]
+    assert text.startswith("rank 0 has not come to step 9, in which rank 1 has waited for 1 s, and waits on"), text
+    assert "call step() equally often on all ranks (drop_last=True, or torch's Join)" in text
+    assert first == ("", []) and second[0] == "" and third == ("", []), "one of those that wait says so"
+
+
+def test_ranks_with_patience_raise_and_name_who_has_not_come():
+    answers = run_ranks(one_step_less, 3, "SeparateAdam", True, 1.5)
+    for rank, (message, _) in enumerate(answers[1:], start=1):
+        assert message.startswith(f"step 9 was not applied on rank {rank}: rank 0 has not come to step 9 within"), (
+            message
+        )
+
+
+def ended(rank: int) -> str:
+    """Rank 0 leaves its loop, and destroys the group a while later."""
+    missing_ranks.LOOK_AFTER, missing_ranks.NAME_AFTER = 0.05, 0.3
+    run, message = Run(rank), ""
+    run.train(3)
+    if rank == 0:
+        time.sleep(1.0)
+        dist.destroy_process_group()
+        return ""
+    try:
+        run.train()
+    except compopt.CommunicationError as error:
+        message = str(error)
+    dist.destroy_process_group()
+    return message
+
+
+def test_the_error_at_the_end_names_who_had_not_come():
+    message = run_ranks(ended, 2)[1]
+    assert "Rank 0 has not come to step 4: call step() equally often on all ranks" in message, message

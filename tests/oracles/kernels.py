@@ -87,7 +87,7 @@ def scape_(
     """Do SCAPE's lines 10, 11 and 16 to 21 in place; return the new momentum, at ``index``.
 
     ``m``: the old one, at ``held``. ``values``: the averaged gradient at ``index``. ``adams``:
-    ``bias_correction`` and ``clip`` of ``adams_``.
+    ``clip`` of ``adams_``.
     """
     x = moment(residual, g, m, held, betas=betas, maximize=maximize)
     new = torch.zeros_like(x).index_copy_(0, held, m).index_select(0, index)

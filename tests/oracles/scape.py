@@ -19,8 +19,6 @@ class AdamSOracle:
     Args:
         params, ranks: initial parameters (copied) and number of ranks.
         lr, betas, eps, weight_decay: the optimizer's; weight decay is decoupled. `lr` may be changed between steps.
-        bias_correction: "scape" multiplies m by 1/(1-b1^t) and v by 1/(1-b2^t); "adams" divides m, of this step and of
-            the step before, by 1-b1^t and leaves b2 uncorrected.
         maximize: ascend; gradients are negated on entry, so that m (and residuals) carry the negated sign.
 
     Attributes:
@@ -35,14 +33,11 @@ class AdamSOracle:
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
-        bias_correction: str = "scape",
         maximize: bool = False,
     ):
-        if bias_correction not in ("scape", "adams"):
-            raise ValueError(f"bias_correction is {bias_correction!r}, it must be 'scape' or 'adams'")
         self.params = as_float64(params)
         self.ranks, self.lr, self.betas, self.eps, self.weight_decay = ranks, lr, betas, eps, weight_decay
-        self.bias_correction, self.maximize = bias_correction, maximize
+        self.maximize = maximize
         self.m = [torch.zeros_like(p) for p in self.params]
         self.t = 0
 
@@ -63,10 +58,7 @@ class AdamSOracle:
         beta1, beta2 = self.betas
         for i, (m_new, g) in enumerate(zip(m, average, strict=True)):
             m_hat, m_prev = m_new / (1 - beta1**self.t), self.m[i]
-            if self.bias_correction == "scape":
-                v_hat = (beta2 * m_prev.square() + (1 - beta2) * g.square()) / (1 - beta2**self.t)
-            else:
-                v_hat = beta2 * (m_prev / (1 - beta1**self.t)).square() + (1 - beta2) * g.square()
+            v_hat = (beta2 * m_prev.square() + (1 - beta2) * g.square()) / (1 - beta2**self.t)
             update = m_hat / (v_hat.sqrt() + self.eps) + self.weight_decay * self.params[i]
             self.params[i] = self.params[i] - self.lr * update
         self.m = m
@@ -106,12 +98,11 @@ class ScapeOracle(AdamSOracle):
         warmup_steps: int = 0,
         density_warmup_steps: int = 0,
         clip: str = "consistent",
-        bias_correction: str = "scape",
         max_grad_norm: float | None = None,
         compress: list[bool] | None = None,
         maximize: bool = False,
     ):
-        super().__init__(params, ranks, lr, betas, eps, weight_decay, bias_correction, maximize)
+        super().__init__(params, ranks, lr, betas, eps, weight_decay, maximize)
         if clip not in ("consistent", "scape"):
             raise ValueError(f"clip is {clip!r}, it must be 'consistent' or 'scape'")
         if mask_delay not in (0, 1):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .common import Grads, as_float64, clip_by_global_norm, mean_over_ranks, read_grads
+from .common import Grads, as_float64, mean_over_ranks, read_grads
 
 
 class SeparateOracle:
@@ -25,9 +25,8 @@ class SeparateOracle:
         ef_beta: weight of the old error, or "auto": w / (1 + w) with w = (c + 1) / r, for each matrix.
         reset_interval: after step t the errors are cleared when t % reset_interval == 0; None is never.
         warmup_steps: dense steps, t = 1 .. warmup_steps.
-        max_grad_norm: None is off; `clip` says of what: "local" of each rank's own gradients before the error is added,
-            "average" of what is averaged: of g + e, whose squared norm is estimated by |p|^2 / r. Every rank's gradient
-            then counts as clipped by that factor, and only so much of what it sent has arrived.
+        max_grad_norm: None is off; else clips what is averaged: g + e, whose squared norm is estimated by |p|^2 / r.
+            Every rank's gradient then counts as clipped by that factor, and only so much of what it sent has arrived.
         compress: per tensor, whether it is projected; the others are averaged densely.
 
     Attributes:
@@ -46,15 +45,12 @@ class SeparateOracle:
         reset_interval: int | None = 128,
         warmup_steps: int = 0,
         max_grad_norm: float | None = None,
-        clip: str = "average",
         compress: list[bool] | None = None,
     ):
-        if clip not in ("local", "average"):
-            raise ValueError(f"clip is {clip!r}, it must be 'local' or 'average'")
         self.params = [p.requires_grad_() for p in as_float64(params)]
         self.ranks, self.base, self.random = ranks, base(self.params), random
         self.ef_beta, self.reset_interval, self.warmup_steps = ef_beta, reset_interval, warmup_steps
-        self.max_grad_norm, self.clip = max_grad_norm, clip
+        self.max_grad_norm = max_grad_norm
         self.compress = [True] * len(params) if compress is None else list(compress)
         self.error = [[torch.zeros_like(p) for p in self.params] for _ in range(ranks)]
         self.average: list[Tensor] = []
@@ -67,8 +63,6 @@ class SeparateOracle:
         """One step of all ranks; grads[rank][i] is what that rank's backward left."""
         self.t += 1
         grads = read_grads(grads, self.params, self.ranks)
-        if self.clip == "local":
-            grads = [clip_by_global_norm(local, self.max_grad_norm) for local in grads]
         self.phase = "dense" if self.t <= self.warmup_steps else "projected"
         self.average = mean_over_ranks(grads)
         squares = [float(a.square().sum()) for a in self.average]
@@ -78,7 +72,7 @@ class SeparateOracle:
                 if compressed:
                     self.average[i], squares[i], sent[i] = self._exchange(i, [local[i] for local in grads])
         self.norm, factor = sum(squares) ** 0.5, 1.0
-        if self.clip == "average" and self.max_grad_norm is not None:
+        if self.max_grad_norm is not None:
             factor = min(1.0, self.max_grad_norm / (self.norm + 1e-6))
             self.average = [a * factor for a in self.average]
         for i, local in sent.items():

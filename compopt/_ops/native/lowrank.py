@@ -51,7 +51,6 @@ def multiply_stacks(
     stacks: Sequence[Any],
     right: Sequence[Tensor],
     out: Sequence[Tensor],
-    local_factor: float,
     transposed: bool,
     header: Payload | None,
 ) -> None:
@@ -88,7 +87,7 @@ def multiply_stacks(
     run_over_rows(
         lengths,
         lambda a, b, thread: library.project(
-            table, a, b, local_factor, float(not transposed), memory + 4 * room * thread
+            table, a, b, 1.0, float(not transposed), memory + 4 * room * thread
         ),
     )
 
@@ -107,7 +106,7 @@ def update_separate(
     parts = averages_in_float32(mean)
     dense = {*reducer.list_dense(indices)}
     for residuals in Residuals(bucket).open_parts([i for i in indices if i not in dense]):
-        _update_factored(bucket, ops, mean, reducer, parts, residuals, factor)
+        _update_factored(bucket, ops, mean, reducer, residuals, factor)
     _update_dense(bucket, ops, mean, reducer, parts, indices, factor)
 
 
@@ -116,31 +115,33 @@ def _update_factored(
     ops: NativeUpdates,
     mean: Payload,
     reducer: FactoredAverages,
-    parts: Sequence[Tensor],
     residuals: Opened,
     factor: float,
 ) -> None:
-    factors = reducer.list_factored(mean, residuals.indices)
-    if not factors:
+    stacks, wanted = reducer.list_factored(mean), {*residuals.indices}
+    numbers = [i for stack in stacks for i in stack.indices if i in wanted]
+    if not numbers:
         return
     places = residual_addresses(bucket, residuals)
     group, grads, weights = bucket.group, bucket.grads(), bucket.weights
-    numbers = [x.i for x in factors]
     lengths = [bucket.lengths[i] for i in numbers]
-    rows, columns = [x.rows for x in factors], [x.columns for x in factors]
-    ranks = [x.R.shape[-1] for x in factors]
-    narrow = [r * n for r, n in zip(ranks, columns, strict=True)]
+    columns: dict[str, list[int]] = {
+        name: [] for name in ("height", "width", "r", "R", "p", "sent")
+    }
+    memory: list[Tensor] = []  # alive until the pass has read it
+    for stack in stacks:
+        r, k = stack.R.shape[-1], len(stack.indices)
+        parts = stack.R.mT.contiguous(), stack.p.float(), stack.sent.float()
+        memory += parts
+        sizes = dict(height=[stack.rows] * k, width=[stack.columns] * k, r=[r] * k)
+        for name, x in zip(("R", "p", "sent"), parts, strict=True):
+            sizes[name] = address_in_turn("a factor", x, [x[0].numel()] * k)
+        at = [n for n, i in enumerate(stack.indices) if i in wanted]
+        for name, of_all in sizes.items():
+            columns[name] += [of_all[n] for n in at]
     table = FACTORED.table(
-        len(factors),
-        height=rows,
-        width=columns,
-        r=ranks,
-        R=Memory(
-            [x.R.mT.contiguous() for x in factors],
-            [r * n for r, n in zip(ranks, rows, strict=True)],
-        ),
-        p=Memory([parts[i] for i in numbers], narrow),
-        sent=Memory(as_float32([x.sent for x in factors]), narrow),
+        len(numbers),
+        **columns,
         g=Memory(as_float32([grads[i] for i in numbers]), lengths),
         w=Memory([weights[i] for i in numbers], lengths),
         e=[places[i] for i in numbers],
@@ -149,7 +150,7 @@ def _update_factored(
     share = reducer.error_share(factor)
     (beta1, beta2), sign = group["betas"], -1.0 if group["maximize"] else 1.0
     hyper = float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], sign
-    options = Options(*hyper, factor, share, share * reducer.local_factor)
+    options = Options(*hyper, factor, share, share)
     run_over_rows(lengths, lambda a, b, _: ops.library.factored(table, a, b, options))
 
 

@@ -149,7 +149,6 @@ SCAPE = Struct("n w e g held holding old index k mean m step guess start stop wa
 DTYPES = {
     **dict.fromkeys(("index", "held", "chosen"), torch.int32),
     "mask": torch.uint8,
-    "guess": torch.float64,
 }
 NAMES = {
     "w": "a parameter",

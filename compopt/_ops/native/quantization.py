@@ -121,7 +121,7 @@ def quantize(
     chunk: Chunk,
     scales: Tensor,
     out: Tensor,
-    seed: tuple[int, ...],
+    seed: tuple[int, ...] | None,
     scratch: Scratch,
     bits: int,
 ) -> None:
@@ -205,11 +205,11 @@ def run_over_chunks(chunks: Iterable[ChunkMemory], run: Callable[[Table, int, in
     run_over_rows(lengths, lambda first, last, _: run(table, first, last))
 
 
-def rounding_table(seed: tuple[int, ...], bits: int, rounds: bool = False) -> Table:
+def rounding_table(seed: tuple[int, ...] | None, bits: int, rounds: bool = False) -> Table:
     """Return how the values of a message are rounded, as quantize.c reads it; ``rounds``: the
     values too become what other ranks receive.
     """
-    noise = noise_table(torch.float32, torch.device("cpu"))
+    noise = noise_table(torch.float32, torch.device("cpu"), seed is not None)
     numbers = address("random numbers", noise, len(noise))
     return Table(1, numbers=numbers, place=noise_offset(seed), bits=bits, rounds=rounds)
 

@@ -21,7 +21,7 @@ from ..._state.masks import (
 from ..._wire.requests import CommunicationError
 from ..operations import Ops
 from ..update_helpers import compute_x_of_slice
-from .passes import Column, Table, address, address_in_turn, addresses, is_plain
+from .passes import Column, Table, address, address_in_turn, is_plain
 
 
 class NativeTopK(Ops):
@@ -79,8 +79,10 @@ class NativeSelection:
         """Return what scape.c needs to select: a guess of the threshold, the slice, how many
         elements, and memory for their positions; for tensors with a gradient on any rank.
         """
-        thresholds = self.bucket.state["threshold"]
-        guesses = addresses("thresholds", thresholds, [1] * len(thresholds), torch.float64)
+        count, cache = len(have_gradients), self.bucket.cache
+        if "guesses" not in cache:  # where to look first: no state, for it changes no result
+            cache["guesses"] = torch.zeros(count, dtype=torch.float64, device="cpu")
+        guesses = address_in_turn("guesses", cache["guesses"], [1] * count, torch.float64)
         columns = {
             name: [0] * len(have_gradients)
             for name in ("guess", "start", "stop", "wanted", "chosen")
@@ -108,9 +110,6 @@ class NativeSelection:
             piece, first = self.slices[i], self.first[i]
             out = self.positions[first : first + piece.k]
             self.ops.select_top_k(compute_x_of_slice(self.bucket, i, piece, g), piece.k, 0.0, out)
-
-    def store_thresholds(self) -> None:
-        """Do nothing: the pass that selected has stored them."""
 
     def encode(self) -> Tensor:
         """Return this rank's message."""

@@ -73,9 +73,8 @@ def adamw_options(group: Group) -> Options:
 def adams_options(group: Group, clip: float, decay: bool = True) -> Options:
     beta1, beta2 = group["betas"]
     weight_decay = group["weight_decay"] if decay else 0.0
-    by_authors = float(group["bias_correction"] == "adams")
     lr, alpha = float(group["lr"]), gradient_weight(group)
-    return Options(lr, beta1, beta2, group["eps"], weight_decay, clip, alpha, by_authors)
+    return Options(lr, beta1, beta2, group["eps"], weight_decay, clip, alpha)
 
 
 def update_adamw(bucket: Bucket, ops: NativeUpdates, reducer: MaskedAverage) -> None:

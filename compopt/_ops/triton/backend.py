@@ -100,7 +100,6 @@ class TritonOps(KernelOps):
             betas=group["betas"],
             eps=group["eps"],
             weight_decay=group["weight_decay"] if decay else 0.0,
-            bias_correction=group["bias_correction"],
             clip=clip,
         )
 

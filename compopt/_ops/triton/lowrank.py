@@ -1,13 +1,11 @@
 """SEPARATE with tracked columns by Triton kernels: the products of ``_lowrank.stacks.multiply``,
 ``_lowrank.stacks.orthonormalize_columns``, and lines 4 and 5 with AdamW,
 ``separate.update_tensors``.
-
-Tables of addresses serve again while all that they hold is in the same place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import compopt_kernels as kernels
@@ -15,20 +13,17 @@ import torch
 from torch import Tensor
 
 from ..._state.buckets import Bucket
+from ..._state.masks import Tensors
 from ..._state.residuals import Residuals
 from ..._wire.payload import Payload, float_dtype
 from ..operations import HYPER
 from ..update_helpers import FactoredAverages
 from .tables import (
     KernelOps,
-    Key,
     bucket_key,
     contiguous_weights,
     copy_back,
     flatten,
-    gradients_key,
-    make_key,
-    payload_key,
     published_parameter,
 )
 from .updates import Calls, LaunchGroup, launch_groups_of
@@ -53,11 +48,6 @@ def can_orthonormalize(ops: KernelOps, bucket: Bucket) -> bool:
     return can_project(ops, bucket) and (bucket.group["rank"] or 0) <= kernels.MAX_RANK
 
 
-def _places(tensors: Sequence[Tensor]) -> Key:
-    """Return what the addresses of all parts of these tensors follow from."""
-    return tuple((t.data_ptr(), t.stride(), t.dtype) for t in tensors)
-
-
 # Products
 
 
@@ -67,7 +57,6 @@ def multiply_stacks(
     stacks: Sequence[Any],
     right: Sequence[Tensor],
     out: Sequence[Tensor],
-    local_factor: float,
     transposed: bool,
     header: Payload | None,
 ) -> None:
@@ -82,22 +71,20 @@ def multiply_stacks(
         grads = bucket.grads()
         others = [None if i in in_stacks else g for i, g in enumerate(grads)]
         ops.write_marks(header, grads, others)
-    grads = [g for stack in stacks for g in stack.grads]
-    residuals = [stack.residual.read() for stack in stacks]
-    copies: list[Tensor | None] = []  # they have to live until the kernel was launched
-
-    def make() -> tuple[kernels.Tiles, kernels.Table]:
-        copies.extend(flatten(grads))
-        rows = list(project_rows(stacks, residuals, right, out, copies))
-        shapes = tuple((row.rows, row.columns, row.r) for row in rows)
-        tiles = kernels.project_tiles(shapes, not transposed, bucket.device)
-        return tiles, kernels.project_table(rows, tiles, marks, not transposed)
-
-    places = _places([*residuals, *right, *out, *([] if marks is None else [marks])])
-    members = tuple((stack.indices, stack.projection) for stack in stacks)
-    key = make_key(members, places, gradients_key(grads))
-    tiles, table = ops.tables(("project", bucket.index, transposed), key, make)
-    kernels.project(table, tiles, marks, local_factor)
+    grads = flatten([g for stack in stacks for g in stack.grads])  # copies live until the launch
+    residuals = [stack.residual.read() for stack in stacks]  # and these
+    rows = project_rows(stacks, residuals, right, out, grads)
+    types = kernels.ProjectTypes(
+        right[0].dtype,
+        out[0].dtype,
+        residuals[0].dtype,
+        bucket.grad_dtype,
+        torch.float32 if marks is None else marks.dtype,
+    )
+    shapes = tuple((row.rows, row.columns, row.r) for row in rows)
+    tiles = kernels.project_tiles(shapes, not transposed, bucket.device)
+    table = kernels.project_table(rows, tiles, types, not transposed)
+    kernels.project(table, tiles, marks)
 
 
 def project_rows(
@@ -105,29 +92,30 @@ def project_rows(
     residuals: Sequence[Tensor],
     right: Sequence[Tensor],
     out: Sequence[Tensor],
-    grads: Sequence[Any],
+    grads: Tensors,
 ) -> list[kernels.ProjectRow]:
     """Return a row for each tensor of the stacks, whose gradients are ``grads``."""
     rows: list[kernels.ProjectRow] = []
-    given = iter(grads)
+    of_grads = iter(addresses_of(grads))
     for stack, e_stack, R, p in zip(stacks, residuals, right, out, strict=True):
-        q = stack.projection
-        tensors = zip(stack.indices, R, p.mT, e_stack, strict=True)
-        for i, narrow, product, e in tensors:
-            shape = q.rows, q.columns, q.r
-            rows.append(
-                kernels.ProjectRow(*shape, *narrow.stride(), i, narrow, product, e, next(given))
-            )
+        q, (_, down, across) = stack.projection, R.stride()
+        columns = (kernels.addresses_in_turn(x) for x in (R, p, e_stack))
+        for i, narrow, product, e in zip(stack.indices, *columns, strict=True):
+            g = next(of_grads)
+            row = q.rows, q.columns, q.r, down, across, i, narrow, product, e, g
+            rows.append(kernels.ProjectRow(*row))
     return rows
+
+
+def addresses_of(tensors: Sequence[Tensor | None]) -> list[int]:
+    """Return the address of each tensor, 0 for None."""
+    return [0 if t is None else t.data_ptr() for t in tensors]
 
 
 def orthonormalize_columns(bucket: Bucket, ops: Any, stacks: Sequence[Tensor]) -> list[Tensor]:
     """Return orthonormal columns that span those of each stack, in float32."""
-    results = [torch.empty_like(stack, dtype=torch.float32) for stack in stacks]
-    key = _places([*stacks, *results]), tuple(stack.shape for stack in stacks)
-    use = "orthonormalize", bucket.index, key[1]
-    prepared = ops.tables(use, key, lambda: kernels.prepare_orthonormalize(stacks, results))
-    kernels.orthonormalize(prepared)
+    results = [stack.new_empty(stack.shape, dtype=torch.float32) for stack in stacks]
+    kernels.orthonormalize(kernels.prepare_orthonormalize(stacks, results))
     return results
 
 
@@ -142,15 +130,40 @@ class SeparateCall(NamedTuple):
     have_gradients: list[bool]
     factor: float
 
-    def key(self) -> Key:
-        """Return what determines the addresses of all that this call reads and writes."""
-        return make_key(
-            bucket_key(self.bucket),
-            payload_key(self.mean),
-            gradients_key(self.bucket.grads()),
-            _places(self.reducer.list_factors()),
-            tuple(self.have_gradients),
+
+class Places(NamedTuple):
+    """The addresses of the weights and state of all tensors of a bucket. Where a parameter is not
+    contiguous ``copies`` are the weights, contiguous.
+    """
+
+    w: list[int]
+    m: list[int]
+    v: list[int]
+    step: list[int]
+    residual: list[int]
+    public: list[int]
+    copies: list[Tensor] | None
+
+
+def find_places(ops: KernelOps, bucket: Bucket) -> Places:
+    """Return the places of a bucket; those of the step before if nothing has moved."""
+    key = bucket_key(bucket)
+
+    def make() -> Places:
+        weights, state = contiguous_weights(bucket), bucket.state
+        public = [published_parameter(bucket, i) for i in range(len(weights))]
+        return Places(
+            w=addresses_of(weights),
+            m=addresses_of(state["exp_avg"]),
+            v=addresses_of(state["exp_avg_sq"]),
+            step=addresses_of(state["step"]),
+            residual=addresses_of(Residuals(bucket).stored),
+            public=addresses_of(public),
+            copies=weights if key is None else None,
         )
+
+    places: Places = ops.tables(("places", bucket.index), key, make)
+    return places
 
 
 def update_separate(ops: KernelOps, calls: Calls) -> list[None]:
@@ -158,98 +171,81 @@ def update_separate(ops: KernelOps, calls: Calls) -> list[None]:
     that were sent dense in another.
     """
     for batch in launch_groups_of(ops, [SeparateCall(*call) for call in calls]):
-        key = make_key(*(call.key() for call in batch.calls))
+        places = [find_places(ops, bucket) for bucket in batch.buckets]
         batch.count_steps()
-        _update_factored(batch, key)
-        _update_dense(batch, key)
+        _update_factored(batch, places)
+        _update_dense(batch, places)
+        for bucket, given in zip(batch.buckets, places, strict=True):
+            for i, weight in enumerate(given.copies or ()):
+                copy_back(bucket, i, weight)
     return [None] * len(calls)
 
 
-def _update_factored(batch: LaunchGroup, key: Key) -> None:
+def _update_factored(batch: LaunchGroup, places: list[Places]) -> None:
     group, calls, factor = batch.group, batch.calls, batch.calls[0].factor
-    rows: list[kernels.FactoredRow] = []  # copies in them have to live until the launch
-    updated: list[tuple[Bucket, int, Tensor]] = []
-
-    def make() -> tuple[tuple[tuple[int, int], ...], kernels.Table | None]:
-        for call in calls:
-            new, places = _factored_rows(call)
-            rows.extend(new)
-            updated.extend(places)
-        shapes = tuple((row.rows, row.columns) for row in rows)
-        return shapes, kernels.factored_table(rows) if rows else None
-
-    shapes, table = batch.ops.tables(("factored", batch.buckets[0].index), key, make)
-    if table is None:
+    grads = [flatten(bucket.grads()) for bucket in batch.buckets]  # copies live until the launch
+    given = zip(calls, places, grads, strict=True)
+    rows = [row for columns in given for row in _factored_rows(*columns)]
+    if not rows:
         return
+    bucket = batch.buckets[0]
     share = max(call.reducer.error_share(factor) for call in calls)
+    types = kernels.FactoredTypes(
+        calls[0].mean.flat.dtype, bucket.dtype, bucket.grad_dtype, bucket.params[0].dtype
+    )
     kernels.factored(
-        shapes,
-        table,
+        tuple((row.rows, row.columns) for row in rows),
+        kernels.factored_table(rows, types, bucket.device),
         lr=float(group["lr"]),
         betas=group["betas"],
         eps=group["eps"],
         weight_decay=group["weight_decay"],
         of_average=-factor if group["maximize"] else factor,
         of_sent=share,
-        of_grad=share * calls[0].reducer.local_factor,
+        of_grad=share,
     )
-    if key is None:
-        for bucket, i, weight in updated:
-            copy_back(bucket, i, weight)
 
 
 def _factored_rows(
-    call: SeparateCall,
-) -> tuple[list[kernels.FactoredRow], list[tuple[Bucket, int, Tensor]]]:
-    bucket, state, grads = call.bucket, call.bucket.state, flatten(call.bucket.grads())
-    weights, residuals = contiguous_weights(bucket), Residuals(bucket).stored
-    rows, updated = [], []
-    for product in call.reducer.list_factored(call.mean, _numbers_of(call.have_gradients)):
-        i, R = product.i, product.R
-        row = kernels.FactoredRow(
-            *(product.rows, product.columns, R.shape[1]),
-            *(R, *R.stride(), product.p, product.sent),
-            *(weights[i], state["exp_avg"][i], state["exp_avg_sq"][i], state["step"][i]),
-            residual=residuals[i],
-            grad=grads[i],
-            public=published_parameter(bucket, i),
-        )
-        rows.append(row)
-        updated.append((bucket, i, weights[i]))
-    return rows, updated
+    call: SeparateCall, places: Places, grads: Tensors
+) -> Iterator[kernels.FactoredRow]:
+    for product in call.reducer.list_factored(call.mean):
+        _, down, across = product.R.stride()
+        R, p, sent = (kernels.addresses_in_turn(x) for x in (product.R, product.p, product.sent))
+        shape = product.rows, product.columns, product.R.shape[-1]
+        for n, i in enumerate(product.indices):
+            if call.have_gradients[i]:
+                columns = (places.w, places.m, places.v, places.step, places.residual)
+                g = grads[i]
+                yield kernels.FactoredRow(
+                    *(*shape, R[n], down, across, p[n], sent[n]),
+                    *(column[i] for column in columns),
+                    grad=0 if g is None else g.data_ptr(),
+                    public=places.public[i],
+                )
 
 
-def _update_dense(batch: LaunchGroup, key: Key) -> None:
-    group, dense = batch.group, []
-    for call in batch.calls:
-        tensors = call.reducer.list_dense(_numbers_of(call.have_gradients))
-        if call.factor != 1 and tensors:
-            torch._foreach_mul_([call.mean.parts[i] for i in tensors], call.factor)
-        call.reducer.feed_back_dense(tensors, call.mean, call.factor)
-        dense += [(call, i) for i in tensors]
-    if not dense:
-        return
+def _update_dense(batch: LaunchGroup, places: list[Places]) -> None:
+    group, device = batch.group, batch.buckets[0].device
     rows: list[kernels.AdamWRow] = []
-
-    def make() -> kernels.Table:
-        weights = {id(bucket): contiguous_weights(bucket) for bucket in batch.buckets}
-        for call, i in dense:
-            bucket, state = call.bucket, call.bucket.state
-            moments = state["exp_avg"][i], state["exp_avg_sq"][i], state["step"][i]
-            tensors = None, call.mean.parts[i], weights[id(bucket)][i], *moments
-            public = published_parameter(bucket, i)
-            rows.append(kernels.AdamWRow(bucket.lengths[i], *tensors, 1, public=public))
-        return kernels.adamw_table(blocks, rows)
-
-    lengths = tuple(call.bucket.lengths[i] for call, i in dense)
-    blocks = kernels.make_blocks(lengths, batch.buckets[0].device)
-    table = batch.ops.tables(("dense beside factored", batch.buckets[0].index), key, make)
+    for call, of in zip(batch.calls, places, strict=True):
+        lengths, parts = call.bucket.lengths, call.mean.parts
+        given = [i for i, has_gradient in enumerate(call.have_gradients) if has_gradient]
+        tensors = call.reducer.list_dense(given)
+        if call.factor != 1 and tensors:
+            torch._foreach_mul_([parts[i] for i in tensors], call.factor)
+        call.reducer.feed_back_dense(tensors, call.mean, call.factor)
+        for i in tensors:
+            values = parts[i].data_ptr()
+            row = lengths[i], 0, values, of.w[i], of.m[i], of.v[i], of.step[i], 1
+            rows.append(kernels.AdamWRow(*row, public=of.public[i]))
+    if not rows:
+        return
+    bucket = batch.buckets[0]
+    blocks = kernels.make_blocks(tuple(row.n for row in rows), device)
+    types = kernels.AdamWTypes(
+        bucket.dtype, batch.calls[0].mean.flat.dtype, public=bucket.params[0].dtype
+    )
+    table = kernels.adamw_table(blocks, rows, types)
     hyper = {name: group[name] for name in HYPER}
     kernels.adamw(blocks, blocks.firsts, table, lr=float(group["lr"]), **hyper)
-    if key is None:
-        for (call, i), row in zip(dense, rows, strict=True):
-            copy_back(call.bucket, i, row.w)
-
-
-def _numbers_of(flags: list[bool]) -> list[int]:
-    return [i for i, is_set in enumerate(flags) if is_set]

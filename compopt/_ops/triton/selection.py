@@ -63,9 +63,6 @@ class TritonSelection:
         """Select by line 10's x of all tensors, before anything is written."""
         select_all([SelectionInputs(self, grads, self.bucket.state["exp_avg"])])
 
-    def store_thresholds(self) -> None:
-        """Do nothing: kernels need no guess of a threshold."""
-
     def encode(self) -> Tensor:
         """Return this rank's message."""
         if self.partition.is_elias_fano:

@@ -20,7 +20,6 @@ from ..._wire.payload import Payload
 from ..operations import HYPER
 from ..update_helpers import (
     MaskedAverage,
-    count_steps,
     keep_absent_momenta,
     resize_momenta,
 )
@@ -104,9 +103,10 @@ class LaunchGroup:
         if len(flat) == len(counts) and all(have_gradients):
             torch._foreach_add_(flat, 1)
             return
-        count_steps(
-            [step for bucket in self.buckets for step in bucket.state["step"]], have_gradients
-        )
+        steps = [step for bucket in self.buckets for step in bucket.state["step"]]
+        pairs = zip(steps, have_gradients, strict=True)
+        if counted := [step for step, has_gradient in pairs if has_gradient]:
+            torch._foreach_add_(counted, 1)
 
 
 def launch_groups_of(ops: KernelOps, calls: Sequence[Any]) -> list[LaunchGroup]:
@@ -181,7 +181,7 @@ def update_adams(ops: KernelOps, calls: Calls) -> list[None]:
     """Do ``_engine.reducer.step_adams`` for all tensors; called by ``run_batched_requests`` for
     AdamS.
     """
-    names = ("betas", "eps", "weight_decay", "bias_correction")
+    names = ("betas", "eps", "weight_decay")
     for batch in launch_groups_of(ops, [AverageCall(*call) for call in calls]):
         group, firsts = batch.group, batch.blocks.firsts
         hyper = {name: group[name] for name in names} | {"lr": float(group["lr"])}
@@ -213,7 +213,7 @@ class ScapeCall(NamedTuple):
 
 def update_scape(ops: KernelOps, calls: Calls) -> list[None]:
     """Do SCAPE's lines 10, 11 and 16 to 21 for all tensors, and line 15 with selections."""
-    names = ("betas", "eps", "weight_decay", "bias_correction", "maximize")
+    names = ("betas", "eps", "weight_decay", "maximize")
     for batch in launch_groups_of(ops, [ScapeCall(*call) for call in calls]):
         group, buckets = batch.group, batch.buckets
         momenta, grads = _old_momenta(batch), [bucket.grads() for bucket in buckets]
