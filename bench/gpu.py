@@ -1,6 +1,6 @@
 """One prepared run on one GPU, of at most nine minutes: correctness, tests, kernels, steps, training, the ladder.
 
-    bash bench/gpu.sh [FOLDER]        # default: runs/gpu. Needs torch, triton and pytest; nothing is built
+    bash bench/gpu.sh [FOLDER]        # default: runs/gpu. Needs torch, triton, pytest, pytest-xdist
     bash bench/gpu.sh FOLDER --dry    # the same parts, small, on a CPU: in a minute
 
 Every part is a process with a time limit of its own, and one that fails stops none of the others. FOLDER gets its
@@ -18,14 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 ROOT, BENCH = Path(__file__).parents[1], Path(__file__).parent
-SHARDS = 6  # processes that share the tests marked gpu
+WORKERS = 10  # processes that share the tests marked gpu
 RUNGS = ["DDP + AdamW", "LocalSteps(Muon) 30, int4, 800"]
 
 
@@ -38,7 +37,7 @@ class Part(NamedTuple):
 
 
 def parts(is_dry: bool) -> dict[str, Part]:
-    """In the order of their worth. Tests run in shards beside each other, all others alone."""
+    """In the order of their worth. Tests run on several processes, all others alone."""
     python, script = sys.executable, str(BENCH / "_gpu_parts.py")
     torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     sizes = ["tiny"] if is_dry else ["124M", "355M"]
@@ -59,7 +58,7 @@ def parts(is_dry: bool) -> dict[str, Part]:
     ladder += ["--minutes", "0.05"] if is_dry else ["--minutes", "1.2", "--device", "cuda"]
     return {
         "correct": Part([python, script, "correct"], 60),
-        "tests": Part([], 120),  # see run_tests
+        "tests": Part([], 150),  # see run_tests
         "kernels": Part(kernels, 30, {"TRITON_INTERPRET": "1"} if is_dry else {}),
         **{f"steps-{size}": Part([python, script, "steps", size], 50) for size in sizes},
         "ranks": Part([*torchrun, script, "correct"], 70),
@@ -91,29 +90,20 @@ def run(part: Part, out: Path, folder: Path) -> dict[str, Any]:
 
 
 def run_tests(limit: float, folder: Path, is_dry: bool) -> dict[str, Any]:
-    """The tests marked gpu, of as many files each in some processes; and the names of those that fail."""
+    """The tests marked gpu, on several processes (pytest-xdist); and the names of those that fail."""
     paths = sorted((ROOT / "tests").glob("test_*.py"))
     files = [str(path) for path in paths if re.search(r"mark\.gpu|\bdevice\b", path.read_text())]
     if is_dry:
         files = [file for file in files if "test_kernels_quantize" in file]
-    shards = [files[i::SHARDS] for i in range(SHARDS) if files[i::SHARDS]]
     # pytest by its own entry: "-m pytest" would put this folder's kernels/ on the path
-    pytest = [sys.executable, "-c", "import pytest, sys; sys.exit(pytest.main())", "-q", "-m", "gpu", "-rfE"]
-
-    def shard(number: int) -> dict[str, Any]:
-        command = [*pytest, "-p", "no:cacheprovider", "--tb=short", *shards[number]]
-        return run(Part(command, limit), folder / f"tests-{number}.txt", folder)
-
-    with ThreadPoolExecutor(SHARDS) as pool:
-        results = list(pool.map(shard, range(len(shards))))
-    texts = [(folder / f"tests-{number}.txt").read_text() for number in range(len(shards))]
-    return {
-        "seconds": max(result["seconds"] for result in results),
-        "ended": "; ".join(sorted({result["ended"] for result in results})),
-        # 5: nothing was selected
-        "code": max(0 if result["code"] == 5 else abs(result["code"]) for result in results),
-        "failed": [line for text in texts for line in re.findall(r"^(?:FAILED|ERROR) (\S.*)$", text, re.M)],
-        "rows": [{"summary": line} for text in texts for line in re.findall(r"^(\d+ .* in [\d.]+s.*)$", text, re.M)],
+    command = [sys.executable, "-c", "import pytest, sys; sys.exit(pytest.main())", "-q", "-m", "gpu", "-rfE"]
+    command += ["-n", str(WORKERS), "--dist", "worksteal", "-p", "no:cacheprovider", "--tb=short", "--durations=10"]
+    result = run(Part([*command, *files], limit), folder / "tests.txt", folder)
+    text = (folder / "tests.txt").read_text()
+    return result | {
+        "code": 0 if result["code"] == 5 else abs(result["code"]),  # 5: nothing was selected
+        "failed": re.findall(r"^(?:FAILED|ERROR) (\S.*)$", text, re.M),
+        "rows": [{"summary": line} for line in re.findall(r"^(\d+ .* in [\d.]+s.*)$", text, re.M)],
     }
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One prepared run on a machine with a GPU, of at most nine minutes; what it does, bench/gpu.py says. Builds nothing: torch,
-# triton and pytest have to be installed.
+# triton, pytest and pytest-xdist have to be installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}

@@ -10,8 +10,8 @@ residual::
     4  ghat <- p R^T / r                                       # to the base optimizer
     5  e_n <- beta e_n + (1 - beta) (h_n - p_n R^T / r);  e_n <- 0 when t % reset_interval == 0
 
-With ``projection="orthonormal"`` R is replaced by orthonormal columns Q that span the same space,
-and 1/r by 1; with "tracked" by columns that follow the gradient, which needs one more exchange.
+With ``projection="tracked"`` R is replaced by orthonormal columns that follow the gradient, and 1/r
+by 1, which needs one more exchange.
 Lines 1, 2, 4 and 5 of one matrix are in ``_lowrank``, and so is Algorithm 3, which adapts the
 ratios.
 
@@ -171,12 +171,12 @@ class SeparateAdam(ProjectingOptimizer):
             norm of the part they span, which is smaller. ``stats.grad_norm`` is that number.
         payload_dtype: as in :class:`RadiusAdamW`; "auto": int8 for tracked projections, else the
             gradient's.
-        residual_dtype: what ``residual`` is stored in between steps. "int8": blocks of 128 values
-            with a scale each, rounded at random without bias, 1.03 bytes per element in place of 4;
-            a step takes longer. A checkpoint has float32 either way, and loads into both.
         gather_dtype: "int8": FSDP2 gathers matrices, embeddings too, in int8, with a scale for each
             128 values, rounded to the nearest. All ranks compute with the rounded values; the
             shards that are updated are not rounded (docs/fsdp.md). None: gathered as FSDP2 does.
+        residual_dtype: what ``residual`` is stored in between steps. "int8": blocks of 128 values
+            with a scale each, rounded at random without bias, 1.03 bytes per element in place of 4;
+            a step takes longer. A checkpoint has float32 either way, and loads into both.
 
     State beside AdamW's two moments, for compressed tensors: ``residual``, the error, as large as
     the parameter; for tracked ones also ``basis``, rank * columns.
@@ -209,8 +209,8 @@ class SeparateAdam(ProjectingOptimizer):
         max_grad_norm: float | None = None,
         when: Literal["always", "auto"] = "always",
         payload_dtype: PayloadDtype | Literal["auto"] = "auto",
-        residual_dtype: ResidualDtype = None,
         gather_dtype: GatherDtype = None,
+        residual_dtype: ResidualDtype = None,
         process_group: ProcessGroup | None = None,
         simulate: bool = False,
         maximize: bool = False,
@@ -307,8 +307,8 @@ class Separate(Wrapper, ProjectingOptimizer):
         max_grad_norm: float | None = None,
         when: Literal["always", "auto"] = "always",
         payload_dtype: PayloadDtype | Literal["auto"] = "auto",
-        residual_dtype: ResidualDtype = None,
         gather_dtype: GatherDtype = None,
+        residual_dtype: ResidualDtype = None,
         process_group: ProcessGroup | None = None,
         simulate: bool = False,
         capturable: bool = False,

@@ -167,6 +167,9 @@ def test_ranks_evaluate_the_same_after_a_round_and_go_on():
     switch(ranks, "eval")  # within a round
     end_round(ranks)
     ranks.assert_replicas_equal()
+    end_round(from_train)
+    switch(from_train, "eval")
+    assert largest_difference(from_train, ranks) < 1e-12
     assert not ranks.optimizers[0].param_groups[0]["train_mode"] and not ranks.optimizers[0].round_is_open
 
 
@@ -257,6 +260,17 @@ def test_what_a_base_learns_is_each_ranks_own_in_local_steps():
     for one in (ranks, new):
         one.train(loss, 4)
     assert largest_difference(ranks, new) == 0
+
+
+def test_what_a_base_counts_under_the_name_of_an_option_of_ours_is_kept_without_its_own_state_dict():
+    """As torch.distributed.checkpoint and snapshots save it; a base may make the entry in its first step."""
+    p = nn.Parameter(torch.ones(3))
+    optimizer = compopt.Average(Learning([p]))
+    optimizer.param_groups[0]["step"] = 7
+    saved = {name: value for name, value in optimizer.state_dict().items() if name != "base"}
+    new = compopt.Average(Learning([nn.Parameter(torch.ones(3))]))
+    new.load_state_dict(saved)
+    assert new.param_groups[0]["step"] == 7 and new._option_groups[0]["step"] == 0
 
 
 def test_what_a_base_is_given_is_still_compared():

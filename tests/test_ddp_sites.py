@@ -180,16 +180,6 @@ def several_buckets(rank: int) -> tuple[float, bool]:
     return float((whole(model) - simulated(in_groups, 5)[rank // 2]).abs().max()), again
 
 
-def alone(rank: int) -> float:
-    """A single site: DDP and AdamW."""
-    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
-    model, optimizer = in_sites(mesh, tracked)
-    train(model, optimizer, range(4), rank)
-    wanted = DDP(make())
-    train(wanted, torch.optim.AdamW(wanted.parameters(), lr=1e-2), range(4), rank)
-    return float((whole(model) - whole(wanted)).abs().max())
-
-
 def refused(rank: int) -> str:
     pair, three = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
     if rank > 1:
@@ -204,7 +194,6 @@ def used(rank: int, folder: str) -> dict[str, object]:
         "hsdp": beside_hsdp(rank),
         "faults": faults(rank),
         "resumed": resumed(rank, folder),
-        "alone": alone(rank),
         "several buckets": several_buckets(rank),
         "refused": refused(rank),
     }
@@ -237,10 +226,6 @@ def test_gradients_leave_after_ddp_has_averaged_them(uses):
     for rank in uses:
         far, again = rank["several buckets"]
         assert far < 1e-6 and not again
-
-
-def test_a_single_site_is_ddp(uses):
-    assert max(rank["alone"] for rank in uses) < 1e-12
 
 
 def test_groups_that_share_more_ranks_are_refused(uses):

@@ -104,7 +104,8 @@ def _report_equal_gradients(session: Session, comm: Communicator) -> None:
             "all ranks hold bit-identical gradients: something averaged them before step(), or "
             "all ranks train on the same data. If DistributedDataParallel wraps the model, call "
             "compopt.attach(ddp_model, optimizer) before the first backward; if FSDP reduces over "
-            "this group, pass process_group= the group it does not reduce over; if the data is "
+            "this group, pass process_group= the group it does not reduce over; if torch's "
+            "replicate() does, use DistributedDataParallel in its place; if the data is "
             "the same, give each rank its own. On CPUs Accelerate and the Trainer give all ranks "
             "the same data unless told Accelerator(cpu=True) or use_cpu=True."
         )

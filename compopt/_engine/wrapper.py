@@ -441,10 +441,10 @@ def split_state_dict(
             for name, value in group.items()
             if name not in not_of_base and not name.startswith(PREFIX)
         }
+        hidden = {n.removeprefix(PREFIX): n for n in group if n.startswith(PREFIX)}
+        options.update({name: group[key] for name, key in hidden.items()})
         for name in current:
-            if PREFIX + name in group:
-                options[name] = group[PREFIX + name]
-            elif name not in options and name in group:  # flattened: only the base's are left
+            if name not in options and name in group:  # flattened: only the base's are left
                 options[name] = group[name]
         base_groups.append(options)
     return wrapper_saved, {"state": base_state, "param_groups": base_groups}

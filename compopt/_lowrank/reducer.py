@@ -133,14 +133,15 @@ class ProjectionReducer:
         header: Payload | None = None,
     ) -> None:
         if not any(stack.residual.is_copy for stack in self.stacks):
-            self.ops.run(multiply, self.bucket, self.stacks, right, out, transposed, header)
+            inputs = self.stacks, right, out, transposed, header
+            self.ops.run(multiply, self.bucket, *inputs)
             return
         if header is not None:
             self.ops.write_header(header, self.bucket.grads())
         for stack, R, p in zip(self.stacks, right, out, strict=True):
             for at in stack.residual.cut():
-                part = [stack.select(at)], [R[at]], [p[at]]
-                self.ops.run(multiply, self.bucket, *part, transposed, None)
+                part = [stack.select(at)], [R[at]], [p[at]], transposed, None
+                self.ops.run(multiply, self.bucket, *part)
 
     def _orthonormalize(self, stacks: list[Tensor]) -> list[Tensor]:
         return self.ops.run(orthonormalize_columns, self.bucket, stacks)

@@ -101,6 +101,12 @@ class Handover:
         advice = "compopt needs its own: remove the other hook, or train with torch.optim."
         # a copy of a DDP has a hook of ours
         ddp._comm_hooks[:] = [(hook, state) for hook, state in ddp._comm_hooks if hook is not _hook]
+        if getattr(ddp, "mixed_precision", None) is not None:
+            raise RuntimeError(
+                "DistributedDataParallel(mixed_precision=) averages by a comm hook of its own, and "
+                "compopt needs its own: leave mixed_precision out, and call the model within "
+                "torch.autocast(device_type, dtype=torch.bfloat16)."
+            )
         if ddp._comm_hooks:
             raise RuntimeError(
                 "this DistributedDataParallel has a comm hook already "
@@ -228,7 +234,8 @@ class Handover:
                 f"{len(unowned)} parameters of this DistributedDataParallel belong to no compopt "
                 f"optimizer ({', '.join(unowned[:3])}, ...), and nobody would average their "
                 "gradients: give them to the optimizer (compress=False keeps them dense) or set "
-                "requires_grad=False."
+                "requires_grad=False. Of two optimizers that share parameters (a trunk) the later "
+                "takes all: make one optimizer, with a group for each part."
             )
 
     # Between steps
@@ -313,11 +320,13 @@ def _check_handover(ddp: DDP, optimizer: CompressedOptimizer) -> None:
 
 
 def is_inside_site(ddp: DDP, optimizer: CompressedOptimizer) -> bool:
-    """Return True if DDP's ranks are a site, of which the optimizer's group has this rank only."""
+    """Return True if DDP's ranks are a site, of which the optimizer's group has this rank only, and
+    others of other sites.
+    """
     group = optimizer.comm.group
-    ranks = group and list_group_ranks(group)
-    site = list_group_ranks(ddp.process_group)
-    return bool(ranks and site and set(ranks) != set(site) and len({*ranks} & {*site}) == 1)
+    ranks = {*((group and list_group_ranks(group)) or ())}
+    site = {*(list_group_ranks(ddp.process_group) or ())}
+    return len(ranks) > 1 and ranks != site and len(ranks & site) == 1
 
 
 def join_site(ddp: DDP, optimizer: CompressedOptimizer) -> None:

@@ -118,7 +118,8 @@ def check_meshes(optimizer: CompressedOptimizer) -> None:
                 raise ValueError(
                     f"the gradient of {name} is averaged over {where} before the optimizer sees "
                     f"it, and process_group holds ranks {shared} of it as well, so nothing would "
-                    f"be saved: {ADVICE}"
+                    f"be saved: {ADVICE} If torch's replicate() has made the mesh, use "
+                    "DistributedDataParallel in place of replicate()."
                 )
             raise ValueError(
                 f"process_group holds ranks {shared}, which have different shards of {name} "

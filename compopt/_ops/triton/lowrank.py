@@ -72,7 +72,7 @@ def multiply_stacks(
         others = [None if i in in_stacks else g for i, g in enumerate(grads)]
         ops.write_marks(header, grads, others)
     grads = flatten([g for stack in stacks for g in stack.grads])  # copies live until the launch
-    residuals = [stack.residual.read() for stack in stacks]  # and these
+    residuals = [stack.residual.read() for stack in stacks]
     rows = project_rows(stacks, residuals, right, out, grads)
     types = kernels.ProjectTypes(
         right[0].dtype,
