@@ -16,7 +16,7 @@ R = COLUMNS // RATIO
 def reconstructions(g: torch.Tensor, steps: int, **options) -> list[torch.Tensor]:
     """Return what SGD is given of one gradient in each of several steps, on one process."""
     p = nn.Parameter(torch.zeros_like(g))
-    sgd = torch.optim.SGD([{"params": [p], "compress": True}], lr=1.0)
+    sgd = torch.optim.SGD([{"params": [p], "compopt_compress": True}], lr=1.0)
     optimizer = compopt.Separate(sgd, projection="gaussian", ratio=RATIO, ef_beta=1.0, simulate=True, **options)
     results = []
     for _ in range(steps):
@@ -55,7 +55,7 @@ def test_what_is_not_sent_is_owed_in_every_block(height, base):
     """e_t - e_(t-1) = (1 - beta) (g - ghat), in float32 on the default backend; heights beside numbers of rows."""
     params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
     message = dict(projection="gaussian", ratio=8, ef_beta=0.9, reset_interval=None, block_rows=height, simulate=True)
-    sgd = torch.optim.SGD([{"params": params, "compress": True}], lr=1.0)
+    sgd = torch.optim.SGD([{"params": params, "compopt_compress": True}], lr=1.0)
     if base == "Separate":
         optimizer = compopt.Separate(sgd, **message)
     else:

@@ -96,7 +96,7 @@ def test_what_came_is_what_was_applied_and_what_is_kept(ranks, dtype):
     for t in range(6):
         if t == 4:
             for optimizer in optimizers:
-                optimizer.param_groups[0]["rank"] = RANK + 2
+                optimizer.param_groups[0]["compopt_rank"] = RANK + 2
         grads = gradients(ranks, t, SHAPES)
         before = {i: (kept(i).clone(), params[0][i].detach().clone()) for i in MATRICES}
         step(world, params, optimizers, grads)
