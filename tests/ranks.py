@@ -80,11 +80,24 @@ def _work(rank: int, size: int, file: str, results: Any, function: Callable[...,
     try:
         dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=FOREVER)
         send_answer(results, rank, function(rank, *args), None)
-        dist.barrier()
-        dist.destroy_process_group()
+        take_leave()
     except BaseException:
         send_answer(results, rank, None, traceback.format_exc())
         raise SystemExit(1) from None
+
+
+def take_leave() -> None:
+    """Wait until no rank needs this one's connections; a rank without a group ends at once.
+
+    At the store, not in a barrier: ranks may have started unequal numbers of the group's collectives.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+        store.set(f"ended/{rank}", "")
+        store.wait([f"ended/{other}" for other in range(size)], FOREVER)
+        dist.destroy_process_group()
 
 
 def cpu_seconds(workers: Iterable[multiprocessing.Process]) -> float:

@@ -221,7 +221,7 @@ def test_a_model_smaller_than_a_message_has_no_share(capsys):
 
     Ranks(2, lambda: nn.Linear(96, 1), make).train(small_loss, 1)
     printed = capsys.readouterr().err
-    assert "An exchange sends 8.38 kB, the gradients of a step have 388 bytes: this model is too small" in printed
+    assert "An exchange sends 8.39 kB, the gradients of a step have 388 bytes: this model is too small" in printed
     assert "%" not in printed
 
 

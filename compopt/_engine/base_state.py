@@ -230,8 +230,9 @@ def copy_learned_options(
     """
     leaves = Leaves()
     leaves.add_learned(groups, given)
-    checksum = torch.tensor([zlib.crc32(repr(leaves.kinds).encode())], dtype=torch.int64)
-    rows = yield from exchange_one(comm, AllGather(checksum.to(session.device)))
+    form = zlib.crc32(repr(leaves.kinds).encode())
+    checksum = torch.tensor([form], dtype=torch.int64, device=session.device)
+    rows = yield from exchange_one(comm, AllGather(checksum))
     if bool((rows == rows[0]).all()):
         yield from copy_from_rank_0(leaves, session.device, comm)
 

@@ -440,6 +440,25 @@ def test_ranks_with_patience_raise_and_name_who_has_not_come():
         )
 
 
+def uneven(rank: int) -> int:
+    """All ranks but one have started a collective."""
+    if rank:
+        dist.all_reduce(torch.zeros(3), async_op=True)
+    return rank
+
+
+def destroyed(rank: int) -> int:
+    """A rank has no group when the others answer."""
+    dist.destroy_process_group()
+    time.sleep(0.5 * rank)
+    return rank
+
+
+@pytest.mark.parametrize("function", [uneven, destroyed])
+def test_ranks_end_whatever_has_become_of_their_group(function):
+    assert run_ranks(function, 3) == [0, 1, 2]
+
+
 def ended(rank: int) -> str:
     """Rank 0 leaves its loop, and destroys the group a while later."""
     missing_ranks.LOOK_AFTER, missing_ranks.NAME_AFTER = 0.05, 0.3
