@@ -318,16 +318,17 @@ def shard(case: Case) -> Case:
     return replace(case, form="sharded", bad={}, **options)
 
 
-def in_int8(case: Case, **options: Any) -> Case:
+def in_int8(case: Case) -> Case:
     """The form of a class whose residuals are stored in 8 bits."""
-    compressed = {**case.compressed, "residual_dtype": "int8", **options}
+    compressed = {**case.compressed, "residual_dtype": "int8"}
     lossless = {**case.lossless, "residual_dtype": "int8"}
     return replace(case, form="residual in int8", bad={}, compressed=compressed, lossless=lossless)
 
 
-# Test files that look at residuals take these beside the others; test_int8_residuals.py has the other classes.
+# Test files that look at residuals take these beside the others; test_int8_residuals.py has tracked columns, and the
+# other classes.
 INT8 = [
-    in_int8(case, **(dict(projection="tracked", ratio=None, rank=4) if case.cls is compopt.SeparateAdam else {}))
+    in_int8(case)
     for case in CASES + FORMS
     if case.name in ("RadiusAdamW", "SeparateAdam", "TagcAdamW", "LocalSteps, rounds")
 ]
