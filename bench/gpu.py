@@ -58,7 +58,7 @@ def parts(is_dry: bool) -> dict[str, Part]:
     ladder += ["--minutes", "0.05"] if is_dry else ["--minutes", "1.2", "--device", "cuda"]
     return {
         "correct": Part([python, script, "correct"], 60),
-        "tests": Part([], 150),  # see run_tests
+        "tests": Part([], 120),  # see run_tests
         "kernels": Part(kernels, 30, {"TRITON_INTERPRET": "1"} if is_dry else {}),
         **{f"steps-{size}": Part([python, script, "steps", size], 50) for size in sizes},
         "ranks": Part([*torchrun, script, "correct"], 70),

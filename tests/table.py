@@ -318,9 +318,9 @@ def shard(case: Case) -> Case:
     return replace(case, form="sharded", bad={}, **options)
 
 
-def in_int8(case: Case) -> Case:
+def in_int8(case: Case, **options: Any) -> Case:
     """The form of a class whose residuals are stored in 8 bits."""
-    compressed = {**case.compressed, "residual_dtype": "int8"}
+    compressed = {**case.compressed, "residual_dtype": "int8", **options}
     lossless = {**case.lossless, "residual_dtype": "int8"}
     return replace(case, form="residual in int8", bad={}, compressed=compressed, lossless=lossless)
 

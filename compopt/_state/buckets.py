@@ -28,7 +28,7 @@ from .._wire.payload import (
     quantized_bits,
 )
 from .blocks import BlockCodec
-from .layouts import Layout, Sharded, TensorInfo
+from .layouts import Int8Blocks, Layout, Sharded, TensorInfo
 from .offload import Offload
 from .shards import ShardLayout
 from .tensors import (
@@ -93,6 +93,8 @@ class Bucket:
         # without such state has None, which the type omits: some kinds exist for compressed
         # tensors only. ``sizes[name]`` are the elements of the views.
         self.layouts: dict[str, Layout] = {}
+        # of state in blocks: the shapes of what it is decoded to
+        self.decoded_shapes: dict[str, list[tuple[int, ...]]] = {}
         self.flat: dict[str, Tensor] = {}
         self.state: dict[str, list[Tensor]] = {}
         self.sizes: dict[str, list[int]] = {}
@@ -196,6 +198,8 @@ class Bucket:
         self.layouts[name] = layout
         self.storage_version += 1
         infos = [self.get_tensor_info(i) for i in range(len(self.params))]
+        if isinstance(layout, Int8Blocks):
+            self.decoded_shapes[name] = [layout.exact.stored_shape(info) for info in infos]
         has_state = [info.compressed or not layout.compressed_only for info in infos]
         sizes = [
             layout.numel(info, old.get(name)) if has else 0

@@ -212,9 +212,10 @@ class Residuals:
         return [start // BLOCK_BYTES for start in accumulate(sizes, initial=0)]
 
     def _shape_of(self, i: int) -> torch.Size:
-        layout = self.bucket.layouts[self.name]
-        exact = layout.exact if isinstance(layout, Int8Blocks) else layout
-        return torch.Size(exact.stored_shape(self.bucket.get_tensor_info(i)))
+        """Return the shape of a residual: as it was allocated, whatever the parameter is now."""
+        if self.is_exact:
+            return self.stored[i].shape
+        return torch.Size(self.bucket.decoded_shapes[self.name][i])
 
     def _join(self, chosen: list[int], sizes: list[int]) -> Iterator[Run]:
         """Yield runs of blocks that follow each other without gaps."""
