@@ -165,7 +165,8 @@ class Residuals:
         """Set the residual of each tensor that has one to the value for it, of any shape."""
         known = [(i, value) for i, value in values if i in self]
         if self.bucket.offload is None and known:
-            new = [self.pack(i, value).view(self.stored[i].shape) for i, value in known]
+            device = self._flat.device
+            new = [self.pack(i, x.to(device)).view(self.stored[i].shape) for i, x in known]
             torch._foreach_copy_([self.stored[i] for i, _ in known], new)
             return
         value_of = dict(known)
