@@ -63,8 +63,8 @@ def may_be_lost(example: Example) -> float:
     """Of one step, relative: a sum over ranks is rounded to the dtype on the wire; what each sends is owed again."""
     wire = example.payload or example.dtype
     in_the_sum = torch.finfo(wire).eps * example.ranks if wire in LOW and example.ranks > 1 else 0.0
-    # what is stored in 8 bits is off by a step, a 127th of the largest of its block. Two steps are what was seen (1.94 of
-    # them at most), not a proven bound: ranks that cancel explain most of what is above one, not all of it
+    # what is stored in 8 bits is off by a step, a 127th of the largest of its block. Two steps are what was seen (1.94
+    # at most), not a proven bound: ranks that cancel explain most of what is above one, not all of it
     stored = 2.002 / 127 if example.case.compressed.get("residual_dtype") else 0.0
     return TOLERANCE[torch.float32] + in_the_sum + stored
 
