@@ -34,6 +34,11 @@ POINTERS = {
 F32, BF16 = tl.float32, tl.bfloat16
 WIDE = dict(ST=F32, VT=F32, GT=F32, PT=F32, ALIGN=16)
 LOW = dict(ST=F32, VT=BF16, GT=BF16, PT=BF16, ALIGN=1)
+LAUNCHES = {  # the options of launches that have other than the compiler's
+    "_project": {"enable_fp_fusion": True, "num_stages": 1},
+    "_factored": {"num_warps": 2},
+    "_gram": {"enable_fp_fusion": True, "num_warps": 1},
+}
 PROJECT = dict(ST=F32, NT=F32, OT=F32, HT=F32, R=16, OUTPUTS=64, DEPTH=64, CHUNK=1024, PRECISION="tf32x3")
 CASES = {
     "_blocks._starts": [dict(PART=2048)],
@@ -100,6 +105,7 @@ def compiled(kernel: triton.JITFunction, constants: dict, target: GPUTarget) -> 
     if "PRECISION" in constants and target.backend == "hip":
         constants = constants | {"PRECISION": "ieee"}
     options = {"enable_fp_fusion": False, "num_warps": 8 if "TYPE" in constants and "PART" in constants else 4}
+    options |= LAUNCHES.get(kernel.fn.__name__, {})
     return triton.compile(source(kernel, constants), target, options).asm
 
 
