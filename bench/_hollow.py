@@ -242,7 +242,7 @@ def _project(rows, tiles, types, *_) -> int:
     n = sum(r.rows * r.columns for r in rows)
     given = sum(r.rows * r.columns for r in rows if r.g)
     narrow = sum(r.r * (r.rows + r.columns) for r in rows)
-    return given * types.g.itemsize + n * types.e.itemsize + 4 * narrow + 8 * tiles.partial_size
+    return given * types.g.itemsize + 4 * n + 4 * narrow + 8 * tiles.partial_size
 
 
 def _orthonormalize(stacks, results) -> int:

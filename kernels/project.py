@@ -58,11 +58,10 @@ class ProjectRow(NamedTuple):
 
 
 class ProjectTypes(NamedTuple):
-    """The dtypes of all rows, and of the header."""
+    """The dtypes of all rows, and of the header; ``e`` and sums are float32."""
 
     narrow: torch.dtype
     out: torch.dtype
-    e: torch.dtype = torch.float32
     g: torch.dtype = torch.float32
     header: torch.dtype = torch.float32
 
@@ -98,11 +97,9 @@ def _project(
     first, chunk = tl.load(tile + 1), tl.load(tile + 2)
     columns, r = tl.multiple_of(tl.load(row + COLUMNS), ALIGN), tl.load(row + RANK)
     down, across = tl.load(row + DOWN), tl.load(row + ACROSS)
-    outputs, depth = columns, tl.load(row)
-    if not TRANSPOSED:
-        outputs, depth = depth, outputs
+    outputs, depth = tl.load(row), columns
     if TRANSPOSED:
-        first = tl.multiple_of(first, ALIGN)
+        outputs, depth, first = depth, outputs, tl.multiple_of(first, ALIGN)
     wide = columns.to(tl.int32)  # offsets inside a tile fit 32 bits
     i, k = first + tl.arange(0, OUTPUTS), tl.arange(0, R)
     local_i, local_j = tl.arange(0, OUTPUTS)[:, None], tl.arange(0, DEPTH)[None, :]
@@ -210,7 +207,7 @@ def project_table(
         [(*row, 0, partial) for row, partial in given],
         tiles.products.device,
         GT=TYPES[types.g],
-        ST=TYPES[types.e],
+        ST=tl.float32,
         NT=TYPES[types.narrow],
         OT=TYPES[types.out],
         HT=TYPES[types.header],
@@ -229,8 +226,7 @@ def project(table: Table, tiles: Tiles, header: Tensor | None) -> None:
     """
     constants = table.constants
     device = table.device
-    dtype = torch.float64 if constants["ST"] == tl.float64 else torch.float32
-    partial = torch.empty(tiles.partial_size, dtype=dtype, device=device)
+    partial = torch.empty(tiles.partial_size, dtype=torch.float32, device=device)
     if header is None:
         addresses, marks = table.with_head(), partial
     else:

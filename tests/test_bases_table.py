@@ -106,7 +106,7 @@ def read_state(optimizer: Any, models: nn.Module) -> list[list[Any]]:
 
 
 def check_consolidated(row: Row, ranks: Ranks) -> None:
-    """What ranks have afterwards is the mean, or rank 0's, as the row says."""
+    """Afterwards all ranks have the mean, or rank 0's, as the row says."""
     before = [read_state(optimizer, own) for _, own, optimizer in ranks]
     ranks.world.consolidate(ranks.optimizers)
     after = [read_state(optimizer, own) for _, own, optimizer in ranks]

@@ -89,7 +89,7 @@ def test_all_other_classes_and_forms_are_too():
 
 
 def beside_hsdp(rank: int) -> dict[str, float]:
-    """Where nothing depends on how tensors are cut: FSDP2 inside the site, and DDP."""
+    """FSDP2 and DDP inside the site are equal where nothing depends on how tensors are cut."""
     mesh, results = make_mesh(), {}
     for name, make_optimizer in {
         "SeparateAdam": lambda params, **options: tracked(params, warmup_steps=9, payload_dtype=None, **options),

@@ -85,7 +85,7 @@ SHAPES = [(96, 160), (64, 130), (70,), (96, 160)]
 
 
 def conserve(make, steps: int = 120) -> tuple[torch.Tensor, float]:
-    """What is missing of all gradients, over the compressed tensors: each parameter has moved by what was applied."""
+    """The part of all gradients that is missing, over compressed tensors: a parameter has moved by what was applied."""
     params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
     optimizer = make(torch.optim.SGD(params, lr=1.0), simulate=True, residual_dtype="int8")
     given = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]

@@ -1,4 +1,4 @@
-"""What is refused, and what docs/ddp.md and docs/huggingface.md say to write in its place, on two ranks."""
+"""Refusals, and what docs/ddp.md and docs/huggingface.md say to write in their place, on two ranks."""
 
 from __future__ import annotations
 

@@ -30,12 +30,11 @@ CONSTANTS = (str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 @dataclass
 class Leaves:
-    """What an entry consists of.
+    """The tensors and numbers that an entry consists of.
 
     ``tensors``: plain ones, of a tensor that consists of others its parts; ``paths``: their names.
-    ``numbers``: where each
-    is, a container and a key. ``kinds``: descriptions, which are equal on ranks whose entries have
-    the same form. ``unknown``: the types of objects that cannot be sent.
+    ``numbers``: a container and a key of each. ``kinds``: descriptions, which are equal on ranks
+    whose entries have the same form. ``unknown``: the types of objects that cannot be sent.
     """
 
     tensors: list[Tensor] = field(default_factory=list)
@@ -45,7 +44,7 @@ class Leaves:
     unknown: set[str] = field(default_factory=set)
     _seen: set[int] = field(default_factory=set)
 
-    def add(self, value: Any, path: str, container: Any = None, key: Any = None) -> None:
+    def add_value(self, value: Any, path: str, container: Any = None, key: Any = None) -> None:
         """Add ``value``, which is under ``key`` in ``container``, and all that it holds."""
         if isinstance(value, torch.nn.Parameter):
             self.kinds.append(f"{path} parameter")
@@ -76,7 +75,7 @@ class Leaves:
         for number, group in enumerate(groups):
             for name in sorted(group.keys() - set(given)):
                 if is_plain_number(group[name]) or isinstance(group[name], Tensor):
-                    self.add(group[name], f"{number}.{name}", group, name)
+                    self.add_value(group[name], f"{number}.{name}", group, name)
 
     def read_numbers(self) -> list[float]:
         return [float(container[key]) for container, key in self.numbers]
@@ -95,7 +94,7 @@ class Leaves:
             self._seen.add(id(container))
         self.kinds.append(f"{path} {len(items)}")
         for key, value in items:
-            self.add(value, f"{path}.{key}", container, key)
+            self.add_value(value, f"{path}.{key}", container, key)
 
     def _add_tensor(self, value: Tensor, path: str) -> None:
         if names := list_parts(value):
@@ -258,7 +257,7 @@ def _say_kept(session: Session, entry: Leaves) -> None:
 def read_leaves(value: Any) -> Leaves:
     """Return what an entry of a state, or another value, consists of."""
     leaves = Leaves()
-    leaves.add(value, "")
+    leaves.add_value(value, "")
     return leaves
 
 

@@ -57,7 +57,7 @@ class PendingResidual:
     residual: Tensor
     state: dict[str, Tensor] = field(default_factory=dict)
 
-    def add(self, residuals: Residuals, i: int, rest: Tensor) -> None:
+    def add_unsent(self, residuals: Residuals, i: int, rest: Tensor) -> None:
         """Add what a further backward has not sent."""
         self.next_residual = residuals.pack(i, residuals.unpack(i, self.next_residual) + rest)
 
@@ -193,7 +193,7 @@ class ReduceScatterBucket(Bucket):
             residuals, number = Residuals(position[0]), position[1]
             rest = rest if self.as_matrix[i] else piece.in_shape(rest)
             if p in pending_residuals:
-                pending_residuals[p].add(residuals, number, rest)
+                pending_residuals[p].add_unsent(residuals, number, rest)
             else:
                 stored = residuals.stored[number]
                 pending_residuals[p] = PendingResidual(residuals.pack(number, rest), stored)

@@ -128,7 +128,7 @@ def run_watching_ranks(optimizer: OptimizerBase, collectives: CollectiveGenerato
                 continue
             try:
                 while not pending.completes_within(LOOK_AFTER):
-                    sentence = explain_missing_rank(session) or absence.look()
+                    sentence = explain_missing_rank(session) or absence.find_absent_ranks()
                     if sentence:
                         post_note(session, Note.LEFT, sentence)
                         raise RankLeft(sentence)
@@ -146,7 +146,7 @@ def run_watching_ranks(optimizer: OptimizerBase, collectives: CollectiveGenerato
         post_note(session, Note.LEFT, f"{who} was interrupted by {name} after step {session.steps}")
         raise
     finally:
-        absence.end()
+        absence.stop_looking()
     withdraw_note(session)
 
 
@@ -167,9 +167,9 @@ class Absence:
         self.is_announced = self.is_told = False
         self.session.absent_ranks = ""
 
-    def look(self) -> str:
-        """Look which ranks wait in this step, and warn of the others. Returns why to raise, if they
-        are to be waited for no longer.
+    def find_absent_ranks(self) -> str:
+        """Find the ranks that do not wait in this step, and warn of them. Returns why to raise, if
+        they are to be waited for no longer.
         """
         session, waited = self.session, time.monotonic() - self.began
         if not self.is_looking:
@@ -180,7 +180,7 @@ class Absence:
             self.is_announced = True
         if waited < NAME_AFTER:
             return ""
-        ranks = self._find_ranks()
+        ranks = self._list_not_waiting()
         session.absent_ranks = ""
         if not ranks:
             return ""
@@ -188,12 +188,12 @@ class Absence:
         session.absent_ranks = f"{list_ranks(ranks)} {have} not come to step {self.step[1] + 1}"
         is_first_waiting = session.comm.rank == min({*range(session.comm.size)} - {*ranks})
         if is_first_waiting and not self.is_told:
-            self._warn(waited)
+            self._warn_of_absent(waited)
         if self.patience is None or waited < self.patience:
             return ""
         return f"{session.absent_ranks} within {waited:.0f} s: {UNEVEN}"
 
-    def _find_ranks(self) -> list[int]:
+    def _list_not_waiting(self) -> list[int]:
         """Return the ranks that do not wait in this step; none if the store does not answer."""
         comm = self.session.comm
         others = [rank for rank in range(comm.size) if rank != comm.rank]
@@ -204,7 +204,7 @@ class Absence:
         pairs = zip(others, texts or (), strict=False)
         return [rank for rank, text in pairs if text != json.dumps(self.step)]
 
-    def _warn(self, waited: float) -> None:
+    def _warn_of_absent(self, waited: float) -> None:
         """Warn, the first time in a run soon, then of long waits only: rank 0 may evaluate."""
         session = self.session
         if waited >= NAME_AGAIN or session.claim_first("late ranks"):
@@ -216,7 +216,7 @@ class Absence:
                 0,  # on this rank, whichever it is
             )
 
-    def end(self) -> None:
+    def stop_looking(self) -> None:
         """Stop looking: the step has ended."""
         self.is_looking = False
         if self in _watched:
@@ -235,21 +235,22 @@ def watch_beside(absence: Absence) -> None:
         return
     _watched.append(absence)
     if not _watchers:
-        _watchers.append(threading.Thread(target=_watch, name="compopt watch", daemon=True))
-        _watchers[0].start()
+        thread = threading.Thread(target=_look_repeatedly, name="compopt watch", daemon=True)
+        _watchers.append(thread)
+        thread.start()
 
 
 _watched: list[Absence] = []  # of the running step, or of the last
 _watchers: list[threading.Thread] = []
 
 
-def _watch() -> None:
+def _look_repeatedly() -> None:
     while True:
         time.sleep(LOOK_AFTER)
         for absence in _watched[:]:
             if time.monotonic() - absence.began > LOOK_AFTER:
                 with contextlib.suppress(Exception):
-                    absence.look()
+                    absence.find_absent_ranks()
             del absence  # and with it the optimizer's session
 
 

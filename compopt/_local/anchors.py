@@ -93,7 +93,7 @@ class AnchorBucket(Bucket):
         return [to_local(p) for p in params] if self.is_dtensor else params
 
     @property
-    def sent(self) -> list[int]:
+    def sent_indices(self) -> list[int]:
         """The indices of the tensors that are part of the exchange."""
         return [i for i, t in enumerate(self.tensors) if t.is_sent]
 
@@ -139,7 +139,9 @@ class AnchorBucket(Bucket):
             values.zero_()
         scale_(values, weight)
         if values.numel() and (self.is_rounded or self.has_residual):
-            Residuals(self).add_to(list(zip(self.sent, self.view_sent(values), strict=True)))
+            Residuals(self).add_to(
+                list(zip(self.sent_indices, self.view_sent(values), strict=True))
+            )
         return self.payload.round()
 
     def encode_failure(self) -> Payload:
@@ -159,12 +161,12 @@ class AnchorBucket(Bucket):
     def feed_back(self) -> None:
         """Set residuals to what rounding has taken off."""
         errors = self.payload.rounding_errors
-        if not self.is_averaged or not self.sent:
+        if not self.is_averaged or not self.sent_indices:
             return
         if errors is not None:
-            Residuals(self).set(list(zip(self.sent, self.view_sent(errors), strict=True)))
+            Residuals(self).set(list(zip(self.sent_indices, self.view_sent(errors), strict=True)))
         elif self.has_residual:
-            Residuals(self).scale(self.sent, 0)
+            Residuals(self).scale(self.sent_indices, 0)
         self.cache.pop("has_residual", None)
 
     def moved_since(self) -> Tensor:

@@ -36,7 +36,7 @@ class MatrixSource:
         self._quantiles: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._counters: dict[int, tuple[tuple[CounterKey, torch.device], Tensor]] = {}
 
-    def release(self) -> None:
+    def release_memory(self) -> None:
         """Free the memory that draws reuse."""
         self._buffer, self._counters = Scratch(), {}
 

@@ -216,7 +216,7 @@ class ProjectingOptimizer(ReducingOptimizer):
         ]
         random = self._draw(bucket, drawn)
         if not any(drawn) and {g["projection"] for g in self._option_groups} == {"tracked"}:
-            self._matrices.release()  # the first step has drawn
+            self._matrices.release_memory()  # the first step has drawn
         for stack in stacks:
             flags, m = [has_basis[i] for i in stack.indices], stack.projection.m
             if all(flags):

@@ -115,7 +115,7 @@ class GlobalShape(Layout):
 
 @dataclass(frozen=True)
 class Int8Blocks(Layout):
-    """What is of layout ``exact`` in a state dict, in blocks of 8 bits."""
+    """Blocks of 8 bits of what has the layout ``exact`` in a state dict."""
 
     dtype: torch.dtype
     exact: Layout

@@ -28,7 +28,14 @@ from .._wire.payload import Scratch, quantized_bits
 WORD = 8  # parts of a message begin at multiples of so many bytes, as views of any dtype need
 
 
-class FSDPAllGather:
+class TorchAllocation:
+    """The memory of a custom collective of FSDP2: torch's own."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class FSDPAllGather(TorchAllocation):
     """The all-gather of one of FSDP2's groups of parameters.
 
     ``dtype``: "int8", or None for FSDP2's own. It refers to no optimizer: ranks do not collect a
@@ -38,9 +45,6 @@ class FSDPAllGather:
     def __init__(self, group: Any, dtype: str | None, ops: Ops):
         self._group, self._bits, self._ops = group, quantized_bits(dtype), ops
         self._layouts: dict[tuple[Shard, ...], GatherLayout] = {}
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -131,7 +135,7 @@ class FreshMemory(Scratch):
 
 
 class GatherLayout:
-    """Where each shard is in FSDP2's flat tensors, of elements or of bytes, and in a message."""
+    """The places of shards in FSDP2's flat tensors, of elements or of bytes, and in a message."""
 
     def __init__(self, shards: Sequence[Shard], ranks: int, bits: int, ops: Ops):
         # FSDP2 gathers different dtypes as bytes

@@ -33,7 +33,7 @@ from .._engine.reducing_optimizer import ReducingOptimizer
 from .._engine.session import Role
 from .._state.shards import longest_part_numel
 from .._wire.collectives import list_mesh_groups
-from ._fsdp_gather import FSDPAllGather
+from ._fsdp_gather import FSDPAllGather, TorchAllocation
 from ._shared import ModuleWatch, call_after_backward, copy_first_parameters
 
 HOOKS = "_post_accumulate_grad_hooks"  # torch's attribute of a parameter
@@ -263,14 +263,11 @@ def _warn_if_shared(group: Any, optimizer: CompressedOptimizer, params: set[Tens
         )
 
 
-class OptimizerReduceScatter:
+class OptimizerReduceScatter(TorchAllocation):
     """The reduce-scatter of one of FSDP2's groups of parameters, by the optimizer."""
 
     def __init__(self, group: Any, optimizer: ReducingOptimizer):
         self._group, self._optimizer = group, weakref.ref(optimizer)
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

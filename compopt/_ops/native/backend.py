@@ -20,9 +20,10 @@ from ..._state.tensors import to_local
 from ..._wire.payload import Payload
 from ..._wire.quantization import QuantizedMean
 from ..operations import Fused, Ops, empty_payload
+from ..update_helpers import is_tracked
 from .blocks import NativeBlocks
 from .build import isa_of_library, load_library
-from .lowrank import is_tracked, multiply_stacks, update_separate
+from .lowrank import multiply_stacks, update_separate
 from .passes import (
     PACK,
     Memory,

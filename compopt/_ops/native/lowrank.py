@@ -7,12 +7,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..._state.buckets import Bucket
 from ..._state.residuals import Opened, Residuals
-from ..._wire.payload import Payload, float_dtype
+from ..._wire.payload import Payload
 from ..update_helpers import FactoredAverages
 from .passes import (
     ADAMW,
@@ -36,13 +35,6 @@ from .updates import (
 LANES = 16  # as in vectors.h: narrow matrices are copied to rows of whole steps
 PRODUCT = Struct("height width r g e right out")
 FACTORED = Struct("height width r R p sent g e w m v step")
-
-
-def is_tracked(bucket: Bucket) -> bool:
-    """True if the bucket's matrices are projected on tracked columns, in float32."""
-    group = bucket.group
-    sent = float_dtype(group.get("payload_dtype")) or bucket.grad_dtype
-    return group.get("projection") == "tracked" and sent != torch.float64
 
 
 def multiply_stacks(

@@ -15,9 +15,9 @@ from torch import Tensor
 from ..._state.buckets import Bucket
 from ..._state.masks import Tensors
 from ..._state.residuals import Residuals
-from ..._wire.payload import Payload, float_dtype
+from ..._wire.payload import Payload
 from ..operations import HYPER
-from ..update_helpers import FactoredAverages
+from ..update_helpers import FactoredAverages, is_tracked
 from .tables import (
     KernelOps,
     bucket_key,
@@ -33,14 +33,7 @@ def can_project(ops: KernelOps, bucket: Bucket) -> bool:
     """True if kernels can project this bucket's gradients on tracked columns; offloaded residuals
     are not on the device.
     """
-    group = bucket.group
-    sent = float_dtype(group.get("payload_dtype")) or bucket.grad_dtype
-    return (
-        group.get("projection") == "tracked"
-        and bucket.device.type == ops.device
-        and bucket.offload is None
-        and torch.float64 not in (sent, bucket.dtype)
-    )
+    return is_tracked(bucket) and bucket.device.type == ops.device and bucket.offload is None
 
 
 def can_orthonormalize(ops: KernelOps, bucket: Bucket) -> bool:
@@ -74,13 +67,8 @@ def multiply_stacks(
     grads = flatten([g for stack in stacks for g in stack.grads])  # copies live until the launch
     residuals = [stack.residual.read() for stack in stacks]
     rows = project_rows(stacks, residuals, right, out, grads)
-    types = kernels.ProjectTypes(
-        right[0].dtype,
-        out[0].dtype,
-        residuals[0].dtype,
-        bucket.grad_dtype,
-        torch.float32 if marks is None else marks.dtype,
-    )
+    marks_dtype = torch.float32 if marks is None else marks.dtype
+    types = kernels.ProjectTypes(right[0].dtype, out[0].dtype, dtype_of(grads), marks_dtype)
     shapes = tuple((row.rows, row.columns, row.r) for row in rows)
     tiles = kernels.project_tiles(shapes, not transposed, bucket.device)
     table = kernels.project_table(rows, tiles, types, not transposed)
@@ -105,6 +93,11 @@ def project_rows(
             row = q.rows, q.columns, q.r, down, across, i, narrow, product, e, g
             rows.append(kernels.ProjectRow(*row))
     return rows
+
+
+def dtype_of(grads: Tensors) -> torch.dtype:
+    """Return the dtype of gradients, which all have; float32 if there is none."""
+    return next((g.dtype for g in grads if g is not None), torch.float32)
 
 
 def addresses_of(tensors: Sequence[Tensor | None]) -> list[int]:
@@ -190,8 +183,9 @@ def _update_factored(batch: LaunchGroup, places: list[Places]) -> None:
         return
     bucket = batch.buckets[0]
     share = max(call.reducer.error_share(factor) for call in calls)
+    grad_dtype = dtype_of([g for of_bucket in grads for g in of_bucket])
     types = kernels.FactoredTypes(
-        calls[0].mean.flat.dtype, bucket.dtype, bucket.grad_dtype, bucket.params[0].dtype
+        calls[0].mean.flat.dtype, bucket.dtype, grad_dtype, bucket.params[0].dtype
     )
     kernels.factored(
         tuple((row.rows, row.columns) for row in rows),
