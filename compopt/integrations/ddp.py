@@ -147,7 +147,7 @@ class Handover:
                     return
                 del self._since[ref]
                 other._session.mark_replaced()
-        if is_inside_site(self.ddp, optimizer):
+        if groups_form_site(self.ddp, optimizer):
             join_site(self.ddp, optimizer)
         this = weakref.ref(self)
         if not any(ref() is optimizer for ref in self._since):
@@ -308,7 +308,7 @@ def _check_handover(ddp: DDP, optimizer: CompressedOptimizer) -> None:
     group = optimizer.comm.group
     # without a group, or with a destroyed one, which the next step reports
     ranks = (None if group is None else list_group_ranks(group)) or ddp_ranks
-    if set(ranks) != set(ddp_ranks) and not is_inside_site(ddp, optimizer):
+    if set(ranks) != set(ddp_ranks) and not groups_form_site(ddp, optimizer):
         raise ValueError(
             f"process_group of the optimizer has ranks {ranks}, DistributedDataParallel's has "
             f"{ddp_ranks}: give both the same group, or groups with one rank in common (DDP the "
@@ -319,7 +319,7 @@ def _check_handover(ddp: DDP, optimizer: CompressedOptimizer) -> None:
 # Sites
 
 
-def is_inside_site(ddp: DDP, optimizer: CompressedOptimizer) -> bool:
+def groups_form_site(ddp: DDP, optimizer: CompressedOptimizer) -> bool:
     """Return True if DDP's ranks are a site, of which the optimizer's group has this rank only, and
     others of other sites.
     """
