@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import statistics
 from collections.abc import Collection
@@ -11,7 +10,8 @@ from typing import Any
 
 from _ladder_model import SIZES
 from _ladder_rows import BASELINES, MAIN, MOMENTA, OUTER_LRS, ROWS
-from _ladder_search import Lines, best_of, list_missing, loss_of
+from _ladder_runs import Lines, best_of, list_missing, loss_of
+from _table import color, drawing
 
 NAMES = dict(zip(BASELINES, ("to_adamw", "to_muon"), strict=True))
 
@@ -104,13 +104,6 @@ def tabulate_outer(runs: Lines, **others: Any) -> list[dict[str, Any]]:
     return table
 
 
-def save(table: list[dict[str, Any]], path: Path) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, table[0].keys())
-        writer.writeheader()
-        writer.writerows(table)
-
-
 def show(table: list[dict[str, Any]]) -> None:
     """Print a table for each size and number of ranks."""
     for size, ranks in dict.fromkeys((line["size"], line["ranks"]) for line in table):
@@ -147,29 +140,18 @@ def show_outer(table: list[dict[str, Any]]) -> None:
 
 def draw(table: list[dict[str, Any]], path: Path) -> None:
     """Loss over DDP + AdamW's and over DDP + Muon's, by size: a line a method, a row of panels a number of ranks."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    counts = sorted({line["ranks"] for line in table})
-    figure, panels = plt.subplots(
-        len(counts), 2, figsize=(12, 4.8 * len(counts)), squeeze=False, sharex=True, layout="constrained"
-    )
-    labels: dict[str, Any] = {}
+    counts, labels = sorted({line["ranks"] for line in table}), {}
     ticks = sorted({line["parameters"] / 1e6 for line in table})
-    for ranks, pair in zip(counts, panels, strict=True):
-        lines = [line for line in table if line["ranks"] == ranks]
-        for axis, (baseline, name) in zip(pair, NAMES.items(), strict=True):
+    with drawing(path, 2, (12, 4.8 * len(counts)), len(counts), sharex=True) as (figure, panels):
+        for axis, (ranks, (baseline, name)) in zip(panels, itertools.product(counts, NAMES.items()), strict=True):
+            lines = [line for line in table if line["ranks"] == ranks]
             labels |= _draw_panel(axis, lines, baseline, name)
             axis.set(xlabel="million parameters", ylabel=f"validation loss / {baseline}'s", title=f"{ranks} ranks")
             axis.set_xscale("log")
             axis.set_xticks(ticks, [f"{tick:.2g}" for tick in ticks])
             axis.minorticks_off()
-    texts = [f"{row}, {_share_of([line for line in table if line['row'] == row])} % of the bytes" for row in labels]
-    figure.legend(labels.values(), texts, loc="outside right upper", frameon=False, fontsize=8)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+        texts = [f"{row}, {_share_of([line for line in table if line['row'] == row])} % of the bytes" for row in labels]
+        figure.legend(labels.values(), texts, loc="outside right upper", frameon=False, fontsize=8)
 
 
 def _share_of(lines: list[dict[str, Any]]) -> str:
@@ -179,8 +161,6 @@ def _share_of(lines: list[dict[str, Any]]) -> str:
 
 def _draw_panel(axis: Any, lines: list[dict[str, Any]], baseline: str, name: str) -> dict[str, Any]:
     """Draw the methods over one baseline. Returns a line of the plot for each."""
-    import matplotlib.pyplot as plt
-
     labels = {}
     for number, row in enumerate(MAIN):
         points = [line for line in lines if line["row"] == row and line[name]]
@@ -189,9 +169,7 @@ def _draw_panel(axis: Any, lines: list[dict[str, Any]], baseline: str, name: str
                 [line["parameters"] / 1e6 for line in points],
                 [line[name] for line in points],
                 marker="o",
-                color=plt.get_cmap("tab20")(2 * number % 19),
+                color=color(number),
             )
     axis.axhline(1, color="black", linewidth=0.8)
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
     return labels

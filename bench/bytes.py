@@ -3,7 +3,7 @@
     python bench/bytes.py                      # GPT-2's shapes up to 355 M, one of 2 and one of 8 ranks: minutes, 6 GB
     python bench/bytes.py --sizes 124M --ranks 64
 
-Nothing crosses a network: one rank runs on a fake process group (_fleet.py), and selects, encodes and counts as always,
+Nothing crosses a network: one rank runs on a fake process group (_fake_ranks.py), and selects, encodes and counts as always,
 masks included. A rank sends its own part of a mask, so more ranks send less each. Saves results/bytes.csv.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from _fleet import fleet
+from _fake_ranks import fake_ranks
 
 import compopt
 
@@ -52,7 +52,7 @@ def measure(size: str, method: str, ranks: int) -> tuple[int, int]:
     torch.manual_seed(0)
     params = list(gpt(*SIZES[size]))
     make, options = METHODS[method]
-    with fleet(ranks) as comm:
+    with fake_ranks(ranks) as comm:
         optimizer = make(params, process_group=comm, **options)
         comm.follow(optimizer)
         for _ in range(STEPS):

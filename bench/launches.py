@@ -3,7 +3,7 @@
     python bench/launches.py                    # all rows, 354.8 M parameters in GPT-2 medium's shapes; under a minute
     python bench/launches.py --only "SCAPE .01" --places
 
-Tensors have no memory and kernels are not run (see _hollow.py), so this shows what is asked, not how long it takes: no
+Tensors have no memory and kernels are not run (see _counting_device.py), so this shows what is asked, not how long it takes: no
 figure here was measured on a GPU. ``launches`` are dispatched operators and Triton kernels; an operator counts once,
 though some (topk, qr) are several kernels. ``waits`` are numbers that the host waits for. ``bytes`` are what operators
 read and write of the device's memory, a parameter, without collectives; fused AdamW's are 28, and ``ms`` is what they
@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _fleet import fleet
-from _hollow import DEVICE, Counts, hollow
+from _counting_device import DEVICE, Counts, counting_device
+from _fake_ranks import fake_ranks
 
 import compopt
 
@@ -95,7 +95,7 @@ ROWS: dict[str, tuple[str, Make, int]] = {
 def count(name: str, params: Params) -> tuple[dict[str, Any], Counts]:
     """One row of the table, without the host's time."""
     backend, make, before = ROWS[name]
-    with fleet(RANKS), hollow(backend), Counts() as counts:
+    with fake_ranks(RANKS), counting_device(backend), Counts() as counts:
         optimizer = make(params)
         for _ in range(before):
             optimizer.step()
@@ -130,7 +130,7 @@ def host(name: str, params: Params) -> tuple[float, float]:
     """
     backend, make, before = ROWS[name]
     times: list[list[float]] = [[], []]
-    with fleet(RANKS), hollow(backend, addresses=False):
+    with fake_ranks(RANKS), counting_device(backend, addresses=False):
         with Counts():
             optimizers = make(params), adamw(params)
             for _ in range(before):
@@ -159,7 +159,7 @@ def tagc(width: int, layers: int, words: int) -> dict[str, Any]:
     device = fake_device.register()
     buckets.DEVICE_BUCKET_BYTES //= 256
     os.environ["COMPOPT_BACKEND"] = "torch"
-    with fake_device.Device(counts=True) as counts, fleet(RANKS, left_by_others=0.08) as comm:
+    with fake_device.Device(counts=True) as counts, fake_ranks(RANKS, left_by_others=0.08) as comm:
         params = [torch.nn.Parameter(torch.randn(p.shape).to(device)) for p in gpt2(width, layers, words, 64)]
         optimizer = compopt.TagcAdamW(params, process_group=comm, warmup_steps=0)
         comm.follow(optimizer)

@@ -3,7 +3,7 @@
     sudo .venv/bin/python bench/links.py                                   # the default table, under six minutes
     sudo .venv/bin/python bench/links.py --rates 100mbit --methods none ddp powersgd32 --ranks 4
 
-All methods of one rate share one set of processes and take turns, block by block (_turns.py). Prints a table per rate
+All methods of one rate share one set of processes and take turns, block by block (_interleave.py). Prints a table per rate
 and saves it in results/ beside this file, as links.csv and links.png or the name that --save gives.
 """
 
@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from _interleave import Runner, interleave, over_links, warn_if_busy
 from _model import Batches, make_model
 from _net import bits_per_second
-from _turns import Runner, over_links, take_turns, warn_if_busy
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
@@ -191,7 +191,7 @@ def work(methods: list[str], rounds: int, steps: int, batch: int) -> None:
         runners.append(Runner(name, *METHODS[name](make_model(), dist.new_group()), batches.next))
         for _ in range(TRIAL if name.endswith("-auto") else SETTLE):
             runners[-1].step()
-    take_turns(runners, rounds, steps)
+    interleave(runners, rounds, steps)
     dist.destroy_process_group()
 
 

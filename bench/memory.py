@@ -5,7 +5,7 @@
     python bench/memory.py --show                   # measure nothing: the table of what is there
 
 Every row is a process of its own that builds one optimizer and steps it under torch's profiler, which notes each
-allocation and release. Gradients are there before. The other ranks are made up (_fleet.py): no message takes time, but
+allocation and release. Gradients are there before. The other ranks are made up (_fake_ranks.py): no message takes time, but
 what one rank has in memory is there: messages, masks on their way, what is gathered. Bytes a parameter of:
 
     saved    what optimizer.state holds, as it is while training; of LocalSteps also anchors and the outer optimizer's
@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from _fleet import fleet
+from _fake_ranks import fake_ranks
 from _model import Batches, make_model
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -139,7 +139,7 @@ def measure(name: str, ranks: int) -> dict:
     params = list(model.named_parameters())
     for _, p in params:
         p.grad = torch.zeros_like(p)
-    with fleet(ranks, 1 - (1 - LEFT_BY_OTHERS) ** (ranks - 1)) as comm, Allocations() as results:
+    with fake_ranks(ranks, 1 - (1 - LEFT_BY_OTHERS) ** (ranks - 1)) as comm, Allocations() as results:
         optimizer = ROWS[name](params, comm)
         if isinstance(optimizer, compopt._engine.optimizer.CompressedOptimizer):
             comm.follow(optimizer)

@@ -16,9 +16,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from _interleave import over_links, warn_if_busy
 from _model import make_model
 from _net import Links
-from _turns import over_links, warn_if_busy
 from links import RESULTS, summarise
 
 from compopt.costmodel import METHODS, Cost, Workload, advise, step_seconds

@@ -5,7 +5,7 @@
 
 A rank on its own ("none"), DDP with AdamW, and LocalSteps around the same AdamW, of 10 M parameters, in one piece with
 each of the delays and in fragments that are exchanged at different steps of a round, take turns in one set of processes
-(_turns.py), block by block of two rounds. Means tell what a run takes, and the slowest step against
+(_interleave.py), block by block of two rounds. Means tell what a run takes, and the slowest step against
 the median whether training stands still once a round; "none" has slow steps too, of which the machine is the cause.
 Over a shaped link DDP is left out: links.py has it. Prints a table a rate, and saves results/rounds.csv.
 """
@@ -19,8 +19,8 @@ import sys
 
 import torch
 import torch.distributed as dist
+from _interleave import Runner, interleave, over_links, warn_if_busy
 from _model import Batches, make_model
-from _turns import Runner, over_links, take_turns, warn_if_busy
 from links import RESULTS, Factory, Method, alone, ddp, fused_adamw
 from torch import nn
 
@@ -49,7 +49,7 @@ def work(shaped: bool, every: int, delays: list[int], fragments: int, blocks: in
         runners.append(Runner(name, *factory(make_model(), dist.new_group()), batches.next))
         for _ in range(every + every // 2):
             runners[-1].step()
-    take_turns(runners, blocks, 2 * every - 1)
+    interleave(runners, blocks, 2 * every - 1)
     dist.destroy_process_group()
 
 

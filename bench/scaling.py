@@ -4,7 +4,7 @@
     python bench/scaling.py --again --sizes 10M --methods "ScapeAdamS 0.01" --ranks 2 64
     python bench/scaling.py --show                        # measure nothing: tables and chart of what is there
 
-The package's own code on a fake process group (_fleet.py): one rank steps on GPT-2's shapes with random gradients, the
+The package's own code on a fake process group (_fake_ranks.py): one rank steps on GPT-2's shapes with random gradients, the
 others are made up, and what it gives its collectives is counted. An all-gather receives N - 1 messages, an all-reduce
 (as a ring) 2 (N - 1) / N of one: columns "sent" and "received" say what crosses the rank's link each way; "handed" is
 what the optimizer counts. Elements "examined" are those among which this rank selects; ms are step()'s processor time
@@ -27,7 +27,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from _fleet import fleet
+from _fake_ranks import fake_ranks
 from _model import GPT, Batches
 from bytes import SIZES as SHAPES
 from bytes import gpt
@@ -91,7 +91,7 @@ def unions(ranks: int) -> float:
         first.zero_grad()
         model(*batches.next()).backward()
         first.step()
-    with fleet(ranks) as comm:
+    with fake_ranks(ranks) as comm:
         optimizer = METHODS["TagcAdamW 0.9875"](list(model.named_parameters()), comm)
         results = [torch.zeros(bucket.shards.mask_bytes, dtype=torch.uint8) for bucket in optimizer._buckets]
         for rank in range(ranks):
@@ -126,7 +126,7 @@ def measure(method: str, size: str, ranks: int, limit: float) -> dict | None:
     torch.manual_seed(0)
     params = parameters(size)
     union = union_at(size, ranks) if method.startswith("Tagc") else None
-    with fleet(ranks, of_others(union, 0.0125) if union else 0.0) as comm:
+    with fake_ranks(ranks, of_others(union, 0.0125) if union else 0.0) as comm:
         optimizer = METHODS[method](params, comm)
         comm.follow(optimizer)
         seconds = []
