@@ -104,6 +104,15 @@ def test_steps_over_links(page):
             check(row[heading], sent, f"{page.stem}, {method}, {heading}")
 
 
+def test_steps_of_tagc_over_links():
+    kept = {(r["rate"], r["method"]): r for name in ("links-updates.csv", "links-tagc.csv") for r in read(name)}
+    labels = {"float32": "", "bfloat16$": "bf16", "int4": "int4"}
+    for label, name in labels.items():
+        row = row_of(table(MEASURED, "step", "loopback"), f"^TagcAdamW 0.9875, .*{label}")
+        for heading in ("1 Gbit/s", "100 Mbit/s"):
+            check(row[heading], kept[RATES[heading], f"tagc0.9875{name}"]["to_ddp"], f"{label}, {heading}")
+
+
 RUNS = {
     r"^DDP \+ AdamW$": "AdamW (DDP)",
     r"^SeparateAdam, rank 16": "SeparateAdam tracked 16, int8",
