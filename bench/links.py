@@ -149,15 +149,8 @@ METHODS: dict[str, Factory] = {
     "radius": ours("RadiusAdamW", density=0.4, interval=200, warmup_steps=1),
     "scape": ours("ScapeAdamS", density=0.01, density_warmup_steps=0),
     "separate": ours("SeparateAdam", projection="gaussian", ratio=16),
-    **{f"tagc{level}": ours("TagcAdamW", sparsity=level) for level in (0.8, 0.9, 0.9875)},
-    **{
-        f"tagc{level}sketch": ours("TagcAdamW", sparsity=level, codec="sketch", sketch_ratio=ratio)
-        for level, ratio in {0.8: 2, 0.9: 4, 0.9875: 10}.items()
-    },
-    **{
-        f"tagc{level}bf16": ours("TagcAdamW", sparsity=level, payload_dtype=torch.bfloat16)
-        for level in (0.8, 0.9, 0.9875)
-    },
+    "tagc0.9875": ours("TagcAdamW", sparsity=0.9875),
+    "tagc0.9875bf16": ours("TagcAdamW", sparsity=0.9875, payload_dtype=torch.bfloat16),
     **{
         f"tagc0.9875{word}": ours("TagcAdamW", sparsity=0.9875, payload_dtype=torch.bfloat16, update_dtype=word)
         for word in ("int8", "int4")
