@@ -11,7 +11,7 @@ from typing import Any
 from _ladder_model import SIZES
 from _ladder_rows import BASELINES, MAIN, MOMENTA, OUTER_LRS, ROWS
 from _ladder_runs import Lines, best_of, list_missing, loss_of
-from _table import color, drawing
+from _table import color, drawing, print_rows
 
 NAMES = dict(zip(BASELINES, ("to_adamw", "to_muon"), strict=True))
 
@@ -104,38 +104,44 @@ def tabulate_outer(runs: Lines, **others: Any) -> list[dict[str, Any]]:
     return table
 
 
+HEADS = {"to_adamw": "x AdamW", "to_muon": "x Muon"}
+COLUMNS = {
+    "loss": ("loss", "9.4f"),
+    "range": ("range", "9.4f"),
+    **{f"{name}{what}": (head, "9.4f") for name in NAMES.values()
+       for what, head in (("", HEADS[name]), ("_range", "range"))},
+    "bytes_percent": ("bytes, %", "9.2f"),
+    "rate": ("lr", ">9"),
+    "outer_lr": ("outer lr", "9g"),
+    "momentum": ("momentum", "9g"),
+    "tried": ("runs", "5d"),
+    "seeds": ("seeds", "5d"),
+}  # fmt: skip
+OUTER = {
+    "size": ("size", ">7"),
+    "ranks": ("ranks", "5d"),
+    "momentum": ("momentum", "9g"),
+    "outer_lr": ("outer lr", "9g"),
+}
+OUTER |= {"loss": ("loss", "9.4f"), "to_best": ("x best", "8.4f"), "lr": ("lr", "8g"), "rates": ("rates", "5d")}
+
+
 def show(table: list[dict[str, Any]]) -> None:
     """Print a table for each size and number of ranks."""
+    about = "{size}: {parameters:,} parameters, {tokens_per_parameter:g} tokens per parameter, {ranks} ranks, "
+    about += "{steps} steps of {batch}, products in {products}"
     for size, ranks in dict.fromkeys((line["size"], line["ranks"]) for line in table):
         lines = [line for line in table if (line["size"], line["ranks"]) == (size, ranks)]
-        about = "{parameters:,} parameters, {tokens_per_parameter:g} tokens per parameter, {ranks} ranks, "
-        about += "{steps} steps of {batch}, products in {products}"
-        print(f"\n{size}: {about.format(**lines[0])}")
-        heads = ("loss", "range", "to AdamW", "range", "to Muon", "range", "bytes", "lr", "outer lr", "momentum")
-        _print_row("", [*heads, "runs", "seeds"])
-        for line in lines:
-            cells = [line[name] for name in ("loss", "range", *_with_ranges())]
-            cells += [f"{line['bytes_percent']:.2f}%", f"{line['lr']:g}" + "*" * line["lr_at_an_edge"]]
-            _print_row(line["row"], [*cells, line["outer_lr"], line["momentum"], line["tried"], line["seeds"]])
+        print("\n" + about.format(**lines[0]))
+        rates = [{"rate": f"{line['lr']:g}" + "*" * line["lr_at_an_edge"]} for line in lines]
+        print_rows([line | rate for line, rate in zip(lines, rates, strict=True)], COLUMNS, "row", 52)
     print("\n*: a rate beside this one has not run: it is not tuned")
-
-
-def _with_ranges() -> list[str]:
-    return [column for name in NAMES.values() for column in (name, f"{name}_range")]
-
-
-def _print_row(name: str, cells: list[Any]) -> None:
-    print(f"{name:<24}" + "".join(f"{'-' if cell is None else cell:>10}" for cell in cells))
 
 
 def show_outer(table: list[dict[str, Any]]) -> None:
     """Print what outer settings ended at, each at the best of the learning rates it was tried with."""
     print("\nOuter settings, one seed; rates: learning rates tried with these")
-    heads = ("size", "ranks", "momentum", "outer lr", "loss", "x best", "lr", "rates")
-    _print_row("", [*heads])
-    for line in table:
-        names = ("size", "ranks", "momentum", "outer_lr", "loss", "to_best", "lr", "rates")
-        _print_row(line["row"], [line[name] for name in names])
+    print_rows(table, OUTER, "row", 52)
 
 
 def draw(table: list[dict[str, Any]], path: Path) -> None:

@@ -142,12 +142,13 @@ def show_seconds(args: argparse.Namespace, products: str) -> None:
 def main() -> None:
     args = parse()
     torch.set_num_threads(1)
-    products = args.products or choose_products(args.device)
+    is_shown = args.show or not args.what  # what is kept has products in bfloat16
+    products = args.products or ("bfloat16" if is_shown else choose_products(args.device))
     others = {"seed": args.seed, "tokens": args.tokens, "products": products}
     if args.what == "seconds":
         show_seconds(args, products)
         return
-    if args.show or not args.what:
+    if is_shown:
         show_all(args.ranks, others | {"seed": 0})
         return
     until = time.time() + 60 * args.minutes
