@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -145,18 +146,18 @@ def show_outer(table: list[dict[str, Any]]) -> None:
 
 
 def draw(table: list[dict[str, Any]], path: Path) -> None:
-    """Loss over DDP + AdamW's and over DDP + Muon's, by size: a line a method, a row of panels a number of ranks."""
-    counts, labels = sorted({line["ranks"] for line in table}), {}
-    ticks = sorted({line["parameters"] / 1e6 for line in table})
-    with drawing(path, 2, (12, 4.8 * len(counts)), len(counts), sharex=True) as (figure, panels):
-        for axis, (ranks, (baseline, name)) in zip(panels, itertools.product(counts, NAMES.items()), strict=True):
-            lines = [line for line in table if line["ranks"] == ranks]
+    """Loss over DDP + AdamW's and over DDP + Muon's, by size, of the ranks and batch of most lines: a line a method."""
+    ((ranks, batch), _) = Counter((line["ranks"], line["batch"]) for line in table).most_common(1)[0]
+    lines = [line for line in table if (line["ranks"], line["batch"]) == (ranks, batch)]
+    ticks, labels = sorted({line["parameters"] / 1e6 for line in lines}), {}
+    with drawing(path, 2, (13, 5)) as (figure, panels):
+        for axis, (baseline, name) in zip(panels, NAMES.items(), strict=True):
             labels |= _draw_panel(axis, lines, baseline, name)
             axis.set(xlabel="million parameters", ylabel=f"validation loss / {baseline}'s", title=f"{ranks} ranks")
             axis.set_xscale("log")
             axis.set_xticks(ticks, [f"{tick:.2g}" for tick in ticks])
             axis.minorticks_off()
-        texts = [f"{row}, {_share_of([line for line in table if line['row'] == row])} % of the bytes" for row in labels]
+        texts = [f"{row}, {_share_of([line for line in lines if line['row'] == row])} % of the bytes" for row in labels]
         figure.legend(labels.values(), texts, loc="outside right upper", frameon=False, fontsize=8)
 
 

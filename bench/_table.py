@@ -57,7 +57,7 @@ def print_rows(rows: Sequence[Row], columns: Columns, name: str, width: int = 40
 
 @contextlib.contextmanager
 def drawing(
-    path: Path, columns: int = 1, size: tuple[float, float] = (9, 5.5), rows: int = 1, dpi: int = 130, **options: Any
+    path: Path, columns: int = 1, size: tuple[float, float] = (9, 5.5), dpi: int = 130, **options: Any
 ) -> Iterator[tuple]:
     """A figure and the list of its axes, without frames; saved as PNG when the context ends."""
     import matplotlib
@@ -65,7 +65,7 @@ def drawing(
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained", **options)
+    figure, panels = plt.subplots(1, columns, figsize=size, squeeze=False, layout="constrained", **options)
     for axis in panels.flat:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)

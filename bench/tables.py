@@ -271,7 +271,7 @@ def draw_width(rows: list[Row]) -> None:
         axis.axvline(1, color="0.3", linestyle=":", linewidth=1)
         axis.set_yticks(range(len(names)), reversed(names))
         axis.set_xlabel("validation loss over AdamW's, after 1,500 steps")
-        axis.legend(frameon=False, loc="lower right")
+        axis.legend(frameon=False, loc="center right")
 
 
 def draw(runs: Runs, rows: list[Row]) -> None:
