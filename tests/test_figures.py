@@ -208,6 +208,24 @@ def test_memory_and_launches():
             check(row[heading], counted[name][key], f"{name}, {heading}")
 
 
+def test_steps_and_kernels_on_one_gpu():
+    rows = table(RESULTS, "124 M: ms", "host, ms")
+    for size in ("124M", "355M"):
+        kept, second = read(f"gpu-steps-{size}.csv"), False
+        for row, line in zip(rows, kept, strict=True):
+            name = next(iter(row.values()))
+            second |= "second machine" in name
+            assert line["row"].split(" (second")[0] in name and ("second machine" in line["row"]) == second
+            check(row[f"{size[:-1]} M: ms"], line["ms"], f"{size}, {name}")
+            if size == "124M":
+                check(row["bytes"], line["state_B"], f"{name}, kept bytes")
+                check(row["bytes"], line["peak_B"], f"{name}, bytes at most", 1)
+    (text,) = re.findall(r"^\*\*Kernels\*\*.*?\n\n", RESULTS.read_text(), re.MULTILINE | re.DOTALL)
+    kernels = {row["kernel"]: row for row in read("gpu-kernels.csv")}
+    for name in ("copy", "pack_bits", "unpack_bits"):
+        check(re.search(rf"{name}`? ([\d.]+)", text)[1], kernels[name]["ms"], name)
+
+
 def test_a_figure_that_is_not_in_the_file_is_seen():
     check("0.79 (2 runs)", "0.794", "here")
     check("1,961 (1,343)", 1342.6, "here", 1)
