@@ -212,11 +212,11 @@ def draw_bytes(rows: list[Row], key: str, name: str) -> None:
     """Loss over a share of the bytes: a point a method, a color a family; dense methods are lines."""
     first = rows[0]
     with drawing(RESULTS / f"{name}.png") as (_, (axis,)):
-        left = [row for row in rows if row["run"] not in (ADAMW, "AdamS")]
+        others = [row for row in rows if row["run"] not in (ADAMW, "AdamS")]
         for n, (label, (begins, ends)) in enumerate(FAMILIES.items()):
-            mine = [row for row in left if row["run"].startswith(begins) and row["run"].endswith(ends)]
-            left = [row for row in left if row not in mine]
-            for row in mine:
+            members = [row for row in others if row["run"].startswith(begins) and row["run"].endswith(ends)]
+            others = [row for row in others if row not in members]
+            for row in members:
                 error = [[row["loss"] - row["low"]], [row["high"] - row["loss"]]]
                 label = axis.errorbar(100 * row[key], row["loss"], error, fmt="o", color=color(n), label=label) and None
         for row in rows:

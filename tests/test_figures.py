@@ -30,8 +30,8 @@ def tables(page: Path) -> Iterator[list[Row]]:
 
 def table(page: Path, *headings: str) -> list[Row]:
     """The only table with these words in its headings."""
-    (found,) = [rows for rows in tables(page) if rows and all(any(h in name for name in rows[0]) for h in headings)]
-    return found
+    (matching,) = [rows for rows in tables(page) if rows and all(any(h in name for name in rows[0]) for h in headings)]
+    return matching
 
 
 def row_of(rows: list[Row], label: str) -> Row:
