@@ -86,7 +86,10 @@ def fine_tune(rank: int, folder: str) -> dict:
         optimizer.zero_grad()
         tokens = torch.stack([dataset()[8 * step + 4 * rank + i]["input_ids"] for i in range(4)])
         ddp(input_ids=tokens, labels=tokens).loss.backward()
-        exec(compile(ADALORA, "docs/lora.md", "exec"), {"torch": torch, "optimizer": optimizer, "model": model, "step": step})
+        exec(
+            compile(ADALORA, "docs/lora.md", "exec"),
+            {"torch": torch, "optimizer": optimizer, "model": model, "step": step},
+        )
     pruned = [name for name, p in model.named_parameters() if "lora_E" in name and not p.all()]
     return results | {"AdaLoRA": differs(model), "pruned": pruned}
 
