@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import re
 import threading
@@ -11,19 +12,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from in_place import as_torchrun_would, example
+from in_place import in_place
 from problems import gradients, replicas, step, weights
 from ranks import run_ranks
 from simple import local_steps, radius_adamw, scape_adams, separate_adam, tagc_adamw
-from test_tracked import first_bases
 from torch import Tensor, nn
 
 import compopt
 
-SHAPES = [(64, 80), (80,), (128, 64), (3, 40, 48), (10, 10)]
+SHAPES = [(64, 80), (80,), (128, 64), (96, 3, 40), (10, 10)]
 EQUAL = [(64, 64), (80,), (64, 64), (64, 64), (10, 10), (64, 64)]  # as many elements a rank, in whole words
 ADAM = dict(lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
-STEPS = 11  # residuals are not zero then: Radius resamples at the 8th and 12th
+STEPS = 9
 CLOSE = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 
@@ -86,15 +86,24 @@ def tracked(params, **options):
     return compopt.SeparateAdam(params, rank=4, warmup_steps=3, payload_dtype=None, **ADAM, **options)
 
 
+def first_bases(optimizer) -> dict[int, Tensor]:
+    """The random Q with which the first step after the dense ones begins, for each projected parameter."""
+    (bucket,), (group,) = optimizer._buckets, optimizer.param_groups
+    group["step"] = group["warmup_steps"]
+    stacks, group["step"] = optimizer.reducer(bucket).stacks, 0
+    number = {p: i for i, p in enumerate(group["params"])}
+    return {number[bucket.params[i]]: Q.clone() for x in stacks for i, Q in zip(x.indices, x.Q, strict=True)}
+
+
 def local(params, **options):
     rounds = dict(every=3, outer_momentum=0.9, payload_dtype=None, every_warmup_steps=0)
     return compopt.LocalSteps(torch.optim.AdamW(params, **ADAM), **rounds, **options)
 
 
-RADIUS = dict(ADAM, density=0.3, interval=4, warmup_steps=3)
+RADIUS = dict(ADAM, density=0.3, interval=5, warmup_steps=3)
 SCAPE = dict(ADAM, density=0.1, density_warmup_steps=4, max_grad_norm=60.0)
 TAGC = dict(ADAM, sparsity=0.9)
-# The class, its twin, the twin's module, and the twin's name of the residual.
+# The class, its twin, and the twin's module.
 TWINS = {
     "SeparateAdam": (tracked, lambda p: separate_adam.SeparateAdam(p, rank=4, warmup_steps=3, **ADAM), separate_adam),
     "RadiusAdamW": (
@@ -144,8 +153,9 @@ def test_a_twin_equals_its_class(name, ranks, dtype, monkeypatch):
     twins = threads.run(lambda rank: make_twin(mine[rank][::-1]))  # as buckets are: in the order of backward
     if name == "SeparateAdam":
         for twin, local_params in zip(twins, mine, strict=True):
-            for i, Q in first_bases(optimizers[0]).items():
-                twin.Q[local_params[i]] = Q.clone()
+            bases = {local_params[i]: Q for i, Q in first_bases(optimizers[0]).items()}
+            assert bases.keys() == twin.Q.keys()
+            twin.Q = bases
     phases = set()
     for t in range(STEPS):
         grads = gradients(ranks, t, shapes, dtype)
@@ -172,29 +182,32 @@ def test_a_twin_equals_its_class(name, ranks, dtype, monkeypatch):
 
 
 def assert_close(got: Tensor, wanted: Tensor, what: str) -> None:
-    close = CLOSE[wanted.dtype]
-    size = max(1.0, float(wanted.detach().abs().max()))
-    worst = float((got.detach() - wanted.detach()).abs().max())
-    assert worst <= close * size, f"{what}: {worst:.2e}, at most {close * size:.2e}"
+    """The distance relative to the tensor, in its root mean square."""
+    distance = float((got.detach() - wanted.detach()).norm() / wanted.detach().norm().clamp_min(1e-30))
+    assert distance <= CLOSE[wanted.dtype], f"{what}: {distance:.2e}"
 
 
 NAMES = ["separate_adam", "radius_adamw", "scape_adams", "tagc_adamw", "local_steps"]
 
 
 def run_all(rank: int) -> list[str]:
-    as_torchrun_would(rank, 2)
-    return [example(f"simple/{name}") for name in NAMES]
+    printed = []
+    for name in NAMES:
+        with in_place() as output:
+            importlib.import_module(f"simple.{name}").main(steps=40)
+        printed.append(output.getvalue())
+    return printed
 
 
 def test_twins_train_in_two_processes():
-    """Rank 0 prints losses and bytes, which both fall as told; the other ranks print nothing."""
+    """Rank 0 prints losses, from log(256) down, and bytes, fewer than DDP's; the other rank prints nothing."""
     printed, silent = run_ranks(run_all, 2)
     assert silent == [""] * len(NAMES)
     for name, text in zip(NAMES, printed, strict=True):
         losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", text)]
         sent, dense = (int(number.replace(",", "")) for number in re.findall(r"([\d,]{5,})", text)[-2:])
-        assert losses[-1] < 2 < losses[0], f"{name}: {losses}"
-        assert 0 < sent < 0.6 * dense, f"{name}: {sent} of {dense}"
+        assert len(losses) == 4 and losses[-1] < 4, f"{name}: {losses}"
+        assert 0 < sent < 0.8 * dense, f"{name}: {sent} of {dense}"
 
 
 @pytest.mark.parametrize("name", NAMES)

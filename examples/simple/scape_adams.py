@@ -100,7 +100,7 @@ class ScapeAdamS(torch.optim.Optimizer):
         return x.div_(dist.get_world_size())
 
 
-def main() -> None:
+def main(steps: int = 200) -> None:
     """Learn to write this file: predict each byte from the 8 bytes before it."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)  # the same start on all ranks
@@ -110,13 +110,13 @@ def main() -> None:
     )  # fmt: skip
     optimizer = ScapeAdamS(model.parameters(), lr=3e-3, betas=(0.9, 0.95), density_warmup_steps=20)
     torch.manual_seed(dist.get_rank())  # other data on each rank
-    for step in range(1, 201):
+    for step in range(1, steps + 1):
         at = torch.randint(len(text) - 8, (64, 1)) + torch.arange(9)
         loss = nn.functional.cross_entropy(model(text[at[:, :8]]), text[at[:, 8]])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if step % 50 == 0 and dist.get_rank() == 0:
+        if step % (steps // 4) == 0 and dist.get_rank() == 0:
             dense = 4 * step * sum(p.numel() for p in model.parameters())
             print(f"step {step}: loss {loss:.3f}, {optimizer.bytes_sent:,} bytes sent, DDP sends {dense:,}")
     dist.destroy_process_group()
