@@ -6,9 +6,8 @@ import functools
 import importlib
 import itertools
 import re
-import threading
-from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +15,8 @@ from in_place import in_place
 from problems import gradients, replicas, step, weights
 from ranks import run_ranks
 from simple import local_steps, radius_adamw, scape_adams, separate_adam, tagc_adamw
-from torch import Tensor, nn
+from torch import Tensor
+from twins import Threads, TwinRanks, start_separate_adam_alike
 
 import compopt
 
@@ -27,72 +27,8 @@ STEPS = 9
 CLOSE = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 
-class Threads:
-    """Stands for ``torch.distributed`` where each thread is a rank."""
-
-    def __init__(self, size: int):
-        self.size, self.barrier, self.own = size, threading.Barrier(size), threading.local()
-        self.tensors: list[Tensor] = [torch.empty(0)] * size
-        self.ReduceOp = torch.distributed.ReduceOp
-
-    def get_rank(self) -> int:
-        return self.own.rank
-
-    def get_world_size(self) -> int:
-        return self.size
-
-    def exchange(self, x: Tensor) -> list[Tensor]:
-        self.tensors[self.own.rank] = x.clone()
-        self.barrier.wait()
-        everyone = [*self.tensors]
-        self.barrier.wait()
-        return everyone
-
-    def all_reduce(self, x: Tensor, op: object = torch.distributed.ReduceOp.SUM) -> None:
-        add = torch.bitwise_or if op == torch.distributed.ReduceOp.BOR else torch.add
-        x.copy_(functools.reduce(add, self.exchange(x)))
-
-    def reduce(self, x: Tensor, dst: int) -> None:
-        total = sum(self.exchange(x))
-        x.copy_(total if self.own.rank == dst else torch.full_like(x, float("nan")))
-
-    def broadcast(self, x: Tensor, src: int) -> None:
-        x.copy_(self.exchange(x)[src])
-
-    def run(self, function: Callable[[int], object]) -> list:
-        """What function(rank) returns on every rank; the first error is raised."""
-        results: list = [None] * self.size
-        errors: list[BaseException] = []
-
-        def work(rank: int) -> None:
-            self.own.rank = rank
-            try:
-                results[rank] = function(rank)
-            except BaseException as error:
-                errors.append(error)
-                self.barrier.abort()
-
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
-        return results
-
-
 def tracked(params, **options):
     return compopt.SeparateAdam(params, rank=4, warmup_steps=3, payload_dtype=None, **ADAM, **options)
-
-
-def first_bases(optimizer) -> dict[int, Tensor]:
-    """The random Q with which the first step after the dense ones begins, for each projected parameter."""
-    (bucket,), (group,) = optimizer._buckets, optimizer.param_groups
-    group["step"] = group["warmup_steps"]
-    stacks, group["step"] = optimizer.reducer(bucket).stacks, 0
-    number = {p: i for i, p in enumerate(group["params"])}
-    return {number[bucket.params[i]]: Q.clone() for x in stacks for i, Q in zip(x.indices, x.Q, strict=True)}
 
 
 def local(params, **options):
@@ -143,38 +79,29 @@ def residual_of(twin, p: Tensor) -> Tensor | None:
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", TWINS)
-def test_a_twin_equals_its_class(name, ranks, dtype, monkeypatch):
+def test_a_twin_equals_its_class(name, ranks, dtype):
     make, make_twin, module = TWINS[name]
     shapes = EQUAL if name in ("ScapeAdamS", "TagcAdamW") else SHAPES  # selection depends on where tensors are cut
     world, params, optimizers = replicas(ranks, weights(shapes, dtype), make)
-    threads = Threads(ranks)
-    monkeypatch.setattr(module, "dist", threads)
-    mine = [[nn.Parameter(w.clone()) for w in weights(shapes, dtype)] for _ in range(ranks)]
-    twins = threads.run(lambda rank: make_twin(mine[rank][::-1]))  # as buckets are: in the order of backward
+    twins = TwinRanks(module, make_twin, weights(shapes, dtype), ranks)
     if name == "SeparateAdam":
-        for twin, local_params in zip(twins, mine, strict=True):
-            bases = {local_params[i]: Q for i, Q in first_bases(optimizers[0]).items()}
-            assert bases.keys() == twin.Q.keys()
-            twin.Q = bases
+        start_separate_adam_alike(twins, optimizers[0])
     phases = set()
     for t in range(STEPS):
         grads = gradients(ranks, t, shapes, dtype)
         step(world, params, optimizers, grads)
+        twins.step(grads)
         phases.add(optimizers[0].stats.phase)
-
-        def step_twin(rank: int, grads=grads) -> None:
-            for p, g in zip(mine[rank], grads[rank], strict=True):
-                p.grad = g.clone()
-            twins[rank].step()
-
-        threads.run(step_twin)
         for rank, i in itertools.product(range(ranks), range(len(shapes))):
-            assert_close(mine[rank][i], params[rank][i], f"parameter {i} of rank {rank} after step {t + 1}")
+            assert_close(twins.all_params[rank][i], params[rank][i], f"parameter {i} of rank {rank} after step {t + 1}")
+        if name == "SeparateAdam":  # whose averages are the twin's gradients
+            norm = torch.stack([p.grad.norm() for p in twins.params]).norm()
+            assert optimizers[0].stats.grad_norm == pytest.approx(float(norm), rel=CLOSE[dtype])
     assert len(phases) > 1 or name == "TagcAdamW", phases
     compared = 0
     for rank, i in itertools.product(range(ranks), range(len(shapes))):
         held = optimizers[rank].state[params[rank][i]].get("residual")
-        residual = residual_of(twins[rank], mine[rank][i])
+        residual = residual_of(twins.twins[rank], twins.all_params[rank][i])
         if held is not None and residual is not None:
             assert_close(residual.view(held.shape), held, f"residual {i} of rank {rank}")
             compared += bool(held.any())
@@ -185,6 +112,31 @@ def assert_close(got: Tensor, wanted: Tensor, what: str) -> None:
     """The distance relative to the tensor, in its root mean square."""
     distance = float((got.detach() - wanted.detach()).norm() / wanted.detach().norm().clamp_min(1e-30))
     assert distance <= CLOSE[wanted.dtype], f"{what}: {distance:.2e}"
+
+
+def test_powersgds_error_has_the_same_mean_and_is_larger_on_every_rank():
+    """PowerSGD keeps h - ghat, the distance from the averaged reconstruction, where line 6 has h - P b^T."""
+    errors, averages = {}, {}
+    for keeps_distance in (False, True):
+        threads = Threads(3)
+        e = [torch.zeros(64, 80, dtype=torch.float64) for _ in range(3)]
+        first = torch.randn(80, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        Q = [first.clone() for _ in range(3)]
+
+        def average(rank: int, grads: list, e=e, Q=Q, keeps_distance=keeps_distance) -> Tensor:
+            h = grads[rank][0] + e[rank]
+            ghat = separate_adam.average_low_rank(grads[rank][0], e[rank], Q[rank])
+            if keeps_distance:
+                e[rank].copy_(h - ghat)
+            return ghat
+
+        with mock.patch.object(separate_adam, "dist", threads):
+            for t in range(20):
+                everyone = threads.run(functools.partial(average, grads=gradients(3, t, [(64, 80)])))
+        errors[keeps_distance], averages[keeps_distance] = e, everyone[0]
+    torch.testing.assert_close(averages[False], averages[True], rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(sum(errors[False]), sum(errors[True]), rtol=1e-7, atol=1e-9)
+    assert all(ours.norm() < theirs.norm() for ours, theirs in zip(errors[False], errors[True], strict=True))
 
 
 NAMES = ["separate_adam", "radius_adamw", "scape_adams", "tagc_adamw", "local_steps"]
