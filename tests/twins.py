@@ -111,5 +111,5 @@ def start_separate_adam_alike(ranks: TwinRanks, optimizer: torch.optim.Optimizer
     bases = {number[bucket.params[i]]: Q for x in stacks for i, Q in zip(x.indices, x.Q, strict=True)}
     for twin, params in zip(ranks.twins, ranks.all_params, strict=True):
         Q_of = {params[i]: Q.to(params[i].dtype, copy=True) for i, Q in bases.items()}
-        assert Q_of.keys() == twin.Q.keys()
+        assert Q_of.keys() == twin.Q.keys() and all(Q.any() for Q in Q_of.values())
         twin.Q = Q_of

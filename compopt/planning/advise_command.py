@@ -33,7 +33,7 @@ from .formatting import (
 )
 from .hardware import DEVICES, find_device
 from .layer_prediction import Layers
-from .probe import read_layer_probe, read_probe
+from .probe import read_probe
 from .scripts import profile_script
 
 # Options, and the arguments of `advise` and `advise_layers` that they are: of both, and of one.
@@ -187,12 +187,9 @@ def layer_arguments(given: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(
             "The layers are missing: give --hidden, --layers, --sequence and --micro-batch."
         )
-    probed = read_layer_probe(given.probed) if given.probed else {}
-    if given.probed and given.tensor not in (None, probed["tensor"]):
-        raise ValueError(f"--probed {given.probed} was measured with --tensor {probed['tensor']}.")
-    if given.device:
-        probed = {name: value for name, value in probed.items() if name not in ("local", "costs")}
-    nbytes = probed.pop("activation_bytes", 2)
+    probed = read_probe(given.probed) if given.probed else {}
+    for name in ("ranks", "interference", *(["local"] if given.device else [])):
+        probed.pop(name, None)
     arguments = {"tensor": 1, "pipeline": 1} | merge_arguments(
         given, COMMON_ARGUMENTS | LAYER_ARGUMENTS, probed, "link latency"
     )
@@ -201,12 +198,11 @@ def layer_arguments(given: argparse.Namespace) -> dict[str, Any]:
         micro_batches = 4 * max(1, arguments["pipeline"])
         arguments["sources"]["micro-batches"] = "assumed"
     if given.memory_bandwidth:
-        speed = find_device(given.device)[0].speed
-        _, *flops = arguments.get("local") or (0, speed.flops_per_s, speed.half_flops_per_s)
-        arguments["local"] = given.memory_bandwidth, *flops
+        _, flops = arguments.get("local") or find_device(given.device)[0].local
+        arguments["local"] = given.memory_bandwidth, flops
         arguments["sources"]["own work"] = "bandwidth given"
     sizes = {name: getattr(given, name) for name in LAYER_SIZES}
-    nbytes = nbytes if given.activation_bytes is None else given.activation_bytes
+    nbytes = 2 if given.activation_bytes is None else given.activation_bytes
     work = Layers(**sizes, micro_batches=micro_batches, activation_bytes=nbytes)
     return arguments | {"work": work}
 
