@@ -377,12 +377,20 @@ def test_ranks_of_one_machine_need_no_link(capsys):
     assert "10 Gbit/s a rank inside one (given)" in capsys.readouterr().out
 
 
+def test_adapters_are_too_narrow_to_project(capsys):
+    main([*GIVEN, "--link", "10mbit", "--parameters", "38M", "--frozen", "13G", "--lora", "8", "--all"])
+    printed = capsys.readouterr().out
+    assert "38 M parameters; 13 GB frozen" in printed and "rank 32, int4" not in printed
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (GIVEN[:2], "The number of ranks is missing: give --ranks, or --probed FILE."),
         ([*GIVEN[:2], "--ranks", "4"], "The link is missing: give --link, the rate at which one rank sends to other"),
         ([*GIVEN, "--save-every", "0"], "save_every must be positive"),
+        ([*GIVEN, "--lora", "16"], "--lora needs --parameters of the adapters, and --frozen of the weights."),
+        ([*GIVEN, "--lora", "0", "--frozen", "13G"], "The rank of adapters must be at least 1; got 0."),
         (GIVEN[2:6], "The model is missing"),
         (GIVEN[:6], "The model is missing"),
         ([*GIVEN, "--ranks", "0"], "ranks must be at least 1"),

@@ -35,6 +35,7 @@ from .hardware import DEVICES, find_device
 from .layer_prediction import Layers
 from .probe import read_probe
 from .scripts import profile_script
+from .workload import Workload
 
 # Options, and the arguments of `advise` and `advise_layers` that they are: of both, and of one.
 COMMON_ARGUMENTS = {
@@ -59,7 +60,7 @@ GRADIENT_ARGUMENTS = {
 LAYER_ARGUMENTS = {"tensor": "tensor", "pipeline": "pipeline"}
 LAYER_SIZES = ("hidden", "layers", "sequence", "micro_batch")
 # Options of only one of the two kinds of advice.
-GRADIENT_OPTIONS = (*GRADIENT_ARGUMENTS, "parameters", "profile", "plot")
+GRADIENT_OPTIONS = (*GRADIENT_ARGUMENTS, "parameters", "lora", "profile", "plot")
 LAYER_OPTIONS = (*LAYER_SIZES, "micro_batches", "activation_bytes")
 
 
@@ -85,6 +86,8 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     add("--save-every", type=int, metavar="N", help=saves)
     frozen = "of weights that are not trained, such as LoRA's base, for example 14G"
     add("--frozen", type=parse_quantity, metavar="BYTES", help=frozen)
+    lora = "--parameters are of adapters of this rank on the weights of --frozen"
+    add("--lora", type=int, metavar="RANK", help=lora)
     add("--probed", metavar="FILE", help="written by compopt.probe: ranks, link, local speed")
     add("--device", choices=DEVICES, help="for the speed of local work, and memory (else a100)")
     add("--memory-bandwidth", type=parse_quantity, metavar="BYTES", help="a second, as 3.3T")
@@ -164,7 +167,12 @@ def gradient_arguments(given: argparse.Namespace) -> dict[str, Any]:
             "or --probed FILE. If all ranks are in one machine, --ranks-per-node "
             f"{arguments['ranks']} says so."
         )
-    if given.parameters:
+    if given.lora is not None and not (given.parameters and given.frozen):
+        raise ValueError("--lora needs --parameters of the adapters, and --frozen of the weights.")
+    if given.lora is not None:
+        size = round(given.parameters)
+        arguments["model"] = Workload.of_adapters(size, given.lora, given.frozen)
+    elif given.parameters:
         arguments["model"] = round(given.parameters)
     if given.profile:
         step_s, work = profile_script(given.profile[0], given.profile[1:])
