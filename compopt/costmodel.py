@@ -8,7 +8,7 @@ numbers out.
 - `fit` and `fit_communication` find the constants of both from measured points.
 """
 
-from .planning.activation_advice import LayersAdvice, advise_layers
+from .planning.activation_advice import Layers, LayersAdvice, advise_layers
 from .planning.advice import Advice, advise
 from .planning.hardware import (
     DEVICES,
@@ -18,7 +18,6 @@ from .planning.hardware import (
     all_gather_seconds,
     all_reduce_seconds,
 )
-from .planning.layer_prediction import Layers
 from .planning.losses import LOSSES, Measurement
 from .planning.measurement import Fit, fit, fit_communication
 from .planning.methods import METHODS, Cost, Method

@@ -5,11 +5,16 @@ from __future__ import annotations
 import io
 import json
 from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 
 import pytest
 
+import compopt
 from compopt.costmodel import Layers, advise_layers
 from compopt.planning.advise_command import main
+
+
+ROOT = Path(compopt.__file__).parent
 
 
 def asked(line: str) -> str:
@@ -42,6 +47,13 @@ def test_the_command_says_where_every_number_is_from():
     assert "and 30 ms a message (assumed: --wan)" in asked(f"{COMMAND} --wan")
     assert "and 2 ms a message (given)" in asked(f"{COMMAND} --latency 2")
     assert "as they are" in asked(f"{COMMAND} --loss-budget 0") and "Use " in asked(f"{COMMAND} --loss-budget 0.9")
+
+
+def test_advice_on_activations_has_one_entry():
+    """What counts bytes, predicts steps and chooses is imported by ``activation_advice`` and by each other alone."""
+    inner = {"activation_costs", "layer_prediction"}
+    paths = [path for path in ROOT.rglob("*.py") if path.stem not in {*inner, "activation_advice"}]
+    assert len(paths) > 100 and not [p.name for p in paths if any(f"{name} import" in p.read_text() for name in inner)]
 
 
 FILE = {"ranks": 2, "link_bits_per_s": 1e9, "latency_s": 1e-4, "local": [1e10, 1e11], "interference": [0.0, 0.0]}

@@ -28,6 +28,8 @@ from .layer_prediction import (
     predict_layer_rows,
 )
 
+__all__ = ["Layers", "LayersAdvice", "advise_layers"]
+
 # Steps within this of the fastest are as fast.
 AS_FAST = 1.0005
 

@@ -23,7 +23,7 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .activation_advice import advise_layers
+from .activation_advice import Layers, advise_layers
 from .advice import WAN_LATENCY, advise
 from .figures import plot_speedups
 from .formatting import (
@@ -32,7 +32,6 @@ from .formatting import (
     print_report,
 )
 from .hardware import DEVICES, find_device
-from .layer_prediction import Layers
 from .probe import read_probe
 from .scripts import profile_script
 from .workload import Workload

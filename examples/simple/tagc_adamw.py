@@ -16,9 +16,10 @@ this rank's gradient of it, acc_n its residual. Lines are the paper's, which sto
         AdamW steps the shard by G
         parameters <- all shards, gathered
 
-It equals ``compopt.TagcAdamW`` with the same arguments where shards are whole words of 64 elements, which is where the
-class cuts; its ``codec="sketch"`` encodes line 5 as the paper does. If it has the names of parameters, the class does
-not compress projections to queries, keys and values (section 3.2). It shards the moments of dense tensors, too.
+It equals ``compopt.TagcAdamW`` with the same arguments for parameters in the order of backward, the last of the model
+first, where shards are whole words of 64 elements: there the class cuts. Its ``codec="sketch"`` encodes line 5 as the
+paper does. If it has the names of parameters, it does not compress projections to queries, keys and values (section
+3.2). It shards the moments of dense tensors, too.
 
 Run it: torchrun --nproc-per-node 2 examples/simple/tagc_adamw.py
 """
