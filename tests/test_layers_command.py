@@ -13,7 +13,6 @@ import compopt
 from compopt.costmodel import Layers, advise_layers
 from compopt.planning.advise_command import main
 
-
 ROOT = Path(compopt.__file__).parent
 
 

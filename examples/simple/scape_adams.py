@@ -14,9 +14,9 @@ which is 0 off the mask of the step before. Lines are the paper's::
     19  v <- b2 m_old^2 + (1 - b2) G^2                            # is not kept
     21  w <- w - lr (mhat / (sqrt(vhat) + eps) + weight_decay w)
 
-It equals ``compopt.ScapeAdamS`` with the same arguments for tensors of equal size, as many on each rank, the last of the
-model first: the class cuts tensors where that gives all ranks equally many elements to select from. It sends masks as
-bits or codes, and gathers them while ranks train on. Printed line 18 scales G in v only, and line 20, left out here,
+It equals ``compopt.ScapeAdamS`` with the same arguments for tensors of equal size, as many on each rank, the last of
+the model first: the class cuts tensors where that gives all ranks equally many elements to select from. It sends masks
+as bits or codes, and gathers them while ranks train on. Printed line 18 scales G in v only, and line 20, left out here,
 lacks a square root.
 
 Run it: torchrun --nproc-per-node 2 examples/simple/scape_adams.py
