@@ -131,8 +131,6 @@ def check(answers: dict[int, dict[str, object]], when: str) -> None:
         assert answer["as it was"] and "error" in answer, answer
         if when == "the step":
             assert str(answer["error"]).startswith("CommunicationError: step 7 was not applied"), answer
-            answer
-        )
     assert len({(answer["sum"], answer["residual"]) for answer in answers.values()}) == 1, answers
     assert answers[0]["residual"]
 
