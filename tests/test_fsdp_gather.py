@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +18,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import compopt
+from compopt._ops.operations import Ops
+from compopt.integrations._fsdp_gather import FSDPAllGather
 
 
 def separate(model: nn.Module, **options) -> compopt.SeparateAdam:
@@ -129,6 +133,22 @@ def in_bfloat16(rank: int) -> dict[str, object]:
     # a value in the middle of two multiples may take the other one
     other = max(float((p != seen[n]).float().mean()) for n, p in wanted.items())
     return {"dtypes": dtypes == {torch.bfloat16}, "other": other}
+
+
+class OneParam:
+    """A parameter as FSDP2 describes it."""
+
+    def __init__(self, encodes_itself: bool = False):
+        self.param_dtype, self.orig_dtype, self.sharded_param = None, torch.float32, torch.zeros(64, 64)
+        self._sharded_param_data = torch.zeros(32 * 64)
+        self._sharded_local_tensor = SimpleNamespace(**({"fsdp_pre_all_gather": None} if encodes_itself else {}))
+
+
+def test_what_encodes_itself_is_left_alone():
+    for encodes_itself in (False, True):
+        group = SimpleNamespace(fsdp_params=[OneParam(), OneParam(encodes_itself)], is_sharded_post_forward=False)
+        layout = FSDPAllGather(group, "int8", Ops())._find_layout(torch.zeros(2 * 32 * 64), 2)
+        assert (layout is None) == encodes_itself
 
 
 class Adapted(nn.Module):

@@ -127,6 +127,25 @@ def test_in_expectation_gradients_are_applied_or_stay_in_residuals(backend, make
     assert missing.any()  # rounded indeed
 
 
+@pytest.mark.parametrize("backend", ["torch", "native"], indirect=True)
+def test_what_is_set_or_added_is_rounded_at_random(backend):
+    """A value of a third of a unit is stored as 0 or as a unit, in a third of all steps."""
+    params = [nn.Parameter(torch.zeros(64, 128))]
+    optimizer = compopt.SeparateAdam(params, simulate=True, rank=4, residual_dtype="int8")
+    bucket = optimizer._buckets[0]
+    residuals, value = Residuals(bucket), torch.full((64, 128), 1 / 3)
+    value[:, 0] = 127
+    for store in (residuals.set, residuals.add):
+        units_stored = []
+        for bucket.group["step"] in range(9):
+            residuals.clear()
+            store([(0, value)])
+            units_stored.append(residuals.read(0)[:, 1:].clone())
+        units_stored = torch.stack(units_stored)
+        assert units_stored.unique().tolist() == [0, 1] and float(units_stored.mean()) == pytest.approx(1 / 3, abs=0.02)
+        assert not torch.equal(*units_stored[:2])
+
+
 # Options and state
 
 RESIDUALS = {
