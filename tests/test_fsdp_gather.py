@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp_models import Two, apart, cut, loss, make, train, whole
 from ranks import run_ranks
+from sim import Ranks
 from test_ddp_refusals import catch_message
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -120,6 +121,30 @@ def beside_straight_through(rank: int, ranks: int) -> float:
             p.data = master
         sgd.step()
     return apart(model, wanted) / apart(make(), wanted)
+
+
+def beside_simulated_ranks(rank: int, ranks: int) -> float:
+    """With residuals in int8 too, beside ranks of one process that compute with weights rounded by the definition."""
+    options = dict(lr=1e-2, rank=4, warmup_steps=2, payload_dtype=None, residual_dtype="int8")
+    model = cut(make())
+    train(model, compopt.SeparateAdam(model.parameters(), gather_dtype="int8", **options), range(7), rank)
+    simulated = Ranks(ranks, make, lambda params, **group: compopt.SeparateAdam(params, **options, **group))
+
+    def loss_of(net: nn.Module, who: int, step: int) -> Tensor:
+        weights = {n: p + (rounded(p.detach(), ranks) - p.detach()) for n, p in net.named_parameters()}
+        return torch.func.functional_call(Loss(net), {f"net.{n}": w for n, w in weights.items()}, (step, who))
+
+    simulated.train(loss_of, 7)
+    return apart(model, simulated.models[0]) / apart(make(), simulated.models[0])
+
+
+class Loss(nn.Module):
+    def __init__(self, net: nn.Module):
+        super().__init__()
+        self.net = net
+
+    def forward(self, step: int, who: int) -> Tensor:
+        return loss(self.net, step, who)
 
 
 def in_bfloat16(rank: int) -> dict[str, object]:
@@ -270,6 +295,7 @@ def used(rank: int) -> dict[str, object]:
     ranks = dist.get_world_size()
     return {
         "straight through": beside_straight_through(rank, ranks),
+        "simulated": beside_simulated_ranks(rank, ranks),
         "bfloat16": in_bfloat16(rank),
         "frozen": frozen(rank),
         "ways": other_ways(rank),
@@ -284,6 +310,10 @@ def uses(request):
 
 def test_training_is_straight_through_rounded_weights(uses):
     assert max(rank["straight through"] for rank in uses) < 1e-6
+
+
+def test_gathers_and_residuals_in_int8_are_those_of_simulated_ranks(uses):
+    assert max(rank["simulated"] for rank in uses) < 1e-6, uses
 
 
 def test_mixed_precision_is_kept(uses):
