@@ -1,4 +1,4 @@
-"""Bytes a parameter that SeparateAdam holds inside FSDP2 on real gloo ranks, and takes on top between backward and step.
+"""Bytes a parameter that SeparateAdam holds inside FSDP2 on real gloo ranks, and takes on top until step().
 
     python bench/fsdp_memory.py --ranks 2 8      # a minute or two
 
