@@ -23,9 +23,10 @@ from _model import GPT, Batches
 from torch import Tensor
 
 from compopt._ops.native import build
-from compopt._ops.native.quantization import make_mean
+from compopt._ops.native.quantization import NativeCodec
+from compopt._wire.codec import QuantizedCodec
 from compopt._wire.payload import ROW, Payload, Scratch, packed_bytes
-from compopt._wire.quantization import LARGEST, QuantizedMean, pack_int4, quantize_rows
+from compopt._wire.quantization import LARGEST, pack_int4, quantize_rows
 
 FILE = Path(__file__).parent / "results" / "rounding.csv"
 ROWS = (16, 32, 64, 128, 256, 512, 4096)
@@ -92,16 +93,16 @@ def works(bits: int) -> list[Callable[[], None]]:
             pack_int4(quantized.view(-1), out)
 
     flat = torch.cat([torch.ones(5), x.view(-1)])
-    payload = Payload(flat, 3, 2, [N], (1,), dropped.view(-1), scratch, bits)
 
-    def mean(make: Callable[[Payload, int, int], QuantizedMean]) -> None:
-        part = make(payload, 0, 2)
+    def mean(codec: QuantizedCodec) -> None:
+        payload = Payload(flat, 3, 2, [N], codec, dropped.view(-1), (1,), scratch)
+        part = codec.make_mean(payload, 0, 2)
         received = part.encode_for_owners()
         mine = part.average_own_chunk(received)
         part.decode_mean(torch.stack([mine, mine]))
 
-    passes = functools.partial(make_mean, build.load_library())
-    return [rounding, functools.partial(mean, QuantizedMean), functools.partial(mean, passes)]
+    passes = NativeCodec(build.load_library(), bits)
+    return [rounding, functools.partial(mean, QuantizedCodec(bits)), functools.partial(mean, passes)]
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ from ._state.buckets import Bucket
 from ._state.layouts import Layout
 from ._state.masks import Mask
 from ._wire.collectives import ProcessGroup
-from ._wire.payload import PayloadDtype, quantized_bits
+from ._wire.payload import PayloadDtype
 from ._wire.requests import Agree, RequestGenerator
 
 
@@ -122,8 +122,7 @@ class Average(Wrapper, ReducingOptimizer):
         A reduce-scatter carries floats only; quantized values use an all-reduce, of which each rank
         keeps its part.
         """
-        is_quantized = quantized_bits(bucket.group["payload_dtype"]) is not None
-        if is_quantized:
+        if bucket.codecs[bucket.group["payload_dtype"]].bits:
             return AllReduceReducer(bucket, self.ops, Mask(bucket))
         return ReduceScatterReducer(bucket, self.ops)
 

@@ -72,8 +72,9 @@ from ._state.buckets import Bucket
 from ._state.layouts import Bits, Layout, LocalShape, OnMask, Sharded
 from ._state.masks import Mask, sizes_at_density
 from ._state.residuals import Residuals
+from ._wire.codec import PAYLOAD_CODECS
 from ._wire.collectives import ProcessGroup
-from ._wire.payload import Payload, PayloadDtype, quantized_bits
+from ._wire.payload import Payload, PayloadDtype
 from ._wire.requests import Agree, AllGather, AllReduceMean, RequestGenerator, RunBatched
 
 CHOICES: dict[str, tuple[object, ...]] = {
@@ -314,7 +315,7 @@ class ScapeAdamS(CompressedOptimizer):
         check_steps(group, "density_warmup_steps")
         for name, choices in CHOICES.items():
             require_option(group[name] in choices, group, name, " or ".join(map(repr, choices)))
-        is_float = quantized_bits(group["payload_dtype"]) is None
+        is_float = PAYLOAD_CODECS[group["payload_dtype"]].bits is None
         wanted = "None or a floating-point dtype where state is sharded"
         require_option(is_float or not self.sharded, group, "payload_dtype", wanted)
 

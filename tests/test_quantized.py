@@ -18,6 +18,7 @@ from table import CASES, Case, by_name
 from torch import nn
 
 import compopt
+from compopt._wire.codec import QuantizedCodec
 from compopt._wire.payload import Payload, Scratch
 from compopt._wire.quantization import (
     ROW,
@@ -122,7 +123,7 @@ def payloads(ranks: int, lengths: list[int], dtype: torch.dtype = torch.float32,
     for rank in range(ranks):
         flat = torch.randn(5 + sum(lengths), generator=torch.Generator().manual_seed(rank), dtype=dtype)
         rounding_errors = torch.empty(sum(lengths), dtype=dtype)
-        made.append(Payload(flat, 3, 2, lengths, (4, 0), rounding_errors, bits=bits))
+        made.append(Payload(flat, 3, 2, lengths, QuantizedCodec(bits), rounding_errors, (4, 0)))
     return made
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from .._state.buckets import Bucket
 from .._state.layouts import Layout, TensorInfo
 from .._state.tensors import to_local
-from .._wire.payload import dtype_name
+from .._wire.codec import dtype_name
 from .._wire.warning import warn
 from .collective_generators import CollectiveGenerator
 from .optimizer_base import OptimizerBase

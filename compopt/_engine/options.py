@@ -17,8 +17,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from .._wire.codec import CODEC_NAMES, dtype_name, find_codec
 from .._wire.collectives import get_rank
-from .._wire.payload import PAYLOAD_DTYPE_NAMES, dtype_name, is_payload_dtype, quantized_bits
 from .._wire.warning import warn
 from .dense_start import TRIAL_OPTIONS
 
@@ -210,10 +210,11 @@ def check_payload_and_clip(group: dict[str, Any], keeps_all_errors: bool = False
     norm, dtype = group["max_grad_norm"], group["payload_dtype"]
     is_limit = norm is None or (is_numeric(norm) and norm > 0)
     require_option(is_limit, group, "max_grad_norm", "None or > 0")
-    wanted = f"None, {PAYLOAD_DTYPE_NAMES} or the torch.dtype of that name"
-    require_option(is_payload_dtype(dtype), group, "payload_dtype", wanted)
+    wanted = f"None, {CODEC_NAMES} or the torch.dtype of that name"
+    codec = find_codec(dtype)
+    require_option(codec is not None, group, "payload_dtype", wanted)
     group["payload_dtype"] = dtype_name(dtype)
-    if not keeps_all_errors and quantized_bits(dtype) == 2:
+    if not keeps_all_errors and codec is not None and codec.bits == 2:
         raise ValueError(
             f"payload_dtype={dtype!r} is for Average and LocalSteps, which keep the rounding error "
             "of every tensor; other classes keep only that of compressed ones. Use 'int4'."

@@ -27,6 +27,7 @@ from .._state.offload import Offload
 from .._state.residuals import Residuals
 from .._state.shards import cut_evenly
 from .._state.tensors import is_accelerator, to_local
+from .._wire.codec import PAYLOAD_CODECS
 from .._wire.collectives import (
     Communicator,
     ProcessGroup,
@@ -37,7 +38,6 @@ from .._wire.collectives import (
     is_outdated,
     make_shard_communicators,
 )
-from .._wire.payload import bytes_per_value
 from .._wire.warning import warn
 from .decision import StepDecision
 from .dense_start import Trial, begin_trial
@@ -336,8 +336,7 @@ class Session:
             if optimizer.sharded:
                 comm = self.comm
                 bucket.shards = cut_evenly(bucket.lengths, bucket.compressed, comm.rank, comm.size)
-            bucket.mean_factory = self.ops.quantized_mean_factory(bucket)
-            bucket.blocks = self.ops.blocks
+            bucket.codecs, bucket.blocks = self.ops.codecs, self.ops.blocks
             self._fill_state(bucket, optimizer._bucket_layouts(bucket), optimizer.state)
             optimizer.rebuild_cache(bucket)
         optimizer.after_layout()
@@ -397,8 +396,7 @@ class Session:
         self.ops = fall_back_to_torch(self.comm.rank)
         self.options.checksum = None
         for bucket in self.buckets:
-            bucket.mean_factory = self.ops.quantized_mean_factory(bucket)
-            bucket.blocks = self.ops.blocks
+            bucket.codecs, bucket.blocks = self.ops.codecs, self.ops.blocks
             optimizer.rebuild_cache(bucket)
         optimizer.on_fallback()
 
@@ -500,5 +498,5 @@ class Session:
 def estimate_bytes_sent(optimizer: OptimizerBase, bucket: Bucket) -> float:
     """Estimate the bytes of a bucket's payload in a compressed step."""
     values = optimizer.values_in_payload(bucket, 2)
-    size = bytes_per_value(bucket.group.get("payload_dtype"), bucket.grad_dtype)
+    size = PAYLOAD_CODECS[bucket.group.get("payload_dtype")].bytes_per_value(bucket.grad_dtype)
     return size * (bucket.numel if values is None else values)

@@ -249,7 +249,7 @@ class Anchors:
             bucket = AnchorBucket(len(self.buckets), group, flat, anchors, dtype)
             bucket.tensors = [Anchored(p, number, a) for p, a in zip(run, anchors, strict=True)]
             added.update((id(t.param), t) for t in bucket.tensors)
-            bucket.mean_factory = self.ops.quantized_mean_factory(bucket)
+            bucket.codecs = self.ops.codecs
             bucket.blocks = self.ops.blocks
             bucket.scratch = self._scratch
             bucket.replicate_size = get_replicate_size(run[0], self._shards)
@@ -302,7 +302,7 @@ class Anchors:
         """Quantize by PyTorch's operators, because ranks have chosen different backends."""
         self.ops = ops
         for bucket in self.buckets:
-            bucket.mean_factory, bucket.blocks = ops.quantized_mean_factory(bucket), ops.blocks
+            bucket.codecs, bucket.blocks = ops.codecs, ops.blocks
 
     @torch.no_grad()
     def note_training(self, params: Sequence[Tensor]) -> None:

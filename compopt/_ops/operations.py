@@ -21,9 +21,8 @@ from .._state.blocks import BlockCodec
 from .._state.buckets import Bucket
 from .._state.masks import Mask, Tensors
 from .._state.residuals import Residuals
-from .._wire import quantization
+from .._wire.codec import PAYLOAD_CODECS
 from .._wire.payload import CACHE_ELEMENTS, Payload, Scratch, block_size
-from .._wire.quantization import QuantizedMean
 from . import norms, reference
 
 HYPER = ("betas", "eps", "weight_decay", "maximize")
@@ -92,6 +91,8 @@ class Ops:
     reason = ""  # why it was chosen
     automatic = False  # chosen by itself, not by name
     fused: Mapping[str, Fused] = {}  # by the ``reference_key`` of what they replace
+    codecs = PAYLOAD_CODECS  # of payloads
+    blocks = BlockCodec()  # of state in 8 bits
 
     def __init__(self) -> None:
         self._scratch = Scratch()
@@ -235,23 +236,6 @@ class Ops:
         if index.dtype == torch.int64:
             return index
         return self.scratch(index, index.numel(), torch.int64).copy_(index)
-
-    # int8, int4 and int2
-
-    blocks = BlockCodec()
-
-    def quantized_mean_factory(
-        self, bucket: Bucket
-    ) -> Callable[[Payload, int, int], QuantizedMean] | None:
-        """Return a function that makes the mean of the bucket's quantized payloads; None: that of
-        ``QuantizedMean``.
-        """
-        return None
-
-    quantize, dequantize = (
-        staticmethod(quantization.quantize_chunk),
-        staticmethod(quantization.dequantize_chunk),
-    )
 
     # Updates
 

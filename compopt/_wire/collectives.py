@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .codec import QuantizedCodec, QuantizedMean
 from .payload import Payload
-from .quantization import make_quantized_mean
 from .requests import (
     AllGather,
     AllReduceMean,
@@ -304,8 +304,10 @@ class Communicator:
         return pending
 
     def _all_reduce_mean(self, request: AllReduceMean, description: str) -> PendingCollective:
-        if isinstance(request.message, Payload) and request.message.seed is not None:
-            return self._quantized_mean(request.message, description, request.has_next)
+        message = request.message
+        if isinstance(message, Payload) and isinstance(message.codec, QuantizedCodec):
+            mean = message.codec.make_mean(message, self.rank, self.size)
+            return self._quantized_mean(mean, description, request.has_next)
         tensor = request.tensor
         if self.size == 1:
             return PendingCollective(description, None, lambda: request.message)
@@ -321,13 +323,12 @@ class Communicator:
         return PendingCollective(description, work, divide, request.has_next)
 
     def _quantized_mean(
-        self, payload: Payload, description: str, has_next: bool
+        self, mean: QuantizedMean, description: str, has_next: bool
     ) -> PendingCollective:
         """Send every rank its chunk, which it averages; then gather the averages."""
-        mean = make_quantized_mean(payload, self.rank, self.size)
         if self.size == 1:
             mean.round_payload()
-            return PendingCollective(description, None, lambda: payload)
+            return PendingCollective(description, None, lambda: mean.payload)
         try:
             with profiler_range("compopt::encode"):
                 sent = mean.encode_for_owners()
@@ -343,7 +344,7 @@ class Communicator:
 
             def decode() -> Payload:
                 mean.decode_mean(rows)
-                return payload
+                return mean.payload
 
             return PendingCollective(description, work, decode, has_next)
 

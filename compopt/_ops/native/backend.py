@@ -8,7 +8,7 @@ divided among them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from ..._state.buckets import Bucket
 from ..._state.masks import Mask, Tensors
 from ..._state.residuals import Residuals
 from ..._state.tensors import to_local
+from ..._wire.codec import make_codecs
 from ..._wire.payload import Payload
-from ..._wire.quantization import QuantizedMean
 from ..operations import Fused, Ops, empty_payload
 from ..update_helpers import is_tracked
 from .blocks import NativeBlocks
@@ -35,7 +35,7 @@ from .passes import (
     mask_sizes,
     run_over_rows,
 )
-from .quantization import dequantize, make_mean, quantize
+from .quantization import NativeCodec
 from .selection import NativeSelection, NativeTopK
 from .updates import NativeUpdates, raise_bad_row, update_adams, update_adamw, update_scape
 
@@ -52,14 +52,8 @@ class NativeOps(NativeUpdates, NativeTopK):
         super().__init__()
         self.library = load_library()
         self.isa = isa_of_library(self.library)
-        self.quantize = functools.partial(quantize, self.library)
-        self.dequantize = functools.partial(dequantize, self.library)
+        self.codecs = make_codecs(functools.partial(NativeCodec, self.library))
         self.blocks = NativeBlocks(self.library)
-
-    def quantized_mean_factory(
-        self, bucket: Bucket
-    ) -> Callable[[Payload, int, int], QuantizedMean] | None:
-        return functools.partial(make_mean, self.library) if bucket.device.type == "cpu" else None
 
     def positions(self, bits: Tensor, n: int, size: int | None = None) -> Tensor:
         if not fits(bits, 0, torch.uint8) or n >= 2**31:

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._wire import quantization
+from ..._wire.codec import MessageLayout, QuantizedCodec, QuantizedMean, Seed
 from ..._wire.payload import ROW, Payload, Scratch, packed_bytes
-from ..._wire.quantization import Chunk, QuantizedMean, noise_offset, noise_table, pack_int4
+from ..._wire.quantization import Chunk, noise_offset, noise_table, pack_int4
 from .passes import Table, address, is_plain, run_over_rows
 
 
@@ -22,11 +22,45 @@ def can_quantize(bits: int, values: Tensor) -> bool:
     return bits in (8, 4) and is_plain(values)
 
 
-def make_mean(library: ctypes.CDLL, payload: Payload, rank: int, ranks: int) -> QuantizedMean:
-    """Return this rank's part in the mean of a payload."""
-    if can_quantize(payload.bits, payload.flat):
-        return NativeMean(library, payload, rank, ranks)
-    return QuantizedMean(payload, rank, ranks)
+class NativeCodec(QuantizedCodec):
+    """The reference's codec, by passes where they support the values."""
+
+    def __init__(self, library: ctypes.CDLL, bits: int):
+        super().__init__(bits)
+        self.library = library
+
+    def make_mean(self, payload: Payload, rank: int, ranks: int) -> QuantizedMean:
+        if can_quantize(self.bits, payload.flat):
+            return NativeMean(self.library, payload, rank, ranks)
+        return super().make_mean(payload, rank, ranks)
+
+    def quantize(
+        self, x: Tensor, chunk: Chunk, scales: Tensor, out: Tensor, seed: Seed, scratch: Scratch
+    ) -> None:
+        if not can_quantize(self.bits, x):
+            return super().quantize(x, chunk, scales, out, seed, scratch)
+        library, unpacked = self.library, unpacked_memory([out], [chunk], self.bits, scratch)
+        values = address("values", x, chunk.stop - chunk.start)
+        places = values, address("scales", scales, chunk.rows), unpacked[0].data_ptr(), values
+        rounding = rounding_table(seed, self.bits)
+        run_over_chunks(
+            [ChunkMemory(chunk, *places)],
+            lambda table, a, b: library.quantize(table, a, b, rounding),
+        )
+        pack(unpacked, [out], self.bits)
+
+    def dequantize(
+        self, scales: Tensor, message: Tensor, chunk: Chunk, out: Tensor, scratch: Scratch
+    ) -> None:
+        if not can_quantize(self.bits, out):
+            return super().dequantize(scales, message, chunk, out, scratch)
+        size, library = chunk.stop - chunk.start, self.library
+        values, scale = address("values", out, size), address("scales", scales, chunk.rows)
+        code = address("quantized values", message, packed_bytes(size, self.bits), torch.int8)
+        run_over_chunks(
+            [ChunkMemory(chunk, values, scale, code)],
+            lambda table, a, b: library.dequantize(table, a, b, self.bits),
+        )
 
 
 class NativeMean(QuantizedMean):
@@ -43,7 +77,7 @@ class NativeMean(QuantizedMean):
         chunks, size = self.layout.chunks, self.payload.body.numel()
         body = address("a payload", self.payload.body, size)
         rounding_errors = address("rounding errors", self.rounding_errors, size)
-        out, fields, scales, packed = self._empty_messages(chunks, self.fields)
+        out, fields, scales, packed = self._empty_messages(chunks, self.to_owners)
         fields.copy_(self.payload.flat[: self.fields])
         unpacked = unpacked_memory(packed, chunks, self.bits, self.scratch)
         parts = [
@@ -64,8 +98,8 @@ class NativeMean(QuantizedMean):
 
     def average_own_chunk(self, received: Tensor) -> Tensor:
         received, chunk = received.contiguous(), self.layout.chunks[self.rank]
-        self._average_fields(self._split_messages(received, self.fields)[0])
-        out, _, scales, packed = self._empty_messages([chunk], 0)
+        self._average_fields(self.to_owners.split(received)[0])
+        out, _, scales, packed = self._empty_messages([chunk], self.of_mean)
         unpacked = unpacked_memory(packed, [chunk], self.bits, self.scratch)
         rounding_errors = address(
             "rounding errors", self.rounding_errors, self.payload.body.numel()
@@ -91,7 +125,7 @@ class NativeMean(QuantizedMean):
     def decode_mean(self, gathered: Tensor) -> None:
         gathered, body = gathered.contiguous(), self.payload.body
         first = address("a payload", body, body.numel())
-        _, scales, packed = self._split_messages(gathered, 0)
+        _, scales, packed = self.of_mean.split(gathered)
         parts = [
             ChunkMemory(chunk, first + 4 * chunk.start, scale.data_ptr(), values.data_ptr())
             for chunk, scale, values in zip(self.layout.chunks, scales, packed, strict=True)
@@ -100,63 +134,19 @@ class NativeMean(QuantizedMean):
         run_over_chunks(parts, lambda table, a, b: dequantize(table, a, b, self.bits))
 
     def _empty_messages(
-        self, chunks: Sequence[Chunk], fields: int
+        self, chunks: Sequence[Chunk], layout: MessageLayout
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return one message for each chunk, and its fields, scales and packed values. The rest of
         a short chunk is zero: old contents of that memory are never sent.
         """
-        out = torch.empty(len(chunks), self._message_bytes(fields), dtype=torch.uint8, device="cpu")
-        first, scales, packed = self._split_messages(out, fields)
+        out = torch.empty(len(chunks), layout.nbytes, dtype=torch.uint8, device="cpu")
+        first, scales, packed = layout.split(out)
         for chunk, scale, values in zip(chunks, scales, packed, strict=True):
             ends = chunk.rows, packed_bytes(chunk.stop - chunk.start, self.bits)
             for part, end in zip((scale, values), ends, strict=True):
                 if end < len(part):
                     part[end:] = 0
         return out, first, scales, packed
-
-
-def quantize(
-    library: ctypes.CDLL,
-    x: Tensor,
-    chunk: Chunk,
-    scales: Tensor,
-    out: Tensor,
-    seed: tuple[int, ...] | None,
-    scratch: Scratch,
-    bits: int,
-) -> None:
-    """The counterpart of ``quantization.quantize_chunk``."""
-    if not can_quantize(bits, x):
-        return quantization.quantize_chunk(x, chunk, scales, out, seed, scratch, bits)
-    unpacked = unpacked_memory([out], [chunk], bits, scratch)
-    values = address("values", x, chunk.stop - chunk.start)
-    places = values, address("scales", scales, chunk.rows), unpacked[0].data_ptr(), values
-    rounding = rounding_table(seed, bits)
-    run_over_chunks(
-        [ChunkMemory(chunk, *places)], lambda table, a, b: library.quantize(table, a, b, rounding)
-    )
-    pack(unpacked, [out], bits)
-
-
-def dequantize(
-    library: ctypes.CDLL,
-    scales: Tensor,
-    packed: Tensor,
-    chunk: Chunk,
-    out: Tensor,
-    scratch: Scratch,
-    bits: int,
-) -> None:
-    """The counterpart of ``quantization.dequantize_chunk``."""
-    if not can_quantize(bits, out):
-        return quantization.dequantize_chunk(scales, packed, chunk, out, scratch, bits)
-    size = chunk.stop - chunk.start
-    values, scale = address("values", out, size), address("scales", scales, chunk.rows)
-    code = address("quantized values", packed, packed_bytes(size, bits), torch.int8)
-    run_over_chunks(
-        [ChunkMemory(chunk, values, scale, code)],
-        lambda table, a, b: library.dequantize(table, a, b, bits),
-    )
 
 
 # Passes over chunks
