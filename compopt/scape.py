@@ -75,7 +75,7 @@ from ._state.residuals import Residuals
 from ._wire.codec import PAYLOAD_CODECS
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype
-from ._wire.requests import Agree, AllGather, AllReduceMean, RequestGenerator, RunBatched
+from ._wire.requests import Agree, AllGather, AllReduceMean, RequestGenerator
 
 CHOICES: dict[str, tuple[object, ...]] = {
     "mask_delay": (0, 1),
@@ -103,7 +103,7 @@ def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> RequestGenerator[N
         clip_factor_in_v = 1.0
     to_select = selection if is_delayed else None
     # lines 10, 11 and 15 to 21
-    yield RunBatched(update, bucket, ops, mean, mask, clip_factor_in_v, to_select)
+    yield from ops.run_batched(update, bucket, mean, mask, clip_factor_in_v, to_select)
     yield from exchange_masks(bucket, ops, mask, mean, selection)  # line 15
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator
 import torch
 from torch import Tensor, nn
 
-from compopt._wire.collectives import Communicator
+from compopt._wire.collectives import Communicator, count_bytes
 from compopt._wire.payload import Payload
 from compopt._wire.requests import (
     AllGather,
@@ -22,7 +22,6 @@ from compopt._wire.requests import (
     ReduceScatterMean,
     Request,
     average_rows,
-    count_bytes,
 )
 
 

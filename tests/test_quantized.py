@@ -19,6 +19,7 @@ from torch import nn
 
 import compopt
 from compopt._wire.codec import QuantizedCodec
+from compopt._wire.collectives import count_bytes
 from compopt._wire.payload import Payload, Scratch
 from compopt._wire.quantization import (
     ROW,
@@ -29,7 +30,7 @@ from compopt._wire.quantization import (
     rows_to_values,
     values_to_rows,
 )
-from compopt._wire.requests import AllReduceMean, count_bytes
+from compopt._wire.requests import AllReduceMean
 
 CASES_OF = {
     payload: [

@@ -183,23 +183,16 @@ class AllReduceReducer:
     """Sends gradients plus residuals on a mask that all ranks know, by one all-reduce.
 
     Every rank receives the whole average, and reads its shard of it where state is sharded.
-    ``sends_residuals``: by default in steps that round, and where there are some; ``scale``: a
-    factor on them.
+    ``scale``: a factor on residuals. In a sparse step they are sent only if something is rounded:
+    they are then 0 on the mask but for rounding errors.
     """
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        ops: Ops,
-        mask: Mask,
-        sends_residuals: bool | None = None,
-        scale: float = 1.0,
-    ):
+    grads: list[Tensor | None]
+    mean: Payload
+    sends_residuals: bool
+
+    def __init__(self, bucket: Bucket, ops: Ops, mask: Mask, scale: float = 1.0):
         self.bucket, self.ops, self.mask, self.scale = bucket, ops, mask, scale
-        self.grads = bucket.grads()
-        if sends_residuals is None:
-            sends_residuals = bucket.is_rounded or bucket.has_residual
-        self.sends_residuals = sends_residuals
 
     @property
     def phase(self) -> str:
@@ -208,11 +201,13 @@ class AllReduceReducer:
         return "rounded" if self.bucket.is_rounded else "dense"
 
     def reduce(self) -> RequestGenerator[Payload]:
-        adds, scale = self.sends_residuals, self.scale
-        sent = self.ops.encode(self.bucket, self.grads, self.mask, adds, scale)
-        mean: Payload = yield AllReduceMean(sent)
-        self.mean = mean
-        return mean
+        bucket, mask = self.bucket, self.mask
+        self.grads = bucket.grads()
+        adds = bucket.is_rounded or (not mask.is_sparse and bucket.has_residual)
+        self.sends_residuals = adds
+        sent = self.ops.encode(bucket, self.grads, mask, adds, self.scale)
+        self.mean = yield AllReduceMean(sent)
+        return self.mean
 
     def read_averages(self, indices: list[int], update: Update) -> list[Tensor]:
         """Return the averaged gradients of these tensors, in the update's memory for them."""
@@ -241,16 +236,16 @@ class AllReduceReducer:
         return owned
 
     def feed_back(self, have_gradients: list[bool]) -> None:
-        errors = self.mean.rounding_errors
+        errors, changes_residual = self.mean.rounding_errors, self.changes_residual
         indices = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
+        self.note_residual(have_gradients)
         if errors is not None and self._replaces_residual(errors, have_gradients):
             Residuals(self.bucket).set_all(errors)
         elif errors is not None and not self.mask.is_sparse:
             Residuals(self.bucket).set([(i, self.mean.rounding_error_parts[i]) for i in indices])
-        elif self.changes_residual:
+        elif changes_residual:
             for batch in Residuals(self.bucket).batches(indices, write=True):
                 self._feed_back(batch)
-        self.note_residual(have_gradients)
 
     @property
     def changes_residual(self) -> bool:
@@ -301,8 +296,7 @@ def step_by_average(
     their residuals.
     """
     have_gradients = bucket.have_gradients(reducer.mean)
-    bucket.count_steps(have_gradients)
-    indices = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
+    indices = bucket.count_steps(have_gradients)
     if indices:
         averages = reducer.read_averages(indices, update)
         scale_all_(averages, factor)

@@ -2,8 +2,8 @@
 
 A backend speeds an algorithm up in two ways. It overrides an operation on one tensor, such as
 ``adamw``. Or it registers a fused implementation of a reference function, such as a paper's
-``update``, in its table ``fused``; the algorithm calls the reference by ``run``, or requests it by
-``RunBatched``, and does not know which backend runs.
+``update``, in its table ``fused``; the algorithm calls the reference by ``run`` or ``run_batched``,
+and does not know which backend runs.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .._state.masks import Mask, Tensors
 from .._state.residuals import Residuals
 from .._wire.codec import PAYLOAD_CODECS
 from .._wire.payload import CACHE_ELEMENTS, Payload, Scratch, block_size
+from .._wire.requests import RequestGenerator, RunBatched
 from . import norms, reference
 
 HYPER = ("betas", "eps", "weight_decay", "maximize")
@@ -84,7 +85,7 @@ class Ops:
     The reducer's side: ``encode`` makes a bucket's payload, ``decode`` reads the average, and
     ``write_at`` and ``clear_at`` change residuals. The update's side: ``adamw``, ``adams``.
     Selection: ``top_k_mask``, ``top_k_positions``, ``positions``. Fused implementations: ``run``,
-    ``find_batched``.
+    ``run_batched``.
     """
 
     name = "torch"
@@ -107,18 +108,31 @@ class Ops:
         """Call ``reference(bucket, self, *args)``, or its fused implementation if that supports the
         bucket.
         """
-        fused = self.fused.get(reference_key(reference))
-        if fused is not None and not fused.is_batched and fused.supports(self, bucket):
-            result: Result = fused.run(bucket, self, *args, **options)
-            return result
-        return reference(bucket, self, *args, **options)
+        fused = self._find_fused(reference, bucket)
+        if fused is None or fused.is_batched:
+            return reference(bucket, self, *args, **options)
+        result: Result = fused.run(bucket, self, *args, **options)
+        return result
 
-    def find_batched(self, reference: Callable[..., Any], bucket: Bucket) -> Fused | None:
-        """Return the implementation of ``reference`` that serves all buckets in one launch."""
+    def run_batched(
+        self,
+        reference: Callable[Concatenate[Bucket, Any, Rest], Result],
+        bucket: Bucket,
+        *args: Rest.args,
+        **options: Rest.kwargs,
+    ) -> RequestGenerator[Result]:
+        """Do the same after ``Agree`` or a post-commit exchange: as ``yield from``. One launch may
+        serve all buckets.
+        """
+        fused = self._find_fused(reference, bucket)
+        if fused is None or not fused.is_batched:
+            return self.run(reference, bucket, *args, **options)
+        result: Result = yield RunBatched(fused, self, (bucket, *args))
+        return result
+
+    def _find_fused(self, reference: Callable[..., Any], bucket: Bucket) -> Fused | None:
         fused = self.fused.get(reference_key(reference))
-        if fused is None or not fused.is_batched or not fused.supports(self, bucket):
-            return None
-        return fused
+        return fused if fused is not None and fused.supports(self, bucket) else None
 
     def scratch(
         self, like: Tensor, n: int, dtype: torch.dtype | None = None, use: str = ""
@@ -144,9 +158,11 @@ class Ops:
 
         ``Mask(bucket)`` sends all elements.
         """
+        like = torch.empty(0, dtype=bucket.compute_dtype, device=bucket.device)
+        marks, positions = norms.gradient_marks(grads, like), mask.positions
         payload = empty_payload(bucket, mask)
-        self.write_header(payload, grads)
-        parts, positions = payload.unrounded_parts, mask.positions
+        payload.header.copy_(marks)
+        parts = payload.unrounded_parts
         absent: list[Tensor] = []
         to: list[Tensor] = []
         values: list[Tensor] = []

@@ -473,11 +473,14 @@ class Bucket:
         marks = payload.header.tolist() if payload.marks is None else payload.marks
         return [mark > 0 for mark in marks]
 
-    def count_steps(self, have_gradients: list[bool]) -> None:
-        """Add 1 to the step count of each tensor with a gradient on any rank."""
-        pairs = zip(self.state["step"], have_gradients, strict=True)
-        if counted := [step for step, has_gradient in pairs if has_gradient]:
-            torch._foreach_add_(counted, 1)
+    def count_steps(self, have_gradients: list[bool]) -> list[int]:
+        """Add 1 to the step count of each tensor with a gradient on any rank; return their
+        indices.
+        """
+        indices = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
+        if indices:
+            torch._foreach_add_([self.state["step"][i] for i in indices], 1)
+        return indices
 
     # Memory of a step
 

@@ -33,13 +33,13 @@ from .requests import (
     AllReduceMean,
     BitOr,
     Broadcast,
+    Collective,
     CommunicationError,
     EncodeError,
     RankSilent,
     ReduceScatterMean,
     Request,
     average_rows,
-    count_bytes,
 )
 from .stores import BoundedStore
 
@@ -282,6 +282,9 @@ class Communicator:
 
     def start(self, request: Request) -> PendingCollective:
         """Start the collective that answers ``request``, and count its bytes."""
+        if not isinstance(request, Collective):
+            name = type(request).__name__
+            raise TypeError(f"{name} is not a request a communicator can answer.")
         _release_ended()
         size = count_bytes(request)
         self._bytes_sent += size
@@ -297,9 +300,6 @@ class Communicator:
                 pending = self._reduce_scatter_mean(tensor, sizes, description)
             case BitOr(tensor):
                 pending = self._bit_or(tensor, description)
-            case _:
-                name = type(request).__name__
-                raise TypeError(f"{name} is not a request a communicator can answer.")
         pending.on_wait = self.on_wait
         return pending
 
@@ -454,6 +454,12 @@ class Communicator:
     def has_bitwise_or(self, device: torch.device) -> bool:
         """True if the backend has ReduceOp.BOR; NCCL and the backends that copy it do not."""
         return self.get_backend(device) in ("gloo", "mpi")
+
+
+def count_bytes(request: Collective) -> int:
+    """Return the bytes that this rank passes to the collective for ``request``."""
+    message = request.message if isinstance(request, AllReduceMean) else request.tensor
+    return message.nbytes
 
 
 def check_process_group(group: object) -> None:
