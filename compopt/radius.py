@@ -49,7 +49,7 @@ from ._engine.options import (
     require_option,
 )
 from ._engine.reducer import AllReduceReducer, step_adamw
-from ._ops.norms import clip_factor
+from ._ops.norms import clip_factor, scale_
 from ._ops.operations import Ops
 from ._ops.reference import update_magnitudes
 from ._state.buckets import Bucket
@@ -65,11 +65,11 @@ def radius(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     """Algorithm 1, one bucket, one step."""
     group, phase = bucket.group, choose_phase(bucket)  # lines 3, 7, 12
     resamples = phase == "resample"
-    mask = bucket.cache["mask"] if phase == "sparse" else Mask(bucket)
+    mask = bucket.cache["mask"] if phase == "sparse" else None
     reducer = AllReduceReducer(bucket, ops, mask, group["residual_scale"] if resamples else 1.0)
     mean = yield from reducer.reduce()  # lines 4, 8, 9, 13, 14
     norm = yield Agree(mean, phase)  # from here on state changes
-    reducer.clip(clip_factor(norm, group["max_grad_norm"]))  # line 20
+    scale_(mean.body, clip_factor(norm, group["max_grad_norm"]))  # line 20
     before = [w.clone() for w in compressed_weights(bucket)] if resamples else []
     yield from ops.run_batched(step_adamw, bucket, reducer)  # lines 10, 15 to 17, 21 and 25
     if resamples:

@@ -208,8 +208,7 @@ class BucketExchange:
         """
         self.bucket.withholds_gradients = self.error is not None
         try:
-            with profiler_range("compopt::encode"):
-                request = self._replay(answers) if is_new else self._resume_generator(*answers)
+            request = self._replay(answers) if is_new else self._resume_generator(*answers)
         except Exception as error:
             self._take_part_without_gradients(error)
             return
@@ -244,10 +243,13 @@ class BucketExchange:
         return request
 
     def _resume_generator(self, answer: Answer) -> Request:
-        if (generator := self._generator) is None:
+        if self._generator is None:
             self._write_control()
-            self._generator = generator = self.algorithm(self.bucket)
-        self.request = request = generator.send(answer)
+        stage = "compopt::commit" if self.has_reached_agree else "compopt::encode"
+        with profiler_range(stage):
+            if self._generator is None:
+                self._generator = self.algorithm(self.bucket)
+            self.request = request = self._generator.send(answer)
         return request
 
     def _write_control(self) -> None:

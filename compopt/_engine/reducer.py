@@ -183,29 +183,31 @@ class AllReduceReducer:
     """Sends gradients plus residuals on a mask that all ranks know, by one all-reduce.
 
     Every rank receives the whole average, and reads its shard of it where state is sharded.
-    ``scale``: a factor on residuals. In a sparse step they are sent only if something is rounded:
+    ``mask``: None for all elements. ``scale``: a factor on residuals. In a sparse step they are sent only if something is rounded:
     they are then 0 on the mask but for rounding errors.
     """
 
     grads: list[Tensor | None]
+    mask: Mask
     mean: Payload
     sends_residuals: bool
 
-    def __init__(self, bucket: Bucket, ops: Ops, mask: Mask, scale: float = 1.0):
-        self.bucket, self.ops, self.mask, self.scale = bucket, ops, mask, scale
+    def __init__(self, bucket: Bucket, ops: Ops, mask: Mask | None = None, scale: float = 1.0):
+        self.bucket, self.ops, self.scale = bucket, ops, scale
+        self._given, self._is_sparse = mask, mask is not None and mask.is_sparse
 
     @property
     def phase(self) -> str:
-        if self.mask.is_sparse:
+        if self._is_sparse:
             return "sparse"
         return "rounded" if self.bucket.is_rounded else "dense"
 
     def reduce(self) -> RequestGenerator[Payload]:
-        bucket, mask = self.bucket, self.mask
-        self.grads = bucket.grads()
-        adds = bucket.is_rounded or (not mask.is_sparse and bucket.has_residual)
+        bucket = self.bucket
+        self.grads, self.mask = bucket.grads(), self._given or Mask(bucket)
+        adds = bucket.is_rounded or (not self._is_sparse and bucket.has_residual)
         self.sends_residuals = adds
-        sent = self.ops.encode(bucket, self.grads, mask, adds, self.scale)
+        sent = self.ops.encode(bucket, self.grads, self.mask, adds, self.scale)
         self.mean = yield AllReduceMean(sent)
         return self.mean
 
@@ -241,7 +243,7 @@ class AllReduceReducer:
         self.note_residual(have_gradients)
         if errors is not None and self._replaces_residual(errors, have_gradients):
             Residuals(self.bucket).set_all(errors)
-        elif errors is not None and not self.mask.is_sparse:
+        elif errors is not None and not self._is_sparse:
             Residuals(self.bucket).set([(i, self.mean.rounding_error_parts[i]) for i in indices])
         elif changes_residual:
             for batch in Residuals(self.bucket).batches(indices, write=True):
@@ -251,11 +253,11 @@ class AllReduceReducer:
     def changes_residual(self) -> bool:
         """True if a step changes residuals."""
         is_rounded = self.mean.rounding_errors is not None
-        return is_rounded or self.mask.is_sparse or self.sends_residuals
+        return is_rounded or self._is_sparse or self.sends_residuals
 
     def _replaces_residual(self, errors: Tensor, have_gradients: list[bool]) -> bool:
         """True if rounding errors are the new residuals of all tensors."""
-        if self.mask.is_sparse or self.bucket.offload is not None or not all(have_gradients):
+        if self._is_sparse or self.bucket.offload is not None or not all(have_gradients):
             return False
         return self.bucket.flat["residual"].numel() == errors.numel()
 
@@ -277,7 +279,7 @@ class AllReduceReducer:
 
     def note_residual(self, have_gradients: list[bool]) -> None:
         """Note whether residuals may be non-zero after this step."""
-        remains = self.mean.rounding_errors is not None or self.mask.is_sparse
+        remains = self.mean.rounding_errors is not None or self._is_sparse
         self.bucket.cache["has_residual"] = remains or (
             self.sends_residuals and not all(have_gradients)
         )

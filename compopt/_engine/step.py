@@ -17,6 +17,7 @@ from collections.abc import Iterable
 import torch
 
 from .._state.buckets import Bucket
+from .._state.replicas import find_part, sum_part
 from .._wire.collectives import Communicator, get_rank, profiler_range
 from .._wire.payload import FieldValues
 from .._wire.requests import AllReduceMean, Answer, CommunicationError, RunBatched
@@ -33,7 +34,6 @@ from .handshake import (
 from .join import copy_options_from_ranks_with_data
 from .missing_ranks import RankLeft, explain_failure, post_lost_masks
 from .optimizer_base import OptimizerBase
-from .replicas import find_part, sum_part
 from .resharding import lay_out_trainable_parameters
 from .session import Handshake, Role, Session
 from .signals import defer_signals

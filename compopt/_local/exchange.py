@@ -29,9 +29,9 @@ from .._engine.collective_generators import Background, CollectiveGenerator, sum
 from .._engine.handshake import raise_failure, raise_mismatch
 from .._engine.join import copy_options_from_ranks_with_data
 from .._engine.optimizer_base import OptimizerBase
-from .._engine.replicas import sum_part
 from .._engine.signals import defer_signals
 from .._ops.norms import squared_norms
+from .._state.replicas import sum_part
 from .._wire.collectives import Communicator, PendingCollective
 from .._wire.requests import AllGather, AllReduceMean, CommunicationError, EncodeError
 from .anchors import AnchorBucket, Anchored, Anchors, check_outer_rates, write_params

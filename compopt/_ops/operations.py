@@ -159,10 +159,9 @@ class Ops:
         ``Mask(bucket)`` sends all elements.
         """
         like = torch.empty(0, dtype=bucket.compute_dtype, device=bucket.device)
-        marks, positions = norms.gradient_marks(grads, like), mask.positions
-        payload = empty_payload(bucket, mask)
+        marks, payload = norms.gradient_marks(grads, like), empty_payload(bucket, mask)
+        positions, parts = mask.positions, payload.unrounded_parts
         payload.header.copy_(marks)
-        parts = payload.unrounded_parts
         absent: list[Tensor] = []
         to: list[Tensor] = []
         values: list[Tensor] = []
@@ -181,13 +180,8 @@ class Ops:
             torch._foreach_copy_(to, values)
         if negate:
             payload.unrounded_body.neg_()
-        for batch in Residuals(bucket).batches() if adds_residuals else ():
-            to = [parts[i] for i, _ in batch]
-            values = [
-                e.view(-1) if (index := positions[i]) is None else e.view(-1).index_select(0, index)
-                for i, e in batch
-            ]
-            torch._foreach_add_(to, values, alpha=scale)
+        if adds_residuals:
+            Residuals(bucket).add_to([*enumerate(parts)], scale, positions)
         return payload.round()
 
     def write_header(self, payload: Payload, grads: Tensors) -> None:

@@ -390,7 +390,10 @@ class Bucket:
         if self.is_single_process or all(e is None for e in self.state.get("residual", ())):
             return False
         codec = self.codecs[self.group.get("payload_dtype")]
-        return codec.is_rounding(self.grad_dtype, self.compute_dtype)
+        return codec.bits is not None or self._is_narrow(codec.dtype or self.grad_dtype)
+
+    def _is_narrow(self, dtype: torch.dtype) -> bool:
+        return torch.promote_types(dtype, self.compute_dtype) != dtype
 
     def make_payload(
         self,
@@ -407,14 +410,15 @@ class Bucket:
         """
         codec, body = self._find_codec(dtype), sum(lengths)
         tensors, control = len(self.params), len(self.control.numbers)
-        memory_dtype = codec.message_dtype(self.grad_dtype, self.compute_dtype)
-        message = self.get_memory(f"message {use}", tensors + control + body, memory_dtype)
+        dtype = self.compute_dtype if codec.bits else codec.dtype or self.grad_dtype
+        fields = self._pin_fields(marks, dtype)
+        message = self.get_memory(f"message {use}", tensors + control + body, dtype)
         errors = None
         if codec.bits or self.is_rounded:
             errors = self.get_memory(f"rounding_errors {use}", body, self.compute_dtype)
         seed = (self.group["step"], self.index, use)
         payload = Payload(message, tensors, control, lengths, codec, errors, seed, self.scratch)
-        self._write_control(payload, marks)
+        payload.write_fields(fields, self.control)
         return payload
 
     def make_payloads(
@@ -429,19 +433,20 @@ class Bucket:
             len(self.params),
             len(self.control.numbers),
         )
-        memory_dtype = codec.message_dtype(self.grad_dtype, self.compute_dtype)
+        sent = codec.dtype or self.grad_dtype
+        fields = self._pin_fields((), sent)
         bodies = [sum(row) for row in lengths]
         sizes = [header + control + body for body in bodies]
-        flat = torch.empty(sum(sizes), dtype=memory_dtype, device=self.device)
+        flat = torch.empty(sum(sizes), dtype=sent, device=self.device)
         errors: Sequence[Tensor | None] = [None] * len(lengths)
-        if self.is_rounded and codec.is_rounding(self.grad_dtype, self.compute_dtype):
+        if self.is_rounded and self._is_narrow(sent):
             memory = self.get_memory("rounding_errors", sum(bodies), self.compute_dtype)
             errors = memory.split(bodies)
         rows = [
             Payload(row, header, control, parts, codec, error)
             for row, parts, error in zip(flat.split(sizes), lengths, errors, strict=True)
         ]
-        self._write_control(rows[0])
+        rows[0].write_fields(fields, self.control)
         first, *others = [row.control for row in rows]
         if others and len(first):
             torch._foreach_copy_(others, [first] * len(others))
@@ -457,16 +462,10 @@ class Bucket:
             dtype = self.compute_dtype if self.has_residual else None
         return self.codecs[dtype]
 
-    def _write_control(self, payload: Payload, marks: Sequence[float] = ()) -> None:
-        if marks or self.control.numbers:
-            numbers = torch.tensor(
-                [*marks, *self.control.numbers], dtype=payload.flat.dtype, device="cpu"
-            )
-            fields = payload.flat[len(payload.header) - len(marks) :][: len(numbers)]
-            fields.copy_(pin(numbers, self.device), non_blocking=True)
-        for (_, at), values in zip(self.control.slices, self.control.fields.values(), strict=True):
-            if isinstance(values, Tensor):
-                payload.control[at].copy_(values)
+    def _pin_fields(self, marks: Sequence[float], dtype: torch.dtype) -> Tensor:
+        """Return ``marks`` and the control fields on the host, for ``Payload.write_fields``."""
+        fields = torch.tensor([*marks, *self.control.numbers], dtype=dtype, device="cpu")
+        return fields if self.device.type == "cpu" else pin(fields, self.device)
 
     def have_gradients(self, payload: Payload) -> list[bool]:
         """Return for each tensor whether any rank had a gradient, from an averaged payload."""

@@ -53,12 +53,6 @@ class QuantizedCodec(Codec):
     def bytes_per_value(self, gradient_dtype: torch.dtype) -> float:
         return self.bits / 8 + 4 / ROW
 
-    def message_dtype(self, gradient_dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:
-        return compute_dtype
-
-    def is_rounding(self, gradient_dtype: torch.dtype, compute_dtype: torch.dtype) -> bool:
-        return True
-
     def count_bytes(self, flat: Tensor, lengths: list[int]) -> int:
         # quantized values, and in float32 a scale for each row, header and control fields
         values = sum(lengths)

@@ -80,16 +80,7 @@ class Codec:
 
     def bytes_per_value(self, gradient_dtype: torch.dtype) -> float:
         """Return the bytes of a value on the network, with its share of a scale if quantized."""
-        return self.message_dtype(gradient_dtype, gradient_dtype).itemsize
-
-    def message_dtype(self, gradient_dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the tensor that is handed to the exchange."""
-        return self.dtype or gradient_dtype
-
-    def is_rounding(self, gradient_dtype: torch.dtype, compute_dtype: torch.dtype) -> bool:
-        """Return True if values of ``compute_dtype`` are rounded."""
-        sent = self.dtype or gradient_dtype
-        return torch.promote_types(sent, compute_dtype) != sent
+        return (self.dtype or gradient_dtype).itemsize
 
     def count_bytes(self, flat: Tensor, lengths: list[int]) -> int:
         """Return the bytes of a message, whose body has tensors of these lengths."""
@@ -170,6 +161,17 @@ class Payload:
         if self.is_rounded_later:
             self.codec.encode(self.unrounded_body, self.body)
         return self
+
+    def write_fields(self, fields: Tensor, control: ControlFields) -> None:
+        """Write the header and the control fields, or the latter alone, from the host; those of the
+        device, too.
+        """
+        if len(fields):
+            end = len(self.header) + len(self.control)
+            self.flat[end - len(fields) : end].copy_(fields, non_blocking=True)
+        for (_, at), values in zip(control.slices, control.fields.values(), strict=True):
+            if isinstance(values, Tensor):
+                self.control[at].copy_(values)
 
     def with_flat(self, flat: Tensor) -> Payload:
         """Return a payload of the same layout in other memory."""
