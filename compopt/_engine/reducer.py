@@ -183,8 +183,8 @@ class AllReduceReducer:
     """Sends gradients plus residuals on a mask that all ranks know, by one all-reduce.
 
     Every rank receives the whole average, and reads its shard of it where state is sharded.
-    ``mask``: None for all elements. ``scale``: a factor on residuals. In a sparse step they are sent only if something is rounded:
-    they are then 0 on the mask but for rounding errors.
+    ``mask``: None for all elements. ``scale``: a factor on residuals. On a mask, where these are 0
+    but for rounding errors, they are sent only if something is rounded.
     """
 
     grads: list[Tensor | None]
