@@ -65,8 +65,10 @@ def radius(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     """Algorithm 1, one bucket, one step."""
     group, phase = bucket.group, choose_phase(bucket)  # lines 3, 7, 12
     resamples = phase == "resample"
-    mask = bucket.cache["mask"] if phase == "sparse" else None
-    reducer = AllReduceReducer(bucket, ops, mask, group["residual_scale"] if resamples else 1.0)
+    mask, scale = bucket.cache["mask"] if phase == "sparse" else None, 1.0
+    if resamples:
+        scale = group["residual_scale"]
+    reducer = AllReduceReducer(bucket, ops, mask, scale, keeps_mask=mask is not None)
     mean = yield from reducer.reduce()  # lines 4, 8, 9, 13, 14
     norm = yield Agree(mean, phase)  # from here on state changes
     scale_(mean.body, clip_factor(norm, group["max_grad_norm"]))  # line 20

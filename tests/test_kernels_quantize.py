@@ -172,7 +172,7 @@ def test_a_chunk_alone_has_the_references_codes(isa, lengths, dtype, bits):
     for codec in (QuantizedCodec(bits), native.NativeCodec(library, bits)):
         x, out, scratch = values.clone(), torch.empty_like(values), Scratch()
         scales, quantized = torch.zeros(chunk.rows), torch.zeros(packed_bytes(chunk.stop, bits), dtype=torch.int8)
-        codec.quantize(x, chunk, scales, quantized, (3, 1), scratch)
-        codec.dequantize(scales, quantized, chunk, out, scratch)
+        codec.quantize(x, [chunk], [scales], [quantized], x, (3, 1), scratch)
+        codec.dequantize([scales], [quantized], [chunk], out, scratch)
         results.append((x, scales, quantized, out))
     assert all(map(torch.equal, *results))

@@ -9,7 +9,7 @@ from sim import Ranks
 from torch import nn
 
 import compopt
-from compopt._engine import replicas
+from compopt._state import replicas
 from compopt._state.replicas import checksum_sum, find_part, sum_part
 
 

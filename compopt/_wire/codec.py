@@ -8,7 +8,7 @@ A backend has a table of its own, ``Ops.codecs``, whose quantizing codecs use it
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from .quantization import (
     Chunk,
     dequantize_rows,
     divide_,
+    join_chunks,
     quantize_rows,
     read_chunk,
     row_layout,
@@ -41,7 +42,7 @@ class QuantizedCodec(Codec):
     """Sends values in ``bits`` bits, with a scale for each 128 of them (see ``quantization``).
 
     ``make_mean`` makes a rank's part in the exchange of a payload. ``quantize`` and ``dequantize``
-    work on one chunk.
+    work on chunks of flat values.
     """
 
     bits: int
@@ -64,23 +65,48 @@ class QuantizedCodec(Codec):
         return QuantizedMean(payload, rank, ranks)
 
     def quantize(
-        self, x: Tensor, chunk: Chunk, scales: Tensor, out: Tensor, seed: Seed, scratch: Scratch
+        self,
+        x: Tensor,
+        chunks: Sequence[Chunk],
+        scales: Iterable[Tensor],
+        packed: Iterable[Tensor],
+        rounding_errors: Tensor,
+        seed: Seed,
+        scratch: Scratch,
     ) -> None:
-        """Quantize flat values into their place in a message; x becomes the rounding error."""
-        rows = values_to_rows(x, chunk.spans, chunk.rows, "value", scratch)
-        quantized = scratch("quantized", chunk.rows * ROW, torch.int8, x.device).view(-1, ROW)
-        quantize_rows(rows, chunk.spans, quantized, scales, rows, seed, scratch, self.bits)
-        rows_to_values(rows, chunk.spans, x)
-        write_chunk(quantized, chunk, out, scratch, self.bits)
+        """Quantize flat values, of chunks that follow each other, to the scales and packed values
+        of each chunk. ``rounding_errors`` may be x itself.
+        """
+        spans, rows = join_chunks(chunks)
+        x_rows = values_to_rows(x, spans, rows, "value", scratch)
+        # rows that are a view of x must stay as they are
+        is_view = x_rows.data_ptr() == x.data_ptr()
+        errors = rounding_errors.view(-1, ROW) if is_view else x_rows
+        quantized = scratch("quantized", rows * ROW, torch.int8, x.device).view(-1, ROW)
+        all_scales = scratch("scales", rows, torch.float32, x.device)
+        quantize_rows(x_rows, spans, quantized, all_scales, errors, seed, scratch, self.bits)
+        rows_to_values(errors, spans, rounding_errors)
+        for chunk, own_scales, out in zip(chunks, scales, packed, strict=True):
+            first = chunk.first_row - chunks[0].first_row
+            own_scales[: chunk.rows] = all_scales[first : first + chunk.rows]
+            write_chunk(quantized[first : first + chunk.rows], chunk, out, scratch, self.bits)
 
     def dequantize(
-        self, scales: Tensor, message: Tensor, chunk: Chunk, out: Tensor, scratch: Scratch
+        self,
+        scales: Iterable[Tensor],
+        packed: Iterable[Tensor],
+        chunks: Sequence[Chunk],
+        out: Tensor,
+        scratch: Scratch,
     ) -> None:
-        """Read a chunk from its place in a message into its flat values."""
-        quantized = read_chunk(message, chunk, scratch, self.bits)
-        is_full = len(out) == chunk.rows * ROW
-        value = out if is_full else scratch("value", chunk.rows * ROW, out.dtype, out.device)
-        rows_to_values(dequantize_rows(quantized, scales, value.view(-1, ROW)), chunk.spans, out)
+        """Read chunks that follow each other into flat values."""
+        for chunk, own_scales, values in zip(chunks, scales, packed, strict=True):
+            part = out[chunk.start - chunks[0].start : chunk.stop - chunks[0].start]
+            quantized, size = read_chunk(values, chunk, scratch, self.bits), chunk.rows * ROW
+            is_full = len(part) == size
+            value = part if is_full else scratch("value", size, out.dtype, out.device)
+            value = dequantize_rows(quantized, own_scales[: chunk.rows], value.view(-1, ROW))
+            rows_to_values(value, chunk.spans, part)
 
 
 # Messages of quantized values: bytes
@@ -133,15 +159,15 @@ class GatherCodec:
 
         ``seed`` None: rounded to the nearest.
         """
-        chunk, (_, scales, quantized) = self.chunks[rank], self.layout.split(out)
-        self.codec.quantize(values, chunk, scales[: chunk.rows], quantized, seed, self.scratch)
+        _, scales, packed = self.layout.split(out.unsqueeze(0))
+        chunks, scratch = [self.chunks[rank]], self.scratch
+        self.codec.quantize(values, chunks, scales, packed, values, seed, scratch)
 
     def decode(self, messages: Tensor, out: Tensor) -> None:
         """Write the values of all ranks to the rows of ``out``, as long as the longest."""
         for message, chunk, row in zip(messages, self.chunks, out, strict=True):
-            _, scales, quantized = self.layout.split(message)
-            values = row[: chunk.stop]
-            self.codec.dequantize(scales[: chunk.rows], quantized, chunk, values, self.scratch)
+            _, scales, packed = self.layout.split(message.unsqueeze(0))
+            self.codec.dequantize(scales, packed, [chunk], row[: chunk.stop], self.scratch)
 
 
 class QuantizedMean:
@@ -182,19 +208,17 @@ class QuantizedMean:
         self.payload.body.sub_(self.rounding_errors)
 
     def encode_for_owners(self) -> Tensor:
-        quantized, scales = self._quantize_body()
-        shape = self.ranks, self.to_owners.nbytes
-        out = torch.zeros(shape, dtype=torch.uint8, device=quantized.device)
-        fields, own_scales, own_values = self.to_owners.split(out)
+        shape, body = (self.ranks, self.to_owners.nbytes), self.payload.body
+        out = torch.zeros(shape, dtype=torch.uint8, device=body.device)
+        fields, scales, packed = self.to_owners.split(out)
         fields.copy_(self.payload.flat[: self.fields])
-        for number, chunk in enumerate(self.layout.chunks):
-            rows = slice(chunk.first_row, chunk.first_row + chunk.rows)
-            own_scales[number, : chunk.rows] = scales[rows]
-            write_chunk(quantized[rows], chunk, own_values[number], self.scratch, self.bits)
+        seed = (*self.seed, self.rank, 1)  # stage 1
+        chunks, errors = self.layout.chunks, self.rounding_errors
+        self.codec.quantize(body, chunks, scales, packed, errors, seed, self.scratch)
         return out
 
     def average_own_chunk(self, received: Tensor) -> Tensor:
-        chunk, codec, dtype = self.layout.chunks[self.rank], self.codec, self.payload.flat.dtype
+        chunk, dtype = self.layout.chunks[self.rank], self.payload.flat.dtype
         fields, scales, values = self.to_owners.split(received)
         self._average_fields(fields)
         size = chunk.stop - chunk.start
@@ -202,44 +226,28 @@ class QuantizedMean:
             self.scratch(use, size, dtype, received.device) for use in ("total", "part")
         )
         total.zero_()
-        for scale, message in zip(scales[:, : chunk.rows], values, strict=True):
-            codec.dequantize(scale, message, chunk, value, self.scratch)
+        for rank in range(self.ranks):
+            self.codec.dequantize([scales[rank]], [values[rank]], [chunk], value, self.scratch)
             total.add_(value)
         divide_(total, self.ranks)
 
-        out = torch.zeros(self.of_mean.nbytes, dtype=torch.uint8, device=received.device)
-        _, own_scales, own_values = self.of_mean.split(out)
+        out = torch.zeros(1, self.of_mean.nbytes, dtype=torch.uint8, device=received.device)
+        _, scales, values = self.of_mean.split(out)
         seed = (*self.seed, self.rank, 2)  # stage 2
-        codec.quantize(total, chunk, own_scales[: chunk.rows], own_values, seed, self.scratch)
+        self.codec.quantize(total, [chunk], scales, values, total, seed, self.scratch)
         self.rounding_errors[chunk.start : chunk.stop].add_(total, alpha=self.ranks)
-        return out
+        return out[0]
 
     def decode_mean(self, gathered: Tensor) -> None:
-        body = self.payload.body
         _, scales, values = self.of_mean.split(gathered)
-        for scale, message, chunk in zip(scales, values, self.layout.chunks, strict=True):
-            out = body[chunk.start : chunk.stop]
-            self.codec.dequantize(scale[: chunk.rows], message, chunk, out, self.scratch)
+        chunks, body = self.layout.chunks, self.payload.body
+        self.codec.dequantize(scales, values, chunks, body, self.scratch)
 
     def _average_fields(self, fields: Tensor) -> None:
         """Average the header and control fields of all ranks' messages."""
         # One after the other: the order in which sum() adds depends on the processor.
         total = functools.reduce(torch.add, fields.to(self.payload.flat.dtype))
         self.payload.flat[: self.fields] = divide_(total, self.ranks)
-
-    def _quantize_body(self) -> tuple[Tensor, Tensor]:
-        body, rows, spans = self.payload.body, self.layout.rows, self.layout.spans
-        x = values_to_rows(body, spans, rows, "value", self.scratch)
-        # Rows that are a view of the body must stay as they are.
-        rounding_errors = (
-            self.rounding_errors.view(-1, ROW) if x.data_ptr() == body.data_ptr() else x
-        )
-        quantized = self.scratch("quantized", rows * ROW, torch.int8, body.device).view(-1, ROW)
-        scales = self.scratch("scales", rows, torch.float32, body.device)
-        seed = (*self.seed, self.rank, 1)  # stage 1
-        quantize_rows(x, spans, quantized, scales, rounding_errors, seed, self.scratch, self.bits)
-        rows_to_values(rounding_errors, spans, self.rounding_errors)
-        return quantized, scales
 
 
 # The table

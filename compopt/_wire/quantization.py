@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -111,6 +111,17 @@ def row_layout(lengths: tuple[int, ...], ranks: int) -> RowLayout:
     max_values = max(chunk.stop - chunk.start for chunk in chunks)
     max_rows = max(chunk.rows for chunk in chunks)
     return RowLayout(rows, tuple(spans), tuple(chunks), max_values, max_rows)
+
+
+def join_chunks(chunks: Sequence[Chunk]) -> tuple[tuple[RowSpan, ...], int]:
+    """Return the spans of chunks that follow each other, from the first one on, and their rows."""
+    start, first = chunks[0].start, chunks[0].first_row
+    spans = (
+        RowSpan(chunk.start - start + at, chunk.first_row - first + row, n)
+        for chunk in chunks
+        for at, row, n in chunk.spans
+    )
+    return tuple(spans), sum(chunk.rows for chunk in chunks)
 
 
 def values_to_rows(

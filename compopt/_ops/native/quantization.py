@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._wire.codec import MessageLayout, QuantizedCodec, QuantizedMean, Seed
+from ..._wire.codec import QuantizedCodec, QuantizedMean, Seed
 from ..._wire.payload import ROW, Payload, Scratch, packed_bytes
 from ..._wire.quantization import Chunk, noise_offset, noise_table, pack_int4
 from .passes import Table, address, is_plain, run_over_rows
@@ -35,71 +35,66 @@ class NativeCodec(QuantizedCodec):
         return super().make_mean(payload, rank, ranks)
 
     def quantize(
-        self, x: Tensor, chunk: Chunk, scales: Tensor, out: Tensor, seed: Seed, scratch: Scratch
+        self,
+        x: Tensor,
+        chunks: Sequence[Chunk],
+        scales: Iterable[Tensor],
+        packed: Iterable[Tensor],
+        rounding_errors: Tensor,
+        seed: Seed,
+        scratch: Scratch,
     ) -> None:
         if not can_quantize(self.bits, x):
-            return super().quantize(x, chunk, scales, out, seed, scratch)
-        library, unpacked = self.library, unpacked_memory([out], [chunk], self.bits, scratch)
-        values = address("values", x, chunk.stop - chunk.start)
-        places = values, address("scales", scales, chunk.rows), unpacked[0].data_ptr(), values
+            return super().quantize(x, chunks, scales, packed, rounding_errors, seed, scratch)
+        library, first = self.library, chunks[0]
+        values, errors = address("values", x, len(x)), address("errors", rounding_errors, len(x))
+        packed = list(packed)
+        unpacked = unpacked_memory(packed, chunks, self.bits, scratch)
+        parts = [
+            ChunkMemory(
+                chunk,
+                values + 4 * (chunk.start - first.start),
+                scale.data_ptr(),
+                out.data_ptr(),
+                errors + 4 * (chunk.start - first.start),
+                chunk.first_row - first.first_row,
+            )
+            for chunk, scale, out in zip(chunks, scales, unpacked, strict=True)
+        ]
         rounding = rounding_table(seed, self.bits)
-        run_over_chunks(
-            [ChunkMemory(chunk, *places)],
-            lambda table, a, b: library.quantize(table, a, b, rounding),
-        )
-        pack(unpacked, [out], self.bits)
+        run_over_chunks(parts, lambda table, a, b: library.quantize(table, a, b, rounding))
+        pack(unpacked, packed, self.bits)
 
     def dequantize(
-        self, scales: Tensor, message: Tensor, chunk: Chunk, out: Tensor, scratch: Scratch
+        self,
+        scales: Iterable[Tensor],
+        packed: Iterable[Tensor],
+        chunks: Sequence[Chunk],
+        out: Tensor,
+        scratch: Scratch,
     ) -> None:
         if not can_quantize(self.bits, out):
-            return super().dequantize(scales, message, chunk, out, scratch)
-        size, library = chunk.stop - chunk.start, self.library
-        values, scale = address("values", out, size), address("scales", scales, chunk.rows)
-        code = address("quantized values", message, packed_bytes(size, self.bits), torch.int8)
-        run_over_chunks(
-            [ChunkMemory(chunk, values, scale, code)],
-            lambda table, a, b: library.dequantize(table, a, b, self.bits),
-        )
+            return super().dequantize(scales, packed, chunks, out, scratch)
+        values, start, library = address("values", out, len(out)), chunks[0].start, self.library
+        parts = [
+            ChunkMemory(chunk, values + 4 * (chunk.start - start), scale.data_ptr(), x.data_ptr())
+            for chunk, scale, x in zip(chunks, scales, packed, strict=True)
+        ]
+        run_over_chunks(parts, lambda table, a, b: library.dequantize(table, a, b, self.bits))
 
 
 class NativeMean(QuantizedMean):
-    """The reference's stages, with the same messages."""
+    """The reference's stages, with the same messages; the second in one pass over all ranks'."""
 
     def __init__(self, library: ctypes.CDLL, payload: Payload, rank: int, ranks: int):
         super().__init__(payload, rank, ranks)
         self.library = library
 
-    def round_payload(self) -> None:
-        self.encode_for_owners(rounds=True)
-
-    def encode_for_owners(self, rounds: bool = False) -> Tensor:
-        chunks, size = self.layout.chunks, self.payload.body.numel()
-        body = address("a payload", self.payload.body, size)
-        rounding_errors = address("rounding errors", self.rounding_errors, size)
-        out, fields, scales, packed = self._empty_messages(chunks, self.to_owners)
-        fields.copy_(self.payload.flat[: self.fields])
-        unpacked = unpacked_memory(packed, chunks, self.bits, self.scratch)
-        parts = [
-            ChunkMemory(
-                chunk,
-                body + 4 * chunk.start,
-                scale.data_ptr(),
-                values.data_ptr(),
-                rounding_errors + 4 * chunk.start,
-                chunk.first_row,
-            )
-            for chunk, scale, values in zip(chunks, scales, unpacked, strict=True)
-        ]
-        rounding = rounding_table((*self.seed, self.rank, 1), self.bits, rounds)
-        run_over_chunks(parts, lambda table, a, b: self.library.quantize(table, a, b, rounding))
-        pack(unpacked, packed, self.bits)
-        return out
-
     def average_own_chunk(self, received: Tensor) -> Tensor:
         received, chunk = received.contiguous(), self.layout.chunks[self.rank]
         self._average_fields(self.to_owners.split(received)[0])
-        out, _, scales, packed = self._empty_messages([chunk], self.of_mean)
+        out = torch.zeros(1, self.of_mean.nbytes, dtype=torch.uint8, device="cpu")
+        _, scales, packed = self.of_mean.split(out)
         unpacked = unpacked_memory(packed, [chunk], self.bits, self.scratch)
         rounding_errors = address(
             "rounding errors", self.rounding_errors, self.payload.body.numel()
@@ -121,32 +116,6 @@ class NativeMean(QuantizedMean):
         )
         pack(unpacked, packed, self.bits)
         return out[0]
-
-    def decode_mean(self, gathered: Tensor) -> None:
-        gathered, body = gathered.contiguous(), self.payload.body
-        first = address("a payload", body, body.numel())
-        _, scales, packed = self.of_mean.split(gathered)
-        parts = [
-            ChunkMemory(chunk, first + 4 * chunk.start, scale.data_ptr(), values.data_ptr())
-            for chunk, scale, values in zip(self.layout.chunks, scales, packed, strict=True)
-        ]
-        dequantize = self.library.dequantize
-        run_over_chunks(parts, lambda table, a, b: dequantize(table, a, b, self.bits))
-
-    def _empty_messages(
-        self, chunks: Sequence[Chunk], layout: MessageLayout
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return one message for each chunk, and its fields, scales and packed values. The rest of
-        a short chunk is zero: old contents of that memory are never sent.
-        """
-        out = torch.empty(len(chunks), layout.nbytes, dtype=torch.uint8, device="cpu")
-        first, scales, packed = layout.split(out)
-        for chunk, scale, values in zip(chunks, scales, packed, strict=True):
-            ends = chunk.rows, packed_bytes(chunk.stop - chunk.start, self.bits)
-            for part, end in zip((scale, values), ends, strict=True):
-                if end < len(part):
-                    part[end:] = 0
-        return out, first, scales, packed
 
 
 # Passes over chunks
@@ -195,13 +164,11 @@ def run_over_chunks(chunks: Iterable[ChunkMemory], run: Callable[[Table, int, in
     run_over_rows(lengths, lambda first, last, _: run(table, first, last))
 
 
-def rounding_table(seed: tuple[int, ...] | None, bits: int, rounds: bool = False) -> Table:
-    """Return how the values of a message are rounded, as quantize.c reads it; ``rounds``: the
-    values too become what other ranks receive.
-    """
+def rounding_table(seed: Seed, bits: int) -> Table:
+    """Return how the values of a message are rounded, as quantize.c reads it."""
     noise = noise_table(torch.float32, torch.device("cpu"), seed is not None)
     numbers = address("random numbers", noise, len(noise))
-    return Table(1, numbers=numbers, place=noise_offset(seed), bits=bits, rounds=rounds)
+    return Table(1, numbers=numbers, place=noise_offset(seed), bits=bits)
 
 
 def unpacked_memory(
