@@ -176,3 +176,17 @@ def test_a_chunk_alone_has_the_references_codes(isa, lengths, dtype, bits):
         codec.dequantize([scales], [quantized], [chunk], out, scratch)
         results.append((x, scales, quantized, out))
     assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("lengths", [(300, 0, 70), (ROW,)], ids=str)
+def test_a_single_process_reads_what_others_would(codec, device, lengths, bits):
+    """With ``simulate=True``: the values are rounded as if they had been sent."""
+    flat = torch.randn(sum(WORDS) + sum(lengths), generator=torch.Generator().manual_seed(1)).to(device)
+    results = []
+    for make in (codec, QuantizedCodec):
+        errors = torch.empty(sum(lengths), device=device)
+        payload = Payload(flat.clone(), *WORDS, list(lengths), make(bits), errors, (5, 1))
+        payload.codec.make_mean(payload, 0, 1).round_payload()
+        results.append((payload.flat, errors))
+    assert all(map(torch.equal, *results)) and not torch.equal(results[0][0], flat)
