@@ -159,9 +159,10 @@ class Ops:
         ``Mask(bucket)`` sends all elements.
         """
         like = torch.empty(0, dtype=bucket.compute_dtype, device=bucket.device)
-        marks, payload = norms.gradient_marks(grads, like), empty_payload(bucket, mask)
-        positions, parts = mask.positions, payload.unrounded_parts
+        marks, positions = norms.gradient_marks(grads, like), mask.positions
+        payload = bucket.make_payload(mask.sizes, bucket.group.get("payload_dtype"))
         payload.header.copy_(marks)
+        parts = payload.unrounded_parts
         absent: list[Tensor] = []
         to: list[Tensor] = []
         values: list[Tensor] = []
@@ -324,11 +325,6 @@ class Ops:
     def find_set_bits(self, bits: Tensor) -> Tensor:
         """Return the positions of all set bits, ascending, int64."""
         return find_positions(bits)
-
-
-def empty_payload(bucket: Bucket, mask: Mask, marks: Sequence[float] = ()) -> Payload:
-    """Return a payload for what is on the mask, with these ``marks`` in its header, if any."""
-    return bucket.make_payload(mask.sizes, bucket.group.get("payload_dtype"), marks=marks)
 
 
 def adamw_batched_(group: Group, tensors: AdamWTensors) -> None:

@@ -19,7 +19,7 @@ from ..._state.residuals import Residuals
 from ..._state.tensors import to_local
 from ..._wire.codec import make_codecs
 from ..._wire.payload import Payload
-from ..operations import Fused, Ops, empty_payload
+from ..operations import Fused, Ops
 from ..update_helpers import is_tracked
 from .blocks import NativeBlocks
 from .build import isa_of_library, load_library
@@ -80,7 +80,8 @@ class NativeOps(NativeUpdates, NativeTopK):
         is_large = adds_residuals and bucket.numel > MAX_DECODED
         if not can_read(self, bucket) or (is_large and not Residuals(bucket).is_exact):
             return super().encode(bucket, grads, mask, adds_residuals, scale, negate)
-        lengths, payload = bucket.lengths, empty_payload(bucket, mask)
+        lengths = bucket.lengths
+        payload = bucket.make_payload(mask.sizes, bucket.group.get("payload_dtype"))
         header, body = payload.header, payload.body
         if payload.flat.dtype != torch.float32:  # the pass writes float32
             like = bucket.params[0]

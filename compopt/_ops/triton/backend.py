@@ -20,7 +20,7 @@ from ..._state.residuals import Residuals
 from ..._wire.codec import QuantizedCodec, QuantizedMean, make_codecs
 from ..._wire.payload import Payload
 from ..._wire.quantization import noise_offset, noise_table
-from ..operations import Fused, Group, empty_payload
+from ..operations import Fused, Group
 from .lowrank import (
     can_orthonormalize,
     can_project,
@@ -120,7 +120,8 @@ class TritonOps(KernelOps):
         can_read = updates_residuals if adds_residuals else is_supported
         if not can_read(self, bucket):
             return super().encode(bucket, grads, mask, adds_residuals, scale, negate)
-        payload = empty_payload(bucket, mask, [float(g is not None) for g in grads])
+        marks, dtype = [float(g is not None) for g in grads], bucket.group.get("payload_dtype")
+        payload = bucket.make_payload(mask.sizes, dtype, marks=marks)
         blocks, offsets = blocks_of(bucket), block_offsets(bucket, mask)
         to_add = Residuals(bucket).stored if adds_residuals else [None] * len(grads)
         flat: list[Tensor | None] = []  # copies in it have to live until the kernel was launched
