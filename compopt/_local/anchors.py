@@ -372,13 +372,13 @@ class Anchors:
         if copied is None or not copied[1]:
             return False
         with defer_signals():
-            session.corrupt = "rebind() was interrupted while it wrote an exchange of another rank"
+            session.damage = "rebind() was interrupted while it wrote an exchange of another rank"
             write_tensors(tensors, copied[1])
             for group, step in zip(groups, counts.tolist(), strict=True):
                 if is_new or group["step"] != step:
                     self._become_anchors(group)
                 group["step"] = step
-            session.corrupt = ""
+            session.damage = ""
         return True
 
     def _become_anchors(self, group: Group) -> None:
