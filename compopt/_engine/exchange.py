@@ -8,6 +8,7 @@ finishes gradients, and not on how many exchanges start in backward (see ``Excha
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -245,8 +246,8 @@ class BucketExchange:
     def _resume_generator(self, answer: Answer) -> Request:
         if self._generator is None:
             self._write_control()
-        stage = "compopt::commit" if self.has_reached_agree else "compopt::encode"
-        with profiler_range(stage):
+        is_encoding = not self.has_reached_agree
+        with profiler_range("compopt::encode") if is_encoding else nullcontext():
             if self._generator is None:
                 self._generator = self.algorithm(self.bucket)
             self.request = request = self._generator.send(answer)
