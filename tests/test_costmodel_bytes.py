@@ -15,8 +15,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _should_co
 
 import compopt
 from compopt._local.exchange import message_bytes
+from compopt._wire.codec import QuantizedCodec
 from compopt._wire.payload import Payload
-from compopt._wire.quantization import make_quantized_mean
 from compopt.costmodel import METHODS, Cost, Machine, Situation, Workload, rows_of
 from compopt.planning.methods import code_bytes, count_round_lengths
 from compopt.planning.prediction import exchange_seconds
@@ -209,9 +209,9 @@ def test_bytes_of_a_run_are_those_of_the_runs_that_were_measured(name):
 def test_ranks_of_a_machine_cannot_add_up_quantized_means(ranks, node):
     """Each rank sends a message to every owner, who sends its average to every rank: what leaves a machine of these."""
     values, rate, bits = 2**20, 1e6, 4
-    flat = torch.zeros(values)
-    payloads = [Payload(flat, 0, 0, [values], (1, 0), torch.empty(values), bits=bits) for _ in range(ranks)]
-    means = [make_quantized_mean(payload, rank, ranks) for rank, payload in enumerate(payloads)]
+    flat, codec = torch.zeros(values), QuantizedCodec(bits)
+    payloads = [Payload(flat, 0, 0, [values], codec, torch.empty(values), (1, 0)) for _ in range(ranks)]
+    means = [codec.make_mean(payload, rank, ranks) for rank, payload in enumerate(payloads)]
     sent = torch.stack([mean.encode_for_owners() for mean in means])  # by sender, by owner
     averages = [mean.average_own_chunk(sent[:, rank]) for rank, mean in enumerate(means)]
     crossing = sum(

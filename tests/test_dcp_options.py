@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.utils._pytree import tree_flatten
 
 import compopt
-from compopt._wire.payload import dtype_name
+from compopt._wire.codec import dtype_name
 
 OPTIONS = {
     "none": {},
