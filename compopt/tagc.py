@@ -120,10 +120,8 @@ class UnionReducer(OwnerReducer):
     def reduce(self) -> RequestGenerator[Payload]:
         bucket, layout = self.bucket, self.layout
         sizes = [8 * (last - first) for first, last in itertools.pairwise(layout.mask_cuts)]
-        sparsity, pairs = (
-            bucket.group["sparsity"],
-            zip(layout.compressed_counts, sizes, strict=True),
-        )
+        sparsity, counts = bucket.group["sparsity"], layout.compressed_counts
+        pairs = zip(counts, sizes, strict=True)
         ks = [count_selected(sparsity, n) if sparsity else size for n, size in pairs]
         self.selected = self.ops.run(select_largest, bucket, self.grads, ks)  # lines 1 to 3
         bits = yield BitOr(self.selected.bits)  # line 4

@@ -27,11 +27,12 @@ typedef struct {
     float *values;         // g + e there
 } Shard;
 
-// Writes g + e of a block, or reads one of the two as it is; returns which.
-static const float *sum_block(const Piece *p, int64_t a, int64_t size, float *x) {
-    if (p->e) fetch_ahead(p->e, a);
-    if (!p->g || !p->e) return p->g ? p->g + a : p->e + a;
-    for (int64_t i = 0; i < size; i++) x[i] = p->g[a + i] + p->e[a + i];
+// Writes g + e of a block to x, or leaves e where it is; returns where they are.
+static const float *sum_block(const Piece *p, int64_t a, int64_t size, float *restrict x) {
+    const float *restrict const g = p->g + a, *restrict const e = p->e + a;
+    fetch_ahead(p->e, a);
+    if (!p->g) return e;
+    for (int64_t i = 0; i < size; i++) x[i] = g[i] + e[i];
     return x;
 }
 

@@ -66,11 +66,9 @@ def select_largest(bucket: Bucket, ops: NativeTopK, grads: Tensors, ks: list[int
         kept = [(at[:n], of[:n]) for at, of, n in parts]
         positions, values = (torch.cat(column) for column in zip(*kept, strict=True))
     bits = torch.zeros(bucket.shards.mask_bytes, dtype=torch.uint8, device="cpu")
-    places = (
-        address("positions", positions, len(positions), torch.int64),
-        address("a mask", bits, len(bits), torch.uint8),
-    )
-    ops.library.set_bits(places[0], len(positions), places[1])
+    at = address("positions", positions, len(positions), torch.int64)
+    mask = address("a mask", bits, len(bits), torch.uint8)
+    ops.library.set_bits(at, len(positions), mask)
     return Selected(positions, values, bits, _marks_of(grads, runs, squares))
 
 
