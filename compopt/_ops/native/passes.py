@@ -56,6 +56,8 @@ def address(
     what: str, tensor: Tensor | None, least: int, dtype: torch.dtype = torch.float32
 ) -> int:
     """Return the address of a tensor, 0 for None. The tensor must outlive the call."""
+    if tensor is not None and fits(tensor, least, dtype):
+        return tensor.data_ptr() or EMPTY
     return addresses(what, (tensor,), (least,), dtype)[0]
 
 
