@@ -7,9 +7,11 @@ import gc
 import itertools
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from processor_times import ProcessorTimes
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
@@ -101,7 +103,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     gc.unfreeze()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--processor-times", metavar="FILE", help="write what each test costs: processor and wall seconds")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if path := config.getoption("--processor-times"):
+        worker = os.environ.get("PYTEST_XDIST_WORKER")
+        config.pluginmanager.register(ProcessorTimes(Path(path).absolute(), worker))
     config.addinivalue_line("markers", "long: of several workers each begins with some of these tests")
 
 
