@@ -103,12 +103,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     gc.unfreeze()
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--processor-times", metavar="FILE", help="write what each test costs: processor and wall seconds")
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    if path := config.getoption("--processor-times"):
+    if path := os.environ.get("COMPOPT_PROCESSOR_TIMES"):
         worker = os.environ.get("PYTEST_XDIST_WORKER")
         config.pluginmanager.register(ProcessorTimes(Path(path).absolute(), worker))
     config.addinivalue_line("markers", "long: of several workers each begins with some of these tests")
