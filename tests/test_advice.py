@@ -429,6 +429,7 @@ def test_a_loss_is_the_nearest_measurements():
     one = LOSSES["SeparateAdam"][1]
     row = by_name(advise(861_312_000, ranks=2, link_bits_per_s=1e8, step_s=0.5))["SeparateAdam"]
     assert row.measurement == one and row.expected_loss == pytest.approx(one.ratio + 3 * 0.005)
+    assert one.allow_for_size(one.parameters / 1000) == pytest.approx(one.ratio + 3 * 0.005), "as far off, if smaller"
 
 
 def test_advice_never_contradicts_itself():

@@ -23,7 +23,7 @@ from compopt.costmodel import (
     speedup,
     step_seconds,
 )
-from compopt.planning.prediction import sent_bytes
+from compopt.planning.prediction import exchange_seconds, sent_bytes
 
 # MCBench, Table 8: hidden size, layers, nodes, batch size, speed-up.
 TABLE_8 = [
@@ -156,6 +156,15 @@ def test_local_work_is_passes_over_memory_and_products_and_fewer_passes_are_not_
     costs = [Cost(0.0), Cost(0.0, traffic=5e8), Cost(0.0, traffic=-5e8), Cost(0.0, flops=5e8)]
     seconds = [step_seconds(machine, cost, 1.0).local for cost in costs]
     assert seconds == pytest.approx([0.0, 0.5, 0.0, 0.5])
+
+
+def test_each_rank_of_a_machine_sends_a_quantized_mean_of_its_own():
+    """A sum leaves a machine once, over the links of all its ranks; chunks of a quantized mean belong to ranks."""
+    one, eight = (Machine(16, 1e6, latency_s=0.0, ranks_per_node=n) for n in (1, 8))
+    quantized, reduced = Cost(reduced=0.0, quantized=1e6), Cost(reduced=1e6)
+    assert exchange_seconds(one, quantized) == exchange_seconds(one, reduced) == pytest.approx(2 * 15 / 16)
+    assert exchange_seconds(eight, reduced) == pytest.approx(2 * 1 / 2 / 8)
+    assert exchange_seconds(eight, quantized) == pytest.approx(8 * exchange_seconds(eight, reduced))
 
 
 def test_an_exchange_costs_what_ranks_wait_for_each_other_and_what_it_takes_from_computation():

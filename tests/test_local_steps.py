@@ -285,3 +285,6 @@ def test_fragments_are_of_about_equal_bytes(sizes, fragments, expected):
     assert assign_to_fragments([{"params": params}, {"params": params}], fragments) == expected * 2, (
         "every group is dealt alike"
     )
+    narrow = [torch.nn.Parameter(torch.zeros(4 * size, dtype=torch.bfloat16)) for size in sizes[:1]]
+    wide = [torch.nn.Parameter(torch.zeros(2 * size)) for size in sizes[1:]]
+    assert assign_to_fragments([{"params": narrow + wide}], fragments) == expected, "bytes, and not elements"

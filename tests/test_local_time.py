@@ -223,6 +223,15 @@ def test_time_that_a_rank_waits_is_not_of_the_next_round(clock):
     take_alone(clock, world, params, optimizers, 0, 1)
 
 
+def test_the_wait_of_a_round_is_that_of_its_exchange_alone(clock):
+    world, params, optimizers = make_ranks(2)
+    take_round(clock, world, params, optimizers, [2, 2])
+    for optimizer in optimizers:
+        optimizer._session.waits.add_wait(100.0)  # of earlier exchanges; simulated ranks wait for nothing
+    take_round(clock, world, params, optimizers, [2, 2])
+    assert [optimizer.stats.round_wait_seconds for optimizer in optimizers] == [0.0, 0.0]
+
+
 def test_time_between_saving_and_loading_does_not_count(clock):
     world, params, optimizers = make_ranks(2)
     take_round(clock, world, params, optimizers, [2, 2])

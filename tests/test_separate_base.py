@@ -201,3 +201,16 @@ def test_adaptive_moves_columns_to_where_they_are_missed_and_ranks_agree(ef_beta
     for _ in range(7):
         ranks.train(loss, 1)
         ranks.assert_replicas_equal()
+
+
+def test_an_adapted_ef_beta_stays_above_the_bound_of_its_projection():
+    """With three columns of 64 that is 0.91: below it errors grow from step to step."""
+    ranks = wrapped(adamw, ratio=32, adaptive=True, adapt_interval=3, ef_beta=0.95, reset_interval=None)
+    ranks.train(loss, 2)
+    for optimizer, model in zip(ranks.optimizers, ranks.models, strict=True):
+        optimizer.state[model.up.weight]["residual"].normal_(generator=torch.Generator().manual_seed(0))
+    ranks.train(loss, 1)
+    for optimizer in ranks.optimizers:
+        (ratio, beta), *_ = optimizer._wrapper_groups[0]["adapted"]
+        projection = plan_projection(torch.Size((96, 64)), False, ratio, "gaussian", 0.95)
+        assert ratio < 32 and beta == projection.least_beta > 0.9

@@ -451,6 +451,7 @@ def test_each_snapshot_is_loaded_once():
     assert assign_snapshots(everything, [everything] * 3) == [some(0), some(1), some(2)]
     assert assign_snapshots(everything, [everything] * 2) == [some(0, 2), some(1)]
     assert assign_snapshots(everything, [everything] * 4) == [some(0), some(1), some(2), []]
+    assert assign_snapshots(some(1, 2), [everything] * 3) == [[], some(1), some(2)], "one is gone: each has its own"
 
 
 def test_the_newest_that_every_replica_has_is_chosen_else_the_newest():
