@@ -26,7 +26,7 @@ import sim
 import torch
 from conformance import Small, data, snapshot
 from fake_device import Device, OnDevice
-from table import CASES, FORMS, Case, by_name
+from table import CASES, DERIVED, FORMS, Case, by_name
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -58,7 +58,7 @@ MORE = [
     also("LocalSteps", "int2", every=4, warmup_steps=2, payload_dtype="int2"),
     also("LocalSteps", "offloaded", every=4, fragments=2, delay=1, payload_dtype="int2", offload="outer"),
 ]
-RUNS = {case.name: case for case in CASES + FORMS + MORE}
+RUNS = {case.name: case for case in CASES + FORMS + DERIVED + MORE}
 OFFLOADED = {"RadiusAdamW": "residual", "ScapeAdamS": "all", "ScapeAdamS, sharded": "all"}
 
 

@@ -8,13 +8,22 @@ from dataclasses import replace
 import pytest
 import torch
 from sim import Ranks
-from table import CASES, FORMS, INT8, Case, by_name, projecting
+from table import CASES, DERIVED, FORMS, INT8, Case, by_name, projecting
 from torch import nn
 
-every = pytest.mark.parametrize("case", CASES + FORMS + INT8, ids=lambda case: case.name)
+every = pytest.mark.parametrize("case", CASES + FORMS, ids=lambda case: case.name)
+every_form = pytest.mark.parametrize("case", CASES + FORMS + INT8 + DERIVED, ids=lambda case: case.name)
 # those whose every step averages gradients, and leaves replicas equal; test_local_steps.py: rounds
-AVERAGING = [case for case in CASES + FORMS + INT8 if not case.averaging]
+AVERAGING = [case for case in CASES + FORMS if not case.averaging]
 every_average = pytest.mark.parametrize("case", AVERAGING, ids=lambda case: case.name)
+
+
+def every_form_at(*at: int):
+    """Every class and form with each of these steps; residuals in 8 bits, and what is made of others, with one."""
+    rows = [(case, n) for case in CASES + FORMS for n in at]
+    rows += [(case, at[n % len(at)]) for n, case in enumerate(INT8 + DERIVED)]
+    names = [f"{n}-{case.name}" for case, n in rows]
+    return pytest.mark.parametrize(("case", "at"), rows, ids=names)
 
 
 def other(name: str, form: str, **options) -> Case:

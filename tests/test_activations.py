@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from codecs_table import COMPRESSORS, HIDDEN, SHAPE, make, sample
+from pairs import pairs
 from torch import nn
 
 from compopt.activations import (
@@ -70,10 +71,15 @@ def test_a_gradient_too_large_for_the_payload_says_so():
             codec.decompress(*codec.compress(x), SHAPE).sum().backward()
 
 
-@pytest.mark.parametrize("scale", ["channel", "tensor"])
-@pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1,), (7,), (3, 1), (5, 3, 8), (2, 64)])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "bits", "scale"),
+    pairs(
+        [(1,), (7,), (3, 1), (5, 3, 8), (2, 64)],
+        [torch.float32, torch.float64, torch.bfloat16],
+        [2, 4, 8],
+        ["channel", "tensor"],
+    ),
+)
 def test_quantization_rounds_to_the_nearest_of_its_levels(bits, dtype, shape, scale):
     """Against all 2^bits levels written down, -s to s(1 - 1/half), for the bfloat16 scale s of every channel."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(bits)).to(dtype)

@@ -9,7 +9,7 @@ import inspect
 
 import pytest
 import torch
-from conformance import Small, data, every, loss, make_ranks, snapshot
+from conformance import Small, data, every, every_form, loss, make_ranks, snapshot
 from table import CASES
 from torch import nn
 
@@ -24,7 +24,7 @@ def test_every_public_optimizer_is_in_the_table():
     assert optimizers == {case.cls for case in CASES} | {compopt.MuonAdamW}  # which averages nothing itself
 
 
-@every
+@every_form
 @ranks_1_2_4
 def test_lossless_equals_the_reference_on_the_averaged_gradient(case, size):
     ranks = make_ranks(case, size, torch.float64, **case.lossless)
@@ -40,7 +40,7 @@ def test_lossless_equals_the_reference_on_the_averaged_gradient(case, size):
         torch.testing.assert_close(q, p, rtol=1e-10, atol=1e-12)
 
 
-@every
+@every_form
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_replicas_are_equal_to_the_bit_after_every_step(case, size):
     ranks = make_ranks(case, size)

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from conformance import assert_same, every, loss, make_ranks, snapshot
+from conformance import assert_same, every, every_form_at, loss, make_ranks, snapshot
 from table import by_name
 from torch import nn
 
@@ -34,8 +34,7 @@ def test_a_bad_gradient_on_one_rank_makes_all_skip_and_changes_nothing(case, at,
     assert_same(snapshot(untroubled.optimizers[0]), snapshot(ranks.optimizers[0]))
 
 
-@every
-@pytest.mark.parametrize("at", [1, 3, 5])
+@every_form_at(1, 3, 5)
 def test_a_collective_that_fails_changes_nothing(case, at):
     ranks = make_ranks(case, 2, **case.averaging)
     ranks.train(loss, at)
@@ -134,8 +133,7 @@ def test_ranks_that_differ_are_told_which_and_how(case):
         assert_same(old, snapshot(optimizer))
 
 
-@every
-@pytest.mark.parametrize("at", [2, 4, 6])
+@every_form_at(2, 4, 6)
 def test_survivors_go_on_over_a_smaller_group_from_memory(case, at):
     ranks = make_ranks(case, 3, **case.averaging)
     ranks.train(loss, at)

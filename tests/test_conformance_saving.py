@@ -7,14 +7,13 @@ import pickle
 
 import pytest
 import torch
-from conformance import Small, assert_same, every, loss, make_ranks, snapshot, through_a_file
+from conformance import Small, assert_same, every, every_form, every_form_at, loss, make_ranks, snapshot, through_a_file
 from sim import Ranks
 
 from compopt._state.residuals import Residuals
 
 
-@every
-@pytest.mark.parametrize("at", [2, 4, 5, 7])
+@every_form_at(2, 4, 5, 7)
 def test_resumed_on_the_same_ranks_it_continues_to_the_bit(case, at):
     whole = make_ranks(case, 2)
     whole.train(loss, at)
@@ -33,7 +32,7 @@ def test_resumed_on_the_same_ranks_it_continues_to_the_bit(case, at):
         assert_same(snapshot(a), snapshot(b))
 
 
-@every
+@every_form
 def test_consolidated_it_resumes_on_any_number_of_ranks_with_the_mean_residual(case):
     def mean_residual(ranks: Ranks) -> torch.Tensor:
         names = [o.state_dict() and o.rank_local_state for o in ranks.optimizers].pop()
@@ -72,7 +71,7 @@ def test_a_residual_of_another_rank_is_loaded_with_a_warning(case):
         ranks.optimizers[1].load_state_dict(ranks.optimizers[0].state_dict())
 
 
-@every
+@every_form
 def test_deepcopy_and_pickle_continue_alike(case):
     torch.manual_seed(0)
     model = Small()

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from pairs import name_of, pairs
 from ranks import run_ranks
 from sim import Ranks
 from table import CASES, FORMS, Case, projecting
@@ -47,12 +48,12 @@ def slope(model: Shapes, rank: int, step: int) -> torch.Tensor:
     return sum((p * torch.randn(p.shape, generator=generator).to(p.dtype)).sum() for p in model.tensors)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("case", CASES + FORMS + TRACKED, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "model", "dtype"),
+    pairs(CASES + FORMS + TRACKED, MODELS, DTYPES, where=lambda case, model, dtype: takes(case, dtype)),
+    ids=name_of,
+)
 def test_payloads_without_values_are_averaged_all_the_same(case, model, dtype):
-    if not takes(case, dtype):
-        pytest.skip(f"{case.name} does not take it")
     options = {} if dtype is None else {"payload_dtype": dtype}
     for size, compress in ((1, None), (2, True), (3, None)) if dtype is None else ((2, True),):
         ours = Ranks(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from pairs import name_of, pairs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compopt._ops.native import build
@@ -19,10 +20,11 @@ from compopt._wire.quantization import BLOCK_ROWS, QuantizedMean, row_layout
 
 LENGTHS = [(), (0,), (1,), (5, 0, 3), (ROW,), (ROW - 1, ROW + 1), (300, 0, 128, 4000, 1), (BLOCK_ROWS * ROW + 129, 70)]
 WORDS = 3, 2  # of header and control
-NATIVE = ("", "portable")  # all that this processor has, and none; what is between, test_native_isa.py has
+NATIVE = ("native", "portable")  # all that this processor has, and none; what is between, test_native_isa.py has
+MEANS = ("triton", *NATIVE)
 
 
-@pytest.fixture(params=["triton", *NATIVE], ids=["triton", "native", "portable"])
+@pytest.fixture(params=MEANS)
 def mean(request, device) -> Callable:
     """Return what is held against ``QuantizedMean``: on a GPU Triton's kernels alone."""
     if request.param == "triton":
@@ -35,10 +37,10 @@ def mean(request, device) -> Callable:
     return functools.partial(native.make_mean, library_of(request.param))
 
 
-def library_of(isa: str):
+def library_of(name: str):
     if build.find_compiler() is None:
         pytest.skip("needs a C compiler")
-    return build._load(build.find_compiler(), isa)
+    return build._load(build.find_compiler(), "" if name == "native" else name)
 
 
 def exchanged(make: Callable, device: torch.device, lengths: tuple, ranks: int, bits: int, odd: bool = False) -> tuple:
@@ -61,9 +63,9 @@ def exchanged(make: Callable, device: torch.device, lengths: tuple, ranks: int, 
     return [payload.flat for payload in payloads], [payload.rounding_errors for payload in payloads], (sent, gathered)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize(
+    ("mean", "lengths", "ranks", "bits"), pairs(MEANS, LENGTHS, [2, 3, 8], [8, 4]), indirect=["mean"], ids=name_of
+)
 def test_the_mean_has_the_references_bits(mean, device, lengths, ranks, bits):
     (ours, rest, _), (theirs, rounding_errors, _) = (
         exchanged(c, device, lengths, ranks, bits) for c in (mean, QuantizedMean)
@@ -81,9 +83,7 @@ def memory_is_full():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("isa", NATIVE, ids=["native", "portable"])
+@pytest.mark.parametrize(("isa", "lengths", "bits"), pairs(NATIVE, LENGTHS, [8, 4]), ids=name_of)
 def test_messages_have_the_references_bytes(isa, memory_is_full, lengths, bits):
     """Also where a rank has less to send than another: what is left over of its message is zero."""
     makes = functools.partial(native.make_mean, library_of(isa)), QuantizedMean
@@ -158,10 +158,11 @@ def test_what_they_cannot_take_is_left_to_the_reference(mean, device):
     assert is_references(flat) and is_references(flat.float(), bits=2) and not is_references(flat.float())
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("isa", NATIVE, ids=["native", "portable"])
+@pytest.mark.parametrize(
+    ("isa", "lengths", "dtype", "bits"),
+    pairs(NATIVE, LENGTHS, [torch.float32, torch.float64], [8, 4, 2]),
+    ids=name_of,
+)
 def test_a_chunk_alone_has_the_references_codes(isa, lengths, dtype, bits):
     """The rounding errors are written over the values."""
     library = library_of(isa)

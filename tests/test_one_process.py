@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conformance import Small, loss, make_ranks
+from pairs import name_of, pairs
 from ranks import FOREVER, run_ranks
 from sim import Ranks, World
 from table import CASES, FORMS, Case
@@ -46,13 +47,13 @@ def held_back(optimizer: torch.optim.Optimizer) -> float:
     return sum(float(tensor.abs().sum()) for tensor in kept)
 
 
-@every
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group", ["none", "of one"])
+@pytest.mark.parametrize(
+    ("group", "dtype", "case"),
+    pairs(["none", "of one"], DTYPES, COMPRESSING, where=lambda _, dtype, case: not (dtype == "int8" and case.sharded)),
+    ids=name_of,
+)
 def test_one_process_steps_as_the_base(case: Case, dtype: str, group: str):
     options = DTYPES[dtype] | ({"process_group": World(1).comms[0]} if group == "of one" else {})
-    if dtype == "int8" and case.sharded:
-        pytest.skip("sharded classes send no int8")
     model, optimizer, phases = alone(case.make, **options)
     shared = {name: case.compressed[name] for name in ("betas", "weight_decay") if name in case.compressed}
     wanted, *_ = alone(case.reference, lr=case.lr, **shared)

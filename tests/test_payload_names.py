@@ -8,6 +8,7 @@ from typing import get_args
 import conformance
 import pytest
 import torch
+from pairs import name_of
 from table import CASES, FORMS
 
 import compopt
@@ -16,6 +17,7 @@ from compopt._wire.payload import FLOAT_DTYPES, QUANTIZED_BITS
 
 SENDING = [case for case in CASES + FORMS if "payload_dtype" in inspect.signature(case.cls).parameters]
 every = pytest.mark.parametrize("case", SENDING, ids=lambda case: case.name)
+WRONG = ["torch.int8", "", torch.int32, torch.float8_e4m3fn, torch.complex64, 8, ["int8"]]
 NAMES = [*QUANTIZED_BITS, *FLOAT_DTYPES]
 
 
@@ -44,9 +46,10 @@ def test_each_name_sends_what_it_says(case):
     assert "int2" not in bytes_of or bytes_of["int2"] < bytes_of["int4"] < bytes_of["int8"]
 
 
-@every
 @pytest.mark.parametrize(
-    "word", ["flt32", "torch.int8", "", torch.int32, torch.float8_e4m3fn, torch.complex64, 8, ["int8"]]
+    ("case", "word"),
+    [(case, "flt32") for case in SENDING] + [(SENDING[0], word) for word in WRONG],
+    ids=name_of,
 )
 def test_another_word_is_refused_by_a_list_of_those_there_are(case, word):
     p = torch.nn.Parameter(torch.ones(64, 64))

@@ -40,6 +40,7 @@ ENTRIES: dict[str, tuple[dict, int, dict, int]] = {  # options and iterations: o
     "AdamS": (*ADAMS, {"lr": 0.02, "weight_decay": 1e-3}, 500),
     "ScapeAdamS": (*ADAMS, {"lr": 0.02, "weight_decay": 1e-3}, 500),
 }
+FAST = ("SeparateAdam", "LocalSteps")  # the others: `make slow`
 AROUND_ADAMW = {case.name for case in CASES if case.build}
 
 
@@ -235,7 +236,10 @@ def passed(check: str, name: str) -> bool:
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph")
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step\\(\\)` before")
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("name", [case.name for case in CASES])
+@pytest.mark.parametrize(
+    "name",
+    [case.name if case.name in FAST else pytest.param(case.name, marks=pytest.mark.slow) for case in CASES],
+)
 def test_at_least_as_well_as_adamw(name, check):
     assert passed(check, "AdamW") == (check not in FAIL_FOR_BOTH | FAIL_FOR_ADAMW)
     assert passed(check, name) == (check not in FAIL_FOR_BOTH)

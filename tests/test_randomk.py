@@ -12,9 +12,9 @@ from conservation import Ledger
 from problems import SHAPES, gradients, replicas, step, weights
 from randomk import RandomK, draw
 from ranks import HANG_GUARD
-from table import FORMS
+from table import DERIVED
 
-CASE = next(case for case in FORMS if case.cls is RandomK)
+CASE = next(case for case in DERIVED if case.cls is RandomK)
 H = dict(lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1, density=0.2, warmup_steps=2)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from pairs import name_of, pairs
 from sim import Ranks
 from table import CASES, FORMS, projecting
 from torch import nn
@@ -26,9 +27,11 @@ PROJECTIONS = [
     for case in CASES
     if "projection" in case.bad
 ]
-every = pytest.mark.parametrize("case", CASES + FORMS + PROJECTIONS, ids=lambda case: case.name)
+ALL = CASES + FORMS + PROJECTIONS
+# One of each kind: what a size changes, backends, selection, shards and quantization see, and not classes.
+BY_SIZE = {"RadiusAdamW", "SeparateAdam", "TagcAdamW", "Average", "ScapeAdamS"}
+BACKENDS_AND_RANKS = ["auto", "torch"], [2, 1]
 on_each = pytest.mark.parametrize("backend", ["torch", "auto"])
-RUNS = [("auto", 2), ("torch", 1), ("auto", 1), ("torch", 2)]
 
 
 class Beside(nn.Module):
@@ -71,9 +74,10 @@ def groups(parameters) -> list[dict]:
     return [{"params": [p]} for p in parameters]
 
 
-@every
 @pytest.mark.parametrize(
-    ("size", "backend", "ranks"), [(size, *run) for size in SIZES for run in (RUNS if size == 4096 else RUNS[:2])]
+    ("case", "size", "backend", "ranks"),
+    [(case, *row) for case in ALL for row in pairs(SIZES if case.name in BY_SIZE else SIZES[:1], *BACKENDS_AND_RANKS)],
+    ids=name_of,
 )
 def test_what_drops_nothing_equals_the_reference(case, size, backend, ranks, monkeypatch):
     monkeypatch.setenv("COMPOPT_BACKEND", backend)
@@ -123,9 +127,14 @@ def test_tagc_leaves_as_many_as_it_says_in_every_shard(size, sparsity, backend, 
                 assert left == count_selected(sparsity, bucket.shards.compressed_counts[shard])
 
 
-@on_each
-@pytest.mark.parametrize("what", ["gaussian", "log-normal", "equal", "few", "zeros", "sorted", "two sizes"])
-@pytest.mark.parametrize("share", [1e-4, 0.01, 0.3, 0.97, 1.0])
+@pytest.mark.parametrize(
+    ("share", "what", "backend"),
+    pairs(
+        [1e-4, 0.01, 0.3, 0.97, 1.0],
+        ["gaussian", "log-normal", "equal", "few", "zeros", "sorted", "two sizes"],
+        ["torch", "auto"],
+    ),
+)
 def test_the_largest_are_exactly_as_many(what, share, backend, monkeypatch):
     monkeypatch.setenv("COMPOPT_BACKEND", backend)
     n = 50_001

@@ -162,8 +162,7 @@ def test_bytes_are_rank_times_the_sides():
 TRACKED = projecting("tracked", warmup_steps=2)
 CASES = [
     dataclasses.replace(by_name[name], compressed={**TRACKED, **more})
-    for name in ("SeparateAdam", "Separate")
-    for more in ({}, {"payload_dtype": torch.int8})
+    for name, more in (("SeparateAdam", {}), ("Separate", {"payload_dtype": torch.int8}))
 ]
 
 

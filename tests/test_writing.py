@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from randomk import RandomK, randomk
-from table import CASES, FORMS, Case
+from table import CASES, DERIVED, FORMS, Case
 from torch import nn
 
 import compopt
@@ -55,7 +55,7 @@ def read(*names: str) -> str:
     return "\n".join((ROOT / name).read_text() for name in names)
 
 
-def forgotten(cls: type[torch.optim.Optimizer], table: Sequence[Case] = (*CASES, *FORMS)) -> list[str]:
+def forgotten(cls: type[torch.optim.Optimizer], table: Sequence[Case] = (*CASES, *FORMS, *DERIVED)) -> list[str]:
     """A sentence for every place in which a class is missing."""
     name, file = cls.__name__, source_of(cls)
     results = [*_in_its_file(cls)]
