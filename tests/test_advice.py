@@ -20,7 +20,7 @@ from compopt.planning.decision import AS_FAST, SAME_LOSS, WORTH_IT, allowed_rows
 from compopt.planning.methods import LOCAL_PEAK
 from compopt.planning.prediction import BASELINE
 
-EXAMPLES = int(os.environ.get("COMPOPT_EXAMPLES", "25"))
+EXAMPLES = int(os.environ.get("COMPOPT_EXAMPLES", "12"))
 powers = st.floats(0, 1)
 
 

@@ -49,6 +49,11 @@ def options(folder: Path, optimizer: str) -> list[str]:
     return ["--optimizer", optimizer, *TINY.split(), *files]
 
 
+def one_fast(first: str, *others: str) -> list:
+    """A run of training for each; all but the first are for `make slow`."""
+    return [first, *(pytest.param(name, marks=pytest.mark.slow) for name in others)]
+
+
 def start(launcher: list[str], folder: Path, optimizer: str) -> subprocess.Popen:
     """Start train_gpt.py."""
     write_text(folder)
@@ -135,7 +140,9 @@ def printed_losses(folder: Path) -> list[list[str]]:
     return [[line for line in text.splitlines() if "val" in line] for text in printed]
 
 
-@pytest.mark.parametrize("optimizer", ["SeparateAdam", "LocalSteps", "AdamW"])
+@pytest.mark.parametrize(
+    "optimizer", ["LocalSteps", *(pytest.param(name, marks=pytest.mark.slow) for name in ("SeparateAdam", "AdamW"))]
+)
 def test_nanogpt_resumes_where_it_stopped(optimizer, tmp_path):
     write_text(tmp_path)
     small = "--n_layer=1 --n_head=2 --n_embd=64 --block_size=16 --eval_interval=10 --warmup_iters=2 --eval_iters=2"
@@ -211,7 +218,9 @@ def stop_and_resume(rank: int, folder: str, whole: list[str], rest: list[str]) -
     example("train_gpt", *rest)
 
 
-@pytest.mark.parametrize("optimizer", ["tracked", "local", "adamw"])
+@pytest.mark.parametrize(
+    "optimizer", ["tracked", *(pytest.param(name, marks=pytest.mark.slow) for name in ("local", "adamw"))]
+)
 def test_train_gpt_resumes_where_it_stopped(optimizer, tmp_path):
     write_text(tmp_path)
     same = ["--optimizer", optimizer, "--data", str(tmp_path / "text"), *SMALL.split()]

@@ -42,6 +42,7 @@ def test_missing_gradients_are_zeros_and_wrong_counts_are_told(make):
         left.step([first, second[:2]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_stated_loss_tells_adamw_from_sgd(name: str):
     """That the methods reach it too: test_problems.py."""
