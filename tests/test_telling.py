@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from conformance import Small, loss, make_ranks
+from conformance import OTHERS, Small, loss, make_ranks
 from sim import Ranks
 from table import CASES, FORMS, GAUSSIAN
 from torch import nn
@@ -16,7 +16,7 @@ from torch import nn
 import compopt
 from compopt._engine.stats import describe_compression
 
-COMPRESSING = [case for case in CASES + FORMS if "when" in inspect.signature(case.cls).parameters]
+COMPRESSING = [case for case in CASES + FORMS + OTHERS if "when" in inspect.signature(case.cls).parameters]
 
 
 def two(cls, make_model=Small, **options) -> Ranks:
