@@ -16,7 +16,8 @@ from torch import nn
 import compopt
 from compopt._engine.stats import describe_compression
 
-COMPRESSING = [case for case in CASES + FORMS + OTHERS if "when" in inspect.signature(case.cls).parameters]
+TRACKED = [case for case in OTHERS if case.form == "tracked"]
+COMPRESSING = [case for case in CASES + FORMS + TRACKED if "when" in inspect.signature(case.cls).parameters]
 
 
 def two(cls, make_model=Small, **options) -> Ranks:
