@@ -30,7 +30,7 @@ from pathlib import Path
 from patches import LISTS, ROOT, Mutant, read
 
 BASELINE = 10  # times as long may the tests take without a fault, all of an area together
-IDLE = 180.0  # seconds without work after which a child is taken to wait for ever; tests/ranks.py ends sooner
+IDLE = 180.0  # seconds without work after which a child is taken to wait for ever; tests/support/ranks.py ends sooner
 
 # What finds the two packages in the copy, also in processes that tests start: on their path as sitecustomize.py.
 FINDER = """
