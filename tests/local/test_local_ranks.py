@@ -139,9 +139,7 @@ def waits_apart(rank: int) -> float:
 
 
 def test_what_runs_beside_others_waits_as_long_as_they_do():
-    assert (
-        run_ranks(waits_apart, 2) == [FOREVER.total_seconds()] * 2
-    )  # as ranks.py says of the default group
+    assert run_ranks(waits_apart, 2) == [FOREVER.total_seconds()] * 2  # as ranks.py says of the default group
 
 
 def open_resources() -> tuple[int, int, int]:
