@@ -38,10 +38,10 @@ demo:  ## the same small GPT with DDP + AdamW and with each of compopt's optimiz
 
 # Three: there is one to work while another waits for ranks. Bytecode is kept also where the environment says otherwise:
 # tests start some hundred processes.
-TEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q -n 4 --dist worksteal
+TEST := env PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q -n 4 --dist worksteal
 
-test: .venv/ready  ## all tests but the slow ones, in about eight minutes on two cores
-	$(TEST) -m "not slow"
+test: .venv/ready  ## all tests but the slow ones, in about eight minutes on two cores; what each costs: runs/processor_times.txt
+	COMPOPT_PROCESSOR_TIMES=runs/processor_times.txt $(TEST) -m "not slow"
 
 slow: .venv/ready  ## the slow tests: killed torchrun agents, scripts on sockets, kernels for GPUs, a simulated device, benchmarks
 	$(TEST) -m slow

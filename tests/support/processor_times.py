@@ -43,6 +43,7 @@ class ProcessorTimes:
     def __init__(self, path: Path, worker: str | None):
         self.path, self.worker = path, worker
         if worker is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("")
 
     def append(self, seconds: float, wall: float, name: str) -> None:
