@@ -107,11 +107,16 @@ class Audit:
         return torch.cat([s[name].view(-1) for s in states for name in ("residual", "common") if name in s])
 
 
+def has_kernels(case: Case) -> bool:
+    """Return True if Triton's interpreter, which takes seconds, shows what it does not of another class."""
+    return case in CASES + OTHERS and case.build is None
+
+
 @every
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_gradients_are_conserved(case, backend, ranks):
-    if backend == "triton" and ranks > 1:
-        pytest.skip("one rank shows what the kernels do")
+    if backend == "triton" and (ranks > 1 or not has_kernels(case)):
+        pytest.skip("one rank of a class of its own shows what the kernels do")
     phases = Audit(case, ranks, FEW if backend == "triton" else SHAPES).train()
     assert phases - {"dense"} or case.cls is compopt.AdamS
 
@@ -128,8 +133,8 @@ def test_what_a_payload_rounds_off_is_owed(case, backend, payload):
 @every
 @pytest.mark.parametrize("payload_dtype", [None, "int8"])
 def test_a_clip_takes_what_was_sent_and_nothing_that_is_owed(case, backend, payload_dtype):
-    if backend == "triton" and payload_dtype:
-        pytest.skip("rounding is not a kernel's work")
+    if backend == "triton" and (payload_dtype or not has_kernels(case)):
+        pytest.skip("rounding, and wrapping, is not a kernel's work")
     if "max_grad_norm" not in inspect.signature(case.cls).parameters:
         pytest.skip("does not clip")
     # of a norm of 9 to 72 and, of three ranks, 20 to 100
