@@ -14,7 +14,7 @@ from conformance import OTHERS
 from conservation import TOLERANCE, Ledger, everywhere
 from pairs import name_of, pairs
 from problems import gradients, replicas, step, weights
-from table import CASES, FORMS, Case
+from table import CASES, DERIVED, FORMS, Case
 
 import compopt
 
@@ -23,11 +23,12 @@ SHAPES = [(64, 80), (80,), (128, 64), (260, 512), (10, 10), (65, 81)]  # the las
 MEDIUM = [(64, 80), (80,), (130, 129), (65, 81)]  # more than 16,384, which thresholds are sampled from
 FEW = SHAPES[:2]  # for Triton's interpreter, which takes seconds for the others
 
-
-every = pytest.mark.parametrize("case", CASES + FORMS + OTHERS, ids=lambda case: case.name)
+# docs/writing.md's RandomK alone has a dense start, a sparse residual and Average's reducer
+ALL = CASES + FORMS + OTHERS + [case for case in DERIVED if case.method == "adamw" and case.build is None]
+every = pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 every_kept = pytest.mark.parametrize(
     "case",
-    [case for case in CASES + FORMS + OTHERS if case.cls.rank_local_state and not case.draws],
+    [case for case in ALL if case.cls.rank_local_state and not case.draws],
     ids=lambda case: case.name,
 )
 
@@ -50,7 +51,7 @@ def takes(case: Case, payload: str) -> bool:
 
 def rows_of_payloads() -> list[tuple[str, str, Case]]:
     """Every pair of two; of the papers' classes what rounds most of what they may send, on both backends."""
-    rows = pairs(PAYLOADS, BACKENDS, CASES + FORMS + OTHERS, where=lambda payload, _, case: takes(case, payload))
+    rows = pairs(PAYLOADS, BACKENDS, ALL, where=lambda payload, _, case: takes(case, payload))
     for case in CASES:
         if payload := next((p for p in ("int8", "bfloat16") if case.build is None and takes(case, p)), None):
             rows += [row for backend in BACKENDS if (row := (payload, backend, case)) not in rows]
