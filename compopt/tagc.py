@@ -64,8 +64,9 @@ from ._state.buckets import Bucket
 from ._state.layouts import Layout, Sharded
 from ._state.masks import sizes_at_density
 from ._state.residuals import Residuals
+from ._wire.codec import PAYLOAD_CODECS
 from ._wire.collectives import ProcessGroup
-from ._wire.payload import Payload, PayloadDtype, bytes_per_value, quantized_bits
+from ._wire.payload import Payload, PayloadDtype
 from ._wire.requests import BitOr, ReadToHost, RequestGenerator
 
 # The usual names of projections to queries, keys and values. The projection after the attention is
@@ -358,7 +359,7 @@ class TagcAdamW(ReducingOptimizer):
     def check_group(self, group: Group) -> None:
         check_adam(group)
         check_compression(group)
-        if quantized_bits(group["payload_dtype"]):
+        if PAYLOAD_CODECS[group["payload_dtype"]].bits:
             raise ValueError(
                 f"payload_dtype={group['payload_dtype']!r} is not for TagcAdamW: its payload must "
                 "be exact; use 'bfloat16'."
@@ -413,8 +414,10 @@ class TagcAdamW(ReducingOptimizer):
     def values_sent(self, bucket: Bucket, ranks: int) -> float:
         gathered = bucket.numel / ranks if self.sharded else 0.0  # otherwise FSDP2 gathers them
         if update_dtype := bucket.group["update_dtype"]:
-            payload = bytes_per_value(bucket.group["payload_dtype"], bucket.grad_dtype)
-            gathered *= bytes_per_value(update_dtype, bucket.grad_dtype) / payload
+            payload = PAYLOAD_CODECS[bucket.group["payload_dtype"]].bytes_per_value(
+                bucket.grad_dtype
+            )
+            gathered *= PAYLOAD_CODECS[update_dtype].bytes_per_value(bucket.grad_dtype) / payload
         return self.values_in_payload(bucket, ranks) + gathered
 
     def values_in_payload(self, bucket: Bucket, ranks: int) -> float:

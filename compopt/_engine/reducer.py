@@ -183,36 +183,40 @@ class AllReduceReducer:
     """Sends gradients plus residuals on a mask that all ranks know, by one all-reduce.
 
     Every rank receives the whole average, and reads its shard of it where state is sharded.
-    ``sends_residuals``: by default in steps that round, and where there are some; ``scale``: a
-    factor on them.
+    ``mask``: None for all elements. ``scale``: a factor on residuals. ``keeps_mask``: it is that
+    of the step before, so residuals on it are 0 but for rounding errors.
     """
+
+    grads: list[Tensor | None]
+    mask: Mask
+    mean: Payload
+    sends_residuals: bool
 
     def __init__(
         self,
         bucket: Bucket,
         ops: Ops,
-        mask: Mask,
-        sends_residuals: bool | None = None,
+        mask: Mask | None = None,
         scale: float = 1.0,
+        keeps_mask: bool = False,
     ):
-        self.bucket, self.ops, self.mask, self.scale = bucket, ops, mask, scale
-        self.grads = bucket.grads()
-        if sends_residuals is None:
-            sends_residuals = bucket.is_rounded or bucket.has_residual
-        self.sends_residuals = sends_residuals
+        self.bucket, self.ops, self.scale, self.keeps_mask = bucket, ops, scale, keeps_mask
+        self._given, self._is_sparse = mask, mask is not None and mask.is_sparse
 
     @property
     def phase(self) -> str:
-        if self.mask.is_sparse:
+        if self._is_sparse:
             return "sparse"
         return "rounded" if self.bucket.is_rounded else "dense"
 
     def reduce(self) -> RequestGenerator[Payload]:
-        adds, scale = self.sends_residuals, self.scale
-        sent = self.ops.encode(self.bucket, self.grads, self.mask, adds, scale)
-        mean: Payload = yield AllReduceMean(sent)
-        self.mean = mean
-        return mean
+        bucket = self.bucket
+        self.grads, self.mask = bucket.grads(), self._given or Mask(bucket)
+        adds = bucket.is_rounded or (not self.keeps_mask and bucket.has_residual)
+        self.sends_residuals = adds
+        sent = self.ops.encode(bucket, self.grads, self.mask, adds, self.scale)
+        self.mean = yield AllReduceMean(sent)
+        return self.mean
 
     def read_averages(self, indices: list[int], update: Update) -> list[Tensor]:
         """Return the averaged gradients of these tensors, in the update's memory for them."""
@@ -241,26 +245,26 @@ class AllReduceReducer:
         return owned
 
     def feed_back(self, have_gradients: list[bool]) -> None:
-        errors = self.mean.rounding_errors
+        errors, changes_residual = self.mean.rounding_errors, self.changes_residual
         indices = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
+        self.note_residual(have_gradients)
         if errors is not None and self._replaces_residual(errors, have_gradients):
             Residuals(self.bucket).set_all(errors)
-        elif errors is not None and not self.mask.is_sparse:
+        elif errors is not None and not self._is_sparse:
             Residuals(self.bucket).set([(i, self.mean.rounding_error_parts[i]) for i in indices])
-        elif self.changes_residual:
+        elif changes_residual:
             for batch in Residuals(self.bucket).batches(indices, write=True):
                 self._feed_back(batch)
-        self.note_residual(have_gradients)
 
     @property
     def changes_residual(self) -> bool:
         """True if a step changes residuals."""
         is_rounded = self.mean.rounding_errors is not None
-        return is_rounded or self.mask.is_sparse or self.sends_residuals
+        return is_rounded or self._is_sparse or self.sends_residuals
 
     def _replaces_residual(self, errors: Tensor, have_gradients: list[bool]) -> bool:
         """True if rounding errors are the new residuals of all tensors."""
-        if self.mask.is_sparse or self.bucket.offload is not None or not all(have_gradients):
+        if self._is_sparse or self.bucket.offload is not None or not all(have_gradients):
             return False
         return self.bucket.flat["residual"].numel() == errors.numel()
 
@@ -282,7 +286,7 @@ class AllReduceReducer:
 
     def note_residual(self, have_gradients: list[bool]) -> None:
         """Note whether residuals may be non-zero after this step."""
-        remains = self.mean.rounding_errors is not None or self.mask.is_sparse
+        remains = self.mean.rounding_errors is not None or self._is_sparse
         self.bucket.cache["has_residual"] = remains or (
             self.sends_residuals and not all(have_gradients)
         )
@@ -301,8 +305,7 @@ def step_by_average(
     their residuals.
     """
     have_gradients = bucket.have_gradients(reducer.mean)
-    bucket.count_steps(have_gradients)
-    indices = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
+    indices = bucket.count_steps(have_gradients)
     if indices:
         averages = reducer.read_averages(indices, update)
         scale_all_(averages, factor)

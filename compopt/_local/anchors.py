@@ -249,7 +249,7 @@ class Anchors:
             bucket = AnchorBucket(len(self.buckets), group, flat, anchors, dtype)
             bucket.tensors = [Anchored(p, number, a) for p, a in zip(run, anchors, strict=True)]
             added.update((id(t.param), t) for t in bucket.tensors)
-            bucket.mean_factory = self.ops.quantized_mean_factory(bucket)
+            bucket.codecs = self.ops.codecs
             bucket.blocks = self.ops.blocks
             bucket.scratch = self._scratch
             bucket.replicate_size = get_replicate_size(run[0], self._shards)
@@ -302,7 +302,7 @@ class Anchors:
         """Quantize by PyTorch's operators, because ranks have chosen different backends."""
         self.ops = ops
         for bucket in self.buckets:
-            bucket.mean_factory, bucket.blocks = ops.quantized_mean_factory(bucket), ops.blocks
+            bucket.codecs, bucket.blocks = ops.codecs, ops.blocks
 
     @torch.no_grad()
     def note_training(self, params: Sequence[Tensor]) -> None:
@@ -372,13 +372,13 @@ class Anchors:
         if copied is None or not copied[1]:
             return False
         with defer_signals():
-            session.corrupt = "rebind() was interrupted while it wrote an exchange of another rank"
+            session.damage = "rebind() was interrupted while it wrote an exchange of another rank"
             write_tensors(tensors, copied[1])
             for group, step in zip(groups, counts.tolist(), strict=True):
                 if is_new or group["step"] != step:
                     self._become_anchors(group)
                 group["step"] = step
-            session.corrupt = ""
+            session.damage = ""
         return True
 
     def _become_anchors(self, group: Group) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._state.buckets import Bucket
 from .._state.masks import Mask, MaskSlice, Tensors
 from .._state.residuals import Residuals
-from .._wire.payload import Payload, float_dtype
+from .._wire.payload import Payload
 from .operations import Group, Ops
 
 
@@ -101,7 +101,7 @@ def keep_absent_momenta(old: list[Tensor], new: list[Tensor], have_gradients: li
 def is_tracked(bucket: Bucket) -> bool:
     """True if the bucket's matrices are projected on tracked columns, and nothing is float64."""
     group = bucket.group
-    sent = float_dtype(group.get("payload_dtype")) or bucket.grad_dtype
+    sent = bucket.codecs[group.get("payload_dtype")].dtype or bucket.grad_dtype
     return group.get("projection") == "tracked" and torch.float64 not in (sent, bucket.dtype)
 
 

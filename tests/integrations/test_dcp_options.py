@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from conformance import Small, loss, make_ranks
 from ranks import run_ranks
-from table import CASES, DERIVED, FORMS, Case, by_name
+from table import CASES, DERIVED, FORMS, INT8, Case, by_name
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.utils._pytree import tree_flatten
 
 import compopt
-from compopt._wire.payload import dtype_name
+from compopt._wire.codec import dtype_name
 
 OPTIONS = {
     "none": {},
@@ -76,7 +76,7 @@ def tensors_of(optimizer) -> dict:
 
 
 # a payload's dtype, which is saved by its name, with every class that has one: not both with each
-PAIRS = [(case, None) for case in [*CASES, *FORMS, *DERIVED, *BASES]]
+PAIRS = [(case, None) for case in [*CASES, *FORMS, *DERIVED, *INT8, *BASES]]
 PAIRS += [(case, "bfloat16" if case.sharded or n % 2 else torch.int8) for n, case in enumerate([*CASES, *FORMS])]
 
 

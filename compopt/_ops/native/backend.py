@@ -8,7 +8,7 @@ divided among them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,9 +17,9 @@ from ..._state.buckets import Bucket
 from ..._state.masks import Mask, Tensors
 from ..._state.residuals import Residuals
 from ..._state.tensors import to_local
+from ..._wire.codec import make_codecs
 from ..._wire.payload import Payload
-from ..._wire.quantization import QuantizedMean
-from ..operations import Fused, Ops, empty_payload
+from ..operations import Fused, Ops
 from ..update_helpers import is_tracked
 from .blocks import NativeBlocks
 from .build import isa_of_library, load_library
@@ -35,7 +35,7 @@ from .passes import (
     mask_sizes,
     run_over_rows,
 )
-from .quantization import dequantize, make_mean, quantize
+from .quantization import NativeCodec
 from .selection import NativeSelection, NativeTopK
 from .updates import NativeUpdates, raise_bad_row, update_adams, update_adamw, update_scape
 
@@ -52,14 +52,8 @@ class NativeOps(NativeUpdates, NativeTopK):
         super().__init__()
         self.library = load_library()
         self.isa = isa_of_library(self.library)
-        self.quantize = functools.partial(quantize, self.library)
-        self.dequantize = functools.partial(dequantize, self.library)
+        self.codecs = make_codecs(functools.partial(NativeCodec, self.library))
         self.blocks = NativeBlocks(self.library)
-
-    def quantized_mean_factory(
-        self, bucket: Bucket
-    ) -> Callable[[Payload, int, int], QuantizedMean] | None:
-        return functools.partial(make_mean, self.library) if bucket.device.type == "cpu" else None
 
     def positions(self, bits: Tensor, n: int, size: int | None = None) -> Tensor:
         if not fits(bits, 0, torch.uint8) or n >= 2**31:
@@ -86,7 +80,8 @@ class NativeOps(NativeUpdates, NativeTopK):
         is_large = adds_residuals and bucket.numel > MAX_DECODED
         if not can_read(self, bucket) or (is_large and not Residuals(bucket).is_exact):
             return super().encode(bucket, grads, mask, adds_residuals, scale, negate)
-        lengths, payload = bucket.lengths, empty_payload(bucket, mask)
+        lengths = bucket.lengths
+        payload = bucket.make_payload(mask.sizes, bucket.group.get("payload_dtype"))
         header, body = payload.header, payload.body
         if payload.flat.dtype != torch.float32:  # the pass writes float32
             like = bucket.params[0]
