@@ -610,6 +610,15 @@ class LocalSteps(AnchoredWrapper):
             yield from self._average_base()
         yield from super().consolidate_as_generator()
 
+    def average_shares_as_generator(self) -> Generator[PendingCollective, None, None]:
+        """Replace what a resume has shared out among other ranks by its mean, see ``Snapshots``.
+
+        In the averaged start too, where moments are equal otherwise, and not sent in a save.
+        """
+        yield from self.consolidate_as_generator()
+        if self._sync is None:
+            yield from self._average_base()
+
     def _average_base(self) -> CollectiveGenerator[None]:
         """Replace the state of the inner optimizer by its mean over ranks, and the numbers that it
         keeps in its groups by rank 0's.

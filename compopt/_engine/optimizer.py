@@ -487,6 +487,10 @@ class CompressedOptimizer(OptimizerBase):
     def consolidate_as_generator(self) -> Generator[PendingCollective, None, None]:
         yield from checkpoint.consolidate_as_generator(self)
 
+    def average_shares_as_generator(self) -> Generator[PendingCollective, None, None]:
+        """Replace what a resume has shared out among other ranks by its mean, see ``Snapshots``."""
+        yield from self.consolidate_as_generator()
+
     # Copies
 
     def __getstate__(self) -> dict[str, Any]:

@@ -189,25 +189,6 @@ class Ops:
         """Write a mark for each tensor into the header (see ``norms.gradient_marks``)."""
         payload.header.copy_(norms.gradient_marks(grads, payload.header))
 
-    def add_residuals(self, bucket: Bucket, grads: Tensors, out: Tensors) -> Tensor:
-        """Write ``grad + residual`` into every ``out``; return the marks of all gradients."""
-        residuals = Residuals(bucket).read_all()
-        rows = [
-            (sums, residual.reshape(sums.shape), None if g is None else g.reshape(sums.shape))
-            for g, residual, sums in zip(grads, residuals, out, strict=True)
-            if sums is not None and residual is not None
-        ]
-        # On a CPU one after the other: each stays in the cache.
-        for batch in [rows] if bucket.device.type != "cpu" else [[row] for row in rows]:
-            torch._foreach_copy_(
-                [sums for sums, _, _ in batch], [residual for _, residual, _ in batch]
-            )
-            pairs = [(sums, g) for sums, _, g in batch if g is not None]
-            if pairs:
-                torch._foreach_add_([sums for sums, _ in pairs], [g for _, g in pairs])
-        wide = torch.promote_types(bucket.dtype, torch.float32)
-        return norms.gradient_marks(grads, torch.empty(0, dtype=wide, device=bucket.device))
-
     def decode(self, values: Sequence[Tensor], positions: Positions, out: Sequence[Tensor]) -> None:
         """Write averaged values at these positions (None: everywhere) to each ``out``, and 0
         elsewhere.
@@ -251,9 +232,10 @@ class Ops:
     # Updates
 
     def compute_adamw(self, group: Group, tensors: AdamWTensors, out: AdamWTensors) -> None:
-        """Write weights and moments after an AdamW step to ``out``; its ``steps`` count it."""
-        for name in ("weights", "exp_avgs", "exp_avg_sqs"):
+        """Write weights, moments and numbers of steps after an AdamW step to ``out``."""
+        for name in ("weights", "exp_avgs", "exp_avg_sqs", "steps"):
             torch._foreach_copy_(getattr(out, name), getattr(tensors, name))
+        torch._foreach_add_(out.steps, 1)
         self.adamw(group, out)
 
     def adamw(self, group: Group, tensors: AdamWTensors) -> None:
@@ -325,6 +307,13 @@ class Ops:
     def find_set_bits(self, bits: Tensor) -> Tensor:
         """Return the positions of all set bits, ascending, int64."""
         return find_positions(bits)
+
+    def spread(self, values: Tensor, at: Tensor, positions: Tensor, n: int) -> Tensor:
+        """Return numbers for ``positions`` below n: these values where they are ``at``, which may
+        have zeros elsewhere, and 0.
+        """
+        memory = self.scratch(values, n, use="x").index_fill_(0, positions, 0)
+        return memory.scatter_(0, at, values).index_select(0, positions)
 
 
 def adamw_batched_(group: Group, tensors: AdamWTensors) -> None:

@@ -31,6 +31,22 @@ def feed_back_rounding(
                 ops.write_at(opened.tensors, [mask.positions[i]], [rounding_errors])
 
 
+# TAGC
+
+
+class Selected(NamedTuple):
+    """What a rank has selected: the ``values`` at ``positions`` in the mask, and their ``bits``.
+
+    On an accelerator the positions of a shard are in no order, and some values may be 0, which have
+    no bit. ``marks``: of all gradients.
+    """
+
+    positions: Tensor
+    values: Tensor
+    bits: Tensor
+    marks: Tensor
+
+
 # Averages that were sent on a mask
 
 

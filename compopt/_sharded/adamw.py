@@ -176,9 +176,9 @@ class ShardedAdamW:
             name: self.bucket.get_memory(f"new {name}", sum(sizes), self.dtype) for name in names
         }
         exp_avgs, exp_avg_sqs, *masters = (list(x.split(sizes)) for x in self.memory.values())
-        steps = torch._foreach_add([self.bucket.state["step"][i] for i in self.stepped], 1)
+        steps = list(torch.empty(len(to), dtype=torch.float32, device=to[0].device).unbind())
         grads = [self.grads[i] for i in self.stepped]
-        return AdamWTensors([*masters, to][0], grads, exp_avgs, exp_avg_sqs, list(steps))
+        return AdamWTensors([*masters, to][0], grads, exp_avgs, exp_avg_sqs, steps)
 
 
 # Quantized updates

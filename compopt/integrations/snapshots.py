@@ -294,7 +294,7 @@ class Snapshots:
         if are_own is None:
             return 0
         if not are_own:
-            yield from self._optimizer.consolidate_as_generator()
+            yield from self._optimizer.average_shares_as_generator()
         return self._optimizer._session.steps
 
     def _write_state(self, state: State) -> None:

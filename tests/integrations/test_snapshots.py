@@ -29,7 +29,7 @@ from compopt.integrations._snapshot_parts import assign_snapshots, choose_snapsh
 from compopt.integrations.snapshots import Snapshots
 
 RUN = "0123456789abcdef"
-OPTIONS = [dict(), dict(fragments=2, delay=2)]
+OPTIONS = [dict(), dict(fragments=2, delay=2), dict(warmup_steps=100)]  # the last: averaged in every step
 
 
 class Position:
@@ -170,7 +170,7 @@ def is_own(name: str) -> bool:
     return any(part in name for part in ("residual", ".base.exp_avg")) and "outer.optimizer.base" not in name
 
 
-@pytest.mark.parametrize(("kind", "options"), KINDS[::2])
+@pytest.mark.parametrize(("kind", "options"), [*KINDS[::2], ("rounds", OPTIONS[2])])
 @pytest.mark.parametrize(("ranks", "is_shared"), [(3, False), (3, True), (1, True)])
 def test_other_ranks_go_on_from_the_mean(kind, options, ranks, is_shared, begin, tmp_path):
     """Common state is the same on all ranks, and state of single ranks becomes its mean."""

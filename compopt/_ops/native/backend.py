@@ -37,6 +37,7 @@ from .passes import (
 )
 from .quantization import NativeCodec
 from .selection import NativeSelection, NativeTopK
+from .union import hold_back, select_largest
 from .updates import NativeUpdates, raise_bad_row, update_adams, update_adamw, update_scape
 
 MAX_DECODED = 2**22  # elements of residuals that a pass reads decoded
@@ -67,6 +68,16 @@ class NativeOps(NativeUpdates, NativeTopK):
 
     def find_set_bits(self, bits: Tensor) -> Tensor:
         return self.positions(bits, 8 * bits.numel()).long()
+
+    def spread(self, values: Tensor, at: Tensor, positions: Tensor, n: int) -> Tensor:
+        if not is_plain(values):
+            return super().spread(values, at, positions, n)
+        out, many = torch.empty(len(positions), dtype=torch.float32, device="cpu"), len(values)
+        places = [address("positions", x, len(x), torch.int64) for x in (positions, at)]
+        numbers, to = address("values", values, many), address("values", out, len(out))
+        all_at, some_at = places
+        self.library.spread_values(all_at, len(out), some_at, numbers, many, to)
+        return out
 
     def encode(
         self,
@@ -112,30 +123,6 @@ class NativeOps(NativeUpdates, NativeTopK):
                 payload.body.copy_(body)
         return payload.round()
 
-    def add_residuals(self, bucket: Bucket, grads: Tensors, out: Tensors) -> Tensor:
-        residuals = Residuals(bucket).read_all()
-        tensors = [x for x in (*grads, *residuals, *out) if x is not None]
-        if bucket.device.type != "cpu" or not is_plain(*tensors):
-            return super().add_residuals(bucket, grads, out)
-        lengths, library = bucket.lengths, self.library
-        marks = torch.empty(len(grads), dtype=torch.float32, device="cpu")
-        none = torch.empty(
-            0, dtype=torch.int32, device="cpu"
-        )  # the positions of a tensor without ``out``
-        table = PACK.table(
-            len(grads),
-            n=lengths,
-            g=Memory(grads, lengths),
-            add=Memory(residuals, lengths),
-            index=Memory([none if sums is None else None for sums in out], [0] * len(out)),
-            k=[0 if sums is None else n for n, sums in zip(lengths, out, strict=True)],
-            out=Memory(out, lengths),
-            mark=address_in_turn("marks", marks, [1] * len(grads)),
-        )
-        bad_row = run_over_rows(lengths, lambda a, b, _: library.pack(table, a, b, 1.0, 1.0))
-        raise_bad_row(bucket, bad_row)
-        return marks
-
 
 def bits_or_positions(mask: Mask) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
     """Return for each tensor its bits or its positions, whichever is read faster; neither where all
@@ -178,7 +165,15 @@ def can_update_factored(ops: Ops, bucket: Bucket) -> bool:
     return can_write(ops, bucket) and is_tracked(bucket)
 
 
+def can_select(ops: Ops, bucket: Bucket) -> bool:
+    """True if passes can add the residuals of this bucket to its gradients, and select."""
+    is_small = sum(bucket.lengths) < 2**30  # positions in a mask are int32 here
+    return bucket.device.type == "cpu" and bucket.compute_dtype == torch.float32 and is_small
+
+
 NativeOps.fused = {
+    "tagc.select_largest": Fused(can_select, select_largest),
+    "tagc.hold_back": Fused(can_select, hold_back),
     "_lowrank.stacks.multiply": Fused(can_project, multiply_stacks),
     "separate.update_tensors": Fused(can_update_factored, update_separate),
     "_engine.reducer.step_adamw": Fused(can_write, update_adamw),
