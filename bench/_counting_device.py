@@ -24,7 +24,7 @@ from torch.optim import optimizer as torchs
 from torch.utils import _foreach_utils as foreach
 from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
 from device_calls import COPIES, aten, bytes_of, launches, moves, place, waits
 
 import compopt._engine.decision as decision

@@ -1,7 +1,7 @@
 """Simulated ranks of one process: the replicas of a stacked model, each stepped by an optimizer of its own.
 
 Three ways of stepping. Where replicas are equal and gradients are averaged whole, one replica stands for all. Classes
-of compopt step in lockstep (tests/sim.py). The rivals of _rivals.py call collectives in the middle of a step: their
+of compopt step in lockstep (tests/support). The rivals of _rivals.py call collectives in the middle of a step: their
 ranks are threads.
 """
 
@@ -20,7 +20,7 @@ import torch
 from _ladder_model import StackedGPT
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
 from sim import World
 
 import compopt.muon

@@ -133,7 +133,7 @@ def main() -> int:
     summary: dict[str, Any] = {"machine": machine(), "parts": {}}
     with tempfile.TemporaryDirectory() as packages:  # of the kernels, which are imported by another name
         (Path(packages) / "compopt_kernels").symlink_to(ROOT / "kernels")
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), packages, str(ROOT / "tests")])
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), packages, str(ROOT / "tests/support")])
         os.environ["OMP_NUM_THREADS"] = "1"
         for name, part in parts(args.dry).items():
             if name == "tests":

@@ -150,7 +150,7 @@ def tagc(width: int, layers: int, words: int) -> dict[str, Any]:
 
     At a 256th of the size, in as many tensors and buckets. For a process of its own, which keeps that device.
     """
-    sys.path.insert(0, str(HERE.parent / "tests"))
+    sys.path.insert(0, str(HERE.parent / "tests/support"))
     import fake_device
 
     from compopt._state import buckets

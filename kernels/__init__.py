@@ -1,6 +1,6 @@
 """Triton kernels of compopt, imported as ``compopt_kernels``: one operation per file.
 
-Their references are in ``tests/oracles/kernels.py`` unless a file names another.
+Their references are in ``tests/support/oracles/kernels.py`` unless a file names another.
 
 A launch works on all tensors of a bucket. Gradients and weights lie anywhere in memory, so a kernel
 is given a table of addresses, a row for each tensor, and a list of blocks; each program works on

@@ -1,7 +1,7 @@
 """AdamW on an averaged gradient that is given at a packed mask, and Radius's residual, in one pass.
 
 No dense gradient is made in between. Reference: ``step_adamw`` of ``compopt/_engine/reducer.py``;
-``radius_`` of ``tests/oracles/kernels.py``.
+``radius_`` of ``tests/support/oracles/kernels.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Payloads: gradients plus residuals at a packed mask, and whether gradients are finite, in one
 pass (stream compaction).
 
-Reference: ``compact`` of ``tests/oracles/kernels.py``.
+Reference: ``compact`` of ``tests/support/oracles/kernels.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Packed masks: one bit an element, and the positions of set bits.
 
 References: ``pack_bits``, ``unpack_bits``, ``positions`` of
-``tests/oracles/kernels.py``.
+``tests/support/oracles/kernels.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """SCAPE's commit (Algorithm 1, lines 10 to 21) in one pass over residual, gradient and weights.
 
-References: ``moment``, ``scape_`` of ``tests/oracles/kernels.py``.
+References: ``moment``, ``scape_`` of ``tests/support/oracles/kernels.py``.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Exactly the k elements of largest magnitude, as bits, without a host wait. Reference: ``top_k``
-of ``tests/oracles/kernels.py``.
+of ``tests/support/oracles/kernels.py``.
 
 Radix selection: four passes count 8, 8, 8 and 7 bits of |x| as a float32, from the top, in 256
 bins, and descend into the bin of the k-th. The third, which knows 16 bits, writes the bits of all

@@ -35,10 +35,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parent / "support"))
 from bits_cases import chosen
 
 ROOT = Path(__file__).parents[1]
-CASES, RUN = (ROOT / "tests" / name for name in ("bits_cases.py", "bits_run.py"))
+CASES, RUN = (ROOT / "tests/support" / name for name in ("bits_cases.py", "bits_run.py"))
 BEFORE = "23120117715f113b801005a3b9768bcecb8d60ce"  # the last commit before the house was rebuilt
 
 

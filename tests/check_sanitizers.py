@@ -16,6 +16,8 @@ import tempfile
 import time
 
 import torch
+
+sys.path.append(os.path.join(os.path.dirname(__file__), "support"))
 from sim import Ranks
 from torch import nn
 

@@ -7,9 +7,11 @@ import gc
 import itertools
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from processor_times import ProcessorTimes
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
@@ -102,6 +104,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if path := os.environ.get("COMPOPT_PROCESSOR_TIMES"):
+        worker = os.environ.get("PYTEST_XDIST_WORKER")
+        config.pluginmanager.register(ProcessorTimes(Path(path).absolute(), worker))
     config.addinivalue_line("markers", "long: of several workers each begins with some of these tests")
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from patches import LISTS, ROOT, Mutant, read
 
 BASELINE = 10  # times as long may the tests take without a fault, all of an area together
-IDLE = 180.0  # seconds without work after which a child is taken to wait for ever; tests/ranks.py ends sooner
+IDLE = 180.0  # seconds without work after which a child is taken to wait for ever; tests/support/ranks.py ends sooner
 
 # What finds the two packages in the copy, also in processes that tests start: on their path as sitecustomize.py.
 FINDER = """
@@ -249,6 +249,7 @@ def main() -> int:
     args = arguments()
     mutants = [m for area in args.area for m in read(LISTS / f"{area}.txt") if not args.only or m.number in args.only]
     stale = [f"{m}: stale, what it replaces does not occur exactly once" for m in mutants if not m.fits()]
+    stale += [f"{m}: stale, there is no test {test}" for m in mutants for test in m.unknown_tests()]
     print(*stale, f"{len(mutants)} patches, {len(stale)} do not fit", sep="\n", flush=True)
     if args.check or stale:
         return bool(stale)

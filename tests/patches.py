@@ -50,6 +50,16 @@ class Mutant:
         path = ROOT / self.file
         return path.is_file() and self.patched(path.read_text()) is not None
 
+    def unknown_tests(self) -> list[str]:
+        """Return the tests that are not there: a file, or a function in it."""
+        return [test for test in self.tests if not is_there(test)]
+
+
+def is_there(test: str) -> bool:
+    file, _, name = test.partition("::")
+    path = ROOT / "tests" / file
+    return path.is_file() and f"def {name.split('[')[0]}(" in path.read_text() if name else path.is_file()
+
 
 def pattern_of(source: str) -> str:
     """A regular expression of this source however it is broken into lines, with or without a last comma."""

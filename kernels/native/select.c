@@ -1,4 +1,4 @@
-// Positions of exactly the k elements of largest magnitude, the first of equal ones. Reference: top_k of tests/oracles/kernels.py.
+// Positions of exactly the k elements of largest magnitude, the first of equal ones. Reference: top_k of tests/support/oracles/kernels.py.
 
 #include "common.h"
 

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
-from lossy import Training, announce, attempt, connect, limit_waits, run_lossy, same, state, train
-from table import CASES
+from lossy import CASES, Training, announce, attempt, connect, limit_waits, run_lossy, same, state, train
 
 from compopt._engine.step import Step
 

@@ -1,0 +1,154 @@
+"""Every class on a device that is not the CPU: the same bits, no two devices in a call, no message from host memory.
+
+And the host waits for the device only where it is said here. The device, in fake_device.py, is Python over the CPU;
+what is run on it stands in accelerator_run.py. It shows what is asked of a device, not how one behaves.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+from torch.utils import backend_registration
+
+if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+    pytest.skip("this torch has no devices in Python", allow_module_level=True)
+
+import accelerator_run
+from accelerator_run import RUNS, SIZE, STEADY
+
+HERE = Path(__file__).parents[1] / "support"
+TOGETHER = 7  # cases a process
+
+# Where the host may wait for the device: module and function of compopt, a case that shows it, and why it does.
+LOOKS = {
+    # in every step
+    "_engine.decision read_numbers": ("AdamS", "the decision: whether the step is applied, its norm"),
+    "_engine.collective_generators sum_over_groups": ("TagcAdamW", "sharded: the norm and the facts of all shards"),
+    # in compressed steps of some classes
+    "_engine.exchange _read_together": ("TagcAdamW", "how much of each bucket any rank has left: payloads' lengths"),
+    "local_steps _gradient_norm": ("LocalSteps, rounds", "a rank's own step: the norm of its gradients"),
+    "_local.exchange _communicate": ("LocalSteps, rounds", "a round's end: the messages of all ranks"),
+    "_local.exchange _decide": ("LocalSteps, rounds", "a round's end: the norm of the average, and what has failed"),
+    "_local.anchors reset_moments": ("LocalSteps, rounds", "parameters that were not finite: which moments too"),
+    "_engine.base_state _find_alike": ("LocalSteps, rounds", "consolidate_state(): which inner state is alike"),
+    "_engine.base_state copy_from_rank_0": ("LocalSteps, rounds", "consolidate_state(): inner state that is no mean"),
+    "_engine.base_state copy_learned_options": ("LocalSteps, rounds", "consolidate_state(): numbers of inner groups"),
+    "_state.residuals norm": ("RadiusAdamW", "ranks are lost: the warning says how much the others still owe"),
+    "_lowrank.reducer commit_state": ("SeparateAdam, adaptive", "every adapt_interval steps: what sets ratio and beta"),
+    "radius broadcast_mask": ("RadiusAdamW", "a resample: whether an absent tensor has an old mask"),
+    "_engine.step _finish_post_commit": ("RadiusAdamW", "after a resample: whether all ranks have the mask"),
+    "_ops.operations positions": ("RadiusAdamW", "a new mask, or a loaded one: how many are selected"),
+    "_sparse.top_k select_above": ("ScapeAdamS, large", "how many a threshold lets through"),
+    "_sparse.top_k _threshold_of_sample": ("ScapeAdamS, large", "a threshold, from a sample"),
+    "_ops.update_helpers compute_x_of_slice": ("ScapeAdamS, no delay", "where a slice begins among the elements kept"),
+    "_sparse.scape_masks _store_momentum_mask": ("ScapeAdamS, no delay", "how many two masks share, for stats"),
+    "_state.bits find_positions": ("ScapeAdamS, no delay", "how many bits a mask has, and how many words have more"),
+    "_state.bits split_positions": ("ScapeAdamS, no delay", "how many selected elements each tensor has"),
+    "_sharded.codecs __init__": ("TagcAdamW, sketch", "how many elements of each shard are left to peel"),
+    "_sharded.codecs peel": ("TagcAdamW, sketch", "whether a round of peeling found any"),
+    "_sharded.codecs encode": ("TagcAdamW, sketch", "which elements no table can hold"),
+    "_sharded.codecs decode": ("TagcAdamW, sketch", "how many elements a round of peeling gives"),
+    "_sharded.scape __init__": ("ScapeAdamS, sharded", "where each owner's elements begin"),
+    "_state.masks _check_positions": ("RandomK", "positions that are the writer's of an algorithm are checked"),
+    # of state in host memory
+    "_state.buckets update_masters": ("ScapeAdamS", "offload='all': parameters are compared with masters"),
+    "_state.buckets fetch_state": ("ScapeAdamS, sharded", "offloaded masters at positions found on the device"),
+    "_local.anchors copy_wide": ("LocalSteps, offloaded", "when they are made: anchors are the parameters"),
+    "_engine.session _fill_state": ("ScapeAdamS", "when it is made: offloaded masters are the parameters"),
+    "_local.anchors write_pseudo_gradient": ("LocalSteps, offloaded", "a round's end: parameters, on their way"),
+    # at the first step, and after state was loaded, lost or moved
+    "_engine.handshake verify_peers": ("AdamS", "the handshake: checksums of all ranks, compared on the host"),
+    "_engine.handshake checksum_values": ("AdamS", "the handshake: parameters are the same on all ranks"),
+    "_engine.handshake _checksum_gradients": ("AdamS", "the handshake: gradients are not averaged already"),
+    "_lowrank.matrices checksum_projection": ("SeparateAdam", "the handshake: matrices are alike on all ranks, once"),
+    "_state.buckets has_residual": ("SeparateAdam", "whether a residual was loaded"),
+    "radius rebuild_cache": ("RadiusAdamW", "whether a mask was loaded"),
+    "_sparse.scape_masks restore_masks": ("ScapeAdamS", "whether the next mask was loaded"),
+    "_sparse.scape_masks _has_dense_momentum": ("ScapeAdamS, sharded", "whether a mask was loaded"),
+    "_lowrank.projecting_optimizer rebuild_cache": ("SeparateAdam, tracked", "whether a basis was loaded"),
+    # when it is asked for
+    "_engine.gradients unscale_gradients": ("AdamS", "a GradScaler's scale"),
+    "_engine.resharding average_state": ("RadiusAdamW", "consolidate_state() of a residual in host memory"),
+    "_engine.resharding gather_shards": ("TagcAdamW", "consolidate_state() of shards, gathered in host memory"),
+    "_engine.resharding reshard_state": ("TagcAdamW", "ranks are lost: who owned which shard"),
+    "_engine.resharding copy_from_rank_ahead": ("AdamS", "ranks are lost: how far each of the others is"),
+    "_engine.handshake gather_json": ("LocalSteps", "ranks are lost: how far the rounds of each are"),
+}  # fmt: skip
+
+
+@functools.cache
+def ran(names: tuple[str, ...]) -> dict[str, dict]:
+    """Return the results of a process of its own: a device cannot be taken back."""
+    (found,) = run_ranks(run_cases, 1, names)
+    return found
+
+
+def run_cases(rank: int, names: tuple[str, ...]) -> dict[str, dict]:
+    return accelerator_run.run_all(names)
+
+
+@pytest.fixture(scope="module", params=RUNS)  # of the module: tests of one case follow each other, in one worker
+def name(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def found(name, request) -> dict:
+    asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
+    names = [other for other in RUNS if other in asked]
+    first = names.index(name) // TOGETHER * TOGETHER
+    found = ran(tuple(names[first : first + TOGETHER]))[name]
+    assert "raised" not in found, found["raised"]
+    return found
+
+
+@pytest.mark.slow
+def test_steps_saving_and_faults_have_the_bits_of_the_cpu(name, found):
+    assert found["differs"] == []
+    if not RUNS[name].averaging and RUNS[name].cls.__name__ != "LocalSteps":
+        assert found["refused"]["phase"] == "skipped" and found["refused"]["kept"] and found["failed"] is True
+    if found["mended"] is not None:
+        phases = found["mended"]["phases"]
+        assert found["mended"]["finite"] and "skipped" not in phases[-1] and any("exchanged" in both for both in phases)
+    compressed = set(found["phases"]) - {"dense"}
+    assert compressed or RUNS[name].cls.__name__ == "AdamS", "no step of this run is compressed"
+
+
+@pytest.mark.slow
+def test_no_operator_is_given_tensors_of_two_devices(found):
+    assert found["mixed"] == {}
+
+
+@pytest.mark.slow
+def test_no_message_is_in_host_memory(name, found):
+    """But those of local steps whose anchors are there."""
+    assert bool(found["hosts"]) == (RUNS[name].compressed.get("offload") == "outer")
+
+
+@pytest.mark.slow
+def test_the_host_waits_only_where_it_is_said(name, found):
+    places = {place for looks in found["looks"].values() for place in looks}
+    assert places - LOOKS.keys() == set()
+    assert {place for place, (case, _) in LOOKS.items() if case == name} - places == set(), "said, and not seen"
+
+
+def test_every_place_names_a_case_that_shows_it():
+    assert {case for case, _ in LOOKS.values()} <= RUNS.keys()
+
+
+def in_docs() -> dict[str, tuple[float, float]]:
+    """How often the host waits in a compressed step, as docs/backends.md has it: least and most."""
+    table = (HERE.parents[1] / "docs/backends.md").read_text().split("Waits of the host", 1)[1]
+    rows = re.findall(r"^\| `([^`]+)`[^|]*\| ([\d.]+)(?: to ([\d.]+))? \|", table, re.MULTILINE)
+    return {name: (float(least), float(most or least)) for name, least, most in rows}
+
+
+@pytest.mark.slow
+def test_the_docs_say_how_often(name, found):
+    steps = [sum(looks.values()) / SIZE for phase, looks in found["looks"].items() if phase.startswith("steady")]
+    least, most = in_docs()[name]
+    assert len(steps) == STEADY and min(steps) >= least and max(steps) <= most, steps

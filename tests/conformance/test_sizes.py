@@ -1,0 +1,156 @@
+"""Tensors and shards beside every size at which the code takes another way, in float32, on the backends there are.
+
+Where nothing is dropped a class must equal its reference, whatever the size; where TAGC drops, it drops what it says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from pairs import name_of, pairs
+from sim import Ranks
+from table import CASES, FORMS, projecting
+from torch import nn
+
+import compopt
+from compopt._sparse.top_k import select_top_k
+from compopt.tagc import count_selected
+
+# Compressed at all; topk in place of a threshold; the table of rounding; a block of a pass; pages of a block.
+SIZES = [4096, 16384, 65536, 131072, 2**20]
+PROJECTIONS = [
+    dataclasses.replace(case, lossless=projecting("tracked", rank=2**20), form="tracked")
+    for case in CASES
+    if "projection" in case.bad
+]
+ALL = CASES + FORMS + PROJECTIONS
+# One of each kind: what a size changes, backends, selection, shards and quantization see, and not classes.
+BY_SIZE = {"RadiusAdamW", "SeparateAdam", "TagcAdamW", "Average", "ScapeAdamS"}
+BACKENDS_AND_RANKS = ["auto", "torch"], [2, 1]
+on_each = pytest.mark.parametrize("backend", ["torch", "auto"])
+
+
+class Beside(nn.Module):
+    """Matrices of one element less than ``owners * size``, as many, and one more; each is a bucket of its own."""
+
+    def __init__(self, size: int, owners: int):
+        super().__init__()
+        start = torch.linspace(-1, 1, size * owners + 1)
+        self.tensors = nn.ParameterList(start[: size * owners + more].clone().view(1, -1) for more in (-1, 0, 1))
+
+
+@functools.lru_cache(maxsize=8)
+def noise(size: int, rank: int, step: int) -> torch.Tensor:
+    """Gaussian, with zeros among it; drawn once for all classes."""
+    return torch.randn(size, generator=torch.Generator().manual_seed(10 * step + rank)).clamp_min(-2.5).add(2.5)
+
+
+def slope(model: Beside, rank: int, step: int) -> torch.Tensor:
+    """A loss whose gradients are noise, which begins elsewhere for every tensor."""
+    tensors = [*model.tensors]
+    drawn = noise(tensors[-1].numel() + len(tensors), rank, step)
+    return sum((p * drawn[k : k + p.numel()]).sum() for k, p in enumerate(tensors))
+
+
+@functools.lru_cache(maxsize=4)
+def reference_run(
+    reference: Callable[..., torch.optim.Optimizer], lr: float, size: int, owners: int, ranks: int, steps: int
+) -> Beside:
+    """The reference of several classes, trained once."""
+    model = Beside(size, owners)
+    optimizer = reference(model.parameters(), lr=lr)
+    for step in range(steps):
+        optimizer.zero_grad()
+        (sum(slope(model, rank, step) for rank in range(ranks)) / ranks).backward()
+        optimizer.step()
+    return model
+
+
+def groups(parameters) -> list[dict]:
+    return [{"params": [p]} for p in parameters]
+
+
+@pytest.mark.parametrize(
+    ("case", "size", "backend", "ranks"),
+    [(case, *row) for case in ALL for row in pairs(SIZES if case.name in BY_SIZE else SIZES[:1], *BACKENDS_AND_RANKS)],
+    ids=name_of,
+)
+def test_what_drops_nothing_equals_the_reference(case, size, backend, ranks, monkeypatch):
+    monkeypatch.setenv("COMPOPT_BACKEND", backend)
+    steps = 4 if size < 65536 else 2
+    owners = ranks if case.sharded else 1
+    has_start = (
+        "warmup_steps" in case.compressed and case.cls is not compopt.LocalSteps
+    )  # which is lossless in it alone
+    dense_start = {"warmup_steps": 1} if has_start else {}
+    ours = Ranks(
+        ranks,
+        lambda: Beside(size, owners),
+        lambda params, process_group: case.new(
+            groups(params), lr=case.lr, process_group=process_group, **{**case.lossless, **dense_start}
+        ),
+    )
+    ours.train(slope, steps)
+    model = reference_run(case.reference, case.lr, size, owners, ranks, steps)
+    for p, q in zip(model.parameters(), ours.models[-1].parameters(), strict=True):
+        torch.testing.assert_close(q, p, rtol=1e-5, atol=1e-3 * case.lr)
+    ours.assert_replicas_equal()
+
+
+@on_each
+@pytest.mark.parametrize(("size", "sparsity"), [(4096, 0.9), (16384, 0.0), (16384, 0.5), (65536, 0.9875), (2**20, 0.9)])
+def test_tagc_leaves_as_many_as_it_says_in_every_shard(size, sparsity, backend, monkeypatch):
+    monkeypatch.setenv("COMPOPT_BACKEND", backend)
+    ours = Ranks(
+        2,
+        lambda: Beside(size, 2),
+        lambda params, process_group: compopt.TagcAdamW(groups(params), sparsity=sparsity, process_group=process_group),
+    )
+    ours.world.record = True
+    for step in range(2):
+        for rank, model in enumerate(ours.models):
+            for p in model.tensors:
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + rank))
+        ours.world.step(ours.optimizers)
+    indices = [sent for kind, sent in ours.world.log if kind == "BitOr"]
+    assert len(indices) == 6
+    for number, sent in enumerate(indices):
+        bucket = ours.optimizers[0]._buckets[number % 3]
+        for bits in sent:
+            for shard in range(2):
+                local = bits[bucket.shards.mask_cuts[shard] : bucket.shards.mask_cuts[shard + 1]]
+                left = int((local.unsqueeze(1) >> torch.arange(8) & 1).sum())
+                assert left == count_selected(sparsity, bucket.shards.compressed_counts[shard])
+
+
+@pytest.mark.parametrize(
+    ("share", "what", "backend"),
+    pairs(
+        [1e-4, 0.01, 0.3, 0.97, 1.0],
+        ["gaussian", "log-normal", "equal", "few", "zeros", "sorted", "two sizes"],
+        ["torch", "auto"],
+    ),
+)
+def test_the_largest_are_exactly_as_many(what, share, backend, monkeypatch):
+    monkeypatch.setenv("COMPOPT_BACKEND", backend)
+    n = 50_001
+    x = torch.randn(n, generator=torch.Generator().manual_seed(0))
+    x = {
+        "gaussian": x,
+        "log-normal": x.mul(3).exp() * x.sign(),
+        "equal": torch.full((n,), -2.5),
+        "few": torch.where(torch.arange(n) % 97 == 0, x, 0),
+        "zeros": torch.zeros(n),
+        "sorted": torch.linspace(-1, 3, n),
+        "two sizes": torch.where(x > 0, 1.0, -1e-6),
+    }[what]
+    k = max(1, round(share * n))
+    results = select_top_k(x, k, compopt.AdamS([nn.Parameter(torch.zeros(1))]).ops)
+    assert torch.equal(results, results.unique())
+    assert len(results) == k or (len(results) < k and len(results) >= int(x.count_nonzero()))
+    chosen = x.abs()[results].sort(descending=True).values
+    assert torch.equal(chosen, x.abs().sort(descending=True).values[: len(results)])

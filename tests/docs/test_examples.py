@@ -1,0 +1,262 @@
+"""The example scripts through their real command lines: a tiny model, a few steps, one process and two."""
+
+import importlib.util
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from in_place import EXAMPLES, as_torchrun_would, example
+from ranks import HANG_GUARD, run_ranks
+
+TINY = """--layers 1 --width 32 --heads 2 --context 16 --batch 4 --lr 1e-2 --steps 6 --eval-every 3
+          --density 0.1 --warmup-share 0.34 --interval 4 --every 2"""
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+PHASES = {  # of the six steps: two are warm-up, and Radius compresses from the second on
+    "adamw": {"dense": 6},
+    "radius": {"dense": 1, "resample": 2, "sparse": 3},
+    "adams": {"dense": 6},
+    "scape": {"dense": 2, "sparse": 4},
+    "separate": {"dense": 2, "projected": 4},
+    "tracked": {"dense": 2, "projected": 4},
+    "local": {"rounded": 2, "local": 2, "exchanged": 2},
+    "tagc": {"dense": 2, "sparse": 4},
+    "powersgd": {"dense": 2, "sparse": 4},
+    "topk": {"dense": 2, "sparse": 4},
+}
+
+
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def write_text(folder: Path) -> None:
+    (folder / "text").write_bytes(b"to be, or not to be, that is the question: " * 1000)
+
+
+def options(folder: Path, optimizer: str) -> list[str]:
+    """A short run on a short text; its results go to a file in `folder`, named after the optimizer."""
+    files = ["--data", str(folder / "text"), "--out", str(folder / f"{optimizer}.json")]
+    return ["--optimizer", optimizer, *TINY.split(), *files]
+
+
+def one_fast(first: str, *others: str) -> list:
+    """A run of training for each; all but the first are for `make slow`."""
+    return [first, *(pytest.param(name, marks=pytest.mark.slow) for name in others)]
+
+
+def start(launcher: list[str], folder: Path, optimizer: str) -> subprocess.Popen:
+    """Start train_gpt.py."""
+    write_text(folder)
+    command = [*launcher, str(EXAMPLES / "train_gpt.py"), *options(folder, optimizer)]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen) -> None:
+    """Wait for a process that `start` began, and leave none behind."""
+    try:
+        output, _ = process.communicate(timeout=HANG_GUARD)
+        assert process.returncode == 0, f"{process.args}: {output}"
+    finally:
+        process.terminate()
+
+
+def check(folder: Path, optimizer: str, ranks: int) -> None:
+    """Look at all a run wrote."""
+    result = json.loads((folder / f"{optimizer}.json").read_text())
+    assert (result["config"]["ranks"], result["config"]["optimizer"]) == (ranks, optimizer)
+    first, last = result["evals"]
+    assert (first["step"], last["step"]) == (3, 6)
+    assert last["val_loss"] < first["val_loss"] < 6 and last["train_loss"] < first["train_loss"] < 6
+    assert 0 < first["seconds"] < last["seconds"] and result["step_ms"] > 0
+    phases = PHASES[optimizer] if ranks > 1 else {"dense": 6}
+    assert result["phases"] == phases
+    dense, sizes = 4 * result["parameters"], result["bytes_per_step"]
+    if ranks == 1 and optimizer != "adamw":  # whose bytes examples/baselines.py counts
+        assert last["bytes"] == sizes["dense"] == 0
+        return
+    parameters = dense / ranks if optimizer == "tagc" else 0  # what gathers them, in every step
+    rounded = {"tracked": (0.25, 0.27), "local": (0.13, 0.14)}  # to int8 and int4, from the first step
+    least, most = rounded.get(optimizer, (1, 1.02))
+    assert least * dense <= sizes["dense"] - parameters <= most * dense
+    if phases == {"dense": 6}:
+        assert 6 * dense <= last["bytes"] <= 1.02 * 6 * dense and sizes["compressed"] is None
+    else:
+        assert first["bytes"] < last["bytes"] < 6 * (dense + parameters)
+        assert 0 < sizes["compressed"] - parameters < 0.5 * dense
+
+
+def test_train_gpt_on_one_process(tmp_path):
+    """There is nobody to send less to: every step is dense."""
+    finish(start([sys.executable], tmp_path, "radius"))
+    check(tmp_path, "radius", ranks=1)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_train_gpt_under_torchrun(tmp_path):
+    finish(start(TORCHRUN, tmp_path, "radius"))
+    check(tmp_path, "radius", ranks=2)
+
+
+def one_after_the_other(rank: int, folder: str, ranks: int, optimizers: list[str]) -> None:
+    as_torchrun_would(rank, ranks)
+    for optimizer in optimizers:
+        example("train_gpt", *options(Path(folder), optimizer))
+
+
+@pytest.mark.parametrize(("ranks", "optimizers"), [(1, ["adamw"]), (2, [name for name in PHASES if name != "radius"])])
+def test_train_gpt_in_processes_that_are_there(ranks, optimizers, tmp_path):
+    """The tests before have seen what it takes to start them."""
+    write_text(tmp_path)
+    run_ranks(one_after_the_other, ranks, str(tmp_path), ranks, optimizers)
+    for optimizer in optimizers:
+        check(tmp_path, optimizer, ranks)
+
+
+def in_two_parts(rank: int, folder: str, name: str, whole: list[str], first: list[str], then: list[str]) -> None:
+    """A run, and the same in two parts; what each has printed."""
+    as_torchrun_would(rank, 2)
+    printed = []
+    for options in (whole, first, then):
+        printed.append(example(name, *options))
+        dist.barrier()  # rank 0 has written its checkpoint
+    Path(folder, f"{rank}").write_text(json.dumps(printed))
+
+
+def printed_losses(folder: Path) -> list[list[str]]:
+    """Of the whole run, the first part and the second, the lines of rank 0 with validation losses."""
+    printed = json.loads((folder / "0").read_text())
+    return [[line for line in text.splitlines() if "val" in line] for text in printed]
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["LocalSteps", *(pytest.param(name, marks=pytest.mark.slow) for name in ("SeparateAdam", "AdamW"))]
+)
+def test_nanogpt_resumes_where_it_stopped(optimizer, tmp_path):
+    write_text(tmp_path)
+    small = "--n_layer=1 --n_head=2 --n_embd=64 --block_size=16 --eval_interval=10 --warmup_iters=2 --eval_iters=2"
+    same = [*small.split(), f"--optimizer={optimizer}", f"--data={tmp_path / 'text'}", "--min_lr=2e-3"]
+    whole, parts = ([*same, f"--out_dir={tmp_path / name}"] for name in ("whole", "parts"))
+    runs = [*whole, "--max_iters=20"], [*parts, "--max_iters=10"], [*parts, "--max_iters=20", "--init_from=resume"]
+    run_ranks(in_two_parts, 2, str(tmp_path), "nanogpt", *runs)
+    undisturbed, first, then = printed_losses(tmp_path)
+    assert [line.split()[1] for line in undisturbed] == ["0:", "10:", "20:"]
+    assert undisturbed[:2] == first and undisturbed[1:] == then
+    saved = [torch.load(tmp_path / name / "ckpt.pt")["model"] for name in ("whole", "parts")]
+    torch.testing.assert_close(*saved, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("optimizer", ["SeparateAdam", "LocalSteps", "AdamW"])
+def test_nanogpt_without_clipping(optimizer, tmp_path, monkeypatch):
+    """`grad_clip = 0.0`, as nanoGPT has it."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    write_text(tmp_path)
+    small = "--n_layer=1 --n_head=2 --n_embd=64 --block_size=16 --eval_interval=1 --max_iters=1 --eval_iters=1"
+    files = [f"--data={tmp_path / 'text'}", f"--out_dir={tmp_path}"]
+    printed = example("nanogpt", *small.split(), *files, f"--optimizer={optimizer}", "--grad_clip=0.0")
+    assert "step 1: train loss" in printed
+
+
+def test_nanogpt_tells_its_settings(monkeypatch, capsys):
+    for words in (["--help"], ["--max_iters=3", "-h"]):
+        monkeypatch.setattr(sys, "argv", ["nanogpt", *words])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(EXAMPLES / "nanogpt.py"), run_name="__main__")
+        printed = capsys.readouterr().out
+        assert not ended.value.code and "--learning_rate=0.002" in printed and "torchrun" in printed
+    with pytest.raises(ValueError, match="optimizer must be SeparateAdam, LocalSteps or AdamW; got Adam"):
+        example("nanogpt", "--optimizer=Adam")
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "sentence"),
+    [
+        (
+            "train_gpt",
+            ["--steps", "0"],
+            "steps, eval-every, batch, context, layers, heads and width must be at least 1",
+        ),
+        ("train_gpt", ["--eval-every", "0"], "must be at least 1"),
+        ("demo", ["--steps", "1"], "--steps must be at least 2; got 1"),
+    ],
+)
+def test_scripts_refuse_numbers_in_a_sentence(name, words, sentence, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, *words])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert ended.value.code == 2 and sentence in capsys.readouterr().err
+
+
+SMALL = "--layers 1 --width 64 --heads 2 --context 16 --batch 4 --steps 8 --eval-every 4 --every 3"
+
+
+def stop_and_resume(rank: int, folder: str, whole: list[str], rest: list[str]) -> None:
+    """A run, and again what follows its first checkpoint."""
+    as_torchrun_would(rank, 2)
+    save, first = torch.save, Path(folder, "rest")
+
+    def save_and_keep_first(saved, path):
+        save(saved, path)
+        if not first.exists():
+            save(saved, first)
+
+    with mock.patch.object(torch, "save", save_and_keep_first):
+        example("train_gpt", *whole)
+    dist.barrier()
+    example("train_gpt", *rest)
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["tracked", *(pytest.param(name, marks=pytest.mark.slow) for name in ("local", "adamw"))]
+)
+def test_train_gpt_resumes_where_it_stopped(optimizer, tmp_path):
+    write_text(tmp_path)
+    same = ["--optimizer", optimizer, "--data", str(tmp_path / "text"), *SMALL.split()]
+    names = "whole", "rest"
+    run_ranks(stop_and_resume, 2, str(tmp_path), *([*same, "--checkpoint", str(tmp_path / name)] for name in names))
+    whole, resumed = (torch.load(tmp_path / name) for name in names)
+    torch.testing.assert_close(resumed["model"], whole["model"], rtol=0, atol=0)
+    losses, again = ([now["val_loss"] for now in run["run"][0]] for run in (whole, resumed))
+    assert len(losses) == 2 and again == losses
+    assert [len(run["run"][2]) for run in (whole, resumed)] == [8, 8]  # seconds of steps
+
+
+def test_corpus_is_the_same_everywhere_and_its_parts_are_apart(tmp_path):
+    corpus = load("corpus")
+    train, val = corpus.load()
+    again, _ = corpus.load()
+    assert torch.equal(train, again) and train.dtype == torch.uint8
+    assert 0.04 < len(val) / (len(train) + len(val)) < 0.06 and len(train) > 1_000_000
+    numbers = tmp_path / "numbers"  # 4-byte counters: no two chunks share one
+    numbers.write_bytes(torch.arange(50_000, dtype=torch.int32).numpy().tobytes())
+    parts = [set(part.view(torch.int32).tolist()) for part in corpus.load(str(numbers))]
+    assert not parts[0] & parts[1] and len(parts[0] | parts[1]) == 50_000
+
+
+def test_batches_differ_between_ranks_and_repeat_with_the_seed():
+    corpus = load("corpus")
+    data = torch.arange(200, dtype=torch.uint8)
+    x, y = next(corpus.batches(data, batch=4, context=8, seed=0))
+    assert x.shape == (4, 8) and torch.equal(x + 1, y)
+    assert torch.equal(x, next(corpus.batches(data, 4, 8, seed=0))[0])
+    assert not torch.equal(x, next(corpus.batches(data, 4, 8, seed=1))[0])
+    with pytest.raises(ValueError, match="context 200"):
+        next(corpus.batches(data, 4, 200, seed=0))
+
+
+def test_corpus_too_short_is_refused(tmp_path):
+    (tmp_path / "short").write_bytes(b"short")
+    with pytest.raises(ValueError, match="5 bytes"):
+        load("corpus").load(str(tmp_path / "short"))

@@ -1,0 +1,520 @@
+"""Rounds that end by time, and ranks that are weighted by the steps or samples that they took."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+from local_runs import adamw, are_equal, end_round
+from oracles import local as oracle
+from problems import gradients, replicas, weights
+from sim import World
+
+import compopt
+
+COUNTS = [[3, 2, 4], [1, 1, 4], [2, 3, 1], [5, 1, 1]]  # steps of three ranks in four rounds
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self, monkeypatch):
+        self.now = 100.0
+        monkeypatch.setattr("compopt._local.rounds.monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+def make_ranks(ranks: int, dtype=torch.float64, **options):
+    options = {"round_seconds": 10, "every_warmup_steps": 0, "payload_dtype": None, **options}
+
+    def make(params, process_group):
+        return compopt.LocalSteps(adamw(params), process_group=process_group, **options)
+
+    return replicas(ranks, weights(dtype=dtype), make)
+
+
+def gradient(rank: int, t: int, dtype=torch.float64) -> list[torch.Tensor]:
+    """Of a rank's step t."""
+    return gradients(rank + 1, t, dtype=dtype)[rank]
+
+
+def give(params, optimizer, rank: int, samples=None) -> None:
+    """The gradients of a rank's coming step."""
+    t = optimizer._option_groups[0]["step"]
+    for p, g in zip(params[rank], gradient(rank, t, params[rank][0].dtype), strict=True):
+        p.grad = g
+    optimizer._samples = samples
+
+
+def take_steps(clock, params, optimizer, rank: int, steps: int, samples=None, is_round=True):
+    """A rank's steps, as turns; time is over before the last of a round. Ranks have clocks of their own."""
+    return _steps(clock, clock.now, params, optimizer, rank, steps, samples, is_round)
+
+
+def _steps(clock, now, params, optimizer, rank, steps, samples, is_round):
+    for n in range(steps):
+        give(params, optimizer, rank, samples)
+        now += 11 * (is_round and n == steps - 1)
+        turns = optimizer.step_as_generator()
+        while True:
+            clock.now = now
+            try:
+                pending = next(turns)
+            except StopIteration:
+                break
+            yield pending
+        assert optimizer.stats.phase in ("exchanged" if is_round and n == steps - 1 else "local", "skipped", "dense")
+
+
+def take_alone(clock, world, params, optimizers, rank: int, steps: int) -> None:
+    """Steps of one rank, within a round, when ranks know each other."""
+    world.run([take_steps(clock, params, optimizers[rank], rank, steps, is_round=False)])
+
+
+def take_round(clock, world, params, optimizers, counts, samples=None) -> None:
+    """A round in which ranks take so many steps."""
+    samples = samples or [None] * len(counts)
+    turns = [
+        take_steps(clock, params, optimizer, rank, *pair)
+        for (rank, optimizer), pair in zip(enumerate(optimizers), zip(counts, samples, strict=True), strict=True)
+    ]
+    world.run(turns)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_are_weighted_by_their_steps(clock, ranks):
+    counts = [row[:ranks] for row in COUNTS]
+    world, params, optimizers = make_ranks(ranks)
+    for row in counts:
+        take_round(clock, world, params, optimizers, row)
+        assert [o.stats.round_steps for o in optimizers] == row
+        assert [o.stats.weight for o in optimizers] == pytest.approx([n / sum(row) for n in row])
+        assert all(o.stats.phase == "exchanged" and o.stats.steps_into_round == 0 for o in optimizers)
+    wanted = oracle.train_rounds(weights(), counts, gradient, adamw)
+    assert are_equal(params) and [o.stats.round for o in optimizers] == [4] * ranks
+    for p, q in zip(params[0], wanted, strict=True):
+        torch.testing.assert_close(p.detach(), q, rtol=1e-12, atol=1e-12)
+
+
+def test_ranks_are_weighted_by_their_samples(clock):
+    world, params, optimizers = make_ranks(2)
+    samples = [[8, 4.5], [3, 2], [0, 7], [0, 0]]  # in every step of a round
+    counts = [row[:2] for row in COUNTS]
+    for row, given in zip(counts, samples, strict=True):
+        take_round(clock, world, params, optimizers, row, given)
+    weighed = [[n * s for n, s in zip(*pair, strict=True)] for pair in zip(counts, samples, strict=True)]
+    weighed[-1] = [1, 1]  # where nobody has any weight
+    wanted = oracle.train_rounds(weights(), counts, gradient, adamw, weighed)
+    for p, q in zip(params[1], wanted, strict=True):
+        torch.testing.assert_close(p.detach(), q, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("payload", ["bfloat16", "int8", "int4", "int2"])
+def test_a_weighted_mean_loses_nothing_in_any_codec(clock, payload):
+    """Anchors have moved by all weighted means, but for the mean of the residuals."""
+    world, params, optimizers = make_ranks(3, torch.float32, payload_dtype=payload, outer_lr=1, outer_momentum=0)
+    total = [torch.zeros_like(w) for w in weights()]
+    ends: dict[int, list[torch.Tensor]] = {}  # where a rank's last step has led
+    for rank, (own, optimizer) in enumerate(zip(params, optimizers, strict=True)):
+        optimizer.inner.register_step_post_hook(
+            lambda *_, rank=rank, own=own: ends.update({rank: [p.detach().double() for p in own]})
+        )
+    for row in COUNTS:
+        before = [p.detach().double() for p in params[0]]
+        take_round(clock, world, params, optimizers, row)
+        for rank in range(3):
+            for sum_, a, p in zip(total, before, ends[rank], strict=True):
+                sum_ += row[rank] / sum(row) * (a - p)
+    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    saved = [[state[i]["outer"] for i in range(len(state))] for state in states]
+    anchors = [entry["anchor"] for entry in saved[0]]
+    residuals = [
+        torch.stack([entry["optimizer"]["residual"].double() for entry in entries]).mean(0)
+        for entries in zip(*saved, strict=True)
+    ]
+    for start, anchor, moved, residual in zip(weights(dtype=torch.float32), anchors, total, residuals, strict=True):
+        tolerance = 5e-4 if payload == "bfloat16" else 1e-5  # sums of bfloat16 are rounded by whoever adds them
+        torch.testing.assert_close(start.double() - anchor.double() + residual, moved, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("payload", [None, "int4"])
+def test_equal_weights_are_no_weights_to_the_bit(clock, payload):
+    runs, every = [], dict(round_seconds=None, every=3)
+    for options in (dict(round_seconds=10), every, dict(weighted=True, **every)):
+        world, params, optimizers = make_ranks(2, torch.float32, payload_dtype=payload, **options)
+        for _ in range(4):
+            if options["round_seconds"]:
+                take_round(clock, world, params, optimizers, [3, 3])
+            else:
+                for _ in range(3):
+                    for rank, optimizer in enumerate(optimizers):
+                        give(params, optimizer, rank)
+                    world.step(optimizers)
+        assert optimizers[0].stats.round == 4
+        runs.append(params[1])
+    assert all(map(torch.equal, runs[0], runs[1])) and all(map(torch.equal, runs[0], runs[2]))
+
+
+def test_a_step_that_a_rank_skips_has_no_weight():
+    """As GradScaler makes it; every=3, and the second of rank 1's steps is not taken."""
+    world, params, optimizers = make_ranks(2, round_seconds=None, every=3, weighted=True)
+    for t in range(3):
+        for rank, optimizer in enumerate(optimizers):
+            give(params, optimizer, rank)
+        if t == 1:
+            params[1][3].grad[0, 0, 0] = math.inf
+        world.step(optimizers)
+    wanted = oracle.train_rounds(weights(), [[3, 2]], lambda rank, t: gradient(rank, t + (rank == t == 1)), adamw)
+    assert optimizers[1].stats.weight == pytest.approx(0.4)
+    for p, q in zip(params[1], wanted, strict=True):
+        torch.testing.assert_close(p.detach(), q, rtol=1e-12, atol=1e-12)
+
+
+def test_weights_of_every_round_are_its_own():
+    world, params, optimizers = make_ranks(2, round_seconds=None, every=2, weighted=True)
+    for t in range(6):
+        for rank, optimizer in enumerate(optimizers):
+            give(params, optimizer, rank, samples=[1 + t, 2][rank])
+        world.step(optimizers)
+    assert optimizers[0].stats.weight == pytest.approx(11 / 15)
+
+
+def test_a_weighted_rank_that_lacks_an_exchange_begins_with_no_weight():
+    world, params, optimizers = make_ranks(2, round_seconds=None, every=3, weighted=True)
+    for t in range(7):
+        if t == 3:
+            rebind(World(2), optimizers)
+            world = optimizers[0].comm.world
+        if t == 2:
+            world.failing.add((1, world.comms[1].started + 1))  # behind the message in front
+        for rank, optimizer in enumerate(optimizers):
+            give(params, optimizer, rank)
+        try:
+            world.step(optimizers)
+            assert t != 2
+        except compopt.CommunicationError:
+            assert t == 2
+    assert are_equal(params) is False and optimizers[1].stats.weight == optimizers[0].stats.weight == 0.5
+
+
+def test_time_that_a_rank_waits_is_not_of_the_next_round(clock):
+    world, params, optimizers = make_ranks(2)
+    take_round(clock, world, params, optimizers, [2, 2])
+    clock.now += 11
+    give(params, optimizers[0], 0)
+    turns = optimizers[0].step_as_generator()
+    pending = next(turns)
+
+    def go_on():
+        yield pending
+        yield from turns
+
+    clock.now += 100
+    give(params, optimizers[1], 1)
+    world.run([go_on(), optimizers[1].step_as_generator()])
+    assert [optimizer.stats.phase for optimizer in optimizers] == ["exchanged"] * 2
+    take_alone(clock, world, params, optimizers, 0, 1)
+
+
+def test_the_wait_of_a_round_is_that_of_its_exchange_alone(clock):
+    world, params, optimizers = make_ranks(2)
+    take_round(clock, world, params, optimizers, [2, 2])
+    for optimizer in optimizers:
+        optimizer._session.waits.add_wait(100.0)  # of earlier exchanges; simulated ranks wait for nothing
+    take_round(clock, world, params, optimizers, [2, 2])
+    assert [optimizer.stats.round_wait_seconds for optimizer in optimizers] == [0.0, 0.0]
+
+
+def test_time_between_saving_and_loading_does_not_count(clock):
+    world, params, optimizers = make_ranks(2)
+    take_round(clock, world, params, optimizers, [2, 2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+    clock.now += 100
+    for optimizer, state in zip(optimizers, saved, strict=True):
+        optimizer.load_state_dict(state)
+    for rank, optimizer in enumerate(optimizers):
+        give(params, optimizer, rank)
+    world.step(optimizers)
+    assert optimizers[0].stats.phase == "local"
+
+
+def test_a_round_ends_at_the_first_step_after_its_time(clock):
+    world, params, optimizers = make_ranks(2)
+    phases = []
+    for seconds in (0, 9.9, 0.2, 9.9, 0.2):  # before a step: the clock begins to run in the first
+        clock.now += seconds
+        for rank, optimizer in enumerate(optimizers):
+            give(params, optimizer, rank)
+        world.step(optimizers)
+        phases.append(optimizers[1].stats.phase)
+    assert phases == ["local", "local", "exchanged", "local", "exchanged"]
+
+
+def test_rounds_grow_with_the_mean_of_the_ranks_steps(clock):
+    """Over 20 steps to 10 s; the outer rate and momentum with the logarithm of a round's share in a whole one."""
+    world, params, optimizers = make_ranks(2, every_warmup_steps=20)
+
+    def exchange() -> None:
+        for rank, optimizer in enumerate(optimizers):
+            give(params, optimizer, rank)
+        world.step(optimizers)
+        assert optimizers[0].stats.phase == "exchanged"
+
+    exchange()  # after a step and no time at all
+    assert [optimizer._counts.mean_step for optimizer in optimizers] == [1, 1]
+    clock.now += 0.51  # 10 s / 20
+    exchange()
+    clock.now += 0.9
+    take_alone(clock, world, params, optimizers, 0, 3)
+    clock.now += 0.11  # 1.01 s of 10 s: 4 and 1 steps
+    exchange()
+    outer = optimizers[0]._anchors.outer.param_groups[0]
+    share = math.log(2.5) / math.log(2.5 / 0.101)
+    assert outer["lr"] == pytest.approx(1 - 0.3 * share) and outer["momentum"] == pytest.approx(0.9 * share)
+    assert [optimizer._counts.mean_step for optimizer in optimizers] == [4.5, 4.5]
+    clock.now += 10 * 4.5 / 20 - 0.01
+    take_alone(clock, world, params, optimizers, 1, 30)
+    clock.now += 0.02
+    exchange()  # 1 and 31 steps: the growth is over
+    clock.now += 9.9
+    take_alone(clock, world, params, optimizers, 0, 1)
+    clock.now += 0.11
+    exchange()
+    outer = optimizers[0]._anchors.outer.param_groups[0]
+    assert (outer["lr"], outer["momentum"]) == (pytest.approx(0.7), pytest.approx(0.9))
+
+
+def test_the_end_of_a_round_waits_for_all_ranks_and_follows_their_rounds(clock):
+    """Rank 0 has no more data; rank 1 takes two rounds and a part of one before it comes to the end too."""
+    world, params, optimizers = make_ranks(2)
+    take_round(clock, world, params, optimizers, [2, 3])
+    take_alone(clock, world, params, optimizers, 0, 2)
+
+    def go_on():
+        for steps in (4, 2):
+            yield from take_steps(clock, params, optimizers[1], 1, steps)
+        yield from take_steps(clock, params, optimizers[1], 1, 2, is_round=False)
+        yield from optimizers[1].end_round_as_generator()
+
+    world.run([optimizers[0].end_round_as_generator(), go_on()])
+    assert are_equal(params) and [optimizer.stats.round for optimizer in optimizers] == [4, 4]
+    before = copy.deepcopy(params[0])
+    end_round(optimizers)
+    assert all(map(torch.equal, params[0], before)) and optimizers[0].stats.round == 4, "nothing has moved"
+
+
+def test_residuals_of_a_rank_that_has_ended_are_sent(clock):
+    world, params, optimizers = make_ranks(2, torch.float32, payload_dtype="int2")
+    take_round(clock, world, params, optimizers, [2, 2])
+    before = optimizers[0].stats.residual_norm()
+    take_alone(clock, world, params, optimizers, 1, 1)
+    end_round(optimizers)
+    assert are_equal(params) and optimizers[0].stats.weight == 0 and before != optimizers[0].stats.residual_norm()
+
+
+def test_nothing_is_exchanged_where_no_rank_has_stepped(clock):
+    world, params, optimizers = make_ranks(2, torch.float32, payload_dtype="int2")
+    take_round(clock, world, params, optimizers, [2, 2])
+    before = copy.deepcopy(params[0])
+    end_round(optimizers)
+    assert all(map(torch.equal, params[0], before)) and not optimizers[0].round_is_open
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_checkpoint_of_each_rank_goes_on_to_the_bit(clock, at):
+    """Saved within a round, after ``at`` steps of rank 0; learning rates are each rank's own. A clock that
+    is resumed runs from the first step on.
+    """
+    world, params, optimizers = make_ranks(2, torch.float32, payload_dtype="int4")
+    optimizers[1].param_groups[0]["lr"] = 0.02
+    take_round(clock, world, params, optimizers, [3, 2])
+    clock.now += 4
+    take_alone(clock, world, params, optimizers, 0, at)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+        world2, params2, others = make_ranks(2, torch.float32, payload_dtype="int4")
+        for mine, theirs, optimizer, state in zip(params2, params, others, saved, strict=True):
+            for p, q in zip(mine, theirs, strict=True):
+                p.data.copy_(q)
+            optimizer.load_state_dict(state)
+    for w, own, ours in ((world, params, optimizers), (world2, params2, others)):
+        assert ours[0]._counts.seconds == 4
+        take_round(clock, w, own, ours, [3, 2])
+    for mine, theirs in zip(params2, params, strict=True):
+        assert all(map(torch.equal, mine, theirs))
+    assert others[0].stats.weight == optimizers[0].stats.weight == pytest.approx((at + 3) / (at + 5))
+
+
+def test_a_consolidated_checkpoint_goes_on_with_any_number_of_ranks(clock):
+    world, params, optimizers = make_ranks(2, torch.float32, payload_dtype="int4")
+    take_round(clock, world, params, optimizers, [3, 2])
+    take_alone(clock, world, params, optimizers, 0, 2)
+    end_round(optimizers)
+    world.consolidate(optimizers)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        saved = copy.deepcopy(optimizers[0].state_dict())
+        world2, params2, others = make_ranks(3, torch.float32, payload_dtype="int4")
+        for own, optimizer in zip(params2, others, strict=True):
+            for p, q in zip(own, params[0], strict=True):
+                p.data.copy_(q)
+            optimizer.load_state_dict(saved)
+    take_round(clock, world2, params2, others, [3, 2, 5])
+    assert are_equal(params2) and others[2].stats.round == 3
+    assert [optimizer.stats.weight for optimizer in others] == pytest.approx([0.3, 0.2, 0.5])
+
+
+def test_a_failed_exchange_keeps_its_weight(clock):
+    """It is tried again after the next step, whose time is not over."""
+    world, params, optimizers = make_ranks(2)
+    take_round(clock, world, params, optimizers, [2, 2])
+    world.failing_everywhere.add(world.comms[0].started + 1)  # behind the message in front
+    with pytest.raises(compopt.CommunicationError, match="but not the exchange"):
+        take_round(clock, world, params, optimizers, [3, 1])
+    for rank, optimizer in enumerate(optimizers):
+        give(params, optimizer, rank)
+    world.step(optimizers)
+    assert [optimizer.stats.weight for optimizer in optimizers] == pytest.approx([4 / 6, 2 / 6])
+    wanted = oracle.train_rounds(weights(), [[2, 2], [4, 2]], gradient, adamw)
+    for p, q in zip(params[0], wanted, strict=True):
+        torch.testing.assert_close(p.detach(), q, rtol=1e-12, atol=1e-12)
+
+
+def rebind(world, optimizers) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pairs = zip(optimizers, world.comms, strict=True)
+        world.run([optimizer.rebind_as_generator(comm) for optimizer, comm in pairs])
+
+
+def test_survivors_keep_their_steps_and_a_new_rank_has_none(clock):
+    world, params, optimizers = make_ranks(2)
+    take_round(clock, world, params, optimizers, [4, 2])
+    take_alone(clock, world, params, optimizers, 0, 2)
+    _, params2, new = make_ranks(1)
+    ranks, own = [*optimizers, *new], [*params, *params2]
+    world = World(3)
+    rebind(world, ranks)
+    assert [optimizer._option_groups[0]["step"] for optimizer in ranks] == [6, 2, 6]
+    take_round(clock, world, own, ranks, [1, 1, 2])
+    assert are_equal(own) and [optimizer.stats.round for optimizer in ranks] == [2, 2, 2]
+    assert [optimizer.stats.weight for optimizer in ranks] == pytest.approx([3 / 6, 1 / 6, 2 / 6])
+
+
+def test_a_rank_that_lacks_an_exchange_takes_it_over_with_its_weight(clock):
+    world, params, optimizers = make_ranks(2)
+    take_round(clock, world, params, optimizers, [2, 2])
+    world.failing.add((1, world.comms[1].started + 1))  # behind the message in front
+    with pytest.raises(compopt.CommunicationError, match="rank 1, but not the exchange"):
+        take_round(clock, world, params, optimizers, [3, 1])
+    assert [optimizer.stats.round for optimizer in optimizers] == [2, 1]
+    world = World(2)
+    rebind(world, optimizers)
+    counts = [optimizer._counts for optimizer in optimizers]
+    assert are_equal(params) and [count.round for count in counts] == [2, 2]
+    assert [optimizer._option_groups[0]["step"] for optimizer in optimizers] == [5, 3]
+    assert [count.weight for count in counts] == [0, 0]
+    take_round(clock, world, params, optimizers, [1, 3])
+    assert are_equal(params) and optimizers[1].stats.weight == pytest.approx(3 / 4)
+    assert [optimizer._counts.mean_step for optimizer in optimizers] == [6, 6]
+
+
+@pytest.mark.parametrize("options", [dict(delay=1), dict(fragments=2)])
+@pytest.mark.parametrize("by", [dict(round_seconds=10), dict(weighted=True)])
+def test_payloads_wait_for_weights(options, by):
+    with pytest.raises(ValueError, match=r"(delay|fragments) must be [01] where ranks are weighted"):
+        compopt.LocalSteps(adamw([torch.nn.Parameter(torch.ones(3))]), **options, **by)
+
+
+def test_what_does_not_fit_is_refused():
+    p = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match="pass one of them"):
+        compopt.LocalSteps(adamw([p]), 30, round_seconds=60)
+    with pytest.raises(ValueError, match="round_seconds must be None or finite and > 0, got 0"):
+        compopt.LocalSteps(adamw([p]), round_seconds=0)
+    p.grad = torch.ones(3)
+    with pytest.raises(ValueError, match="weighted=True or round_seconds="):
+        compopt.LocalSteps(adamw([p])).step(samples=3)
+    for samples in (-1, math.inf, math.nan, "4", True):
+        with pytest.raises(ValueError, match="samples must be a number >= 0"):
+            compopt.LocalSteps(adamw([p]), weighted=True).step(samples=samples)
+
+
+@pytest.mark.parametrize("name", ["weight", "seconds", "mean_step"])
+@pytest.mark.parametrize("value", [-1.0, math.nan, "x"])
+def test_a_damaged_count_is_refused(clock, name, value):
+    world, params, optimizers = make_ranks(2)
+    take_round(clock, world, params, optimizers, [3, 2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        saved = copy.deepcopy(optimizers[0].state_dict())
+    saved["state"][0]["outer"][name] = value
+    with pytest.raises(ValueError, match=f"loaded state dict .* is damaged.*: {name} is {value!r}"):
+        optimizers[0].load_state_dict(saved)
+
+
+def test_other_settings_are_compared_all_the_same(clock):
+    world, params, optimizers = make_ranks(2)
+    take_round(clock, world, params, optimizers, [3, 2])
+    optimizers[1].param_groups[0]["foreach"] = False
+    with pytest.raises(ValueError, match="foreach: rank 0 has None, rank 1 has False"):
+        take_round(clock, world, params, optimizers, [1, 1])
+
+
+def test_on_one_process_it_is_the_inner_optimizer(clock):
+    params = [torch.nn.Parameter(w) for w in weights()]
+    optimizer = compopt.LocalSteps(adamw(params), round_seconds=10)
+    other = [torch.nn.Parameter(w) for w in weights()]
+    inner = adamw(other)
+    for t in range(4):
+        clock.now += 11
+        for p, q, g in zip(params, other, gradient(0, t), strict=True):
+            p.grad, q.grad = g, g.clone()
+        optimizer.step(samples=4)
+        inner.step()
+    assert all(map(torch.equal, params, other)) and optimizer.stats.steps_into_round == 0
+
+
+def test_steps_of_the_averaged_start_have_no_weight(clock):
+    world, params, optimizers = make_ranks(2, warmup_steps=2)
+    for _ in range(2):
+        for rank, optimizer in enumerate(optimizers):
+            give(params, optimizer, rank)
+        world.step(optimizers)
+        clock.now += 11
+    take_round(clock, world, params, optimizers, [3, 2])
+    assert [optimizer.stats.weight for optimizer in optimizers] == pytest.approx([3 / 5, 2 / 5])
+    assert [optimizer.stats.round for optimizer in optimizers] == [1, 1] and are_equal(params)
+
+
+def test_a_lost_rank_takes_the_others_average(clock):
+    world, params, optimizers = make_ranks(2)
+    take_round(clock, world, params, optimizers, [3, 2])
+    with torch.no_grad():
+        params[1][2][0, 0] = math.nan
+    with pytest.warns(UserWarning, match="rank 1 had parameters that are not finite"):
+        take_round(clock, world, params, optimizers, [2, 1])
+    assert are_equal(params) and all(p.isfinite().all() for p in params[0])
+
+
+def test_a_copy_goes_on_as_the_original(clock):
+    world, params, optimizers = make_ranks(2)
+    take_round(clock, world, params, optimizers, [3, 2])
+    take_alone(clock, world, params, optimizers, 0, 1)
+    twins = copy.deepcopy(list(zip(params, optimizers, strict=True)))
+    own, others = zip(*twins, strict=True)
+    for w, ps, ours in ((world, params, optimizers), (others[0].comm.world, own, others)):
+        take_round(clock, w, ps, ours, [2, 2])
+    assert others[0].stats.weight == pytest.approx(3 / 5)
+    for mine, theirs in zip(params, own, strict=True):
+        assert all(map(torch.equal, mine, theirs))
