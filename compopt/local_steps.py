@@ -20,7 +20,7 @@ samples that ranks took in the round.
 
 There is one outer optimizer, of torch; anchors are its parameters, fragments its groups. An
 exchange has two halves: up to the decision of all ranks, and the commit. ``FragmentSync`` in
-``_local/exchange.py`` does lines 2 to 5, on tensors that ``AnchorBucket`` in ``_local/anchors.py``
+``_local/fragment_sync.py`` does lines 2 to 5, on tensors that ``AnchorBucket`` in ``_local/anchors.py``
 keeps next to each other.
 
 Differences from the papers: Streaming DiLoCo discards a part of what a rank moved during an
@@ -70,8 +70,8 @@ from ._engine.step import Step, check_can_step
 from ._engine.update import replace_gradients
 from ._local import rounds
 from ._local.anchors import MakeOuter, reset_moments, squared_norm_of_part, write_params
-from ._local.exchange import FragmentSync, Outcome
-from ._local.wrapper import AnchoredWrapper
+from ._local.fragment_sync import FragmentSync, Outcome
+from ._local.anchored import AnchoredWrapper
 from ._ops.norms import clip_factor, scale_all_
 from ._state.buckets import Bucket
 from ._state.layouts import Layout, LocalShape, PaddedVector

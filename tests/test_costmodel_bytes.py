@@ -12,7 +12,7 @@ from sim import Ranks
 from torch import nn
 
 import compopt
-from compopt._local.exchange import message_bytes
+from compopt._local.fragment_sync import message_bytes
 from compopt._wire.payload import Payload
 from compopt._wire.quantization import make_quantized_mean
 from compopt.costmodel import METHODS, Cost, Machine, Situation, Workload, rows_of

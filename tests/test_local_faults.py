@@ -15,7 +15,7 @@ from sim import World
 
 import compopt
 from compopt._local.anchors import Anchors
-from compopt._local.exchange import FragmentSync
+from compopt._local.fragment_sync import FragmentSync
 
 
 def test_a_failed_exchange_leaves_the_inner_step_and_is_tried_again():

@@ -24,7 +24,7 @@ from .._state.layouts import LocalShape, TensorInfo
 from .._state.residuals import Residuals
 from .._state.tensors import distribute_like, to_local
 from .anchors import Anchored, Anchors
-from .exchange import Contribution, FragmentSync
+from .fragment_sync import Contribution, FragmentSync
 from .rounds import RoundCounts
 
 Entry = dict[str, Any]
