@@ -20,8 +20,8 @@ samples that ranks took in the round.
 
 There is one outer optimizer, of torch; anchors are its parameters, fragments its groups. An
 exchange has two halves: up to the decision of all ranks, and the commit. ``FragmentSync`` in
-``_local/fragment_sync.py`` does lines 2 to 5, on tensors that ``AnchorBucket`` in ``_local/anchors.py``
-keeps next to each other.
+``_local/fragment_sync.py`` does lines 2 to 5, on tensors that ``AnchorBucket`` in
+``_local/anchors.py`` keeps next to each other.
 
 Differences from the papers: Streaming DiLoCo discards a part of what a rank moved during an
 exchange; here all of it is kept (line 5). And d_k is taken from where the rank began: for bfloat16
@@ -69,10 +69,10 @@ from ._engine.stats import Stats, show_line
 from ._engine.step import Step, check_can_step
 from ._engine.update import replace_gradients
 from ._local import rounds
+from ._local.anchored import AnchoredWrapper
 from ._local.anchors import MakeOuter, reset_moments, squared_norm_of_part, write_params
 from ._local.fragment_sync import FragmentSync, Outcome
-from ._local.anchored import AnchoredWrapper
-from ._ops.norms import clip_factor, scale_all_
+from ._ops.norms import clip_factor, scale_all_, total_norm
 from ._state.buckets import Bucket
 from ._state.layouts import Layout, LocalShape, PaddedVector
 from ._state.residuals import residual_layout
@@ -224,10 +224,7 @@ class LocalSteps(AnchoredWrapper):
         running = {"round": counts.round, "mean_step": counts.mean_step}
         if self._is_in_step:
             running["begun"] = counts.begun
-        settings: list[Setting] = [("running round", running)]
-        if sync is not None and self._is_in_step:
-            settings += sync.anchors.list_rates()
-        return settings
+        return [("running round", running)]
 
     @property
     def _is_comparing(self) -> bool:
@@ -374,29 +371,31 @@ class LocalSteps(AnchoredWrapper):
         session = self._session
         check_gradients(session)
         scale = unscale_gradients(self)
-        grads = {p: p.grad for p in params if p.requires_grad and p.grad is not None}
+        trainable = [p for p in params if p.requires_grad]
+        grads = [p.grad for p in trainable if p.grad is not None]
         if any(bucket.is_dtensor for bucket in session.buckets):
-            grads = {p: to_local(g) for p, g in grads.items()}
+            grads = [*map(to_local, grads)]
         if not grads and session.comm.size > 1 and session.trainable and session.has_data:
             step = options["step"] + 1
             warn_without_gradients(session, step, "adds nothing to the average of its round")
         try:
-            norm = yield from self._gradient_norm(grads)
+            norm = yield from self._gradient_norm(trainable, grads)
         except BaseException:
             if scale is not None:
                 restore_scale(session, scale)
             raise
         with defer_signals():
             if math.isfinite(norm):
-                scale_all_([*grads.values()], clip_factor(norm, options["max_grad_norm"]))
+                scale_all_(grads, clip_factor(norm, options["max_grad_norm"]))
                 # a frozen parameter may have a gradient left
-                frozen = {p: None for p in params if not p.requires_grad}
-                with replace_gradients(frozen) if frozen else nullcontext():
+                has_frozen = len(trainable) < len(params)
+                frozen = {p: None for p in params if not p.requires_grad} if has_frozen else {}
+                with replace_gradients(frozen):
                     self.base.step()
-                state = self.state
-                counts = [e["step"] for p in grads if "step" in (e := state.get(p, {}))]
-                if counts:
-                    torch._foreach_add_(counts, 1)
+                for bucket in session.buckets:
+                    bucket.count_steps(
+                        [p.requires_grad and p.grad is not None for p in bucket.params]
+                    )
                 if grads and self._sync is not None:
                     self._counts.weight += 1 if self._samples is None else self._samples
             for group in self._wrapper_groups:
@@ -404,17 +403,21 @@ class LocalSteps(AnchoredWrapper):
             self._samples = None
         return norm
 
-    def _gradient_norm(self, grads: dict[Tensor, Tensor]) -> CollectiveGenerator[float]:
+    def _gradient_norm(
+        self, trainable: list[Tensor], grads: list[Tensor]
+    ) -> CollectiveGenerator[float]:
         """Return the norm over all shards of the replica, NaN if a GradScaler has found an inf.
 
         In the same message shards agree on the time of the round.
         """
         shards, device = self._session.shard_communicators, self._session.device
-        squared = float(squared_norm_of_part(grads, shards, device))
         if getattr(self, "found_inf", None):
             squared = math.nan
-        if not shards:
-            return math.sqrt(squared)
+        elif not shards:
+            return float(total_norm(grads)) if grads else 0.0
+        else:
+            params = [p for p in trainable if p.grad is not None]
+            squared = float(squared_norm_of_part(params, grads, shards, device))
         numbers = [squared, self._counts.seconds]
         total, seconds = yield from sum_over_groups(shards, numbers, device)
         self._counts.seconds = seconds / math.prod(comm.size for comm in shards)

@@ -25,8 +25,8 @@ from .._state.tensors import HOST
 from .._wire.collectives import Communicator, PendingCollective, ProcessGroup
 from .._wire.requests import CommunicationError
 from .anchors import Anchors, MakeOuter, assign_to_fragments, make_sgd
-from .local_state_dict import Entry, SavedRounds, read_rounds, save_rounds, split_rounds
 from .fragment_sync import FragmentSync
+from .local_state_dict import Entry, SavedRounds, read_rounds, save_rounds, split_rounds
 from .rounds import OpenRound, RoundCounts
 
 

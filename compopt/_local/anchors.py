@@ -97,6 +97,11 @@ class AnchorBucket(Bucket):
         """The indices of the tensors that are part of the exchange."""
         return [i for i, t in enumerate(self.tensors) if t.is_sent]
 
+    def cut(self, flat: Tensor) -> list[Tensor]:
+        """Cut a vector into tensors of the anchors' shapes."""
+        parts = zip(flat.split(self.lengths), self.shapes, strict=True)
+        return [part.view(shape) for part, shape in parts]
+
     def select_sent(self, values: Iterable[Tensor]) -> list[Tensor]:
         """Return the values of the tensors that are part of the exchange."""
         return [value for t, value in zip(self.tensors, values, strict=True) if t.is_sent]
@@ -121,11 +126,10 @@ class AnchorBucket(Bucket):
         """Write line 2 of the module ``local_steps`` to a vector; return it. The rank began at the
         anchors in the parameters' dtype.
         """
-        params, parts = self.select_sent(self.model_parts), self.view_sent(out)
-        if params:
-            start = self.anchors.to(params[0].dtype).to(out.dtype).split(self.lengths)
-            torch._foreach_copy_([part.view(-1) for part in parts], self.select_sent(start))
-            torch._foreach_sub_(parts, [p.to(out.device) for p in params])
+        if params := self.select_sent(self.model_parts):
+            start = self.anchors.to(params[0].dtype).to(out.dtype)
+            params = [p.to(out.device) for p in params]
+            write_differences(self.view_sent(out), self.select_sent(self.cut(start)), params)
         return out
 
     def encode(self, weight: float, is_lost: bool) -> Payload:
@@ -163,10 +167,13 @@ class AnchorBucket(Bucket):
         errors = self.payload.rounding_errors
         if not self.is_averaged or not self.sent_indices:
             return
-        if errors is not None:
-            Residuals(self).set(list(zip(self.sent_indices, self.view_sent(errors), strict=True)))
-        elif self.has_residual:
-            Residuals(self).scale(self.sent_indices, 0)
+        residuals, indices = Residuals(self), self.sent_indices
+        if errors is None:
+            residuals.scale(indices, 0)
+        elif residuals.is_exact and len(indices) == len(self.tensors):
+            residuals.set_all(errors)
+        else:
+            residuals.set(list(zip(indices, self.view_sent(errors), strict=True)))
         self.cache.pop("has_residual", None)
 
     def moved_since(self) -> Tensor:
@@ -221,9 +228,6 @@ class Anchors:
         # what the exchanges of a fragment have in common, and their number under "step"
         self.groups: dict[int, Group] = {}
         self._known: set[int] = set()  # ids of the parameters with an anchor
-        # learning rate and momentum of an outer SGD's groups: its own, and as set last
-        self._own_rates: list[dict[str, float]] = []
-        self._last_rates: list[dict[str, float]] = []
         self.are_in_params = False
         self._shards: list[Communicator] = []
         self._scratch = Scratch()
@@ -263,40 +267,31 @@ class Anchors:
         else:
             self.outer = _call_make_outer(make_outer, members)
             check_outer(self.outer, members)
-        self._prepare_sgd(members)
-
-    def _prepare_sgd(self, anchors: list[Tensor]) -> None:
-        """Note the rates of the groups that were added to an outer SGD; make its momentum."""
-        if not isinstance(self.outer, torch.optim.SGD):
-            return
-        for group in self.outer.param_groups[len(self._own_rates) :]:
-            rates = {name: group[name] for name in ("lr", "momentum")}
-            self._own_rates.append(rates)
-            self._last_rates.append(dict(rates))
-        if self.outer.defaults["momentum"] and not self.outer.defaults["dampening"]:
-            for anchor in anchors:
+        defaults = self.outer.defaults
+        if self._is_sgd and defaults["momentum"] and not defaults["dampening"]:
+            for anchor in members:
                 self.outer.state[anchor]["momentum_buffer"] = torch.zeros_like(anchor.detach())
 
-    def set_outer_share(self, share: float) -> None:
-        """Set learning rate and momentum of an outer SGD, from plain averaging of parameters
-        (``share`` 0: rate 1, momentum 0) to the optimizer's own values (1). What a scheduler has
-        set in its groups since the last call is its own from now on.
-        """
-        self._read_rates()
-        rates = zip(self.outer.param_groups, self._own_rates, self._last_rates, strict=False)
-        for group, own, last in rates:
-            # SGD updates its momentum buffer only if momentum is not zero
-            least = torch.finfo(torch.float64).tiny if own["momentum"] else 0.0
-            last["lr"] = 1 + (own["lr"] - 1) * share
-            last["momentum"] = max(own["momentum"] * share, least)
-            group.update(last)
+    @property
+    def _is_sgd(self) -> bool:
+        return isinstance(self.outer, torch.optim.SGD)
 
-    def _read_rates(self) -> None:
-        """Take what was set in the groups of an outer SGD since the last call for its own rates."""
-        rates = zip(self.outer.param_groups, self._own_rates, self._last_rates, strict=False)
-        for group, own, last in rates:
-            own.update({name: group[name] for name in own if group[name] != last[name]})
-            last.update({name: group[name] for name in last})
+    @contextmanager
+    def _grow_rates(self, progress: float) -> Iterator[None]:
+        """Give an outer SGD rates between plain averaging of parameters (``progress`` 0: learning
+        rate 1, momentum 0) and its own (1) within the block.
+        """
+        groups = self.outer.param_groups if self._is_sgd else []
+        rates = [(group, group["lr"], group["momentum"]) for group in groups]
+        for group, lr, momentum in rates:
+            # SGD updates its momentum buffer only if momentum is not zero
+            least = torch.finfo(torch.float64).tiny if momentum else 0.0
+            group.update(lr=1 + (lr - 1) * progress, momentum=max(momentum * progress, least))
+        try:
+            yield
+        finally:
+            for group, lr, momentum in rates:
+                group.update(lr=lr, momentum=momentum)
 
     def use_pytorch(self, ops: Ops) -> None:
         """Quantize by PyTorch's operators, because ranks have chosen different backends."""
@@ -324,14 +319,8 @@ class Anchors:
 
     @property
     def compared_groups(self) -> ComparedGroups:
-        """The outer optimizer's groups, and the options that are compared there as they are."""
-        own = self._own_rates[0] if self._own_rates else {}
-        return GROUP, self.outer.param_groups, self.outer.defaults.keys() - own.keys()
-
-    def list_rates(self) -> list[Setting]:
-        """Return an outer SGD's own rates, of each group."""
-        self._read_rates()
-        return [(f"{GROUP} {number}", rates) for number, rates in enumerate(self._own_rates)]
+        """The outer optimizer's groups, and the options that are compared there."""
+        return GROUP, self.outer.param_groups, self.outer.defaults
 
     def list_values(self, session: Session) -> list[Setting]:
         """Return the checksum of each anchor, and of each parameter that never had one."""
@@ -466,19 +455,29 @@ class Anchors:
         """The number of exchanges that were applied to anchors, counted by fragment."""
         return sum(group["step"] for group in self.groups.values())
 
-    def step_outer(self, buckets: Sequence[AnchorBucket], share: float) -> None:
+    def step_outer(self, buckets: Sequence[AnchorBucket], progress: float) -> None:
         """Do line 4 of the module ``local_steps``, and feed back what rounding has taken off."""
-        self.set_outer_share(share)
         for bucket in buckets:
             bucket.set_gradients()
         if any(bucket.is_averaged for bucket in buckets):
-            self.outer.step()
+            with self._grow_rates(progress):
+                self.outer.step()
         for bucket in buckets:
             bucket.feed_back()
         for t in self.tensors:
             t.anchor.grad = None
         for group in {id(bucket.group): bucket.group for bucket in buckets}.values():
             group["step"] += 1
+
+
+def write_differences(out: list[Tensor], xs: list[Tensor], ys: list[Tensor]) -> None:
+    """Write x - y of each pair; memory is read and written once on a CPU."""
+    if out[0].device.type == "cpu":
+        for to, x, y in zip(out, xs, ys, strict=True):
+            torch.sub(x, y, out=to)
+    else:
+        torch._foreach_copy_(out, xs)
+        torch._foreach_sub_(out, ys)
 
 
 @torch.no_grad()
@@ -588,16 +587,17 @@ def check_outer_rates(outer: Optimizer) -> None:
 
 
 def squared_norm_of_part(
-    tensors: dict[Tensor, Tensor], shards: list[Communicator], device: torch.device
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    shards: list[Communicator],
+    device: torch.device,
 ) -> Tensor:
-    """Return this rank's part of the squared norm of ``tensors``, one for each parameter.
+    """Return this rank's part of the squared norm of the gradients of ``params``.
 
     The sum over ``shards`` is that of the whole model: a part that several ranks hold counts once.
     """
-    if not shards and tensors:
-        return total_norm([*tensors.values()]).to(torch.float64).square()
     by_copies: dict[int, list[Tensor]] = {}
-    for p, t in tensors.items():
+    for p, t in zip(params, grads, strict=True):
         by_copies.setdefault(get_replicate_size(p, shards), []).append(t)
     squared = torch.zeros((), dtype=torch.float64, device=device)
     for copies, ts in by_copies.items():

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
+import zlib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,14 +35,14 @@ from .._engine.options import (
     require,
 )
 from .._engine.stats import Stats, format_bytes
-from .._state.tensors import upload
+from .._state.tensors import pin
 from .._wire.collectives import Communicator
-from .._wire.quantization import NOISE_TABLE, noise_offset
 from .._wire.warning import user_location, warn_at
 
 MINIMUMS = {"every": 1, "fragments": 1, "warmup_steps": 0, "every_warmup_steps": 0, "delay": 0}
 SKETCH = 4096  # numbers of all ranks together
 BLOCK = 2**17  # elements, which stay in a core's cache
+OFFSETS = 2**16  # at which a block may enter the table of signs
 DEVICE_BLOCKS = 512  # at a time, where every operator is a launch
 
 
@@ -174,36 +175,36 @@ def make_sketch(
     vectors: Iterable[tuple[Tensor, float]], ranks: int, seed: tuple[int, ...], device: torch.device
 ) -> Tensor:
     """Return the sketch of a vector that is given as several, each with a factor."""
-    size, number = sketch_size(ranks), 0
+    size = sketch_size(ranks)
     sums = torch.zeros(size, dtype=torch.float32, device=device)
     if not size:
         return sums
+    generator = torch.Generator().manual_seed(zlib.crc32(repr(seed).encode()))
     for vector, factor in vectors:
         blocks = 1 if vector.device.type == "cpu" else DEVICE_BLOCKS
         for part in vector.split(blocks * BLOCK):
             count = -(-len(part) // BLOCK)
-            offsets = [noise_offset((*seed, number + i)) for i in range(count)]
+            offsets = torch.randint(OFFSETS, (count,), generator=generator, device="cpu")
             signed = part.float() * _signs_at(offsets, part.device)[: len(part)]
             rest = -len(part) % size
             padded = torch.nn.functional.pad(signed, (0, rest)) if rest else signed
             sums.add_(padded.view(-1, size).sum(0).to(device), alpha=factor)
-            number += count
     return sums
 
 
-def _signs_at(offsets: list[int], device: torch.device) -> Tensor:
+def _signs_at(offsets: Tensor, device: torch.device) -> Tensor:
     """Return the signs of blocks, which enter the table at ``offsets``."""
     table = _random_signs(device)
     if len(offsets) == 1:
-        return table[offsets[0] : offsets[0] + BLOCK]
-    index = upload(offsets, torch.int64, device)
+        return table[int(offsets) : int(offsets) + BLOCK]
+    index = pin(offsets, device).to(device, non_blocking=True)
     return table.unfold(0, BLOCK, 1).index_select(0, index).view(-1)
 
 
 @lru_cache(maxsize=4)
 def _random_signs(device: torch.device) -> Tensor:
     """Return 1 and -1 in a random order, for a block at any offset."""
-    generator, size = torch.Generator().manual_seed(0), (BLOCK + NOISE_TABLE,)
+    generator, size = torch.Generator().manual_seed(0), (BLOCK + OFFSETS,)
     drawn = torch.randint(2, size, generator=generator, dtype=torch.float32, device="cpu")
     return drawn.mul_(2).sub_(1).to(device)
 

@@ -492,6 +492,9 @@ class Bucket:
 
     def count_steps(self, have_gradients: list[bool]) -> None:
         """Add 1 to the step count of each tensor with a gradient on any rank."""
+        if self.step_counts is not None and all(have_gradients):
+            self.step_counts.add_(1)
+            return
         pairs = zip(self.state["step"], have_gradients, strict=True)
         if counted := [step for step, has_gradient in pairs if has_gradient]:
             torch._foreach_add_(counted, 1)
