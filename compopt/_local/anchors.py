@@ -63,8 +63,9 @@ class Anchored:
 class AnchorBucket(Bucket):
     """Anchors of one fragment, whose parameters have one dtype and device, and their residuals.
 
-    ``anchors``: all of them as one vector. During an exchange there is a ``payload``; if it is
-    delayed also ``pseudo_gradient``, what the rank had moved when it began.
+    ``anchors``: all of them as one vector; ``parts``: this rank's part of each. During an exchange
+    there is a ``payload``; if it is delayed also ``pseudo_gradient``, what the rank had moved when
+    it began.
     """
 
     tensors: list[Anchored]
@@ -77,12 +78,13 @@ class AnchorBucket(Bucket):
         index: int,
         group: Group,
         flat: Tensor,
+        parts: list[Tensor],
         anchors: list[nn.Parameter],
         residual_dtype: str | None,
     ):
         names = [f"anchor {i}" for i in range(len(anchors))]
         super().__init__(index, group, [*anchors], names)
-        self.anchors = flat
+        self.anchors, self.parts = flat, parts
         layout = residual_layout(LocalShape(self.compute_dtype), residual_dtype)
         self.allocate("residual", layout, [{}] * len(anchors))
 
@@ -127,9 +129,13 @@ class AnchorBucket(Bucket):
         anchors in the parameters' dtype.
         """
         if params := self.select_sent(self.model_parts):
-            start = self.anchors.to(params[0].dtype).to(out.dtype)
+            start, dtype = self.parts, params[0].dtype
+            if dtype != out.dtype:
+                start = self.cut(self.anchors.to(dtype).to(out.dtype))
             params = [p.to(out.device) for p in params]
-            write_differences(self.view_sent(out), self.select_sent(self.cut(start)), params)
+            values = self.view_sent(out)
+            torch._foreach_copy_(values, self.select_sent(start))
+            torch._foreach_sub_(values, params)
         return out
 
     def encode(self, weight: float, is_lost: bool) -> Payload:
@@ -142,10 +148,11 @@ class AnchorBucket(Bucket):
             self.payload.header.zero_()
             values.zero_()
         scale_(values, weight)
-        if values.numel() and (self.is_rounded or self.has_residual):
-            Residuals(self).add_to(
-                list(zip(self.sent_indices, self.view_sent(values), strict=True))
-            )
+        residuals, indices = Residuals(self), self.sent_indices
+        if residuals.is_exact and len(indices) == len(self.tensors):
+            residuals.add_all_to(values)
+        elif indices and (self.is_rounded or self.has_residual):
+            residuals.add_to(list(zip(indices, self.view_sent(values), strict=True)))
         return self.payload.round()
 
     def encode_failure(self) -> Payload:
@@ -188,7 +195,7 @@ class AnchorBucket(Bucket):
         """Write line 5 to the parameters that were sent; ``since``: as ``moved_since`` was."""
         parts = self.view_sent(since)
         if parts:
-            torch._foreach_add_(parts, self.select_sent(to_local(a.detach()) for a in self.params))
+            torch._foreach_add_(parts, self.select_sent(self.parts))
             params = self.select_sent(self.model_parts)
             torch._foreach_copy_(params, [x.to(params[0].device) for x in parts])
 
@@ -250,7 +257,7 @@ class Anchors:
             pairs = zip(run, parts, strict=True)
             anchors = [nn.Parameter(distribute_like(p.detach(), part)) for p, part in pairs]
             dtype = self._residual_dtype
-            bucket = AnchorBucket(len(self.buckets), group, flat, anchors, dtype)
+            bucket = AnchorBucket(len(self.buckets), group, flat, parts, anchors, dtype)
             bucket.tensors = [Anchored(p, number, a) for p, a in zip(run, anchors, strict=True)]
             added.update((id(t.param), t) for t in bucket.tensors)
             bucket.mean_factory = self.ops.quantized_mean_factory(bucket)
@@ -468,16 +475,6 @@ class Anchors:
             t.anchor.grad = None
         for group in {id(bucket.group): bucket.group for bucket in buckets}.values():
             group["step"] += 1
-
-
-def write_differences(out: list[Tensor], xs: list[Tensor], ys: list[Tensor]) -> None:
-    """Write x - y of each pair; memory is read and written once on a CPU."""
-    if out[0].device.type == "cpu":
-        for to, x, y in zip(out, xs, ys, strict=True):
-            torch.sub(x, y, out=to)
-    else:
-        torch._foreach_copy_(out, xs)
-        torch._foreach_sub_(out, ys)
 
 
 @torch.no_grad()
