@@ -71,7 +71,7 @@ from ._engine.update import replace_gradients
 from ._local import rounds
 from ._local.anchored import AnchoredWrapper
 from ._local.anchors import MakeOuter, reset_moments, squared_norm_of_part, write_params
-from ._local.fragment_sync import FragmentSync, Outcome
+from ._local.fragment_sync import FragmentSync, SyncResult
 from ._ops.norms import clip_factor, scale_all_, total_norm
 from ._state.buckets import Bucket
 from ._state.layouts import Layout, LocalShape, PaddedVector
@@ -142,7 +142,7 @@ class LocalSteps(AnchoredWrapper):
 
     rank_local_state = ("residual",)
     _samples: float | None = None  # the samples of the coming step
-    _exchange_stats: dict[str, Any] = {}  # what ``stats`` report of the last exchange
+    _sync_stats: dict[str, Any] = {}  # what ``stats`` report of the last sync
 
     def __init__(
         self,
@@ -276,7 +276,7 @@ class LocalSteps(AnchoredWrapper):
                     self._counts.read_clock()
             norm = yield from self._step_inner(params, options)  # line 1
             try:
-                with self._explain_failed_exchange():
+                with self._explain_failed_sync():
                     is_applied = yield from self._synchronize(options)
             finally:
                 session.has_local_gradients = False
@@ -289,8 +289,8 @@ class LocalSteps(AnchoredWrapper):
             raise
 
     @contextmanager
-    def _explain_failed_exchange(self) -> Iterator[None]:
-        """Name the step, the rank, and what to do in the error of an exchange."""
+    def _explain_failed_sync(self) -> Iterator[None]:
+        """Name the step, the rank, and what to do in the error of a sync."""
         try:
             yield
         except (CommunicationError, RankLeft) as error:
@@ -308,9 +308,9 @@ class LocalSteps(AnchoredWrapper):
     # Exchanges
 
     def _synchronize(self, options: Group) -> CollectiveGenerator[bool]:
-        """Apply the exchange whose delay has ended, and begin the one that is due after this step.
+        """Apply the sync whose delay has ended, and begin the one that is due after this step.
 
-        Returns whether an exchange was applied.
+        Returns whether a sync was applied.
         """
         counts, sync, is_applied = self._counts, self._sync, False
         if sync is None:
@@ -326,7 +326,7 @@ class LocalSteps(AnchoredWrapper):
             sync.due |= rounds.find_due(fragments, in_round, length, count)
             if in_round >= length:
                 counts.round, counts.begun = counts.round + 1, step
-        if sync.in_flight is not None and (sync.due or step >= sync.in_flight.apply_at):
+        if sync.running is not None and (sync.due or step >= sync.running.apply_at):
             is_applied = (yield from self._perform_and_report(sync)).is_applied
         if sync.due:
             # at most the number of steps between two exchanges
@@ -336,20 +336,20 @@ class LocalSteps(AnchoredWrapper):
                 is_applied = (yield from self._perform_and_report(sync)).is_applied
         return is_applied
 
-    def _perform_and_report(self, sync: FragmentSync) -> CollectiveGenerator[Outcome]:
-        """Wait for the exchange in flight, apply it, and report it."""
+    def _perform_and_report(self, sync: FragmentSync) -> CollectiveGenerator[SyncResult]:
+        """Wait for the sync in flight, apply it, and report it."""
         session = self._session
         waited = session.waits.seconds
-        outcome = yield from sync.perform_sync(self._counts)
-        self._exchange_stats = {
-            **self._exchange_stats,
-            **outcome.measure_distances(),
-            "weight": outcome.share,
-            "round_steps": int(outcome.own.steps),
+        result = yield from sync.perform_sync(self._counts)
+        self._sync_stats = {
+            **self._sync_stats,
+            **result.measure_distances(),
+            "weight": result.rank_weight,
+            "round_steps": int(result.contribution.steps),
             "round_wait_seconds": session.waits.seconds - waited,
         }
-        if outcome.received is not None and outcome.is_non_finite:
-            reset_moments(self.base, outcome.received)
+        if result.received is not None and result.is_non_finite:
+            reset_moments(self.base, result.received)
             session.warn_once(
                 "lost",
                 f"rank {session.comm.rank} had parameters that are not finite after step "
@@ -358,7 +358,7 @@ class LocalSteps(AnchoredWrapper):
                 "(max_grad_norm=).",
                 0,  # on this rank, whichever it is
             )
-        return outcome
+        return result
 
     # Line 1: a rank's own step
 
@@ -451,18 +451,18 @@ class LocalSteps(AnchoredWrapper):
         self._check_own_params()
         if self._sync is not None:
             with self._in_train_mode():
-                yield from self._exchange_the_rest(self._sync)
+                yield from self._sync_the_rest(self._sync)
                 if has_modes(self.base):  # eval() sets parameters by the base's state
                     yield from self._average_base()
 
-    def _exchange_the_rest(self, sync: FragmentSync) -> CollectiveGenerator[None]:
-        """Exchange what has moved since the last exchange of its fragment."""
+    def _sync_the_rest(self, sync: FragmentSync) -> CollectiveGenerator[None]:
+        """Exchange what has moved since the last sync of its fragment."""
         counts, last = self._counts, self._session.stats
         self._session.follow_default_group(self)
         sync.connect(is_delayed=self._options["delay"] > 0)
         step, is_applied = self._options["step"], False
         in_round = step - counts.begun
-        if sync.in_flight is not None:
+        if sync.running is not None:
             is_applied = (yield from self._perform_and_report(sync)).is_applied
         if self._options["round_seconds"] is not None:
             # take part in the rounds of ranks that still train, until all have called this
@@ -473,9 +473,9 @@ class LocalSteps(AnchoredWrapper):
                 sync.due |= sync.anchors.fragments
                 steps = self._options["step"] - counts.begun
                 yield from sync.prepare_sync(counts, steps, is_last=True)
-                outcome = yield from self._perform_and_report(sync)
-                is_applied |= outcome.is_applied
-                is_last = outcome.mean.is_last == 1
+                result = yield from self._perform_and_report(sync)
+                is_applied |= result.is_applied
+                is_last = result.mean.is_last == 1
         elif in_round > 0:
             counts.round, counts.begun = counts.round + 1, step
         sync.due |= {t.fragment for t in sync.anchors.tensors if t.has_moved}
@@ -551,7 +551,7 @@ class LocalSteps(AnchoredWrapper):
         RuntimeError.
         """
         sync = self._sync
-        underway = sync.in_flight.fragments if sync and sync.in_flight else ()
+        underway = sync.running.fragments if sync and sync.running else ()
         with sync.anchors.put_into_params(underway) if sync else nullcontext():
             yield
 
@@ -568,7 +568,7 @@ class LocalSteps(AnchoredWrapper):
         known = {field.name: getattr(stats, field.name) for field in fields(Stats)}
         in_round = max(0, options["step"] - max(counts.begun, options["warmup_steps"]))
         return rounds.LocalStats(
-            **known, round=counts.round, steps_into_round=in_round, **self._exchange_stats
+            **known, round=counts.round, steps_into_round=in_round, **self._sync_stats
         )
 
     def _report(self, norm: float, is_applied: bool, is_step: bool = True) -> None:
@@ -592,7 +592,7 @@ class LocalSteps(AnchoredWrapper):
         """
         session, sync = self._session, self._sync
         self._check_own_params()
-        if sync is not None and sync.in_flight is not None:
+        if sync is not None and sync.running is not None:
             yield from self._perform_and_report(sync)
         if sync is not None and self.round_is_open:
             weight = 1.0

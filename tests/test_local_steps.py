@@ -178,10 +178,10 @@ def test_an_exchange_frees_its_memory_unless_that_is_little(kept_bytes, delay, m
 def test_the_memory_of_an_exchange_that_is_given_up_is_left_to_what_may_still_write_to_it():
     _, optimizers = train(2, 4, torch.float32, payload_dtype="bfloat16", every=4, delay=2)
     sync = optimizers[0]._sync
-    (bucket,) = sync.in_flight.buckets
+    (bucket,) = sync.running.buckets
     given_up = bucket.payload.flat
     sync.cancel()
-    bucket.begin_exchange()
+    bucket.begin_sync()
     assert bucket.payload.flat.data_ptr() != given_up.data_ptr()
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from operator import attrgetter
+from functools import partial
+from operator import attrgetter, is_not
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from .._state.tensors import to_local
 from .optimizer_base import OptimizerBase
 from .session import Session
 
-SHAPE, DTYPE, DEVICE, GRAD = map(attrgetter, ("shape", "dtype", "device", "grad"))
+SHAPE, DTYPE, DEVICE = map(attrgetter, ("shape", "dtype", "device"))
+GRAD, IS_SPARSE, is_present = attrgetter("grad"), attrgetter("is_sparse"), partial(is_not, None)
 
 
 def check_gradients(session: Session) -> None:
@@ -22,12 +24,13 @@ def check_gradients(session: Session) -> None:
     """
     for bucket in session.buckets:
         local_params = bucket.local_params if bucket.is_dtensor else bucket.params
-        kinds = {*zip(map(DTYPE, bucket.params), map(DEVICE, bucket.params), strict=True)}
-        is_changed = kinds != {(bucket.dtype, bucket.device)}
-        if is_changed or [*map(SHAPE, local_params)] != bucket.shapes:
+        dtypes, devices = {*map(DTYPE, bucket.params)}, {*map(DEVICE, bucket.params)}
+        is_same = dtypes == {bucket.dtype} and devices == {bucket.device}
+        if not is_same or [*map(SHAPE, local_params)] != bucket.shapes:
             _raise_changed(bucket, local_params)
-        grads = zip(map(GRAD, bucket.params), bucket.names, strict=True)
-        if name := next((name for g, name in grads if g is not None and g.is_sparse), ""):
+        if any(map(IS_SPARSE, filter(is_present, map(GRAD, bucket.params)))):
+            names = zip(bucket.params, bucket.names, strict=True)
+            name = next(name for p, name in names if p.grad is not None and p.grad.is_sparse)
             raise TypeError(
                 f"{session.name} got a sparse gradient for {name}: use dense gradients "
                 "(sparse=False)."

@@ -168,7 +168,7 @@ class AnchoredWrapper(Wrapper):
         """
         sync = self._sync
         return sync is not None and (
-            sync.in_flight is not None or any(map(attrgetter("has_moved"), sync.anchors.tensors))
+            sync.running is not None or any(map(attrgetter("has_moved"), sync.anchors.tensors))
         )
 
     def _note_open_round(self) -> None:
@@ -224,7 +224,7 @@ class AnchoredWrapper(Wrapper):
         sync = self._sync
         fragment_of = {t.param: t.fragment for t in sync.anchors.tensors} if sync else {}
         fragments = [fragment_of.get(p, -1) for p in self._params]
-        exchanges = sync.anchors.applied_exchanges if sync else -1
+        exchanges = sync.anchors.applied_syncs if sync else -1
         known = (counts.round, options["step"], counts.begun, counts.mean_step, exchanges)
         are_due = [sync is not None and n in sync.due for n in fragments]
         row = [sync is not None, *known, fragments, are_due]
@@ -232,7 +232,7 @@ class AnchoredWrapper(Wrapper):
         has_anchors, number, step, begun, mean_step, _, fragments, _ = max(rows)
         if not has_anchors:
             return [], frozenset()
-        # a rank that lacks an exchange takes it over, and does not repeat it
+        # a rank that lacks a sync takes it over, and does not repeat it
         latest = max(row[5] for row in rows)
         dues = [row[-1] for row in rows if row[5] == latest]
         due = frozenset(n for n, *on in zip(fragments, *dues, strict=True) if any(on))
@@ -343,7 +343,7 @@ class AnchoredWrapper(Wrapper):
             ) from error
 
     def _resume_rounds(self, saved: SavedRounds | None) -> None:
-        """Continue from saved anchors, and with the exchange that was in flight."""
+        """Continue from saved anchors, and with the sync that was in flight."""
         if self._sync is not None:
             self._sync.drain()
         self._drop_anchors()

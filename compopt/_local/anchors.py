@@ -1,9 +1,9 @@
-"""Anchors: parameters as of the last exchange, the same on all ranks, and the outer optimizer that
+"""Anchors: parameters as of the last sync, the same on all ranks, and the outer optimizer that
 steps them.
 
 An anchor has its parameter's shape, in float32 where the parameter is of lower precision, on its
 device or in host memory. A parameter has one from its first local step on. The anchors of a
-fragment are next to each other in memory, in buckets, and so are their residuals: an exchange is a
+fragment are next to each other in memory, in buckets, and so are their residuals: a sync is a
 few operators on all of them.
 """
 
@@ -47,15 +47,17 @@ KEPT_BYTES = 128 * 2**20
 
 @dataclass(eq=False, slots=True)
 class Anchored:
-    """A parameter, its anchor, and the fragment in which it is exchanged.
+    """A parameter, its anchor, this rank's ``part`` of that, and the fragment in which it is
+    exchanged.
 
-    ``has_moved``: it has, or may have, since its last exchange. ``is_sent``: it is part of the
-    exchange in flight, or was part of the last one.
+    ``has_moved``: it has, or may have, since its last sync. ``is_sent``: it is part of the
+    sync in flight, or was part of the last one.
     """
 
     param: Tensor
     fragment: int
     anchor: nn.Parameter
+    part: Tensor
     has_moved: bool = False
     is_sent: bool = True
 
@@ -63,12 +65,10 @@ class Anchored:
 class AnchorBucket(Bucket):
     """Anchors of one fragment, whose parameters have one dtype and device, and their residuals.
 
-    ``anchors``: all of them as one vector; ``parts``: this rank's part of each. During an exchange
-    there is a ``payload``; if it is delayed also ``pseudo_gradient``, what the rank had moved when
-    it began.
+    ``anchors``: all of them as one vector. During a sync there is a ``payload``; if it is delayed
+    also ``pseudo_gradient``, what the rank had moved when it began.
     """
 
-    tensors: list[Anchored]
     payload: Payload
     pseudo_gradient: Tensor | None = None
     is_averaged = False  # any rank has sent what it has moved
@@ -78,15 +78,14 @@ class AnchorBucket(Bucket):
         index: int,
         group: Group,
         flat: Tensor,
-        parts: list[Tensor],
-        anchors: list[nn.Parameter],
+        tensors: list[Anchored],
         residual_dtype: str | None,
     ):
-        names = [f"anchor {i}" for i in range(len(anchors))]
-        super().__init__(index, group, [*anchors], names)
-        self.anchors, self.parts = flat, parts
+        names = [f"anchor {i}" for i in range(len(tensors))]
+        super().__init__(index, group, [t.anchor for t in tensors], names)
+        self.anchors, self.tensors = flat, tensors
         layout = residual_layout(LocalShape(self.compute_dtype), residual_dtype)
-        self.allocate("residual", layout, [{}] * len(anchors))
+        self.allocate("residual", layout, [{}] * len(tensors))
 
     @property
     def model_parts(self) -> list[Tensor]:
@@ -96,28 +95,23 @@ class AnchorBucket(Bucket):
 
     @property
     def sent_indices(self) -> list[int]:
-        """The indices of the tensors that are part of the exchange."""
+        """The indices of the tensors that are part of the sync."""
         return [i for i, t in enumerate(self.tensors) if t.is_sent]
 
-    def cut(self, flat: Tensor) -> list[Tensor]:
-        """Cut a vector into tensors of the anchors' shapes."""
-        parts = zip(flat.split(self.lengths), self.shapes, strict=True)
-        return [part.view(shape) for part, shape in parts]
-
     def select_sent(self, values: Iterable[Tensor]) -> list[Tensor]:
-        """Return the values of the tensors that are part of the exchange."""
+        """Return the values of the tensors that are part of the sync."""
         return [value for t, value in zip(self.tensors, values, strict=True) if t.is_sent]
 
     def view_sent(self, flat: Tensor) -> list[Tensor]:
-        """Cut a vector into the tensors that are part of the exchange."""
+        """Cut a vector into the tensors that are part of the sync."""
         shapes = [shape for t, shape in zip(self.tensors, self.shapes, strict=True) if t.is_sent]
         parts = flat.split([shape.numel() for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]
 
-    # An exchange
+    # A sync
 
-    def begin_exchange(self) -> Tensor:
-        """Make the payload of an exchange. Returns the vector to which values are written."""
+    def begin_sync(self) -> Tensor:
+        """Make the payload of a sync. Returns the vector to which values are written."""
         lengths = [n * t.is_sent for t, n in zip(self.tensors, self.lengths, strict=True)]
         marks = [float(t.is_sent) for t in self.tensors]
         self.control = ControlFields(failed=[0.0])
@@ -129,13 +123,13 @@ class AnchorBucket(Bucket):
         anchors in the parameters' dtype.
         """
         if params := self.select_sent(self.model_parts):
-            start, dtype = self.parts, params[0].dtype
-            if dtype != out.dtype:
-                start = self.cut(self.anchors.to(dtype).to(out.dtype))
-            params = [p.to(out.device) for p in params]
-            values = self.view_sent(out)
-            torch._foreach_copy_(values, self.select_sent(start))
-            torch._foreach_sub_(values, params)
+            start, values = self.anchors.to(params[0].dtype), self.view_sent(out)
+            if len(params) == len(self.tensors):
+                out.copy_(start)
+            else:
+                parts = self.select_sent(start.split(self.lengths))
+                torch._foreach_copy_([value.view(-1) for value in values], parts)
+            torch._foreach_sub_(values, [p.to(out.device) for p in params])
         return out
 
     def encode(self, weight: float, is_lost: bool) -> Payload:
@@ -184,7 +178,7 @@ class AnchorBucket(Bucket):
         self.cache.pop("has_residual", None)
 
     def moved_since(self) -> Tensor:
-        """Return what the rank has moved since the exchange began: the pseudo-gradient of then,
+        """Return what the rank has moved since the sync began: the pseudo-gradient of then,
         less the present one.
         """
         assert self.pseudo_gradient is not None
@@ -195,12 +189,12 @@ class AnchorBucket(Bucket):
         """Write line 5 to the parameters that were sent; ``since``: as ``moved_since`` was."""
         parts = self.view_sent(since)
         if parts:
-            torch._foreach_add_(parts, self.select_sent(self.parts))
+            torch._foreach_add_(parts, self.select_sent(t.part for t in self.tensors))
             params = self.select_sent(self.model_parts)
             torch._foreach_copy_(params, [x.to(params[0].device) for x in parts])
 
-    def end_exchange(self, keeps_memory: bool) -> None:
-        """End an exchange; free its memory, unless the next one reuses it."""
+    def end_sync(self, keeps_memory: bool) -> None:
+        """End a sync; free its memory, unless the next one reuses it."""
         vars(self).pop("payload", None)
         self.pseudo_gradient = None
         if not keeps_memory:
@@ -232,7 +226,7 @@ class Anchors:
         self.outer: Optimizer
         self.tensors: list[Anchored] = []  # in the order of the outer optimizer's parameters
         self.buckets: list[AnchorBucket] = []
-        # what the exchanges of a fragment have in common, and their number under "step"
+        # what the syncs of a fragment have in common, and their number under "step"
         self.groups: dict[int, Group] = {}
         self._known: set[int] = set()  # ids of the parameters with an anchor
         self.are_in_params = False
@@ -254,12 +248,13 @@ class Anchors:
         added: dict[int, Anchored] = {}
         for run in cut_uniform_runs(reversed(params)):  # as buckets follow each other in backward
             flat, parts = copy_wide(run, self._on_host)
-            pairs = zip(run, parts, strict=True)
-            anchors = [nn.Parameter(distribute_like(p.detach(), part)) for p, part in pairs]
+            tensors = [
+                Anchored(p, number, nn.Parameter(distribute_like(p.detach(), part)), part)
+                for p, part in zip(run, parts, strict=True)
+            ]
             dtype = self._residual_dtype
-            bucket = AnchorBucket(len(self.buckets), group, flat, parts, anchors, dtype)
-            bucket.tensors = [Anchored(p, number, a) for p, a in zip(run, anchors, strict=True)]
-            added.update((id(t.param), t) for t in bucket.tensors)
+            bucket = AnchorBucket(len(self.buckets), group, flat, tensors, dtype)
+            added.update((id(t.param), t) for t in tensors)
             bucket.mean_factory = self.ops.quantized_mean_factory(bucket)
             bucket.blocks = self.ops.blocks
             bucket.scratch = self._scratch
@@ -311,10 +306,13 @@ class Anchors:
         """Note that the trainable ones of all ``params`` may move. Those without an anchor become a
         new fragment.
         """
-        if new := [p for p in params if p.requires_grad and id(p) not in self._known]:
+        if not self._known.issuperset(map(id, params)) and (
+            new := [p for p in params if p.requires_grad and id(p) not in self._known]
+        ):
             self._add_fragment(max(self.count, 1 + max(self.groups)), new)
         for t in self.tensors:
-            t.has_moved |= t.param.requires_grad
+            if not t.has_moved:
+                t.has_moved = t.param.requires_grad
 
     # The other ranks
 
@@ -350,7 +348,7 @@ class Anchors:
         return zlib.crc32(repr([checksum_values(b.anchors) for b in self.buckets]).encode()) or 1
 
     def catch_up(self, session: Session, is_new: bool) -> CollectiveGenerator[bool]:
-        """Copy anchors from a rank that is ahead. On a rank that is new or lacks an exchange, the
+        """Copy anchors from a rank that is ahead. On a rank that is new or lacks a sync, the
         parameters of the exchanged fragments become their anchors, without residuals; others keep
         what they moved.
 
@@ -361,7 +359,7 @@ class Anchors:
         states = [sorted(self.outer.state.get(t.anchor, {}).items()) for t in self.tensors]
         moments = [to_local(x) for state in states for _, x in state if torch.is_tensor(x)]
         tensors = [counts, *(bucket.anchors for bucket in self.buckets), *moments]
-        count = -1 if is_new else self.applied_exchanges
+        count = -1 if is_new else self.applied_syncs
         copied = yield from copy_from_rank_ahead(
             session.comm, session.device, tensors, count, len(groups), "exchange"
         )
@@ -410,7 +408,7 @@ class Anchors:
     def put_into_params(self, underway: Collection[int]) -> Iterator[None]:
         """Write anchors to the parameters that may have moved; restore these after the block.
 
-        Within another such block nothing is done. ``underway``: fragments with an exchange in
+        Within another such block nothing is done. ``underway``: fragments with a sync in
         flight.
         """
         if self.are_in_params:
@@ -428,13 +426,13 @@ class Anchors:
                     p.copy_(value)
             self.are_in_params = False
 
-    def end_exchange(self, buckets: Sequence[AnchorBucket]) -> None:
-        """Free the memory of an exchange of these buckets; a small model on a CPU keeps it."""
+    def end_sync(self, buckets: Sequence[AnchorBucket]) -> None:
+        """Free the memory of a sync of these buckets; a small model on a CPU keeps it."""
         size = sum(8 * sum(bucket.lengths) for bucket in self.buckets)  # values and rounding errors
         keeps = size <= KEPT_BYTES and all(b.device.type == "cpu" for b in buckets)
         self._scratch = self._scratch if keeps else Scratch()
         for bucket in buckets:
-            bucket.end_exchange(keeps)
+            bucket.end_sync(keeps)
             bucket.scratch = self._scratch
 
     # Fragments
@@ -448,7 +446,7 @@ class Anchors:
         return [bucket for bucket in self.buckets if bucket.tensors[0].fragment in fragments]
 
     def list_pseudo_gradients(self) -> dict[Anchored, Tensor]:
-        """Return what had moved when an exchange began, if it is delayed and in flight."""
+        """Return what had moved when a sync began, if it is delayed and in flight."""
         found: dict[Anchored, Tensor] = {}
         for bucket in self.buckets:
             if bucket.pseudo_gradient is not None:
@@ -458,8 +456,8 @@ class Anchors:
         return found
 
     @property
-    def applied_exchanges(self) -> int:
-        """The number of exchanges that were applied to anchors, counted by fragment."""
+    def applied_syncs(self) -> int:
+        """The number of syncs that were applied to anchors, counted by fragment."""
         return sum(group["step"] for group in self.groups.values())
 
     def step_outer(self, buckets: Sequence[AnchorBucket], progress: float) -> None:
@@ -480,10 +478,10 @@ class Anchors:
 @torch.no_grad()
 def write_params(tensors: Iterable[Anchored]) -> None:
     """Write anchors to their parameters."""
-    pairs = [(to_local(t.param.detach()), to_local(t.anchor.detach())) for t in tensors]
+    pairs = [(to_local(t.param.detach()), t.part) for t in tensors]
     if pairs:
-        anchors = [anchor.to(p.device) for p, anchor in pairs]
-        torch._foreach_copy_([p for p, _ in pairs], anchors)
+        parts = [part.to(p.device) for p, part in pairs]
+        torch._foreach_copy_([p for p, _ in pairs], parts)
 
 
 def copy_wide(tensors: Sequence[Tensor], on_host: bool) -> tuple[Tensor, list[Tensor]]:

@@ -52,8 +52,8 @@ class RoundCounts:
 
     ``round``: the number of rounds that have ended. ``begun``: the step after which the running
     one began. ``mean_step``: the mean over ranks of the steps taken when it began, if rounds end by
-    time. ``weight``: steps or samples of this rank since the last exchange. ``seconds``: the time
-    since the last exchange, if rounds end by time.
+    time. ``weight``: steps or samples of this rank since the last sync. ``seconds``: the time
+    since the last sync, if rounds end by time.
     """
 
     round: int = 0
@@ -117,11 +117,11 @@ def round_duration(options: Group, mean_step: float) -> float:
 
 
 def describe_rounds(options: Group, sent: float, dense: float) -> str:
-    """Describe rounds, in which an exchange of a fragment sends so many bytes; ``dense``: those of
+    """Describe rounds, in which a sync of a fragment sends so many bytes; ``dense``: those of
     the gradients.
     """
     every, growth, seconds = (options[n] for n in ("every", "every_warmup_steps", "round_seconds"))
-    sent *= options["fragments"]  # the exchange was of one of them
+    sent *= options["fragments"]  # the sync was of one of them
     share = sent / dense
     of_time = seconds is not None
     duration = f"steps of their own for {seconds:g} s" if of_time else f"{every} steps of their own"
@@ -136,7 +136,7 @@ def describe_rounds(options: Group, sent: float, dense: float) -> str:
     return f"{text}{share:.1%} of the bytes of an all-reduce of the gradients{per_step}."
 
 
-def outer_share(options: Group, steps: float, seconds: float) -> float:
+def outer_progress(options: Group, steps: float, seconds: float) -> float:
     """Return the share of the outer rate and momentum that applies after a round of ``steps``; if
     rounds end by time, of ``seconds``, in which ranks took ``steps`` on average.
 

@@ -59,7 +59,8 @@ class NativeMean(QuantizedMean):
         ]
         rounding = rounding_table((*self.seed, self.rank, 1), self.bits, rounds)
         run_over_chunks(parts, lambda table, a, b: self.library.quantize(table, a, b, rounding))
-        pack(unpacked, packed, self.bits)
+        if not rounds:  # a single process sends nothing
+            pack(unpacked, packed, self.bits)
         return out
 
     def average_own_chunk(self, received: Tensor) -> Tensor:
