@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from ._engine.base_state import average_base, copy_learned_options
-from ._engine.bases import check_mode, has_modes
+from ._engine.bases import check_mode
 from ._engine.collective_generators import CollectiveGenerator, exchange_one, sum_over_groups
 from ._engine.combined import OneOrSeveral, combine_optimizers, describe_members
 from ._engine.decision import StepDecision
@@ -66,7 +66,7 @@ from ._engine.resharding import average_residuals, average_state
 from ._engine.session import Handshake, weak_method
 from ._engine.signals import defer_signals
 from ._engine.stats import Stats, show_line
-from ._engine.step import Step, check_can_step
+from ._engine.step import Step
 from ._engine.update import replace_gradients
 from ._local import rounds
 from ._local.anchored import AnchoredWrapper
@@ -260,8 +260,9 @@ class LocalSteps(AnchoredWrapper):
             return
         session = self._session
         try:
-            check_can_step(session)
-            check_mode(self.base)
+            session.check_can_step()
+            if self._has_modes:
+                check_mode(self.base)
             self._check_own_params()
             self._see_ranks_and_groups()
             self.check_changed_options()
@@ -390,7 +391,7 @@ class LocalSteps(AnchoredWrapper):
                 # a frozen parameter may have a gradient left
                 has_frozen = len(trainable) < len(params)
                 frozen = {p: None for p in params if not p.requires_grad} if has_frozen else {}
-                with replace_gradients(frozen):
+                with replace_gradients(frozen) if frozen else nullcontext():
                     self.base.step()
                 for bucket in session.buckets:
                     bucket.count_steps(
@@ -452,7 +453,7 @@ class LocalSteps(AnchoredWrapper):
         if self._sync is not None:
             with self._in_train_mode():
                 yield from self._sync_the_rest(self._sync)
-                if has_modes(self.base):  # eval() sets parameters by the base's state
+                if self._has_modes:  # eval() sets parameters by the base's state
                     yield from self._average_base()
 
     def _sync_the_rest(self, sync: FragmentSync) -> CollectiveGenerator[None]:

@@ -74,6 +74,7 @@ class AnchoredWrapper(Wrapper):
 
     def before_layout(self) -> None:
         super().before_layout()
+        self._has_modes = has_modes(self.base)
         # ranks step the base on gradients of their own, so what it counts or learns differs
         self._base_options &= self.given_options
 
@@ -143,7 +144,7 @@ class AnchoredWrapper(Wrapper):
         if self._anchors is None or self.round_is_open:
             return
         # a change of modes and back leaves rounding errors
-        tolerance = 1e-4 if has_modes(self.base) else 0.0
+        tolerance = 1e-4 if self._has_modes else 0.0
         with self._in_train_mode():
             if self._anchors.differ_from_params(tolerance):
                 self._resume_rounds(None)

@@ -462,10 +462,10 @@ class Anchors:
 
     def step_outer(self, buckets: Sequence[AnchorBucket], progress: float) -> None:
         """Do line 4 of the module ``local_steps``, and feed back what rounding has taken off."""
-        for bucket in buckets:
-            bucket.set_gradients()
-        if any(bucket.is_averaged for bucket in buckets):
-            with self._grow_rates(progress):
+        with self._grow_rates(progress):
+            for bucket in buckets:
+                bucket.set_gradients()
+            if any(bucket.is_averaged for bucket in buckets):
                 self.outer.step()
         for bucket in buckets:
             bucket.feed_back()

@@ -248,8 +248,8 @@ class Bucket:
         flat = self.flat[name]
         is_plain = name in self.layouts and all(x is not None for x in self.state[name])
         if self.device.type == "cpu" and values.dtype == flat.dtype and is_plain:
-            self._memory.replace(values, flat)
             self._use_storage(name, values)
+            self._memory.replace(values, flat)
         else:
             flat.copy_(values)
 
