@@ -92,9 +92,9 @@ bench: .venv/ready  ## ten minutes: step() alone, steps over shaped links (root)
 	$(BIN)/python bench/step.py
 	$(BIN)/python bench/launches.py
 	$(BIN)/python bench/links.py --rates 100mbit unshaped
-	for table in radius scape separate tagc; do $(BIN)/python bench/quality.py $$table --show || exit; done
-	$(BIN)/python bench/quality_per_byte.py --show
-	$(BIN)/python bench/time_to_loss.py --show
+	$(BIN)/python bench/ladder.py --show
+	$(BIN)/python bench/ladder.py seconds --show
+	$(BIN)/python bench/tables.py
 	@echo "What these figures mean, and where compression loses: bench/RESULTS.md"
 
 gpu:  ## one prepared run on a GPU, at most nine minutes: tests, correctness, kernels, steps, training; see bench/gpu.py

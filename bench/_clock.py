@@ -1,6 +1,6 @@
 """Seconds of a training run over links of a given rate, composed: measured step times x the steps of each phase.
 
-bench/time_to_loss.py measures the step times and keeps them; this is what it and bench/quality.py read them with.
+Step times of the older runs are in results/time_to_loss.jsonl; _ladder_seconds.py times and composes the ladder's.
 """
 
 from __future__ import annotations

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import statistics
+from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from _ladder_model import SIZES
 from _ladder_rows import BASELINES, MAIN, MOMENTA, OUTER_LRS, ROWS
-from _ladder_search import Lines, best_of, list_missing, loss_of
+from _ladder_runs import Lines, best_of, list_missing, loss_of
+from _table import color, drawing, print_rows
 
 NAMES = dict(zip(BASELINES, ("to_adamw", "to_muon"), strict=True))
 
@@ -104,72 +105,60 @@ def tabulate_outer(runs: Lines, **others: Any) -> list[dict[str, Any]]:
     return table
 
 
-def save(table: list[dict[str, Any]], path: Path) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, table[0].keys())
-        writer.writeheader()
-        writer.writerows(table)
+HEADS = {"to_adamw": "x AdamW", "to_muon": "x Muon"}
+COLUMNS = {
+    "loss": ("loss", "9.4f"),
+    "range": ("range", "9.4f"),
+    **{f"{name}{what}": (head, "9.4f") for name in NAMES.values()
+       for what, head in (("", HEADS[name]), ("_range", "range"))},
+    "bytes_percent": ("bytes, %", "9.2f"),
+    "rate": ("lr", ">9"),
+    "outer_lr": ("outer lr", "9g"),
+    "momentum": ("momentum", "9g"),
+    "tried": ("runs", "5d"),
+    "seeds": ("seeds", "5d"),
+}  # fmt: skip
+OUTER = {
+    "size": ("size", ">7"),
+    "ranks": ("ranks", "5d"),
+    "momentum": ("momentum", "9g"),
+    "outer_lr": ("outer lr", "9g"),
+}
+OUTER |= {"loss": ("loss", "9.4f"), "to_best": ("x best", "8.4f"), "lr": ("lr", "8g"), "rates": ("rates", "5d")}
 
 
 def show(table: list[dict[str, Any]]) -> None:
     """Print a table for each size and number of ranks."""
+    about = "{size}: {parameters:,} parameters, {tokens_per_parameter:g} tokens per parameter, {ranks} ranks, "
+    about += "{steps} steps of {batch}, products in {products}"
     for size, ranks in dict.fromkeys((line["size"], line["ranks"]) for line in table):
         lines = [line for line in table if (line["size"], line["ranks"]) == (size, ranks)]
-        about = "{parameters:,} parameters, {tokens_per_parameter:g} tokens per parameter, {ranks} ranks, "
-        about += "{steps} steps of {batch}, products in {products}"
-        print(f"\n{size}: {about.format(**lines[0])}")
-        heads = ("loss", "range", "to AdamW", "range", "to Muon", "range", "bytes", "lr", "outer lr", "momentum")
-        _print_row("", [*heads, "runs", "seeds"])
-        for line in lines:
-            cells = [line[name] for name in ("loss", "range", *_with_ranges())]
-            cells += [f"{line['bytes_percent']:.2f}%", f"{line['lr']:g}" + "*" * line["lr_at_an_edge"]]
-            _print_row(line["row"], [*cells, line["outer_lr"], line["momentum"], line["tried"], line["seeds"]])
+        print("\n" + about.format(**lines[0]))
+        rates = [{"rate": f"{line['lr']:g}" + "*" * line["lr_at_an_edge"]} for line in lines]
+        print_rows([line | rate for line, rate in zip(lines, rates, strict=True)], COLUMNS, "row", 52)
     print("\n*: a rate beside this one has not run: it is not tuned")
-
-
-def _with_ranges() -> list[str]:
-    return [column for name in NAMES.values() for column in (name, f"{name}_range")]
-
-
-def _print_row(name: str, cells: list[Any]) -> None:
-    print(f"{name:<24}" + "".join(f"{'-' if cell is None else cell:>10}" for cell in cells))
 
 
 def show_outer(table: list[dict[str, Any]]) -> None:
     """Print what outer settings ended at, each at the best of the learning rates it was tried with."""
     print("\nOuter settings, one seed; rates: learning rates tried with these")
-    heads = ("size", "ranks", "momentum", "outer lr", "loss", "x best", "lr", "rates")
-    _print_row("", [*heads])
-    for line in table:
-        names = ("size", "ranks", "momentum", "outer_lr", "loss", "to_best", "lr", "rates")
-        _print_row(line["row"], [line[name] for name in names])
+    print_rows(table, OUTER, "row", 52)
 
 
 def draw(table: list[dict[str, Any]], path: Path) -> None:
-    """Loss over DDP + AdamW's and over DDP + Muon's, by size: a line a method, a row of panels a number of ranks."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    counts = sorted({line["ranks"] for line in table})
-    figure, panels = plt.subplots(
-        len(counts), 2, figsize=(12, 4.8 * len(counts)), squeeze=False, sharex=True, layout="constrained"
-    )
-    labels: dict[str, Any] = {}
-    ticks = sorted({line["parameters"] / 1e6 for line in table})
-    for ranks, pair in zip(counts, panels, strict=True):
-        lines = [line for line in table if line["ranks"] == ranks]
-        for axis, (baseline, name) in zip(pair, NAMES.items(), strict=True):
+    """Loss over DDP + AdamW's and over DDP + Muon's, by size, of the ranks and batch of most lines: a line a method."""
+    ((ranks, batch), _) = Counter((line["ranks"], line["batch"]) for line in table).most_common(1)[0]
+    lines = [line for line in table if (line["ranks"], line["batch"]) == (ranks, batch)]
+    ticks, labels = sorted({line["parameters"] / 1e6 for line in lines}), {}
+    with drawing(path, 2, (13, 5)) as (figure, panels):
+        for axis, (baseline, name) in zip(panels, NAMES.items(), strict=True):
             labels |= _draw_panel(axis, lines, baseline, name)
             axis.set(xlabel="million parameters", ylabel=f"validation loss / {baseline}'s", title=f"{ranks} ranks")
             axis.set_xscale("log")
             axis.set_xticks(ticks, [f"{tick:.2g}" for tick in ticks])
             axis.minorticks_off()
-    texts = [f"{row}, {_share_of([line for line in table if line['row'] == row])} % of the bytes" for row in labels]
-    figure.legend(labels.values(), texts, loc="outside right upper", frameon=False, fontsize=8)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+        texts = [f"{row}, {_share_of([line for line in lines if line['row'] == row])} % of the bytes" for row in labels]
+        figure.legend(labels.values(), texts, loc="outside right upper", frameon=False, fontsize=8)
 
 
 def _share_of(lines: list[dict[str, Any]]) -> str:
@@ -179,8 +168,6 @@ def _share_of(lines: list[dict[str, Any]]) -> str:
 
 def _draw_panel(axis: Any, lines: list[dict[str, Any]], baseline: str, name: str) -> dict[str, Any]:
     """Draw the methods over one baseline. Returns a line of the plot for each."""
-    import matplotlib.pyplot as plt
-
     labels = {}
     for number, row in enumerate(MAIN):
         points = [line for line in lines if line["row"] == row and line[name]]
@@ -189,9 +176,7 @@ def _draw_panel(axis: Any, lines: list[dict[str, Any]], baseline: str, name: str
                 [line["parameters"] / 1e6 for line in points],
                 [line[name] for line in points],
                 marker="o",
-                color=plt.get_cmap("tab20")(2 * number % 19),
+                color=color(number),
             )
     axis.axhline(1, color="black", linewidth=0.8)
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
     return labels

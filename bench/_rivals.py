@@ -40,18 +40,6 @@ def handed_back(state, bucket):
     return done
 
 
-def forgetful(ddp, args):
-    """Naive top-k of examples/baselines.py without error feedback: what is not sent is lost."""
-    from baselines import TopK
-
-    class Forgetful(TopK):
-        def exchange(self, parameter: Tensor, grad: Tensor) -> None:
-            self.kept.pop(parameter, None)
-            super().exchange(parameter, grad)
-
-    return Forgetful(ddp, args.warmup, args.density)
-
-
 @functools.cache
 def dct_basis(side: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The orthonormal rows of the DCT-II."""

@@ -1,4 +1,4 @@
-"""TAGC and SEPARATE inside FSDP2 beside plain FSDP2, and under DDP: loss and memory of runs, where a step's time goes.
+"""TAGC and SEPARATE inside FSDP2 beside plain FSDP2, and under DDP: loss and memory of runs.
 
     python bench/fsdp.py                          # 800 steps of 0.86 M parameters on 2 ranks: ten minutes
     python bench/fsdp.py --ranks 4 --only "FSDP2, AdamW"
@@ -7,21 +7,18 @@
 
 Every row is a run of its own on real processes, of examples/train_gpt.py's model, data and schedule, lr 2e-3, 15 % of
 the steps dense. Held are bytes a parameter of all tensors there are on rank 0 after the last step: parameters, state,
-what is owed, accumulators; not gradients, nor the buffers of DDP and FSDP. The last columns are milliseconds of a
-compressed step of rank 0: all of it, TAGC's choosing what to send, its messages and accumulators, waiting. What crosses
-the network, and how long steps take over links, is bench/links.py's to say (last line above). Saves results/fsdp.csv.
+what is owed, accumulators; not gradients, nor the buffers of DDP and FSDP. step_ms is of a compressed step of rank 0.
+What crosses the network, and how long steps take over links, is bench/links.py's to say (last line above). Saves
+results/fsdp.csv.
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
-import csv
 import gc
 import json
 import math
 import os
-import pstats
 import subprocess
 import sys
 import tempfile
@@ -31,13 +28,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from _table import RESULTS, print_rows, read_rows, write_rows
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import compopt
 
-ROOT, RESULTS = Path(__file__).parent.parent, Path(__file__).parent / "results"
-LR, DENSE, PROFILED = 2e-3, 0.15, 20  # the last: steps that are profiled
+ROOT = Path(__file__).parent.parent
+LR, DENSE, TIMED = 2e-3, 0.15, 20  # the last: steps at the end
 EVERY_MATRIX = r"(qkv|out|up|down|head|bytes|positions)\.weight$"
 SKETCH = dict(codec="sketch", sketch_ratio=10)
 METHODS: dict[str, tuple[type, dict]] = {
@@ -52,15 +50,7 @@ METHODS: dict[str, tuple[type, dict]] = {
 }  # fmt: skip
 ROWS = [f"DDP, {name}" for name in ("AdamW", "TagcAdamW 0.9875", "SeparateAdam tracked 16, int8")]
 ROWS += [f"FSDP2, {name}" for name in METHODS]
-TIMES = {  # functions of compopt, by file and name, whose time is a column's
-    "choose_ms": {("sparsify.py", "largest_of_shards")},
-    "message_ms": {
-        ("parcels.py", "add_up"), ("sending.py", "message"), ("sending.py", "decode"), ("sending.py", "hold_back"),
-        ("parcels.py", "commit"), ("rows.py", "pack"), ("rows.py", "hold_back"), ("rows.py", "decode"),
-    },
-    "wait_ms": {("pending.py", "wait")},
-}  # fmt: skip
-FIELDS = ["run", "ranks", "steps", "loss", "held", "step_ms", *TIMES]
+FIELDS = ["run", "ranks", "steps", "loss", "held", "step_ms"]
 
 
 def work(row: str, steps: int, out: str) -> None:
@@ -82,18 +72,15 @@ def work(row: str, steps: int, out: str) -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / 40) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
     )
-    profile, seconds = cProfile.Profile(), 0.0
+    seconds = 0.0
     for step in range(steps):
-        profiled = steps - PROFILED <= step
         start = time.perf_counter()
-        profile.enable() if profiled else None
         train(model, optimizer, schedule, data)
-        profile.disable()
-        seconds += (time.perf_counter() - start) * profiled
+        seconds += (time.perf_counter() - start) * (steps - TIMED <= step)
     parameters = sum(p.numel() for p in model.parameters())
     after = storages()
     results["held"] = sum(after[at] for at in after.keys() - before.keys()) / parameters
-    results |= {"step_ms": 1e3 * seconds / PROFILED, **times(profile)}
+    results["step_ms"] = 1e3 * seconds / TIMED
     with torch.no_grad():
         losses = [model(x, y) for x, y in islice(corpus.batches(held_out, 8, 64, seed=0), rank, 40, world)]
     loss = torch.stack(losses).mean()
@@ -136,16 +123,6 @@ def train(model, optimizer, schedule, data) -> None:
     optimizer.zero_grad()
 
 
-def times(profile: cProfile.Profile) -> dict[str, float]:
-    """Milliseconds of a step, of what TIMES names."""
-    results = dict.fromkeys(TIMES, 0.0)
-    for (file, _, name), (*_, cumulative, _) in pstats.Stats(profile).stats.items():
-        for column, functions in TIMES.items():
-            if "compopt" in file and (Path(file).name, name) in functions:
-                results[column] += 1e3 * cumulative / PROFILED
-    return results
-
-
 def run(row: str, ranks: int, steps: int) -> dict:
     print(f"{row}, {ranks} ranks, {steps} steps", flush=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -155,11 +132,6 @@ def run(row: str, ranks: int, steps: int) -> dict:
         words = [__file__, "--worker", row, str(steps), out]
         subprocess.run([*launcher, *words], env=env, check=True, timeout=900 + 4 * steps)
         return json.loads(Path(out).read_text())
-
-
-def kept() -> list[dict]:
-    path = RESULTS / "fsdp.csv"
-    return list(csv.DictReader(path.open())) if path.exists() else []
 
 
 def main() -> None:
@@ -175,17 +147,15 @@ def main() -> None:
     if args.worker:
         row, steps, out = args.worker
         return work(row, int(steps), out)
-    rows = {(r["run"], int(r["ranks"]), int(r["steps"])): r for r in kept()}
+    path = RESULTS / "fsdp.csv"
     for name in () if args.show else args.only:
-        results = run(name, args.ranks, args.steps)
-        rows[name, args.ranks, args.steps] = {k: round(v, 4) if isinstance(v, float) else v for k, v in results.items()}
-        with (RESULTS / "fsdp.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            writer.writeheader()
-            writer.writerows(rows[key] for key in sorted(rows, key=lambda key: (key[1:], ROWS.index(key[0]))))
-    print(f"{'run':<48}" + "".join(f"{name:>11}" for name in FIELDS[1:]))
-    for row in kept():
-        print(f"{row['run']:<48}" + "".join(f"{row[name]:>11}" for name in FIELDS[1:]))
+        row = run(name, args.ranks, args.steps)
+        digits = dict.fromkeys(("loss", "held", "step_ms"), 4)
+        write_rows(path, [row], FIELDS, digits, keep=("run", "ranks", "steps"))
+    columns = {"ranks": ("ranks", "5.0f"), "steps": ("steps", "5.0f"), "loss": ("loss", "8.4f")}
+    columns |= {"held": ("held", "8.2f"), "step_ms": ("step ms", "8.1f")}
+    rows = [{k: float(v) if k in columns else v for k, v in row.items()} for row in read_rows(path)]
+    print_rows(rows, columns, "run", 48)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def run(part: Part, out: Path, folder: Path) -> dict[str, Any]:
 
 def run_tests(limit: float, folder: Path, is_dry: bool) -> dict[str, Any]:
     """The tests marked gpu, on several processes (pytest-xdist); and the names of those that fail."""
-    paths = sorted((ROOT / "tests").glob("test_*.py"))
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
     files = [str(path) for path in paths if re.search(r"mark\.gpu|\bdevice\b", path.read_text())]
     if is_dry:
         files = [file for file in files if "test_kernels_quantize" in file]

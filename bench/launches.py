@@ -3,19 +3,18 @@
     python bench/launches.py                    # all rows, 354.8 M parameters in GPT-2 medium's shapes; under a minute
     python bench/launches.py --only "SCAPE .01" --places
 
-Tensors have no memory and kernels are not run (see _hollow.py), so this shows what is asked, not how long it takes: no
-figure here was measured on a GPU. ``launches`` are dispatched operators and Triton kernels; an operator counts once,
-though some (topk, qr) are several kernels. ``waits`` are numbers that the host waits for. ``bytes`` are what operators
-read and write of the device's memory, a parameter, without collectives; fused AdamW's are 28, and ``ms`` is what they
-take at 3.35 TB/s. ``host`` is the processor's time for such a step with launches stubbed, and over that of torch's
-fused AdamW treated alike, in turns: medians of several. Ranks are 8, the others made up; TAGC's row is counted at a
-256th of the size. Saves results/launches.csv.
+Tensors have no memory and kernels are not run (see _counting_device.py), so this shows what is asked, not how long it
+takes: no figure here was measured on a GPU. ``launches`` are dispatched operators and Triton kernels; an operator
+counts once, though some (topk, qr) are several kernels. ``waits`` are numbers that the host waits for. ``bytes`` are
+what operators read and write of the device's memory, a parameter, without collectives; fused AdamW's are 28, and
+``ms`` is what they take at 3.35 TB/s. ``host`` is the processor's time for such a step with launches stubbed, and
+over that of torch's fused AdamW treated alike, in turns: medians of several. Ranks are 8, the others made up; TAGC's
+row is counted at a 256th of the size. Saves results/launches.csv.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
 import json
 import os
@@ -29,13 +28,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _fleet import fleet
-from _hollow import DEVICE, Counts, hollow
+from _counting_device import DEVICE, Counts, counting_device
+from _fake_ranks import fake_ranks
+from _table import RESULTS, print_rows, write_rows
 
 import compopt
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results"
 STEPS = 5  # timed
 RANKS, BANDWIDTH, FUSED = 8, 3.35e12, 28  # bytes a second of an H100, and bytes a parameter of fused AdamW
 Params = list[torch.nn.Parameter]
@@ -95,7 +94,7 @@ ROWS: dict[str, tuple[str, Make, int]] = {
 def count(name: str, params: Params) -> tuple[dict[str, Any], Counts]:
     """One row of the table, without the host's time."""
     backend, make, before = ROWS[name]
-    with fleet(RANKS), hollow(backend), Counts() as counts:
+    with fake_ranks(RANKS), counting_device(backend), Counts() as counts:
         optimizer = make(params)
         for _ in range(before):
             optimizer.step()
@@ -130,7 +129,7 @@ def host(name: str, params: Params) -> tuple[float, float]:
     """
     backend, make, before = ROWS[name]
     times: list[list[float]] = [[], []]
-    with fleet(RANKS), hollow(backend, addresses=False):
+    with fake_ranks(RANKS), counting_device(backend, addresses=False):
         with Counts():
             optimizers = make(params), adamw(params)
             for _ in range(before):
@@ -159,7 +158,7 @@ def tagc(width: int, layers: int, words: int) -> dict[str, Any]:
     device = fake_device.register()
     buckets.DEVICE_BUCKET_BYTES //= 256
     os.environ["COMPOPT_BACKEND"] = "torch"
-    with fake_device.Device(counts=True) as counts, fleet(RANKS, left_by_others=0.08) as comm:
+    with fake_device.Device(counts=True) as counts, fake_ranks(RANKS, left_by_others=0.08) as comm:
         params = [torch.nn.Parameter(torch.randn(p.shape).to(device)) for p in gpt2(width, layers, words, 64)]
         optimizer = compopt.TagcAdamW(params, process_group=comm, warmup_steps=0)
         comm.follow(optimizer)
@@ -171,6 +170,11 @@ def tagc(width: int, layers: int, words: int) -> dict[str, Any]:
             optimizer.step()
         asked = (counts.launches.total(), counts.accesses.total(), counts.uploads.total(), comm.calls - before)
         return row_of("TAGC .9875", params, len(optimizer._session.buckets), *asked, counts.moved)
+
+
+COLUMNS = {name: (name, "5d") for name in ("buckets", "launches", "waits", "uploads", "collectives")}
+COLUMNS |= {"bytes": ("bytes", "7.1f"), "ms": ("ms", "7.2f"), "to_adamw": ("x AdamW", "7.2f")}
+COLUMNS |= {"host_ms": ("host ms", "7.1f"), "host_to_adamw": ("x AdamW", "7.2f")}
 
 
 def main() -> None:
@@ -187,34 +191,23 @@ def main() -> None:
     torch.set_num_threads(1)
     params, rows = gpt2(), []
     print(f"{sum(p.numel() for p in params):,} parameters; host: {torch.backends.cpu.get_cpu_capability()}")
-    print(f"{'':<22}{'buckets':>8}{'launches':>9}{'waits':>6}{'uploads':>8}{'collectives':>12}{'bytes':>7}{'ms':>7}"
-          f"{'to AdamW':>9}{'host ms':>8}{'to AdamW':>9}")  # fmt: skip
     for name in args.only:
         row, counts = count(name, params)
         row["host_ms"], row["host_to_adamw"] = host(name, params)
-        show(row)
         rows.append(row)
         for place, n in counts.at.most_common(12) if args.places else ():
             print(f"{n:>14} {place}")
     if args.only == list(ROWS):
         rows.append(apart(64, 24, 50257 // 16))
-        show(rows[-1])
-        with (RESULTS / "launches.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]), restval="")
-            writer.writeheader()
-            writer.writerows(rows)
+    print_rows(rows, COLUMNS, "row", 22)
+    if args.only == list(ROWS):
+        write_rows(RESULTS / "launches.csv", rows)
 
 
 def apart(width: int, layers: int, words: int) -> dict[str, Any]:
     """``tagc`` in a process of its own."""
     command = [sys.executable, __file__, "--tagc", str(width), str(layers), str(words)]
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
-
-
-def show(row: dict[str, Any]) -> None:
-    print(f"{row['row']:<22}{row['buckets']:>8}{row['launches']:>9}{row['waits']:>6}{row['uploads']:>8}"
-          f"{row['collectives']:>12}{row['bytes']:>7}{row['ms']:>7}{row['to_adamw']:>9}"
-          f"{row.get('host_ms', ''):>8}{row.get('host_to_adamw', ''):>9}", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

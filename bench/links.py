@@ -2,15 +2,18 @@
 
     sudo .venv/bin/python bench/links.py                                   # the default table, under six minutes
     sudo .venv/bin/python bench/links.py --rates 100mbit --methods none ddp powersgd32 --ranks 4
+    sudo .venv/bin/python bench/links.py --rates 100mbit --methods none local local-delay1 local-delay30 \
+        local-fragments --rounds 4 --steps 59 --save rounds            # rounds of 30 local steps, two a block
 
-All methods of one rate share one set of processes and take turns, block by block (_turns.py). Prints a table per rate
-and saves it in results/ beside this file, as links.csv and links.png or the name that --save gives.
+All methods of one rate share one set of processes and take turns, block by block (_interleave.py). Prints a table per
+rate and saves it in results/ beside this file, as links.csv and links.png or the name that --save gives. Of rounds the
+mean tells what a run takes, and the slowest step over the median whether training stands still once a round; "none"
+has slow steps too, of which the machine is the cause.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib
 import statistics
 import sys
@@ -19,19 +22,20 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from _interleave import Runner, interleave, over_links, warn_if_busy
 from _model import Batches, make_model
 from _net import bits_per_second
-from _turns import Runner, over_links, take_turns, warn_if_busy
+from _table import RESULTS, drawing, print_rows, write_rows
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-RESULTS = Path(__file__).parent / "results"
 LEARNING_RATE = 3e-4
 TRIAL = 32  # the same, for what first finds out whether compression pays
 SETTLE = 4  # untimed steps before a method's first block: past its dense warm-up and first selection
+EVERY = 30  # steps of a round; blocks begin in the middle of one, so that its end is not in the step that opens them
 
 Method = tuple[nn.Module, torch.optim.Optimizer]
 Factory = Callable[[nn.Module, dist.ProcessGroup], Method]
@@ -123,6 +127,17 @@ def fsdp(keep: bool, name: str = "TagcAdamW", low: bool = False, **settings: obj
     return make
 
 
+def local(delay: int = 0, fragments: int = 1) -> Factory:
+    """Rounds of 30 steps from the first one on, exchanged in int4."""
+
+    def make(model: nn.Module, group: dist.ProcessGroup) -> Method:
+        options = dict(delay=delay, fragments=fragments, every_warmup_steps=0, process_group=group)
+        compopt = importlib.import_module("compopt")
+        return DDP(model, process_group=group), compopt.LocalSteps(fused_adamw(model), EVERY, **options)
+
+    return make
+
+
 SKETCH = dict(sparsity=0.9875, codec="sketch", sketch_ratio=10)
 EVERY_MATRIX = r"(qkv|out|up|down|head|token|position)\.weight$"  # the paper leaves queries, keys and values out
 METHODS: dict[str, Factory] = {
@@ -134,15 +149,8 @@ METHODS: dict[str, Factory] = {
     "radius": ours("RadiusAdamW", density=0.4, interval=200, warmup_steps=1),
     "scape": ours("ScapeAdamS", density=0.01, density_warmup_steps=0),
     "separate": ours("SeparateAdam", projection="gaussian", ratio=16),
-    **{f"tagc{level}": ours("TagcAdamW", sparsity=level) for level in (0.8, 0.9, 0.9875)},
-    **{
-        f"tagc{level}sketch": ours("TagcAdamW", sparsity=level, codec="sketch", sketch_ratio=ratio)
-        for level, ratio in {0.8: 2, 0.9: 4, 0.9875: 10}.items()
-    },
-    **{
-        f"tagc{level}bf16": ours("TagcAdamW", sparsity=level, payload_dtype=torch.bfloat16)
-        for level in (0.8, 0.9, 0.9875)
-    },
+    "tagc0.9875": ours("TagcAdamW", sparsity=0.9875),
+    "tagc0.9875bf16": ours("TagcAdamW", sparsity=0.9875, payload_dtype=torch.bfloat16),
     **{
         f"tagc0.9875{word}": ours("TagcAdamW", sparsity=0.9875, payload_dtype=torch.bfloat16, update_dtype=word)
         for word in ("int8", "int4")
@@ -176,6 +184,10 @@ METHODS: dict[str, Factory] = {
     "fsdp-keep-tagc-all": fsdp(True, sparsity=0.9875, select=EVERY_MATRIX),
     "tracked16": tracked(16),
     "tracked4": tracked(4),
+    "local": local(),
+    "local-delay1": local(1),
+    "local-delay30": local(30),
+    "local-fragments": local(1, 4),
     "radius8bit": ours("RadiusAdamW", density=0.4, interval=200, warmup_steps=1, payload_dtype=torch.int8),
 }
 DEFAULT_METHODS = ["none", "ddp", "powersgd", "radius", "scape", "separate"]
@@ -189,9 +201,10 @@ def work(methods: list[str], rounds: int, steps: int, batch: int) -> None:
     batches, runners = Batches(dist.get_rank(), batch), []
     for name in methods:
         runners.append(Runner(name, *METHODS[name](make_model(), dist.new_group()), batches.next))
-        for _ in range(TRIAL if name.endswith("-auto") else SETTLE):
+        settle = EVERY + EVERY // 2 if name.startswith("local") else TRIAL if name.endswith("-auto") else SETTLE
+        for _ in range(settle):
             runners[-1].step()
-    take_turns(runners, rounds, steps)
+    interleave(runners, rounds, steps)
     dist.destroy_process_group()
 
 
@@ -210,6 +223,8 @@ def summarise(rate: str, ranks: int, gathered: list[tuple[dict, ...]]) -> list[d
                 "method": first["method"],
                 "step_ms": 1e3 * middle,
                 "iqr_ms": 1e3 * (high - low),
+                "mean_ms": 1e3 * statistics.mean(seconds),
+                "slowest_to_median": max(seconds) / middle,
                 "socket_bytes": sent,
                 "socket_bytes_per_parameter": None if sent is None else sent / first["parameters"],
                 "counted_bytes": statistics.median(first["counted"]) if first["counted"] else None,
@@ -225,66 +240,51 @@ def summarise(rate: str, ranks: int, gathered: list[tuple[dict, ...]]) -> list[d
     return rows
 
 
-COLUMNS = {  # key: heading, format of the number; a column is as wide as the wider of the two
+COLUMNS = {
     "step_ms": ("step ms", "8.0f"),
     "iqr_ms": ("IQR ms", "8.0f"),
+    "mean_ms": ("mean ms", "8.0f"),
+    "slowest_to_median": ("slowest x", "8.2f"),
     "to_none": ("x none", "8.2f"),
     "to_ddp": ("x ddp", "8.2f"),
     "exposed_ms": ("exposed ms", "12.0f"),
     "socket_bytes": ("socket B/step", "15,.0f"),
     "socket_bytes_per_parameter": ("B/parameter", "13.3f"),
     "counted_bytes": ("own count B", "13,.0f"),
+    "phase": ("phase", ">18"),
 }
 
 
 def show(rows: list[dict]) -> None:
     """Print one rate's table. Exposed: step time beyond `none`. Own count: what the optimizer says it sent."""
-    widths = [len(format(0, form)) for _, form in COLUMNS.values()]
-    heads = [head.rjust(width) for (head, _), width in zip(COLUMNS.values(), widths, strict=True)]
-    print(f"\n{rows[0]['rate']}, {rows[0]['ranks']} ranks\n{'method':<11}{''.join(heads)}  phase")
-    for row in rows:
-        cells = [
-            "-".rjust(width) if row[key] is None else format(row[key], form)
-            for (key, (_, form)), width in zip(COLUMNS.items(), widths, strict=True)
-        ]
-        print(f"{row['method']:<11}{''.join(cells)}  {row['phase'] or '-'}", flush=True)
+    print(f"\n{rows[0]['rate']}, {rows[0]['ranks']} ranks")
+    print_rows(rows, COLUMNS, "method", 28)
     if rows[0]["method"] == "none":
         warn_if_busy(rows[0]["cpu_share"])
 
 
 def save(rows: list[dict], name: str) -> None:
-    RESULTS.mkdir(exist_ok=True)
-    with open(RESULTS / f"{name}.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=rows[0].keys())
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(RESULTS / f"{name}.csv", rows)
     plot(rows, RESULTS / f"{name}.png")
     print(f"\nSaved {RESULTS / name}.csv and .png")
 
 
 def plot(rows: list[dict], path: Path) -> None:
     """A panel a rate, a bar a method: step time, labelled with its ratio to no communication."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     rates, methods = (list(dict.fromkeys(row[key] for row in rows)) for key in ("rate", "method"))
     size = (1.5 + 2.6 * len(rates), 1 + 0.26 * len(methods))
-    figure, panels = plt.subplots(1, len(rates), figsize=size, squeeze=False, sharey=True, layout="constrained")
-    for panel, rate in zip(panels[0], rates, strict=True):
-        mine = [row for row in rows if row["rate"] == rate]
-        colours = ["#9a9a9a" if row["method"] == "none" else "#3b6ea8" for row in mine]
-        bars = panel.barh([row["method"] for row in mine], [row["step_ms"] for row in mine], color=colours)
-        labels = ["" if row["to_none"] is None else f"{row['to_none']:.2f}x" for row in mine]
-        panel.bar_label(bars, labels, fontsize=8, padding=2)
-        panel.set_title(rate, fontsize=10)
-        panel.set_xlabel("step time, ms")
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.margins(x=0.2)
-    panels[0][0].invert_yaxis()
-    figure.suptitle(f"{rows[0]['ranks']} ranks: step time, and its ratio to no communication", fontsize=11)
-    figure.savefig(path, dpi=130)
+    with drawing(path, len(rates), size, sharey=True) as (figure, panels):
+        for panel, rate in zip(panels, rates, strict=True):
+            mine = [row for row in rows if row["rate"] == rate]
+            colours = ["#9a9a9a" if row["method"] == "none" else "#3b6ea8" for row in mine]
+            bars = panel.barh([row["method"] for row in mine], [row["step_ms"] for row in mine], color=colours)
+            labels = ["" if row["to_none"] is None else f"{row['to_none']:.2f}x" for row in mine]
+            panel.bar_label(bars, labels, fontsize=8, padding=2)
+            panel.set_title(rate, fontsize=10)
+            panel.set_xlabel("step time, ms")
+            panel.margins(x=0.2)
+        panels[0].invert_yaxis()
+        figure.suptitle(f"{rows[0]['ranks']} ranks: step time, and its ratio to no communication", fontsize=11)
 
 
 def arguments() -> argparse.Namespace:

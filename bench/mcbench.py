@@ -14,31 +14,41 @@ otherwise, and end up to a few points elsewhere. So a run has one thread, and a 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import statistics
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _boundaries import SMALL_BURST, boundary_rank
-from _encoder import MICRO_BATCHES, Trainer, compressors, encoder, variants
+from _encoder import (
+    BATCH,
+    MICRO_BATCHES,
+    SMALL,
+    Trainer,
+    compressors,
+    digit_accuracy,
+    encoder,
+    later_accuracy,
+    pretrained,
+    text_accuracy,
+    variants,
+)
 from _net import Links, sent_bytes
-from _tasks import BATCH, SMALL, digit_accuracy, later_accuracy, pretrained, text_accuracy
-from torch.distributed.device_mesh import init_device_mesh
+from _table import RESULTS, read_rows, write_rows
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from compopt.activations import Compressor, MeshRanks
 
-RESULTS = Path(__file__).parent / "results"
 RANKS = 4
 GRIDS = ["1x4", "2x2", "4x1"]  # tensor- times pipeline-parallel
 COLUMNS = ["forward", "backward", "optimizer", "waiting", "total", "encode", "decode", "communication"]
 TIMED = {"inputs": 16, "outputs": 10, "tokens": 64, "width": 256, "layers": 8, "heads": 8}
+BOUNDARY = {"inputs": 16, "outputs": 10, "tokens": 128, "width": 256, "layers": 4, "heads": 8, "micro_batch": 8}
+SMALL_BURST = 32 << 10  # bytes ahead of the rate: what is compressed must not hide in it
 MICRO_BATCH = 4
 STEPS = {"time": 5, "quality": 300, "pretraining": 300, "boundaries": 5}
 TASKS = ["digits", "parity", "text, scratch"]
@@ -120,6 +130,73 @@ def time_rank(grid: str, labels: list[str], steps: int) -> None:
         print(json.dumps(rows))
 
 
+# The boundaries
+
+
+def messages_of(trainer: Trainer, x, y) -> dict[int, list[tuple[int, torch.dtype]]]:
+    """Elements and dtype of all that this rank sends to others in one step, by receiver."""
+    sent: dict[int, list] = defaultdict(list)
+    send = dist.isend
+
+    def isend(tensor, dst=None, group=None, tag=0, group_dst=None):
+        other = dst if group_dst is None else dist.get_global_rank(group or dist.group.WORLD, group_dst)
+        sent[other].append((tensor.numel(), tensor.dtype))
+        return send(tensor, dst, group, tag, group_dst)
+
+    dist.isend = dist.distributed_c10d.isend = isend  # torch's pipelining compares the two
+    try:
+        trainer.step(x, y)
+    finally:
+        dist.isend = dist.distributed_c10d.isend = send
+    return sent
+
+
+def boundary_rank(mesh: DeviceMesh, labels: list[str], steps: int) -> None:
+    """One rank of Table 7: what a step sends over a boundary, sent again with nothing else on the way, and back."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    made = compressors(BOUNDARY["micro_batch"] * BOUNDARY["tokens"], BOUNDARY["width"])
+    sizes = {name: value for name, value in BOUNDARY.items() if name != "micro_batch"}
+    x = torch.randn(BOUNDARY["micro_batch"] * MICRO_BATCHES, BOUNDARY["tokens"], BOUNDARY["inputs"])
+    y = torch.randint(BOUNDARY["outputs"], (len(x),))
+    everyone: dict[str, list] = {}
+    for label in labels:
+        torch.manual_seed(0)
+        trainer = Trainer(encoder(**sizes), mesh, made[label], BOUNDARY["micro_batch"], F.cross_entropy, 1e-4)
+        trainer.step(x, y)  # torch's pipelining finds out shapes
+        everyone[label] = [None] * ranks
+        dist.all_gather_object(everyone[label], dict(messages_of(trainer, x, y)))
+        del trainer
+    selected: dict[tuple, list[float]] = defaultdict(list)
+    for _ in range(steps):  # compressors take turns
+        for label in labels:
+            for first in range(ranks - 1):
+                dist.barrier()
+                if rank in (first, first + 1):
+                    start = time.perf_counter()
+                    for sender in (first, first + 1):
+                        for size, dtype in everyone[label][sender].get(2 * first + 1 - sender, []):
+                            message = torch.zeros(size, dtype=dtype)
+                            if not size:
+                                continue
+                            dist.send(message, 2 * first + 1 - sender) if rank == sender else dist.recv(message, sender)
+                    selected[label, first].append(time.perf_counter() - start)
+                dist.barrier()
+    seconds: list = [None] * ranks
+    dist.all_gather_object(seconds, {key: statistics.median(results) for key, results in selected.items()})
+    if rank == 0:
+        rows = []
+        for label in labels:
+            for first in range(ranks - 1):
+                sent = [everyone[label][a].get(b, []) for a, b in ((first, first + 1), (first + 1, first))]
+                nbytes = [sum(size * dtype.itemsize for size, dtype in messages) for messages in sent]
+                both = max(seconds[first][label, first], seconds[first + 1][label, first])
+                rows.append([label, f"{first}-{first + 1}", 1e3 * both, *(n / 1e6 for n in nbytes)])
+        print(json.dumps({"rows": rows}))
+
+
+# Tables
+
+
 def quality(label: str, seed: int, steps: int, start: torch.nn.Sequential, tasks: list[str]) -> dict[str, float]:
     """Accuracy of one compressor on the tasks: two fine-tuned from `start`, one trained from nothing."""
     digit = compressors(BATCH * 16, SMALL["width"])
@@ -146,12 +223,8 @@ def ask_ranks(options: argparse.Namespace, rate: str | None, *words: str) -> dic
 
 def save(name: str, head: list[str], keys: int, rows: list[list]) -> None:
     """Write rows; the first `keys` columns name one: a new run replaces its own and leaves the others."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"mcbench-{name}.csv"
-    old = list(csv.reader(path.open()))[1:] if path.exists() else []
-    new = {tuple(map(str, row[:keys])) for row in rows}
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([head, *(row for row in old if tuple(row[:keys]) not in new), *rows])
+    lines = [dict(zip(head, map(str, row), strict=True)) for row in rows]
+    write_rows(RESULTS / f"mcbench-{name}.csv", lines, head, keep=head[:keys])
 
 
 def print_times(options: argparse.Namespace) -> None:
@@ -204,8 +277,7 @@ def print_pretraining(options: argparse.Namespace) -> None:
 
 def print_accuracies(name: str, steps: int) -> None:
     """Means and ranges over seeds of all that stands in the file, also of earlier runs."""
-    with (RESULTS / f"mcbench-{name}.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["steps"] == str(steps)]
+    rows = [row for row in read_rows(RESULTS / f"mcbench-{name}.csv") if row["steps"] == str(steps)]
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     print(f"{'accuracy, %':<22}" + "".join(f"{task:>22}" for task in tasks))
     for label in dict.fromkeys(row["compressor"] for row in rows):

@@ -5,8 +5,8 @@
     python bench/memory.py --show                   # measure nothing: the table of what is there
 
 Every row is a process of its own that builds one optimizer and steps it under torch's profiler, which notes each
-allocation and release. Gradients are there before. The other ranks are made up (_fleet.py): no message takes time, but
-what one rank has in memory is there: messages, masks on their way, what is gathered. Bytes a parameter of:
+allocation and release. Gradients are there before. The other ranks are made up (_fake_ranks.py): no message takes time,
+but what one rank has in memory is there: messages, masks on their way, what is gathered. Bytes a parameter of:
 
     saved    what optimizer.state holds, as it is while training; of LocalSteps also anchors and the outer optimizer's
     beside   what else stays after a compressed step: decoded positions, messages, scratch memory, masks on their way
@@ -21,22 +21,20 @@ it keeps is counted (it works in gloo's threads, which the profiler does not see
 from __future__ import annotations
 
 import argparse
-import csv
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from _fleet import fleet
+from _fake_ranks import fake_ranks
 from _model import Batches, make_model
+from _table import RESULTS, print_rows, read_rows, write_rows
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import compopt
 
-RESULTS = Path(__file__).parent / "results"
 STEPS = 8  # zeros as gradients in the first; the last is compressed, and so is the one before it
 DENSE = dict(warmup_steps=1)  # steps; RadiusAdamW then resamples in step 1, 3 and 6
 RADIUS = dict(density=0.4, interval=3, **DENSE)
@@ -139,7 +137,7 @@ def measure(name: str, ranks: int) -> dict:
     params = list(model.named_parameters())
     for _, p in params:
         p.grad = torch.zeros_like(p)
-    with fleet(ranks, 1 - (1 - LEFT_BY_OTHERS) ** (ranks - 1)) as comm, Allocations() as results:
+    with fake_ranks(ranks, 1 - (1 - LEFT_BY_OTHERS) ** (ranks - 1)) as comm, Allocations() as results:
         optimizer = ROWS[name](params, comm)
         if isinstance(optimizer, compopt._engine.optimizer.CompressedOptimizer):
             comm.follow(optimizer)
@@ -174,25 +172,13 @@ def powersgd(name: str) -> dict:
     return {"optimizer": name, "ranks": 1, "parameters": n, "saved": 8.0, "beside": bytes_in(kept) / n, "host": 0.0}
 
 
-def saved_rows() -> list[dict]:
-    path = RESULTS / "memory.csv"
-    return list(csv.DictReader(path.open())) if path.exists() else []
+COLUMNS = {"ranks": ("ranks", "5.0f"), **{part: (part, "8.2f") for part in PARTS}}
 
 
 def save(rows: Iterable[dict]) -> None:
-    RESULTS.mkdir(exist_ok=True)
     order = list(ROWS)
-    with (RESULTS / "memory.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["optimizer", "ranks", "parameters", *PARTS])
-        writer.writeheader()
-        writer.writerows(sorted(rows, key=lambda row: (order.index(row["optimizer"]), int(row["ranks"]))))
-
-
-def show(rows: list[dict]) -> None:
-    print(f"{'bytes a parameter':<32}{'ranks':>6}" + "".join(f"{part:>9}" for part in PARTS))
-    for row in rows:
-        cells = [f"{float(row[part]):>9.2f}" if row.get(part) not in (None, "") else f"{'-':>9}" for part in PARTS]
-        print(f"{row['optimizer']:<32}{row['ranks']:>6}" + "".join(cells))
+    rows = sorted(rows, key=lambda row: (order.index(row["optimizer"]), int(row["ranks"])))
+    write_rows(RESULTS / "memory.csv", rows, ["optimizer", "ranks", "parameters", *PARTS])
 
 
 def main() -> None:
@@ -208,7 +194,7 @@ def main() -> None:
     cli.add_argument("--ranks", type=int, nargs="+", default=[2, 8], help="more than the first: of sharded state only")
     cli.add_argument("--show", action="store_true", help="measure nothing")
     args = cli.parse_args()
-    rows = {(row["optimizer"], int(row["ranks"])): row for row in saved_rows()}
+    rows = {(row["optimizer"], int(row["ranks"])): row for row in read_rows(RESULTS / "memory.csv")}
     jobs = [(n, r) for n in args.only for r in args.ranks
             if r == args.ranks[0] or "sharded" in n or n.startswith("Tagc")]  # fmt: skip
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
@@ -217,9 +203,8 @@ def main() -> None:
             print(f"{row['optimizer']}, {row['ranks']} ranks", flush=True)
             rows[row["optimizer"], row["ranks"]] = row
             save(rows.values())
-    if not (results := saved_rows()):
-        cli.error("nothing was measured yet: leave --show away")
-    show(results)
+    numbers = [{k: float(v) if k in COLUMNS and v else v for k, v in row.items()} for row in rows.values()]
+    print_rows(numbers, COLUMNS, "optimizer", 46)
 
 
 if __name__ == "__main__":

@@ -3,42 +3,42 @@
     python bench/scaling.py                               # every row that is not there yet: an hour, 5 GB
     python bench/scaling.py --again --sizes 10M --methods "ScapeAdamS 0.01" --ranks 2 64
     python bench/scaling.py --show                        # measure nothing: tables and chart of what is there
+    python bench/scaling.py --handed                      # what a rank hands over at up to 355 M: minutes, 6 GB
 
-The package's own code on a fake process group (_fleet.py): one rank steps on GPT-2's shapes with random gradients, the
-others are made up, and what it gives its collectives is counted. An all-gather receives N - 1 messages, an all-reduce
-(as a ring) 2 (N - 1) / N of one: columns "sent" and "received" say what crosses the rank's link each way; "handed" is
-what the optimizer counts. Elements "examined" are those among which this rank selects; ms are step()'s processor time
-on one thread, with what it takes to read the others' messages.
+The package's own code on a fake process group (_fake_ranks.py): one rank steps on GPT-2's shapes with random gradients,
+the others are made up, and what it gives its collectives is counted. An all-gather receives N - 1 messages, an
+all-reduce (as a ring) 2 (N - 1) / N of one: columns "sent" and "received" say what crosses the rank's link each way;
+"handed" is what the optimizer counts. Elements "examined" are those among which this rank selects; ms are step()'s
+processor time on one thread, with what it takes to read the others' messages.
 
 TAGC sends the union of what N ranks leave. How large that is was measured on real text (``unions``: one rank after the
 other, up to 512 in the small model, first sparse step) and given to the other sizes; beyond 512 the figure of 512 is
 used, as a lower bound. "PowerSGD" and "naive top-k" are formulas. A row whose step would take more than a minute is
-left out. Rows are kept as they come, in results/scaling.csv; saves results/scaling.png too.
+left out. Rows are kept as they come, in results/scaling.csv; saves results/scaling.png too. ``--handed`` compares the
+bytes of a compressed step with a dense float32 gradient, and saves results/bytes.csv.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
-from pathlib import Path
+from itertools import product
 
 import torch
-from _fleet import fleet
+from _fake_ranks import fake_ranks
 from _model import GPT, Batches
-from bytes import SIZES as SHAPES
-from bytes import gpt
+from _table import RESULTS, color, drawing, read_rows, write_rows
 
 import compopt
 from compopt._sparse.scape_masks import mask_partition_at
 from compopt._state.masks import selection_size
 from compopt._state.tensors import is_compressed
 
-RESULTS = Path(__file__).parent / "results"
-SIZES = {"1M": (4, 128, 256, 64), "10M": SHAPES["10M"], "124M": SHAPES["124M"]}
+SIZES = {"1M": (4, 128, 256, 64), "10M": (8, 320, 256, 64), "124M": (12, 768, 50257, 1024)}
+LARGER = {"355M": (24, 1024, 50257, 1024)}  # layers, width, vocabulary, context
 RANKS = (2, 8, 64, 512, 4096)
 STEPS = 4  # gradients are zeros in the first; the last is what is counted, and its time is the shorter of two
 LONGEST = 60.0  # seconds that a step may take
@@ -69,13 +69,26 @@ COUNTED = ("handed", *KINDS, "sent", "received", "to_dense", "examined", "ms", "
 FIELDS = ("method", "size", "parameters", "ranks", *COUNTED)
 
 
+def gpt(layers: int, width: int, vocabulary: int, context: int) -> Iterator[torch.nn.Parameter]:
+    """Parameters of GPT-2's shapes (weights tied), with gradients."""
+    shapes = [(vocabulary, width), (context, width)]
+    for _ in range(layers):
+        shapes += [(3 * width, width), (3 * width,), (width, width), (width,), (4 * width, width), (4 * width,)]
+        shapes += [(width, 4 * width), (width,)] + 4 * [(width,)]
+    for shape in [*shapes, (width,), (width,)]:
+        p = torch.nn.Parameter(torch.zeros(shape))
+        p.grad = torch.zeros(shape)
+        yield p
+
+
 def parameters(size: str) -> list[tuple[str, torch.nn.Parameter]]:
     """GPT-2's shapes with zeros as gradients, named so that TAGC knows what belongs to the attention."""
-    layers = SIZES[size][0]
+    shapes = (SIZES | LARGER)[size]
+    layers = shapes[0]
     layer = [f"{name}.{kind}" for name in ("qkv", "out", "up", "down") for kind in ("weight", "bias")]
     layer += [f"norm{i}.{kind}" for i in (1, 2) for kind in ("weight", "bias")]
     names = ["token", "position", *(f"{i}.{name}" for i in range(layers) for name in layer), "norm.weight", "norm.bias"]
-    return list(zip(names, gpt(*SIZES[size]), strict=True))
+    return list(zip(names, gpt(*shapes), strict=True))
 
 
 # What the ranks of TAGC leave between them
@@ -91,7 +104,7 @@ def unions(ranks: int) -> float:
         first.zero_grad()
         model(*batches.next()).backward()
         first.step()
-    with fleet(ranks) as comm:
+    with fake_ranks(ranks) as comm:
         optimizer = METHODS["TagcAdamW 0.9875"](list(model.named_parameters()), comm)
         results = [torch.zeros(bucket.shards.mask_bytes, dtype=torch.uint8) for bucket in optimizer._buckets]
         for rank in range(ranks):
@@ -126,7 +139,7 @@ def measure(method: str, size: str, ranks: int, limit: float) -> dict | None:
     torch.manual_seed(0)
     params = parameters(size)
     union = union_at(size, ranks) if method.startswith("Tagc") else None
-    with fleet(ranks, of_others(union, 0.0125) if union else 0.0) as comm:
+    with fake_ranks(ranks, of_others(union, 0.0125) if union else 0.0) as comm:
         optimizer = METHODS[method](params, comm)
         comm.follow(optimizer)
         seconds = []
@@ -176,18 +189,12 @@ def formula(method: str, size: str, ranks: int) -> dict:
 
 
 def saved_rows() -> dict[tuple[str, str, int], dict]:
-    path = RESULTS / "scaling.csv"
-    rows = csv.DictReader(path.open()) if path.exists() else ()
-    return {(row["method"], row["size"], int(row["ranks"])): row for row in rows}
+    return {(row["method"], row["size"], int(row["ranks"])): row for row in read_rows(RESULTS / "scaling.csv")}
 
 
 def save(rows: dict[tuple[str, str, int], dict]) -> None:
-    RESULTS.mkdir(exist_ok=True)
     order = [(m, s, n) for s in SIZES for m in METHODS for n in RANKS]
-    with (RESULTS / "scaling.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        writer.writerows(rows[key] for key in sorted(rows, key=order.index))
+    write_rows(RESULTS / "scaling.csv", [rows[key] for key in sorted(rows, key=order.index)], FIELDS)
 
 
 def show(rows: dict[tuple[str, str, int], dict], size: str) -> None:
@@ -229,30 +236,20 @@ def show_what_pays(rows: dict[tuple[str, str, int], dict], size: str) -> None:
 
 def plot(rows: dict[tuple[str, str, int], dict], size: str) -> None:
     """Left the bytes a rank receives over the number of ranks, right the time of its step."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
-    for axis, (key, unit, label) in zip(
-        panels, [("received", 1e6, "MB received a step"), ("ms", 1, "ms of processor in step()")], strict=True
-    ):
-        for number, method in enumerate(METHODS):
-            points = [(n, float(row[key]) / unit) for n in RANKS
-                      if (row := rows.get((method, size, n))) and row.get(key)]  # fmt: skip
-            style = dict(color=plt.get_cmap("tab20")(number), linestyle=":" if METHODS[method] is None else "-")
-            if points:
-                axis.plot(*zip(*points, strict=True), "o", markersize=3, label=method, **style)
-        axis.set(xscale="log", yscale="log", xlabel="ranks", ylabel=label)
-        axis.set_xticks(RANKS, RANKS)
-        axis.minorticks_off()
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-    panels[0].legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(0, -0.12), ncols=3)
-    figure.suptitle(f"{size} parameters, one rank of N", fontsize=10)
-    figure.savefig(RESULTS / "scaling.png", dpi=130)
-    plt.close(figure)
+    keys = {"received": (1e6, "MB received a step"), "ms": (1, "ms of processor in step()")}
+    with drawing(RESULTS / "scaling.png", 2, (12, 5)) as (figure, panels):
+        for axis, (key, (unit, label)) in zip(panels, keys.items(), strict=True):
+            for number, method in enumerate(METHODS):
+                points = [(n, float(row[key]) / unit) for n in RANKS
+                          if (row := rows.get((method, size, n))) and row.get(key)]  # fmt: skip
+                style = dict(color=color(number), linestyle=":" if METHODS[method] is None else "-")
+                if points:
+                    axis.plot(*zip(*points, strict=True), "o", markersize=3, label=method, **style)
+            axis.set(xscale="log", yscale="log", xlabel="ranks", ylabel=label)
+            axis.set_xticks(RANKS, RANKS)
+            axis.minorticks_off()
+        panels[0].legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(0, -0.12), ncols=3)
+        figure.suptitle(f"{size} parameters, one rank of N", fontsize=10)
 
 
 def row_of(method: str, size: str, ranks: int) -> dict | None:
@@ -270,9 +267,32 @@ def row_of(method: str, size: str, ranks: int) -> dict | None:
     return row and {"method": method, "size": size, "ranks": ranks, **row}
 
 
+HANDED: dict[str, Made] = {  # of a compressed step; a rank sends its own part of a mask, so more ranks send less each
+    "ScapeAdamS 0.1": METHODS["ScapeAdamS 0.1"],
+    "ScapeAdamS 0.01": METHODS["ScapeAdamS 0.01"],
+    "ScapeAdamS 0.01, bf16": ours("ScapeAdamS", density=0.01, density_warmup_steps=0, payload_dtype=torch.bfloat16),
+    "SeparateAdam 16": METHODS["SeparateAdam 16"],
+    "RadiusAdamW 0.4": METHODS["RadiusAdamW 0.4, sparse"],
+}
+
+
+def measure_handed(sizes: list[str]) -> None:
+    """Bytes that one of 2 and of 8 ranks hands over, and how many times fewer than a dense float32 gradient."""
+    METHODS.update(HANDED)
+    rows = []
+    for size, (method, ranks) in product(sizes, product(HANDED, (2, 8))):
+        row = measure(method, size, ranks, LONGEST)
+        parameters, sent = row["parameters"], row["handed"]
+        fewer = round(4 * parameters / sent, 1)
+        rows.append({"parameters": parameters, "method": method, "ranks": ranks, "bytes": sent, "fewer": fewer})
+        print(f"{size:>5}  {method:<24}{ranks:>4} ranks{sent:>14,} bytes  {fewer:>7.1f} x fewer", flush=True)
+    if len(sizes) == len(SIZES | LARGER) - 1:
+        write_rows(RESULTS / "bytes.csv", rows)
+
+
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    cli.add_argument("--sizes", nargs="+", choices=SIZES | LARGER)
     cli.add_argument(
         "--methods",
         nargs="+",
@@ -283,10 +303,14 @@ def main() -> None:
     )
     cli.add_argument("--ranks", type=int, nargs="+", choices=RANKS, default=list(RANKS))
     cli.add_argument("--again", action="store_true", help="measure rows that are there already too")
+    cli.add_argument("--handed", action="store_true", help="measure what a rank hands over, at 10M, 124M and 355M")
     cli.add_argument("--show", action="store_true", help="measure nothing")
     args = cli.parse_args()
     torch.set_num_threads(1)
-    wanted = [(m, s, n) for s in args.sizes for m in args.methods for n in sorted(args.ranks)]
+    if args.handed:
+        measure_handed(args.sizes or ["10M", "124M", "355M"])
+        return
+    wanted = [(m, s, n) for s in args.sizes or SIZES for m in args.methods for n in sorted(args.ranks)]
     there = {} if args.again else saved_rows()
     for method, size, ranks in () if args.show else (key for key in wanted if key not in there):
         row = row_of(method, size, ranks)

@@ -14,21 +14,19 @@ steps for the residuals to have settled. Saves results/step.csv: ``isa`` is the 
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
 import os
 import statistics
 import sys
 import time
-from pathlib import Path
 
 import torch
 from _model import GPT, Batches
+from _table import RESULTS, read_rows, write_rows
 
 import compopt
 from compopt._ops.native import build
 
-RESULTS = Path(__file__).parent / "results"
 FUSED = "AdamW, fused"
 ROWS = {
     FUSED: lambda p: torch.optim.AdamW(p, lr=3e-4, fused=True),
@@ -140,14 +138,8 @@ def instruction_set() -> str:
 def keep(rows: list[dict]) -> None:
     """In place of what is there of the same sizes and instruction sets."""
     path, new = RESULTS / "step.csv", {(row["parameters"], row["isa"], row["torch"]) for row in rows}
-    if path.exists():
-        with path.open(newline="") as file:
-            old = list(csv.DictReader(file))
-        rows = [row for row in old if (row["parameters"], row["isa"], row["torch"]) not in new] + rows
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[-1]))
-        writer.writeheader()
-        writer.writerows(sorted(rows, key=lambda row: (list(SIZES).index(row["parameters"]), row["isa"], row["torch"])))
+    rows = [row for row in read_rows(path) if (row["parameters"], row["isa"], row["torch"]) not in new] + rows
+    write_rows(path, sorted(rows, key=lambda row: (list(SIZES).index(row["parameters"]), row["isa"], row["torch"])))
 
 
 if __name__ == "__main__":

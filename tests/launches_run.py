@@ -13,8 +13,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import launches
-from _fleet import fleet
-from _hollow import DEVICE, Counts, hollow
+from _counting_device import DEVICE, Counts, counting_device
+from _fake_ranks import fake_ranks
 
 import compopt
 import compopt._state.buckets as dealing
@@ -54,7 +54,7 @@ def after(look: Callable[[Any], object]) -> dict[str, Any]:
 def checked_steps(every: int) -> list[tuple[int, int]]:
     """Launches and waits of the first steps of AdamS with this interval of the replica check."""
     counted = []
-    with fleet(launches.RANKS), hollow("triton"), Counts() as counts:
+    with fake_ranks(launches.RANKS), counting_device("triton"), Counts() as counts:
         optimizer = compopt.AdamS(launches.gpt2(**SMALL))
         optimizer.check_replicas_every = every
         for _ in range(9):

@@ -13,7 +13,7 @@ from torch import nn
 import compopt
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-from _fleet import fleet
+from _fake_ranks import fake_ranks
 from memory import Allocations, bytes_in
 
 
@@ -59,7 +59,7 @@ def test_one_rank_of_two_hands_over_what_two_simulated_ranks_do(name):
         getattr(compopt, cls)(params, process_group=comm, **options)
         for params, comm in zip(ranks, world.comms, strict=True)
     ]
-    with fleet(2) as comm:
+    with fake_ranks(2) as comm:
         single = a_model()
         optimizer = getattr(compopt, cls)(single, process_group=comm, **options)
         comm.follow(optimizer)
@@ -91,7 +91,7 @@ def test_what_grows_with_ranks():
     for ranks in (2, 32):
         for name in ("SCAPE", "SCAPE, sharded"):
             cls, options = CASES[name]
-            with fleet(ranks) as comm:
+            with fake_ranks(ranks) as comm:
                 params = a_model()
                 optimizer = getattr(compopt, cls)(params, process_group=comm, **options)
                 comm.follow(optimizer)

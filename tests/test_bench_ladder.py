@@ -20,8 +20,7 @@ import ladder
 from _ladder_model import SIZES, Size, StackedGPT, Text
 from _ladder_ranks import ThreadGroup
 from _ladder_rows import BASELINES, MAIN, ROWS, Run
-from _ladder_runs import Training, claimed, count_steps, keep, kept, scheduled
-from _ladder_search import best_of, list_missing, start_of
+from _ladder_runs import Training, best_of, claimed, count_steps, keep, kept, list_missing, scheduled, start_of
 from _ladder_tables import tabulate, tabulate_outer
 from _rivals import DeMo, PowerSGD, SparseLoCo
 from torch import Tensor

@@ -12,15 +12,27 @@ import torch
 from ranks import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-import _ladder_clock
 import _ladder_runs
-import readme
-import time_to_loss
-from _ladder_clock import TIMED, Timing, compose, list_kinds, tabulate
-from _ladder_links import ALONE, burst_of, job_of, make_runner, seconds_of_kinds
+import _ladder_seconds
+import ladder
 from _ladder_model import SIZES, Size, Text
 from _ladder_rows import BASELINES, ROWS
 from _ladder_runs import Training
+from _ladder_seconds import (
+    ALONE,
+    README_ROWS,
+    TIMED,
+    Timing,
+    burst_of,
+    compose,
+    draw_readme,
+    job_of,
+    list_kinds,
+    make_runner,
+    readme_lines,
+    seconds_of_kinds,
+    tabulate,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -163,16 +175,16 @@ def kept(tmp_path, monkeypatch):
         for row in LOSSES
         for rate in ("1gbit", "100mbit")
     ]
-    for module, name, content in ((_ladder_runs, "ladder", lines), (_ladder_clock, "time_to_loss-ladder", timings)):
+    for module, name, content in ((_ladder_runs, "ladder", lines), (_ladder_seconds, "time_to_loss-ladder", timings)):
         path = tmp_path / f"{name}.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in content))
         monkeypatch.setattr(module, "KEPT", path)
-    monkeypatch.setattr(time_to_loss, "RESULTS", tmp_path)
+    monkeypatch.setattr(ladder, "RESULTS", tmp_path)
     return tmp_path
 
 
 def test_seconds_to_the_loss_of_ddp_with_adamw(kept):
-    lines = tabulate(_ladder_runs.kept(), _ladder_clock.kept(), "35M", **OTHERS)
+    lines = tabulate(_ladder_runs.kept(), _ladder_seconds.kept(), "35M", **OTHERS)
     assert [line["rate"] for line in lines] == ["100mbit"] * 5 + ["1gbit"] * 5
     by_row = {line["row"]: line for line in lines[:5]}
     assert by_row["DDP + AdamW"]["loss"] == 1.5
@@ -188,13 +200,13 @@ def test_seconds_to_the_loss_of_ddp_with_adamw(kept):
 
 
 def test_a_rate_without_ddp_with_adamw_has_no_table(kept):
-    timings = {timing: line for timing, line in _ladder_clock.kept().items() if timing.row != "DDP + AdamW"}
+    timings = {timing: line for timing, line in _ladder_seconds.kept().items() if timing.row != "DDP + AdamW"}
     assert tabulate(_ladder_runs.kept(), timings, "35M", **OTHERS) == []
 
 
 def test_the_command_shows_what_is_kept_and_says_never(kept, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["time_to_loss.py", "ladder", "--show", "--size", "35M", "--products", "float32"])
-    time_to_loss.main()
+    monkeypatch.setattr(sys, "argv", ["ladder.py", "seconds", "--show", "--size", "35M", "--products", "float32"])
+    ladder.main()
     printed = capsys.readouterr().out
     assert printed.count("PowerSGD 4 never reaches 1.500: its lowest loss is 1.700.") == 2
     rows = list(csv.DictReader((kept / "time_to_loss-35M.csv").open()))
@@ -203,16 +215,16 @@ def test_the_command_shows_what_is_kept_and_says_never(kept, monkeypatch, capsys
 
 
 def test_the_picture_of_the_readme_needs_the_rows_of_the_ladder_and_their_times(kept, tmp_path):
-    lines = readme.load_ladder()
-    assert {line["row"] for line in lines} == set(LOSSES) == set(readme.LADDER)
+    lines = readme_lines()
+    assert {line["row"] for line in lines} == set(LOSSES) == set(README_ROWS)
     assert lines[-1]["to_adamw"] == pytest.approx(1.7 / 1.5, abs=1e-4)
     assert lines[0]["evals"][-1]["seconds"] == pytest.approx(40)
-    readme.draw(tmp_path / "ladder.png")
-    path = _ladder_clock.KEPT
+    draw_readme(tmp_path / "ladder.png")
+    path = _ladder_seconds.KEPT
     path.write_text("".join(line for line in path.open() if "PowerSGD" not in line))
     with pytest.raises(LookupError, match="PowerSGD 4"):
-        readme.load_ladder()
+        readme_lines()
 
 
 def test_the_runs_of_the_readme_picture_are_kept_and_timed():
-    assert set(readme.LADDER) <= {line["row"] for line in readme.load_ladder()}
+    assert set(README_ROWS) <= {line["row"] for line in readme_lines()}

@@ -1,4 +1,4 @@
-"""Seconds composed of measured step times: what bench/time_to_loss.py and bench/quality.py say of a slow link."""
+"""Seconds composed of measured step times: what bench/tables.py says of a slow link."""
 
 from __future__ import annotations
 

@@ -420,7 +420,7 @@ def test_a_plot_is_saved(tmp_path, monkeypatch):
 def test_the_page_says_how_well_it_predicts_as_the_kept_table_does(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    from diagnosed import GROUPS, rho, tau
+    from predictions import GROUPS, rho, tau
 
     assert tau([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(4 / 6) and rho([1, 2, 3], [6, 5, 4]) == pytest.approx(-1)
     assert tau([1, 1, 2], [1, 2, 3]) == pytest.approx(2 / math.sqrt(6))  # a tie counts for neither side

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from unittest import mock
+
+import torch
 
 import compopt
 
@@ -98,3 +101,20 @@ def test_pages_link_to_files_that_exist():
             assert target.startswith("http") or (DOCS / target).exists(), f"{page.name} links to {target}"
         for example in re.findall(r"`(examples/\w+\.py)`", page.read_text()):
             assert (DOCS.parent / example).exists(), f"{page.name} names {example}"
+
+
+def test_the_lines_for_loggers_log_the_last_step(monkeypatch):
+    monkeypatch.setenv("COMPOPT_QUIET", "1")
+    section = (DOCS / "ddp.md").read_text().split("### W&B")[1]
+    p = torch.nn.Parameter(torch.zeros(64, 80))
+    optimizer = compopt.SeparateAdam([p], simulate=True)
+    p.grad = torch.ones(64, 80)
+    optimizer.step()
+    names = {"optimizer": optimizer, "step": 7, "wandb": mock.Mock(), "writer": mock.Mock()}
+    for code in re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S):
+        exec(code, names)
+    ((logged,), options) = names["wandb"].log.call_args
+    scalars = {call.args[0]: call.args[1:] for call in names["writer"].add_scalar.call_args_list}
+    assert options == {"step": 7} and "step" not in logged
+    assert logged["bytes_sent"] > 0 and logged["run_share"] > 0 and logged["phase"] == "dense"
+    assert scalars["compopt/bytes_sent"] == (logged["bytes_sent"], 7) and "compopt/phase" not in scalars

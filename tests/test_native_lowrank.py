@@ -18,6 +18,7 @@ from compopt._ops.native.backend import NativeOps
 from compopt._ops.native.lowrank import multiply_stacks, update_separate
 from compopt._ops.operations import Ops
 from compopt._state.residuals import Residuals
+from compopt._wire.payload import Payload
 from compopt.separate import update_tensors
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="needs a C compiler")
@@ -67,11 +68,11 @@ class Tensors:
         self.reducer = ProjectionReducer(bucket, ops, inputs)
         self.reducer.mean = self.mean
 
-    def products(self, function, transposed: bool) -> list[torch.Tensor]:
+    def products(self, function, transposed: bool, header: Payload | None = None) -> list[torch.Tensor]:
         sizes = [(x.projection.d if transposed else x.projection.m, x.projection.r) for x in self.stacks]
         out = [torch.full((2, r, n), torch.nan).mT for n, r in sizes]
         right = [x.Q if transposed else x.R for x in self.stacks]
-        function(self.bucket, self.ops, self.stacks, right, out, transposed, None)
+        function(self.bucket, self.ops, self.stacks, right, out, transposed, header)
         return out
 
     def stepped(self, function, factor: float) -> dict[str, torch.Tensor]:
@@ -89,6 +90,22 @@ def test_products_are_those_of_the_reference(transposed):
     theirs = Tensors(Ops()).products(multiply, transposed)
     for p, wanted in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_are_marked_as_by_the_reference():
+    """NaN, infinity, an element whose square overflows, many whose squares do; at the end of a tensor too."""
+    tensors, reference = Tensors(NativeOps()), Tensors(Ops())
+    for n, bad in enumerate([torch.nan, torch.inf, 1e20, 1e18]):
+        for x in (tensors, reference):
+            for i in range(3 * n, len(x.bucket.params), 13):
+                g = x.bucket.params[i].grad
+                if g is not None and g.numel() > 1:  # torch squares no single element
+                    g.view(-1)[-(n % 2)] = bad
+    for x, function in ((tensors, multiply_stacks), (reference, multiply)):
+        x.products(function, True, x.mean)
+    marks, wanted = tensors.mean.header, reference.mean.header
+    assert wanted.isnan().sum() > 10 and (wanted == 0).sum() > 10 and (wanted == 1).sum() > 10
+    torch.testing.assert_close(marks, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 CASES = {

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-from _fleet import fleet
+from _fake_ranks import fake_ranks
 
 from compopt._wire.collectives import Communicator, bitwise_or_rows
 from compopt._wire.payload import Payload
@@ -40,7 +40,7 @@ def called(monkeypatch) -> list:
 @pytest.mark.parametrize("backend, mean", [("nccl", 8.0), ("gloo", 2.0), ("xccl", 2.0)])
 def test_a_mean_is_the_backends_where_it_has_one(monkeypatch, backend, mean, called):
     monkeypatch.setattr(Communicator, "get_backend", lambda comm, device: backend)
-    with fleet(4):
+    with fake_ranks(4):
         answer = Communicator().start(AllReduceMean(torch.full((3,), 8.0))).wait()  # a sum leaves this rank's numbers
     assert answer.tolist() == [mean] * 3
     assert called == [("all_reduce", dist.ReduceOp.AVG)] if backend == "nccl" else [("all_reduce",)]
@@ -50,7 +50,7 @@ def test_a_mean_is_the_backends_where_it_has_one(monkeypatch, backend, mean, cal
 def test_a_gather_is_into_one_tensor_where_the_backend_can(monkeypatch, backend, name, called):
     monkeypatch.setattr(Communicator, "get_backend", lambda comm, device: backend)
     payload = Payload(torch.ones(300), 1, 0, [299], (1,), torch.empty(299))
-    with fleet(4):
+    with fake_ranks(4):
         rows = Communicator().start(AllGather(torch.arange(6.0).view(2, 3))).wait()
         answer = Communicator().start(AllReduceMean(payload)).wait()
         while answer is not payload:

@@ -82,6 +82,19 @@ def test_the_readme_is_short_and_its_links_lead_somewhere():
     assert [target for target in LINK.findall(README) if not (ROOT / target).exists()] == []
 
 
+def test_the_readme_starts_two_sites_as_the_page_does():
+    (line,) = re.findall(r"^    (GLOO.*torchrun .*\\\n.* train\.py)$", README, re.M)
+    assert re.sub(r"\s*\\\s*", " ", line) == launches()[1]
+
+
+def test_every_measured_figure_of_the_readme_is_next_to_a_link_to_its_table():
+    """In its paragraph, its list item, or the paragraph behind its table."""
+    blocks = re.split(r"\n\n(?!\|)|\n(?=- |\d\. )", re.sub(r"^(    .*|\| .* \|)$", "", README, flags=re.M))
+    figures = [block for block in blocks if re.search(r"\d %|\d\.\d{3}|bytes per parameter|Mbit/s:", block)]
+    assert len(figures) > 5
+    assert [block for block in figures if "(bench/RESULTS.md#" not in block] == []
+
+
 @pytest.mark.parametrize(
     ("address", "wanted"), [("", []), ("https://a.b/", ["https://a.b/docs/x.md", "https://a.b/p"])]
 )

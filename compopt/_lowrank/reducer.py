@@ -162,9 +162,9 @@ class ProjectionReducer:
     @staticmethod
     def _part_of(payload: Payload, stack: ProjectedStack, memory: Tensor) -> Tensor:
         """Return the stack's part of the payload's body, or of other memory in its layout."""
-        first, last = stack.indices[0], stack.indices[-1] + 1
-        start = sum(payload.lengths[:first])
-        return memory[start : start + sum(payload.lengths[first:last])]
+        lengths, first, last = payload.lengths, stack.indices[0], stack.indices[-1] + 1
+        start = sum(lengths[:first])
+        return memory.narrow(0, start, sum(lengths[first:last]))
 
     @staticmethod
     def _unrounded(payload: Payload) -> Tensor:

@@ -9,11 +9,11 @@
 
 // A product is computed for this many rows and columns at a time, whose sums stay in registers.
 #if defined(__AVX512F__) && !defined(PORTABLE)
-enum { HIGH = 8, COLUMNS = 16, ROWS = 4 };
+enum { HIGH = 8, COLUMNS = 16, ROWS = 8 };
 #elif defined(__aarch64__) && !defined(PORTABLE)
-enum { HIGH = 4, COLUMNS = 16, ROWS = 4 };
+enum { HIGH = 4, COLUMNS = 16, ROWS = 8 };
 #else
-enum { HIGH = 4, COLUMNS = 8, ROWS = 2 };
+enum { HIGH = 4, COLUMNS = 8, ROWS = 4 };
 #endif
 // Elements of a row, and rows, that stay in the cache; LANES columns of a narrow matrix are one step.
 enum { WIDTH = 256, HEIGHT = 16, PARTS = LANES / WIDE, MOST = 64 };
@@ -23,35 +23,44 @@ typedef struct {
     const float *g, *e;  // this rank's gradient, or NULL, and its residual
     const float *right;  // the narrow matrix, by rows
     float *out;          // the product, by columns
+    float *mark;         // of h Q: 1 if the squares of g have a finite sum, else NaN; 0 without g
 } Product;
 
-// Prefetches `size` elements that a later tile reads: the hardware prefetcher does not follow so many short streams.
-static inline void fetch(const float *x, int64_t size) {
-    for (int64_t j = 0; j < size; j += 64 / sizeof(float)) __builtin_prefetch(x + j, 0, 2);
-}
-
-// h = e + factor g, then zeros up to `padded`. `next`: from here to the elements of the next tile.
-static inline void add_residual(const Product *x, int64_t at, int64_t size, int64_t padded, int64_t next, float factor,
-                                float *restrict h) {
+// h = e + g, then zeros up to `padded`.
+static inline void add_residual(const Product *x, int64_t at, int64_t size, int64_t padded, float *restrict h) {
     const float *restrict e = x->e + at, *restrict g = x->g ? x->g + at : NULL;
-    fetch(e + next, size);
-    if (g) fetch(g + next, size);
-    if (g && factor == 1)
+    if (g)
         for (int64_t j = 0; j < size; j++) h[j] = e[j] + g[j];
-    else if (g)
-        for (int64_t j = 0; j < size; j++) h[j] = e[j] + factor * g[j];
     else
         memcpy(h, e, size * sizeof(float));
     for (int64_t j = size; j < padded; j++) h[j] = 0;
 }
 
-// LANES columns of HIGH rows of h Q, added to `sums`; `stride`: from a row of Q to the next.
-static inline void multiply_tile(const float h[HIGH][WIDTH], const float *Q, int64_t stride, int64_t size,
-                                 Floats sums[HIGH][PARTS]) {
+// Prefetches a line of `rows` rows of gradient and residual, which later tiles read: spread over the products of a tile, so that
+// memory is read while they are computed. The hardware prefetcher does not follow so many short streams.
+static inline void fetch_lines(const Product *x, int64_t at, int rows) {
+    for (int n = 0; n < rows; n++, at += x->width) {
+        __builtin_prefetch(x->e + at, 0, 2);
+        if (x->g) __builtin_prefetch(x->g + at, 0, 2);
+    }
+}
+
+// Adds the squares of a row of g to `sums`.
+static inline void add_squares(const float *restrict g, int64_t size, float *restrict sums) {
+    int64_t j = 0;
+    for (; j + LANES <= size; j += LANES)
+        for (int l = 0; l < LANES; l++) sums[l] += g[j + l] * g[j + l];
+    for (; j < size; j++) sums[0] += g[j] * g[j];
+}
+
+// LANES columns of HIGH rows of h Q, added to `sums`; `stride`: from a row of Q to the next; `next`: where later rows begin.
+static inline void multiply_tile(const Product *x, int64_t next, const float h[HIGH][WIDTH], const float *Q, int64_t stride,
+                                 int64_t size, Floats sums[HIGH][PARTS]) {
     Floats part[HIGH][PARTS];
     for (int n = 0; n < HIGH; n++)
         for (int c = 0; c < PARTS; c++) part[n][c] = sums[n][c];
     for (int64_t j = 0; j < size; j++) {
+        if (j % LANES == 0) fetch_lines(x, next + j, HIGH);
         Floats right[PARTS];
 #pragma GCC unroll 16
         for (int c = 0; c < PARTS; c++) right[c] = load(Q + j * stride + c * WIDE);
@@ -65,7 +74,7 @@ static inline void multiply_tile(const float h[HIGH][WIDTH], const float *Q, int
 }
 
 // Line 1: P = h Q. `memory`: room for Q with rows of whole steps.
-static void multiply(const Product *x, float factor, float *memory) {
+static void multiply(const Product *x, float *memory) {
     const int64_t r = x->r, stride = (r + LANES - 1) / LANES * LANES;
     const float *Q = x->right;
     if (stride != r) {
@@ -73,7 +82,7 @@ static void multiply(const Product *x, float factor, float *memory) {
         for (int64_t j = 0; j < x->width; j++) memcpy(memory + j * stride, Q + j * r, r * sizeof(float));
         Q = memory;
     }
-    float h[HIGH][WIDTH];
+    float h[HIGH][WIDTH], squares[LANES] = {0}, all = 0;
     for (int64_t i = 0; i < x->height; i += HIGH) {
         const int rows = (int)smaller(HIGH, x->height - i);
         for (int64_t k = 0; k < r; k += LANES) {
@@ -82,10 +91,12 @@ static void multiply(const Product *x, float factor, float *memory) {
                 for (int c = 0; c < PARTS; c++) sums[n][c] = fill_all(0);
             for (int64_t a = 0; a < x->width; a += WIDTH) {
                 const int64_t size = smaller(WIDTH, x->width - a);
-                for (int n = 0; n < HIGH; n++)  // rows that are not there: the last one again
-                    add_residual(x, (i + (n < rows ? n : rows - 1)) * x->width + a, size, size, HIGH * x->width,
-                                 factor, h[n]);
-                multiply_tile((const float(*)[WIDTH])h, Q + a * stride + k, stride, size, sums);
+                for (int n = 0; n < HIGH; n++) {  // rows that are not there: the last one again
+                    const int64_t at = (i + (n < rows ? n : rows - 1)) * x->width + a;
+                    add_residual(x, at, size, size, h[n]);
+                    if (x->g && n < rows && k == 0) add_squares(x->g + at, size, squares);
+                }
+                multiply_tile(x, (i + HIGH) * x->width + a, (const float(*)[WIDTH])h, Q + a * stride + k, stride, size, sums);
             }
             float product[HIGH][LANES];
             for (int n = 0; n < HIGH; n++)
@@ -94,6 +105,8 @@ static void multiply(const Product *x, float factor, float *memory) {
                 for (int n = 0; n < rows; n++) x->out[(k + c) * x->height + i + n] = product[n][c];
         }
     }
+    for (int l = 0; l < LANES; l++) all += squares[l];
+    *x->mark = x->g ? 1 + 0 * all : 0;
 }
 
 // COLUMNS rows of h^T R transposed, for WIDE columns, added to `sums`.
@@ -112,7 +125,7 @@ static inline void multiply_transposed_tile(const float h[HEIGHT][WIDTH], const 
 }
 
 // Line 3: p = h^T R. `memory`: room for R with rows of whole steps.
-static void multiply_transposed(const Product *x, float factor, float *memory) {
+static void multiply_transposed(const Product *x, float *memory) {
     const int64_t r = x->r, stride = (r + COLUMNS - 1) / COLUMNS * COLUMNS;
     const float *R = x->right;
     if (stride != r) {
@@ -129,11 +142,13 @@ static void multiply_transposed(const Product *x, float factor, float *memory) {
             for (int64_t i = 0; i < x->height; i += HEIGHT) {
                 const int64_t rows = smaller(HEIGHT, x->height - i);
                 for (int64_t n = 0; n < rows; n++)
-                    add_residual(x, (i + n) * x->width + a, size, padded, HEIGHT * x->width, factor, h[n]);
+                    add_residual(x, (i + n) * x->width + a, size, padded, h[n]);
                 for (int64_t k = 0; k < count; k += COLUMNS)
-                    for (int64_t j = 0; j < padded; j += WIDE)
+                    for (int64_t j = 0; j < padded; j += WIDE) {
+                        if (k == 0) fetch_lines(x, (i + HEIGHT) * x->width + a + j, HEIGHT);
                         multiply_transposed_tile((const float(*)[WIDTH])(*h + j), R + i * stride + first + k, stride, rows,
                                                  (float(*)[WIDTH])(sums[k] + j));
+                    }
             }
             for (int64_t k = 0; k < smaller(count, r - first); k++)
                 memcpy(x->out + (first + k) * x->width + a, sums[k], size * sizeof(float));
@@ -142,18 +157,18 @@ static void multiply_transposed(const Product *x, float factor, float *memory) {
 }
 
 // `memory`: room for the largest narrow matrix, its columns rounded up to LANES.
-int64_t project(const Product *rows, int64_t first, int64_t last, double factor, double transposed, float *memory) {
+int64_t project(const Product *rows, int64_t first, int64_t last, double transposed, float *memory) {
     for (int64_t x = first; x < last; x++)
         if (transposed)
-            multiply_transposed(rows + x, (float)factor, memory);
+            multiply_transposed(rows + x, memory);
         else
-            multiply(rows + x, (float)factor, memory);
+            multiply(rows + x, memory);
     return -1;
 }
 
 typedef struct {
     int64_t height, width, r;
-    const float *R, *p, *sent;  // by columns: the averaged gradient is R p^T, and this rank has sent R sent^T of it
+    const float *R, *p, *sent;  // R by rows, p and sent by columns: the average is R p^T, this rank has sent R sent^T of it
     const float *g;             // this rank's gradient, or NULL
     float *e, *w, *m, *v, *step;  // step: steps before this one
 } Factored;
@@ -163,67 +178,66 @@ typedef struct {
     double of_average, of_sent, of_grad;  // factors: of R p^T in AdamW; of R sent^T and of g in the residual
 } Weights;
 
-// ROWS rows of R p^T and of R sent^T, for `size` columns; `stride`: from a column of R to the next.
-static inline void expand_tile(const Factored *x, int64_t i, int64_t a, int64_t size,
-                               float average[ROWS][WIDTH], float own[ROWS][WIDTH]) {
-    enum { PAIR = 2 };
-    const float *R[ROWS];
-    for (int n = 0; n < ROWS; n++) R[n] = x->R + smaller(i + n, x->height - 1);
-    int64_t j = 0;
-    for (; j + PAIR * WIDE <= size; j += PAIR * WIDE) {
-        Floats one[ROWS][PAIR], two[ROWS][PAIR];
-#pragma GCC unroll 16
-        for (int n = 0; n < ROWS; n++)
-            for (int c = 0; c < PAIR; c++) one[n][c] = two[n][c] = fill_all(0);
-        for (int64_t k = 0; k < x->r; k++) {
-            const float *const p = x->p + k * x->width + a + j, *const mine = x->sent + k * x->width + a + j;
-            const Floats mean[PAIR] = {load(p), load(p + WIDE)}, local[PAIR] = {load(mine), load(mine + WIDE)};
-#pragma GCC unroll 16
-            for (int n = 0; n < ROWS; n++) {
-                const Floats left = fill_all(R[n][k * x->height]);
-#pragma GCC unroll 2
-                for (int c = 0; c < PAIR; c++) {
-                    one[n][c] = add_product(one[n][c], left, mean[c]);
-                    two[n][c] = add_product(two[n][c], left, local[c]);
-                }
-            }
+// Tiles of WIDE columns of p and of sent, one after the other: from one k to the next lie 2 WIDE numbers. In their own rows they
+// would share few sets of the cache, whose distance is a large power of two.
+static void pack(const Factored *x, float *tiles) {
+    for (int64_t a = 0; a < x->width; a += WIDE) {
+        const int64_t size = smaller(WIDE, x->width - a);
+        for (int64_t k = 0; k < x->r; k++, tiles += 2 * WIDE) {
+            memcpy(tiles, x->p + k * x->width + a, size * sizeof(float));
+            memcpy(tiles + WIDE, x->sent + k * x->width + a, size * sizeof(float));
+            for (int64_t j = size; j < WIDE; j++) tiles[j] = tiles[WIDE + j] = 0;
         }
-#pragma GCC unroll 16
-        for (int n = 0; n < ROWS; n++)
-            for (int c = 0; c < PAIR; c++) {
-                store(average[n] + j + c * WIDE, one[n][c]);
-                store(own[n] + j + c * WIDE, two[n][c]);
-            }
     }
-    for (; j < size; j++)
-        for (int n = 0; n < ROWS; n++) {
-            float one = 0, two = 0;
-            for (int64_t k = 0; k < x->r; k++) {
-                one = fmaf(R[n][k * x->height], x->p[k * x->width + a + j], one);
-                two = fmaf(R[n][k * x->height], x->sent[k * x->width + a + j], two);
-            }
-            average[n][j] = one, own[n][j] = two;
-        }
 }
 
-// Lines 4 and 5 of one tensor, and AdamW.
-static void update_factored(const Factored *x, const Weights *h) {
+// Prefetches a line of `rows` rows of all that AdamW and the residual read.
+static inline void fetch_state(const Factored *x, int64_t at, int rows) {
+    for (int n = 0; n < rows; n++, at += x->width) {
+        __builtin_prefetch(x->w + at, 0, 2), __builtin_prefetch(x->m + at, 0, 2), __builtin_prefetch(x->v + at, 0, 2);
+        __builtin_prefetch(x->e + at, 0, 2);
+        if (x->g) __builtin_prefetch(x->g + at, 0, 2);
+    }
+}
+
+// ROWS rows of R p^T and of R sent^T, for the columns of one tile.
+static inline void expand_tile(const float *const R[ROWS], int64_t r, const float *tile, float *average, float *own) {
+    Floats one[ROWS], two[ROWS];
+#pragma GCC unroll 16
+    for (int n = 0; n < ROWS; n++) one[n] = two[n] = fill_all(0);
+    for (int64_t k = 0; k < r; k++, tile += 2 * WIDE) {
+        const Floats mean = load(tile), local = load(tile + WIDE);
+#pragma GCC unroll 16
+        for (int n = 0; n < ROWS; n++) {
+            const Floats left = fill_all(R[n][k]);
+            one[n] = add_product(one[n], left, mean), two[n] = add_product(two[n], left, local);
+        }
+    }
+#pragma GCC unroll 16
+    for (int n = 0; n < ROWS; n++) store(average + n * WIDTH, one[n]), store(own + n * WIDTH, two[n]);
+}
+
+// Lines 4 and 5 of one tensor, and AdamW. `tiles`: room for 2 r width numbers, the width rounded up to WIDE.
+static void update_factored(const Factored *x, const Weights *h, float *tiles) {
     const Factors f = adamw_factors(*x->step + 1, h->lr, h->beta1, h->beta2, h->eps, h->decay);
     const float scale = (float)(h->sign * h->of_average), of_sent = (float)h->of_sent, of_grad = (float)h->of_grad;
     float average[ROWS][WIDTH], own[ROWS][WIDTH];
+    pack(x, tiles);
     for (int64_t i = 0; i < x->height; i += ROWS) {
         const int rows = (int)smaller(ROWS, x->height - i);
+        const float *R[ROWS];
+        for (int n = 0; n < ROWS; n++) R[n] = x->R + smaller(i + n, x->height - 1) * x->r;
         for (int64_t a = 0; a < x->width; a += WIDTH) {
             const int64_t size = smaller(WIDTH, x->width - a);
-            expand_tile(x, i, a, size, average, own);
+            for (int64_t j = 0; j < size; j += WIDE) {
+                fetch_state(x, (i + ROWS) * x->width + a + j, rows);
+                expand_tile(R, x->r, tiles + 2 * x->r * (a + j), *average + j, *own + j);
+            }
             for (int n = 0; n < rows; n++) {
                 const int64_t at = (i + n) * x->width + a;
                 float *restrict const w = x->w + at, *restrict const m = x->m + at, *restrict const v = x->v + at;
                 float *restrict const e = x->e + at;
                 const float *restrict const g = x->g ? x->g + at : NULL, *restrict const ghat = average[n];
-                const int64_t next = ROWS * x->width;
-                fetch(w + next, size), fetch(m + next, size), fetch(v + next, size), fetch(e + next, size);
-                if (g) fetch(g + next, size);
                 for (int64_t c = 0; c < size; c++)
                     w[c] = f.shrink * w[c] - f.rate * update_moments(m + c, v + c, scale * ghat[c], f);
                 if (g)
@@ -236,7 +250,7 @@ static void update_factored(const Factored *x, const Weights *h) {
     *x->step += 1;
 }
 
-int64_t factored(const Factored *rows, int64_t first, int64_t last, const Weights *weights) {
-    for (int64_t x = first; x < last; x++) update_factored(rows + x, weights);
+int64_t factored(const Factored *rows, int64_t first, int64_t last, const Weights *weights, float *memory) {
+    for (int64_t x = first; x < last; x++) update_factored(rows + x, weights, memory);
     return -1;
 }

@@ -7,11 +7,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..._state.buckets import Bucket
 from ..._state.residuals import Opened, Residuals
 from ..._wire.payload import Payload
+from ..norms import gradient_marks
 from ..update_helpers import FactoredAverages
 from .passes import (
     ADAMW,
@@ -33,7 +35,7 @@ from .updates import (
 )
 
 LANES = 16  # as in vectors.h: narrow matrices are copied to rows of whole steps
-PRODUCT = Struct("height width r g e right out")
+PRODUCT = Struct("height width r g e right out mark")
 FACTORED = Struct("height width r R p sent g e w m v step")
 
 
@@ -46,15 +48,15 @@ def multiply_stacks(
     transposed: bool,
     header: Payload | None,
 ) -> None:
-    """Write ``h Q``, or ``h^T R``, of every tensor of the stacks.
+    """Write ``h Q``, or ``h^T R``, of every tensor of the stacks; the marks of projected gradients
+    in the same pass.
 
     It is the first where ``transposed``: H is the transpose of the tensor.
     """
-    if header is not None:
-        ops.write_header(header, bucket.grads())
+    marks = torch.zeros(len(bucket.params))
     sizes: list[tuple[int, int, int]] = []
     given: list[Tensor | None] = []
-    columns: dict[str, list[int]] = {name: [] for name in ("e", "right", "out")}
+    columns: dict[str, list[int]] = {name: [] for name in ("e", "right", "out", "mark")}
     narrow = [x.contiguous() for x in right]  # alive until the pass has read them
     residuals = [stack.residual.read() for stack in stacks]  # and these
     for stack, e, R, product in zip(stacks, residuals, narrow, out, strict=True):
@@ -63,6 +65,7 @@ def multiply_stacks(
         given += stack.grads
         for name, x in (("e", e), ("right", R), ("out", product.mT)):
             columns[name] += address_in_turn(NAMES.get(name, "a factor"), x, [x[0].numel()] * k)
+        columns["mark"] += address_in_turn("marks", marks[stack.indices.start :], [1] * k)
     rows, widths, ranks = (list(x) for x in zip(*sizes, strict=True))
     lengths = [n * m for n, m, _ in sizes]
     table = PRODUCT.table(
@@ -74,14 +77,18 @@ def multiply_stacks(
         **columns,
     )
     room = max(max(n, m) * (r + LANES) for n, m, r in sizes)
-    memory = per_thread_scratch(ops, out[0], room)
+    scratch = per_thread_scratch(ops, out[0], room)
     library = ops.library
     run_over_rows(
         lengths,
         lambda a, b, thread: library.project(
-            table, a, b, 1.0, float(not transposed), memory + 4 * room * thread
+            table, a, b, float(not transposed), scratch + 4 * room * thread
         ),
     )
+    if header is not None:
+        in_stacks = {i for stack in stacks for i in stack.indices}
+        others = [None if i in in_stacks else g for i, g in enumerate(bucket.grads())]
+        header.header.copy_(marks.add_(gradient_marks(others, marks)))
 
 
 def update_separate(
@@ -123,7 +130,7 @@ def _update_factored(
     memory: list[Tensor] = []  # alive until the pass has read it
     for stack in stacks:
         r, k = stack.R.shape[-1], len(stack.indices)
-        parts = stack.R.mT.contiguous(), stack.p.float(), stack.sent.float()
+        parts = stack.R.contiguous(), stack.p.float(), stack.sent.float()
         memory += parts
         sizes = dict(height=[stack.rows] * k, width=[stack.columns] * k, r=[r] * k)
         for name, x in zip(("R", "p", "sent"), parts, strict=True):
@@ -143,7 +150,15 @@ def _update_factored(
     (beta1, beta2), sign = group["betas"], -1.0 if group["maximize"] else 1.0
     hyper = float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], sign
     options = Options(*hyper, factor, share, share)
-    run_over_rows(lengths, lambda a, b, _: ops.library.factored(table, a, b, options))
+    # a thread's memory: two narrow matrices, rounded up to whole steps
+    room = max(2 * r * (n + LANES) for r, n in zip(columns["r"], columns["width"], strict=True))
+    scratch = per_thread_scratch(ops, weights[0], room)
+    run_over_rows(
+        lengths,
+        lambda a, b, thread: ops.library.factored(
+            table, a, b, options, scratch + 4 * room * thread
+        ),
+    )
 
 
 def _state_columns(bucket: Bucket, numbers: Sequence[int], **names: str) -> dict[str, list[int]]:

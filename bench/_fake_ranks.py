@@ -40,14 +40,14 @@ COLLECTIVES = ("all_reduce", "all_gather", SINGLE, "all_to_all_single", "broadca
 
 
 @contextlib.contextmanager
-def fleet(ranks: int, left_by_others: float = 0.0) -> Iterator[Fleet]:
+def fake_ranks(ranks: int, left_by_others: float = 0.0) -> Iterator[FakeRanks]:
     """torch.distributed, of which this process is rank 0 of ``ranks``; nothing is sent.
 
     All ranks hold this one's gradients, on purpose.
     """
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
-        comm = Fleet(left_by_others)
+        comm = FakeRanks(left_by_others)
         counted = {name: comm.counted(getattr(dist, name)) for name in COLLECTIVES}
         with (
             mock.patch.multiple(dist, **counted),
@@ -58,7 +58,7 @@ def fleet(ranks: int, left_by_others: float = 0.0) -> Iterator[Fleet]:
         dist.destroy_process_group()
 
 
-class Fleet(Communicator):
+class FakeRanks(Communicator):
     """All ranks of a fake group. Give it to an optimizer as ``process_group``, then call ``follow(optimizer)``.
 
     ``handed``, ``sent`` and ``received`` count bytes since ``reset``, by kind: payload, header (marks of presence and

@@ -77,7 +77,7 @@ class Runner:
         }
 
 
-def take_turns(runners: Sequence[Runner], rounds: int, steps: int) -> None:
+def interleave(runners: Sequence[Runner], rounds: int, steps: int) -> None:
     """In each rank, after init_process_group: time `rounds` blocks of `steps` steps of each runner, in turn.
 
     Rank 0 prints all ranks' results as JSON, a list of runners a rank, in its last line.
@@ -94,7 +94,7 @@ def take_turns(runners: Sequence[Runner], rounds: int, steps: int) -> None:
 def over_links(
     worker: Sequence[str], ranks: int, rate: str, burst: int | None = None, timeout: float = 1800
 ) -> tuple[str, list[tuple[dict, ...]]]:
-    """Run a worker that ends in `take_turns`, a process a rank, over links of this rate ("unshaped": no shaping).
+    """Run a worker that ends in `interleave`, a process a rank, over links of this rate ("unshaped": no shaping).
 
     Returns:
         The rate, or "loopback" where links cannot be made; for each runner its results on all ranks.

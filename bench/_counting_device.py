@@ -398,7 +398,7 @@ def _to_list(x: Tensor) -> Any:
 
 
 @contextlib.contextmanager
-def hollow(backend: str, addresses: bool = True) -> Iterator[None]:
+def counting_device(backend: str, addresses: bool = True) -> Iterator[None]:
     """While it is entered, the meta device is an accelerator with this back end.
 
     Without ``addresses``, which are found slowly here, every tensor lies at 0.
