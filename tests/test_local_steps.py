@@ -231,20 +231,21 @@ def test_a_scheduler_acts_on_the_outer_optimizer():
         rates.append([(group["lr"], group["momentum"]) for group in outer.param_groups])
 
     def outer(anchors):
-        made.append(torch.optim.SGD(anchors, lr=0.5, momentum=0.5))
+        groups = [{"params": anchors[:1]}, {"params": anchors[1:]}]
+        made.append(torch.optim.SGD(groups, lr=0.5, momentum=0.5))
         made[-1].register_step_pre_hook(note)
         return made[-1]
 
     options = dict(outer=outer, every_warmup_steps=3)
     params, optimizers = train(2, 3, **options)
     made = made[-2:]  # each constructor has made one too, to see what it is given
-    assert rates[-2:] == [[(0.75, 0.25)]] * 2
+    assert rates[-2:] == [[(0.75, 0.25)] * 2] * 2
     for one in made:
         assert one.param_groups[0]["lr"] == 0.5 and one.param_groups[0]["momentum"] == 0.5
         one.param_groups[0]["lr"] = 0.25
     for t in range(3, 7):
         step(optimizers[0].comm.world, params, optimizers, gradients(2, t))
-    assert rates[-2:] == [[(0.25, 0.5)]] * 2
+    assert rates[-2:] == [[(0.25, 0.5), (0.5, 0.5)]] * 2
     assert optimizers[0].stats.round == 3 and all(map(torch.equal, *params))
 
 
