@@ -139,7 +139,7 @@ def _header_bytes(request: Request, bucket: Bucket, ranks: int) -> int:
     """Bytes of marks and control words in what is started first for a payload: one header, or one for every rank."""
     words, tensor = len(bucket.params) + len(bucket.control.numbers), request.tensor
     if isinstance(request, AllReduceMean):
-        return words * (tensor.element_size() if request.message.seed is None else 4 * ranks)
+        return words * (tensor.element_size() if request.message.codec.bits is None else 4 * ranks)
     return words * tensor.element_size() * ranks
 
 

@@ -25,7 +25,6 @@ from sim import World
 
 import compopt.muon
 from compopt._ops.backends import choose_backend
-from compopt._ops.operations import Ops
 from compopt._state.residuals import Residuals
 from compopt._state.tensors import MIN_COMPRESSED_NUMEL
 from compopt.integrations._fsdp_gather import GatherLayout, Shard
@@ -39,6 +38,10 @@ class Ranks:
 
     def __init__(self, model: StackedGPT, optimizers: list[torch.optim.Optimizer]):
         self.model, self.optimizers, self.bytes_sent = model, optimizers, 0
+
+    def params_of(self, model: StackedGPT, replica: int) -> Views:
+        """Return what the optimizer of a replica steps."""
+        return model.views(replica)
 
     def step(self, lr: float) -> None:
         for optimizer in self.optimizers:
@@ -76,7 +79,7 @@ class OneReplica(Ranks):
     """DDP: gradients are averaged whole, so that one replica with everyone's batches is all of them."""
 
     def __init__(self, model: StackedGPT, make: Make, ranks: int):
-        super().__init__(model, [make(model.views(0), None)])
+        super().__init__(model, [make(self.params_of(model, 0), None)])
 
     def step_all(self) -> None:
         self.optimizers[0].step()
@@ -85,54 +88,12 @@ class OneReplica(Ranks):
         return sum(p[0].numel() * 4 for p in self.model.params.values())
 
 
-class RoundedReplica(OneReplica):
-    """FSDP2 with gathers in int8: the model computes with rounded parameters, cut and encoded as ranks cut them."""
-
-    def __init__(self, model: StackedGPT, make: Make, ranks: int):
-        # what the model has are the gathered parameters, and the optimizer steps these, with the same gradients
-        self.shards = {name: nn.Parameter(p.detach().clone()) for name, p in model.views(0).items()}
-        for name, p in self.shards.items():
-            p.grad = model.params[name].grad[0]
-        Ranks.__init__(self, model, [make(self.shards, None)])
-        self.number_of_ranks = ranks
-        self.gather()
-
-    def step_all(self) -> None:
-        super().step_all()
-        self.gather()
-
-    @torch.no_grad()
-    def gather(self) -> None:
-        for name, p in self.shards.items():
-            gathered = self.model.params[name][0]
-            gathered.copy_(p)
-            if p.dim() < 2 or p.numel() < MIN_COMPRESSED_NUMEL:
-                continue
-            for part in gathered.chunk(self.number_of_ranks):
-                layout = GatherLayout([Shard(part.numel(), part.dtype, True)], 1, 8, self.ops)
-                flat = part.view(-1)
-                layout.decode(layout.encode(flat).unsqueeze(0), flat.unsqueeze(0))
-
-    @functools.cached_property
-    def ops(self) -> Ops:
-        return choose_backend({p.device.type for p in self.shards.values()})
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"shards": {name: p.detach() for name, p in self.shards.items()}}
-
-    @torch.no_grad()
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        super().load_state_dict(saved)
-        for name, p in self.shards.items():
-            p.copy_(saved["shards"][name])
-
-
 class Lockstep(Ranks):
     """Optimizers of compopt; each rank runs until it waits for the others."""
 
     def __init__(self, model: StackedGPT, make: Make, ranks: int):
         self.world = World(ranks)
-        super().__init__(model, [make(model.views(rank), comm) for rank, comm in enumerate(self.world.comms)])
+        super().__init__(model, [make(self.params_of(model, rank), comm) for rank, comm in enumerate(self.world.comms)])
 
     def step_all(self) -> None:
         self.world.step(self.optimizers)
@@ -142,6 +103,77 @@ class Lockstep(Ranks):
             before = self.sent_in_step()  # stats then count the last step again
             self.world.run([optimizer.end_round_as_generator() for optimizer in self.optimizers])
             self.bytes_sent += self.sent_in_step() - before
+
+
+class RoundedGathers(Ranks):
+    """Mixed in: FSDP2 with gathers in int8. Replicas compute with rounded parameters, cut and encoded as ranks cut
+    them; optimizers step the exact ones, with the same gradients.
+    """
+
+    def __init__(self, model: StackedGPT, make: Make, ranks: int):
+        self.exact: list[Views] = []
+        self.number_of_ranks = ranks
+        super().__init__(model, make, ranks)
+        self.gather()
+
+    def params_of(self, model: StackedGPT, replica: int) -> Views:
+        exact = {name: nn.Parameter(p.detach().clone()) for name, p in model.views(replica).items()}
+        for name, p in exact.items():
+            p.grad = model.params[name].grad[replica]
+        self.exact.append(exact)
+        return exact
+
+    def step_all(self) -> None:
+        super().step_all()
+        self.gather()
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Give all replicas the parameters that ranks gather, which are alike on all."""
+        matrices = {}
+        for name, p in self.exact[0].items():
+            self.model.params[name].copy_(p)
+            if p.dim() >= 2 and p.numel() >= MIN_COMPRESSED_NUMEL:
+                matrices[name] = self.cut(p)
+        flat = torch.cat([*matrices.values()], 1)
+        self.layout.decode(torch.stack([self.layout.encode(row) for row in flat]), flat)
+        parts = flat.split([rows.shape[1] for rows in matrices.values()], 1)
+        for name, part in zip(matrices, parts, strict=True):
+            p = self.exact[0][name]
+            self.model.params[name].copy_(part.flatten()[: p.numel()].view_as(p))
+
+    def cut(self, p: Tensor) -> Tensor:
+        """Return the shards of a matrix, a row each, padded as FSDP2 pads them."""
+        numel = -(-len(p) // self.number_of_ranks) * p[0].numel()
+        rows = p.new_zeros(self.number_of_ranks, numel)
+        rows.view(-1)[: p.numel()] = p.flatten()
+        return rows
+
+    @functools.cached_property
+    def layout(self) -> GatherLayout:
+        large = [p for p in self.exact[0].values() if p.dim() >= 2 and p.numel() >= MIN_COMPRESSED_NUMEL]
+        shards = [Shard(self.cut(p).shape[1], p.dtype, True) for p in large]
+        ops = choose_backend({p.device.type for p in large})
+        return GatherLayout(shards, self.number_of_ranks, 8, ops)
+
+    def state_dict(self) -> dict[str, Any]:
+        exact = [{name: p.detach() for name, p in views.items()} for views in self.exact]
+        return super().state_dict() | {"exact": exact}
+
+    @torch.no_grad()
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        super().load_state_dict(saved)
+        for views, values in zip(self.exact, saved["exact"], strict=True):
+            for name, p in views.items():
+                p.copy_(values[name])
+
+
+class RoundedReplica(RoundedGathers, OneReplica):
+    """FSDP2 with gathers in int8 and an optimizer that averages gradients whole."""
+
+
+class RoundedLockstep(RoundedGathers, Lockstep):
+    """FSDP2 with gathers in int8 and an optimizer of compopt."""
 
 
 class AlikeLockstep(Lockstep):

@@ -15,6 +15,7 @@ from _ladder_ranks import (
     Lockstep,
     OneReplica,
     Ranks,
+    RoundedLockstep,
     RoundedReplica,
     Threads,
     Views,
@@ -168,5 +169,8 @@ for momentum in (0.8, 0.85, 0.9, 0.98):  # of Muon, where the rows above have 0.
     inner = functools.partial(muon, momentum=momentum)
     VARIANTS[f"LocalSteps(Muon) 30, int4, 800, inner momentum {momentum}"] = vary_default(inner=inner)
 VARIANTS["FSDP2 + AdamW, gathers in int8"] = Row(adamw, RoundedReplica, 8e-3)
+VARIANTS["FSDP2 + SeparateAdam, gathers and residual in int8"] = Row(
+    functools.partial(separate_adam, residual_dtype="int8"), RoundedLockstep, 4e-3
+)
 VARIANTS["DDP + Muon, momentum 0.9"] = Row(functools.partial(muon, momentum=0.9), OneReplica, 8e-3)
 ROWS = MAIN | VARIANTS

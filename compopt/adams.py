@@ -23,19 +23,18 @@ from ._engine.reducer import AllReduceReducer, step_adams
 from ._ops.operations import Ops
 from ._state.buckets import Bucket
 from ._state.layouts import Layout, LocalShape
-from ._state.masks import Mask
 from ._wire.collectives import ProcessGroup
-from ._wire.requests import Agree, RequestGenerator, RunBatched
+from ._wire.requests import Agree, RequestGenerator
 
 
 def adams(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     """Equation 2, one bucket, one step."""
-    reducer = AllReduceReducer(bucket, ops, Mask(bucket))
+    reducer = AllReduceReducer(bucket, ops)
     mean = yield from reducer.reduce()
     yield Agree(mean, reducer.phase)  # from here on state changes
     if bucket.group["maximize"]:
         mean.body.neg_()
-    yield RunBatched(step_adams, bucket, ops, reducer)
+    yield from ops.run_batched(step_adams, bucket, reducer)
 
 
 class AdamS(CompressedOptimizer):

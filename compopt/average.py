@@ -35,15 +35,14 @@ from ._ops.norms import clip_factor
 from ._ops.operations import Ops
 from ._state.buckets import Bucket
 from ._state.layouts import Layout
-from ._state.masks import Mask
 from ._wire.collectives import ProcessGroup
-from ._wire.payload import PayloadDtype, quantized_bits
+from ._wire.payload import PayloadDtype
 from ._wire.requests import Agree, RequestGenerator
 
 
 def average(bucket: Bucket, ops: Ops, update: Update) -> RequestGenerator[None]:
     """Lines 1 to 5, one bucket, one step; ``update`` takes G."""
-    reducer = AllReduceReducer(bucket, ops, Mask(bucket))
+    reducer = AllReduceReducer(bucket, ops)
     mean = yield from reducer.reduce()  # lines 1 to 3
     norm = yield Agree(mean, reducer.phase)
 
@@ -122,9 +121,8 @@ class Average(Wrapper, ReducingOptimizer):
         A reduce-scatter carries floats only; quantized values use an all-reduce, of which each rank
         keeps its part.
         """
-        is_quantized = quantized_bits(bucket.group["payload_dtype"]) is not None
-        if is_quantized:
-            return AllReduceReducer(bucket, self.ops, Mask(bucket))
+        if bucket.codecs[bucket.group["payload_dtype"]].bits:
+            return AllReduceReducer(bucket, self.ops)
         return ReduceScatterReducer(bucket, self.ops)
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:

@@ -8,8 +8,7 @@ numbers out.
 - `fit` and `fit_communication` find the constants of both from measured points.
 """
 
-from .planning.activation_advice import LayersAdvice, advise_layers
-from .planning.activation_costs import COMPRESSORS, Kind
+from .planning.activation_advice import Layers, LayersAdvice, advise_layers
 from .planning.advice import Advice, advise
 from .planning.hardware import (
     DEVICES,
@@ -19,24 +18,15 @@ from .planning.hardware import (
     all_gather_seconds,
     all_reduce_seconds,
 )
-from .planning.layer_prediction import Grid, LayerRow, Layers
-from .planning.layer_prediction import predict_layer_rows as rows_of_layers
 from .planning.losses import LOSSES, Measurement
 from .planning.measurement import Fit, fit, fit_communication
 from .planning.methods import METHODS, Cost, Method
-from .planning.model_parallel import (
-    PAPER,
-    LayerCosts,
-    layer_flops,
-    layer_seconds,
-    speedup,
-)
+from .planning.model_parallel import PAPER, LayerCosts, layer_flops, layer_seconds, speedup
 from .planning.prediction import Row, Situation, Step, step_seconds
 from .planning.prediction import predict_rows as rows_of
 from .planning.workload import Workload
 
 __all__ = [
-    "COMPRESSORS",
     "DEVICES",
     "LOSSES",
     "METHODS",
@@ -45,10 +35,7 @@ __all__ = [
     "Cost",
     "Device",
     "Fit",
-    "Grid",
-    "Kind",
     "LayerCosts",
-    "LayerRow",
     "Layers",
     "LayersAdvice",
     "Machine",
@@ -68,7 +55,6 @@ __all__ = [
     "layer_flops",
     "layer_seconds",
     "rows_of",
-    "rows_of_layers",
     "speedup",
     "step_seconds",
 ]

@@ -280,7 +280,7 @@ class LocalSteps(AnchoredWrapper):
                 with self._explain_failed_sync():
                     is_applied = yield from self._synchronize(options)
             finally:
-                session.has_local_gradients = False
+                session.ddp_left_gradients = False
                 self._note_open_round()
             self._report(norm, is_applied)
             if session.consecutive_skips or not math.isfinite(norm):
@@ -459,7 +459,7 @@ class LocalSteps(AnchoredWrapper):
     def _sync_the_rest(self, sync: FragmentSync) -> CollectiveGenerator[None]:
         """Exchange what has moved since the last sync of its fragment."""
         counts, last = self._counts, self._session.stats
-        self._session.follow_default_group(self)
+        self._session.refresh_ranks(self)
         sync.connect(is_delayed=self._options["delay"] > 0)
         step, is_applied = self._options["step"], False
         in_round = step - counts.begun

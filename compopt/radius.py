@@ -49,7 +49,7 @@ from ._engine.options import (
     require_option,
 )
 from ._engine.reducer import AllReduceReducer, step_adamw
-from ._ops.norms import clip_factor
+from ._ops.norms import clip_factor, scale_
 from ._ops.operations import Ops
 from ._ops.reference import update_magnitudes
 from ._state.buckets import Bucket
@@ -58,25 +58,22 @@ from ._state.masks import Mask, selection_size, sizes_at_density
 from ._state.residuals import residual_layout
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype
-from ._wire.requests import Agree, Broadcast, RequestGenerator, RunBatched
+from ._wire.requests import Agree, Broadcast, RequestGenerator
 
 
 def radius(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     """Algorithm 1, one bucket, one step."""
     group, phase = bucket.group, choose_phase(bucket)  # lines 3, 7, 12
     resamples = phase == "resample"
-    reducer = AllReduceReducer(
-        bucket,
-        ops,
-        bucket.cache["mask"] if phase == "sparse" else Mask(bucket),
-        sends_residuals(bucket, phase),
-        scale=group["residual_scale"] if resamples else 1.0,
-    )
+    mask, scale = bucket.cache["mask"] if phase == "sparse" else None, 1.0
+    if resamples:
+        scale = group["residual_scale"]
+    reducer = AllReduceReducer(bucket, ops, mask, scale, keeps_mask=mask is not None)
     mean = yield from reducer.reduce()  # lines 4, 8, 9, 13, 14
     norm = yield Agree(mean, phase)  # from here on state changes
-    reducer.clip(clip_factor(norm, group["max_grad_norm"]))  # line 20
+    scale_(mean.body, clip_factor(norm, group["max_grad_norm"]))  # line 20
     before = [w.clone() for w in compressed_weights(bucket)] if resamples else []
-    yield RunBatched(step_adamw, bucket, ops, reducer)  # lines 10, 15 to 17, 21 and 25
+    yield from ops.run_batched(step_adamw, bucket, reducer)  # lines 10, 15 to 17, 21 and 25
     if resamples:
         masks = select_masks(bucket, ops, before)
         del before
@@ -92,16 +89,6 @@ def choose_phase(bucket: Bucket) -> str:
     if t < dense_steps(bucket) or not any(bucket.compressed):
         return "dense"
     return "resample" if "mask" not in bucket.cache or t % group["interval"] == 0 else "sparse"
-
-
-def sends_residuals(bucket: Bucket, phase: str) -> bool:
-    """Return True in three cases: in a resample step; in any step if payloads are rounded, because
-    residuals then hold rounding errors; and in a dense step after sparse ones, which occurs if the
-    user prolongs the warm-up.
-    """
-    if phase == "resample" or bucket.is_rounded:
-        return True
-    return phase == "dense" and bucket.has_residual
 
 
 def compressed_weights(bucket: Bucket) -> list[Tensor]:

@@ -72,9 +72,10 @@ from ._state.buckets import Bucket
 from ._state.layouts import Bits, Layout, LocalShape, OnMask, Sharded
 from ._state.masks import Mask, sizes_at_density
 from ._state.residuals import Residuals
+from ._wire.codec import PAYLOAD_CODECS
 from ._wire.collectives import ProcessGroup
-from ._wire.payload import Payload, PayloadDtype, quantized_bits
-from ._wire.requests import Agree, AllGather, AllReduceMean, RequestGenerator, RunBatched
+from ._wire.payload import Payload, PayloadDtype
+from ._wire.requests import Agree, AllGather, AllReduceMean, RequestGenerator
 
 CHOICES: dict[str, tuple[object, ...]] = {
     "mask_delay": (0, 1),
@@ -102,7 +103,7 @@ def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> RequestGenerator[N
         clip_factor_in_v = 1.0
     to_select = selection if is_delayed else None
     # lines 10, 11 and 15 to 21
-    yield RunBatched(update, bucket, ops, mean, mask, clip_factor_in_v, to_select)
+    yield from ops.run_batched(update, bucket, mean, mask, clip_factor_in_v, to_select)
     yield from exchange_masks(bucket, ops, mask, mean, selection)  # line 15
 
 
@@ -314,7 +315,7 @@ class ScapeAdamS(CompressedOptimizer):
         check_steps(group, "density_warmup_steps")
         for name, choices in CHOICES.items():
             require_option(group[name] in choices, group, name, " or ".join(map(repr, choices)))
-        is_float = quantized_bits(group["payload_dtype"]) is None
+        is_float = PAYLOAD_CODECS[group["payload_dtype"]].bits is None
         wanted = "None or a floating-point dtype where state is sharded"
         require_option(is_float or not self.sharded, group, "payload_dtype", wanted)
 

@@ -61,7 +61,7 @@ from ._state.buckets import Bucket
 from ._state.layouts import Layout, LocalShape
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype
-from ._wire.requests import Agree, RequestGenerator, RunBatched
+from ._wire.requests import Agree, RequestGenerator
 
 
 def separate(
@@ -77,8 +77,8 @@ def separate(
     have_gradients = bucket.have_gradients(mean)
     # fused implementations know AdamW only, and averages that are dense or factored
     if isinstance(update, AdamWUpdate) and reducer.has_factors:
-        yield RunBatched(  # lines 4 and 5
-            update_tensors, bucket, ops, mean, reducer, update, have_gradients, factor
+        yield from ops.run_batched(  # lines 4 and 5
+            update_tensors, bucket, mean, reducer, update, have_gradients, factor
         )
     else:
         update_tensors(bucket, ops, mean, reducer, update, have_gradients, factor)

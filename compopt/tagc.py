@@ -51,21 +51,24 @@ from ._engine.options import (
     read_residual_dtype,
     require_option,
 )
-from ._engine.reducer import ReduceScatterReducer
+from ._engine.reducer import OwnerReducer, ReduceScatterReducer
 from ._engine.reducing_optimizer import GatherDtype, ReducingOptimizer
 from ._engine.stats import Stats
 from ._engine.update import AdamWUpdate
+from ._ops.norms import gradient_marks
 from ._ops.operations import Ops
+from ._ops.update_helpers import Selected
 from ._sharded.adamw import UpdateDtype, check_gathers, check_updates, step_zero1_shards
 from ._sharded.codecs import CODECS, Codec
 from ._sparse.top_k import select_top_k_of_each
 from ._state.bits import make_bits, unpack_bits
 from ._state.buckets import Bucket
 from ._state.layouts import Layout, Sharded
-from ._state.masks import sizes_at_density
+from ._state.masks import Tensors, sizes_at_density
 from ._state.residuals import Residuals
+from ._wire.codec import PAYLOAD_CODECS
 from ._wire.collectives import ProcessGroup
-from ._wire.payload import Payload, PayloadDtype, bytes_per_value, quantized_bits
+from ._wire.payload import Payload, PayloadDtype
 from ._wire.requests import BitOr, ReadToHost, RequestGenerator
 
 # The usual names of projections to queries, keys and values. The projection after the attention is
@@ -82,108 +85,77 @@ def tagc(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     """Algorithm 1 with AdamW, all shards of one bucket, one step: lines 1 to 10 in
     ``UnionReducer``, the rest in ``step_zero1_shards``.
     """
-    return step_zero1_shards(bucket, ops, UnionReducer(bucket, ops))
+    return step_zero1_shards(bucket, ops, choose_reducer(bucket, ops))
 
 
-class UnionReducer(ReduceScatterReducer):
+def choose_reducer(bucket: Bucket, ops: Ops) -> DenseStart | UnionReducer:
+    """Return the reducer of this step: dense in the dense start, or where nothing is compressed."""
+    is_dense = bucket.group["step"] < dense_steps(bucket) or not bucket.shards.mask_bytes
+    return DenseStart(bucket, ops) if is_dense else UnionReducer(bucket, ops)
+
+
+class DenseStart(ReduceScatterReducer):
+    """All tensors dense."""
+
+    phase = "dense"
+
+    def feed_back(self, have_gradients: list[bool]) -> None:
+        self.bucket.cache["union_and_leftovers"] = None, 0
+        super().feed_back(have_gradients)
+
+
+class UnionReducer(OwnerReducer):
     """Lines 1 to 10, all shards of one bucket: sends compressed tensors at the union of the ranks'
-    selections, the others dense. In the dense start it sends all of them dense.
+    selections, the others dense.
     """
 
-    positions: Tensor  # the positions that this rank has selected, in the mask
-    selected: Tensor  # the values at these positions
+    phase = "sparse"
+    selected: Selected  # by this rank's
     union: Tensor  # the positions that any rank has selected, ascending
     counts: list[int]  # how many of them each rank owns
     codec: Codec
 
     def __init__(self, bucket: Bucket, ops: Ops):
-        super().__init__(bucket, ops)
-        self.is_sparse = bucket.group["step"] >= dense_steps(bucket) and self.layout.mask_bytes > 0
-        if self.is_sparse:
-            self.sent_dense = [i for i, c in enumerate(bucket.compressed) if not c]
-
-    @property
-    def phase(self) -> str:
-        return "sparse" if self.is_sparse else "dense"
+        super().__init__(bucket, ops, [i for i, c in enumerate(bucket.compressed) if not c])
 
     def reduce(self) -> RequestGenerator[Payload]:
-        if not self.is_sparse:
-            return (yield from super().reduce())
-        x, marks = self.add_residuals()  # line 1
-        bits = self.select_largest(x)  # lines 2 and 3
-        yield from self.find_union(bits)  # line 4
-        flat = self.encode(marks)  # line 5
+        bucket, layout = self.bucket, self.layout
+        sizes = [8 * (last - first) for first, last in itertools.pairwise(layout.mask_cuts)]
+        sparsity, counts = bucket.group["sparsity"], layout.compressed_counts
+        pairs = zip(counts, sizes, strict=True)
+        ks = [count_selected(sparsity, n) if sparsity else size for n, size in pairs]
+        self.selected = self.ops.run(select_largest, bucket, self.grads, ks)  # lines 1 to 3
+        bits = yield BitOr(self.selected.bits)  # line 4
+        if bits.device.type == "cpu":
+            self.union = self.ops.find_set_bits(bits)
+            self.counts = layout.count_by_rank(self.union)
+        else:  # the host needs the counts for the lengths of payloads
+            flags = unpack_bits(bits)
+            sums = [shard.sum() for shard in flags.split(sizes)]
+            self.counts = yield ReadToHost(torch.stack(sums))
+            self.union = flags.nonzero_static(size=sum(self.counts)).view(-1)
+        flat = self.encode()  # line 5
         mean = yield from self.exchange(flat)  # lines 6 and 9
         *dense, encoded = mean.parts
         self.values = [*dense, self.codec.decode(encoded)]  # line 10
         return mean
 
-    def add_residuals(self) -> tuple[Tensor, Tensor]:
-        """Do line 1; return the sums in the order of the mask, and the marks of all gradients."""
-        x = self._mask_memory()
-        for gap in self.layout.gaps:
-            gap.view_in(x).zero_()
-        sums = self.layout.views_in_mask_order(x)
-        return x, self.ops.add_residuals(self.bucket, self.grads, sums)
-
-    def select_largest(self, x: Tensor) -> Tensor:
-        """Do lines 2 and 3: store the positions and values of the largest elements of each shard;
-        return the bits of those that are not 0.
-
-        On an accelerator the positions of a shard are in no order, and some values may be 0.
-        """
-        layout, sparsity = self.layout, self.bucket.group["sparsity"]
-        shards = [x[8 * first : 8 * last] for first, last in itertools.pairwise(layout.mask_cuts)]
-        pairs = zip(shards, layout.compressed_counts, strict=True)
-        ks = [count_selected(sparsity, n) if sparsity else len(shard) for shard, n in pairs]
-        positions = select_top_k_of_each(shards, ks, self.ops)
-        values = x.index_select(0, positions)
-        # Zeros are not sent: gradients of embeddings are mostly 0, and so are gaps between tensors.
-        wanted = None
-        if x.device.type != "cpu":  # without a host wait: zeros stay selected, but set no bit
-            wanted = values != 0
-        elif not values.all():
-            positions, values = positions[values != 0], values[values != 0]
-        self.positions, self.selected = positions, values
-        return make_bits(positions, layout.mask_bytes, wanted)
-
-    def find_union(self, bits: Tensor) -> RequestGenerator[None]:
-        """Do line 4: find the positions in the mask that any rank has selected, ascending, and how
-        many of them each rank owns. The host needs these counts for the lengths of payloads.
-        """
-        layout = self.layout
-        bits = yield BitOr(bits)
-        if bits.device.type == "cpu":
-            self.union = self.ops.find_set_bits(bits)
-            self.counts = layout.count_by_rank(self.union)
-            return
-        flags = unpack_bits(bits)
-        sizes = [8 * (last - first) for first, last in itertools.pairwise(layout.mask_cuts)]
-        self.counts = yield ReadToHost(torch.stack([shard.sum() for shard in flags.split(sizes)]))
-        self.union = flags.nonzero_static(size=sum(self.counts)).view(-1)
-
-    def encode(self, marks: Tensor) -> Tensor:
+    def encode(self) -> Tensor:
         """Do line 5: encode this rank's values at the union, 0 where it has selected none; return
         the memory of the rows.
         """
-        group, union = self.bucket.group, self.union
+        group = self.bucket.group
         seed = 1_000_003 * group["step"] + self.bucket.index  # a new one for every bucket and step
         codec = CODECS[group["codec"]]
-        self.codec = codec(self.layout, union, self.counts, group["sketch_ratio"], seed)
-        if self.codec.needs_float32:
-            self.payload_dtype = self.bucket.compute_dtype
-        flat = self.make_owner_payloads(marks, self.codec.sizes)
-        self.write_dense_tensors()
-        # x is not needed any more: its memory takes the values to encode, in the order of the mask
-        values = self._mask_memory().index_fill_(0, union, 0)
-        values.scatter_(0, self.positions, self.selected)
-        parts = [payload.unrounded_parts[-1] for payload in self.owner_payloads]
-        self.codec.encode(parts, values.index_select(0, union))
+        self.codec = codec(self.layout, self.union, self.counts, group["sketch_ratio"], seed)
+        dtype = self.bucket.compute_dtype if codec.needs_float32 else group["payload_dtype"]
+        flat = self.fill_payloads(self.selected.marks, dtype, self.codec.sizes)
+        positions, values, *_ = self.selected
+        at_union = self.ops.spread(values, positions, self.union, 8 * self.layout.mask_bytes)
+        self.codec.encode([p.unrounded_parts[-1] for p in self.owner_payloads], at_union)
         return flat
 
     def read_owned_parts(self, dtype: torch.dtype) -> list[Tensor]:
-        if not self.is_sparse:
-            return super().read_owned_parts(dtype)
         layout, (begin, end) = self.layout, self.layout.own_bits
         *values, at_union = self.values
         first = sum(self.counts[: layout.rank])
@@ -196,34 +168,65 @@ class UnionReducer(ReduceScatterReducer):
 
     def feed_back(self, have_gradients: list[bool]) -> None:
         """Do line 2: the residual is the values that were not sent, and rounding errors."""
-        bucket, grads = self.bucket, self.grads
-        if not self.is_sparse:
-            bucket.cache["union_and_leftovers"] = None, 0
-            super().feed_back(have_gradients)
-            return
+        bucket, (positions, sent, *_) = self.bucket, self.selected
         bucket.cache["union_and_leftovers"] = len(self.union), self.codec.leftovers
-        some = {i for i in range(len(grads)) if i not in self.sent_dense and have_gradients[i]}
-        sent = self.selected
         if self.owner_payloads[0].rounding_errors is not None:
-            rest = self._mask_memory().index_fill_(0, self.positions, 0)
+            rest = mask_memory(bucket, self.ops).index_fill_(0, positions, 0)
             errors = [payload.rounding_error_parts[-1] for payload in self.owner_payloads]
             rest.index_copy_(0, self.union, torch.cat(errors))
-            sent = sent - rest.index_select(0, self.positions)
+            sent = sent - rest.index_select(0, positions)
         if not all(have_gradients):
             has_gradient = torch.tensor(have_gradients, dtype=torch.bool, device=sent.device)
-            sent = sent * has_gradient.index_select(0, self.layout.tensors_at(self.positions))
-        at = self.layout.map_to_tensors(self.positions)
-        with Residuals(bucket).open() as opened:
-            pairs = [(e, g) for i, e in opened.pairs if i in some and (g := grads[i]) is not None]
-            if pairs:
-                torch._foreach_add_([e for e, _ in pairs], [g for _, g in pairs])
-            opened.flat.index_add_(0, at, sent, alpha=-1)
+            sent = sent * has_gradient.index_select(0, self.layout.tensors_at(positions))
+        rows = zip(self.grads, have_gradients, strict=True)
+        grads = [g if has_gradient else None for g, has_gradient in rows]
+        self.ops.run(hold_back, bucket, grads, positions, sent)
         bucket.cache["has_residual"] = True
 
-    def _mask_memory(self) -> Tensor:
-        """Return memory for one number per bit of the mask, the same in every call."""
-        like = torch.empty(0, dtype=self.bucket.compute_dtype, device=self.bucket.device)
-        return self.ops.scratch(like, 8 * self.layout.mask_bytes, use="x")
+
+# Passes over all compressed tensors of a bucket
+
+
+def select_largest(bucket: Bucket, ops: Ops, grads: Tensors, ks: list[int]) -> Selected:
+    """Do lines 1 to 3: add residuals, and select the ``ks[r]`` largest elements of each shard.
+
+    Zeros are not sent: gradients of embeddings are mostly 0, and so are gaps between tensors.
+    """
+    layout, x = bucket.shards, mask_memory(bucket, ops)
+    for gap in layout.gaps:
+        gap.view_in(x).zero_()
+    rows = zip(layout.views_in_mask_order(x), Residuals(bucket).read_all(), grads, strict=True)
+    for sums, residual, g in rows:  # one after the other: each stays in the cache
+        if sums is not None and residual is not None:
+            sums.copy_(residual.view(sums.shape))
+            if g is not None:
+                sums.add_(g.reshape(sums.shape))
+    marks = gradient_marks(grads, x[:0])
+    shards = [x[8 * first : 8 * last] for first, last in itertools.pairwise(layout.mask_cuts)]
+    positions = select_top_k_of_each(shards, ks, ops)
+    values = x.index_select(0, positions)
+    wanted = None
+    if x.device.type != "cpu":  # without a host wait: zeros stay selected, but set no bit
+        wanted = values != 0
+    elif not values.all():
+        positions, values = positions[values != 0], values[values != 0]
+    return Selected(positions, values, make_bits(positions, layout.mask_bytes, wanted), marks)
+
+
+def hold_back(bucket: Bucket, ops: Ops, grads: Tensors, positions: Tensor, sent: Tensor) -> None:
+    """Do line 2: add gradients to residuals, and subtract what was sent at these positions."""
+    at = bucket.shards.map_to_tensors(positions)
+    with Residuals(bucket).open() as opened:
+        pairs = [(e, g) for i, e in opened.pairs if (g := grads[i]) is not None]
+        if pairs:
+            torch._foreach_add_([e for e, _ in pairs], [g for _, g in pairs])
+        opened.flat.index_add_(0, at, sent, alpha=-1)
+
+
+def mask_memory(bucket: Bucket, ops: Ops) -> Tensor:
+    """Return memory for one number per bit of the mask, the same in every call."""
+    like = torch.empty(0, dtype=bucket.compute_dtype, device=bucket.device)
+    return ops.scratch(like, 8 * bucket.shards.mask_bytes, use="x")
 
 
 def count_selected(sparsity: float, n: int) -> int:
@@ -358,7 +361,7 @@ class TagcAdamW(ReducingOptimizer):
     def check_group(self, group: Group) -> None:
         check_adam(group)
         check_compression(group)
-        if quantized_bits(group["payload_dtype"]):
+        if PAYLOAD_CODECS[group["payload_dtype"]].bits:
             raise ValueError(
                 f"payload_dtype={group['payload_dtype']!r} is not for TagcAdamW: its payload must "
                 "be exact; use 'bfloat16'."
@@ -402,8 +405,8 @@ class TagcAdamW(ReducingOptimizer):
             layouts["update_residual"] = Sharded(dtype, optional=True)
         return layouts
 
-    def reducer(self, bucket: Bucket) -> UnionReducer:
-        return UnionReducer(bucket, self.ops)
+    def reducer(self, bucket: Bucket) -> DenseStart | UnionReducer:
+        return choose_reducer(bucket, self.ops)
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         if self.fsdp_backward is not None:
@@ -413,8 +416,10 @@ class TagcAdamW(ReducingOptimizer):
     def values_sent(self, bucket: Bucket, ranks: int) -> float:
         gathered = bucket.numel / ranks if self.sharded else 0.0  # otherwise FSDP2 gathers them
         if update_dtype := bucket.group["update_dtype"]:
-            payload = bytes_per_value(bucket.group["payload_dtype"], bucket.grad_dtype)
-            gathered *= bytes_per_value(update_dtype, bucket.grad_dtype) / payload
+            payload = PAYLOAD_CODECS[bucket.group["payload_dtype"]].bytes_per_value(
+                bucket.grad_dtype
+            )
+            gathered *= PAYLOAD_CODECS[update_dtype].bytes_per_value(bucket.grad_dtype) / payload
         return self.values_in_payload(bucket, ranks) + gathered
 
     def values_in_payload(self, bucket: Bucket, ranks: int) -> float:

@@ -47,6 +47,8 @@ MORE = [
     also("ScapeAdamS", "no delay", density=0.1, density_warmup_steps=2, mask_delay=0),
     also("ScapeAdamS", "large", density=0.1, density_warmup_steps=2),
     also("SeparateAdam", "tracked", rank=4, warmup_steps=2, max_grad_norm=0.5),
+    also("SeparateAdam", "residual in int8", rank=4, warmup_steps=2, residual_dtype="int8", max_grad_norm=0.5),
+    also("RadiusAdamW", "residual in int8", density=0.4, interval=3, warmup_steps=2, residual_dtype="int8"),
     also("SeparateAdam", "adaptive", projection="gaussian", ratio=8, warmup_steps=0, adaptive=True, adapt_interval=4),
     also("SeparateAdam", "blocks", projection="gaussian", ratio=8, warmup_steps=2, block_rows=24, max_grad_norm=0.5),
     also("TagcAdamW", "large", sparsity=0.9, warmup_steps=2),

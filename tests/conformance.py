@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 from sim import Ranks
-from table import CASES, FORMS, INT8, Case, by_name, projecting
+from table import CASES, FORMS, INT8, Case, by_name, in_int8, projecting
 from torch import nn
+
+from compopt._state.residuals import Residuals
 
 every = pytest.mark.parametrize("case", CASES + FORMS + INT8, ids=lambda case: case.name)
 # those whose every step averages gradients, and leaves replicas equal; test_local_steps.py: rounds
@@ -35,6 +37,7 @@ OTHERS = [
     projected("SeparateAdam", "tracked"),
     projected("Separate", "tracked"),
 ]
+TRACKED_IN_INT8 = replace(in_int8(projected("SeparateAdam", "tracked")), form="tracked, residual in int8")
 
 
 class Small(nn.Module):
@@ -74,6 +77,14 @@ def snapshot(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     for entry in optimizer.state.values():
         tensors += [value.clone() for value in entry.values() if isinstance(value, torch.Tensor)]
     return tensors + [torch.tensor(group["step"]) for group in optimizer._option_groups]
+
+
+def mean_residual(ranks: Ranks) -> torch.Tensor:
+    """The mean over ranks of what they hold back, of all tensors."""
+    names = [o.state_dict() and o.rank_local_state for o in ranks.optimizers].pop()
+    rows = [[Residuals(b, n).read_all() for b in o._buckets for n in names] for o in ranks.optimizers]
+    flats = [torch.cat([e.view(-1) for bucket in row for e in bucket if e is not None]) for row in rows]
+    return torch.stack(flats).mean(0)
 
 
 def assert_same(before: list[torch.Tensor], after: list[torch.Tensor]) -> None:

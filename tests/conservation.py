@@ -23,7 +23,7 @@ from torch import Tensor
 
 from compopt._lowrank.options import is_reset_step
 from compopt._ops.norms import clip_factor
-from compopt._wire.payload import dtype_name
+from compopt._wire.codec import dtype_name
 
 Optimizers = list[torch.optim.Optimizer]
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}  # of what ``Ledger.check`` returns

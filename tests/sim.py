@@ -11,9 +11,8 @@ from collections.abc import Callable, Generator, Iterator
 import torch
 from torch import Tensor, nn
 
-from compopt._wire.collectives import Communicator
+from compopt._wire.collectives import Communicator, count_bytes
 from compopt._wire.payload import Payload
-from compopt._wire.quantization import make_quantized_mean
 from compopt._wire.requests import (
     AllGather,
     AllReduceMean,
@@ -23,7 +22,6 @@ from compopt._wire.requests import (
     ReduceScatterMean,
     Request,
     average_rows,
-    count_bytes,
 )
 
 
@@ -114,7 +112,8 @@ class World:
             raise Deadlock(f"ranks started different collectives: {sorted(map(str, kinds))}")
         if self.record:
             self.log.append((type(requests[0]).__name__, [r.tensor.clone() for r in requests]))
-        if isinstance(requests[0], AllReduceMean) and getattr(requests[0].message, "seed", None):
+        message = getattr(requests[0], "message", None)
+        if isinstance(message, Payload) and message.codec.bits:
             return self._quantized([r.message for r in requests])
         stacked = torch.stack([r.tensor for r in requests])
         match requests[0]:
@@ -140,7 +139,7 @@ class World:
 
     def _quantized(self, payloads: list[Payload]) -> list[object]:
         """As real ranks do it, the messages handed over directly."""
-        means = [make_quantized_mean(payload, rank, self.size) for rank, payload in enumerate(payloads)]
+        means = [payload.codec.make_mean(payload, rank, self.size) for rank, payload in enumerate(payloads)]
         if self.size == 1:
             means[0].round_payload()
             return payloads

@@ -356,6 +356,31 @@ def test_adapters_are_as_narrow_as_they_are_and_frozen_weights_take_memory():
     assert by_name(more)["SeparateAdam"].peak_bytes == pytest.approx(row.peak_bytes - 8 * 2**20 + 14e9)
 
 
+def test_where_nothing_is_projected_one_row_stands_for_all_ranks():
+    kept = {row.method for row in advise(lora(2), **SLOW).rows if row.method.startswith("SeparateAdam")}
+    assert kept == {"SeparateAdam", "SeparateAdam, rank 16, int4", "SeparateAdam, Gaussian 16"}
+    some = {row.method for row in advise(lora(8), **SLOW).rows}  # ranks 4 and 8 do differ
+    assert "SeparateAdam, rank 4, int8" in some and "SeparateAdam, rank 32, int4" not in some
+
+
+def test_a_random_projection_of_a_narrow_matrix_is_of_its_wide_side():
+    work = compopt.costmodel.Workload.of(lora(8).named_parameters())
+    elements, values, products = work.count_random(16)
+    # 8 x 512: columns, of fewer than 64 rows, to 32; 512 x 8: columns to one.
+    assert elements == 8 * 2 * 8 * 512 and values == 8 * (8 * 32 + 512)
+    assert products == 8 * (8 * 512 * 32 + 512 * 8)
+
+
+def test_adapters_of_a_size_are_about_those_of_a_model():
+    """Of rank 16 on all matrices of 12 width^2 a layer, 64 times as wide as deep."""
+    read = compopt.costmodel.Workload.of_adapters(38_000_000, 16, 13e9)
+    assert read.matrices[0][:2] == read.matrices[1][1::-1] and read.frozen_bytes == 13e9
+    assert sum(rows * columns * count for rows, columns, count in read.matrices) == pytest.approx(38e6)
+    assert read.side == 16 and 3000 < read.matrices[0][1] < 5000
+    assert read.count_factors(16) == (0, 0) and read.count_factors(8)[0] == pytest.approx(38e6)
+    assert compopt.costmodel.Workload.of_adapters(1000, 1, 2e6).compressed == 0
+
+
 def test_saves_are_a_part_of_the_run():
     without, with_saves = advise(124_000_000, **SLOW), advise(124_000_000, **SLOW, save_every=250)
     plain, saving = by_name(without)["LocalSteps"], by_name(with_saves)["LocalSteps"]

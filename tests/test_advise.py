@@ -24,8 +24,8 @@ from compopt.planning.advise_command import main
 from compopt.planning.decision import pays_below
 from compopt.planning.formatting import format_count, format_rate, format_seconds, parse_quantity
 from compopt.planning.measurement import measure_local
+from compopt.planning.network_probe import collective_device
 from compopt.planning.prediction import BASELINE
-from compopt.planning.probe import collective_device
 from compopt.planning.scripts import profile_script
 from compopt.probe import main as measure
 
@@ -377,12 +377,20 @@ def test_ranks_of_one_machine_need_no_link(capsys):
     assert "10 Gbit/s a rank inside one (given)" in capsys.readouterr().out
 
 
+def test_adapters_are_too_narrow_to_project(capsys):
+    main([*GIVEN, "--link", "10mbit", "--parameters", "38M", "--frozen", "13G", "--lora", "8", "--all"])
+    printed = capsys.readouterr().out
+    assert "38 M parameters; 13 GB frozen" in printed and "rank 32, int4" not in printed
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (GIVEN[:2], "The number of ranks is missing: give --ranks, or --probed FILE."),
         ([*GIVEN[:2], "--ranks", "4"], "The link is missing: give --link, the rate at which one rank sends to other"),
         ([*GIVEN, "--save-every", "0"], "save_every must be positive"),
+        ([*GIVEN, "--lora", "16"], "--lora needs --parameters of the adapters, and --frozen of the weights."),
+        ([*GIVEN, "--lora", "0", "--frozen", "13G"], "The rank of adapters must be at least 1; got 0."),
         (GIVEN[2:6], "The model is missing"),
         (GIVEN[:6], "The model is missing"),
         ([*GIVEN, "--ranks", "0"], "ranks must be at least 1"),
@@ -482,19 +490,12 @@ def test_a_probe_alone_says_how_to_start_it(monkeypatch, capsys):
     assert "start it with torchrun" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["--out", "/nowhere/probe.json"], "--out /nowhere/probe.json: there is no folder /nowhere."),
-        (["--layers", "--hidden", "-4"], "the width, which is positive"),
-        (["--layers", "--hidden", "0"], "the width, which is positive"),
-    ],
-)
-def test_a_probe_tells_mistakes_before_it_measures(words, sentence, monkeypatch, capsys):
+def test_a_probe_tells_a_missing_folder_before_it_measures(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit) as ended:
-        measure(words)
+        measure(["--out", "/nowhere/probe.json"])
+    sentence = "--out /nowhere/probe.json: there is no folder /nowhere."
     assert ended.value.code == 2 and sentence in " ".join(capsys.readouterr().err.split())
 
 

@@ -31,10 +31,7 @@ def uses_the_backend(rank: int) -> bool:
     optimizer.zero_grad()
     loss(model, 0, rank, torch.float32).backward()
     buckets = [bucket for bucket, _ in optimizer.fsdp_backward.buckets_since_step.values()]
-    has_mean = [bucket.mean_factory is not None for bucket in buckets]
-    return bool(buckets) and has_mean == [
-        optimizer.ops.quantized_mean_factory(bucket) is not None for bucket in buckets
-    ]
+    return bool(buckets) and all(bucket.codecs is optimizer.ops.codecs for bucket in buckets)
 
 
 def all_of(rank: int) -> dict[str, float]:

@@ -7,10 +7,7 @@ import pickle
 
 import pytest
 import torch
-from conformance import Small, assert_same, every, loss, make_ranks, snapshot, through_a_file
-from sim import Ranks
-
-from compopt._state.residuals import Residuals
+from conformance import Small, assert_same, every, loss, make_ranks, mean_residual, snapshot, through_a_file
 
 
 @every
@@ -35,12 +32,6 @@ def test_resumed_on_the_same_ranks_it_continues_to_the_bit(case, at):
 
 @every
 def test_consolidated_it_resumes_on_any_number_of_ranks_with_the_mean_residual(case):
-    def mean_residual(ranks: Ranks) -> torch.Tensor:
-        names = [o.state_dict() and o.rank_local_state for o in ranks.optimizers].pop()
-        rows = [[Residuals(b, n).read_all() for b in o._buckets for n in names] for o in ranks.optimizers]
-        flats = [torch.cat([e.view(-1) for bucket in row for e in bucket if e is not None]) for row in rows]
-        return torch.stack(flats).mean(0)
-
     ranks = make_ranks(case, 4, torch.float64, **case.averaging)
     if not ranks.optimizers[0].rank_local_state:
         pytest.skip("keeps no residual")

@@ -13,14 +13,15 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conformance import OTHERS
+from conformance import OTHERS, TRACKED_IN_INT8
 from fsdp_models import apart, cut, loss, make, train, whole
 from ranks import run_ranks
-from table import CASES, FORMS, Case
+from table import CASES, FORMS, INT8, Case, by_name, in_int8
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 STEPS = range(4)  # two of a dense start, one without residuals, one that sends those of the step before
-INSIDE = {case.name: case for case in CASES + FORMS + OTHERS if case.works_inside}
+RESIDUALS_IN_INT8 = [*INT8, TRACKED_IN_INT8, in_int8(by_name["Average"])]
+INSIDE = {case.name: case for case in CASES + FORMS + OTHERS + RESIDUALS_IN_INT8 if case.works_inside}
 
 
 def test_a_reducer_works_in_every_setting():
@@ -68,7 +69,7 @@ def skips(rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     return unchanged and optimizer.stats.phase == phase and bool(whole(model).isfinite().all())
 
 
-def in_int8(case: Case) -> dict[str, str]:
+def gathers_in_int8(case: Case) -> dict[str, str]:
     """The option by which FSDP2 gathers in int8, of a class that has it."""
     return {"gather_dtype": "int8"} if "gather_dtype" in inspect.signature(case.cls).parameters else {}
 
@@ -81,7 +82,7 @@ def compressed(rank: int, name: str) -> tuple[str, float, bool]:
     for limit, outside in ((0.5, None), (None, 0.5)):
         model = cut(make())
         torch.manual_seed(0)
-        optimizer = case.make(model.parameters(), max_grad_norm=limit, **in_int8(case))
+        optimizer = case.make(model.parameters(), max_grad_norm=limit, **gathers_in_int8(case))
         train(model, optimizer, STEPS, rank, clip=outside)
         runs.append(whole(model))
     far = float((runs[0] - runs[1]).abs().max())
@@ -103,7 +104,8 @@ def test_inside_fsdp2_lossless_equals_the_reference_a_clip_one_from_outside_and_
                 assert clipped < 1e-12, (name, clipped)
 
 
-SAVED = ("TagcAdamW", "SeparateAdam, tracked", "Average")  # a form for each way to keep what is owed
+# a form for each way to keep what is owed
+SAVED = ("TagcAdamW", "SeparateAdam, tracked", "Average", "SeparateAdam, tracked, residual in int8")
 
 
 def saved(rank: int, folder: str, write: bool) -> dict[str, tuple[float, list[float]]]:
@@ -114,7 +116,7 @@ def saved(rank: int, folder: str, write: bool) -> dict[str, tuple[float, list[fl
     for name in SAVED:
         case = INSIDE[name]
         first, second = cut(make()), cut(make())
-        optimizer, other = (case.make(model.parameters(), **in_int8(case)) for model in (first, second))
+        optimizer, other = (case.make(model.parameters(), **gathers_in_int8(case)) for model in (first, second))
         place = f"{folder}/{name}"
         if write:
             train(first, optimizer, range(4), rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 from collections import Counter
 from pathlib import Path
 
@@ -10,11 +11,12 @@ import pytest
 import torch
 from sim import Ranks
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _should_compress
 
 import compopt
 from compopt._local.fragment_sync import message_bytes
+from compopt._wire.codec import QuantizedCodec
 from compopt._wire.payload import Payload
-from compopt._wire.quantization import make_quantized_mean
 from compopt.costmodel import METHODS, Cost, Machine, Situation, Workload, rows_of
 from compopt.planning.methods import code_bytes, count_round_lengths
 from compopt.planning.prediction import exchange_seconds
@@ -27,8 +29,14 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(256, 1024), nn.LayerNorm(1024), nn.Linear(1024, 1024), nn.Linear(1024, 250))
 
 
+def adapters() -> nn.Module:
+    """LoRA of ranks 8 and 64: some are too narrow for rank 16, and all for rank 64."""
+    sides = (512, 8, 1024, 64, 512)
+    return nn.Sequential(*(nn.Linear(*pair, bias=False) for pair in itertools.pairwise(sides)))
+
+
 def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    x = torch.randn(8, 256, generator=torch.Generator().manual_seed(10 * step + rank))
+    x = torch.randn(8, model[0].in_features, generator=torch.Generator().manual_seed(10 * step + rank))
     return model(x).square().mean()
 
 
@@ -44,10 +52,11 @@ OURS = {  # as the table's rows are: the method's own options here, and the clas
 }
 
 
+@pytest.mark.parametrize("make", [model, adapters])
 @pytest.mark.parametrize("name", OURS)
-def test_bytes_and_state_are_the_classes_own(name):
+def test_bytes_and_state_are_the_classes_own(name, make):
     cls, formula, options = OURS[name]
-    ranks = Ranks(2, model, lambda ps, process_group: cls(ps, lr=1e-3, process_group=process_group, **options))
+    ranks = Ranks(2, make, lambda ps, process_group: cls(ps, lr=1e-3, process_group=process_group, **options))
     ranks.train(loss, 4)
     optimizer = ranks.optimizers[0]
     work = Workload.of(ranks.models[0].named_parameters())
@@ -60,6 +69,24 @@ def test_bytes_and_state_are_the_classes_own(name):
     assert sum(value.nbytes for value in kept.values()) == pytest.approx(cost.state, rel=0.03)
     ranks.world.consolidate(ranks.optimizers)
     assert optimizer.stats.run.bytes_of_saves == pytest.approx(cost.save, rel=0.03)
+
+
+def test_torchs_hook_sends_whole_what_factors_do_not_halve():
+    work = Workload.of(adapters().named_parameters())
+    sizes = [
+        4 * (size if is_compressed else whole)
+        for rows, columns, _ in work.matrices
+        for is_compressed, whole, size in [_should_compress(rows, columns, 4, 2)]
+    ]
+    assert len({_should_compress(r, c, 4, 2)[0] for r, c, _ in work.matrices}) == 2  # of both kinds
+    assert METHODS["PowerSGD rank 4"](work, 2).reduced == sum(sizes)
+
+
+def test_tagc_compresses_adapters_of_attention_too():
+    names = ("q_proj", "c_attn", "k_proj.lora_A", "o_proj", "up_proj")
+    named = [(f"{name}.weight", nn.Parameter(torch.zeros(64, 64))) for name in names]
+    (bucket,) = compopt.TagcAdamW(named)._buckets
+    assert Workload.of(named).large == sum(bucket.compressed) / len(names) == 3 / 5
 
 
 def local_steps(ranks: int, **options) -> Ranks:
@@ -182,9 +209,9 @@ def test_bytes_of_a_run_are_those_of_the_runs_that_were_measured(name):
 def test_ranks_of_a_machine_cannot_add_up_quantized_means(ranks, node):
     """Each rank sends a message to every owner, who sends its average to every rank: what leaves a machine of these."""
     values, rate, bits = 2**20, 1e6, 4
-    flat = torch.zeros(values)
-    payloads = [Payload(flat, 0, 0, [values], (1, 0), torch.empty(values), bits=bits) for _ in range(ranks)]
-    means = [make_quantized_mean(payload, rank, ranks) for rank, payload in enumerate(payloads)]
+    flat, codec = torch.zeros(values), QuantizedCodec(bits)
+    payloads = [Payload(flat, 0, 0, [values], codec, torch.empty(values), (1, 0)) for _ in range(ranks)]
+    means = [codec.make_mean(payload, rank, ranks) for rank, payload in enumerate(payloads)]
     sent = torch.stack([mean.encode_for_owners() for mean in means])  # by sender, by owner
     averages = [mean.average_own_chunk(sent[:, rank]) for rank, mean in enumerate(means)]
     crossing = sum(

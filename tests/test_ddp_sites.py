@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
 from sim import Ranks
 from table import CASES, FORMS
 from test_ddp_refusals import catch_message
 from test_fsdp import Net, differences, hsdp, loss, whole
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -55,8 +59,9 @@ def tracked(params, **options) -> compopt.SeparateAdam:
     return compopt.SeparateAdam(params, **TRACKED | options)
 
 
-MAKES = {"tracked": tracked, **{case.name: case.make for case in CASES + FORMS}}
-MAIN = ["tracked", "SeparateAdam", "Separate", "Average", "LocalSteps, rounds"]
+IN_INT8 = functools.partial(tracked, residual_dtype="int8")
+MAKES = {"tracked": tracked, "residual in int8": IN_INT8, **{case.name: case.make for case in CASES + FORMS}}
+MAIN = ["tracked", "residual in int8", "SeparateAdam", "Separate", "Average", "LocalSteps, rounds"]
 
 
 def every_method(rank: int, wanted: dict[str, list[torch.Tensor]]) -> dict[str, dict[str, float]]:
@@ -145,22 +150,22 @@ def faults(rank: int) -> dict[str, object]:
 
 
 def resumed(rank: int, folder: str) -> dict[str, float]:
-    """Saved by two sites, loaded by four ranks under a DDP of all, and by a single site with two ranks."""
+    """Saved by two sites with torch.distributed.checkpoint, loaded by them, and by four ranks under a DDP of all."""
     mesh = make_mesh()
-    model, optimizer = in_sites(mesh, tracked)
+    model, optimizer = in_sites(mesh, IN_INT8)
     train(model, optimizer, range(4), rank)
     optimizer.consolidate_state()
-    saved = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
-    again, same = in_sites(mesh, tracked)
-    again.module.load_state_dict(saved["model"])
-    same.load_state_dict(saved["optimizer"])
-    for one in ((model, optimizer), (again, same)):
-        train(*one, range(4, 7), rank)
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    again, same = in_sites(mesh, IN_INT8)
     flat = DDP(make())
-    over_all = tracked(flat.parameters())
-    flat.module.load_state_dict(saved["model"])
-    over_all.load_state_dict(saved["optimizer"])
-    train(flat, over_all, range(4, 7), rank)
+    over_all = IN_INT8(flat.parameters())
+    for one in ((again, same), (flat, over_all)):
+        weights, state = get_state_dict(*one)
+        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
+        set_state_dict(*one, model_state_dict=weights, optim_state_dict=state)
+    for one in ((model, optimizer), (again, same), (flat, over_all)):
+        train(*one, range(4, 7), rank)
     return {"same": float((whole(model) - whole(again)).abs().max()), "all": differences(whole(flat))}
 
 

@@ -93,7 +93,7 @@ def test_all_five_papers_are_in_the_table():
 def test_a_papers_settings_are_one_call(call):
     def make(ps, process_group):
         optimizer = eval(call, {"compopt": compopt, "torch": torch, "params": ps})
-        optimizer._session.connect_to(optimizer, process_group)
+        optimizer._session.switch_group(optimizer, process_group)
         return optimizer
 
     ranks = Ranks(2, Small, make)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import compopt
-from compopt._engine.options import to_plain
+from compopt._engine.options import make_comparable
 
 
 class Setting:
@@ -97,15 +97,17 @@ def test_names_of_parameters_stay_the_optimizers_own():
 def test_what_is_compared_reads_the_same_in_every_process():
     numpy = pytest.importorskip("numpy")
     values = [numpy.float64(0.25), numpy.int64(3), numpy.bool_(True), torch.tensor(0.25), torch.tensor([1.0, 2.0])]
-    assert [to_plain(v) for v in values] == [0.25, 3, True, 0.25, (1.0, 2.0)]
-    assert to_plain([1, 2]) == to_plain((1, 2)) and to_plain({"b": 1, "a": 2}) == to_plain({"a": 2, "b": 1})
-    assert (
-        to_plain(torch.int8) == to_plain("int8") == "int8"
-        and to_plain(torch.device("cpu")) == "cpu"
-        and to_plain(None) is None
+    assert [make_comparable(v) for v in values] == [0.25, 3, True, 0.25, (1.0, 2.0)]
+    assert make_comparable([1, 2]) == make_comparable((1, 2)) and make_comparable({"b": 1, "a": 2}) == make_comparable(
+        {"a": 2, "b": 1}
     )
-    assert "0x" not in repr(to_plain([Setting(), loss, Setting, lambda: 0]))
-    code = "from compopt._engine.options import to_plain; print(to_plain({'a', 'b', 'c', 'd', ('e', 1)}))"
+    assert (
+        make_comparable(torch.int8) == make_comparable("int8") == "int8"
+        and make_comparable(torch.device("cpu")) == "cpu"
+        and make_comparable(None) is None
+    )
+    assert "0x" not in repr(make_comparable([Setting(), loss, Setting, lambda: 0]))
+    code = "from compopt._engine.options import make_comparable; print(make_comparable({'a', 'b', 'c', 'd', ('e', 1)}))"
     run = [
         subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True)
         for seed in "12"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import compopt
+from compopt._state.blocks import BlockCodec
 
 # Classes of the table that work inside FSDP2, by their lines; of SEPARATE those forms whose errors add up.
 CASES_INSIDE = {case.name: case for case in CASES + FORMS if case.works_inside and case.method != "separate"}
@@ -36,7 +37,7 @@ def payloads(case: Case) -> list[str]:
 
 METHODS = [
     *(f"{name}, {payload}" for name, case in CASES_INSIDE.items() for payload in payloads(case)),
-    *("tracked, int8", "Average, bfloat16"),
+    *("tracked, int8", "tracked, residual in int8", "Average, bfloat16"),
 ]
 
 
@@ -45,10 +46,21 @@ def build(method: str, model: nn.Module) -> torch.optim.Optimizer:
     payload_dtype = payload or None
     if kind == "tracked":
         options = dict(rank=4, warmup_steps=0, payload_dtype=payload_dtype)
+        if payload == "residual in int8":
+            options |= dict(payload_dtype=None, residual_dtype="int8")
         return compopt.SeparateAdam(model.parameters(), lr=1e-2, **options)
     if kind == "Average, Muon":  # one iteration of Newton-Schulz is enough: it averages nothing
         return compopt.Average(muon(model.parameters(), lr=1e-2, ns_steps=1), payload_dtype=payload_dtype)
     return CASES_INSIDE[kind].make(model.parameters(), payload_dtype=payload_dtype)
+
+
+def decode(stored: Tensor, like: Tensor) -> Tensor:
+    """Return the values of a residual as it is stored."""
+    if stored.is_floating_point():
+        return stored
+    values = torch.empty_like(like)
+    BlockCodec().decode(stored, values.view(-1))
+    return values
 
 
 class Run:
@@ -83,7 +95,7 @@ class Run:
         """The mean over ranks of what they hold back."""
         pairs = dict(self.model.named_parameters())
         zeros = {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in pairs.items()}
-        local = [self.optimizer.state[p].get("residual", zeros[name]) for name, p in pairs.items()]
+        local = [decode(self.optimizer.state[p].get("residual", zeros[name]), zeros[name]) for name, p in pairs.items()]
         flat = torch.cat([residual.reshape(-1) for residual in local])
         dist.all_reduce(flat)
         parts = (flat / self.ranks).split([zero.numel() for zero in zeros.values()])
@@ -288,5 +300,7 @@ def all_of(rank: int, method: str) -> dict[str, float]:
 @pytest.mark.parametrize("method", METHODS)
 def test_nothing_is_lost_and_nothing_is_sent_twice(method):
     bound = 1e-6 if "int8" in method or "bfloat16" in method else 1e-12
+    if "residual in int8" in method:  # each time it is stored it is off by a 127th of a block's largest at most
+        bound = 0.05
     for results in run_ranks(all_of, 2, method):
         assert max(results.values()) < bound, {name: far for name, far in results.items() if far >= bound}

@@ -9,10 +9,10 @@ from test_int4 import LENGTHS
 from test_quantized import answer, payloads
 
 import compopt
+from compopt._wire.codec import QuantizedMean
 from compopt._wire.payload import Scratch
 from compopt._wire.quantization import (
     ROW,
-    QuantizedMean,
     RowSpan,
     dequantize_rows,
     find_packing,

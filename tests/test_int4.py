@@ -6,7 +6,8 @@ import pytest
 import torch
 from test_quantized import answer, payloads
 
-from compopt._wire.quantization import ROW, QuantizedMean, count_rows, pack_int4, packed_bytes, unpack_int4
+from compopt._wire.codec import QuantizedMean
+from compopt._wire.quantization import ROW, count_rows, pack_int4, packed_bytes, unpack_int4
 
 LENGTHS = [0, 1, 2, 3, 127, 128, 129, 255, 65535, 65536, 65537]
 every_length = pytest.mark.parametrize("n", LENGTHS)

@@ -73,6 +73,14 @@ def test_random_numbers_follow_from_the_place_and_not_from_what_is_encoded_toget
             assert torch.equal(part, whole[first:last])
 
 
+def test_the_blocks_do_not_depend_on_the_number_of_threads(monkeypatch):
+    x, native = randn(1200 * ROW + 5), NativeOps().blocks
+    wanted = encoded(native, x, (1, 2), first=7)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert torch.equal(encoded(native, x, (1, 2), first=7), wanted)
+    assert torch.equal(decoded(native, wanted, x), decoded(BlockCodec(), wanted, x))
+
+
 def test_what_is_not_finite_is_stored_as_nan():
     x = randn(3 * ROW)
     x[5], x[ROW + 5] = torch.inf, torch.nan
@@ -125,6 +133,47 @@ def test_in_expectation_gradients_are_applied_or_stay_in_residuals(backend, make
     assert float(missing.square().mean()) ** 0.5 < 0.5 * deviation
     assert abs(float(missing.mean())) < 5 * 0.5 * deviation / len(missing) ** 0.5
     assert missing.any()  # rounded indeed
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"], indirect=True)
+def test_what_is_set_or_added_is_rounded_at_random(backend):
+    """A value of a third of a unit is stored as 0 or as a unit, in a third of all steps."""
+    params = [nn.Parameter(torch.zeros(64, 128))]
+    optimizer = compopt.SeparateAdam(params, simulate=True, rank=4, residual_dtype="int8")
+    bucket = optimizer._buckets[0]
+    residuals, value = Residuals(bucket), torch.full((64, 128), 1 / 3)
+    value[:, 0] = 127
+    for store in (residuals.set, residuals.add):
+        units_stored = []
+        for bucket.group["step"] in range(9):
+            residuals.clear()
+            store([(0, value)])
+            units_stored.append(residuals.read(0)[:, 1:].clone())
+        units_stored = torch.stack(units_stored)
+        assert units_stored.unique().tolist() == [0, 1] and float(units_stored.mean()) == pytest.approx(1 / 3, abs=0.02)
+        assert not torch.equal(*units_stored[:2])
+
+
+def two_steps() -> tuple[torch.Tensor, torch.Tensor]:
+    """A dense step, and one that sends a projection: a parameter and its residual."""
+    p = nn.Parameter(torch.zeros(64, 130))
+    base = torch.optim.SGD([p], lr=1.0)
+    optimizer = compopt.Separate(base, rank=4, warmup_steps=1, payload_dtype=None, simulate=True, residual_dtype="int8")
+    for step in range(2):
+        p.grad = randn(64, 130, seed=step)
+        optimizer.step()
+    return p.detach(), Residuals(optimizer._buckets[0]).read(0).reshape(-1)
+
+
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
+def test_kernels_for_gpus_work_on_residuals_that_torchs_operators_decode(backend, monkeypatch):
+    p, residual = two_steps()
+    monkeypatch.setenv("COMPOPT_BACKEND", "torch")
+    other, wanted = two_steps()
+    torch.testing.assert_close(p, other, rtol=0, atol=1e-5)
+    # what is rounded differs in last bits
+    assert residual.any() and ((residual - wanted).abs() <= 1.02 * units(wanted)).all()
+    assert float((residual != wanted).float().mean()) < 0.01
 
 
 # Options and state

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compopt._ops.native import build
 from compopt._ops.native import quantization as native
-from compopt._wire import quantization
+from compopt._wire.codec import QuantizedCodec, QuantizedMean
 from compopt._wire.payload import ROW, Payload, Scratch, packed_bytes
-from compopt._wire.quantization import BLOCK_ROWS, QuantizedMean, row_layout
+from compopt._wire.quantization import BLOCK_ROWS, row_layout
 
 LENGTHS = [(), (0,), (1,), (5, 0, 3), (ROW,), (ROW - 1, ROW + 1), (300, 0, 128, 4000, 1), (BLOCK_ROWS * ROW + 129, 70)]
 WORDS = 3, 2  # of header and control
@@ -23,16 +23,16 @@ NATIVE = ("", "portable")  # all that this processor has, and none; what is betw
 
 
 @pytest.fixture(params=["triton", *NATIVE], ids=["triton", "native", "portable"])
-def mean(request, device) -> Callable:
-    """Return what is held against ``QuantizedMean``: on a GPU Triton's kernels alone."""
+def codec(request, device) -> Callable:
+    """Return what makes the codec to hold against ``QuantizedCodec``: on a GPU Triton's alone."""
     if request.param == "triton":
         pytest.importorskip("compopt_kernels", reason="needs triton")
-        from compopt._ops.triton.backend import make_mean
+        from compopt._ops.triton.backend import TritonCodec
 
-        return make_mean
+        return functools.partial(TritonCodec, device.type)
     if device.type != "cpu":
         pytest.skip("C passes are for CPUs")
-    return functools.partial(native.make_mean, library_of(request.param))
+    return functools.partial(native.NativeCodec, library_of(request.param))
 
 
 def library_of(isa: str):
@@ -43,7 +43,7 @@ def library_of(isa: str):
 
 def exchanged(make: Callable, device: torch.device, lengths: tuple, ranks: int, bits: int, odd: bool = False) -> tuple:
     """Return what ranks end with: the averaged payloads, and what was dropped. And the messages of both stages."""
-    random, payloads = torch.Generator().manual_seed(ranks), []
+    random, payloads, codec = torch.Generator().manual_seed(ranks), [], make(bits)
     for rank in range(ranks):
         flat = torch.randn(sum(WORDS) + sum(lengths), generator=random) * 10.0 ** (rank - 1)
         if odd:
@@ -52,8 +52,8 @@ def exchanged(make: Callable, device: torch.device, lengths: tuple, ranks: int, 
             body[7 * ROW : 8 * ROW] *= 1e-41
             body[8 * ROW :] *= 1e-37  # the scale, and not the values, has no inverse
         rounding_errors = torch.empty(sum(lengths), device=device)
-        payloads.append(Payload(flat.to(device), *WORDS, list(lengths), (5, 1), rounding_errors, None, bits))
-    parts = [make(payload, rank, ranks) for rank, payload in enumerate(payloads)]
+        payloads.append(Payload(flat.to(device), *WORDS, list(lengths), codec, rounding_errors, (5, 1)))
+    parts = [codec.make_mean(payload, rank, ranks) for rank, payload in enumerate(payloads)]
     sent = torch.stack([part.encode_for_owners() for part in parts])
     gathered = torch.stack([part.average_own_chunk(sent[:, rank]) for rank, part in enumerate(parts)])
     for part in parts:
@@ -64,9 +64,9 @@ def exchanged(make: Callable, device: torch.device, lengths: tuple, ranks: int, 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_the_mean_has_the_references_bits(mean, device, lengths, ranks, bits):
+def test_the_mean_has_the_references_bits(codec, device, lengths, ranks, bits):
     (ours, rest, _), (theirs, rounding_errors, _) = (
-        exchanged(c, device, lengths, ranks, bits) for c in (mean, QuantizedMean)
+        exchanged(c, device, lengths, ranks, bits) for c in (codec, QuantizedCodec)
     )
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     for a, b in zip(rest, rounding_errors, strict=True):  # the reference adds 3 x in one rounding
@@ -86,7 +86,7 @@ def memory_is_full():
 @pytest.mark.parametrize("isa", NATIVE, ids=["native", "portable"])
 def test_messages_have_the_references_bytes(isa, memory_is_full, lengths, bits):
     """Also where a rank has less to send than another: what is left over of its message is zero."""
-    makes = functools.partial(native.make_mean, library_of(isa)), QuantizedMean
+    makes = functools.partial(native.NativeCodec, library_of(isa)), QuantizedCodec
     ours, theirs = (exchanged(make, torch.device("cpu"), lengths, 3, bits)[2] for make in makes)
     assert all(map(torch.equal, ours, theirs))
 
@@ -117,16 +117,16 @@ def test_the_emulated_operators_round_otherwise():
 def test_messages_and_means_have_the_same_bits_by_cudas_operators(ranks, bits):
     """So all ranks agree, whether kernels, C passes or operators compute them, and on whichever device."""
     lengths, cpu = (300, 0, 128, 4000, 1), torch.device("cpu")
-    payloads, rest, messages = exchanged(QuantizedMean, cpu, lengths, ranks, bits)
+    payloads, rest, messages = exchanged(QuantizedCodec, cpu, lengths, ranks, bits)
     with CudasOperators():
-        others, their_rest, their_messages = exchanged(QuantizedMean, cpu, lengths, ranks, bits)
+        others, their_rest, their_messages = exchanged(QuantizedCodec, cpu, lengths, ranks, bits)
     assert all(map(torch.equal, (*payloads, *messages), (*others, *their_messages)))
     assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-6) for a, b in zip(rest, their_rest, strict=True))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_rows_out_of_the_ordinary(mean, device, bits):
-    makes = mean, QuantizedMean
+def test_rows_out_of_the_ordinary(codec, device, bits):
+    makes = codec, QuantizedCodec
     (ours, rest, _), (theirs, rounding_errors, _) = (
         exchanged(make, device, (9 * ROW,), 2, bits, True) for make in makes
     )
@@ -138,24 +138,25 @@ def test_rows_out_of_the_ordinary(mean, device, bits):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_threads_change_nothing(mean, device, bits):
+def test_threads_change_nothing(codec, device, bits):
     lengths = (3 * ROW + 5, 70, 40 * ROW)
-    single = exchanged(mean, device, lengths, 2, bits)
+    single = exchanged(codec, device, lengths, 2, bits)
     torch.set_num_threads(3)
     try:
-        many = exchanged(mean, device, lengths, 2, bits)
+        many = exchanged(codec, device, lengths, 2, bits)
     finally:
         torch.set_num_threads(1)
     assert all(map(torch.equal, (*single[0], *single[1]), (*many[0], *many[1])))
 
 
-def test_what_they_cannot_take_is_left_to_the_reference(mean, device):
+def test_what_they_cannot_take_is_left_to_the_reference(codec, device):
     flat, rounding_errors = torch.zeros(8, dtype=torch.float64, device=device), torch.zeros(7, device=device)
 
-    def is_references(flat: torch.Tensor, **options: int) -> bool:
-        return type(mean(Payload(flat, 1, 0, [7], (1,), rounding_errors, **options), 0, 2)) is QuantizedMean
+    def is_references(flat: torch.Tensor, bits: int) -> bool:
+        payload = Payload(flat, 1, 0, [7], codec(bits), rounding_errors, (1,))
+        return type(payload.codec.make_mean(payload, 0, 2)) is QuantizedMean
 
-    assert is_references(flat) and is_references(flat.float(), bits=2) and not is_references(flat.float())
+    assert is_references(flat, 8) and is_references(flat.float(), 2) and not is_references(flat.float(), 8)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
@@ -168,13 +169,24 @@ def test_a_chunk_alone_has_the_references_codes(isa, lengths, dtype, bits):
     (chunk,) = row_layout(lengths, 1).chunks
     values = torch.randn(chunk.stop, generator=torch.Generator().manual_seed(2)).to(dtype)
     results = []
-    for encode, decode in (
-        (quantization.quantize_chunk, quantization.dequantize_chunk),
-        (functools.partial(native.quantize, library), functools.partial(native.dequantize, library)),
-    ):
+    for codec in (QuantizedCodec(bits), native.NativeCodec(library, bits)):
         x, out, scratch = values.clone(), torch.empty_like(values), Scratch()
         scales, quantized = torch.zeros(chunk.rows), torch.zeros(packed_bytes(chunk.stop, bits), dtype=torch.int8)
-        encode(x, chunk, scales, quantized, (3, 1), scratch, bits)
-        decode(scales, quantized, chunk, out, scratch, bits)
+        codec.quantize(x, [chunk], [scales], [quantized], x, (3, 1), scratch)
+        codec.dequantize([scales], [quantized], [chunk], out, scratch)
         results.append((x, scales, quantized, out))
     assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("lengths", [(300, 0, 70), (ROW,)], ids=str)
+def test_a_single_process_reads_what_others_would(codec, device, lengths, bits):
+    """With ``simulate=True``: the values are rounded as if they had been sent."""
+    flat = torch.randn(sum(WORDS) + sum(lengths), generator=torch.Generator().manual_seed(1)).to(device)
+    results = []
+    for make in (codec, QuantizedCodec):
+        errors = torch.empty(sum(lengths), device=device)
+        payload = Payload(flat.clone(), *WORDS, list(lengths), make(bits), errors, (5, 1))
+        payload.codec.make_mean(payload, 0, 1).round_payload()
+        results.append((payload.flat, errors))
+    assert all(map(torch.equal, *results)) and not torch.equal(results[0][0], flat)

@@ -16,10 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from compopt import activations
-from compopt.costmodel import COMPRESSORS, DEVICES, Layers, advise_layers
-from compopt.planning.activation_costs import UNCOMPRESSED
-from compopt.planning.activation_decision import AS_FAST, layers_pay_below
-from compopt.planning.activation_report import make_lines
+from compopt.costmodel import DEVICES, Layers, advise_layers
+from compopt.planning.activation_advice import AS_FAST, layers_pay_below, make_lines
+from compopt.planning.activation_costs import COMPRESSORS, UNCOMPRESSED
 from compopt.planning.decision import WORTH_IT
 from compopt.planning.layer_prediction import (
     NONE,

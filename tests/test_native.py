@@ -11,12 +11,15 @@ from test_backends import assert_same, trained
 from torch import nn
 
 import compopt
+from compopt import tagc
 from compopt._ops.native import build
 from compopt._ops.native.backend import NativeOps
 from compopt._ops.native.passes import Table
 from compopt._ops.native.selection import NativeSelection, code_table
+from compopt._ops.operations import Ops
 from compopt._state import bits as _bits
 from compopt._state.masks import Mask, code_layout, encode_mask, partition_mask
+from compopt._state.shards import cut_evenly
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="needs a C compiler")
 SHAPES = [(64, 68), (17,), (300, 70), (1, 5), (2500, 4)]  # blocks of 1024 elements end within tensors
@@ -71,7 +74,8 @@ def test_native_equals_torch(monkeypatch, name, options):
 
 
 @pytest.mark.parametrize(
-    "name, options", [("RadiusAdamW", {"warmup_steps": 1, "interval": 3}), RUNS[5], ("ScapeAdamS", {})]
+    "name, options",
+    [("RadiusAdamW", {"warmup_steps": 1, "interval": 3}), RUNS[5], ("ScapeAdamS", {}), ("TagcAdamW", {})],
 )
 def test_threads_change_nothing(monkeypatch, name, options):
     ours = run(monkeypatch, name, "native", options)
@@ -121,6 +125,30 @@ def test_the_next_look_finds_enough_and_not_many_more(ops, k, power):
         guess = ops.select_top_k(x, k, guess, out)
         found = int((x > guess).sum())
         assert k < found <= 2 * k + 40 * k**0.5 + 0.05 * len(x)  # what a bin of the histogram may hold
+
+
+@pytest.mark.parametrize("sparsity", [0, 0.9, 0.999])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_sums_are_selected_and_held_back_as_the_reference_does(ops, ranks, sparsity):
+    """By a threshold of the step before, by one that lets too many or too few through, and by none."""
+    (bucket,) = compopt.TagcAdamW([nn.Parameter(torch.zeros(shape)) for shape in ((90, 83), (7,), (300, 70))])._buckets
+    bucket.shards = cut_evenly(bucket.lengths, bucket.compressed, 0, ranks)
+    ks, random = [tagc.count_selected(sparsity, n) for n in bucket.shards.compressed_counts], torch.Generator()
+    for scale in (1.0, 1.0, 1000.0, 0.001, 0.0, 1.0):
+        bucket.flat["residual"].normal_(generator=random).mul_(scale)
+        grads = [torch.randn(shape, generator=random) * scale for shape in bucket.shapes[:-1]] + [None]
+        ours = ops.run(tagc.select_largest, bucket, grads, ks)
+        reference_ = tagc.select_largest(bucket, Ops(), grads, ks)
+        assert all(torch.equal(a, b) for a, b in zip(ours, reference_, strict=True))
+        before = bucket.flat["residual"].clone()
+        tagc.hold_back(bucket, Ops(), grads, ours.positions, ours.values)
+        expected = bucket.flat["residual"].clone()
+        bucket.flat["residual"].copy_(before)
+        ops.run(tagc.hold_back, bucket, grads, ours.positions, ours.values)
+        assert torch.equal(bucket.flat["residual"], expected)
+        union = torch.cat([ours.positions, torch.tensor([1, 5])]).unique()
+        ours_, theirs = (x.spread(ours.values, ours.positions, union, 8 * len(ours.bits)) for x in (ops, Ops()))
+        assert torch.equal(ours_, theirs)
 
 
 @pytest.mark.parametrize("n, k", [(8, 1), (1000, 300), (40_000, 400)])

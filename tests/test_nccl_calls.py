@@ -13,6 +13,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 from _fake_ranks import fake_ranks
 
+from compopt._wire.codec import PAYLOAD_CODECS
 from compopt._wire.collectives import Communicator, bitwise_or_rows
 from compopt._wire.payload import Payload
 from compopt._wire.requests import AllGather, AllReduceMean
@@ -49,7 +50,7 @@ def test_a_mean_is_the_backends_where_it_has_one(monkeypatch, backend, mean, cal
 @pytest.mark.parametrize("backend, name", [("nccl", SINGLE), ("xccl", SINGLE), ("gloo", "all_gather")])
 def test_a_gather_is_into_one_tensor_where_the_backend_can(monkeypatch, backend, name, called):
     monkeypatch.setattr(Communicator, "get_backend", lambda comm, device: backend)
-    payload = Payload(torch.ones(300), 1, 0, [299], (1,), torch.empty(299))
+    payload = Payload(torch.ones(300), 1, 0, [299], PAYLOAD_CODECS["int8"], torch.empty(299), (1,))
     with fake_ranks(4):
         rows = Communicator().start(AllGather(torch.arange(6.0).view(2, 3))).wait()
         answer = Communicator().start(AllReduceMean(payload)).wait()

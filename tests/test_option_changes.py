@@ -31,7 +31,7 @@ def counted(monkeypatch):
         counts.update(dict.fromkeys(counts, 0))
         return found
 
-    count(options, "to_plain", "rendered")
+    count(options, "make_comparable", "rendered")
     count(step, "verify_peers", "compared")
     reset.count = count
     return reset

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from conservation import everywhere, mean_residuals, moments
-from oracles import AdamSOracle, AverageOracle, LocalOracle, RadiusOracle, ScapeOracle, SeparateOracle, TagcOracle
-from oracles.powersgd import PowerSGDOracle
+from oracles import AdamSOracle, AverageOracle, RadiusOracle, ScapeOracle, SeparateOracle, TagcOracle
+from oracles.common import as_float64
 from problems import gradients, replicas, step, weights
+from simple import local_steps, separate_adam
 from table import CASES, projecting
 from torch import Tensor
+from twins import TwinRanks, start_separate_adam_alike
 
 import compopt
 from compopt._lowrank.matrices import MatrixSource
@@ -71,11 +73,13 @@ def separate(start: list[Tensor], optimizers: list, options: dict[str, Any]):
 
 
 def tracked(start: list[Tensor], optimizers: list, options: dict[str, Any]):
-    (bucket,) = optimizers[0]._buckets
-    order = {p: i for i, p in enumerate(optimizers[0].param_groups[0]["params"])}
-    stacks = optimizers[0].reducer(bucket).stacks
-    bases = {order[bucket.params[i]]: Q.double() for x in stacks for i, Q in zip(x.indices, x.Q, strict=True)}
-    return PowerSGDOracle([w.clone() for w in start], len(optimizers), adamw, bases.get)
+    kept = dict(HYPER, rank=options["rank"], warmup_steps=0)
+    wanted = as_float64(start)
+    ranks = TwinRanks(separate_adam, lambda p: separate_adam.SeparateAdam(p, **kept), wanted, len(optimizers))
+    start_separate_adam_alike(ranks, optimizers[0])
+    pairs = zip(ranks.twins, ranks.all_params, strict=True)
+    ranks.error = [[twin.e.get(p, torch.zeros_like(p)) for p in params] for twin, params in pairs]
+    return ranks
 
 
 def average(start: list[Tensor], optimizers: list, options: dict[str, Any]):
@@ -83,8 +87,9 @@ def average(start: list[Tensor], optimizers: list, options: dict[str, Any]):
 
 
 def local(start: list[Tensor], optimizers: list, options: dict[str, Any]):
-    known = {name: value for name, value in options.items() if name not in ("every_warmup_steps", "payload_dtype")}
-    return LocalOracle(start, len(optimizers), adamw, **known)
+    return TwinRanks(
+        local_steps, lambda p: local_steps.LocalSteps(adamw(p), options["every"]), as_float64(start), len(optimizers)
+    )
 
 
 def adamw(params: list[Tensor]) -> torch.optim.Optimizer:

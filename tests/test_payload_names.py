@@ -12,17 +12,17 @@ from table import CASES, FORMS
 
 import compopt
 from compopt._sharded.adamw import UPDATE_DTYPES, UpdateDtype
-from compopt._wire.payload import FLOAT_DTYPES, QUANTIZED_BITS
+from compopt._wire.codec import PAYLOAD_CODECS
 
 SENDING = [case for case in CASES + FORMS if "payload_dtype" in inspect.signature(case.cls).parameters]
 every = pytest.mark.parametrize("case", SENDING, ids=lambda case: case.name)
-NAMES = [*QUANTIZED_BITS, *FLOAT_DTYPES]
+NAMES = [name for name in PAYLOAD_CODECS if isinstance(name, str)]
 
 
 def takes(case, name: str) -> bool:
     if name == "int2":
         return case.cls in (compopt.Average, compopt.LocalSteps)
-    return name not in QUANTIZED_BITS or not case.sharded
+    return PAYLOAD_CODECS[name].bits is None or not case.sharded
 
 
 def names_in(optimizer) -> list[object]:

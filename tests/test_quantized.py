@@ -18,6 +18,8 @@ from table import CASES, Case, by_name
 from torch import nn
 
 import compopt
+from compopt._wire.codec import QuantizedCodec
+from compopt._wire.collectives import count_bytes
 from compopt._wire.payload import Payload, Scratch
 from compopt._wire.quantization import (
     ROW,
@@ -28,7 +30,7 @@ from compopt._wire.quantization import (
     rows_to_values,
     values_to_rows,
 )
-from compopt._wire.requests import AllReduceMean, count_bytes
+from compopt._wire.requests import AllReduceMean
 
 CASES_OF = {
     payload: [
@@ -122,7 +124,7 @@ def payloads(ranks: int, lengths: list[int], dtype: torch.dtype = torch.float32,
     for rank in range(ranks):
         flat = torch.randn(5 + sum(lengths), generator=torch.Generator().manual_seed(rank), dtype=dtype)
         rounding_errors = torch.empty(sum(lengths), dtype=dtype)
-        made.append(Payload(flat, 3, 2, lengths, (4, 0), rounding_errors, bits=bits))
+        made.append(Payload(flat, 3, 2, lengths, QuantizedCodec(bits), rounding_errors, (4, 0)))
     return made
 
 

@@ -7,6 +7,7 @@ import torch
 from test_quantized import answer, rounded
 
 from compopt._wire import quantization
+from compopt._wire.codec import QuantizedCodec
 from compopt._wire.payload import Payload, Scratch
 from compopt._wire.quantization import BLOCK_ROWS, ROW
 
@@ -32,7 +33,7 @@ def same_on_all(x: torch.Tensor, ranks: int, seed: int, bits: int = 8) -> list[P
     made = []
     for _ in range(ranks):
         flat = torch.cat([torch.ones(5), x])
-        made.append(Payload(flat, 3, 2, [len(x)], (seed, 0), torch.empty(len(x)), bits=bits))
+        made.append(Payload(flat, 3, 2, [len(x)], QuantizedCodec(bits), torch.empty(len(x)), (seed, 0)))
     answer(made)
     return made
 

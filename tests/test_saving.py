@@ -148,7 +148,7 @@ def test_consolidation_between_a_backward_and_its_step_sends_residuals_once(make
             for p, g in zip(params, grads, strict=True):
                 p.grad = g.clone()
             if run is early:
-                optimizer._session.has_local_gradients = True  # as DDP's hook says
+                optimizer._session.ddp_left_gradients = True  # as DDP's hook says
                 optimizer.gradients_ready(reversed(params))
                 optimizer.backward_done()
         run.world.consolidate(run.optimizers)

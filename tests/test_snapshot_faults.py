@@ -19,11 +19,11 @@ import pytest
 import snapshot_faults as faults
 import torch
 import torch.distributed as dist
-from conformance import Small, data
+from conformance import Small, data, mean_residual
 from ranks import run_ranks
 from sim import Ranks
 from snapshot_faults import CLASSES, LOST, Fleet, Saved
-from table import CASES, FORMS, by_name
+from table import CASES, FORMS, INT8, by_name
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
@@ -161,7 +161,7 @@ def test_a_write_that_ends_anywhere_leaves_a_whole_snapshot_or_none(function, tm
 # Ranks
 
 
-@pytest.mark.parametrize("case", CASES + FORMS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES + FORMS + INT8, ids=lambda case: case.name)
 def test_every_class_goes_on_to_the_bit(case, tmp_path):
     fleet = Fleet(case, 2, tmp_path, is_shared=False)
     fleet.train(7)
@@ -173,6 +173,21 @@ def test_every_class_goes_on_to_the_bit(case, tmp_path):
         if case.sharded:
             one.ranks.world.consolidate(one.ranks.optimizers)
     assert again.states() == fleet.states()
+
+
+@pytest.mark.parametrize("case", INT8, ids=lambda case: case.name)
+def test_on_other_ranks_residuals_in_8_bits_go_on_from_their_mean(case, tmp_path):
+    fleet = Fleet(case, 2, tmp_path, is_shared=True, **case.averaging)
+    fleet.train(7)
+    fleet.save()
+    wanted = mean_residual(fleet.ranks)
+    again = Fleet(case, 3, tmp_path, is_shared=True, **case.averaging)
+    assert again.resume()[0] == 7
+    # their mean is rounded to 127 levels of a block's largest
+    torch.testing.assert_close(mean_residual(again.ranks), wanted, rtol=0, atol=float(wanted.abs().max()) / 60)
+    again.train(3)
+    if not case.averaging:  # ranks of local steps have moments of their own
+        again.ranks.assert_replicas_equal()
 
 
 @pytest.mark.parametrize("name", ["SeparateAdam", "LocalSteps"])

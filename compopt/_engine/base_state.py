@@ -22,7 +22,7 @@ from .._state.tensors import to_local
 from .._wire.collectives import Communicator
 from .._wire.requests import AllGather, AllReduceMean, Broadcast
 from .collective_generators import CollectiveGenerator, exchange_one
-from .options import Group, to_plain
+from .options import Group, make_comparable
 from .session import Session
 
 CONSTANTS = (str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -56,7 +56,9 @@ class Leaves:
         elif isinstance(value, CONSTANTS):
             self.kinds.append(f"{path} {value!r}")
         elif isinstance(value, tuple):  # its numbers cannot be replaced: they count as constants
-            self.kinds.append(f"{path} {to_plain([x for x in value if is_plain_number(x)])!r}")
+            self.kinds.append(
+                f"{path} {make_comparable([x for x in value if is_plain_number(x)])!r}"
+            )
             self._add_items([(n, x) for n, x in enumerate(value) if not is_plain_number(x)], path)
         elif isinstance(value, dict):
             self._add_items(sorted(value.items(), key=lambda item: repr(item[0])), path, value)

@@ -22,7 +22,7 @@ from torch import Tensor
 from .._state.buckets import Bucket
 from .._state.layouts import Layout, TensorInfo
 from .._state.tensors import to_local
-from .._wire.payload import dtype_name
+from .._wire.codec import dtype_name
 from .._wire.warning import warn
 from .collective_generators import CollectiveGenerator
 from .optimizer_base import OptimizerBase
@@ -72,7 +72,7 @@ def complete_state_dict(optimizer: OptimizerBase, saved: dict[str, Any]) -> None
         for i, p in enumerate(bucket.params):
             if entry := saved["state"].get(number[p]):
                 saved["state"][number[p]] = expand_entry(bucket, i, layouts, entry)
-    session.follow_default_group(optimizer)  # groups say whose residuals these are
+    session.refresh_ranks(optimizer)  # groups say whose residuals these are
     for saved_group, group in zip(saved["param_groups"], groups, strict=True):
         saved_group.update(describe_group(optimizer, group))
 
@@ -127,7 +127,7 @@ def consolidate_as_generator(optimizer: OptimizerBase) -> CollectiveGenerator[No
     """
     session: Session = optimizer._session
     settle_for_saving(session)
-    session.follow_default_group(optimizer)
+    session.refresh_ranks(optimizer)
     session.overlap.discard()  # payloads of a backward hold the residuals of before
     for bucket in session.buckets:
         for name in optimizer.rank_local_state:
@@ -207,7 +207,7 @@ def load_state(optimizer: OptimizerBase, state_dict: dict[str, Any]) -> None:
         ValueError: it does not fit, or is damaged.
     """
     session: Session = optimizer._session
-    session.follow_default_group(optimizer)
+    session.refresh_ranks(optimizer)
     groups, saved = session.option_groups, check_groups(session, state_dict)
     class_name = _check_class(session.name, state_dict)
     options = [

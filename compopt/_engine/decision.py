@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from .._ops.norms import squared_norms
+from .._state.replicas import checksum_sum
 from .._wire.collectives import Communicator, profiler_range
 from .._wire.payload import bits_differ
 from .collective_generators import CollectiveGenerator, sum_over_groups
 from .exchange import BucketExchange
-from .replicas import checksum_sum
 
 ELSEWHERE = -1  # the index of a bucket that another rank of the model holds
 

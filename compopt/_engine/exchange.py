@@ -8,6 +8,7 @@ finishes gradients, and not on how many exchanges start in backward (see ``Excha
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -208,8 +209,7 @@ class BucketExchange:
         """
         self.bucket.withholds_gradients = self.error is not None
         try:
-            with profiler_range("compopt::encode"):
-                request = self._replay(answers) if is_new else self._resume_generator(*answers)
+            request = self._replay(answers) if is_new else self._resume_generator(*answers)
         except Exception as error:
             self._take_part_without_gradients(error)
             return
@@ -244,21 +244,13 @@ class BucketExchange:
         return request
 
     def _resume_generator(self, answer: Answer) -> Request:
-        if (generator := self._generator) is None:
+        if self._generator is None:
             self._write_control()
-            self._generator = generator = self.algorithm(self.bucket)
-        request = generator.send(answer)
-        while isinstance(request, RunBatched):
-            ops, reference, bucket = request.ops, request.reference, request.bucket
-            if ops.find_batched(reference, bucket) is not None:
-                break  # run with those of the other buckets, by ``run_batched_requests``
-            try:
-                answer = ops.run(reference, bucket, *request.args)
-            except BaseException as error:
-                request = generator.throw(error)
-            else:
-                request = generator.send(answer)
-        self.request = request
+        is_encoding = not self.has_reached_agree
+        with profiler_range("compopt::encode") if is_encoding else nullcontext():
+            if self._generator is None:
+                self._generator = self.algorithm(self.bucket)
+            self.request = request = self._generator.send(answer)
         return request
 
     def _write_control(self) -> None:
@@ -390,11 +382,8 @@ def run_batched_requests(
     """
     while pairs := [(e, e.request) for e in exchanges if isinstance(e.request, RunBatched)]:
         first = pairs[0][1]
-        waiting = [(e, request) for e, request in pairs if request.reference is first.reference]
-        fused = first.ops.find_batched(first.reference, first.bucket)
-        assert fused is not None
-        calls = [(request.bucket, *request.args) for _, request in waiting]
-        answers = fused.run(first.ops, calls)
+        waiting = [(e, request) for e, request in pairs if request.fused is first.fused]
+        answers = first.fused.run(first.ops, [request.call for _, request in waiting])
         for (exchange, _), answer in zip(waiting, answers, strict=True):
             exchange.request = None
             resume(exchange, answer)

@@ -129,7 +129,7 @@ class ReduceScatterBucket(Bucket):
         compressed_pieces = [piece for piece, c in zip(pieces, compressed, strict=True) if c]
         owned = [sum(piece.count_filled(r) for piece in compressed_pieces) for r in range(ranks)]
         self.shards = cut_by_rows(ranges, owned, compressed, self.rank)
-        self.mean_factory = session.ops.quantized_mean_factory(self)
+        self.codecs = session.ops.codecs
 
     def load_rows(self, rows: Tensor, pending_residuals: PendingResiduals) -> None:
         """Read this rank's gradients from ``rows``; copy the residuals to be sent."""

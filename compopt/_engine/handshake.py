@@ -99,7 +99,7 @@ def _report_equal_gradients(session: Session, comm: Communicator) -> None:
     """Warn once that ranks train on the same data, if DDP did not average their gradients; else
     raise RuntimeError.
     """
-    if not session.has_local_gradients:
+    if not session.ddp_left_gradients:
         raise RuntimeError(
             "all ranks hold bit-identical gradients: something averaged them before step(), or "
             "all ranks train on the same data. If DistributedDataParallel wraps the model, call "

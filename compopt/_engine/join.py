@@ -17,7 +17,7 @@ from .collective_generators import CollectiveGenerator
 from .handshake import gather_json
 from .missing_ranks import run_watching_ranks
 from .optimizer_base import OptimizerBase
-from .options import to_plain
+from .options import make_comparable
 from .session import Session
 
 # entries of a group that are not options, and may differ between ranks
@@ -56,7 +56,9 @@ def copy_options_from_ranks_with_data(optimizer: OptimizerBase) -> CollectiveGen
     groups = [*optimizer.param_groups]
     if session.option_groups is not optimizer.param_groups:
         groups += session.option_groups
-    options = [{n: to_plain(v) for n, v in g.items() if n not in LOCAL_ENTRIES} for g in groups]
+    options = [
+        {n: make_comparable(v) for n, v in g.items() if n not in LOCAL_ENTRIES} for g in groups
+    ]
     options = [{n: v for n, v in g.items() if _is_number(v)} for g in options]
     rows = yield from gather_json([session.has_data, options], session.device, session.comm)
     with_data = [rank_options for has_data, rank_options in rows if has_data]
@@ -64,7 +66,7 @@ def copy_options_from_ranks_with_data(optimizer: OptimizerBase) -> CollectiveGen
         for group, rank_options in zip(groups, with_data[0], strict=True):
             for name, value in rank_options.items():
                 current = group.get(name)
-                if json.loads(json.dumps(to_plain(current))) == value:
+                if json.loads(json.dumps(make_comparable(current))) == value:
                     continue
                 if isinstance(current, Tensor):
                     current.fill_(value)

@@ -100,7 +100,7 @@ class CompressedOptimizer(OptimizerBase):
     @property
     def comm(self) -> Communicator:
         """The ranks to average over; connected when first needed."""
-        return self._session.follow_default_group(self)
+        return self._session.refresh_ranks(self)
 
     @property
     def ops(self) -> Ops:
@@ -441,7 +441,7 @@ class CompressedOptimizer(OptimizerBase):
         checkpoint.load_state(self, state_dict)
         session.consolidated_at = None
         session.rebuild_buckets(self)
-        session.consecutive_skips, session.corrupt = 0, ""
+        session.consecutive_skips, session.damage = 0, ""
         session.unverify()
 
     @torch.inference_mode(False)  # its memory is used in later steps
@@ -464,7 +464,7 @@ class CompressedOptimizer(OptimizerBase):
         session = self._session
         session.check_has_shards()
         checkpoint.settle_for_saving(session)
-        session.follow_default_group(self)
+        session.refresh_ranks(self)
         missing_ranks.wait_for_all_to_consolidate(self, patience)
         try:
             for _ in self.consolidate_as_generator():

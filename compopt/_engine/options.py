@@ -17,8 +17,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from .._wire.codec import CODEC_NAMES, dtype_name, find_codec
 from .._wire.collectives import get_rank
-from .._wire.payload import PAYLOAD_DTYPE_NAMES, dtype_name, is_payload_dtype, quantized_bits
 from .._wire.warning import warn
 from .dense_start import TRIAL_OPTIONS
 
@@ -210,10 +210,11 @@ def check_payload_and_clip(group: dict[str, Any], keeps_all_errors: bool = False
     norm, dtype = group["max_grad_norm"], group["payload_dtype"]
     is_limit = norm is None or (is_numeric(norm) and norm > 0)
     require_option(is_limit, group, "max_grad_norm", "None or > 0")
-    wanted = f"None, {PAYLOAD_DTYPE_NAMES} or the torch.dtype of that name"
-    require_option(is_payload_dtype(dtype), group, "payload_dtype", wanted)
+    wanted = f"None, {CODEC_NAMES} or the torch.dtype of that name"
+    codec = find_codec(dtype)
+    require_option(codec is not None, group, "payload_dtype", wanted)
     group["payload_dtype"] = dtype_name(dtype)
-    if not keeps_all_errors and quantized_bits(dtype) == 2:
+    if not keeps_all_errors and codec is not None and codec.bits == 2:
         raise ValueError(
             f"payload_dtype={dtype!r} is for Average and LocalSteps, which keep the rounding error "
             "of every tensor; other classes keep only that of compressed ones. Use 'int4'."
@@ -257,7 +258,7 @@ class GroupSnapshot:
                 continue
             # no value is this object: what may change in place is compared anew every time
             self.values[i] = value if is_immutable(value) else self
-            plain = to_plain(value)
+            plain = make_comparable(value)
             if name in RATES:
                 self.rates[name] = plain
             elif repr(self.fixed.get(name, self)) != repr(plain):
@@ -307,14 +308,14 @@ def is_immutable(value: object) -> bool:
     return type(value) in PLAIN or (type(value) is tuple and PLAIN.issuperset(map(type, value)))
 
 
-def to_plain(value: object) -> object:
+def make_comparable(value: object) -> object:
     """Return numbers, text or tuples of them, whose ``repr`` is equal for equal values in all
     processes.
     """
     if type(value) in PLAIN or isinstance(value, str):
         return value
     if hasattr(value, "tolist"):  # tensors, and what is NumPy's
-        return to_plain(value.tolist())
+        return make_comparable(value.tolist())
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):
@@ -324,11 +325,13 @@ def to_plain(value: object) -> object:
     if isinstance(value, torch.device):
         return str(value)
     if isinstance(value, dict):
-        return tuple(sorted(((to_plain(k), to_plain(v)) for k, v in value.items()), key=repr))
+        return tuple(
+            sorted(((make_comparable(k), make_comparable(v)) for k, v in value.items()), key=repr)
+        )
     if isinstance(value, set | frozenset):
-        return tuple(sorted(map(to_plain, value), key=repr))
+        return tuple(sorted(map(make_comparable, value), key=repr))
     if isinstance(value, list | tuple):
-        return tuple(map(to_plain, value))
+        return tuple(map(make_comparable, value))
     # a function or a class by its name, any other object by its class
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"

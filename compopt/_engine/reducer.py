@@ -66,13 +66,17 @@ class ShardReducer(Reducer, Protocol):
         """Return vectors that stay valid until the end of the step."""
 
 
-class ReduceScatterReducer:
-    """Sends gradients dense, with the residuals of those that have any; each rank gets its shard.
+class OwnerReducer:
+    """A payload for every owner of a shard: its part of the tensors that are sent dense, in the
+    order of ``sent_dense``, by default of all, and what a method encodes. Each owner receives the
+    mean of what all ranks send it.
 
-    A residual is then what rounding to the payload's dtype has taken off. ``sent_dense``: the
-    indices of the tensors that are sent, by default of all. ``sends_residuals``: whether their
-    residuals are sent too, by default where there are some.
+    ``sends_residuals``: whether residuals of dense tensors are sent too, by default where there are
+    some.
     """
+
+    owner_payloads: list[Payload]
+    values: list[Tensor]  # the average, once it is there
 
     def __init__(
         self,
@@ -85,20 +89,51 @@ class ReduceScatterReducer:
         self.grads = bucket.grads()
         self.sent_dense = [*range(len(self.grads))] if sent_dense is None else sent_dense
         self.sends_residuals = bucket.has_residual if sends_residuals is None else sends_residuals
-        self.values: list[Tensor] = []  # the average, once it is there
-        self.payload_dtype: PayloadDtype = bucket.group["payload_dtype"]
 
-    @property
-    def phase(self) -> str:
-        return "rounded" if self.bucket.is_rounded else "dense"
+    def fill_payloads(
+        self, marks: Tensor, dtype: PayloadDtype, encoded_sizes: Sequence[int] = ()
+    ) -> Tensor:
+        """Write to a payload for every owner what it owns of the tensors that are sent dense; the
+        last ``encoded_sizes[rank]`` numbers are still to be written. Returns the memory of all.
+        """
+        ranks = range(self.layout.ranks)
+        sizes = [self.layout.sizes(rank) for rank in ranks]
+        lengths = [[sizes[rank][i] for i in self.sent_dense] for rank in ranks]
+        for rank_lengths, size in zip(lengths, encoded_sizes, strict=False):
+            rank_lengths.append(size)
+        self.owner_payloads, flat = self.bucket.make_payloads(lengths, dtype)
+        headers = [payload.header for payload in self.owner_payloads]
+        torch._foreach_copy_(headers, [marks] * len(headers))
+        absent, to, grads = [], [], []
+        parts: dict[int, list[tuple[Tensor, slice]]] = {i: [] for i in self.sent_dense}
+        for rank, payload in enumerate(self.owner_payloads):
+            for part, i in zip(payload.unrounded_parts, self.sent_dense, strict=False):
+                if not part.numel():
+                    continue
+                g, owned = self.grads[i], slice(*self.layout.ranges[rank][i])
+                parts[i].append((part, owned))
+                if g is None:
+                    absent.append(part)
+                else:
+                    to.append(part)
+                    grads.append(g.reshape(-1)[owned])
+        if absent:
+            torch._foreach_zero_(absent)
+        if to:
+            torch._foreach_copy_(to, grads)
+        for batch in Residuals(self.bucket).batches(parts if self.sends_residuals else ()):
+            rows = [(part, e.view(-1)[owned]) for i, e in batch for part, owned in parts[i]]
+            if rows:
+                torch._foreach_add_([part for part, _ in rows], [e for _, e in rows])
+        return flat
 
-    def reduce(self) -> RequestGenerator[Payload]:
-        like = torch.empty(0, dtype=self.bucket.compute_dtype, device=self.bucket.device)
-        flat = self.make_owner_payloads(gradient_marks(self.grads, like))
-        self.write_dense_tensors()
-        mean = yield from self.exchange(flat)
-        self.values = list(mean.parts)
-        return mean
+    def exchange(self, flat: Tensor) -> RequestGenerator[Payload]:
+        """Round the payloads, and send each to its owner. Returns the mean of this rank's."""
+        for payload in self.owner_payloads:
+            payload.round()
+        sizes = [payload.flat.numel() for payload in self.owner_payloads]
+        received = yield ReduceScatterMean(flat, sizes)
+        return self.owner_payloads[self.layout.rank].with_flat(received)
 
     def squared_norm(self) -> Tensor:
         """Return |G|^2 of this rank's shard, one number for each tensor."""
@@ -108,6 +143,28 @@ class ReduceScatterReducer:
     def clip(self, factor: float) -> None:
         if factor < 1:
             torch._foreach_mul_(self.values, factor)
+
+    def next_state(self, i: int) -> dict[str, Tensor]:
+        return {}
+
+
+class ReduceScatterReducer(OwnerReducer):
+    """Sends gradients dense, with the residuals of those that have any; each rank gets its shard.
+
+    A residual is then what rounding to the payload's dtype has taken off.
+    """
+
+    @property
+    def phase(self) -> str:
+        return "rounded" if self.bucket.is_rounded else "dense"
+
+    def reduce(self) -> RequestGenerator[Payload]:
+        like = torch.empty(0, dtype=self.bucket.compute_dtype, device=self.bucket.device)
+        marks = gradient_marks(self.grads, like)
+        flat = self.fill_payloads(marks, self.bucket.group["payload_dtype"])
+        mean = yield from self.exchange(flat)
+        self.values = list(mean.parts)
+        return mean
 
     def read_owned_parts(self, dtype: torch.dtype) -> list[Tensor]:
         return [part.to(dtype) for part in self.values]
@@ -126,93 +183,45 @@ class ReduceScatterReducer:
             bucket.has_residual and not all(have_gradients)
         )
 
-    def next_state(self, i: int) -> dict[str, Tensor]:
-        return {}
-
-    # A payload for every owner
-
-    def make_owner_payloads(self, marks: Tensor, encoded_sizes: Sequence[int] = ()) -> Tensor:
-        """Make a payload for every owner, of what it owns of tensors that are sent dense, then
-        ``encoded_sizes[rank]`` numbers. Returns the memory that they share.
-        """
-        ranks = range(self.layout.ranks)
-        sizes = [self.layout.sizes(rank) for rank in ranks]
-        lengths = [[sizes[rank][i] for i in self.sent_dense] for rank in ranks]
-        for rank_lengths, size in zip(lengths, encoded_sizes, strict=False):
-            rank_lengths.append(size)
-        self.owner_payloads, flat = self.bucket.make_payloads(lengths, self.payload_dtype)
-        headers = [payload.header for payload in self.owner_payloads]
-        torch._foreach_copy_(headers, [marks] * len(headers))
-        return flat
-
-    def write_dense_tensors(self) -> None:
-        """Write to each owner's payload its elements of the tensors that are sent dense."""
-        flat = [None if g is None else g.reshape(-1) for g in self.grads]
-        absent, to, grads = [], [], []
-        parts: dict[int, list[tuple[Tensor, slice]]] = {i: [] for i in self.sent_dense}
-        for rank, payload in enumerate(self.owner_payloads):
-            for part, i in zip(payload.unrounded_parts, self.sent_dense, strict=False):
-                if not part.numel():
-                    continue
-                g, owned = flat[i], slice(*self.layout.ranges[rank][i])
-                parts[i].append((part, owned))
-                if g is None:
-                    absent.append(part)
-                else:
-                    to.append(part)
-                    grads.append(g[owned])
-        if absent:
-            torch._foreach_zero_(absent)
-        if to:
-            torch._foreach_copy_(to, grads)
-        for batch in Residuals(self.bucket).batches(parts if self.sends_residuals else ()):
-            rows = [(part, e.view(-1)[owned]) for i, e in batch for part, owned in parts[i]]
-            if rows:
-                torch._foreach_add_([part for part, _ in rows], [e for _, e in rows])
-
-    def exchange(self, flat: Tensor) -> RequestGenerator[Payload]:
-        """Round the payloads, and send each to its owner. Returns the mean of this rank's."""
-        for payload in self.owner_payloads:
-            payload.round()
-        sizes = [payload.flat.numel() for payload in self.owner_payloads]
-        received = yield ReduceScatterMean(flat, sizes)
-        return self.owner_payloads[self.layout.rank].with_flat(received)
-
 
 class AllReduceReducer:
     """Sends gradients plus residuals on a mask that all ranks know, by one all-reduce.
 
     Every rank receives the whole average, and reads its shard of it where state is sharded.
-    ``sends_residuals``: by default in steps that round, and where there are some; ``scale``: a
-    factor on them.
+    ``mask``: None for all elements. ``scale``: a factor on residuals. ``keeps_mask``: it is that
+    of the step before, so residuals on it are 0 but for rounding errors.
     """
+
+    grads: list[Tensor | None]
+    mask: Mask
+    mean: Payload
+    sends_residuals: bool
 
     def __init__(
         self,
         bucket: Bucket,
         ops: Ops,
-        mask: Mask,
-        sends_residuals: bool | None = None,
+        mask: Mask | None = None,
         scale: float = 1.0,
+        keeps_mask: bool = False,
     ):
-        self.bucket, self.ops, self.mask, self.scale = bucket, ops, mask, scale
-        self.grads = bucket.grads()
-        if sends_residuals is None:
-            sends_residuals = bucket.is_rounded or bucket.has_residual
-        self.sends_residuals = sends_residuals
+        self.bucket, self.ops, self.scale, self.keeps_mask = bucket, ops, scale, keeps_mask
+        self._given, self._is_sparse = mask, mask is not None and mask.is_sparse
 
     @property
     def phase(self) -> str:
-        if self.mask.is_sparse:
+        if self._is_sparse:
             return "sparse"
         return "rounded" if self.bucket.is_rounded else "dense"
 
     def reduce(self) -> RequestGenerator[Payload]:
-        adds, scale = self.sends_residuals, self.scale
-        sent = self.ops.encode(self.bucket, self.grads, self.mask, adds, scale)
-        mean: Payload = yield AllReduceMean(sent)
-        self.mean = mean
-        return mean
+        bucket = self.bucket
+        self.grads, self.mask = bucket.grads(), self._given or Mask(bucket)
+        adds = bucket.is_rounded or (not self.keeps_mask and bucket.has_residual)
+        self.sends_residuals = adds
+        sent = self.ops.encode(bucket, self.grads, self.mask, adds, self.scale)
+        self.mean = yield AllReduceMean(sent)
+        return self.mean
 
     def read_averages(self, indices: list[int], update: Update) -> list[Tensor]:
         """Return the averaged gradients of these tensors, in the update's memory for them."""
@@ -241,26 +250,26 @@ class AllReduceReducer:
         return owned
 
     def feed_back(self, have_gradients: list[bool]) -> None:
-        errors = self.mean.rounding_errors
+        errors, changes_residual = self.mean.rounding_errors, self.changes_residual
         indices = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
+        self.note_residual(have_gradients)
         if errors is not None and self._replaces_residual(errors, have_gradients):
             Residuals(self.bucket).set_all(errors)
-        elif errors is not None and not self.mask.is_sparse:
+        elif errors is not None and not self._is_sparse:
             Residuals(self.bucket).set([(i, self.mean.rounding_error_parts[i]) for i in indices])
-        elif self.changes_residual:
+        elif changes_residual:
             for batch in Residuals(self.bucket).batches(indices, write=True):
                 self._feed_back(batch)
-        self.note_residual(have_gradients)
 
     @property
     def changes_residual(self) -> bool:
         """True if a step changes residuals."""
         is_rounded = self.mean.rounding_errors is not None
-        return is_rounded or self.mask.is_sparse or self.sends_residuals
+        return is_rounded or self._is_sparse or self.sends_residuals
 
     def _replaces_residual(self, errors: Tensor, have_gradients: list[bool]) -> bool:
         """True if rounding errors are the new residuals of all tensors."""
-        if self.mask.is_sparse or self.bucket.offload is not None or not all(have_gradients):
+        if self._is_sparse or self.bucket.offload is not None or not all(have_gradients):
             return False
         return self.bucket.flat["residual"].numel() == errors.numel()
 
@@ -282,7 +291,7 @@ class AllReduceReducer:
 
     def note_residual(self, have_gradients: list[bool]) -> None:
         """Note whether residuals may be non-zero after this step."""
-        remains = self.mean.rounding_errors is not None or self.mask.is_sparse
+        remains = self.mean.rounding_errors is not None or self._is_sparse
         self.bucket.cache["has_residual"] = remains or (
             self.sends_residuals and not all(have_gradients)
         )
@@ -301,8 +310,7 @@ def step_by_average(
     their residuals.
     """
     have_gradients = bucket.have_gradients(reducer.mean)
-    bucket.count_steps(have_gradients)
-    indices = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
+    indices = bucket.count_steps(have_gradients)
     if indices:
         averages = reducer.read_averages(indices, update)
         scale_all_(averages, factor)

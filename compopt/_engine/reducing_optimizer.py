@@ -9,8 +9,8 @@ import torch
 from .._state.buckets import Bucket
 from .._state.layouts import GlobalShape, Layout, LocalShape, Sharded
 from .._state.residuals import Residuals, residual_layout
+from .._wire.codec import dtype_name
 from .._wire.collectives import connect, is_sharded_over
-from .._wire.payload import dtype_name
 from .fsdp_backward import FSDPBackward, PendingResidual
 from .optimizer import CompressedOptimizer
 from .options import Setting, require

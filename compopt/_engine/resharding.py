@@ -142,7 +142,7 @@ def rebind_optimizer(
                 entry.pop(name, None)
     if sharded:
         session.buckets_to_reshard = session.buckets_to_reshard or session.buckets
-    session.connect_to(optimizer, group)
+    session.switch_group(optimizer, group)
     yield from catch_up(optimizer, session.comm)
     if sharded:
         before = session.buckets_to_reshard or session.buckets
@@ -184,7 +184,7 @@ def catch_up(optimizer: OptimizerBase, comm: Communicator) -> CollectiveGenerato
     learned = (yield from gather_json(results, session.device, comm))[source]
     if messages:
         with defer_signals():
-            session.corrupt = "rebind() was interrupted while it wrote a step of another rank"
+            session.damage = "rebind() was interrupted while it wrote a step of another rank"
             write_tensors(tensors, messages)
             of_base.write_numbers(counts.tolist())
             _load_without_residuals(optimizer, saved, int(step), learned)

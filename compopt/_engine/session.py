@@ -27,6 +27,7 @@ from .._state.offload import Offload
 from .._state.residuals import Residuals
 from .._state.shards import cut_evenly
 from .._state.tensors import is_accelerator, to_local
+from .._wire.codec import PAYLOAD_CODECS
 from .._wire.collectives import (
     Communicator,
     ProcessGroup,
@@ -37,7 +38,6 @@ from .._wire.collectives import (
     is_outdated,
     make_shard_communicators,
 )
-from .._wire.payload import bytes_per_value
 from .._wire.warning import warn
 from .decision import StepDecision
 from .dense_start import Trial, begin_trial
@@ -106,7 +106,7 @@ class Session:
         self.is_single_process = False
         self.handshake = Handshake.UNVERIFIED
         # why parameters and state are inconsistent (a step was applied in part), or empty
-        self.corrupt = ""
+        self.damage = ""
         # the groups that hold the options of the class, and the options as last read
         self.option_groups: list[Group] = []
         self.options = OptionSnapshot()
@@ -140,7 +140,7 @@ class Session:
         self.algorithm = weak_method(optimizer.algorithm)
         self.post_commit = PostCommitExchanges()
         self.overlap = BackwardOverlap(self.post_commit)
-        self.has_local_gradients = False  # DDP did not average those of the coming step
+        self.ddp_left_gradients = False  # DDP did not average those of the coming step
         self.has_grad_scaler = False  # a GradScaler drives the steps
         self.has_data = True  # False in a Join once this rank has finished its data
         self.divides_by_all = True  # in a Join: the mean is over all ranks, not those with data
@@ -212,9 +212,9 @@ class Session:
 
     def check_sound(self) -> None:
         """Raise RuntimeError if a step was applied in part."""
-        if self.corrupt:
+        if self.damage:
             raise RuntimeError(
-                f"{self.corrupt}: parameters and state are inconsistent. Load a "
+                f"{self.damage}: parameters and state are inconsistent. Load a "
                 "checkpoint, of the model and with load_state_dict() of this optimizer, on all "
                 "ranks."
             )
@@ -227,7 +227,7 @@ class Session:
                 "has their gradients now. Step that one, or call compopt.attach(ddp_model, "
                 "optimizer) to have this one back."
             )
-        if self.corrupt or self.buckets_to_reshard is not None:
+        if self.damage or self.buckets_to_reshard is not None:
             self.check_sound()
             self.check_has_shards()
 
@@ -348,8 +348,7 @@ class Session:
             if optimizer.sharded:
                 comm = self.comm
                 bucket.shards = cut_evenly(bucket.lengths, bucket.compressed, comm.rank, comm.size)
-            bucket.mean_factory = self.ops.quantized_mean_factory(bucket)
-            bucket.blocks = self.ops.blocks
+            bucket.codecs, bucket.blocks = self.ops.codecs, self.ops.blocks
             self._fill_state(bucket, optimizer._bucket_layouts(bucket), optimizer.state)
             optimizer.rebuild_cache(bucket)
         optimizer.after_layout()
@@ -409,8 +408,7 @@ class Session:
         self.ops = fall_back_to_torch(self.comm.rank)
         self.options.checksum = None
         for bucket in self.buckets:
-            bucket.mean_factory = self.ops.quantized_mean_factory(bucket)
-            bucket.blocks = self.ops.blocks
+            bucket.codecs, bucket.blocks = self.ops.codecs, self.ops.blocks
             optimizer.rebuild_cache(bucket)
         optimizer.on_fallback()
 
@@ -434,7 +432,7 @@ class Session:
             self.connection.on_wait = self.waits.add_wait
         return self.connection
 
-    def follow_default_group(self, optimizer: OptimizerBase) -> Communicator:
+    def refresh_ranks(self, optimizer: OptimizerBase) -> Communicator:
         """Connect again if the default process group is another one now, and return the ranks.
 
         Without a group the optimizer is a single process until torch.distributed is initialized,
@@ -458,7 +456,7 @@ class Session:
 
         Warns once if a launcher has started several processes that are not connected.
         """
-        comm = self.follow_default_group(optimizer)
+        comm = self.refresh_ranks(optimizer)
         if comm.size == 1 and self.group is None and self.role is not Role.WRAPPED:
             self._warn_if_not_connected()
         is_single_process = comm.size == 1 and not optimizer.simulate
@@ -480,7 +478,7 @@ class Session:
                 get_rank(),
             )
 
-    def connect_to(
+    def switch_group(
         self, optimizer: OptimizerBase, group: ProcessGroup | Communicator | None
     ) -> None:
         """Average over another group from now on."""
@@ -512,5 +510,5 @@ class Session:
 def estimate_bytes_sent(optimizer: OptimizerBase, bucket: Bucket) -> float:
     """Estimate the bytes of a bucket's payload in a compressed step."""
     values = optimizer.values_in_payload(bucket, 2)
-    size = bytes_per_value(bucket.group.get("payload_dtype"), bucket.grad_dtype)
+    size = PAYLOAD_CODECS[bucket.group.get("payload_dtype")].bytes_per_value(bucket.grad_dtype)
     return size * (bucket.numel if values is None else values)

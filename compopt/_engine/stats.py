@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
 from .._state.buckets import Bucket
-from .._wire.payload import bytes_per_value, quantized_bits
+from .._wire.codec import PAYLOAD_CODECS
 from .dense_start import FOREVER, count_dense_steps, ramp_of
 
 log = logging.getLogger("compopt")
@@ -184,10 +184,6 @@ def format_bytes(count: float) -> str:
     return f"{count} bytes"
 
 
-def is_quantized(bucket: Bucket) -> bool:
-    return quantized_bits(bucket.group["payload_dtype"]) is not None
-
-
 def describe_compression(
     buckets: Sequence[Bucket], values_sent: Sequence[float | None], in_fsdp: bool
 ) -> str:
@@ -215,11 +211,14 @@ def describe_compression(
     dense = sum(bucket.numel * bucket.grad_dtype.itemsize for bucket in buckets)
     counts = [count for count in values_sent if count is not None]
     if len(counts) == len(buckets) and dense:
-        sizes = [bytes_per_value(b.group["payload_dtype"], b.grad_dtype) for b in buckets]
+        codecs = [PAYLOAD_CODECS[b.group["payload_dtype"]] for b in buckets]
+        sizes = [
+            codec.bytes_per_value(b.grad_dtype) for codec, b in zip(codecs, buckets, strict=True)
+        ]
         sent = sum(count * size for count, size in zip(counts, sizes, strict=True))
         first = sum(
-            b.numel * (b.grad_dtype.itemsize if in_fsdp and is_quantized(b) else size)
-            for b, size in zip(buckets, sizes, strict=True)
+            b.numel * (b.grad_dtype.itemsize if in_fsdp and codec.bits else size)
+            for b, codec, size in zip(buckets, codecs, sizes, strict=True)
         )
         collective = "FSDP2's reduce-scatter" if in_fsdp else "an all-reduce"
         text += (

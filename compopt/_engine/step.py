@@ -17,6 +17,7 @@ from collections.abc import Iterable
 import torch
 
 from .._state.buckets import Bucket
+from .._state.replicas import find_part, sum_part
 from .._wire.collectives import Communicator, get_rank, profiler_range
 from .._wire.payload import FieldValues
 from .._wire.requests import AllReduceMean, Answer, CommunicationError, RunBatched
@@ -33,7 +34,6 @@ from .handshake import (
 from .join import copy_options_from_ranks_with_data
 from .missing_ranks import RankLeft, explain_failure, post_lost_masks
 from .optimizer_base import OptimizerBase
-from .replicas import find_part, sum_part
 from .resharding import lay_out_trainable_parameters
 from .session import Handshake, Session
 from .signals import defer_signals
@@ -130,9 +130,9 @@ class Step:
         session = self.session
         with defer_signals():
             if decision.applied:
-                session.has_local_gradients = False
+                session.ddp_left_gradients = False
                 try:
-                    session.corrupt = f"step {self.number} was interrupted"
+                    session.damage = f"step {self.number} was interrupted"
                     with profiler_range("compopt::commit"):
                         self._commit_buckets(decision)
                 except BaseException as error:
@@ -140,14 +140,14 @@ class Step:
                     where = "after its buckets"
                     if bucket is not None:
                         where = f"in bucket {bucket.index} ({bucket.names[0]}, ...)"
-                    session.corrupt = (
+                    session.damage = (
                         f"step {self.number} was applied in part: {kind} was raised {where} "
                         f"({error})"
                     )
                     for bucket in session.buckets:
                         bucket.cache.clear()  # derived from state, which may be wrong
                     raise
-                session.corrupt = ""
+                session.damage = ""
             # read again: a commit may have adapted options, alike on all ranks
             session.options.refresh(self.optimizer._compared_groups)
             session.verified_message_options = session.options.message_options
@@ -440,10 +440,10 @@ def start_in_backward(optimizer: OptimizerBase, params: Iterable[torch.Tensor]) 
     ``params``: those whose gradients backward has just finished.
     """
     session: Session = optimizer._session
-    comm = session.follow_default_group(optimizer)
+    comm = session.refresh_ranks(optimizer)
     if (
         session.handshake is not Handshake.VERIFIED
-        or session.corrupt
+        or session.damage
         or session.has_grad_scaler
         or comm.size == 1
     ):

@@ -63,7 +63,8 @@ class OwnUpdate:
         pairs = list(zip(weights, averages, strict=True))
         fits = [g is not None and g.dtype == w.dtype for w, g in pairs]
         sizes = [0 if fit else w.numel() for w, fit in zip(weights, fits, strict=True)]
-        new = self.ops.scratch(weights[0], sum(sizes)).split(sizes)
+        w = weights[0]
+        new = bucket.scratch("average", sum(sizes), w.dtype, w.device).split(sizes)
         return [
             (g if g is not None and fit else part).view(w.shape)
             for (w, g), fit, part in zip(pairs, fits, new, strict=True)
@@ -71,7 +72,9 @@ class OwnUpdate:
 
     def memory_for_stack(self, bucket: Bucket, indices: range) -> Tensor:
         w = bucket.weight(indices[0])
-        return self.ops.scratch(w, len(indices) * w.numel()).view(len(indices), *w.shape)
+        size = len(indices) * w.numel()
+        memory = bucket.scratch("average", size, w.dtype, w.device)
+        return memory.view(len(indices), *w.shape)
 
 
 class AdamWUpdate(OwnUpdate):

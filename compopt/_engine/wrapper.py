@@ -343,7 +343,7 @@ class Wrapper(CompressedOptimizer):
                         tensor.zero_()
         for group in self._wrapper_groups:
             group["step"] = 0
-        session.consolidated_at, session.corrupt = None, ""
+        session.consolidated_at, session.damage = None, ""
         session.rebuild_buckets(self)
 
     def _copyable_attributes(self) -> dict[str, Any]:

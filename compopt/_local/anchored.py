@@ -190,7 +190,7 @@ class AnchoredWrapper(Wrapper):
         if self._sync is not None:
             self._sync.cancel()
         session.forget_in_flight()
-        session.connect_to(self, process_group)
+        session.switch_group(self, process_group)
         fragments, due = yield from self._adopt_counts()
         if fragments:
             self._see_ranks_and_groups()

@@ -255,7 +255,7 @@ class Anchors:
             dtype = self._residual_dtype
             bucket = AnchorBucket(len(self.buckets), group, flat, tensors, dtype)
             added.update((id(t.param), t) for t in tensors)
-            bucket.mean_factory = self.ops.quantized_mean_factory(bucket)
+            bucket.codecs = self.ops.codecs
             bucket.blocks = self.ops.blocks
             bucket.scratch = self._scratch
             bucket.replicate_size = get_replicate_size(run[0], self._shards)
@@ -299,7 +299,7 @@ class Anchors:
         """Quantize by PyTorch's operators, because ranks have chosen different backends."""
         self.ops = ops
         for bucket in self.buckets:
-            bucket.mean_factory, bucket.blocks = ops.quantized_mean_factory(bucket), ops.blocks
+            bucket.codecs, bucket.blocks = ops.codecs, ops.blocks
 
     @torch.no_grad()
     def note_training(self, params: Sequence[Tensor]) -> None:
@@ -366,13 +366,13 @@ class Anchors:
         if copied is None or not copied[1]:
             return False
         with defer_signals():
-            session.corrupt = "rebind() was interrupted while it wrote an exchange of another rank"
+            session.damage = "rebind() was interrupted while it wrote an exchange of another rank"
             write_tensors(tensors, copied[1])
             for group, step in zip(groups, counts.tolist(), strict=True):
                 if is_new or group["step"] != step:
                     self._become_anchors(group)
                 group["step"] = step
-            session.corrupt = ""
+            session.damage = ""
         return True
 
     def _become_anchors(self, group: Group) -> None:

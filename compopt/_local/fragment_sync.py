@@ -29,9 +29,9 @@ from .._engine.collective_generators import Background, CollectiveGenerator, sum
 from .._engine.handshake import raise_failure, raise_mismatch
 from .._engine.join import copy_options_from_ranks_with_data
 from .._engine.optimizer_base import OptimizerBase
-from .._engine.replicas import sum_part
 from .._engine.signals import defer_signals
 from .._ops.norms import stacked_squared_norms
+from .._state.replicas import sum_part
 from .._state.tensors import upload
 from .._wire.collectives import Communicator, PendingCollective
 from .._wire.requests import AllGather, AllReduceMean, CommunicationError, EncodeError
@@ -264,7 +264,7 @@ class FragmentSync:
         options, is_lost = session.option_groups[0], result.is_non_finite
         is_late = running.apply_at > 0 and not is_lost
         since = [bucket.moved_since() for bucket in buckets] if is_late else []
-        session.corrupt = f"the exchange before step {session.steps + 1} was interrupted"
+        session.damage = f"the exchange before step {session.steps + 1} was interrupted"
         progress = outer_progress(options, mean.steps, mean.seconds)
         self.anchors.step_outer(buckets, progress)  # line 4
         members = [t for bucket in buckets for t in bucket.tensors]
@@ -273,7 +273,7 @@ class FragmentSync:
             bucket.write_params(moved)  # line 5
         if not is_late:
             write_params(received)
-        session.corrupt, session.consolidated_at = "", None
+        session.damage, session.consolidated_at = "", None
         self.anchors.end_sync(buckets)
         counts.weight = 0.0
         if options["round_seconds"] is not None:

@@ -149,7 +149,7 @@ class ProjectionReducer:
     def _subtract_rounding_errors(self, mean: Payload) -> None:
         """Set ``sent`` of every stack to what the other ranks have received, after rounding."""
         errors = mean.rounding_errors
-        if self.stacks and mean.seed is not None and errors is not None:
+        if self.stacks and mean.codec.bits and errors is not None:
             pairs = [
                 (x.sent, self._part_of(mean, x, errors)) for x in self.stacks if x.sent is not None
             ]

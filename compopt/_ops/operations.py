@@ -2,8 +2,8 @@
 
 A backend speeds an algorithm up in two ways. It overrides an operation on one tensor, such as
 ``adamw``. Or it registers a fused implementation of a reference function, such as a paper's
-``update``, in its table ``fused``; the algorithm calls the reference by ``run``, or requests it by
-``RunBatched``, and does not know which backend runs.
+``update``, in its table ``fused``; the algorithm calls the reference by ``run`` or ``run_batched``,
+and does not know which backend runs.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .._state.blocks import BlockCodec
 from .._state.buckets import Bucket
 from .._state.masks import Mask, Tensors
 from .._state.residuals import Residuals
-from .._wire import quantization
+from .._wire.codec import PAYLOAD_CODECS
 from .._wire.payload import CACHE_ELEMENTS, Payload, Scratch, block_size
-from .._wire.quantization import QuantizedMean
+from .._wire.requests import RequestGenerator, RunBatched
 from . import norms, reference
 
 HYPER = ("betas", "eps", "weight_decay", "maximize")
@@ -85,13 +85,15 @@ class Ops:
     The reducer's side: ``encode`` makes a bucket's payload, ``decode`` reads the average, and
     ``write_at`` and ``clear_at`` change residuals. The update's side: ``adamw``, ``adams``.
     Selection: ``top_k_mask``, ``top_k_positions``, ``positions``. Fused implementations: ``run``,
-    ``find_batched``.
+    ``run_batched``.
     """
 
     name = "torch"
     reason = ""  # why it was chosen
     automatic = False  # chosen by itself, not by name
     fused: Mapping[str, Fused] = {}  # by the ``reference_key`` of what they replace
+    codecs = PAYLOAD_CODECS  # of payloads
+    blocks = BlockCodec()  # of state in 8 bits
 
     def __init__(self) -> None:
         self._scratch = Scratch()
@@ -106,18 +108,31 @@ class Ops:
         """Call ``reference(bucket, self, *args)``, or its fused implementation if that supports the
         bucket.
         """
-        fused = self.fused.get(reference_key(reference))
-        if fused is not None and not fused.is_batched and fused.supports(self, bucket):
-            result: Result = fused.run(bucket, self, *args, **options)
-            return result
-        return reference(bucket, self, *args, **options)
+        fused = self._find_fused(reference, bucket)
+        if fused is None or fused.is_batched:
+            return reference(bucket, self, *args, **options)
+        result: Result = fused.run(bucket, self, *args, **options)
+        return result
 
-    def find_batched(self, reference: Callable[..., Any], bucket: Bucket) -> Fused | None:
-        """Return the implementation of ``reference`` that serves all buckets in one launch."""
+    def run_batched(
+        self,
+        reference: Callable[Concatenate[Bucket, Any, Rest], Result],
+        bucket: Bucket,
+        *args: Rest.args,
+        **options: Rest.kwargs,
+    ) -> RequestGenerator[Result]:
+        """Do the same after ``Agree`` or a post-commit exchange: as ``yield from``. One launch may
+        serve all buckets.
+        """
+        fused = self._find_fused(reference, bucket)
+        if fused is None or not fused.is_batched:
+            return self.run(reference, bucket, *args, **options)
+        result: Result = yield RunBatched(fused, self, (bucket, *args))
+        return result
+
+    def _find_fused(self, reference: Callable[..., Any], bucket: Bucket) -> Fused | None:
         fused = self.fused.get(reference_key(reference))
-        if fused is None or not fused.is_batched or not fused.supports(self, bucket):
-            return None
-        return fused
+        return fused if fused is not None and fused.supports(self, bucket) else None
 
     def scratch(
         self, like: Tensor, n: int, dtype: torch.dtype | None = None, use: str = ""
@@ -143,9 +158,11 @@ class Ops:
 
         ``Mask(bucket)`` sends all elements.
         """
-        payload = empty_payload(bucket, mask)
-        self.write_header(payload, grads)
-        parts, positions = payload.unrounded_parts, mask.positions
+        like = torch.empty(0, dtype=bucket.compute_dtype, device=bucket.device)
+        marks, positions = norms.gradient_marks(grads, like), mask.positions
+        payload = bucket.make_payload(mask.sizes, bucket.group.get("payload_dtype"))
+        payload.header.copy_(marks)
+        parts = payload.unrounded_parts
         absent: list[Tensor] = []
         to: list[Tensor] = []
         values: list[Tensor] = []
@@ -164,37 +181,13 @@ class Ops:
             torch._foreach_copy_(to, values)
         if negate:
             payload.unrounded_body.neg_()
-        for batch in Residuals(bucket).batches() if adds_residuals else ():
-            to = [parts[i] for i, _ in batch]
-            values = [
-                e.view(-1) if (index := positions[i]) is None else e.view(-1).index_select(0, index)
-                for i, e in batch
-            ]
-            torch._foreach_add_(to, values, alpha=scale)
+        if adds_residuals:
+            Residuals(bucket).add_to([*enumerate(parts)], scale, positions)
         return payload.round()
 
     def write_header(self, payload: Payload, grads: Tensors) -> None:
         """Write a mark for each tensor into the header (see ``norms.gradient_marks``)."""
         payload.header.copy_(norms.gradient_marks(grads, payload.header))
-
-    def add_residuals(self, bucket: Bucket, grads: Tensors, out: Tensors) -> Tensor:
-        """Write ``grad + residual`` into every ``out``; return the marks of all gradients."""
-        residuals = Residuals(bucket).read_all()
-        rows = [
-            (sums, residual.reshape(sums.shape), None if g is None else g.reshape(sums.shape))
-            for g, residual, sums in zip(grads, residuals, out, strict=True)
-            if sums is not None and residual is not None
-        ]
-        # On a CPU one after the other: each stays in the cache.
-        for batch in [rows] if bucket.device.type != "cpu" else [[row] for row in rows]:
-            torch._foreach_copy_(
-                [sums for sums, _, _ in batch], [residual for _, residual, _ in batch]
-            )
-            pairs = [(sums, g) for sums, _, g in batch if g is not None]
-            if pairs:
-                torch._foreach_add_([sums for sums, _ in pairs], [g for _, g in pairs])
-        wide = torch.promote_types(bucket.dtype, torch.float32)
-        return norms.gradient_marks(grads, torch.empty(0, dtype=wide, device=bucket.device))
 
     def decode(self, values: Sequence[Tensor], positions: Positions, out: Sequence[Tensor]) -> None:
         """Write averaged values at these positions (None: everywhere) to each ``out``, and 0
@@ -236,29 +229,13 @@ class Ops:
             return index
         return self.scratch(index, index.numel(), torch.int64).copy_(index)
 
-    # int8, int4 and int2
-
-    blocks = BlockCodec()
-
-    def quantized_mean_factory(
-        self, bucket: Bucket
-    ) -> Callable[[Payload, int, int], QuantizedMean] | None:
-        """Return a function that makes the mean of the bucket's quantized payloads; None: that of
-        ``QuantizedMean``.
-        """
-        return None
-
-    quantize, dequantize = (
-        staticmethod(quantization.quantize_chunk),
-        staticmethod(quantization.dequantize_chunk),
-    )
-
     # Updates
 
     def compute_adamw(self, group: Group, tensors: AdamWTensors, out: AdamWTensors) -> None:
-        """Write weights and moments after an AdamW step to ``out``; its ``steps`` count it."""
-        for name in ("weights", "exp_avgs", "exp_avg_sqs"):
+        """Write weights, moments and numbers of steps after an AdamW step to ``out``."""
+        for name in ("weights", "exp_avgs", "exp_avg_sqs", "steps"):
             torch._foreach_copy_(getattr(out, name), getattr(tensors, name))
+        torch._foreach_add_(out.steps, 1)
         self.adamw(group, out)
 
     def adamw(self, group: Group, tensors: AdamWTensors) -> None:
@@ -331,10 +308,12 @@ class Ops:
         """Return the positions of all set bits, ascending, int64."""
         return find_positions(bits)
 
-
-def empty_payload(bucket: Bucket, mask: Mask, marks: Sequence[float] = ()) -> Payload:
-    """Return a payload for what is on the mask, with these ``marks`` in its header, if any."""
-    return bucket.make_payload(mask.sizes, bucket.group.get("payload_dtype"), marks=marks)
+    def spread(self, values: Tensor, at: Tensor, positions: Tensor, n: int) -> Tensor:
+        """Return numbers for ``positions`` below n: these values where they are ``at``, which may
+        have zeros elsewhere, and 0.
+        """
+        memory = self.scratch(values, n, use="x").index_fill_(0, positions, 0)
+        return memory.scatter_(0, at, values).index_select(0, positions)
 
 
 def adamw_batched_(group: Group, tensors: AdamWTensors) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._state.buckets import Bucket
 from .._state.masks import Mask, MaskSlice, Tensors
 from .._state.residuals import Residuals
-from .._wire.payload import Payload, float_dtype
+from .._wire.payload import Payload
 from .operations import Group, Ops
 
 
@@ -29,6 +29,22 @@ def feed_back_rounding(
             rounding_errors = rounding_errors if factor == 1 else rounding_errors.mul_(factor)
             with Residuals(bucket).open([i]) as opened:
                 ops.write_at(opened.tensors, [mask.positions[i]], [rounding_errors])
+
+
+# TAGC
+
+
+class Selected(NamedTuple):
+    """What a rank has selected: the ``values`` at ``positions`` in the mask, and their ``bits``.
+
+    On an accelerator the positions of a shard are in no order, and some values may be 0, which have
+    no bit. ``marks``: of all gradients.
+    """
+
+    positions: Tensor
+    values: Tensor
+    bits: Tensor
+    marks: Tensor
 
 
 # Averages that were sent on a mask
@@ -101,7 +117,7 @@ def keep_absent_momenta(old: list[Tensor], new: list[Tensor], have_gradients: li
 def is_tracked(bucket: Bucket) -> bool:
     """True if the bucket's matrices are projected on tracked columns, and nothing is float64."""
     group = bucket.group
-    sent = float_dtype(group.get("payload_dtype")) or bucket.grad_dtype
+    sent = bucket.codecs[group.get("payload_dtype")].dtype or bucket.grad_dtype
     return group.get("projection") == "tracked" and torch.float64 not in (sent, bucket.dtype)
 
 

@@ -30,8 +30,7 @@ from .._state.buckets import Bucket
 from .._state.residuals import Residuals
 from .._state.shards import unshard
 from .._state.tensors import to_local
-from .._wire.codec import FlatCodec
-from .._wire.payload import dtype_name, float_dtype, quantized_bits
+from .._wire.codec import GatherCodec, QuantizedCodec, dtype_name
 from .._wire.requests import Agree, AllGather, ReadyToCommit, RequestGenerator
 
 UpdateDtype: TypeAlias = torch.dtype | Literal["int8", "int4", "int2"] | None
@@ -74,13 +73,14 @@ class ShardedAdamW:
                 "without it, and keeps no update_residual: give it to the constructor, or to one "
                 "group of it."
             )
-        bits, payload = quantized_bits(rounded_to), float_dtype(group["payload_dtype"])
-        self.codec = None
-        if bits is not None:
+        codec, self.codec = bucket.codecs[rounded_to], None
+        if isinstance(codec, QuantizedCodec):
             sizes = [tuple(self.shards.sizes(rank)) for rank in range(self.shards.ranks)]
-            self.codec = FlatCodec(bits, sizes, bucket.scratch, ops.quantize, ops.dequantize)
+            self.codec = GatherCodec(codec, sizes, bucket.scratch)
+        payload = bucket.codecs[group["payload_dtype"]].dtype
         in_half = payload == torch.bfloat16 and bucket.dtype == torch.float32
-        self.sends_bfloat16_updates = bits is None and in_half and not bucket.is_single_process
+        is_alone = bucket.is_single_process
+        self.sends_bfloat16_updates = self.codec is None and in_half and not is_alone
         self.sends_updates = self.codec is not None or self.sends_bfloat16_updates
 
     def compute(self, grads: Sequence[Tensor], have_gradients: list[bool]) -> None:
@@ -176,9 +176,9 @@ class ShardedAdamW:
             name: self.bucket.get_memory(f"new {name}", sum(sizes), self.dtype) for name in names
         }
         exp_avgs, exp_avg_sqs, *masters = (list(x.split(sizes)) for x in self.memory.values())
-        steps = torch._foreach_add([self.bucket.state["step"][i] for i in self.stepped], 1)
+        steps = list(torch.empty(len(to), dtype=torch.float32, device=to[0].device).unbind())
         grads = [self.grads[i] for i in self.stepped]
-        return AdamWTensors([*masters, to][0], grads, exp_avgs, exp_avg_sqs, list(steps))
+        return AdamWTensors([*masters, to][0], grads, exp_avgs, exp_avg_sqs, steps)
 
 
 # Quantized updates

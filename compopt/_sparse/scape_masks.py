@@ -34,7 +34,7 @@ from .._state.masks import (
     store_mask,
 )
 from .._wire.payload import Payload
-from .._wire.requests import AllGather, RequestGenerator, RunBatched
+from .._wire.requests import AllGather, RequestGenerator
 from .top_k import select_top_k
 
 # Who selects what
@@ -128,10 +128,10 @@ def exchange_masks(
         return
     # until the next mask has arrived the bucket has none
     bucket.cache.pop("next_mask", None)
-    yield RunBatched(clear_mask, bucket, ops, "next_mask")
+    yield from ops.run_batched(clear_mask, bucket, "next_mask")
     if selection:
         messages = yield AllGather(selection.encode())  # awaited when the next step needs it
-        next_mask = yield RunBatched(store_next_mask, bucket, ops, selection, messages)
+        next_mask = yield from ops.run_batched(store_next_mask, bucket, selection, messages)
         bucket.cache["next_mask"] = next_mask
 
 
@@ -151,7 +151,8 @@ def _store_momentum_mask(
             if has_gradient and bits is not None and index is not None:
                 bucket.cache["overlap"][i] = int(count_set_bits(bits, index)), mask.sizes[i]
     if all(have_gradients) and mask.is_sparse:
-        bucket.cache["momentum_mask"] = yield RunBatched(store_mask, bucket, ops, mask, "mask")
+        stored = yield from ops.run_batched(store_mask, bucket, mask, "mask")
+        bucket.cache["momentum_mask"] = stored
         return
     state, positions = bucket.state["mask"], [*momentum_mask.positions]
     for i, bits in enumerate(mask.bits):

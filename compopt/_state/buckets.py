@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._wire.codec import PAYLOAD_CODECS
 from .._wire.payload import (
     CACHE_ELEMENTS,
+    Codec,
     ControlFields,
     Payload,
     PayloadDtype,
     Scratch,
     block_size,
-    float_dtype,
-    quantized_bits,
 )
 from .blocks import BlockCodec
 from .layouts import Int8Blocks, Layout, Sharded, TensorInfo
@@ -121,10 +121,8 @@ class Bucket:
         self.control = ControlFields()
         # Bytes of updated parameters that the last step gathered.
         self.parameter_bytes = 0
-        # The backend's own ``QuantizedMean``, if it has one.
-        self.mean_factory: Callable[[Payload, int, int], Any] | None = None
-        # The backend's codec of state in 8 bits.
-        self.blocks = BlockCodec()
+        # The backend's codecs of payloads, and of state in 8 bits.
+        self.codecs, self.blocks = PAYLOAD_CODECS, BlockCodec()
         self._memory = Scratch()
 
     @property
@@ -391,12 +389,11 @@ class Bucket:
         """
         if self.is_single_process or all(e is None for e in self.state.get("residual", ())):
             return False
-        name = self.group.get("payload_dtype")
-        sent = float_dtype(name) or self.grad_dtype
-        return (
-            quantized_bits(name) is not None
-            or torch.promote_types(sent, self.compute_dtype) != sent
-        )
+        codec = self.codecs[self.group.get("payload_dtype")]
+        return codec.bits is not None or self._is_narrow(codec.dtype or self.grad_dtype)
+
+    def _is_narrow(self, dtype: torch.dtype) -> bool:
+        return torch.promote_types(dtype, self.compute_dtype) != dtype
 
     def make_payload(
         self,
@@ -411,29 +408,17 @@ class Bucket:
         ``dtype`` is that on the network; None is that of the gradients. On a CPU the next payload
         for this ``use`` reuses the memory.
         """
-        dtype = self._resolve_dtype(dtype)
-        size = len(self.params) + len(self.control.numbers) + sum(lengths)
-        bits = quantized_bits(dtype)
-        seed = (self.group["step"], self.index, use) if bits else None
-        memory_dtype = self.compute_dtype if seed else float_dtype(dtype) or self.grad_dtype
-        message = self.get_memory(f"message {use}", size, memory_dtype)
-        rounding_errors = None
-        if seed or self.is_rounded:
-            rounding_errors = self.get_memory(
-                f"rounding_errors {use}", sum(lengths), self.compute_dtype
-            )
-        fields = len(self.params), len(self.control.numbers)
-        payload = Payload(
-            message,
-            *fields,
-            lengths,
-            seed,
-            rounding_errors,
-            self.scratch,
-            bits or 8,
-            self.mean_factory,
-        )
-        self._write_control(payload, marks)
+        codec, body = self._find_codec(dtype), sum(lengths)
+        tensors, control = len(self.params), len(self.control.numbers)
+        dtype = self.compute_dtype if codec.bits else codec.dtype or self.grad_dtype
+        fields = self._pin_fields(marks, dtype)
+        message = self.get_memory(f"message {use}", tensors + control + body, dtype)
+        errors = None
+        if codec.bits or self.is_rounded:
+            errors = self.get_memory(f"rounding_errors {use}", body, self.compute_dtype)
+        seed = (self.group["step"], self.index, use)
+        payload = Payload(message, tensors, control, lengths, codec, errors, seed, self.scratch)
+        payload.write_fields(fields, self.control)
         return payload
 
     def make_payloads(
@@ -443,61 +428,60 @@ class Bucket:
 
         Returns the payloads, and the memory in which they lie one after the other.
         """
-        memory_dtype = float_dtype(self._resolve_dtype(dtype)) or self.grad_dtype
-        header, control = len(self.params), len(self.control.numbers)
+        codec, header, control = (
+            self._find_codec(dtype),
+            len(self.params),
+            len(self.control.numbers),
+        )
+        sent = codec.dtype or self.grad_dtype
+        fields = self._pin_fields((), sent)
         bodies = [sum(row) for row in lengths]
         sizes = [header + control + body for body in bodies]
-        flat = torch.empty(sum(sizes), dtype=memory_dtype, device=self.device)
-        rounding_errors: Sequence[Tensor | None] = [None] * len(lengths)
-        is_narrow = torch.promote_types(memory_dtype, self.compute_dtype) != memory_dtype
-        if self.is_rounded and is_narrow:
-            rounding_errors = self.get_memory(
-                "rounding_errors", sum(bodies), self.compute_dtype
-            ).split(bodies)
+        flat = torch.empty(sum(sizes), dtype=sent, device=self.device)
+        errors: Sequence[Tensor | None] = [None] * len(lengths)
+        if self.is_rounded and self._is_narrow(sent):
+            memory = self.get_memory("rounding_errors", sum(bodies), self.compute_dtype)
+            errors = memory.split(bodies)
         rows = [
-            Payload(row, header, control, parts, rounding_errors=error)
-            for row, parts, error in zip(flat.split(sizes), lengths, rounding_errors, strict=True)
+            Payload(row, header, control, parts, codec, error)
+            for row, parts, error in zip(flat.split(sizes), lengths, errors, strict=True)
         ]
-        self._write_control(rows[0])
+        rows[0].write_fields(fields, self.control)
         first, *others = [row.control for row in rows]
         if others and len(first):
             torch._foreach_copy_(others, [first] * len(others))
         return rows, flat
 
-    def _resolve_dtype(self, dtype: PayloadDtype) -> PayloadDtype:
-        """Return the dtype of a payload.
+    def _find_codec(self, dtype: PayloadDtype) -> Codec:
+        """Return the codec of a payload.
 
         A single process does not round: its payload has the gradients' dtype (None), or that of the
         residuals while some are left.
         """
-        if not self.is_single_process:
-            return dtype
-        return self.compute_dtype if self.has_residual else None
+        if self.is_single_process:
+            dtype = self.compute_dtype if self.has_residual else None
+        return self.codecs[dtype]
 
-    def _write_control(self, payload: Payload, marks: Sequence[float] = ()) -> None:
-        if marks or self.control.numbers:
-            numbers = torch.tensor(
-                [*marks, *self.control.numbers], dtype=payload.flat.dtype, device="cpu"
-            )
-            fields = payload.flat[len(payload.header) - len(marks) :][: len(numbers)]
-            fields.copy_(pin(numbers, self.device), non_blocking=True)
-        for (_, at), values in zip(self.control.slices, self.control.fields.values(), strict=True):
-            if isinstance(values, Tensor):
-                payload.control[at].copy_(values)
+    def _pin_fields(self, marks: Sequence[float], dtype: torch.dtype) -> Tensor:
+        """Return ``marks`` and the control fields on the host, for ``Payload.write_fields``."""
+        fields = torch.tensor([*marks, *self.control.numbers], dtype=dtype, device="cpu")
+        return fields if self.device.type == "cpu" else pin(fields, self.device)
 
     def have_gradients(self, payload: Payload) -> list[bool]:
         """Return for each tensor whether any rank had a gradient, from an averaged payload."""
         marks = payload.header.tolist() if payload.marks is None else payload.marks
         return [mark > 0 for mark in marks]
 
-    def count_steps(self, have_gradients: list[bool]) -> None:
-        """Add 1 to the step count of each tensor with a gradient on any rank."""
-        if self.step_counts is not None and all(have_gradients):
+    def count_steps(self, have_gradients: list[bool]) -> list[int]:
+        """Add 1 to the step count of each tensor with a gradient on any rank; return their
+        indices.
+        """
+        indices = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
+        if self.step_counts is not None and len(indices) == len(self.params):
             self.step_counts.add_(1)
-            return
-        pairs = zip(self.state["step"], have_gradients, strict=True)
-        if counted := [step for step, has_gradient in pairs if has_gradient]:
-            torch._foreach_add_(counted, 1)
+        elif indices:
+            torch._foreach_add_([self.state["step"][i] for i in indices], 1)
+        return indices
 
     # Memory of a step
 

@@ -92,12 +92,18 @@ class Residuals:
         """Return the residuals of neighbours of one shape, which all have one."""
         return ResidualStack(self, indices)
 
-    def add_to(self, sums: Pairs, scale: float = 1.0) -> None:
-        """Add ``scale`` times the residual of each tensor that has one to the sum for it."""
+    def add_to(
+        self, sums: Pairs, scale: float = 1.0, positions: Sequence[Tensor | None] | None = None
+    ) -> None:
+        """Add ``scale`` times the residual of each tensor that has one to the sum for it;
+        ``positions[i]``: the elements of tensor i, if not all.
+        """
         sum_of = dict(sums)
         for batch in self.batches(sum_of):
-            to = [sum_of[i] for i, _ in batch]
-            values = [e.view(x.shape) for x, (_, e) in zip(to, batch, strict=True)]
+            to, values = [sum_of[i] for i, _ in batch], []
+            for x, (i, e) in zip(to, batch, strict=True):
+                at = None if positions is None else positions[i]
+                values.append(e.view(x.shape) if at is None else e.view(-1).index_select(0, at))
             torch._foreach_add_(to, values, alpha=scale)
 
     def norm(self) -> float:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -42,6 +43,15 @@ class Strided(NamedTuple):
         return x.as_strided(
             (self.rows, self.columns), (self.stride, 1), x.storage_offset() + self.start
         )
+
+
+class Run(NamedTuple):
+    """``size`` bits of a mask from ``first`` on: those of a tensor's elements from ``at`` on."""
+
+    first: int
+    size: int
+    tensor: int
+    at: int
 
 
 class Segments(NamedTuple):
@@ -124,6 +134,25 @@ class ShardLayout:
             first = strided.start + offset - self.own_bits[0]
             parts.append((first, first + stop - start))
         return parts
+
+    @cached_property
+    def runs(self) -> list[list[Run]]:
+        """The runs of each rank's bits, ascending."""
+        of_tensors = [
+            Run(strided.start + row * strided.stride, strided.columns, i, row * strided.columns)
+            for i, strided in enumerate(self.strided_bits)
+            if strided is not None
+            for row in range(strided.rows)
+        ]
+        of_ranks: list[list[Run]] = []
+        for begin, end in itertools.pairwise(8 * cut for cut in self.mask_cuts):
+            runs = []
+            for first, size, tensor, at in sorted(of_tensors):
+                start, stop = max(first, begin), min(first + size, end)
+                if start < stop:
+                    runs.append(Run(start, stop - start, tensor, at + start - first))
+            of_ranks.append(runs)
+        return of_ranks
 
     def count_by_rank(self, positions: Tensor) -> list[int]:
         """Count the ascending ``positions`` in the mask that each rank owns."""

@@ -26,20 +26,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .codec import QuantizedCodec, QuantizedMean
 from .payload import Payload
-from .quantization import make_quantized_mean
 from .requests import (
     AllGather,
     AllReduceMean,
     BitOr,
     Broadcast,
+    Collective,
     CommunicationError,
     EncodeError,
     RankSilent,
     ReduceScatterMean,
     Request,
     average_rows,
-    count_bytes,
 )
 from .stores import BoundedStore
 
@@ -282,6 +282,9 @@ class Communicator:
 
     def start(self, request: Request) -> PendingCollective:
         """Start the collective that answers ``request``, and count its bytes."""
+        if not isinstance(request, Collective):
+            name = type(request).__name__
+            raise TypeError(f"{name} is not a request a communicator can answer.")
         _release_ended()
         size = count_bytes(request)
         self._bytes_sent += size
@@ -297,15 +300,14 @@ class Communicator:
                 pending = self._reduce_scatter_mean(tensor, sizes, description)
             case BitOr(tensor):
                 pending = self._bit_or(tensor, description)
-            case _:
-                name = type(request).__name__
-                raise TypeError(f"{name} is not a request a communicator can answer.")
         pending.on_wait = self.on_wait
         return pending
 
     def _all_reduce_mean(self, request: AllReduceMean, description: str) -> PendingCollective:
-        if isinstance(request.message, Payload) and request.message.seed is not None:
-            return self._quantized_mean(request.message, description, request.has_next)
+        message = request.message
+        if isinstance(message, Payload) and isinstance(message.codec, QuantizedCodec):
+            mean = message.codec.make_mean(message, self.rank, self.size)
+            return self._quantized_mean(mean, description, request.has_next)
         tensor = request.tensor
         if self.size == 1:
             return PendingCollective(description, None, lambda: request.message)
@@ -321,13 +323,12 @@ class Communicator:
         return PendingCollective(description, work, divide, request.has_next)
 
     def _quantized_mean(
-        self, payload: Payload, description: str, has_next: bool
+        self, mean: QuantizedMean, description: str, has_next: bool
     ) -> PendingCollective:
         """Send every rank its chunk, which it averages; then gather the averages."""
-        mean = make_quantized_mean(payload, self.rank, self.size)
         if self.size == 1:
             mean.round_payload()
-            return PendingCollective(description, None, lambda: payload)
+            return PendingCollective(description, None, lambda: mean.payload)
         try:
             with profiler_range("compopt::encode"):
                 sent = mean.encode_for_owners()
@@ -343,7 +344,7 @@ class Communicator:
 
             def decode() -> Payload:
                 mean.decode_mean(rows)
-                return payload
+                return mean.payload
 
             return PendingCollective(description, work, decode, has_next)
 
@@ -453,6 +454,12 @@ class Communicator:
     def has_bitwise_or(self, device: torch.device) -> bool:
         """True if the backend has ReduceOp.BOR; NCCL and the backends that copy it do not."""
         return self.get_backend(device) in ("gloo", "mpi")
+
+
+def count_bytes(request: Collective) -> int:
+    """Return the bytes that this rank passes to the collective for ``request``."""
+    message = request.message if isinstance(request, AllReduceMean) else request.tensor
+    return message.nbytes
 
 
 def check_process_group(group: object) -> None:

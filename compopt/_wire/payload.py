@@ -8,9 +8,8 @@ differ, the means of some bit and of its complement are both above 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -71,6 +70,30 @@ def block_size(block: int, x: Tensor) -> int:
 # Messages
 
 
+class Codec:
+    """Sends values as floating-point numbers: in ``dtype``, or in the gradients' (None)."""
+
+    bits: int | None = None  # of a quantized value
+
+    def __init__(self, dtype: torch.dtype | None):
+        self.dtype = dtype
+
+    def bytes_per_value(self, gradient_dtype: torch.dtype) -> float:
+        """Return the bytes of a value on the network, with its share of a scale if quantized."""
+        return (self.dtype or gradient_dtype).itemsize
+
+    def count_bytes(self, flat: Tensor, lengths: list[int]) -> int:
+        """Return the bytes of a message, whose body has tensors of these lengths."""
+        return flat.nbytes
+
+    def encode(self, values: Tensor, message: Tensor) -> None:
+        """Write ``values``, rounded, to a message; they become the rounding errors."""
+        block = block_size(CACHE_ELEMENTS, message)
+        for sent, unrounded in zip(message.split(block), values.split(block), strict=True):
+            sent.copy_(unrounded)
+            unrounded.sub_(sent)
+
+
 class Payload:
     """One flat message: a header, control fields, and a body with a part for every tensor.
 
@@ -82,11 +105,10 @@ class Payload:
     average does not change it. There are three cases:
 
     - The values fit the payload's dtype: ``rounding_errors`` is None.
-    - The dtype is narrower: values are written to ``unrounded_parts``, which are views of
-      ``rounding_errors``. ``round`` writes the message and leaves the errors in
-      ``rounding_errors``.
-    - There is a ``seed``: the exchange quantizes the body to ``bits`` bits (see ``quantization``),
-      with random numbers that follow from the seed, and then writes ``rounding_errors``.
+    - The dtype is narrower: values are written to ``rounding_errors``. ``round`` writes the message
+      and leaves the errors there.
+    - The codec quantizes: the exchange does (see ``codec``), with random numbers that follow from
+      the ``seed``, and then writes ``rounding_errors``.
     """
 
     def __init__(
@@ -95,20 +117,23 @@ class Payload:
         tensors: int,
         control: int,
         lengths: list[int],
-        seed: tuple[int, ...] | None = None,
+        codec: Codec,
         rounding_errors: Tensor | None = None,
+        seed: tuple[int, ...] = (),
         scratch: Scratch | None = None,
-        bits: int = 8,
-        mean_factory: Callable[[Payload, int, int], Any] | None = None,
     ):
-        self.flat, self.seed, self.rounding_errors, self.bits = flat, seed, rounding_errors, bits
-        # The backend's own ``QuantizedMean``, if it has one.
-        self.mean_factory = mean_factory
+        self.flat, self.codec, self.seed, self.rounding_errors = flat, codec, seed, rounding_errors
         self.scratch = scratch or Scratch()
         self.header = flat[:tensors]
         self.control = flat[tensors : tensors + control]
         self.body = flat[tensors + control :]
         self.lengths = lengths
+        # True if values are written to ``rounding_errors`` first
+        self.is_rounded_later = rounding_errors is not None and codec.bits is None
+        # where values are written, in the gradients' precision
+        self.unrounded_body = self.body
+        if rounding_errors is not None and self.is_rounded_later:
+            self.unrounded_body = rounding_errors
         # The averaged header, once the host has read it.
         self.marks: list[float] | None = None
 
@@ -127,45 +152,35 @@ class Payload:
         )
 
     @property
-    def unrounded_body(self) -> Tensor:
-        """``unrounded_parts``, one after the other."""
-        errors = self.rounding_errors
-        return self.body if errors is None or not self.is_rounded_later else errors
-
-    @property
     def unrounded_parts(self) -> list[Tensor]:
-        """The parts to which values are written, in the gradients' precision."""
+        """``unrounded_body``, a tensor at a time."""
         return self.rounding_error_parts if self.is_rounded_later else self.parts
 
-    @property
-    def is_rounded_later(self) -> bool:
-        """True if values are written to ``rounding_errors`` first; ``round`` then writes the
-        message, and leaves the rounding errors there.
-        """
-        return self.rounding_errors is not None and self.seed is None
-
     def round(self) -> Payload:
-        """Round ``unrounded_parts`` to the message; its rounding error takes its place."""
-        if self.is_rounded_later and self.rounding_errors is not None:
-            block = block_size(CACHE_ELEMENTS, self.body)
-            pairs = zip(self.body.split(block), self.rounding_errors.split(block), strict=True)
-            for sent, unrounded in pairs:
-                sent.copy_(unrounded)
-                unrounded.sub_(sent)
+        """Round ``unrounded_body`` to the message; its rounding error takes its place."""
+        if self.is_rounded_later:
+            self.codec.encode(self.unrounded_body, self.body)
         return self
+
+    def write_fields(self, fields: Tensor, control: ControlFields) -> None:
+        """Write the header and the control fields, or the latter alone, from the host; those of the
+        device, too.
+        """
+        if len(fields):
+            end = len(self.header) + len(self.control)
+            self.flat[end - len(fields) : end].copy_(fields, non_blocking=True)
+        for (_, at), values in zip(control.slices, control.fields.values(), strict=True):
+            if isinstance(values, Tensor):
+                self.control[at].copy_(values)
 
     def with_flat(self, flat: Tensor) -> Payload:
         """Return a payload of the same layout in other memory."""
-        return Payload(flat, len(self.header), len(self.control), self.lengths)
+        return Payload(flat, len(self.header), len(self.control), self.lengths, self.codec)
 
     @property
     def nbytes(self) -> int:
         """Bytes that cross the network, each way."""
-        if self.seed is None:
-            return self.flat.numel() * self.flat.element_size()
-        # quantized values, and in float32 a scale for each row, header and control fields
-        numbers = len(self.flat) - len(self.body) + sum(map(count_rows, self.lengths))
-        return packed_bytes(sum(self.lengths), self.bits) + 4 * numbers
+        return self.codec.count_bytes(self.flat, self.lengths)
 
 
 # Control fields
@@ -212,8 +227,6 @@ def encode_stamp(index: int, step: int) -> list[float]:
     return encode_bits(index % 16 + 16 * (step % 16), 8)
 
 
-# Payload dtypes
-
 # Users write a torch.dtype or its name. A group keeps the name, which any checkpoint can hold.
 PayloadDtype: TypeAlias = (
     torch.dtype
@@ -221,50 +234,8 @@ PayloadDtype: TypeAlias = (
     | None
 )
 
-# Quantized to so many bits, with a scale for every row: on the network only.
-QUANTIZED_BITS = {"int8": 8, "int4": 4, "int2": 2}
-FLOAT_DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-PAYLOAD_DTYPE_NAMES = ", ".join(map(repr, [*QUANTIZED_BITS, *list(FLOAT_DTYPES)[::-1]]))
 
-
-def dtype_name(dtype: object) -> object:
-    """Return the name of a torch.dtype; anything else is returned unchanged."""
-    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-
-
-def is_payload_dtype(dtype: object) -> bool:
-    """True if values can be sent in this dtype; None is that of the gradients."""
-    name = dtype_name(dtype)
-    return name is None or (
-        isinstance(name, str) and (name in QUANTIZED_BITS or name in FLOAT_DTYPES)
-    )
-
-
-def quantized_bits(dtype: object) -> int | None:
-    """Return the bits that values are quantized to; None where they are sent as floating-point
-    numbers.
-    """
-    name = dtype_name(dtype)
-    return QUANTIZED_BITS.get(name) if isinstance(name, str) else None
-
-
-def bytes_per_value(dtype: object, gradient_dtype: torch.dtype) -> float:
-    """Return the bytes of a value on the network, with its share of a scale if quantized."""
-    bits = quantized_bits(dtype)
-    if bits is None:
-        return (float_dtype(dtype) or gradient_dtype).itemsize
-    return bits / 8 + 4 / ROW
-
-
-def float_dtype(dtype: object) -> torch.dtype | None:
-    """Return the dtype that values are sent in, if it is a floating-point one."""
-    name = dtype_name(dtype)
-    return FLOAT_DTYPES.get(name) if isinstance(name, str) else None
+# Quantized values
 
 
 def count_rows(n: int) -> int:

@@ -17,29 +17,13 @@ processor; all ranks read the same quantized values and scales.
 
 With any number of bits, rows of zeros stay zeros. Rows whose scale (of 2 bits: whose largest value)
 is below 1.2e-38 become zeros. Rows with a value that is not finite become NaN.
-
-``QuantizedMean`` is the mean over ranks of a quantized payload, in two stages. The rows of a
-payload are divided among the N ranks in chunks. Every rank quantizes its payload and sends each
-chunk to the rank that owns it. The owner adds the N chunks in floating point and quantizes their
-mean; then all ranks gather the means. So 1 byte a value (int8), half of one (int4) or a quarter
-(int2), and the scales, travel each way, and all ranks hold the same bits.
-
-Rounding errors are kept for error feedback: ``Payload.rounding_errors`` holds, on every rank, the
-payload less what the others received of it. The owner of a chunk also holds there N times the
-rounding error of the mean, so that over all ranks::
-
-    mean of the payloads = the result + mean of the rounding errors
-
-Header and control fields travel to every rank as float32 in the messages of the first stage; each
-rank averages them in the order of ranks.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -47,7 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .payload import ROW, Payload, Scratch, block_size, count_rows, packed_bytes
+from .payload import ROW, Scratch, block_size, count_rows, packed_bytes
 
 LARGEST = {8: 127.0, 4: 7.0}
 # Of scales: 1 / scale is finite.
@@ -127,6 +111,17 @@ def row_layout(lengths: tuple[int, ...], ranks: int) -> RowLayout:
     max_values = max(chunk.stop - chunk.start for chunk in chunks)
     max_rows = max(chunk.rows for chunk in chunks)
     return RowLayout(rows, tuple(spans), tuple(chunks), max_values, max_rows)
+
+
+def join_chunks(chunks: Sequence[Chunk]) -> tuple[tuple[RowSpan, ...], int]:
+    """Return the spans of chunks that follow each other, from the first one on, and their rows."""
+    start, first = chunks[0].start, chunks[0].first_row
+    spans = (
+        RowSpan(chunk.start - start + at, chunk.first_row - first + row, n)
+        for chunk in chunks
+        for at, row, n in chunk.spans
+    )
+    return tuple(spans), sum(chunk.rows for chunk in chunks)
 
 
 def values_to_rows(
@@ -360,149 +355,3 @@ def read_chunk(message: Tensor, chunk: Chunk, scratch: Scratch, bits: int) -> Te
         _, unpack = find_packing(bits)
         values = unpack(values, out)
     return values_to_rows(values, chunk.spans, chunk.rows, "quantized", scratch)
-
-
-def quantize_chunk(
-    x: Tensor,
-    chunk: Chunk,
-    scales: Tensor,
-    out: Tensor,
-    seed: tuple[int, ...] | None,
-    scratch: Scratch,
-    bits: int,
-) -> None:
-    """Quantize a chunk of flat values into its place in a message; x becomes the rounding error."""
-    rows = values_to_rows(x, chunk.spans, chunk.rows, "value", scratch)
-    quantized = scratch("quantized", chunk.rows * ROW, torch.int8, x.device).view(-1, ROW)
-    quantize_rows(rows, chunk.spans, quantized, scales, rows, seed, scratch, bits)
-    rows_to_values(rows, chunk.spans, x)
-    write_chunk(quantized, chunk, out, scratch, bits)
-
-
-def dequantize_chunk(
-    scales: Tensor, message: Tensor, chunk: Chunk, out: Tensor, scratch: Scratch, bits: int
-) -> None:
-    """Read a chunk from its place in a message into its flat values."""
-    quantized = read_chunk(message, chunk, scratch, bits)
-    is_full = len(out) == chunk.rows * ROW
-    value = out if is_full else scratch("value", chunk.rows * ROW, out.dtype, out.device)
-    rows_to_values(dequantize_rows(quantized, scales, value.view(-1, ROW)), chunk.spans, out)
-
-
-# The mean over ranks
-
-
-def make_quantized_mean(payload: Payload, rank: int, ranks: int) -> QuantizedMean:
-    """Return this rank's part in the mean of a payload, as the payload's backend computes it."""
-    mean: QuantizedMean = (payload.mean_factory or QuantizedMean)(payload, rank, ranks)
-    return mean
-
-
-class QuantizedMean:
-    """One rank's part in the mean of one payload. Messages are bytes.
-
-    ``encode_for_owners`` makes a message for every rank, shape (ranks, bytes).
-    ``average_own_chunk`` takes the messages that all ranks sent to this one, of the same shape, and
-    makes one message for all. ``decode_mean`` takes those of all ranks, shape (ranks, bytes), and
-    leaves the mean in the payload. A single process calls ``round_payload`` instead.
-    """
-
-    def __init__(self, payload: Payload, rank: int, ranks: int):
-        if payload.seed is None or payload.rounding_errors is None:
-            raise ValueError("payload has no seed, or no memory for the rounding error: give both.")
-        self.payload, self.rank, self.ranks, self.scratch = payload, rank, ranks, payload.scratch
-        self.seed, self.rounding_errors, self.bits = (
-            payload.seed,
-            payload.rounding_errors,
-            payload.bits,
-        )
-        self.layout = row_layout(tuple(payload.lengths), ranks)
-        self.fields = len(payload.header) + len(payload.control)
-
-    def round_payload(self) -> None:
-        """Leave the payload as one rank would receive it."""
-        self.encode_for_owners()
-        self.payload.body.sub_(self.rounding_errors)
-
-    def encode_for_owners(self) -> Tensor:
-        quantized, scales = self._quantize_body()
-        size = self._message_bytes(self.fields)
-        out = torch.zeros(self.ranks, size, dtype=torch.uint8, device=quantized.device)
-        fields, own_scales, own_values = self._split_messages(out, self.fields)
-        fields.copy_(self.payload.flat[: self.fields])
-        for number, chunk in enumerate(self.layout.chunks):
-            rows = slice(chunk.first_row, chunk.first_row + chunk.rows)
-            own_scales[number, : chunk.rows] = scales[rows]
-            write_chunk(quantized[rows], chunk, own_values[number], self.scratch, self.bits)
-        return out
-
-    def average_own_chunk(self, received: Tensor) -> Tensor:
-        payload, chunk = self.payload, self.layout.chunks[self.rank]
-        fields, scales, values = self._split_messages(received, self.fields)
-        self._average_fields(fields)
-        total, value = (
-            self.scratch(use, chunk.rows * ROW, payload.flat.dtype, received.device).view(-1, ROW)
-            for use in ("total", "value")
-        )
-        total.zero_()
-        for rank in range(self.ranks):
-            rows = read_chunk(values[rank], chunk, self.scratch, self.bits)
-            total.add_(dequantize_rows(rows, scales[rank, : chunk.rows], value))
-        divide_(total, self.ranks)
-
-        out = torch.zeros(1, self._message_bytes(0), dtype=torch.uint8, device=received.device)
-        _, scales, values = self._split_messages(out, 0)
-        rows = self.scratch("quantized", chunk.rows * ROW, torch.int8, received.device)
-        rows = rows.view(-1, ROW)
-        seed, own_scales = (*self.seed, self.rank, 2), scales[0, : chunk.rows]  # stage 2
-        quantize_rows(total, chunk.spans, rows, own_scales, total, seed, self.scratch, self.bits)
-        write_chunk(rows, chunk, values[0], self.scratch, self.bits)
-        rounding_errors = self.rounding_errors[chunk.start : chunk.stop]
-        for at, row, n in chunk.spans:
-            rounding_errors[at : at + n].add_(
-                total.view(-1)[ROW * row : ROW * row + n], alpha=self.ranks
-            )
-        return out[0]
-
-    def decode_mean(self, gathered: Tensor) -> None:
-        body = self.payload.body
-        _, scales, values = self._split_messages(gathered, 0)
-        for number, chunk in enumerate(self.layout.chunks):
-            own_scales, out = scales[number, : chunk.rows], body[chunk.start : chunk.stop]
-            dequantize_chunk(own_scales, values[number], chunk, out, self.scratch, self.bits)
-
-    def _average_fields(self, fields: Tensor) -> None:
-        """Average the header and control fields of all ranks' messages."""
-        # One after the other: the order in which sum() adds depends on the processor.
-        total = functools.reduce(torch.add, fields.to(self.payload.flat.dtype))
-        self.payload.flat[: self.fields] = divide_(total, self.ranks)
-
-    def _quantize_body(self) -> tuple[Tensor, Tensor]:
-        body, rows, spans = self.payload.body, self.layout.rows, self.layout.spans
-        x = values_to_rows(body, spans, rows, "value", self.scratch)
-        # Rows that are a view of the body must stay as they are.
-        rounding_errors = (
-            self.rounding_errors.view(-1, ROW) if x.data_ptr() == body.data_ptr() else x
-        )
-        quantized = self.scratch("quantized", rows * ROW, torch.int8, body.device).view(-1, ROW)
-        scales = self.scratch("scales", rows, torch.float32, body.device)
-        seed = (*self.seed, self.rank, 1)  # stage 1
-        quantize_rows(x, spans, quantized, scales, rounding_errors, seed, self.scratch, self.bits)
-        rows_to_values(rounding_errors, spans, self.rounding_errors)
-        return quantized, scales
-
-    def _message_bytes(self, fields: int) -> int:
-        """Return a multiple of 4, and at least 4: a message without bytes could not be viewed as
-        float32.
-        """
-        values = packed_bytes(self.layout.max_values, self.bits)
-        return max(4, 4 * (fields + self.layout.max_rows) + values + -values % 4)
-
-    def _split_messages(self, messages: Tensor, fields: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Split messages of shape (any, bytes) into fields, scales and packed values."""
-        a, b = 4 * fields, 4 * (fields + self.layout.max_rows)
-        return (
-            messages[:, :a].view(torch.float32),
-            messages[:, a:b].view(torch.float32),
-            messages[:, b:].view(torch.int8),
-        )

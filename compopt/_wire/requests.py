@@ -7,16 +7,14 @@ lockstep simulator of the tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from .payload import Payload
-
-Rest = ParamSpec("Rest")
 
 
 @dataclass(slots=True)
@@ -121,24 +119,17 @@ class ReadyToCommit:
     """
 
 
+@dataclass(slots=True)
 class RunBatched:
-    """Call ``reference(bucket, ops, *args)`` or the backend's fused implementation of it, which may
-    serve all buckets in one launch. Answered with the result.
+    """Call ``fused``, a backend's function that serves all buckets in one launch, with the
+    arguments ``call`` of this one (``Ops.run_batched``). Answered with the result.
 
     It may follow ``Agree`` or a post-commit exchange.
     """
 
-    def __init__(
-        self,
-        reference: Callable[Concatenate[Any, Any, Rest], Any],
-        bucket: Any,
-        ops: Any,
-        *args: Rest.args,
-        **options: Rest.kwargs,
-    ):
-        if options:
-            raise TypeError(f"RunBatched passes positional arguments only, got {sorted(options)}.")
-        self.reference, self.bucket, self.ops, self.args = reference, bucket, ops, args
+    fused: Any
+    ops: Any
+    call: tuple[Any, ...]
 
 
 # After a collective: its Payload or Tensor. After ReadToHost: a list of numbers. After Agree: the
@@ -146,17 +137,8 @@ class RunBatched:
 # which answer follows which request.
 Answer: TypeAlias = Any
 
-Request = (
-    AllReduceMean
-    | AllGather
-    | Broadcast
-    | ReduceScatterMean
-    | BitOr
-    | ReadToHost
-    | Agree
-    | ReadyToCommit
-    | RunBatched
-)
+Collective = AllReduceMean | AllGather | Broadcast | ReduceScatterMean | BitOr
+Request = Collective | ReadToHost | Agree | ReadyToCommit | RunBatched
 
 Result = TypeVar("Result")
 RequestGenerator: TypeAlias = Generator[Request, Answer, Result]
@@ -181,13 +163,3 @@ class EncodeError(Exception):
 def average_rows(rows: Tensor) -> Tensor:
     """Return the mean of ``rows``, in float32 if their precision is lower."""
     return rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32)).div_(len(rows))
-
-
-def count_bytes(request: Request) -> int:
-    """Return the bytes that this rank passes to the collective for ``request``."""
-    if isinstance(request, ReadToHost | Agree | ReadyToCommit | RunBatched):
-        return 0
-    if isinstance(request, AllReduceMean) and isinstance(request.message, Payload):
-        return request.message.nbytes
-    tensor: Tensor = request.tensor
-    return tensor.numel() * tensor.element_size()

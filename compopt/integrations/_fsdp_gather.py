@@ -22,8 +22,8 @@ from torch import Tensor
 
 from .._ops.operations import Ops
 from .._state.tensors import MIN_COMPRESSED_NUMEL
-from .._wire.codec import FlatCodec
-from .._wire.payload import Scratch, quantized_bits
+from .._wire.codec import GatherCodec, QuantizedCodec
+from .._wire.payload import Scratch
 
 WORD = 8  # parts of a message begin at multiples of so many bytes, as views of any dtype need
 
@@ -43,7 +43,7 @@ class FSDPAllGather(TorchAllocation):
     """
 
     def __init__(self, group: Any, dtype: str | None, ops: Ops):
-        self._group, self._bits, self._ops = group, quantized_bits(dtype), ops
+        self._group, self._codec = group, ops.codecs[dtype]
         self._layouts: dict[tuple[Shard, ...], GatherLayout] = {}
 
     def __call__(
@@ -74,7 +74,7 @@ class FSDPAllGather(TorchAllocation):
         (``reshard_after_forward`` is a number), and those that encode themselves.
         """
         params = self._group.fsdp_params
-        if self._bits is None or self._group.is_sharded_post_forward:
+        if not isinstance(self._codec, QuantizedCodec) or self._group.is_sharded_post_forward:
             return None
         if any(hasattr(one._sharded_local_tensor, "fsdp_pre_all_gather") for one in params):
             return None
@@ -82,7 +82,7 @@ class FSDPAllGather(TorchAllocation):
         if not any(shard.is_rounded for shard in shards):
             return None
         if shards not in self._layouts:
-            self._layouts = {shards: GatherLayout(shards, ranks, self._bits, self._ops)}
+            self._layouts = {shards: GatherLayout(shards, ranks, self._codec)}
         return self._layouts[shards]
 
 
@@ -137,7 +137,7 @@ class FreshMemory(Scratch):
 class GatherLayout:
     """The places of shards in FSDP2's flat tensors, of elements or of bytes, and in a message."""
 
-    def __init__(self, shards: Sequence[Shard], ranks: int, bits: int, ops: Ops):
+    def __init__(self, shards: Sequence[Shard], ranks: int, codec: QuantizedCodec):
         # FSDP2 gathers different dtypes as bytes
         self.has_bytes = len({shard.dtype for shard in shards}) > 1
         units = [shard.dtype.itemsize if self.has_bytes else 1 for shard in shards]
@@ -150,7 +150,7 @@ class GatherLayout:
         in_double = any(shard.dtype == torch.float64 for shard, _ in self.rounded)
         self.dtype = torch.float64 if in_double else torch.float32
         lengths = [tuple(self.lengths)] * ranks
-        self.codec = FlatCodec(bits, lengths, FreshMemory(), ops.quantize, ops.dequantize)
+        self.codec = GatherCodec(codec, lengths, FreshMemory())
         self.codec_at = align(self.exact_bytes)
         self.nbytes = align(self.codec_at + self.codec.nbytes)
 

@@ -212,7 +212,7 @@ class Handover:
             call_after_backward(lambda: call_after_backward(self._on_backward_end))
         for optimizer in self.iterate_optimizers():
             if self._is_idle:
-                optimizer._session.has_local_gradients = True
+                optimizer._session.ddp_left_gradients = True
             # DDP writes the averages of a site when backward has ended
             optimizer.gradients_ready([] if self.is_inside_site else params)
 
@@ -270,7 +270,7 @@ def _hook(state, bucket):  # type: ignore[no-untyped-def]
     if is_in_backward and not handover.is_by_parameter:
         handover.on_gradients_ready(bucket.parameters())
     for optimizer in optimizers:
-        optimizer._session.has_local_gradients = True
+        optimizer._session.ddp_left_gradients = True
     if handover.is_inside_site:
         return allreduce_hook(handover.ddp.process_group, bucket)
     done: torch.futures.Future[Tensor] = torch.futures.Future()

@@ -92,7 +92,7 @@ def check_meshes(optimizer: CompressedOptimizer) -> None:
     their gradients already, or if a parameter belongs to FSDP1.
     """
     session = optimizer._session
-    group = session.follow_default_group(optimizer).group
+    group = session.refresh_ranks(optimizer).group
     ranks = set(dist.get_process_group_ranks(group)) if group is not None else set()
     named = (
         (p, name)

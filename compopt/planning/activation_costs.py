@@ -30,14 +30,10 @@ MEASURED_ON = (
 
 @dataclass(frozen=True)
 class Kind:
-    """One row: a compressor, and its settings for a number of tokens and a width.
+    """A compressor, and its ``settings`` for a number of tokens and a width.
 
-    Args:
-        codec: its class.
-        settings: its arguments for (tokens, hidden).
-        label: its name in bench/results/mcbench-quality.csv.
-        accuracy: percent on `MEASURED_ON`, the mean.
-        options: its keyword arguments.
+    ``label`` is its name in bench/results/mcbench-quality.csv, ``accuracy`` the mean percent on
+    `MEASURED_ON`. ``options`` are keyword arguments.
     """
 
     codec: Callable[..., Compressor]
@@ -68,16 +64,19 @@ def code_width(ratio: int) -> Callable[[int, int], tuple[int, ...]]:
 
 def factor_ranks(ratio: int) -> Callable[[int, int], tuple[int, ...]]:
     """The rank whose factors are ``ratio`` times smaller than the activation, and the width."""
-    return lambda tokens, hidden: (
-        max(1, min(hidden, round(tokens * hidden / ratio / (tokens + hidden)))),
-        hidden,
-    )
+
+    def settings(tokens: int, hidden: int) -> tuple[int, ...]:
+        rank = round(tokens * hidden / ratio / (tokens + hidden))
+        return max(1, min(hidden, rank)), hidden
+
+    return settings
 
 
+# By name; a new compressor is one line here. Of a TopK half of the bytes are positions. "Both
+# ways": the gradient returns in as few bits as the payload.
 COMPRESSORS: dict[str, Kind] = {
     "AutoEncoder, 1/20": Kind(AutoEncoder, code_width(20), "A1", 76.7),
     "AutoEncoder, 1/10": Kind(AutoEncoder, code_width(10), "A2", 86.4),
-    # A position takes as many bytes as a value in float32.
     "TopK, 1/40": Kind(TopK, same_setting(1 / 40), "T1", 83.6),
     "TopK, 1/20": Kind(TopK, same_setting(1 / 20), "T2", 91.9),
     "RandomK, 1/20": Kind(RandomK, same_setting(1 / 20), "R1", 58.9),
@@ -87,7 +86,6 @@ COMPRESSORS: dict[str, Kind] = {
     "Quantize, 2 bits": Kind(Quantize, same_setting(2), "Q1", 93.3),
     "Quantize, 4 bits": Kind(Quantize, same_setting(4), "Q2", 94.1),
     "Quantize, 8 bits": Kind(Quantize, same_setting(8), "8 bits", 94.1),
-    # The gradient returns in as few bits as the payload.
     "Quantize, 4 both ways": Kind(
         Quantize, same_setting(4), "4 bits back too", 93.9, {"gradient_bits": 4}
     ),
@@ -95,7 +93,6 @@ COMPRESSORS: dict[str, Kind] = {
         Quantize, same_setting(8), "8 bits back too", 94.2, {"gradient_bits": 8}
     ),
 }
-"""By name; a new compressor is one line here."""
 
 
 # Operators that allocate or change a shape, and move nothing.
@@ -131,10 +128,8 @@ def dtype_of(activation_bytes: int) -> torch.dtype:
 class Exchange:
     """One all-reduce of a row-parallel layer's output through a compressor, on one rank.
 
-    Args:
-        reduced, gathered: bytes that this rank hands to each all-reduce and all-gather, forward.
-        reduced_back: the same of all-reduces in backward: an auto-encoder's weights'.
-        forward, backward: the compressor's own work.
+    Bytes that this rank hands to each all-reduce and all-gather in forward, and to all-reduces in
+    backward (of an auto-encoder's weights); and the compressor's own work.
     """
 
     reduced: tuple[int, ...]
@@ -146,12 +141,8 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Crossing:
-    """One activation across a stage boundary, and its gradient back.
-
-    Args:
-        forth, back: bytes that cross.
-        send, receive: work of the sender and the receiver, forward.
-        receive_back, send_back: the same, backward.
+    """One activation across a stage boundary, and its gradient back: bytes each way, and the work
+    of sender and receiver, each way.
     """
 
     forth: int
@@ -244,11 +235,8 @@ def _count_backward(
 def exchange_of(
     codec: Compressor, shape: tuple[int, ...], dtype: torch.dtype, ranks: int
 ) -> Exchange:
-    """Bytes and work of one all-reduce through this compressor, on each of `ranks` ranks.
-
-    Args:
-        codec: made on the meta device, ``with torch.device("meta")``.
-        shape, dtype: of the activation, (sequences, tokens, hidden).
+    """Count the bytes and work of one all-reduce of an activation of this shape, (sequences,
+    tokens, hidden), through a compressor on the meta device, on each of ``ranks`` ranks.
     """
     x = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     group = _RecordingRanks(ranks)
@@ -262,11 +250,8 @@ def exchange_of(
 
 
 def crossing_of(codec: Compressor, shape: tuple[int, ...], dtype: torch.dtype) -> Crossing:
-    """Bytes and work of a stage boundary wrapped in SendCompressed and ReceiveCompressed.
-
-    Args:
-        codec: made on the meta device.
-        shape, dtype: of one micro-batch's activation.
+    """Count the bytes and work of one micro-batch's activation across a stage boundary, wrapped in
+    SendCompressed and ReceiveCompressed with a compressor on the meta device.
     """
     x = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     is_separate = codec.straight_through and not codec.fits_payload()

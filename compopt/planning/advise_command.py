@@ -23,7 +23,7 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .activation_advice import advise_layers
+from .activation_advice import Layers, advise_layers
 from .advice import WAN_LATENCY, advise
 from .figures import plot_speedups
 from .formatting import (
@@ -32,9 +32,9 @@ from .formatting import (
     print_report,
 )
 from .hardware import DEVICES, find_device
-from .layer_prediction import Layers
-from .probe import read_layer_probe, read_probe
+from .probe import read_probe
 from .scripts import profile_script
+from .workload import Workload
 
 # Options, and the arguments of `advise` and `advise_layers` that they are: of both, and of one.
 COMMON_ARGUMENTS = {
@@ -59,7 +59,7 @@ GRADIENT_ARGUMENTS = {
 LAYER_ARGUMENTS = {"tensor": "tensor", "pipeline": "pipeline"}
 LAYER_SIZES = ("hidden", "layers", "sequence", "micro_batch")
 # Options of only one of the two kinds of advice.
-GRADIENT_OPTIONS = (*GRADIENT_ARGUMENTS, "parameters", "profile", "plot")
+GRADIENT_OPTIONS = (*GRADIENT_ARGUMENTS, "parameters", "lora", "profile", "plot")
 LAYER_OPTIONS = (*LAYER_SIZES, "micro_batches", "activation_bytes")
 
 
@@ -85,6 +85,8 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     add("--save-every", type=int, metavar="N", help=saves)
     frozen = "of weights that are not trained, such as LoRA's base, for example 14G"
     add("--frozen", type=parse_quantity, metavar="BYTES", help=frozen)
+    lora = "--parameters are of adapters of this rank on the weights of --frozen"
+    add("--lora", type=int, metavar="RANK", help=lora)
     add("--probed", metavar="FILE", help="written by compopt.probe: ranks, link, local speed")
     add("--device", choices=DEVICES, help="for the speed of local work, and memory (else a100)")
     add("--memory-bandwidth", type=parse_quantity, metavar="BYTES", help="a second, as 3.3T")
@@ -164,7 +166,12 @@ def gradient_arguments(given: argparse.Namespace) -> dict[str, Any]:
             "or --probed FILE. If all ranks are in one machine, --ranks-per-node "
             f"{arguments['ranks']} says so."
         )
-    if given.parameters:
+    if given.lora is not None and not (given.parameters and given.frozen):
+        raise ValueError("--lora needs --parameters of the adapters, and --frozen of the weights.")
+    if given.lora is not None:
+        size = round(given.parameters)
+        arguments["model"] = Workload.of_adapters(size, given.lora, given.frozen)
+    elif given.parameters:
         arguments["model"] = round(given.parameters)
     if given.profile:
         step_s, work = profile_script(given.profile[0], given.profile[1:])
@@ -187,12 +194,9 @@ def layer_arguments(given: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(
             "The layers are missing: give --hidden, --layers, --sequence and --micro-batch."
         )
-    probed = read_layer_probe(given.probed) if given.probed else {}
-    if given.probed and given.tensor not in (None, probed["tensor"]):
-        raise ValueError(f"--probed {given.probed} was measured with --tensor {probed['tensor']}.")
-    if given.device:
-        probed = {name: value for name, value in probed.items() if name not in ("local", "costs")}
-    nbytes = probed.pop("activation_bytes", 2)
+    probed = read_probe(given.probed) if given.probed else {}
+    for name in ("ranks", "interference", *(["local"] if given.device else [])):
+        probed.pop(name, None)
     arguments = {"tensor": 1, "pipeline": 1} | merge_arguments(
         given, COMMON_ARGUMENTS | LAYER_ARGUMENTS, probed, "link latency"
     )
@@ -201,12 +205,11 @@ def layer_arguments(given: argparse.Namespace) -> dict[str, Any]:
         micro_batches = 4 * max(1, arguments["pipeline"])
         arguments["sources"]["micro-batches"] = "assumed"
     if given.memory_bandwidth:
-        speed = find_device(given.device)[0].speed
-        _, *flops = arguments.get("local") or (0, speed.flops_per_s, speed.half_flops_per_s)
-        arguments["local"] = given.memory_bandwidth, *flops
+        _, flops = arguments.get("local") or find_device(given.device)[0].local
+        arguments["local"] = given.memory_bandwidth, flops
         arguments["sources"]["own work"] = "bandwidth given"
     sizes = {name: getattr(given, name) for name in LAYER_SIZES}
-    nbytes = nbytes if given.activation_bytes is None else given.activation_bytes
+    nbytes = 2 if given.activation_bytes is None else given.activation_bytes
     work = Layers(**sizes, micro_batches=micro_batches, activation_bytes=nbytes)
     return arguments | {"work": work}
 

@@ -40,15 +40,8 @@ MAX_PASSES = 1 << 14
 
 @dataclass(frozen=True)
 class Layers:
-    """The layers of one model, and the micro-batches of a step.
-
-    Args:
-        hidden: width, numbers of a token.
-        layers: how many.
-        sequence: tokens of a sequence.
-        micro_batch: sequences of a micro-batch.
-        micro_batches: of a step.
-        activation_bytes: of a number, 2 or 4.
+    """The layers of one model, of width ``hidden``, and the micro-batches of a step: each of
+    ``micro_batch`` sequences of ``sequence`` tokens, of 2 or 4 ``activation_bytes`` a number.
     """
 
     hidden: int
@@ -80,16 +73,11 @@ class Layers:
 
 @dataclass(frozen=True)
 class Grid:
-    """Layers spread over ranks, and the links between those.
+    """Layers spread over ``tensor`` ranks that share a layer, times ``pipeline`` stages.
 
-    Args:
-        work: the layers.
-        tensor, pipeline: ranks that share a layer; stages.
-        inside, between: links of a rank to those that share its layers, and to the next stage.
-        compute_s: seconds that a rank computes in a step.
-        speed: of a rank, for the compressors' own work.
-        loss_budget: share of the accuracy that may be lost.
-        sources: for each number, whether it was given, measured or assumed.
+    ``inside`` and ``between`` are a rank's links to those that share its layers, and to the next
+    stage. A rank computes for ``compute_s`` seconds a step; ``speed`` is for the compressors' work.
+    ``sources`` say for each number whether it was given, measured or assumed.
     """
 
     work: Layers
@@ -140,14 +128,10 @@ def pipeline_seconds(
     back: Sequence[float],
     micro_batches: int,
 ) -> float:
-    """Seconds of one step in the 1F1B schedule.
+    """Seconds of one step in the 1F1B schedule, from those of a micro-batch in every stage, and of
+    a message ``forth`` (the activation) and ``back`` (its gradient) across every boundary.
 
     A link carries one message at a time, in each direction, while its stages compute.
-
-    Args:
-        forward, backward: seconds of a micro-batch, for every stage.
-        forth, back: seconds of a message across every boundary: the activation, its gradient.
-        micro_batches: of a step.
     """
     stages = len(forward)
     orders = [order_1f1b(stage, stages, micro_batches) for stage in range(stages)]
@@ -188,17 +172,12 @@ Where = Literal["", "boundaries", "layers", "both"]
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One compressor, where it gains most.
+    """One compressor of `COMPRESSORS`, where it gains most: at the "boundaries" between stages, in
+    the all-reduces of "layers", or at "both".
 
-    Args:
-        compressor: its name in `COMPRESSORS`.
-        where: "boundaries" between stages, "layers", the all-reduces inside
-            them, or "both".
-        step: seconds of a step: computation, the compressor's own work, exposed communication.
-        speedup: over a step that sends everything.
-        inside, between: bytes that a rank of the last stages sends in a step, to those it shares
-            layers with; that cross the last boundary, both ways.
-        accuracy: measured, percent.
+    ``speedup`` is over a step that sends everything. In a step a rank of the last stage sends
+    ``inside`` bytes to those it shares layers with, and ``between`` cross the last boundary, both
+    ways. ``accuracy`` was measured, in percent.
     """
 
     compressor: str

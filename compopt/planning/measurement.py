@@ -29,13 +29,6 @@ def measure_local(device: torch.device) -> tuple[float, float]:
     return 2 * vector.nbytes / copy_s, 2 * 2 * 1024**2 * 16 / product_s
 
 
-def measure_products(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOPs a second in matrix products of that precision."""
-    matrix = torch.ones(512, 512, dtype=dtype, device=device)
-    product = torch.empty_like(matrix)
-    return 2 * 512**3 / median_seconds(lambda: torch.mm(matrix, matrix, out=product), device)
-
-
 def median_seconds(call: Callable[[], object], device: torch.device, repeats: int = 7) -> float:
     """Median seconds of a call, after two that are not counted."""
     seconds = []

@@ -155,17 +155,17 @@ def scape_cost(work: Workload, ranks: int, density: float = 0.1) -> Cost:
 
 
 def gaussian_cost(work: Workload, ranks: int, ratio: int = 16) -> Cost:
-    n, rest = work.split(work.compressed)
-    # Projection, reconstruction of the mean and of the rank's own part: three products of 2 n
-    # c/ratio each.
+    n = work.parameters * work.compressed
+    projected, values, products = work.count_random(ratio)
+    # Projection, reconstruction of the mean and of the rank's own part: three products.
     return Cost(
-        reduced=FLOAT * (n / ratio + rest),
+        reduced=FLOAT * (values + work.parameters - projected),
         state=MOMENTS * work.parameters + FLOAT * n,
         peak=GAUSSIAN_PEAK * work.parameters,
         save=FLOAT * n,
         # h = g + e, three reads or writes of h and hhat, e, ghat.
         traffic=40 * n,
-        flops=6 * n * work.side / ratio,
+        flops=6 * products,
         calls=call_seconds(work, 4.0, 0.1),
     )
 
@@ -255,11 +255,12 @@ def local_steps_cost(
 
 
 def powersgd_cost(work: Workload, ranks: int, rank: int = 4) -> Cost:
-    n, rest = work.split(work.compressed)
+    # torch's hook sends whole what factors do not make twice smaller.
+    n, factors = work.count_factors(rank, 2.0)
     return Cost(
-        reduced=FLOAT * (rank * work.perimeter + rest),
+        reduced=FLOAT * (factors + work.parameters - n),
         exchanges=2,
-        state=MOMENTS * work.parameters + FLOAT * n + FLOAT * rank * work.perimeter,
+        state=MOMENTS * work.parameters + FLOAT * n + FLOAT * factors,
         traffic=40 * n,
         flops=6 * n * rank,
         calls=call_seconds(work, 2.0, 0.1),

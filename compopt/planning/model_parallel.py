@@ -19,14 +19,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """The constants of one kind of machine, fitted once (MCBench, section 4.4).
+    """The constants of one kind of machine, fitted once (MCBench, section 4.4), in seconds.
 
-    Args:
-        alpha: seconds a floating-point operation, over all tensor-parallel ranks of a node.
-        beta: seconds an element of a large all-reduce.
-        gamma: seconds an element of the uncompressed activation, to encode and decode it.
-        constant: seconds of an all-reduce below `threshold`.
-        threshold: elements from which an all-reduce costs beta an element.
+    ``alpha`` is for a floating-point operation, over all tensor-parallel ranks of a node; ``beta``
+    for an element of an all-reduce of ``threshold`` elements or more, ``constant`` for a smaller
+    one; ``gamma`` for encoding and decoding an element of the uncompressed activation.
     """
 
     alpha: float
@@ -89,21 +86,12 @@ def speedup(
     activation_bytes: int = 2,
     vocabulary: int = 0,
 ) -> float:
-    """Dense over compressed step time on a pipeline of `nodes` nodes (equation 3).
+    """Dense over compressed step time on a pipeline of ``nodes`` nodes (equation 3).
 
-    Args:
-        costs: the machine, see `LayerCosts`.
-        hidden: width of the model.
-        code: numbers to which the auto-encoder encodes a token.
-        layers: transformer layers, spread evenly over the nodes.
-        batch: sequences a step; `micro_batch` of them at a time (default: min(128, batch // nodes),
-            as in Table 8).
-        sequence: tokens a sequence.
-        link_bits_per_s: the link between nodes.
-        activation_bytes: bytes an activation on that link.
-
-    Raises:
-        ValueError: a count is not positive.
+    The auto-encoder encodes a token's ``hidden`` numbers to ``code``. A step has ``batch``
+    sequences, ``micro_batch`` of them at a time (default: min(128, batch // nodes), as in Table 8).
+    The link between nodes carries ``activation_bytes`` a number. Raises ValueError for a count that
+    is not positive.
     """
     if min(hidden, layers, nodes, batch, code) < 1:
         raise ValueError(

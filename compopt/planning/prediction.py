@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from .._lowrank.options import DEFAULT_RANK
 from .hardware import (
     Machine,
     all_gather_seconds,
@@ -307,6 +308,7 @@ def shard_seconds(situation: Situation, shard: int) -> tuple[float, float]:
 def predict_rows(situation: Situation) -> list[Row]:
     """Predict every method in this situation. It is also offloaded where it does not fit without
     crossing the link, but not where copies are to be cut: an offloaded method takes whole ones.
+    Where all matrices are too narrow to be projected, the row of the default rank stands for all.
     """
     is_cut = situation.shard not in (None, 1)
     baseline = predict_row(situation, BASELINE, None)
@@ -314,6 +316,9 @@ def predict_rows(situation: Situation) -> list[Row]:
     for name, method in METHODS.items():
         plain = rows.get(method.instead_of)
         is_needless = plain is not None and (is_cut or (plain.fits and not plain.shard_s))
+        if "rank" in method.options:
+            at_default_rank = method(situation.work, situation.machine.ranks, rank=DEFAULT_RANK)
+            is_needless = method(situation.work, situation.machine.ranks) == at_default_rank
         if name != BASELINE and not is_needless:
             rows[name] = predict_row(situation, name, baseline)
     return list(rows.values())

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 
+from .._lowrank.projections import plan_projection
 from .._state.tensors import MIN_COMPRESSED_NUMEL
-
-# Parts of a name by which TAGC recognizes attention.
-ATTENTION = ("attn", "attention", "qkv", "q_proj", "k_proj", "v_proj", "o_proj")
+from ..tagc import ATTENTION
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Workload:
         compressed: share of them in tensors that are compressed (at least 2-D and 4096 elements).
         side: the smaller side of those tensors, averaged by size. What a projection costs.
         perimeter: sum of (rows + columns) over those tensors. What low-rank factors cost.
-        large: share of parameters in matrices that are not attention's. What TAGC compresses by
-            default.
+        large: share of parameters in those of them that TAGC compresses by default: without
+            attention's queries, keys and values.
         columns: of the perimeter, the sum of the columns, which FSDP2 leaves whole; None: half.
         tensors: number of tensors that are compressed.
         matrices: of those, rows, columns and number of each shape; empty where shapes are not
@@ -39,7 +39,7 @@ class Workload:
     large: float
     columns: float | None = None
     tensors: float = 0.0
-    matrices: tuple[tuple[float, float, int], ...] = ()
+    matrices: tuple[tuple[float, float, float], ...] = ()
     frozen_bytes: float = 0.0
 
     @classmethod
@@ -61,6 +61,29 @@ class Workload:
         return cls(parameters, compressed, width, perimeter, large, columns, len(shapes) * layers)
 
     @classmethod
+    def of_adapters(cls, parameters: int, rank: int, frozen_bytes: float) -> Workload:
+        """LoRA adapters of this rank on square matrices of a transformer whose weights take
+        ``frozen_bytes``, 2 bytes each: pairs of rank x width and width x rank.
+        """
+        if rank < 1:
+            raise ValueError(f"The rank of adapters must be at least 1; got {rank}.")
+        width = cls.of_size(round(frozen_bytes / 2)).side
+        pairs = parameters / (2 * rank * width)
+        compressed = 1.0 if rank * width >= MIN_COMPRESSED_NUMEL else 0.0
+        sides, tensors = pairs * (rank + width), 2 * pairs
+        return cls(
+            parameters,
+            compressed,
+            min(rank, width),
+            perimeter=2 * compressed * sides,
+            large=compressed,
+            columns=compressed * sides,
+            tensors=compressed * tensors,
+            matrices=((rank, width, pairs), (width, rank, pairs)) if compressed else (),
+            frozen_bytes=frozen_bytes,
+        )
+
+    @classmethod
     def of(cls, named: Iterable[tuple[str, torch.Tensor]]) -> Workload:
         """Read named parameters, `model.named_parameters()`. Those that require no gradient only
         take memory.
@@ -78,9 +101,7 @@ class Workload:
         columns = [p.shape[-1] for _, p in chosen]
         sides = [min(pair) for pair in zip(rows, columns, strict=True)]
         side = sum(p.numel() * d for (_, p), d in zip(chosen, sides, strict=True)) / max(1, size)
-        large = sum(
-            p.numel() for name, p in chosen if not any(word in name.lower() for word in ATTENTION)
-        )
+        large = sum(p.numel() for name, p in chosen if not ATTENTION.search(name))
         return cls(
             total,
             size / total,
@@ -95,8 +116,9 @@ class Workload:
             frozen_bytes=float(sum(p.nbytes for _, p in given if not p.requires_grad)),
         )
 
-    def count_factors(self, rank: int) -> tuple[float, float]:
-        """The elements of the matrices that a rank makes smaller, and those of their factors.
+    def count_factors(self, rank: int, least_gain: float = 1.0) -> tuple[float, float]:
+        """The elements of the matrices that a rank makes smaller by this factor, and those of their
+        factors.
 
         Others are too narrow: they are sent whole, as SeparateAdam does.
         """
@@ -105,9 +127,26 @@ class Workload:
         elements = factors = 0.0
         for rows, columns, count in self.matrices:
             values = min(rank, rows, columns) * (rows + columns)
-            if values < rows * columns:
+            if least_gain * values < rows * columns:
                 elements, factors = elements + count * rows * columns, factors + count * values
         return elements, factors
+
+    def count_random(self, ratio: float) -> tuple[float, float, float]:
+        """The elements of the matrices that SeparateAdam projects at random, the values it sends of
+        them, and the multiplications of one projection.
+        """
+        if not self.matrices:
+            elements = self.parameters * self.compressed
+            return elements, elements / ratio, elements * self.side / ratio
+        elements = values = products = 0.0
+        for rows, columns, count in self.matrices:
+            shape = torch.Size((math.ceil(rows), math.ceil(columns)))
+            q = plan_projection(shape, False, ratio, "gaussian", "auto")
+            if q is not None:
+                elements += count * rows * columns
+                values += count * q.m * q.r
+                products += count * q.m * q.d * q.r
+        return elements, values, products
 
     def split(self, share: float) -> tuple[float, float]:
         """This share of the parameters, and the rest."""

@@ -14,6 +14,7 @@ typedef struct {
     float *residual;          // NULL for a tensor that is not compressed, or in a dense step
     const float *g;           // this rank's gradient
     const float *errors;      // NULL, or what the residual becomes where the averaged gradient is given
+    float *new_w, *new_m, *new_v;  // where updated tensors go; NULL: in place
 } AdamW;
 
 typedef struct {
@@ -48,6 +49,17 @@ static void update_residual(float *restrict residual, const float *restrict g, c
         if (on(mask, a + i)) residual[i] = 0;
 }
 
+// Updates a block in other memory.
+static void adamw_block(const float *restrict w, const float *restrict m, const float *restrict v, const float *restrict g,
+                        float *restrict new_w, float *restrict new_m, float *restrict new_v, int64_t size, float sign, Factors f) {
+    for (int64_t i = 0; i < size; i++) {
+        float first = m[i], second = v[i];
+        new_w[i] = f.shrink * w[i] - f.rate * update_moments(&first, &second, sign * g[i], f);
+        new_m[i] = first;
+        new_v[i] = second;
+    }
+}
+
 // Returns whether all averaged values were used.
 static int adamw_row(const AdamW *row, const Hyper *h) {
     const double step = *row->step + 1;
@@ -69,6 +81,10 @@ static int adamw_row(const AdamW *row, const Hyper *h) {
             memcpy(row->residual + a, row->errors + a, size * sizeof(float));
         else if (row->residual)
             memset(row->residual + a, 0, size * sizeof(float));
+        if (row->new_w) {
+            adamw_block(w, m, v, g, row->new_w + a, row->new_m + a, row->new_v + a, size, sign, f);
+            continue;
+        }
         for (int64_t i = 0; i < size; i++) w[i] = f.shrink * w[i] - f.rate * update_moments(m + i, v + i, sign * g[i], f);
     }
     *row->step += 1;

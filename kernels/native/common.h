@@ -14,6 +14,7 @@
 #include "vectors.h"
 
 enum { BLOCK = 512 };  // elements: whole bytes of a mask; a word has a bit for each sixteen
+enum { SUMS = 4 * LANES };  // independent sums: the latency of an addition is four times its throughput
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 

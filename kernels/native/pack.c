@@ -13,10 +13,8 @@ typedef struct {
     float *out, *mark;
 } Pack;
 
-enum { SUMS = 4 * LANES };  // independent sums: the latency of an addition is four times its throughput
-
 // Adds the squares of g to `sums`.
-static void add_squares(const float *restrict g, int64_t n, float *restrict sums) {
+void add_squares(const float *restrict g, int64_t n, float *restrict sums) {
     float sum[SUMS];
     int64_t i = 0;
     memcpy(sum, sums, sizeof sum);
@@ -26,11 +24,10 @@ static void add_squares(const float *restrict g, int64_t n, float *restrict sums
     memcpy(sums, sum, sizeof sum);
 }
 
-// Returns 1 if all these sums, and so their terms, are finite, else NaN.
-static float mark_of(const float *sums) {
+float sum_of_squares(const float *sums) {
     float all = 0;
     for (int l = 0; l < SUMS; l++) all += sums[l];
-    return 1 + 0 * all;
+    return all;
 }
 
 // Appends x where the mask is set to `out`. `count` were there before, k there will be; returns the new count.
@@ -76,7 +73,7 @@ static int pack_row(const Pack *row, float sign, float scale) {
             for (int64_t i = 0; i < size; i++) to[i] += scale * add[a + i];
         if (row->mask) count = selected(x, row->mask, a, size, out, count, row->k);
     }
-    *row->mark = g ? mark_of(sums) : 0;
+    *row->mark = g ? 1 + 0 * sum_of_squares(sums) : 0;  // 1 if all terms are finite, else NaN
     return count == (row->index || row->mask ? row->k : 0);
 }
 

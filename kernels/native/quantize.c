@@ -27,7 +27,6 @@ typedef struct {
 typedef struct {
     const float *numbers;  // u
     int64_t place, bits;
-    int64_t rounds;  // 1: the values become what a rank that receives them reads
 } Rounding;
 
 // Rounds the values of a row to codes.
@@ -86,8 +85,6 @@ int64_t quantize(const Piece *pieces, int64_t first, int64_t last, const Roundin
             float x[ROW];  // errors may be written where the values are
             memcpy(x, p->values + a, n * sizeof(float));
             round_row(x, n, numbers_of(how, p->row + r), most, p->scales + r, p->codes + p->at + a, p->rounding_errors + a);
-            if (how->rounds)
-                for (int i = 0; i < n; i++) p->values[a + i] = x[i] - p->rounding_errors[a + i];
         }
     return -1;
 }

@@ -99,12 +99,15 @@ def train(trainings: list[Training], rank: int, steps: int) -> None:
             training.optimizer.step()
 
 
-def _work(rank: int, file: str, size: int, results: Any, function: Callable, args: tuple) -> None:
+def begin_all(file: str, rank: int, size: int) -> list[Training]:
+    return [Training(*pair) for pair in zip(CASES, connect(file, rank, size), strict=True)]
+
+
+def _work(rank: int, file: str, size: int, results: Any, begin: Callable, function: Callable, args: tuple) -> None:
     be_patient()
     buckets.BUCKET_BYTES = 60_000
     try:
-        trainings = [Training(*pair) for pair in zip(CASES, connect(file, rank, size), strict=True)]
-        send_answer(results, rank, function(rank, trainings, file, *args))
+        send_answer(results, rank, function(rank, begin(file, rank, size), file, *args))
         results.close()
         results.join_thread()  # which writes
         os._exit(0)  # groups of which a rank is gone are not worth a farewell
@@ -113,9 +116,15 @@ def _work(rank: int, file: str, size: int, results: Any, function: Callable, arg
 
 
 def run_lossy(
-    function: Callable[..., Any], size: int, *args: Any, dying: int | None = None, resume_at: tuple[str, ...] = ()
+    function: Callable[..., Any],
+    size: int,
+    *args: Any,
+    dying: int | None = None,
+    resume_at: tuple[str, ...] = (),
+    begin: Callable[[str, int, int], Any] = begin_all,
 ) -> dict[int, Any]:
-    """Return what ``function(rank, trainings, file, *args)`` returned on each rank but the ``dying``.
+    """Return what ``function(rank, trainings, file, *args)`` returned on each rank but the ``dying``; ``begin(file,
+    rank, size)`` makes the trainings.
 
     A rank that stops itself is resumed, the n-th time when a rank has called ``announce(file, resume_at[n])``.
     """
@@ -123,7 +132,8 @@ def run_lossy(
     with tempfile.TemporaryDirectory() as folder:
         file = str(Path(folder, "rendezvous"))
         workers = [
-            _context.Process(target=_work, args=(rank, file, size, results, function, args)) for rank in range(size)
+            _context.Process(target=_work, args=(rank, file, size, results, begin, function, args))
+            for rank in range(size)
         ]
         for worker in workers:
             worker.start()

@@ -68,25 +68,6 @@ def train(
     return [[p.detach() for p in own] for own in w]
 
 
-class LocalOracle:
-    """Step by step, in float64: every step is the end of a run as long as that. ``options`` are those of ``train``.
-
-    Attributes:
-        params: those of the last rank; within a round ranks differ.
-    """
-
-    def __init__(self, start: list[Tensor], ranks: int, inner: Callable, every: int, **options: object):
-        self.start, self.ranks, self.inner = [x.double() for x in start], ranks, inner
-        self.every, self.options = every, options
-        self.params, self.given = self.start, []
-
-    def step(self, grads: list[list[Tensor]]) -> None:
-        self.given.append([[g.double() for g in own] for own in grads])
-        steps = len(self.given)
-        whole = train(self.ranks, self.start, lambda _, t: self.given[t], steps, self.every, self.inner, **self.options)
-        self.params = whole[-1]
-
-
 def train_rounds(
     start: list[Tensor],
     counts: list[list[int]],

@@ -8,7 +8,7 @@ divided among them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,9 +17,9 @@ from ..._state.buckets import Bucket
 from ..._state.masks import Mask, Tensors
 from ..._state.residuals import Residuals
 from ..._state.tensors import to_local
+from ..._wire.codec import make_codecs
 from ..._wire.payload import Payload
-from ..._wire.quantization import QuantizedMean
-from ..operations import Fused, Ops, empty_payload
+from ..operations import Fused, Ops
 from ..update_helpers import is_tracked
 from .blocks import NativeBlocks
 from .build import isa_of_library, load_library
@@ -35,8 +35,9 @@ from .passes import (
     mask_sizes,
     run_over_rows,
 )
-from .quantization import dequantize, make_mean, quantize
+from .quantization import NativeCodec
 from .selection import NativeSelection, NativeTopK
+from .union import hold_back, select_largest
 from .updates import NativeUpdates, raise_bad_row, update_adams, update_adamw, update_scape
 
 MAX_DECODED = 2**22  # elements of residuals that a pass reads decoded
@@ -52,14 +53,8 @@ class NativeOps(NativeUpdates, NativeTopK):
         super().__init__()
         self.library = load_library()
         self.isa = isa_of_library(self.library)
-        self.quantize = functools.partial(quantize, self.library)
-        self.dequantize = functools.partial(dequantize, self.library)
+        self.codecs = make_codecs(functools.partial(NativeCodec, self.library))
         self.blocks = NativeBlocks(self.library)
-
-    def quantized_mean_factory(
-        self, bucket: Bucket
-    ) -> Callable[[Payload, int, int], QuantizedMean] | None:
-        return functools.partial(make_mean, self.library) if bucket.device.type == "cpu" else None
 
     def positions(self, bits: Tensor, n: int, size: int | None = None) -> Tensor:
         if not fits(bits, 0, torch.uint8) or n >= 2**31:
@@ -74,6 +69,16 @@ class NativeOps(NativeUpdates, NativeTopK):
     def find_set_bits(self, bits: Tensor) -> Tensor:
         return self.positions(bits, 8 * bits.numel()).long()
 
+    def spread(self, values: Tensor, at: Tensor, positions: Tensor, n: int) -> Tensor:
+        if not is_plain(values):
+            return super().spread(values, at, positions, n)
+        out, many = torch.empty(len(positions), dtype=torch.float32, device="cpu"), len(values)
+        places = [address("positions", x, len(x), torch.int64) for x in (positions, at)]
+        numbers, to = address("values", values, many), address("values", out, len(out))
+        all_at, some_at = places
+        self.library.spread_values(all_at, len(out), some_at, numbers, many, to)
+        return out
+
     def encode(
         self,
         bucket: Bucket,
@@ -86,7 +91,8 @@ class NativeOps(NativeUpdates, NativeTopK):
         is_large = adds_residuals and bucket.numel > MAX_DECODED
         if not can_read(self, bucket) or (is_large and not Residuals(bucket).is_exact):
             return super().encode(bucket, grads, mask, adds_residuals, scale, negate)
-        lengths, payload = bucket.lengths, empty_payload(bucket, mask)
+        lengths = bucket.lengths
+        payload = bucket.make_payload(mask.sizes, bucket.group.get("payload_dtype"))
         header, body = payload.header, payload.body
         if payload.flat.dtype != torch.float32:  # the pass writes float32
             like = bucket.params[0]
@@ -116,30 +122,6 @@ class NativeOps(NativeUpdates, NativeTopK):
             if payload.rounding_errors is None:
                 payload.body.copy_(body)
         return payload.round()
-
-    def add_residuals(self, bucket: Bucket, grads: Tensors, out: Tensors) -> Tensor:
-        residuals = Residuals(bucket).read_all()
-        tensors = [x for x in (*grads, *residuals, *out) if x is not None]
-        if bucket.device.type != "cpu" or not is_plain(*tensors):
-            return super().add_residuals(bucket, grads, out)
-        lengths, library = bucket.lengths, self.library
-        marks = torch.empty(len(grads), dtype=torch.float32, device="cpu")
-        none = torch.empty(
-            0, dtype=torch.int32, device="cpu"
-        )  # the positions of a tensor without ``out``
-        table = PACK.table(
-            len(grads),
-            n=lengths,
-            g=Memory(grads, lengths),
-            add=Memory(residuals, lengths),
-            index=Memory([none if sums is None else None for sums in out], [0] * len(out)),
-            k=[0 if sums is None else n for n, sums in zip(lengths, out, strict=True)],
-            out=Memory(out, lengths),
-            mark=address_in_turn("marks", marks, [1] * len(grads)),
-        )
-        bad_row = run_over_rows(lengths, lambda a, b, _: library.pack(table, a, b, 1.0, 1.0))
-        raise_bad_row(bucket, bad_row)
-        return marks
 
 
 def bits_or_positions(mask: Mask) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
@@ -183,7 +165,15 @@ def can_update_factored(ops: Ops, bucket: Bucket) -> bool:
     return can_write(ops, bucket) and is_tracked(bucket)
 
 
+def can_select(ops: Ops, bucket: Bucket) -> bool:
+    """True if passes can add the residuals of this bucket to its gradients, and select."""
+    is_small = sum(bucket.lengths) < 2**30  # positions in a mask are int32 here
+    return bucket.device.type == "cpu" and bucket.compute_dtype == torch.float32 and is_small
+
+
 NativeOps.fused = {
+    "tagc.select_largest": Fused(can_select, select_largest),
+    "tagc.hold_back": Fused(can_select, hold_back),
     "_lowrank.stacks.multiply": Fused(can_project, multiply_stacks),
     "separate.update_tensors": Fused(can_update_factored, update_separate),
     "_engine.reducer.step_adamw": Fused(can_write, update_adamw),

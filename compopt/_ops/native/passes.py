@@ -111,15 +111,20 @@ class Table:
     """Rows of a C struct: the columns in the order of its fields, 8 bytes a field."""
 
     def __init__(self, rows: int, **columns: Sequence[int] | int):
-        width = len(columns)
-        self._numbers = array("q", bytes(8 * rows * width))
+        self._names, self.width = [*columns], len(columns)
+        self._numbers = array("q", bytes(8 * rows * self.width))
         for place, column in enumerate(columns.values()):
             if column != 0:
-                self._numbers[place::width] = array(
+                self._numbers[place :: self.width] = array(
                     "q", [column] * rows if isinstance(column, int) else column
                 )
-        self._as_parameter_ = ctypes.c_void_p(self._numbers.buffer_info()[0])
+        self.address = self._numbers.buffer_info()[0]
+        self._as_parameter_ = ctypes.c_void_p(self.address)
         self.memory: object = None  # tensors, alive until the pass has read them
+
+    def column(self, name: str) -> list[int]:
+        """Return a field of all rows, as a pass has left it."""
+        return list(self._numbers[self._names.index(name) :: self.width])
 
 
 class Struct:
@@ -142,8 +147,10 @@ class Struct:
         return table
 
 
+PIECE = Struct("n first g e squares")
+SHARD = Struct("pieces many begin size k selected guess positions values")
 PACK = Struct("n g add index mask k out mark")
-ADAMW = Struct("n w m v step mean mask index k residual g errors")
+ADAMW = Struct("n w m v step mean mask index k residual g errors new_w new_m new_v")
 SCAPE = Struct("n w e g held holding old index k mean m step guess start stop wanted chosen")
 # fields that are not float32, and what error messages call them
 DTYPES = {

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._wire import quantization
+from ..._wire.codec import QuantizedCodec, QuantizedMean, Seed
 from ..._wire.payload import ROW, Payload, Scratch, packed_bytes
-from ..._wire.quantization import Chunk, QuantizedMean, noise_offset, noise_table, pack_int4
+from ..._wire.quantization import Chunk, noise_offset, noise_table, pack_int4
 from .passes import Table, address, is_plain, run_over_rows
 
 
@@ -22,51 +22,79 @@ def can_quantize(bits: int, values: Tensor) -> bool:
     return bits in (8, 4) and is_plain(values)
 
 
-def make_mean(library: ctypes.CDLL, payload: Payload, rank: int, ranks: int) -> QuantizedMean:
-    """Return this rank's part in the mean of a payload."""
-    if can_quantize(payload.bits, payload.flat):
-        return NativeMean(library, payload, rank, ranks)
-    return QuantizedMean(payload, rank, ranks)
+class NativeCodec(QuantizedCodec):
+    """The reference's codec, by passes where they support the values."""
+
+    def __init__(self, library: ctypes.CDLL, bits: int):
+        super().__init__(bits)
+        self.library = library
+
+    def make_mean(self, payload: Payload, rank: int, ranks: int) -> QuantizedMean:
+        if can_quantize(self.bits, payload.flat):
+            return NativeMean(self.library, payload, rank, ranks)
+        return super().make_mean(payload, rank, ranks)
+
+    def quantize(
+        self,
+        x: Tensor,
+        chunks: Sequence[Chunk],
+        scales: Iterable[Tensor],
+        packed: Iterable[Tensor],
+        rounding_errors: Tensor,
+        seed: Seed,
+        scratch: Scratch,
+    ) -> None:
+        if not can_quantize(self.bits, x):
+            return super().quantize(x, chunks, scales, packed, rounding_errors, seed, scratch)
+        library, first = self.library, chunks[0]
+        values, errors = address("values", x, len(x)), address("errors", rounding_errors, len(x))
+        packed = list(packed)
+        unpacked = unpacked_memory(packed, chunks, self.bits, scratch)
+        parts = [
+            ChunkMemory(
+                chunk,
+                values + 4 * (chunk.start - first.start),
+                scale.data_ptr(),
+                out.data_ptr(),
+                errors + 4 * (chunk.start - first.start),
+                chunk.first_row - first.first_row,
+            )
+            for chunk, scale, out in zip(chunks, scales, unpacked, strict=True)
+        ]
+        rounding = rounding_table(seed, self.bits)
+        run_over_chunks(parts, lambda table, a, b: library.quantize(table, a, b, rounding))
+        pack(unpacked, packed, self.bits)
+
+    def dequantize(
+        self,
+        scales: Iterable[Tensor],
+        packed: Iterable[Tensor],
+        chunks: Sequence[Chunk],
+        out: Tensor,
+        scratch: Scratch,
+    ) -> None:
+        if not can_quantize(self.bits, out):
+            return super().dequantize(scales, packed, chunks, out, scratch)
+        values, start, library = address("values", out, len(out)), chunks[0].start, self.library
+        parts = [
+            ChunkMemory(chunk, values + 4 * (chunk.start - start), scale.data_ptr(), x.data_ptr())
+            for chunk, scale, x in zip(chunks, scales, packed, strict=True)
+        ]
+        run_over_chunks(parts, lambda table, a, b: library.dequantize(table, a, b, self.bits))
 
 
 class NativeMean(QuantizedMean):
-    """The reference's stages, with the same messages."""
+    """The reference's stages, with the same messages; the second in one pass over all ranks'."""
 
     def __init__(self, library: ctypes.CDLL, payload: Payload, rank: int, ranks: int):
         super().__init__(payload, rank, ranks)
         self.library = library
 
-    def round_payload(self) -> None:
-        self.encode_for_owners(rounds=True)
-
-    def encode_for_owners(self, rounds: bool = False) -> Tensor:
-        chunks, size = self.layout.chunks, self.payload.body.numel()
-        body = address("a payload", self.payload.body, size)
-        rounding_errors = address("rounding errors", self.rounding_errors, size)
-        out, fields, scales, packed = self._empty_messages(chunks, self.fields)
-        fields.copy_(self.payload.flat[: self.fields])
-        unpacked = unpacked_memory(packed, chunks, self.bits, self.scratch)
-        parts = [
-            ChunkMemory(
-                chunk,
-                body + 4 * chunk.start,
-                scale.data_ptr(),
-                values.data_ptr(),
-                rounding_errors + 4 * chunk.start,
-                chunk.first_row,
-            )
-            for chunk, scale, values in zip(chunks, scales, unpacked, strict=True)
-        ]
-        rounding = rounding_table((*self.seed, self.rank, 1), self.bits, rounds)
-        run_over_chunks(parts, lambda table, a, b: self.library.quantize(table, a, b, rounding))
-        if not rounds:  # a single process sends nothing
-            pack(unpacked, packed, self.bits)
-        return out
-
     def average_own_chunk(self, received: Tensor) -> Tensor:
         received, chunk = received.contiguous(), self.layout.chunks[self.rank]
-        self._average_fields(self._split_messages(received, self.fields)[0])
-        out, _, scales, packed = self._empty_messages([chunk], 0)
+        self._average_fields(self.to_owners.split(received)[0])
+        out = torch.zeros(1, self.of_mean.nbytes, dtype=torch.uint8, device="cpu")
+        _, scales, packed = self.of_mean.split(out)
         unpacked = unpacked_memory(packed, [chunk], self.bits, self.scratch)
         rounding_errors = address(
             "rounding errors", self.rounding_errors, self.payload.body.numel()
@@ -88,76 +116,6 @@ class NativeMean(QuantizedMean):
         )
         pack(unpacked, packed, self.bits)
         return out[0]
-
-    def decode_mean(self, gathered: Tensor) -> None:
-        gathered, body = gathered.contiguous(), self.payload.body
-        first = address("a payload", body, body.numel())
-        _, scales, packed = self._split_messages(gathered, 0)
-        parts = [
-            ChunkMemory(chunk, first + 4 * chunk.start, scale.data_ptr(), values.data_ptr())
-            for chunk, scale, values in zip(self.layout.chunks, scales, packed, strict=True)
-        ]
-        dequantize = self.library.dequantize
-        run_over_chunks(parts, lambda table, a, b: dequantize(table, a, b, self.bits))
-
-    def _empty_messages(
-        self, chunks: Sequence[Chunk], fields: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return one message for each chunk, and its fields, scales and packed values. The rest of
-        a short chunk is zero: old contents of that memory are never sent.
-        """
-        out = torch.empty(len(chunks), self._message_bytes(fields), dtype=torch.uint8, device="cpu")
-        first, scales, packed = self._split_messages(out, fields)
-        for chunk, scale, values in zip(chunks, scales, packed, strict=True):
-            ends = chunk.rows, packed_bytes(chunk.stop - chunk.start, self.bits)
-            for part, end in zip((scale, values), ends, strict=True):
-                if end < len(part):
-                    part[end:] = 0
-        return out, first, scales, packed
-
-
-def quantize(
-    library: ctypes.CDLL,
-    x: Tensor,
-    chunk: Chunk,
-    scales: Tensor,
-    out: Tensor,
-    seed: tuple[int, ...] | None,
-    scratch: Scratch,
-    bits: int,
-) -> None:
-    """The counterpart of ``quantization.quantize_chunk``."""
-    if not can_quantize(bits, x):
-        return quantization.quantize_chunk(x, chunk, scales, out, seed, scratch, bits)
-    unpacked = unpacked_memory([out], [chunk], bits, scratch)
-    values = address("values", x, chunk.stop - chunk.start)
-    places = values, address("scales", scales, chunk.rows), unpacked[0].data_ptr(), values
-    rounding = rounding_table(seed, bits)
-    run_over_chunks(
-        [ChunkMemory(chunk, *places)], lambda table, a, b: library.quantize(table, a, b, rounding)
-    )
-    pack(unpacked, [out], bits)
-
-
-def dequantize(
-    library: ctypes.CDLL,
-    scales: Tensor,
-    packed: Tensor,
-    chunk: Chunk,
-    out: Tensor,
-    scratch: Scratch,
-    bits: int,
-) -> None:
-    """The counterpart of ``quantization.dequantize_chunk``."""
-    if not can_quantize(bits, out):
-        return quantization.dequantize_chunk(scales, packed, chunk, out, scratch, bits)
-    size = chunk.stop - chunk.start
-    values, scale = address("values", out, size), address("scales", scales, chunk.rows)
-    code = address("quantized values", packed, packed_bytes(size, bits), torch.int8)
-    run_over_chunks(
-        [ChunkMemory(chunk, values, scale, code)],
-        lambda table, a, b: library.dequantize(table, a, b, bits),
-    )
 
 
 # Passes over chunks
@@ -206,13 +164,11 @@ def run_over_chunks(chunks: Iterable[ChunkMemory], run: Callable[[Table, int, in
     run_over_rows(lengths, lambda first, last, _: run(table, first, last))
 
 
-def rounding_table(seed: tuple[int, ...] | None, bits: int, rounds: bool = False) -> Table:
-    """Return how the values of a message are rounded, as quantize.c reads it; ``rounds``: the
-    values too become what other ranks receive.
-    """
+def rounding_table(seed: Seed, bits: int) -> Table:
+    """Return how the values of a message are rounded, as quantize.c reads it."""
     noise = noise_table(torch.float32, torch.device("cpu"), seed is not None)
     numbers = address("random numbers", noise, len(noise))
-    return Table(1, numbers=numbers, place=noise_offset(seed), bits=bits, rounds=rounds)
+    return Table(1, numbers=numbers, place=noise_offset(seed), bits=bits)
 
 
 def unpacked_memory(

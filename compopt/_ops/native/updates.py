@@ -16,7 +16,7 @@ from ..._state.masks import Mask
 from ..._state.residuals import Opened, Residuals
 from ..._state.tensors import to_local
 from ..._wire.payload import Payload
-from ..operations import Group, Ops
+from ..operations import AdamWTensors, Group, Ops
 from ..update_helpers import (
     MaskedAverage,
     feed_back_rounding,
@@ -40,11 +40,30 @@ from .passes import (
 )
 from .selection import NativeSelection
 
+UPDATED = {"weights": "w", "exp_avgs": "m", "exp_avg_sqs": "v"}
+
 
 class NativeUpdates(Ops):
-    """AdamS of single tensors."""
+    """AdamS of single tensors; AdamW into other memory."""
 
     library: ctypes.CDLL
+
+    def compute_adamw(self, group: Group, tensors: AdamWTensors, out: AdamWTensors) -> None:
+        columns = {name: (getattr(tensors, name), getattr(out, name)) for name in UPDATED}
+        both = [x for pair in columns.values() for xs in pair for x in xs]
+        if not is_plain(*both, *tensors.grads):
+            return super().compute_adamw(group, tensors, out)
+        torch._foreach_copy_(out.steps, tensors.steps)  # the pass counts this step
+        lengths, hyper = sizes_of(tensors.weights), adamw_options(group)
+        table = ADAMW.table(
+            len(lengths),
+            n=lengths,
+            mean=Memory(tensors.grads, lengths),
+            step=Memory(out.steps, [1] * len(lengths)),
+            **{UPDATED[name]: Memory(old, lengths) for name, (old, _) in columns.items()},
+            **{"new_" + UPDATED[name]: Memory(new, lengths) for name, (_, new) in columns.items()},
+        )
+        run_over_rows(lengths, lambda a, b, _: self.library.adamw(table, a, b, hyper))
 
     def adams(
         self,

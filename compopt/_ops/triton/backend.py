@@ -8,7 +8,7 @@ operators.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 
 import compopt_kernels as kernels
 import torch
@@ -17,9 +17,10 @@ from torch import Tensor
 from ..._state.buckets import Bucket
 from ..._state.masks import Mask, Tensors
 from ..._state.residuals import Residuals
+from ..._wire.codec import QuantizedCodec, QuantizedMean, make_codecs
 from ..._wire.payload import Payload
-from ..._wire.quantization import QuantizedMean, noise_offset, noise_table
-from ..operations import Fused, Group, empty_payload
+from ..._wire.quantization import noise_offset, noise_table
+from ..operations import Fused, Group
 from .lowrank import (
     can_orthonormalize,
     can_project,
@@ -48,6 +49,10 @@ class TritonOps(KernelOps):
     """The kernels of ``compopt_kernels``, a launch for all tensors of a bucket."""
 
     name = "triton"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codecs = make_codecs(functools.partial(TritonCodec, self.device))
 
     def write_header(self, payload: Payload, grads: Tensors) -> None:
         self.write_marks(payload, grads, grads)
@@ -103,11 +108,6 @@ class TritonOps(KernelOps):
             clip=clip,
         )
 
-    def quantized_mean_factory(
-        self, bucket: Bucket
-    ) -> Callable[[Payload, int, int], QuantizedMean] | None:
-        return make_mean if is_supported(self, bucket) else None
-
     def encode(
         self,
         bucket: Bucket,
@@ -120,7 +120,8 @@ class TritonOps(KernelOps):
         can_read = updates_residuals if adds_residuals else is_supported
         if not can_read(self, bucket):
             return super().encode(bucket, grads, mask, adds_residuals, scale, negate)
-        payload = empty_payload(bucket, mask, [float(g is not None) for g in grads])
+        marks, dtype = [float(g is not None) for g in grads], bucket.group.get("payload_dtype")
+        payload = bucket.make_payload(mask.sizes, dtype, marks=marks)
         blocks, offsets = blocks_of(bucket), block_offsets(bucket, mask)
         to_add = Residuals(bucket).stored if adds_residuals else [None] * len(grads)
         flat: list[Tensor | None] = []  # copies in it have to live until the kernel was launched
@@ -139,12 +140,18 @@ class TritonOps(KernelOps):
         return payload.round()
 
 
-def make_mean(payload: Payload, rank: int, ranks: int) -> QuantizedMean:
-    """Return this rank's part in the mean of a payload; int2, values in float64 and messages too
-    large for kernels are left to the reference.
-    """
-    mean = TritonMean(payload, rank, ranks)
-    return mean if mean.is_supported else QuantizedMean(payload, rank, ranks)
+class TritonCodec(QuantizedCodec):
+    """The reference's codec; means by kernels where they support the payload."""
+
+    def __init__(self, device: str, bits: int):
+        super().__init__(bits)
+        self.device = device
+
+    def make_mean(self, payload: Payload, rank: int, ranks: int) -> QuantizedMean:
+        mean = TritonMean(payload, rank, ranks)
+        if payload.flat.device.type == self.device and mean.is_supported:
+            return mean
+        return super().make_mean(payload, rank, ranks)
 
 
 class TritonMean(QuantizedMean):
@@ -152,7 +159,8 @@ class TritonMean(QuantizedMean):
 
     @property
     def is_supported(self) -> bool:
-        size = max(self.payload.body.numel(), self.ranks * self._message_bytes(self.fields))
+        """False for int2, values in float64, and messages too large for kernels."""
+        size = max(self.payload.body.numel(), self.ranks * self.to_owners.nbytes)
         is_float32 = self.payload.flat.dtype == torch.float32
         return self.bits in (8, 4) and is_float32 and size < MAX_MESSAGE_BYTES
 
@@ -174,9 +182,9 @@ class TritonMean(QuantizedMean):
 
     def encode_for_owners(self) -> Tensor:
         flat, body, rounding_errors = self.payload.flat, self.payload.body, self.rounding_errors
-        shape = self.ranks, self._message_bytes(self.fields)
+        shape = self.ranks, self.to_owners.nbytes
         out = torch.empty(shape, dtype=torch.uint8, device=flat.device)
-        self._split_messages(out, self.fields)[0].copy_(flat[: self.fields])
+        self.to_owners.split(out)[0].copy_(flat[: self.fields])
         noise, offsets = self._noise(1), self._offsets(self.fields)
         kernels.quantize(self._programs, body, rounding_errors, *noise, out, *offsets, self.bits)
         return out
@@ -184,7 +192,7 @@ class TritonMean(QuantizedMean):
     def average_own_chunk(self, received: Tensor) -> Tensor:
         received = received.contiguous()
         kernels.mean_of_headers(received, self.payload.flat[: self.fields])
-        out = torch.empty(self._message_bytes(0), dtype=torch.uint8, device=received.device)
+        out = torch.empty(self.of_mean.nbytes, dtype=torch.uint8, device=received.device)
         kernels.mean_of_codes(
             self._programs,
             self.rank,

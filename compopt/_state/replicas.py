@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .._state.tensors import to_local
+from .tensors import to_local
 
 WORD = 8  # bytes that are added as one integer
 CHECKS = 25  # at least so many in an interval, if it is long enough
