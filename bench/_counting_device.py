@@ -49,6 +49,33 @@ for _name in _IN_PLACE:
         _LIBRARY.impl(f"_foreach_{_name}_{_suffix}", lambda *_, **__: None, "Meta")
 
 
+def _norms(xs: list[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
+    return [torch.empty((), dtype=dtype or x.dtype, device=DEVICE) for x in xs]
+
+
+def _joined(xs: list[Tensor], dim: int = 0) -> Tensor:
+    """Of tensors that are joined without Python's look at each of them; all have the first one's dtype."""
+    shape = list(xs[0].shape)
+    shape[dim] = sum(x.shape[dim] for x in xs)
+    return torch.empty(shape, dtype=xs[0].dtype, device=DEVICE)
+
+
+def _norm(
+    x: Tensor, ord: float = 2, dim: list[int] | None = None, keepdim: bool = False, dtype: torch.dtype | None = None
+) -> Tensor:
+    shape = [] if dim is None else [n for i, n in enumerate(x.shape) if i not in {d % x.dim() for d in dim}]
+    if keepdim:
+        shape = [1 if dim is None or i in {d % x.dim() for d in dim} else n for i, n in enumerate(x.shape)]
+    return torch.empty(shape, dtype=dtype or x.dtype, device=DEVICE)
+
+
+# So are these, of which a norm of all gradients consists: a norm of each, all as one vector, its norm. On the meta
+# device torch composes them of many operators, in Python.
+_LIBRARY.impl("linalg_vector_norm", _norm, "Meta")
+_LIBRARY.impl("_foreach_norm.Scalar", _norms, "Meta")
+_LIBRARY.impl("cat", _joined, "Meta")
+
+
 class Stream:
     """And its own event, to which the device has come when somebody asks."""
 

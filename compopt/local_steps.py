@@ -20,8 +20,8 @@ samples that ranks took in the round.
 
 There is one outer optimizer, of torch; anchors are its parameters, fragments its groups. An
 exchange has two halves: up to the decision of all ranks, and the commit. ``FragmentSync`` in
-``_local/exchange.py`` does lines 2 to 5, on tensors that ``AnchorBucket`` in ``_local/anchors.py``
-keeps next to each other.
+``_local/fragment_sync.py`` does lines 2 to 5, on tensors that ``AnchorBucket`` in
+``_local/anchors.py`` keeps next to each other.
 
 Differences from the papers: Streaming DiLoCo discards a part of what a rank moved during an
 exchange; here all of it is kept (line 5). And d_k is taken from where the rank began: for bfloat16
@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from ._engine.base_state import average_base, copy_learned_options
-from ._engine.bases import check_mode, has_modes
+from ._engine.bases import check_mode
 from ._engine.collective_generators import CollectiveGenerator, exchange_one, sum_over_groups
 from ._engine.combined import OneOrSeveral, combine_optimizers, describe_members
 from ._engine.decision import StepDecision
@@ -66,13 +66,13 @@ from ._engine.resharding import average_residuals, average_state
 from ._engine.session import Handshake, weak_method
 from ._engine.signals import defer_signals
 from ._engine.stats import Stats, show_line
-from ._engine.step import Step, check_can_step
+from ._engine.step import Step
 from ._engine.update import replace_gradients
 from ._local import rounds
+from ._local.anchored import AnchoredWrapper
 from ._local.anchors import MakeOuter, reset_moments, squared_norm_of_part, write_params
-from ._local.exchange import FragmentSync, Outcome
-from ._local.wrapper import AnchoredWrapper
-from ._ops.norms import clip_factor, scale_all_
+from ._local.fragment_sync import FragmentSync, SyncResult
+from ._ops.norms import clip_factor, scale_all_, total_norm
 from ._state.buckets import Bucket
 from ._state.layouts import Layout, LocalShape, PaddedVector
 from ._state.residuals import residual_layout
@@ -142,7 +142,7 @@ class LocalSteps(AnchoredWrapper):
 
     rank_local_state = ("residual",)
     _samples: float | None = None  # the samples of the coming step
-    _exchange_stats: dict[str, Any] = {}  # what ``stats`` report of the last exchange
+    _sync_stats: dict[str, Any] = {}  # what ``stats`` report of the last sync
 
     def __init__(
         self,
@@ -224,10 +224,7 @@ class LocalSteps(AnchoredWrapper):
         running = {"round": counts.round, "mean_step": counts.mean_step}
         if self._is_in_step:
             running["begun"] = counts.begun
-        settings: list[Setting] = [("running round", running)]
-        if sync is not None and self._is_in_step:
-            settings += sync.anchors.list_rates()
-        return settings
+        return [("running round", running)]
 
     @property
     def _is_comparing(self) -> bool:
@@ -263,8 +260,9 @@ class LocalSteps(AnchoredWrapper):
             return
         session = self._session
         try:
-            check_can_step(session)
-            check_mode(self.base)
+            session.check_can_step()
+            if self._has_modes:
+                check_mode(self.base)
             self._check_own_params()
             self._see_ranks_and_groups()
             self.check_changed_options()
@@ -279,7 +277,7 @@ class LocalSteps(AnchoredWrapper):
                     self._counts.read_clock()
             norm = yield from self._step_inner(params, options)  # line 1
             try:
-                with self._explain_failed_exchange():
+                with self._explain_failed_sync():
                     is_applied = yield from self._synchronize(options)
             finally:
                 session.ddp_left_gradients = False
@@ -292,8 +290,8 @@ class LocalSteps(AnchoredWrapper):
             raise
 
     @contextmanager
-    def _explain_failed_exchange(self) -> Iterator[None]:
-        """Name the step, the rank, and what to do in the error of an exchange."""
+    def _explain_failed_sync(self) -> Iterator[None]:
+        """Name the step, the rank, and what to do in the error of a sync."""
         try:
             yield
         except (CommunicationError, RankLeft) as error:
@@ -311,9 +309,9 @@ class LocalSteps(AnchoredWrapper):
     # Exchanges
 
     def _synchronize(self, options: Group) -> CollectiveGenerator[bool]:
-        """Apply the exchange whose delay has ended, and begin the one that is due after this step.
+        """Apply the sync whose delay has ended, and begin the one that is due after this step.
 
-        Returns whether an exchange was applied.
+        Returns whether a sync was applied.
         """
         counts, sync, is_applied = self._counts, self._sync, False
         if sync is None:
@@ -329,7 +327,7 @@ class LocalSteps(AnchoredWrapper):
             sync.due |= rounds.find_due(fragments, in_round, length, count)
             if in_round >= length:
                 counts.round, counts.begun = counts.round + 1, step
-        if sync.in_flight is not None and (sync.due or step >= sync.in_flight.apply_at):
+        if sync.running is not None and (sync.due or step >= sync.running.apply_at):
             is_applied = (yield from self._perform_and_report(sync)).is_applied
         if sync.due:
             # at most the number of steps between two exchanges
@@ -339,20 +337,20 @@ class LocalSteps(AnchoredWrapper):
                 is_applied = (yield from self._perform_and_report(sync)).is_applied
         return is_applied
 
-    def _perform_and_report(self, sync: FragmentSync) -> CollectiveGenerator[Outcome]:
-        """Wait for the exchange in flight, apply it, and report it."""
+    def _perform_and_report(self, sync: FragmentSync) -> CollectiveGenerator[SyncResult]:
+        """Wait for the sync in flight, apply it, and report it."""
         session = self._session
         waited = session.waits.seconds
-        outcome = yield from sync.perform_sync(self._counts)
-        self._exchange_stats = {
-            **self._exchange_stats,
-            **outcome.measure_distances(),
-            "weight": outcome.share,
-            "round_steps": int(outcome.own.steps),
+        result = yield from sync.perform_sync(self._counts)
+        self._sync_stats = {
+            **self._sync_stats,
+            **result.measure_distances(),
+            "weight": result.rank_weight,
+            "round_steps": int(result.contribution.steps),
             "round_wait_seconds": session.waits.seconds - waited,
         }
-        if outcome.received is not None and outcome.is_non_finite:
-            reset_moments(self.base, outcome.received)
+        if result.received is not None and result.is_non_finite:
+            reset_moments(self.base, result.received)
             session.warn_once(
                 "lost",
                 f"rank {session.comm.rank} had parameters that are not finite after step "
@@ -361,7 +359,7 @@ class LocalSteps(AnchoredWrapper):
                 "(max_grad_norm=).",
                 0,  # on this rank, whichever it is
             )
-        return outcome
+        return result
 
     # Line 1: a rank's own step
 
@@ -374,29 +372,31 @@ class LocalSteps(AnchoredWrapper):
         session = self._session
         check_gradients(session)
         scale = unscale_gradients(self)
-        grads = {p: p.grad for p in params if p.requires_grad and p.grad is not None}
+        trainable = [p for p in params if p.requires_grad]
+        grads = [p.grad for p in trainable if p.grad is not None]
         if any(bucket.is_dtensor for bucket in session.buckets):
-            grads = {p: to_local(g) for p, g in grads.items()}
+            grads = [*map(to_local, grads)]
         if not grads and session.comm.size > 1 and session.trainable and session.has_data:
             step = options["step"] + 1
             warn_without_gradients(session, step, "adds nothing to the average of its round")
         try:
-            norm = yield from self._gradient_norm(grads)
+            norm = yield from self._gradient_norm(trainable, grads)
         except BaseException:
             if scale is not None:
                 restore_scale(session, scale)
             raise
         with defer_signals():
             if math.isfinite(norm):
-                scale_all_([*grads.values()], clip_factor(norm, options["max_grad_norm"]))
+                scale_all_(grads, clip_factor(norm, options["max_grad_norm"]))
                 # a frozen parameter may have a gradient left
-                frozen = {p: None for p in params if not p.requires_grad}
+                has_frozen = len(trainable) < len(params)
+                frozen = {p: None for p in params if not p.requires_grad} if has_frozen else {}
                 with replace_gradients(frozen) if frozen else nullcontext():
                     self.base.step()
-                state = self.state
-                counts = [e["step"] for p in grads if "step" in (e := state.get(p, {}))]
-                if counts:
-                    torch._foreach_add_(counts, 1)
+                for bucket in session.buckets:
+                    bucket.count_steps(
+                        [p.requires_grad and p.grad is not None for p in bucket.params]
+                    )
                 if grads and self._sync is not None:
                     self._counts.weight += 1 if self._samples is None else self._samples
             for group in self._wrapper_groups:
@@ -404,17 +404,21 @@ class LocalSteps(AnchoredWrapper):
             self._samples = None
         return norm
 
-    def _gradient_norm(self, grads: dict[Tensor, Tensor]) -> CollectiveGenerator[float]:
+    def _gradient_norm(
+        self, trainable: list[Tensor], grads: list[Tensor]
+    ) -> CollectiveGenerator[float]:
         """Return the norm over all shards of the replica, NaN if a GradScaler has found an inf.
 
         In the same message shards agree on the time of the round.
         """
         shards, device = self._session.shard_communicators, self._session.device
-        squared = float(squared_norm_of_part(grads, shards, device))
         if getattr(self, "found_inf", None):
             squared = math.nan
-        if not shards:
-            return math.sqrt(squared)
+        elif not shards:
+            return float(total_norm(grads)) if grads else 0.0
+        else:
+            params = [p for p in trainable if p.grad is not None]
+            squared = float(squared_norm_of_part(params, grads, shards, device))
         numbers = [squared, self._counts.seconds]
         total, seconds = yield from sum_over_groups(shards, numbers, device)
         self._counts.seconds = seconds / math.prod(comm.size for comm in shards)
@@ -448,18 +452,18 @@ class LocalSteps(AnchoredWrapper):
         self._check_own_params()
         if self._sync is not None:
             with self._in_train_mode():
-                yield from self._exchange_the_rest(self._sync)
-                if has_modes(self.base):  # eval() sets parameters by the base's state
+                yield from self._sync_the_rest(self._sync)
+                if self._has_modes:  # eval() sets parameters by the base's state
                     yield from self._average_base()
 
-    def _exchange_the_rest(self, sync: FragmentSync) -> CollectiveGenerator[None]:
-        """Exchange what has moved since the last exchange of its fragment."""
+    def _sync_the_rest(self, sync: FragmentSync) -> CollectiveGenerator[None]:
+        """Exchange what has moved since the last sync of its fragment."""
         counts, last = self._counts, self._session.stats
         self._session.refresh_ranks(self)
         sync.connect(is_delayed=self._options["delay"] > 0)
         step, is_applied = self._options["step"], False
         in_round = step - counts.begun
-        if sync.in_flight is not None:
+        if sync.running is not None:
             is_applied = (yield from self._perform_and_report(sync)).is_applied
         if self._options["round_seconds"] is not None:
             # take part in the rounds of ranks that still train, until all have called this
@@ -470,9 +474,9 @@ class LocalSteps(AnchoredWrapper):
                 sync.due |= sync.anchors.fragments
                 steps = self._options["step"] - counts.begun
                 yield from sync.prepare_sync(counts, steps, is_last=True)
-                outcome = yield from self._perform_and_report(sync)
-                is_applied |= outcome.is_applied
-                is_last = outcome.mean.is_last == 1
+                result = yield from self._perform_and_report(sync)
+                is_applied |= result.is_applied
+                is_last = result.mean.is_last == 1
         elif in_round > 0:
             counts.round, counts.begun = counts.round + 1, step
         sync.due |= {t.fragment for t in sync.anchors.tensors if t.has_moved}
@@ -548,7 +552,7 @@ class LocalSteps(AnchoredWrapper):
         RuntimeError.
         """
         sync = self._sync
-        underway = sync.in_flight.fragments if sync and sync.in_flight else ()
+        underway = sync.running.fragments if sync and sync.running else ()
         with sync.anchors.put_into_params(underway) if sync else nullcontext():
             yield
 
@@ -565,7 +569,7 @@ class LocalSteps(AnchoredWrapper):
         known = {field.name: getattr(stats, field.name) for field in fields(Stats)}
         in_round = max(0, options["step"] - max(counts.begun, options["warmup_steps"]))
         return rounds.LocalStats(
-            **known, round=counts.round, steps_into_round=in_round, **self._exchange_stats
+            **known, round=counts.round, steps_into_round=in_round, **self._sync_stats
         )
 
     def _report(self, norm: float, is_applied: bool, is_step: bool = True) -> None:
@@ -589,7 +593,7 @@ class LocalSteps(AnchoredWrapper):
         """
         session, sync = self._session, self._sync
         self._check_own_params()
-        if sync is not None and sync.in_flight is not None:
+        if sync is not None and sync.running is not None:
             yield from self._perform_and_report(sync)
         if sync is not None and self.round_is_open:
             weight = 1.0

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterable
+from functools import partial
+from operator import attrgetter, is_not
 
+import torch
+from torch import Tensor
+
+from .._state.buckets import Bucket
 from .._state.tensors import to_local
 from .optimizer_base import OptimizerBase
 from .session import Session
+
+SHAPE, DTYPE, DEVICE = map(attrgetter, ("shape", "dtype", "device"))
+GRAD, IS_SPARSE, is_present = attrgetter("grad"), attrgetter("is_sparse"), partial(is_not, None)
 
 
 def check_gradients(session: Session) -> None:
@@ -14,21 +23,31 @@ def check_gradients(session: Session) -> None:
     gradient.
     """
     for bucket in session.buckets:
-        dtype, device = bucket.dtype, bucket.device
         local_params = bucket.local_params if bucket.is_dtensor else bucket.params
-        tensors = zip(bucket.params, local_params, bucket.shapes, bucket.names, strict=True)
-        for p, local, shape, name in tensors:
-            if local.shape != shape or p.dtype != dtype or p.device != device:
-                raise TypeError(
-                    f"{name} is {p.dtype} of shape {tuple(local.shape)} on {p.device} here, and "
-                    f"was {dtype} of shape {tuple(shape)} on {device} when the optimizer was made: "
-                    "make the optimizer after the model is converted, moved or resized."
-                )
-            if p.grad is not None and p.grad.is_sparse:
-                raise TypeError(
-                    f"{session.name} got a sparse gradient for {name}: use dense "
-                    "gradients (sparse=False)."
-                )
+        dtypes, devices = {*map(DTYPE, bucket.params)}, {*map(DEVICE, bucket.params)}
+        is_same = dtypes == {bucket.dtype} and devices == {bucket.device}
+        if not is_same or [*map(SHAPE, local_params)] != bucket.shapes:
+            _raise_changed(bucket, local_params)
+        if any(map(IS_SPARSE, filter(is_present, map(GRAD, bucket.params)))):
+            names = zip(bucket.params, bucket.names, strict=True)
+            name = next(name for p, name in names if p.grad is not None and p.grad.is_sparse)
+            raise TypeError(
+                f"{session.name} got a sparse gradient for {name}: use dense gradients "
+                "(sparse=False)."
+            )
+
+
+def _raise_changed(bucket: Bucket, local_params: Iterable[Tensor]) -> None:
+    """Raise TypeError that names the first parameter that differs from when its bucket was made."""
+    dtype, device = bucket.dtype, bucket.device
+    tensors = zip(bucket.params, local_params, bucket.shapes, bucket.names, strict=True)
+    for p, local, shape, name in tensors:
+        if local.shape != shape or p.dtype != dtype or p.device != device:
+            raise TypeError(
+                f"{name} is {p.dtype} of shape {tuple(local.shape)} on {p.device} here, and was "
+                f"{dtype} of shape {tuple(shape)} on {device} when the optimizer was made: make "
+                "the optimizer after the model is converted, moved or resized."
+            )
 
 
 def unscale_gradients(optimizer: OptimizerBase) -> float | None:

@@ -219,6 +219,18 @@ class Session:
                 "ranks."
             )
 
+    def check_can_step(self) -> None:
+        """Raise RuntimeError if the optimizer was replaced, or its state is incomplete."""
+        if self.role is Role.REPLACED:
+            raise RuntimeError(
+                f"this {self.name} was replaced: an optimizer made later holds its parameters and "
+                "has their gradients now. Step that one, or call compopt.attach(ddp_model, "
+                "optimizer) to have this one back."
+            )
+        if self.damage or self.buckets_to_reshard is not None:
+            self.check_sound()
+            self.check_has_shards()
+
     def update_stats(
         self,
         optimizer: OptimizerBase,

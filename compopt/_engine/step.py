@@ -35,7 +35,7 @@ from .join import copy_options_from_ranks_with_data
 from .missing_ranks import RankLeft, explain_failure, post_lost_masks
 from .optimizer_base import OptimizerBase
 from .resharding import lay_out_trainable_parameters
-from .session import Handshake, Role, Session
+from .session import Handshake, Session
 from .signals import defer_signals
 from .stats import describe_compression, show_line
 
@@ -44,7 +44,7 @@ def exchange_and_commit(optimizer: OptimizerBase) -> CollectiveGenerator[None]:
     """Take a step, as a generator that yields each collective it is about to wait for."""
     session, step = optimizer._session, None
     try:
-        check_can_step(session)
+        session.check_can_step()
         comm = session.connect_ranks(optimizer)  # first: state may have to be resharded
         if optimizer._join_config is not None:
             yield from copy_options_from_ranks_with_data(optimizer)
@@ -72,19 +72,6 @@ def exchange_and_commit(optimizer: OptimizerBase) -> CollectiveGenerator[None]:
         # drop the exception: its traceback refers to this frame (a reference cycle)
         if step is not None:
             step.problem = None
-
-
-def check_can_step(session: Session) -> None:
-    """Raise RuntimeError if the optimizer was replaced, or its state is incomplete."""
-    if session.role is Role.REPLACED:
-        raise RuntimeError(
-            f"this {session.name} was replaced: an optimizer made later holds its "
-            "parameters and has their gradients now. Step that one, or call "
-            "compopt.attach(ddp_model, optimizer) to have this one back."
-        )
-    if session.damage or session.buckets_to_reshard is not None:
-        session.check_sound()
-        session.check_has_shards()
 
 
 class Step:

@@ -1,9 +1,9 @@
-"""Anchors: parameters as of the last exchange, the same on all ranks, and the outer optimizer that
+"""Anchors: parameters as of the last sync, the same on all ranks, and the outer optimizer that
 steps them.
 
 An anchor has its parameter's shape, in float32 where the parameter is of lower precision, on its
 device or in host memory. A parameter has one from its first local step on. The anchors of a
-fragment are next to each other in memory, in buckets, and so are their residuals: an exchange is a
+fragment are next to each other in memory, in buckets, and so are their residuals: a sync is a
 few operators on all of them.
 """
 
@@ -47,15 +47,17 @@ KEPT_BYTES = 128 * 2**20
 
 @dataclass(eq=False, slots=True)
 class Anchored:
-    """A parameter, its anchor, and the fragment in which it is exchanged.
+    """A parameter, its anchor, this rank's ``part`` of that, and the fragment in which it is
+    exchanged.
 
-    ``has_moved``: it has, or may have, since its last exchange. ``is_sent``: it is part of the
-    exchange in flight, or was part of the last one.
+    ``has_moved``: it has, or may have, since its last sync. ``is_sent``: it is part of the
+    sync in flight, or was part of the last one.
     """
 
     param: Tensor
     fragment: int
     anchor: nn.Parameter
+    part: Tensor
     has_moved: bool = False
     is_sent: bool = True
 
@@ -63,11 +65,10 @@ class Anchored:
 class AnchorBucket(Bucket):
     """Anchors of one fragment, whose parameters have one dtype and device, and their residuals.
 
-    ``anchors``: all of them as one vector. During an exchange there is a ``payload``; if it is
-    delayed also ``pseudo_gradient``, what the rank had moved when it began.
+    ``anchors``: all of them as one vector. During a sync there is a ``payload``; if it is delayed
+    also ``pseudo_gradient``, what the rank had moved when it began.
     """
 
-    tensors: list[Anchored]
     payload: Payload
     pseudo_gradient: Tensor | None = None
     is_averaged = False  # any rank has sent what it has moved
@@ -77,14 +78,14 @@ class AnchorBucket(Bucket):
         index: int,
         group: Group,
         flat: Tensor,
-        anchors: list[nn.Parameter],
+        tensors: list[Anchored],
         residual_dtype: str | None,
     ):
-        names = [f"anchor {i}" for i in range(len(anchors))]
-        super().__init__(index, group, [*anchors], names)
-        self.anchors = flat
+        names = [f"anchor {i}" for i in range(len(tensors))]
+        super().__init__(index, group, [t.anchor for t in tensors], names)
+        self.anchors, self.tensors = flat, tensors
         layout = residual_layout(LocalShape(self.compute_dtype), residual_dtype)
-        self.allocate("residual", layout, [{}] * len(anchors))
+        self.allocate("residual", layout, [{}] * len(tensors))
 
     @property
     def model_parts(self) -> list[Tensor]:
@@ -94,23 +95,23 @@ class AnchorBucket(Bucket):
 
     @property
     def sent_indices(self) -> list[int]:
-        """The indices of the tensors that are part of the exchange."""
+        """The indices of the tensors that are part of the sync."""
         return [i for i, t in enumerate(self.tensors) if t.is_sent]
 
     def select_sent(self, values: Iterable[Tensor]) -> list[Tensor]:
-        """Return the values of the tensors that are part of the exchange."""
+        """Return the values of the tensors that are part of the sync."""
         return [value for t, value in zip(self.tensors, values, strict=True) if t.is_sent]
 
     def view_sent(self, flat: Tensor) -> list[Tensor]:
-        """Cut a vector into the tensors that are part of the exchange."""
+        """Cut a vector into the tensors that are part of the sync."""
         shapes = [shape for t, shape in zip(self.tensors, self.shapes, strict=True) if t.is_sent]
         parts = flat.split([shape.numel() for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]
 
-    # An exchange
+    # A sync
 
-    def begin_exchange(self) -> Tensor:
-        """Make the payload of an exchange. Returns the vector to which values are written."""
+    def begin_sync(self) -> Tensor:
+        """Make the payload of a sync. Returns the vector to which values are written."""
         lengths = [n * t.is_sent for t, n in zip(self.tensors, self.lengths, strict=True)]
         marks = [float(t.is_sent) for t in self.tensors]
         self.control = ControlFields(failed=[0.0])
@@ -121,11 +122,14 @@ class AnchorBucket(Bucket):
         """Write line 2 of the module ``local_steps`` to a vector; return it. The rank began at the
         anchors in the parameters' dtype.
         """
-        params, parts = self.select_sent(self.model_parts), self.view_sent(out)
-        if params:
-            start = self.anchors.to(params[0].dtype).to(out.dtype).split(self.lengths)
-            torch._foreach_copy_([part.view(-1) for part in parts], self.select_sent(start))
-            torch._foreach_sub_(parts, [p.to(out.device) for p in params])
+        if params := self.select_sent(self.model_parts):
+            start, values = self.anchors.to(params[0].dtype), self.view_sent(out)
+            if len(params) == len(self.tensors):
+                out.copy_(start)
+            else:
+                parts = self.select_sent(start.split(self.lengths))
+                torch._foreach_copy_([value.view(-1) for value in values], parts)
+            torch._foreach_sub_(values, [p.to(out.device) for p in params])
         return out
 
     def encode(self, weight: float, is_lost: bool) -> Payload:
@@ -138,10 +142,11 @@ class AnchorBucket(Bucket):
             self.payload.header.zero_()
             values.zero_()
         scale_(values, weight)
-        if values.numel() and (self.is_rounded or self.has_residual):
-            Residuals(self).add_to(
-                list(zip(self.sent_indices, self.view_sent(values), strict=True))
-            )
+        residuals, indices = Residuals(self), self.sent_indices
+        if residuals.is_exact and len(indices) == len(self.tensors):
+            residuals.add_all_to(values)
+        elif indices and (self.is_rounded or self.has_residual):
+            residuals.add_to(list(zip(indices, self.view_sent(values), strict=True)))
         return self.payload.round()
 
     def encode_failure(self) -> Payload:
@@ -163,14 +168,17 @@ class AnchorBucket(Bucket):
         errors = self.payload.rounding_errors
         if not self.is_averaged or not self.sent_indices:
             return
-        if errors is not None:
-            Residuals(self).set(list(zip(self.sent_indices, self.view_sent(errors), strict=True)))
-        elif self.has_residual:
-            Residuals(self).scale(self.sent_indices, 0)
+        residuals, indices = Residuals(self), self.sent_indices
+        if errors is None:
+            residuals.scale(indices, 0)
+        elif residuals.is_exact and len(indices) == len(self.tensors):
+            residuals.set_all(errors)
+        else:
+            residuals.set(list(zip(indices, self.view_sent(errors), strict=True)))
         self.cache.pop("has_residual", None)
 
     def moved_since(self) -> Tensor:
-        """Return what the rank has moved since the exchange began: the pseudo-gradient of then,
+        """Return what the rank has moved since the sync began: the pseudo-gradient of then,
         less the present one.
         """
         assert self.pseudo_gradient is not None
@@ -181,12 +189,12 @@ class AnchorBucket(Bucket):
         """Write line 5 to the parameters that were sent; ``since``: as ``moved_since`` was."""
         parts = self.view_sent(since)
         if parts:
-            torch._foreach_add_(parts, self.select_sent(to_local(a.detach()) for a in self.params))
+            torch._foreach_add_(parts, self.select_sent(t.part for t in self.tensors))
             params = self.select_sent(self.model_parts)
             torch._foreach_copy_(params, [x.to(params[0].device) for x in parts])
 
-    def end_exchange(self, keeps_memory: bool) -> None:
-        """End an exchange; free its memory, unless the next one reuses it."""
+    def end_sync(self, keeps_memory: bool) -> None:
+        """End a sync; free its memory, unless the next one reuses it."""
         vars(self).pop("payload", None)
         self.pseudo_gradient = None
         if not keeps_memory:
@@ -218,12 +226,9 @@ class Anchors:
         self.outer: Optimizer
         self.tensors: list[Anchored] = []  # in the order of the outer optimizer's parameters
         self.buckets: list[AnchorBucket] = []
-        # what the exchanges of a fragment have in common, and their number under "step"
+        # what the syncs of a fragment have in common, and their number under "step"
         self.groups: dict[int, Group] = {}
         self._known: set[int] = set()  # ids of the parameters with an anchor
-        # learning rate and momentum of an outer SGD's groups: its own, and as set last
-        self._own_rates: list[dict[str, float]] = []
-        self._last_rates: list[dict[str, float]] = []
         self.are_in_params = False
         self._shards: list[Communicator] = []
         self._scratch = Scratch()
@@ -243,12 +248,13 @@ class Anchors:
         added: dict[int, Anchored] = {}
         for run in cut_uniform_runs(reversed(params)):  # as buckets follow each other in backward
             flat, parts = copy_wide(run, self._on_host)
-            pairs = zip(run, parts, strict=True)
-            anchors = [nn.Parameter(distribute_like(p.detach(), part)) for p, part in pairs]
+            tensors = [
+                Anchored(p, number, nn.Parameter(distribute_like(p.detach(), part)), part)
+                for p, part in zip(run, parts, strict=True)
+            ]
             dtype = self._residual_dtype
-            bucket = AnchorBucket(len(self.buckets), group, flat, anchors, dtype)
-            bucket.tensors = [Anchored(p, number, a) for p, a in zip(run, anchors, strict=True)]
-            added.update((id(t.param), t) for t in bucket.tensors)
+            bucket = AnchorBucket(len(self.buckets), group, flat, tensors, dtype)
+            added.update((id(t.param), t) for t in tensors)
             bucket.codecs = self.ops.codecs
             bucket.blocks = self.ops.blocks
             bucket.scratch = self._scratch
@@ -263,40 +269,31 @@ class Anchors:
         else:
             self.outer = _call_make_outer(make_outer, members)
             check_outer(self.outer, members)
-        self._prepare_sgd(members)
-
-    def _prepare_sgd(self, anchors: list[Tensor]) -> None:
-        """Note the rates of the groups that were added to an outer SGD; make its momentum."""
-        if not isinstance(self.outer, torch.optim.SGD):
-            return
-        for group in self.outer.param_groups[len(self._own_rates) :]:
-            rates = {name: group[name] for name in ("lr", "momentum")}
-            self._own_rates.append(rates)
-            self._last_rates.append(dict(rates))
-        if self.outer.defaults["momentum"] and not self.outer.defaults["dampening"]:
-            for anchor in anchors:
+        defaults = self.outer.defaults
+        if self._is_sgd and defaults["momentum"] and not defaults["dampening"]:
+            for anchor in members:
                 self.outer.state[anchor]["momentum_buffer"] = torch.zeros_like(anchor.detach())
 
-    def set_outer_share(self, share: float) -> None:
-        """Set learning rate and momentum of an outer SGD, from plain averaging of parameters
-        (``share`` 0: rate 1, momentum 0) to the optimizer's own values (1). What a scheduler has
-        set in its groups since the last call is its own from now on.
-        """
-        self._read_rates()
-        rates = zip(self.outer.param_groups, self._own_rates, self._last_rates, strict=False)
-        for group, own, last in rates:
-            # SGD updates its momentum buffer only if momentum is not zero
-            least = torch.finfo(torch.float64).tiny if own["momentum"] else 0.0
-            last["lr"] = 1 + (own["lr"] - 1) * share
-            last["momentum"] = max(own["momentum"] * share, least)
-            group.update(last)
+    @property
+    def _is_sgd(self) -> bool:
+        return isinstance(self.outer, torch.optim.SGD)
 
-    def _read_rates(self) -> None:
-        """Take what was set in the groups of an outer SGD since the last call for its own rates."""
-        rates = zip(self.outer.param_groups, self._own_rates, self._last_rates, strict=False)
-        for group, own, last in rates:
-            own.update({name: group[name] for name in own if group[name] != last[name]})
-            last.update({name: group[name] for name in last})
+    @contextmanager
+    def _grow_rates(self, progress: float) -> Iterator[None]:
+        """Give an outer SGD rates between plain averaging of parameters (``progress`` 0: learning
+        rate 1, momentum 0) and its own (1) within the block.
+        """
+        groups = self.outer.param_groups if self._is_sgd else []
+        rates = [(group, group["lr"], group["momentum"]) for group in groups]
+        for group, lr, momentum in rates:
+            # SGD updates its momentum buffer only if momentum is not zero
+            least = torch.finfo(torch.float64).tiny if momentum else 0.0
+            group.update(lr=1 + (lr - 1) * progress, momentum=max(momentum * progress, least))
+        try:
+            yield
+        finally:
+            for group, lr, momentum in rates:
+                group.update(lr=lr, momentum=momentum)
 
     def use_pytorch(self, ops: Ops) -> None:
         """Quantize by PyTorch's operators, because ranks have chosen different backends."""
@@ -309,10 +306,13 @@ class Anchors:
         """Note that the trainable ones of all ``params`` may move. Those without an anchor become a
         new fragment.
         """
-        if new := [p for p in params if p.requires_grad and id(p) not in self._known]:
+        if not self._known.issuperset(map(id, params)) and (
+            new := [p for p in params if p.requires_grad and id(p) not in self._known]
+        ):
             self._add_fragment(max(self.count, 1 + max(self.groups)), new)
         for t in self.tensors:
-            t.has_moved |= t.param.requires_grad
+            if not t.has_moved:
+                t.has_moved = t.param.requires_grad
 
     # The other ranks
 
@@ -324,14 +324,8 @@ class Anchors:
 
     @property
     def compared_groups(self) -> ComparedGroups:
-        """The outer optimizer's groups, and the options that are compared there as they are."""
-        own = self._own_rates[0] if self._own_rates else {}
-        return GROUP, self.outer.param_groups, self.outer.defaults.keys() - own.keys()
-
-    def list_rates(self) -> list[Setting]:
-        """Return an outer SGD's own rates, of each group."""
-        self._read_rates()
-        return [(f"{GROUP} {number}", rates) for number, rates in enumerate(self._own_rates)]
+        """The outer optimizer's groups, and the options that are compared there."""
+        return GROUP, self.outer.param_groups, self.outer.defaults
 
     def list_values(self, session: Session) -> list[Setting]:
         """Return the checksum of each anchor, and of each parameter that never had one."""
@@ -354,7 +348,7 @@ class Anchors:
         return zlib.crc32(repr([checksum_values(b.anchors) for b in self.buckets]).encode()) or 1
 
     def catch_up(self, session: Session, is_new: bool) -> CollectiveGenerator[bool]:
-        """Copy anchors from a rank that is ahead. On a rank that is new or lacks an exchange, the
+        """Copy anchors from a rank that is ahead. On a rank that is new or lacks a sync, the
         parameters of the exchanged fragments become their anchors, without residuals; others keep
         what they moved.
 
@@ -365,7 +359,7 @@ class Anchors:
         states = [sorted(self.outer.state.get(t.anchor, {}).items()) for t in self.tensors]
         moments = [to_local(x) for state in states for _, x in state if torch.is_tensor(x)]
         tensors = [counts, *(bucket.anchors for bucket in self.buckets), *moments]
-        count = -1 if is_new else self.applied_exchanges
+        count = -1 if is_new else self.applied_syncs
         copied = yield from copy_from_rank_ahead(
             session.comm, session.device, tensors, count, len(groups), "exchange"
         )
@@ -414,7 +408,7 @@ class Anchors:
     def put_into_params(self, underway: Collection[int]) -> Iterator[None]:
         """Write anchors to the parameters that may have moved; restore these after the block.
 
-        Within another such block nothing is done. ``underway``: fragments with an exchange in
+        Within another such block nothing is done. ``underway``: fragments with a sync in
         flight.
         """
         if self.are_in_params:
@@ -432,13 +426,13 @@ class Anchors:
                     p.copy_(value)
             self.are_in_params = False
 
-    def end_exchange(self, buckets: Sequence[AnchorBucket]) -> None:
-        """Free the memory of an exchange of these buckets; a small model on a CPU keeps it."""
+    def end_sync(self, buckets: Sequence[AnchorBucket]) -> None:
+        """Free the memory of a sync of these buckets; a small model on a CPU keeps it."""
         size = sum(8 * sum(bucket.lengths) for bucket in self.buckets)  # values and rounding errors
         keeps = size <= KEPT_BYTES and all(b.device.type == "cpu" for b in buckets)
         self._scratch = self._scratch if keeps else Scratch()
         for bucket in buckets:
-            bucket.end_exchange(keeps)
+            bucket.end_sync(keeps)
             bucket.scratch = self._scratch
 
     # Fragments
@@ -452,7 +446,7 @@ class Anchors:
         return [bucket for bucket in self.buckets if bucket.tensors[0].fragment in fragments]
 
     def list_pseudo_gradients(self) -> dict[Anchored, Tensor]:
-        """Return what had moved when an exchange began, if it is delayed and in flight."""
+        """Return what had moved when a sync began, if it is delayed and in flight."""
         found: dict[Anchored, Tensor] = {}
         for bucket in self.buckets:
             if bucket.pseudo_gradient is not None:
@@ -462,17 +456,17 @@ class Anchors:
         return found
 
     @property
-    def applied_exchanges(self) -> int:
-        """The number of exchanges that were applied to anchors, counted by fragment."""
+    def applied_syncs(self) -> int:
+        """The number of syncs that were applied to anchors, counted by fragment."""
         return sum(group["step"] for group in self.groups.values())
 
-    def step_outer(self, buckets: Sequence[AnchorBucket], share: float) -> None:
+    def step_outer(self, buckets: Sequence[AnchorBucket], progress: float) -> None:
         """Do line 4 of the module ``local_steps``, and feed back what rounding has taken off."""
-        self.set_outer_share(share)
-        for bucket in buckets:
-            bucket.set_gradients()
-        if any(bucket.is_averaged for bucket in buckets):
-            self.outer.step()
+        with self._grow_rates(progress):
+            for bucket in buckets:
+                bucket.set_gradients()
+            if any(bucket.is_averaged for bucket in buckets):
+                self.outer.step()
         for bucket in buckets:
             bucket.feed_back()
         for t in self.tensors:
@@ -484,10 +478,10 @@ class Anchors:
 @torch.no_grad()
 def write_params(tensors: Iterable[Anchored]) -> None:
     """Write anchors to their parameters."""
-    pairs = [(to_local(t.param.detach()), to_local(t.anchor.detach())) for t in tensors]
+    pairs = [(to_local(t.param.detach()), t.part) for t in tensors]
     if pairs:
-        anchors = [anchor.to(p.device) for p, anchor in pairs]
-        torch._foreach_copy_([p for p, _ in pairs], anchors)
+        parts = [part.to(p.device) for p, part in pairs]
+        torch._foreach_copy_([p for p, _ in pairs], parts)
 
 
 def copy_wide(tensors: Sequence[Tensor], on_host: bool) -> tuple[Tensor, list[Tensor]]:
@@ -588,16 +582,17 @@ def check_outer_rates(outer: Optimizer) -> None:
 
 
 def squared_norm_of_part(
-    tensors: dict[Tensor, Tensor], shards: list[Communicator], device: torch.device
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    shards: list[Communicator],
+    device: torch.device,
 ) -> Tensor:
-    """Return this rank's part of the squared norm of ``tensors``, one for each parameter.
+    """Return this rank's part of the squared norm of the gradients of ``params``.
 
     The sum over ``shards`` is that of the whole model: a part that several ranks hold counts once.
     """
-    if not shards and tensors:
-        return total_norm([*tensors.values()]).to(torch.float64).square()
     by_copies: dict[int, list[Tensor]] = {}
-    for p, t in tensors.items():
+    for p, t in zip(params, grads, strict=True):
         by_copies.setdefault(get_replicate_size(p, shards), []).append(t)
     squared = torch.zeros((), dtype=torch.float64, device=device)
     for copies, ts in by_copies.items():

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
+import zlib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,14 +35,14 @@ from .._engine.options import (
     require,
 )
 from .._engine.stats import Stats, format_bytes
-from .._state.tensors import upload
+from .._state.tensors import pin
 from .._wire.collectives import Communicator
-from .._wire.quantization import NOISE_TABLE, noise_offset
 from .._wire.warning import user_location, warn_at
 
 MINIMUMS = {"every": 1, "fragments": 1, "warmup_steps": 0, "every_warmup_steps": 0, "delay": 0}
 SKETCH = 4096  # numbers of all ranks together
 BLOCK = 2**17  # elements, which stay in a core's cache
+OFFSETS = 2**16  # at which a block may enter the table of signs
 DEVICE_BLOCKS = 512  # at a time, where every operator is a launch
 
 
@@ -51,8 +52,8 @@ class RoundCounts:
 
     ``round``: the number of rounds that have ended. ``begun``: the step after which the running
     one began. ``mean_step``: the mean over ranks of the steps taken when it began, if rounds end by
-    time. ``weight``: steps or samples of this rank since the last exchange. ``seconds``: the time
-    since the last exchange, if rounds end by time.
+    time. ``weight``: steps or samples of this rank since the last sync. ``seconds``: the time
+    since the last sync, if rounds end by time.
     """
 
     round: int = 0
@@ -116,11 +117,11 @@ def round_duration(options: Group, mean_step: float) -> float:
 
 
 def describe_rounds(options: Group, sent: float, dense: float) -> str:
-    """Describe rounds, in which an exchange of a fragment sends so many bytes; ``dense``: those of
+    """Describe rounds, in which a sync of a fragment sends so many bytes; ``dense``: those of
     the gradients.
     """
     every, growth, seconds = (options[n] for n in ("every", "every_warmup_steps", "round_seconds"))
-    sent *= options["fragments"]  # the exchange was of one of them
+    sent *= options["fragments"]  # the sync was of one of them
     share = sent / dense
     of_time = seconds is not None
     duration = f"steps of their own for {seconds:g} s" if of_time else f"{every} steps of their own"
@@ -135,7 +136,7 @@ def describe_rounds(options: Group, sent: float, dense: float) -> str:
     return f"{text}{share:.1%} of the bytes of an all-reduce of the gradients{per_step}."
 
 
-def outer_share(options: Group, steps: float, seconds: float) -> float:
+def outer_progress(options: Group, steps: float, seconds: float) -> float:
     """Return the share of the outer rate and momentum that applies after a round of ``steps``; if
     rounds end by time, of ``seconds``, in which ranks took ``steps`` on average.
 
@@ -174,36 +175,36 @@ def make_sketch(
     vectors: Iterable[tuple[Tensor, float]], ranks: int, seed: tuple[int, ...], device: torch.device
 ) -> Tensor:
     """Return the sketch of a vector that is given as several, each with a factor."""
-    size, number = sketch_size(ranks), 0
+    size = sketch_size(ranks)
     sums = torch.zeros(size, dtype=torch.float32, device=device)
     if not size:
         return sums
+    generator = torch.Generator().manual_seed(zlib.crc32(repr(seed).encode()))
     for vector, factor in vectors:
         blocks = 1 if vector.device.type == "cpu" else DEVICE_BLOCKS
         for part in vector.split(blocks * BLOCK):
             count = -(-len(part) // BLOCK)
-            offsets = [noise_offset((*seed, number + i)) for i in range(count)]
+            offsets = torch.randint(OFFSETS, (count,), generator=generator, device="cpu")
             signed = part.float() * _signs_at(offsets, part.device)[: len(part)]
             rest = -len(part) % size
             padded = torch.nn.functional.pad(signed, (0, rest)) if rest else signed
             sums.add_(padded.view(-1, size).sum(0).to(device), alpha=factor)
-            number += count
     return sums
 
 
-def _signs_at(offsets: list[int], device: torch.device) -> Tensor:
+def _signs_at(offsets: Tensor, device: torch.device) -> Tensor:
     """Return the signs of blocks, which enter the table at ``offsets``."""
     table = _random_signs(device)
     if len(offsets) == 1:
-        return table[offsets[0] : offsets[0] + BLOCK]
-    index = upload(offsets, torch.int64, device)
+        return table[int(offsets) : int(offsets) + BLOCK]
+    index = pin(offsets, device).to(device, non_blocking=True)
     return table.unfold(0, BLOCK, 1).index_select(0, index).view(-1)
 
 
 @lru_cache(maxsize=4)
 def _random_signs(device: torch.device) -> Tensor:
     """Return 1 and -1 in a random order, for a block at any offset."""
-    generator, size = torch.Generator().manual_seed(0), (BLOCK + NOISE_TABLE,)
+    generator, size = torch.Generator().manual_seed(0), (BLOCK + OFFSETS,)
     drawn = torch.randint(2, size, generator=generator, dtype=torch.float32, device="cpu")
     return drawn.mul_(2).sub_(1).to(device)
 

@@ -43,9 +43,15 @@ def total_norm(xs: Sequence[Tensor]) -> Tensor:
     """Return the L2 norm of all tensors together, on the device of the first, as
     ``torch.nn.utils.get_total_norm``; in float32 where the norm of float16 tensors overflows.
     """
-    norm: Tensor = torch.nn.utils.get_total_norm(xs)
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for x in xs:
+        kinds.setdefault((x.device, x.dtype), []).append(x)
+    norms = [norm for of_kind in kinds.values() for norm in torch._foreach_norm(of_kind)]
+    if len(kinds) > 1:
+        norms = [norm.to(xs[0].device) for norm in norms]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     # in this order: the host waits for float16 tensors only
-    if all(x.dtype != torch.float16 for x in xs) or norm.isfinite():
+    if all(dtype != torch.float16 for _, dtype in kinds) or norm.isfinite():
         return norm
     norms = [
         torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in xs

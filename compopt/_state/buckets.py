@@ -246,8 +246,8 @@ class Bucket:
         flat = self.flat[name]
         is_plain = name in self.layouts and all(x is not None for x in self.state[name])
         if self.device.type == "cpu" and values.dtype == flat.dtype and is_plain:
-            self._memory.replace(values, flat)
             self._use_storage(name, values)
+            self._memory.replace(values, flat)
         else:
             flat.copy_(values)
 
@@ -477,7 +477,9 @@ class Bucket:
         indices.
         """
         indices = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
-        if indices:
+        if self.step_counts is not None and len(indices) == len(self.params):
+            self.step_counts.add_(1)
+        elif indices:
             torch._foreach_add_([self.state["step"][i] for i in indices], 1)
         return indices
 

@@ -187,6 +187,10 @@ class Residuals:
             for i, e in batch:
                 e.view(-1).add_(value_of[i].view(-1).to(e.device))
 
+    def add_all_to(self, sums: Tensor) -> None:
+        """Add all residuals, which are exact, to a vector that holds a sum for each element."""
+        sums.add_(self._flat)
+
     def set_all(self, values: Tensor) -> None:
         """Set all residuals, which are exact, to ``values``, memory of a step, of which nothing is
         read any more.

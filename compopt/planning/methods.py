@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from .._local import rounds
-from .._local.exchange import message_bytes
+from .._local.fragment_sync import message_bytes
 from .._wire.payload import ROW as VALUES_PER_SCALE
 from .hardware import QR_SLOWDOWN, TOP_K_PASSES
 from .workload import Workload

@@ -31,8 +31,8 @@ LOOKS = {
     # in compressed steps of some classes
     "_engine.exchange _read_together": ("TagcAdamW", "how much of each bucket any rank has left: payloads' lengths"),
     "local_steps _gradient_norm": ("LocalSteps, rounds", "a rank's own step: the norm of its gradients"),
-    "_local.exchange _communicate": ("LocalSteps, rounds", "a round's end: the messages of all ranks"),
-    "_local.exchange _decide": ("LocalSteps, rounds", "a round's end: the norm of the average, and what has failed"),
+    "_local.fragment_sync _communicate": ("LocalSteps, rounds", "a round's end: the messages of all ranks"),
+    "_local.fragment_sync _decide": ("LocalSteps, rounds", "a round's end: the average's norm, and what has failed"),
     "_local.anchors reset_moments": ("LocalSteps, rounds", "parameters that were not finite: which moments too"),
     "_engine.base_state _find_alike": ("LocalSteps, rounds", "consolidate_state(): which inner state is alike"),
     "_engine.base_state copy_from_rank_0": ("LocalSteps, rounds", "consolidate_state(): inner state that is no mean"),

@@ -178,10 +178,10 @@ def test_an_exchange_frees_its_memory_unless_that_is_little(kept_bytes, delay, m
 def test_the_memory_of_an_exchange_that_is_given_up_is_left_to_what_may_still_write_to_it():
     _, optimizers = train(2, 4, torch.float32, payload_dtype="bfloat16", every=4, delay=2)
     sync = optimizers[0]._sync
-    (bucket,) = sync.in_flight.buckets
+    (bucket,) = sync.running.buckets
     given_up = bucket.payload.flat
     sync.cancel()
-    bucket.begin_exchange()
+    bucket.begin_sync()
     assert bucket.payload.flat.data_ptr() != given_up.data_ptr()
 
 
@@ -224,22 +224,28 @@ def test_an_exchange_is_a_few_operators_on_all_tensors():
 
 
 def test_a_scheduler_acts_on_the_outer_optimizer():
-    """Which is set to a part of its own rates while rounds grow: of 1, 2 and 4 steps here."""
-    made = []
+    """Which steps at a part of its own rates while rounds grow: of 1, 2 and 4 steps here. Its groups show its own."""
+    made, rates = [], []
+
+    def note(outer, *_):
+        rates.append([(group["lr"], group["momentum"]) for group in outer.param_groups])
 
     def outer(anchors):
-        made.append(torch.optim.SGD(anchors, lr=0.5, momentum=0.5))
+        groups = [{"params": anchors[:1]}, {"params": anchors[1:]}]
+        made.append(torch.optim.SGD(groups, lr=0.5, momentum=0.5))
+        made[-1].register_step_pre_hook(note)
         return made[-1]
 
     options = dict(outer=outer, every_warmup_steps=3)
     params, optimizers = train(2, 3, **options)
     made = made[-2:]  # each constructor has made one too, to see what it is given
-    assert all(group["lr"] == 0.75 for one in made for group in one.param_groups)
+    assert rates[-2:] == [[(0.75, 0.25)] * 2] * 2
     for one in made:
+        assert one.param_groups[0]["lr"] == 0.5 and one.param_groups[0]["momentum"] == 0.5
         one.param_groups[0]["lr"] = 0.25
     for t in range(3, 7):
         step(optimizers[0].comm.world, params, optimizers, gradients(2, t))
-    assert [(group["lr"], group["momentum"]) for one in made for group in one.param_groups] == [(0.25, 0.5)] * 2
+    assert rates[-2:] == [[(0.25, 0.5), (0.5, 0.5)]] * 2
     assert optimizers[0].stats.round == 3 and all(map(torch.equal, *params))
 
 

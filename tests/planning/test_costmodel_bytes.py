@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _should_compress
 
 import compopt
-from compopt._local.exchange import message_bytes
+from compopt._local.fragment_sync import message_bytes
 from compopt._wire.codec import QuantizedCodec
 from compopt._wire.payload import Payload
 from compopt.costmodel import METHODS, Cost, Machine, Situation, Workload, rows_of

@@ -25,8 +25,8 @@ from .._state.tensors import HOST
 from .._wire.collectives import Communicator, PendingCollective, ProcessGroup
 from .._wire.requests import CommunicationError
 from .anchors import Anchors, MakeOuter, assign_to_fragments, make_sgd
-from .checkpoint import Entry, SavedRounds, read_rounds, save_rounds, split_rounds
-from .exchange import FragmentSync
+from .fragment_sync import FragmentSync
+from .local_state_dict import Entry, SavedRounds, read_rounds, save_rounds, split_rounds
 from .rounds import OpenRound, RoundCounts
 
 
@@ -74,6 +74,7 @@ class AnchoredWrapper(Wrapper):
 
     def before_layout(self) -> None:
         super().before_layout()
+        self._has_modes = has_modes(self.base)
         # ranks step the base on gradients of their own, so what it counts or learns differs
         self._base_options &= self.given_options
 
@@ -143,7 +144,7 @@ class AnchoredWrapper(Wrapper):
         if self._anchors is None or self.round_is_open:
             return
         # a change of modes and back leaves rounding errors
-        tolerance = 1e-4 if has_modes(self.base) else 0.0
+        tolerance = 1e-4 if self._has_modes else 0.0
         with self._in_train_mode():
             if self._anchors.differ_from_params(tolerance):
                 self._resume_rounds(None)
@@ -168,7 +169,7 @@ class AnchoredWrapper(Wrapper):
         """
         sync = self._sync
         return sync is not None and (
-            sync.in_flight is not None or any(map(attrgetter("has_moved"), sync.anchors.tensors))
+            sync.running is not None or any(map(attrgetter("has_moved"), sync.anchors.tensors))
         )
 
     def _note_open_round(self) -> None:
@@ -224,7 +225,7 @@ class AnchoredWrapper(Wrapper):
         sync = self._sync
         fragment_of = {t.param: t.fragment for t in sync.anchors.tensors} if sync else {}
         fragments = [fragment_of.get(p, -1) for p in self._params]
-        exchanges = sync.anchors.applied_exchanges if sync else -1
+        exchanges = sync.anchors.applied_syncs if sync else -1
         known = (counts.round, options["step"], counts.begun, counts.mean_step, exchanges)
         are_due = [sync is not None and n in sync.due for n in fragments]
         row = [sync is not None, *known, fragments, are_due]
@@ -232,7 +233,7 @@ class AnchoredWrapper(Wrapper):
         has_anchors, number, step, begun, mean_step, _, fragments, _ = max(rows)
         if not has_anchors:
             return [], frozenset()
-        # a rank that lacks an exchange takes it over, and does not repeat it
+        # a rank that lacks a sync takes it over, and does not repeat it
         latest = max(row[5] for row in rows)
         dues = [row[-1] for row in rows if row[5] == latest]
         due = frozenset(n for n, *on in zip(fragments, *dues, strict=True) if any(on))
@@ -343,7 +344,7 @@ class AnchoredWrapper(Wrapper):
             ) from error
 
     def _resume_rounds(self, saved: SavedRounds | None) -> None:
-        """Continue from saved anchors, and with the exchange that was in flight."""
+        """Continue from saved anchors, and with the sync that was in flight."""
         if self._sync is not None:
             self._sync.drain()
         self._drop_anchors()

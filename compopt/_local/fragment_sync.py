@@ -1,8 +1,8 @@
-"""The exchange of fragments: lines 2 to 5 of the module ``local_steps``, and the message before its
+"""The sync of fragments: lines 2 to 5 of the module ``local_steps``, and the message before its
 payloads.
 
 It goes as a step does: read, exchange, agree, commit. Up to the commit nothing is written that
-outlives the exchange. All ranks decide on numbers that each of them holds alike: it is applied on
+outlives the sync. All ranks decide on numbers that each of them holds alike: it is applied on
 all of them, or on none.
 
 In the message every rank sends what must be equal on all ranks, its weight in the average, the norm
@@ -30,23 +30,24 @@ from .._engine.handshake import raise_failure, raise_mismatch
 from .._engine.join import copy_options_from_ranks_with_data
 from .._engine.optimizer_base import OptimizerBase
 from .._engine.signals import defer_signals
-from .._ops.norms import squared_norms
+from .._ops.norms import stacked_squared_norms
 from .._state.replicas import sum_part
+from .._state.tensors import upload
 from .._wire.collectives import Communicator, PendingCollective
 from .._wire.requests import AllGather, AllReduceMean, CommunicationError, EncodeError
 from .anchors import AnchorBucket, Anchored, Anchors, check_outer_rates, write_params
-from .rounds import RoundCounts, make_sketch, outer_share, sketch_size, sum_of_products
+from .rounds import RoundCounts, make_sketch, outer_progress, sketch_size, sum_of_products
 
-# The number of float64 fields of a message: the number of exchanges, the checksums of the settings
+# The number of float64 fields of a message: the number of syncs, the checksums of the settings
 # and of the anchors, the fields of Contribution, the squared norm, the sum of the replica check.
 # The sketch follows.
 FIELDS = 9
-ANCHOR_PARTS = 8  # the replica check compares one of these at each exchange
+ANCHOR_PARTS = 8  # the replica check compares one of these at each sync
 
 
-class Contribution(NamedTuple):
-    """A rank's contribution to an exchange: its weight in the average, and the steps and seconds
-    since the last exchange that was applied. ``is_last``: the rank waits in ``end_round()``.
+class SyncContribution(NamedTuple):
+    """A rank's contribution to a sync: its weight in the average, and the steps and seconds
+    since the last sync that was applied. ``is_last``: the rank waits in ``end_round()``.
     """
 
     weight: float = 1.0
@@ -56,21 +57,21 @@ class Contribution(NamedTuple):
 
 
 @dataclass
-class Outcome:
-    """The result of an exchange.
+class SyncResult:
+    """The result of a sync.
 
-    ``is_non_finite``: this rank's parameters are not finite. ``own``: this rank's contribution.
-    ``mean``: of all contributions; its ``is_last`` is 1 if every rank waits in ``end_round()``.
-    ``share``: this rank's weight over the sum of all weights. ``weights``, ``squares``,
+    ``is_non_finite``: this rank's parameters are not finite. ``contribution``: this rank's;
+    ``mean``: of all ranks; its ``is_last`` is 1 if every rank waits in ``end_round()``.
+    ``rank_weight``: this rank's weight over the sum of all weights. ``weights``, ``squares``,
     ``sketches``: of all ranks, the weights, and the squared norms and sketches of pseudo-gradients.
     ``is_finite``: of the average. ``received``: the parameters that have new anchors; None if the
-    exchange was not applied.
+    sync was not applied.
     """
 
     is_non_finite: bool
-    own: Contribution
-    mean: Contribution
-    share: float
+    contribution: SyncContribution
+    mean: SyncContribution
+    rank_weight: float
     weights: Tensor
     squares: Tensor
     sketches: Tensor
@@ -110,8 +111,8 @@ class Outcome:
 
 
 @dataclass
-class InFlight:
-    """An exchange in flight, which is applied after step ``apply_at`` (0: at once).
+class RunningSync:
+    """A sync in flight, which is applied after step ``apply_at`` (0: at once).
 
     ``squared``: the squared norm of this rank's pseudo-gradient, of all shards. Where it is not
     finite, the rank sends zeros and takes the average. ``contribution``: of this rank.
@@ -123,13 +124,13 @@ class InFlight:
     buckets: list[AnchorBucket]
     apply_at: int
     squared: Tensor
-    contribution: Contribution
-    communication: Background[Outcome]
+    contribution: SyncContribution
+    communication: Background[SyncResult]
     problem: Exception | None = None
 
 
 class FragmentSync:
-    """Anchors, and the exchange of their fragments, one at a time.
+    """Anchors, and the sync of their fragments, one at a time.
 
     ``LocalSteps`` adds fragments to those that are ``due``. ``prepare_sync`` begins their exchange,
     ``poll`` advances it in backward where there is a delay, and ``perform_sync`` ends it: it is
@@ -143,7 +144,7 @@ class FragmentSync:
         self.optimizer: OptimizerBase = weakref.proxy(optimizer)  # which has this for an attribute
         self.session, self.anchors = optimizer._session, anchors
         self.due: frozenset[int] = frozenset()
-        self.in_flight: InFlight | None = None
+        self.running: RunningSync | None = None
         self.are_equal = False  # ranks have compared their anchors, and nothing has failed since
         self.is_comparing = False  # settings show checksums of the anchors
         self._connection: Communicator | None = None  # that of the session, when last seen
@@ -151,7 +152,7 @@ class FragmentSync:
         self.shards: list[Communicator]
 
     def connect(self, is_delayed: bool) -> None:
-        """Exchange anchors over the ranks of the session. Delayed exchanges run beside training, so
+        """Exchange anchors over the ranks of the session. Delayed syncs run beside training, so
         they get process groups of their own.
         """
         session = self.session
@@ -171,7 +172,7 @@ class FragmentSync:
     def prepare_sync(
         self, counts: RoundCounts, steps: int, apply_at: int = 0, is_last: bool = False
     ) -> CollectiveGenerator[None]:
-        """Begin the exchange of the fragments that are due, after a round of ``steps`` steps."""
+        """Begin the sync of the fragments that are due, after a round of ``steps`` steps."""
         session, fragments = self.session, self.due
         yield from copy_options_from_ranks_with_data(self.optimizer)
         buckets = self.anchors.list_buckets(fragments)
@@ -179,29 +180,29 @@ class FragmentSync:
         for t in (t for bucket in buckets for t in bucket.tensors):
             t.is_sent, t.has_moved = t.has_moved, False
         try:
-            vectors = [b.write_pseudo_gradient(b.begin_exchange()) for b in buckets]  # line 2
-            squared = yield from self._squared_norm(buckets, vectors)
+            norms = [b.write_pseudo_gradient(b.begin_sync()).norm() for b in buckets]  # line 2
+            squared = yield from self._squared_norm(buckets, norms)
         except BaseException:
             self._undo(buckets)
             raise
         self.due = frozenset()
         weight = counts.weight if session.option_groups[0]["weighted"] else 1.0
-        contribution = Contribution(weight, steps, counts.seconds, is_last)
+        contribution = SyncContribution(weight, steps, counts.seconds, is_last)
         self.start(fragments, apply_at, squared, contribution, is_as_before)
         if apply_at:
             self.poll()
 
     def _squared_norm(
-        self, buckets: Sequence[AnchorBucket], vectors: list[Tensor]
+        self, buckets: Sequence[AnchorBucket], norms: list[Tensor]
     ) -> CollectiveGenerator[Tensor]:
-        """Return the squared norm of the pseudo-gradient of all shards. One that is not finite, in
-        the anchors' precision, makes the whole replica so.
+        """Return the squared norm of the pseudo-gradient of all shards, from those of buckets. One
+        that is not finite, in the anchors' precision, makes the whole replica so.
         """
-        pairs = zip(torch._foreach_norm(vectors), buckets, strict=True)
-        parts = [norm.double().square() / bucket.replicate_size for norm, bucket in pairs]
-        squared = sum(parts, torch.zeros((), dtype=torch.float64, device=vectors[0].device))
+        squares = torch.stack(norms).double().square_()
         if not self.shards:
-            return squared
+            return squares.sum()
+        copies = [bucket.replicate_size for bucket in buckets]
+        squared = squares.div_(upload(copies, torch.float64, squares.device)).sum()
         sums = yield from sum_over_groups(self.shards, [float(squared)], self.session.device)
         return squared.new_tensor(sums[0])
 
@@ -210,61 +211,62 @@ class FragmentSync:
         fragments: frozenset[int],
         apply_at: int,
         squared: Tensor,
-        contribution: Contribution,
+        contribution: SyncContribution,
         is_as_before: bool = False,
     ) -> None:
-        """Put an exchange in flight, whose pseudo-gradients are in the payloads.
+        """Put a sync in flight, whose pseudo-gradients are in the payloads.
 
-        ``is_as_before``: of the same tensors as the last exchange.
+        ``is_as_before``: of the same tensors as the last sync.
         """
         buckets = self.anchors.list_buckets(fragments)
         if apply_at:
             for bucket in buckets:
                 bucket.pseudo_gradient = bucket.payload.unrounded_body.clone()
         communication = Background(self._communicate(apply_at > 0 and is_as_before))
-        self.in_flight = InFlight(
+        self.running = RunningSync(
             fragments, buckets, apply_at, squared, contribution, communication
         )
 
     def poll(self) -> None:
         """Advance what is in flight as far as possible without waiting."""
-        if self.in_flight is not None:
-            self.in_flight.communication.poll()
+        if self.running is not None:
+            self.running.communication.poll()
 
     @torch.no_grad()
-    def perform_sync(self, counts: RoundCounts) -> CollectiveGenerator[Outcome]:
-        """Wait for the exchange in flight, and apply it, unless the average is not finite.
+    def perform_sync(self, counts: RoundCounts) -> CollectiveGenerator[SyncResult]:
+        """Wait for the sync in flight, and apply it, unless the average is not finite.
 
         If it fails, on all ranks, nothing is applied.
         """
-        exchange = self.in_flight
-        assert exchange is not None
+        running = self.running
+        assert running is not None
         try:
-            outcome = yield from exchange.communication.finish()
+            result = yield from running.communication.finish()
             with defer_signals():
-                outcome.received = self._apply(exchange, outcome, counts)
+                result.received = self._apply(running, result, counts)
         except BaseException:
-            self.are_equal = False  # an exchange may be missing here, or elsewhere
+            self.are_equal = False  # a sync may be missing here, or elsewhere
             self.cancel()
             raise
-        self.in_flight, self.are_equal = None, True
-        return outcome
+        self.running, self.are_equal = None, True
+        return result
 
     def _apply(
-        self, exchange: InFlight, outcome: Outcome, counts: RoundCounts
+        self, running: RunningSync, result: SyncResult, counts: RoundCounts
     ) -> list[Anchored] | None:
         """Do lines 4 and 5, if all ranks have decided to. Returns the parameters that received new
         anchors: those that were sent, or all if this rank's are not finite.
         """
-        session, buckets, mean = self.session, exchange.buckets, outcome.mean
-        if outcome.is_empty or not outcome.is_finite:
-            self._undo(buckets, have_moved=not outcome.is_empty)
+        session, buckets, mean = self.session, running.buckets, result.mean
+        if result.is_empty or not result.is_finite:
+            self._undo(buckets, have_moved=not result.is_empty)
             return None
-        options, is_lost = session.option_groups[0], outcome.is_non_finite
-        is_late = exchange.apply_at > 0 and not is_lost
+        options, is_lost = session.option_groups[0], result.is_non_finite
+        is_late = running.apply_at > 0 and not is_lost
         since = [bucket.moved_since() for bucket in buckets] if is_late else []
         session.damage = f"the exchange before step {session.steps + 1} was interrupted"
-        self.anchors.step_outer(buckets, outer_share(options, mean.steps, mean.seconds))  # line 4
+        progress = outer_progress(options, mean.steps, mean.seconds)
+        self.anchors.step_outer(buckets, progress)  # line 4
         members = [t for bucket in buckets for t in bucket.tensors]
         received = members if is_lost else [t for t in members if t.is_sent]
         for bucket, moved in zip(buckets, since, strict=False):
@@ -272,69 +274,69 @@ class FragmentSync:
         if not is_late:
             write_params(received)
         session.damage, session.consolidated_at = "", None
-        self.anchors.end_exchange(buckets)
+        self.anchors.end_sync(buckets)
         counts.weight = 0.0
         if options["round_seconds"] is not None:
             counts.begin_round(counts.round + 1, session.steps, counts.mean_step + mean.steps)
         return received
 
     def _undo(self, buckets: Sequence[AnchorBucket], have_moved: bool = True) -> None:
-        """Undo what ``prepare_sync`` has done for an exchange that is not applied."""
-        self.anchors.end_exchange(buckets)
+        """Undo what ``prepare_sync`` has done for a sync that is not applied."""
+        self.anchors.end_sync(buckets)
         for t in (t for bucket in buckets for t in bucket.tensors):
             t.has_moved |= t.is_sent and have_moved
 
     def cancel(self) -> None:
         """Give up what is in flight; its fragments are due again."""
-        exchange, self.in_flight = self.in_flight, None
-        if exchange is not None:
-            exchange.communication.close()
-            exchange.problem = None  # its traceback refers to this frame (a reference cycle)
-            for bucket in exchange.buckets:
+        running, self.running = self.running, None
+        if running is not None:
+            running.communication.close()
+            running.problem = None  # its traceback refers to this frame (a reference cycle)
+            for bucket in running.buckets:
                 bucket.release_memory()  # what was abandoned may still write to it
-            self._undo(exchange.buckets)
-            self.due |= exchange.fragments
+            self._undo(running.buckets)
+            self.due |= running.fragments
 
     def drain(self) -> None:
-        """Wait for collectives in flight, because the next exchange uses the same group."""
-        if self.in_flight is not None:
+        """Wait for collectives in flight, because the next sync uses the same group."""
+        if self.running is not None:
             with contextlib.suppress(Exception):
-                for pending in self.in_flight.communication.finish():
+                for pending in self.running.communication.finish():
                     if pending.is_lockstep:  # in the simulator no rank may wait for another here
                         return
 
-    # The communication of an exchange
+    # The communication of a sync
 
-    def _communicate(self, starts_at_once: bool) -> CollectiveGenerator[Outcome]:
+    def _communicate(self, starts_at_once: bool) -> CollectiveGenerator[SyncResult]:
         """Exchange messages and payloads, up to the decision.
 
         Payloads start when messages have arrived: ranks then know that they fit, and all weights.
         With a delay payloads start at once, to travel while training goes on, unless other tensors
         are sent than before; weights are then equal.
         """
-        exchange = self.in_flight
-        assert exchange is not None
+        running = self.running
+        assert running is not None
         started: list[PendingCollective] = []
         try:
             check_outer_rates(self.anchors.outer)
         except ValueError as error:
-            exchange.problem = error
+            running.problem = error
         try:
-            message = yield from self._make_message(exchange)
+            message = yield from self._make_message(running)
             gathering = self.comm.start(AllGather(message))
             if starts_at_once:
-                is_lost = not math.isfinite(float(exchange.squared))
-                started = [self._start_payload(exchange, b, 1.0, is_lost) for b in exchange.buckets]
+                is_lost = not math.isfinite(float(running.squared))
+                started = [self._start_payload(running, b, 1.0, is_lost) for b in running.buckets]
             yield gathering
             rows = gathering.wait()
             assert isinstance(rows, Tensor)
-            outcome, weight = yield from self._read_messages(exchange, rows.cpu())
-            if outcome.is_empty:
-                return outcome
+            result, weight = yield from self._read_messages(running, rows.cpu())
+            if result.is_empty:
+                return result
             if not starts_at_once:
-                is_lost = outcome.is_non_finite
+                is_lost = result.is_non_finite
                 started = [
-                    self._start_payload(exchange, b, weight, is_lost) for b in exchange.buckets
+                    self._start_payload(running, b, weight, is_lost) for b in running.buckets
                 ]
             while started:
                 answers = []
@@ -342,40 +344,40 @@ class FragmentSync:
                     yield pending
                     answers.append(pending.wait())
                 started = [one for one in answers if isinstance(one, PendingCollective)]
-            outcome.is_finite = yield from self._decide(exchange)
-            return outcome
+            result.is_finite = yield from self._decide(running)
+            return result
         except BaseException as error:
             for pending in started:
                 # after an interrupt, or in a new group, nothing may arrive
                 pending.drain() if isinstance(error, Exception) else pending.untrack()
             raise
 
-    def _make_message(self, exchange: InFlight) -> CollectiveGenerator[Tensor]:
+    def _make_message(self, running: RunningSync) -> CollectiveGenerator[Tensor]:
         """Return this rank's message, with the sketch of its pseudo-gradient, of all its shards."""
         session, anchors, comm, device = self.session, self.anchors, self.comm, self.session.device
         session.options.refresh(self.optimizer._compared_groups)
-        are_sent = bytes(t.is_sent for bucket in exchange.buckets for t in bucket.tensors)
+        are_sent = bytes(t.is_sent for bucket in running.buckets for t in bucket.tensors)
         checksum = zlib.crc32(are_sent, self.optimizer.checksum_settings())
         values = 0 if self.are_equal else anchors.checksum()
-        numbers = [anchors.applied_exchanges, checksum, values, *exchange.contribution]
+        numbers = [anchors.applied_syncs, checksum, values, *running.contribution]
         sent = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(device)
-        vectors = ((b.payload.unrounded_body, b.replicate_size**-0.5) for b in exchange.buckets)
-        seed = (anchors.applied_exchanges, *(shard.rank for shard in self.shards))
+        vectors = ((b.payload.unrounded_body, b.replicate_size**-0.5) for b in running.buckets)
+        seed = (anchors.applied_syncs, *(shard.rank for shard in self.shards))
         sketch = make_sketch(vectors, comm.size, seed, device)
         if self.shards:
             sums = yield from sum_over_groups(self.shards, sketch.tolist(), device)
             sketch = sketch.new_tensor(sums)
         every, tensors = self.optimizer.check_replicas_every, anchors.list_equal_tensors(session)
-        total = sum_part(tensors if every else [], anchors.applied_exchanges, ANCHOR_PARTS)
-        fields = [sent, exchange.squared.to(device).view(1), total.to(device)]
+        total = sum_part(tensors if every else [], anchors.applied_syncs, ANCHOR_PARTS)
+        fields = [sent, running.squared.to(device).view(1), total.to(device)]
         return torch.cat([*fields, sketch.view(torch.float64)])
 
     def _read_messages(
-        self, exchange: InFlight, rows: Tensor
-    ) -> CollectiveGenerator[tuple[Outcome, float]]:
+        self, running: RunningSync, rows: Tensor
+    ) -> CollectiveGenerator[tuple[SyncResult, float]]:
         """Return the outcome so far, and the factor on what this rank sends.
 
-        Raises if ranks differ, or one lacks an exchange.
+        Raises if ranks differ, or one lacks a sync.
         """
         comm = self.comm
         exchanges, settings, values, *contributions, squares, sums = rows[:, :FIELDS].unbind(1)
@@ -395,50 +397,54 @@ class FragmentSync:
                 yield from raise_mismatch(self.optimizer, comm, in_step=self.are_equal)
             finally:
                 self.is_comparing = False
-        mean = Contribution(*(float(values.mean()) for values in contributions))
+        mean = SyncContribution(*(float(values.mean()) for values in contributions))
         # where no rank has any weight, all have the same
-        scale = exchange.contribution.weight / mean.weight if mean.weight else 1.0
+        scale = running.contribution.weight / mean.weight if mean.weight else 1.0
         weights = contributions[0] if mean.weight else torch.ones_like(contributions[0])
         is_non_finite = not bool(squares[comm.rank].isfinite())
-        share = scale / comm.size
-        own = exchange.contribution
-        return Outcome(is_non_finite, own, mean, share, weights, squares, sketches), scale
+        contribution, share = running.contribution, scale / comm.size
+        rows_of_all = (weights, squares, sketches)
+        return SyncResult(is_non_finite, contribution, mean, share, *rows_of_all), scale
 
     def _start_payload(
-        self, exchange: InFlight, bucket: AnchorBucket, weight: float, is_lost: bool
+        self, running: RunningSync, bucket: AnchorBucket, weight: float, is_lost: bool
     ) -> PendingCollective:
         """Start the mean of a bucket's payload (line 3). If this rank cannot encode it, the payload
         says so; otherwise the others would wait until their timeout.
         """
         try:
-            if exchange.problem is None:
+            if running.problem is None:
                 return self.comm.start(AllReduceMean(bucket.encode(weight, is_lost)))
         except EncodeError as error:
-            exchange.problem = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            running.problem = error.__cause__ if isinstance(error.__cause__, Exception) else error
         except CommunicationError:
             raise
         except Exception as error:
-            exchange.problem = error
+            running.problem = error
         return self.comm.start(AllReduceMean(bucket.encode_failure()))
 
-    def _decide(self, exchange: InFlight) -> CollectiveGenerator[bool]:
+    def _decide(self, running: RunningSync) -> CollectiveGenerator[bool]:
         """Return whether the average is finite, on all shards. Raises if a rank has failed."""
-        payloads, device = [bucket.payload for bucket in exchange.buckets], self.session.device
-        squares = torch.stack(squared_norms([payload.body for payload in payloads]))
-        marks = [torch.stack([p.header.amax(), p.control[0]]).double() for p in payloads]
-        numbers = torch.cat([squares, *marks]).tolist()  # the host waits for the device
-        squared, rest = numbers[: len(payloads)], numbers[len(payloads) :]
-        for bucket, mark in zip(exchange.buckets, rest[::2], strict=True):
-            bucket.is_averaged = mark > 0
-        facts = [float(not math.isfinite(sum(squared))), float(sum(rest[1::2]) > 0)]
-        non_finite, failed = yield from sum_over_groups(self.shards, facts, device)
+        payloads, device = [bucket.payload for bucket in running.buckets], self.session.device
+        squares = stacked_squared_norms([payload.body for payload in payloads])
+        marks = torch.cat([p.flat[: len(p.header) + 1] for p in payloads]).double()
+        numbers = torch.cat([squares, marks]).tolist()  # the host waits for the device
+        squared, rest = numbers[: len(payloads)], iter(numbers[len(payloads) :])
+        has_failed = False
+        for bucket in running.buckets:
+            bucket.is_averaged = max([next(rest) for _ in bucket.tensors]) > 0
+            has_failed |= next(rest) > 0
+        facts = [float(not math.isfinite(sum(squared))), float(has_failed)]
+        if self.shards:
+            facts = yield from sum_over_groups(self.shards, facts, device)
+        non_finite, failed = facts
         if failed:
-            yield from self._raise_failure(exchange)
+            yield from self._raise_failure(running)
         return non_finite == 0
 
-    def _raise_failure(self, exchange: InFlight) -> CollectiveGenerator[None]:
-        """Raise why an exchange failed: this rank's own error, or one that quotes the others'."""
-        problem = exchange.problem
+    def _raise_failure(self, running: RunningSync) -> CollectiveGenerator[None]:
+        """Raise why a sync failed: this rank's own error, or one that quotes the others'."""
+        problem = running.problem
         failure = "" if problem is None else f"{type(problem).__name__}: {problem}"
         try:
             yield from raise_failure(self.session, self.comm, failure)

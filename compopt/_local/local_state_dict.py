@@ -24,7 +24,7 @@ from .._state.layouts import LocalShape, TensorInfo
 from .._state.residuals import Residuals
 from .._state.tensors import distribute_like, to_local
 from .anchors import Anchored, Anchors
-from .exchange import Contribution, FragmentSync
+from .fragment_sync import FragmentSync, SyncContribution
 from .rounds import RoundCounts
 
 Entry = dict[str, Any]
@@ -37,7 +37,7 @@ def save_rounds(
     params: Iterable[Tensor], sync: FragmentSync, options: dict[str, Any], counts: RoundCounts
 ) -> list[Entry | None]:
     """Return the entry of every parameter, None of those without an anchor."""
-    anchors, exchange, entries = sync.anchors, sync.in_flight, {}
+    anchors, exchange, entries = sync.anchors, sync.running, {}
     states, pseudo_gradients = _save_states(anchors), anchors.list_pseudo_gradients()
     residual_of = {
         t: Residuals(bucket).read(i)
@@ -130,8 +130,8 @@ class SavedRounds:
     """The content of such entries.
 
     ``fragments``: of every parameter, -1 where it has no anchor. ``anchored``: the entries of those
-    that have one, in the order of ``Anchors.tensors``. ``due``: the fragments that wait for an
-    exchange. ``exchange``: the arguments of ``FragmentSync.start`` for the one in flight. ``sync``:
+    that have one, in the order of ``Anchors.tensors``. ``due``: the fragments that wait for a
+    sync. ``exchange``: the arguments of ``FragmentSync.start`` for the one in flight. ``sync``:
     what was loaded from entries.
     """
 
@@ -172,7 +172,7 @@ class SavedRounds:
         warn_of_lost_residuals(sync.optimizer, residuals, saved_residuals.values())
         for bucket in anchors.list_buckets((self.exchange or {}).get("fragments", ())):
             sent = [entries[t]["exchange"]["pseudo_gradient"] for t in bucket.tensors if t.is_sent]
-            parts = bucket.view_sent(bucket.begin_exchange())
+            parts = bucket.view_sent(bucket.begin_sync())
             for part, d in zip(parts, sent, strict=True):
                 part.copy_(to_local(d))
         sync.due, self.sync = self.due, sync
@@ -213,7 +213,7 @@ def read_rounds(entries: Sequence[Entry | None]) -> SavedRounds | None:
             "fragments": frozenset(_read_number(e, "fragment") for e in parts),
             "apply_at": _read_number(first, "apply_at"),
             "squared": torch.tensor(float(first["squared"]), dtype=torch.float64, device="cpu"),
-            "contribution": Contribution(steps=_read_number(first, "steps")),
+            "contribution": SyncContribution(steps=_read_number(first, "steps")),
         }
     return SavedRounds(step, counts, fragments, anchored, due, exchange)
 
