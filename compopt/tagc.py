@@ -195,12 +195,14 @@ def select_largest(bucket: Bucket, ops: Ops, grads: Tensors, ks: list[int]) -> S
     layout, x = bucket.shards, mask_memory(bucket, ops)
     for gap in layout.gaps:
         gap.view_in(x).zero_()
-    rows = zip(layout.views_in_mask_order(x), Residuals(bucket).read_all(), grads, strict=True)
-    for sums, residual, g in rows:  # one after the other: each stays in the cache
-        if sums is not None and residual is not None:
-            sums.copy_(residual.view(sums.shape))
-            if g is not None:
-                sums.add_(g.reshape(sums.shape))
+    columns = zip(layout.views_in_mask_order(x), Residuals(bucket).read_all(), grads, strict=True)
+    rows = [(sums, e, g) for sums, e, g in columns if sums is not None and e is not None]
+    # on a CPU one after the other: each stays in the cache
+    for batch in [rows] if x.device.type != "cpu" else [[row] for row in rows]:
+        torch._foreach_copy_([sums for sums, *_ in batch], [e.view(s.shape) for s, e, _ in batch])
+        pairs = [(sums, g.reshape(sums.shape)) for sums, _, g in batch if g is not None]
+        if pairs:
+            torch._foreach_add_([sums for sums, _ in pairs], [g for _, g in pairs])
     marks = gradient_marks(grads, x[:0])
     shards = [x[8 * first : 8 * last] for first, last in itertools.pairwise(layout.mask_cuts)]
     positions = select_top_k_of_each(shards, ks, ops)
