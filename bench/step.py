@@ -40,6 +40,10 @@ ROWS = {
         p, lr=3e-4, density=0.4, interval=10**6, warmup_steps=1, payload_dtype="int8"
     ),
     "TagcAdamW": lambda p: compopt.TagcAdamW(p, lr=3e-4),
+    "SeparateAdam": lambda p: compopt.SeparateAdam(p, lr=3e-4),
+    "LocalSteps(AdamW), a sync each step": lambda p: compopt.LocalSteps(
+        torch.optim.AdamW(p, lr=3e-4, fused=True), every=1, every_warmup_steps=0
+    ),
     "SeparateAdam 16": lambda p: compopt.SeparateAdam(p, lr=3e-4, projection="gaussian", ratio=16),
     "SeparateAdam 16, blocks": lambda p: compopt.SeparateAdam(
         p, lr=3e-4, projection="gaussian", ratio=16, block_rows="auto"
@@ -115,7 +119,7 @@ def main() -> None:
             figures = {"ms": round(middle, 2), "iqr_ms": round(high - low, 2), "to_adamw": round(ratio, 2)}
             rows.append({"parameters": size, "isa": isa, "torch": vectors, "row": name, "backend": backend, **figures})
             print(
-                f"{name:<28}{middle:>8.1f} ms  IQR {high - low:>5.1f}  {ratio:>6.2f} x fused AdamW  {backend}",
+                f"{name:<36}{middle:>8.1f} ms  IQR {high - low:>5.1f}  {ratio:>6.2f} x fused AdamW  {backend}",
                 flush=True,
             )
         if args.only == list(ROWS):
