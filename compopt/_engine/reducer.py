@@ -76,7 +76,6 @@ class OwnerReducer:
     """
 
     owner_payloads: list[Payload]
-    values: list[Tensor]  # the average, once it is there
 
     def __init__(
         self,
@@ -89,6 +88,7 @@ class OwnerReducer:
         self.grads = bucket.grads()
         self.sent_dense = [*range(len(self.grads))] if sent_dense is None else sent_dense
         self.sends_residuals = bucket.has_residual if sends_residuals is None else sends_residuals
+        self.values: list[Tensor] = []  # the averages that this rank owns, once they are received
 
     def fill_payloads(
         self, marks: Tensor, dtype: PayloadDtype, encoded_sizes: Sequence[int] = ()

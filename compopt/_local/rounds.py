@@ -184,7 +184,9 @@ def make_sketch(
         blocks = 1 if vector.device.type == "cpu" else DEVICE_BLOCKS
         for part in vector.split(blocks * BLOCK):
             count = -(-len(part) // BLOCK)
-            offsets = torch.randint(OFFSETS, (count,), generator=generator, device="cpu")
+            offsets = torch.randint(
+                OFFSETS, (count,), generator=generator, dtype=torch.int64, device="cpu"
+            )
             signed = part.float() * _signs_at(offsets, part.device)[: len(part)]
             rest = -len(part) % size
             padded = torch.nn.functional.pad(signed, (0, rest)) if rest else signed

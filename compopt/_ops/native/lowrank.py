@@ -53,7 +53,7 @@ def multiply_stacks(
 
     It is the first where ``transposed``: H is the transpose of the tensor.
     """
-    marks = torch.zeros(len(bucket.params))
+    marks = torch.zeros(len(bucket.params), dtype=torch.float32, device="cpu")
     sizes: list[tuple[int, int, int]] = []
     given: list[Tensor | None] = []
     columns: dict[str, list[int]] = {name: [] for name in ("e", "right", "out", "mark")}

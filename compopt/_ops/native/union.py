@@ -146,5 +146,5 @@ def _marks_of(grads: Tensors, runs: Sequence[Run], squares: Tensor) -> Tensor:
     """Return the marks of all gradients, from the sums of squares of their parts."""
     tensors = torch.tensor([run.tensor for run in runs], dtype=torch.int64, device="cpu")
     sums = squares.new_zeros(len(grads)).index_add_(0, tensors, squares)
-    given = torch.tensor([float(g is not None) for g in grads], device="cpu")
+    given = torch.tensor([float(g is not None) for g in grads], dtype=torch.float32, device="cpu")
     return sums.mul_(0).add_(given)
