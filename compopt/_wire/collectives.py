@@ -185,9 +185,6 @@ def _release_ended(phase: str = "start", *_: object) -> None:
                 _destroy(entry.group)
 
 
-gc.callbacks.append(_release_ended)
-
-
 @atexit.register
 def _wait_before_exit() -> None:
     """Wait for collectives in flight: a gloo thread that frees a tensor after the interpreter has
@@ -614,3 +611,7 @@ def get_replicate_size(p: Tensor, shards: list[Communicator]) -> int:
     return math.prod(
         comm.size for comm in shards if comm.group is None or comm.group.group_name not in sharded
     )
+
+
+# Last: the collector may run while this module is imported.
+gc.callbacks.append(_release_ended)

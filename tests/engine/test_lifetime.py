@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -80,3 +82,10 @@ def test_a_failed_step_leaves_no_cycle(no_collector):
     gone = weakref.ref(optimizer)
     del optimizer
     assert gone() is None
+
+
+def test_the_collector_may_run_while_the_package_is_imported():
+    """It calls a function of ours, which may only be there once all that it reads is."""
+    code = "import gc, torch.distributed; gc.set_threshold(30); import compopt"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
