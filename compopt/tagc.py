@@ -151,7 +151,7 @@ class UnionReducer(OwnerReducer):
         dtype = self.bucket.compute_dtype if codec.needs_float32 else group["payload_dtype"]
         flat = self.fill_payloads(self.selected.marks, dtype, self.codec.sizes)
         positions, values, *_ = self.selected
-        at_union = self.ops.spread(values, positions, self.union, 8 * self.layout.mask_bytes)
+        at_union = self.ops.spread_values(values, positions, self.union, 8 * self.layout.mask_bytes)
         self.codec.encode([p.unrounded_parts[-1] for p in self.owner_payloads], at_union)
         return flat
 

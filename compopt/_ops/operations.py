@@ -308,7 +308,7 @@ class Ops:
         """Return the positions of all set bits, ascending, int64."""
         return find_positions(bits)
 
-    def spread(self, values: Tensor, at: Tensor, positions: Tensor, n: int) -> Tensor:
+    def spread_values(self, values: Tensor, at: Tensor, positions: Tensor, n: int) -> Tensor:
         """Return numbers for ``positions`` below n: these values where they are ``at``, which may
         have zeros elsewhere, and 0.
         """

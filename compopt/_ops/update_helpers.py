@@ -35,7 +35,7 @@ def feed_back_rounding(
 
 
 class Selected(NamedTuple):
-    """What a rank has selected: the ``values`` at ``positions`` in the mask, and their ``bits``.
+    """A rank's selection: the ``values`` at ``positions`` in the mask, and their ``bits``.
 
     On an accelerator the positions of a shard are in no order, and some values may be 0, which have
     no bit. ``marks``: of all gradients.

@@ -136,7 +136,7 @@ class ShardLayout:
         return parts
 
     @cached_property
-    def runs(self) -> list[list[Run]]:
+    def runs_by_shard(self) -> list[list[Run]]:
         """The runs of each rank's bits, ascending."""
         of_tensors = [
             Run(strided.start + row * strided.stride, strided.columns, i, row * strided.columns)

@@ -147,7 +147,7 @@ def test_sums_are_selected_and_held_back_as_the_reference_does(ops, ranks, spars
         ops.run(tagc.hold_back, bucket, grads, ours.positions, ours.values)
         assert torch.equal(bucket.flat["residual"], expected)
         union = torch.cat([ours.positions, torch.tensor([1, 5])]).unique()
-        ours_, theirs = (x.spread(ours.values, ours.positions, union, 8 * len(ours.bits)) for x in (ops, Ops()))
+        ours_, theirs = (x.spread_values(ours.values, ours.positions, union, 8 * len(ours.bits)) for x in (ops, Ops()))
         assert torch.equal(ours_, theirs)
 
 

@@ -67,7 +67,7 @@ TWINS = {
 
 
 def residual_of(twin, p: Tensor) -> Tensor | None:
-    """What this rank has not sent of a tensor; None where the twin keeps none."""
+    """This rank's residual of a tensor; None where the twin keeps none."""
     if isinstance(twin, separate_adam.SeparateAdam):
         return twin.e.get(p)
     if isinstance(twin, tagc_adamw.TagcAdamW):

@@ -49,7 +49,7 @@ def test_the_command_says_where_every_number_is_from():
 
 
 def test_advice_on_activations_has_one_entry():
-    """What counts bytes, predicts steps and chooses is imported by ``activation_advice`` and by each other alone."""
+    """The files that count bytes and predict steps are imported by ``activation_advice`` and each other alone."""
     inner = {"activation_costs", "layer_prediction"}
     paths = [path for path in ROOT.rglob("*.py") if path.stem not in {*inner, "activation_advice"}]
     assert len(paths) > 100 and not [p.name for p in paths if any(f"{name} import" in p.read_text() for name in inner)]

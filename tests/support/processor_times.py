@@ -1,4 +1,4 @@
-"""What each test costs: ``COMPOPT_PROCESSOR_TIMES=FILE pytest`` writes a line a test, the dearest first.
+"""The cost of each test: ``COMPOPT_PROCESSOR_TIMES=FILE pytest`` writes a line a test, the dearest first.
 
 Processor seconds (of the worker and of all that it has started, user and system), wall seconds, the test. Processor
 time is what a busy machine and waiting ranks do not change. Two more lines a worker: imports with collection, and all.

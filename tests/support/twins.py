@@ -46,7 +46,7 @@ class Threads:
         x.copy_(self.exchange(x)[src])
 
     def run(self, function: Callable[[int], object]) -> list:
-        """What function(rank) returns on every rank; the first error is raised."""
+        """Return function(rank) of every rank; raise the first error."""
         results: list = [None] * self.size
         errors: list[BaseException] = []
 

@@ -69,9 +69,9 @@ class NativeOps(NativeUpdates, NativeTopK):
     def find_set_bits(self, bits: Tensor) -> Tensor:
         return self.positions(bits, 8 * bits.numel()).long()
 
-    def spread(self, values: Tensor, at: Tensor, positions: Tensor, n: int) -> Tensor:
+    def spread_values(self, values: Tensor, at: Tensor, positions: Tensor, n: int) -> Tensor:
         if not is_plain(values):
-            return super().spread(values, at, positions, n)
+            return super().spread_values(values, at, positions, n)
         out, many = torch.empty(len(positions), dtype=torch.float32, device="cpu"), len(values)
         places = [address("positions", x, len(x), torch.int64) for x in (positions, at)]
         numbers, to = address("values", values, many), address("values", out, len(out))

@@ -124,7 +124,7 @@ class Table:
         self._as_parameter_ = ctypes.c_void_p(self.address)
         self.memory: object = None  # tensors, alive until the pass has read them
 
-    def column(self, name: str) -> list[int]:
+    def read_column(self, name: str) -> list[int]:
         """Return a field of all rows, as a pass has left it."""
         return list(self._numbers[self._names.index(name) :: self.width])
 

@@ -34,7 +34,10 @@ def select_largest(bucket: Bucket, ops: NativeTopK, grads: Tensors, ks: list[int
     """
     lengths, wide, residuals = bucket.lengths, as_float32(grads), Residuals(bucket).read_all()
     dense = [Run(0, n, i, 0) for i, n in enumerate(lengths) if not bucket.compressed[i]]
-    shards, ks = [*bucket.shards.runs, dense], [*ks, 0]  # of dense tensors only the squares
+    shards, ks = (
+        [*bucket.shards.runs_by_shard, dense],
+        [*ks, 0],
+    )  # of dense tensors only the squares
     runs, counts = [*chain(*shards)], [len(of_shard) for of_shard in shards]
     squares = torch.empty(len(runs), dtype=torch.float32, device="cpu")
     columns = {
@@ -59,8 +62,8 @@ def select_largest(bucket: Bucket, ops: NativeTopK, grads: Tensors, ks: list[int
         positions=address_in_turn("positions", positions, ks, torch.int64),
         values=address_in_turn("values", values, ks),
     )
-    _select(ops, table, values)
-    selected = table.column("selected")
+    _run_selection(ops, table, values)
+    selected = table.read_column("selected")
     if selected != ks:
         parts = zip(positions.split(ks), values.split(ks), selected, strict=True)
         kept = [(at[:n], of[:n]) for at, of, n in parts]
@@ -77,7 +80,7 @@ def hold_back(
 ) -> None:
     """Do ``tagc.hold_back``; called by ``Ops.run`` for TAGC."""
     lengths, wide, many = bucket.lengths, as_float32(grads), len(positions)
-    runs = [*chain(*bucket.shards.runs)]
+    runs = [*chain(*bucket.shards.runs_by_shard)]
     at, values = address("positions", positions, many, torch.int64), address("values", sent, many)
     with Residuals(bucket).open() as opened:
         pieces = _piece_table(
@@ -120,9 +123,9 @@ def _guess_addresses(bucket: Bucket, shards: int) -> list[int]:
     return address_in_turn("guesses", guesses, [1] * shards, torch.float64)
 
 
-def _select(ops: NativeTopK, table: Table, like: Tensor) -> None:
+def _run_selection(ops: NativeTopK, table: Table, like: Tensor) -> None:
     """Run the pass over the shards of a table, each on one thread."""
-    sizes, ks = table.column("size"), table.column("k")
+    sizes, ks = table.read_column("size"), table.read_column("k")
     parts = [k for k, size in zip(ks, sizes, strict=True) if k < size]
     room, threads = (
         2 * ops.library.room_for(max(parts)) + max(parts) if parts else 0,
