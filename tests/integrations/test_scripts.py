@@ -22,25 +22,34 @@ from user_scripts import CHANGED
 preload("transformers.trainer", "accelerate", "lightning.pytorch", "lightning.fabric")
 
 
-def sent_through_sockets() -> int:
-    """Bytes that this process's TCP connections have sent: tcpi_bytes_sent of each (linux/tcp.h)."""
-    total = 0
+def sent_by_connection() -> dict[str, int]:
+    """Bytes that each of this process's TCP connections has sent once, by the socket's inode.
+
+    tcpi_bytes_sent less tcpi_bytes_retrans (linux/tcp.h): a loaded machine sends segments again.
+    """
+    sent = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+            if (target := os.readlink(f"/proc/self/fd/{name}")).startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(name))) as s:
                     info = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                    total += struct.unpack_from("Q", info, 200)[0] if len(info) >= 208 else 0
-    return total
+                    total, retransmitted = struct.unpack_from("QQ", info, 200) if len(info) >= 216 else (0, 0)
+                    sent[target] = total - retransmitted
+    return sent
+
+
+def bytes_sent_since(before: dict[str, int]) -> int:
+    """Bytes sent since; a connection of an earlier run may have been closed meanwhile, and counts nothing."""
+    return sum(sent - before.get(connection, 0) for connection, sent in sent_by_connection().items())
 
 
 def run(source: str, rank: int, folder: str) -> dict:
     """The script, in this process, whose process group exists already."""
     names = {"RANK": rank, "FOLDER": folder, "losses": [], "__name__": "__main__"}
-    before = sent_through_sockets()
+    before = sent_by_connection()
     with in_place():
         exec(compile(source, "train.py", "exec"), names)
-    sent = sent_through_sockets() - before
+    sent = bytes_sent_since(before)
     mine = torch.nn.utils.parameters_to_vector(names["model"].parameters()).detach()
     first = mine.clone()
     dist.broadcast(first, 0)
@@ -126,13 +135,17 @@ def test_it_trains_and_replicas_are_equal(runs, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGED)
 def test_bytes_on_the_sockets_fall_as_promised(runs, name):
-    """On two ranks a ring all-reduce sends each byte once, so sockets carry what the optimizer counts."""
-    for rank in runs:
-        adamw, ours = rank[name]
-        beside = adamw["sent"] - adamw["dense"]  # DDP's broadcast of the parameters, framing
-        assert 0 < beside < 0.1 * adamw["dense"]
-        assert abs(ours["sent"] - beside - ours["counted"]) < 0.06 * ours["counted"]
-        assert ours["sent"] < 0.4 * adamw["sent"]
+    """On two ranks a ring all-reduce sends each byte once, so sockets carry what the optimizer counts.
+
+    Of both ranks together: gloo splits a bucket between the two unevenly, and differently in each run.
+    """
+    adamw, ours = (
+        {key: sum(rank[name][i][key] or 0 for rank in runs) for key in ("sent", "dense", "counted")} for i in (0, 1)
+    )
+    beside = adamw["sent"] - adamw["dense"]  # DDP's broadcast of the parameters, framing
+    assert 0 < beside < 0.05 * adamw["dense"]
+    assert abs(ours["sent"] - beside - ours["counted"]) < 0.03 * ours["counted"]
+    assert ours["sent"] < 0.4 * adamw["sent"]
 
 
 def on_four_ranks(rank: int, folder: str) -> list[str]:
