@@ -34,7 +34,7 @@ from torch.optim.optimizer import ParamsT
 
 from ._engine.collective_generators import CollectiveGenerator
 from ._engine.decision import StepDecision
-from ._engine.dense_start import choose_warmup
+from ._engine.dense_start import choose_steps
 from ._engine.optimizer import CompressedOptimizer
 from ._engine.options import (
     Group,
@@ -221,9 +221,9 @@ class ScapeAdamS(CompressedOptimizer):
             lists the paper's values; foreach, fused, amsgrad, capturable, differentiable as there.
         density: share of each compressed tensor's elements that cross the network in a step, in
             (0, 1].
-        warmup_steps: steps of dense AdamS before compression starts, or as a float in (0, 1) a
+        dense_steps: steps of dense AdamS before compression starts, or as a float in (0, 1) a
             share of ``total_steps``. None: 15 % of ``total_steps``, or none.
-        density_warmup_steps: steps, or a share, over which the density then falls, exponentially,
+        density_steps: steps, or a share, over which the density then falls, exponentially,
             from 1 to ``density``. None: 15 % of ``total_steps``, or 100 steps.
         total_steps: the number of steps of the run, for options that are shares of it.
         mask_delay: 1, as in the paper: a step uses the mask of the step before, gathered in the
@@ -266,9 +266,9 @@ class ScapeAdamS(CompressedOptimizer):
         amsgrad: bool = False,
         *,
         density: float = 0.1,
-        warmup_steps: int | float | None = None,
+        dense_steps: int | float | None = None,
         total_steps: int | None = None,
-        density_warmup_steps: int | float | None = None,
+        density_steps: int | float | None = None,
         mask_delay: Literal[0, 1] = 1,
         clip: Literal["consistent", "scape"] = "consistent",
         max_grad_norm: float | None = None,
@@ -294,9 +294,9 @@ class ScapeAdamS(CompressedOptimizer):
             eps=eps,
             weight_decay=weight_decay,
             density=density,
-            warmup_steps=choose_warmup(warmup_steps, total_steps, 0),
+            dense_steps=choose_steps(dense_steps, total_steps, 0),
             total_steps=total_steps,
-            density_warmup_steps=choose_warmup(density_warmup_steps, total_steps, 100),
+            density_steps=choose_steps(density_steps, total_steps, 100),
             mask_delay=mask_delay,
             clip=clip,
             max_grad_norm=max_grad_norm,
@@ -312,7 +312,7 @@ class ScapeAdamS(CompressedOptimizer):
         density = group["density"]
         is_share = is_numeric(density) and 0 < density <= 1
         require_option(is_share, group, "density", "in (0, 1]")
-        check_steps(group, "density_warmup_steps")
+        check_steps(group, "density_steps")
         for name, choices in CHOICES.items():
             require_option(group[name] in choices, group, name, " or ".join(map(repr, choices)))
         is_float = PAYLOAD_CODECS[group["payload_dtype"]].bits is None

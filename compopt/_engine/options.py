@@ -185,7 +185,7 @@ def check_compression(group: dict[str, Any]) -> None:
     require_option(when in ("always", "auto"), group, "when", "'always' or 'auto'")
     for name, value in TRIAL_OPTIONS.items():
         group.setdefault(name, value)
-    check_steps(group, "warmup_steps")
+    check_steps(group, "dense_steps")
     check_payload_and_clip(group)
     check_compress(group)
 

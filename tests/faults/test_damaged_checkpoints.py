@@ -67,7 +67,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "tampered format": (first_group("format", None), "format None"),
     "another class": (first_group("class", "ScapeSGD"), "of ScapeSGD"),
 }
-OPTIONS = {"density": 5.0, "ratio": "x", "warmup_steps": -1, "interval": None, "lr": "x", "betas": 3, "compress": "no"}
+OPTIONS = {"density": 5.0, "ratio": "x", "dense_steps": -1, "interval": None, "lr": "x", "betas": 3, "compress": "no"}
 
 
 def trained(case, steps: int = 7, size: int = 1):

@@ -17,10 +17,10 @@ from compopt._state import buckets
 
 SHAPES = [(64, 80), (80,), (128, 64), (70, 80)]
 COMPRESSED = (0, 2, 3)
-RADIUS = functools.partial(compopt.RadiusAdamW, lr=1e-2, density=0.3, interval=100, warmup_steps=0)
-TAGC = functools.partial(compopt.TagcAdamW, lr=1e-2, sparsity=0.9)
-SCAPE = functools.partial(compopt.ScapeAdamS, lr=1e-2, density=0.2, density_warmup_steps=0)
-SHARDED_SCAPE = functools.partial(SCAPE, sharded=True, warmup_steps=0)
+RADIUS = functools.partial(compopt.RadiusAdamW, lr=1e-2, density=0.3, interval=100, dense_steps=0)
+TAGC = functools.partial(compopt.TagcAdamW, lr=1e-2, density=0.1)
+SCAPE = functools.partial(compopt.ScapeAdamS, lr=1e-2, density=0.2, density_steps=0)
+SHARDED_SCAPE = functools.partial(SCAPE, sharded=True, dense_steps=0)
 
 
 class Run:
@@ -161,7 +161,7 @@ def test_consolidation_between_a_backward_and_its_step_sends_residuals_once(make
 
 def test_state_loads_as_the_saved_options_need_it():
     """They replace those of the constructor, as in torch: state that only they need is loaded too."""
-    tracked = functools.partial(compopt.SeparateAdam, rank=4, warmup_steps=0)
+    tracked = functools.partial(compopt.SeparateAdam, rank=4, dense_steps=0)
     random = functools.partial(compopt.SeparateAdam, projection="gaussian", ratio=4)
     updates = functools.partial(TAGC, update_dtype="int2")
     for make, other, name in ((tracked, random, "basis"), (updates, TAGC, "update_residual")):

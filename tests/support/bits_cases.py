@@ -50,12 +50,12 @@ class Form:
         return self.cls.startswith("Separate")
 
 
-RADIUS = dict(density=0.3, interval=4, warmup_steps=3)
+RADIUS = dict(density=0.3, interval=4, dense_steps=3)
 ADAMS = dict(betas=(0.9, 0.95), weight_decay=0.1)  # the defaults of earlier commits
-SCAPE = ADAMS | dict(density=0.05, warmup_steps=2, density_warmup_steps=5)
-PROJECT = dict(projection="gaussian", ratio=8, warmup_steps=2, reset_interval=8)
-TRACK = dict(projection="tracked", rank=3, warmup_steps=2, reset_interval=8, payload_dtype=None)
-TAGC = dict(sparsity=0.9, warmup_steps=2)
+SCAPE = ADAMS | dict(density=0.05, dense_steps=2, density_steps=5)
+PROJECT = dict(projection="gaussian", ratio=8, dense_steps=2, reset_interval=8)
+TRACK = dict(projection="tracked", rank=3, dense_steps=2, reset_interval=8, payload_dtype=None)
+TAGC = dict(density=0.1, dense_steps=2)
 
 FORMS = [
     Form("RadiusAdamW", RADIUS),
