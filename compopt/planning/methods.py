@@ -225,7 +225,7 @@ def tagc_start_cost(
     work: Workload, ranks: int, width: int = FLOAT, updates: int | None = None
 ) -> Cost:
     """A dense step of TagcAdamW: every element is sent."""
-    return replace(tagc_cost(work, ranks, 0.0, width, updates), exchanges=1)
+    return replace(tagc_cost(work, ranks, 1.0, width, updates), exchanges=1)
 
 
 # Bytes an element that a round's end moves: anchor - w and its norm 16, + residual 12, codes both

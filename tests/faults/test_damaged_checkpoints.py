@@ -160,7 +160,7 @@ def test_the_format_is_in_the_file_and_files_without_it_are_read(case):
     states = [through_a_file(optimizer.state_dict()) for optimizer in ranks.optimizers]
     for state in states:
         for group in state["param_groups"]:
-            assert group.pop("format") == 1 and group.pop("class") == case.cls.__name__
+            assert group.pop("format") == 2 and group.pop("class") == case.cls.__name__
     again = make_ranks(case, 2)
     for (_, model, optimizer), state, old in zip(again, states, ranks.models, strict=True):
         model.load_state_dict(old.state_dict())
