@@ -16,9 +16,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from ._engine.optimizer import CompressedOptimizer
-from ._engine.options import Group, check_adam, check_compress, check_torch_options
+from ._engine.options import Group, TorchOptions, check_adam, check_compress, check_torch_options
 from ._engine.reducer import AllReduceReducer, step_adams
 from ._ops.operations import Ops
 from ._state.buckets import Bucket
@@ -51,8 +52,8 @@ class AdamS(CompressedOptimizer):
             weight_decay 0.1, GPT 345M with 1.5e-4 and 0.01.
         betas: decay of the momentum, and weight of the previous momentum's square in the
             normaliser. SCAPE uses (0.9, 0.95) for Llama, AdamW's default for GPT.
-        foreach, fused, capturable: accepted and ignored: the backend decides how to compute.
-        amsgrad, differentiable: False; True is refused.
+        amsgrad, torch_options: ``foreach``, ``fused`` and ``capturable`` are ignored: the backend
+            decides how to compute. ``amsgrad=True`` and ``differentiable=True`` are refused.
         process_group: the ranks to average over. None: the default group, or a single process
             where there is none.
 
@@ -74,12 +75,9 @@ class AdamS(CompressedOptimizer):
         *,
         process_group: ProcessGroup | None = None,
         maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
+        **torch_options: Unpack[TorchOptions],
     ):
-        check_torch_options(amsgrad, foreach, capturable, differentiable, fused)
+        check_torch_options(type(self), amsgrad, torch_options)
         defaults = dict(
             lr=lr,
             betas=betas,

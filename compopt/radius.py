@@ -33,12 +33,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from ._engine.dense_start import choose_steps, dense_start_of
 from ._engine.optimizer import CompressedOptimizer
 from ._engine.options import (
     Group,
     ResidualDtype,
+    TorchOptions,
     check_adam,
     check_compression,
     check_torch_options,
@@ -142,8 +144,8 @@ class RadiusAdamW(CompressedOptimizer):
             least 2 dimensions and 4096 elements are compressed, the others are averaged dense in
             the same message.
         lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`, with its defaults.
-        foreach, fused, capturable: accepted and ignored: the backend decides how to compute.
-        amsgrad, differentiable: False; True is refused.
+        amsgrad, torch_options: ``foreach``, ``fused`` and ``capturable`` are ignored: the backend
+            decides how to compute. ``amsgrad=True`` and ``differentiable=True`` are refused.
         density: share of each compressed tensor's elements that cross the network in a sparse step,
             in (0, 1].
         interval: steps from one mask to the next. These *resample* steps are dense, and the step
@@ -205,13 +207,10 @@ class RadiusAdamW(CompressedOptimizer):
         process_group: ProcessGroup | None = None,
         simulate: bool = False,
         maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
         offload: Literal["residual"] | None = None,
+        **torch_options: Unpack[TorchOptions],
     ):
-        check_torch_options(amsgrad, foreach, capturable, differentiable, fused)
+        check_torch_options(type(self), amsgrad, torch_options)
         require(offload in (None, "residual"), "offload", offload, "None or 'residual'")
         self.offload, self.residual_dtype = offload, read_residual_dtype(residual_dtype)
         defaults = dict(

@@ -31,6 +31,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from ._engine.collective_generators import CollectiveGenerator
 from ._engine.decision import StepDecision
@@ -38,6 +39,7 @@ from ._engine.dense_start import choose_steps
 from ._engine.optimizer import CompressedOptimizer
 from ._engine.options import (
     Group,
+    TorchOptions,
     check_adam,
     check_compression,
     check_steps,
@@ -218,7 +220,7 @@ class ScapeAdamS(CompressedOptimizer):
             least 2 dimensions and 4096 elements are compressed, the others are averaged dense in
             the same message.
         lr, betas, eps, weight_decay, maximize: as in :class:`AdamS`, which also
-            lists the paper's values; foreach, fused, amsgrad, capturable, differentiable as there.
+            lists the paper's values; amsgrad and torch_options as there.
         density: share of each compressed tensor's elements that cross the network in a step, in
             (0, 1].
         dense_steps: steps of dense AdamS before compression starts, or as a float in (0, 1) a
@@ -277,14 +279,11 @@ class ScapeAdamS(CompressedOptimizer):
         process_group: ProcessGroup | None = None,
         simulate: bool = False,
         maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
         sharded: bool = False,
         offload: Literal["residual", "all"] | None = None,
+        **torch_options: Unpack[TorchOptions],
     ):
-        check_torch_options(amsgrad, foreach, capturable, differentiable, fused)
+        check_torch_options(type(self), amsgrad, torch_options)
         choices = (None, "residual", "all")
         require(offload in choices, "offload", offload, "None, 'residual' or 'all'")
         self.sharded, self.offload = sharded, offload

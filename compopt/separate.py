@@ -37,6 +37,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from ._engine.combined import OneOrSeveral
 from ._engine.dense_start import TRIAL_OPTIONS
@@ -44,9 +45,9 @@ from ._engine.fsdp_backward import step_fsdp_shards
 from ._engine.options import (
     Group,
     ResidualDtype,
+    TorchOptions,
     check_adam,
     check_torch_options,
-    ignore_capturable,
     read_residual_dtype,
 )
 from ._engine.reducing_optimizer import GatherDtype
@@ -135,8 +136,8 @@ class SeparateAdam(ProjectingOptimizer):
             same message.
         lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`, with its defaults.
             The paper trains GPT-2 345M with lr 6e-4, betas (0.9, 0.95), weight_decay 0.1.
-        foreach, fused, capturable: accepted and ignored: the backend decides how to compute.
-        amsgrad, differentiable: False; True is refused.
+        amsgrad, torch_options: ``foreach``, ``fused`` and ``capturable`` are ignored: the backend
+            decides how to compute. ``amsgrad=True`` and ``differentiable=True`` are refused.
         projection: "tracked": onto a space that follows the gradient's largest singular vectors
             (PowerSGD's power iteration), in two smaller exchanges, one after the other. It keeps
             most of the gradient. "gaussian": the paper's, random and unbiased.
@@ -214,12 +215,9 @@ class SeparateAdam(ProjectingOptimizer):
         process_group: ProcessGroup | None = None,
         simulate: bool = False,
         maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
+        **torch_options: Unpack[TorchOptions],
     ):
-        check_torch_options(amsgrad, foreach, capturable, differentiable, fused)
+        check_torch_options(type(self), amsgrad, torch_options)
         self.residual_dtype = read_residual_dtype(residual_dtype)
         defaults = dict(
             lr=lr,
@@ -311,9 +309,7 @@ class Separate(Wrapper, ProjectingOptimizer):
         residual_dtype: ResidualDtype = None,
         process_group: ProcessGroup | None = None,
         simulate: bool = False,
-        capturable: bool = False,
     ):
-        ignore_capturable(capturable)
         self.residual_dtype = read_residual_dtype(residual_dtype)
         options = dict(
             **resolve_options(projection, ratio, rank, payload_dtype, dense_steps, total_steps),

@@ -37,6 +37,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from ._engine.decision import StepDecision
 from ._engine.dense_start import choose_steps, dense_start_of
@@ -44,6 +45,7 @@ from ._engine.fsdp_backward import step_fsdp_shards
 from ._engine.options import (
     Group,
     ResidualDtype,
+    TorchOptions,
     check_adam,
     check_compression,
     check_torch_options,
@@ -263,8 +265,8 @@ class TagcAdamW(ReducingOptimizer):
         params: parameters, named parameters or groups, as torch takes them. A group may override
             every option below and say ``compress=False`` or ``True``.
         lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`, with its defaults.
-        foreach, fused, capturable: accepted and ignored: the backend decides how to compute.
-        amsgrad, differentiable: False; True is refused.
+        amsgrad, torch_options: ``foreach``, ``fused`` and ``capturable`` are ignored: the backend
+            decides how to compute. ``amsgrad=True`` and ``differentiable=True`` are refused.
         density: share of each shard's compressed elements that a rank selects, at most, in (0, 1]:
             1 - the paper's sparsity of 0.9875. Ranks send the union of their selections, so bytes
             grow with the number of ranks.
@@ -331,12 +333,9 @@ class TagcAdamW(ReducingOptimizer):
         process_group: ProcessGroup | None = None,
         simulate: bool = False,
         maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
+        **torch_options: Unpack[TorchOptions],
     ):
-        check_torch_options(amsgrad, foreach, capturable, differentiable, fused)
+        check_torch_options(type(self), amsgrad, torch_options)
         self.residual_dtype = read_residual_dtype(residual_dtype)
         defaults = dict(
             lr=lr,
