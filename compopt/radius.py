@@ -28,12 +28,11 @@ undefined until T divides t), all ranks use rank 0's mask (equal by construction
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
-from typing_extensions import Unpack
 
 from ._engine.dense_start import choose_steps, dense_start_of
 from ._engine.optimizer import CompressedOptimizer
@@ -61,6 +60,9 @@ from ._state.residuals import residual_layout
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype
 from ._wire.requests import Agree, Broadcast, RequestGenerator
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def radius(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:

@@ -26,12 +26,11 @@ number of ranks: each rank selects in its shard by its own x_n, not by the mean.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
-from typing_extensions import Unpack
 
 from ._engine.collective_generators import CollectiveGenerator
 from ._engine.decision import StepDecision
@@ -78,6 +77,9 @@ from ._wire.codec import PAYLOAD_CODECS
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype
 from ._wire.requests import Agree, AllGather, AllReduceMean, RequestGenerator
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 CHOICES: dict[str, tuple[object, ...]] = {
     "mask_delay": (0, 1),

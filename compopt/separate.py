@@ -32,12 +32,11 @@ is .125 / b, so the lemma holds from 6 blocks on, and the training loss is lower
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
-from typing_extensions import Unpack
 
 from ._engine.combined import OneOrSeveral
 from ._engine.dense_start import TRIAL_OPTIONS
@@ -63,6 +62,9 @@ from ._state.layouts import Layout, LocalShape
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype
 from ._wire.requests import Agree, RequestGenerator
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def separate(

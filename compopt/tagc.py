@@ -32,12 +32,11 @@ import itertools
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
-from typing_extensions import Unpack
 
 from ._engine.decision import StepDecision
 from ._engine.dense_start import choose_steps, dense_start_of
@@ -72,6 +71,9 @@ from ._wire.codec import PAYLOAD_CODECS
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype
 from ._wire.requests import BitOr, ReadToHost, RequestGenerator
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # The usual names of projections to queries, keys and values. The projection after the attention is
 # treated as any linear layer (section 3.2).

@@ -212,8 +212,9 @@ def check_payload_and_clip(group: dict[str, Any], keeps_all_errors: bool = False
     group["payload_dtype"] = dtype_name(dtype)
     if not keeps_all_errors and codec is not None and codec.bits == 2:
         raise ValueError(
-            f"payload_dtype={dtype!r} is for Average and LocalSteps, which keep the rounding error "
-            "of every tensor; other classes keep only that of compressed ones. Use 'int4'."
+            f"payload_dtype={dtype!r} is for Average, AdamS and LocalSteps, which keep the "
+            "rounding error of every tensor; other classes keep only that of compressed ones. "
+            "Use 'int4'."
         )
 
 

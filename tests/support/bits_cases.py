@@ -71,7 +71,7 @@ FORMS = [
         "sharded at once",
         payloads=("bfloat16",),
     ),
-    Form("AdamS", ADAMS, payloads=()),
+    Form("AdamS", ADAMS),
     Form("Separate", PROJECT, "over SGD", base="SGD"),
     Form("Separate", PROJECT, "over AdamW", base="AdamW"),
     Form("Separate", TRACK, "over AdamS", base="AdamS"),
@@ -112,7 +112,7 @@ class Case:
 
     @property
     def clips(self) -> bool:
-        return self.form.cls != "AdamS" and (self.ranks == 2 or self.sends)
+        return self.ranks == 2 or self.sends
 
     @property
     def maximizes(self) -> bool:

@@ -178,11 +178,12 @@ CASES = [
     ),
     Case(
         compopt.AdamS,
-        compressed=SCAPES,
-        lossless=SCAPES,
+        compressed=SCAPES | dict(payload_dtype="int8"),
+        lossless=SCAPES | dict(payload_dtype=None),
         reference=adams,
         lr=1e-3,
-        bad=ADAM_BAD,
+        draws=True,
+        bad=ADAM_BAD | {name: COMMON_BAD[name] for name in ("max_grad_norm", "payload_dtype")},
     ),
     Case(
         compopt.ScapeAdamS,
