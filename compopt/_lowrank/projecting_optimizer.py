@@ -126,7 +126,9 @@ class ProjectingOptimizer(ReducingOptimizer):
 
     def _settings(self) -> list[Setting]:
         used = {(b.group["projection"], b.device) for b in self._buckets if any(b.compressed)}
-        checksums = {f"{kind} {dev.type}": checksum_projection(kind, dev) for kind, dev in used}
+        checksums = {
+            f"{kind} {dev.type}": checksum_projection(kind, dev, self.ops) for kind, dev in used
+        }
         return [*super()._settings(), ("random matrices", checksums)]
 
     def values_sent(self, bucket: Bucket, ranks: int) -> float:

@@ -23,7 +23,7 @@ from ..operations import Fused, Ops
 from ..update_helpers import is_tracked
 from .blocks import NativeBlocks
 from .build import isa_of_library, load_library
-from .lowrank import multiply_stacks, update_separate
+from .lowrank import multiply_stacks, orthonormalize_columns, update_separate
 from .passes import (
     PACK,
     Memory,
@@ -175,6 +175,7 @@ NativeOps.fused = {
     "tagc.select_largest": Fused(can_select, select_largest),
     "tagc.hold_back": Fused(can_select, hold_back),
     "_lowrank.stacks.multiply": Fused(can_project, multiply_stacks),
+    "_lowrank.stacks.orthonormalize_columns": Fused(can_project, orthonormalize_columns),
     "separate.update_tensors": Fused(can_update_factored, update_separate),
     "_engine.reducer.step_adamw": Fused(can_write, update_adamw),
     "_engine.reducer.step_adams": Fused(can_write, update_adams),

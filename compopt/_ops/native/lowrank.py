@@ -1,5 +1,6 @@
-"""SEPARATE with tracked columns by C passes (kernels/native/lowrank.c): the products of
-``_lowrank.stacks.multiply``, and lines 4 and 5 with AdamW, ``separate.update_tensors``.
+"""SEPARATE with tracked columns by C passes: the products of ``_lowrank.stacks.multiply`` and
+lines 4 and 5 with AdamW, ``separate.update_tensors`` (kernels/native/lowrank.c), and
+``_lowrank.stacks.orthonormalize_columns`` (kernels/native/orthonormalize.c).
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ from .updates import (
     state_addresses,
 )
 
+MOST_ROWS = 8  # of a tensor, that the update expands at a time
 LANES = 16  # as in vectors.h: narrow matrices are copied to rows of whole steps
 PRODUCT = Struct("height width r g e right out mark")
+COLUMNS = Struct("height r x out")
 FACTORED = Struct("height width r R p sent g e w m v step")
 
 
@@ -89,6 +92,30 @@ def multiply_stacks(
         in_stacks = {i for stack in stacks for i in stack.indices}
         others = [None if i in in_stacks else g for i, g in enumerate(bucket.grads())]
         header.header.copy_(marks.add_(gradient_marks(others, marks)))
+
+
+def orthonormalize_columns(
+    bucket: Bucket, ops: NativeUpdates, stacks: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return orthonormal columns that span those of each (k, n, r), by rows."""
+    shapes = [(n, r) for _, n, r in (stack.shape for stack in stacks)]
+    counts = [len(stack) for stack in stacks]
+    by_columns = [stack.mT.float().contiguous() for stack in stacks]  # alive until they are read
+    results = [torch.empty(stack.shape, dtype=torch.float32, device="cpu") for stack in stacks]
+    rows: dict[str, list[int]] = {"height": [], "r": [], "x": [], "out": []}
+    for k, (n, r), x, out in zip(counts, shapes, by_columns, results, strict=True):
+        rows["height"] += [n] * k
+        rows["r"] += [r] * k
+        rows["x"] += address_in_turn("columns", x, [n * r] * k)
+        rows["out"] += address_in_turn("orthonormal columns", out, [n * r] * k)
+    table = COLUMNS.table(sum(counts), **rows)
+    room = max(r * (n + LANES + 1) for n, r in shapes)
+    scratch = per_thread_scratch(ops, results[0], room)
+    run_over_rows(
+        [n * r for n, r in zip(rows["height"], rows["r"], strict=True)],
+        lambda a, b, thread: ops.library.orthonormalize(table, a, b, scratch + 4 * room * thread),
+    )
+    return results
 
 
 def update_separate(
@@ -150,8 +177,9 @@ def _update_factored(
     (beta1, beta2), sign = group["betas"], -1.0 if group["maximize"] else 1.0
     hyper = float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], sign
     options = Options(*hyper, factor, share, share)
-    # a thread's memory: two narrow matrices, rounded up to whole steps
-    room = max(2 * r * (n + LANES) for r, n in zip(columns["r"], columns["width"], strict=True))
+    # a thread's memory: two narrow matrices, rounded up to whole steps, and four buffers of rows
+    widths = zip(columns["r"], columns["width"], strict=True)
+    room = max(2 * r * (n + LANES) + 4 * (MOST_ROWS * n + 4 * LANES) for r, n in widths)
     scratch = per_thread_scratch(ops, weights[0], room)
     run_over_rows(
         lengths,
