@@ -121,7 +121,7 @@ def checksum_projection(kind: str, device: torch.device, ops: Ops) -> str:
     Ranks compare it in the handshake, since ranks whose arithmetic differs must not train together.
     Random numbers are the same everywhere; orthonormal columns may differ between devices.
     """
-    group = {"projection": kind, "payload_dtype": None}
+    group = {"projection": kind, "payload_dtype": None, "rank": 8}
     bucket = Bucket(0, group, [torch.empty(64, 64, dtype=torch.float32, device=device)], ["probe"])
     q = Projection(64, 64, False, m=64, d=64, r=8, kind=kind, beta=0.0)
     (R,) = MatrixSource().draw(bucket, [0], [q], seed=0, step=1)
