@@ -22,7 +22,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from .._engine.dense_start import dense_steps
+from .._engine.dense_start import dense_start_of
 from .._engine.fsdp_backward import PendingResidual
 from .._engine.options import Group, Setting
 from .._engine.reducer import ReduceScatterReducer
@@ -160,12 +160,12 @@ class ProjectingOptimizer(ReducingOptimizer):
 
     def _plan_next_step(self, bucket: Bucket) -> Plan:
         """Plan the projections of the coming step; none in the dense start."""
-        if bucket.group["step"] < dense_steps(bucket):
+        if bucket.group["step"] < dense_start_of(bucket):
             return [None] * len(bucket.params)
         return self._plan_compressed(bucket)
 
     def reduces_as_matrix(self, bucket: Bucket, i: int) -> bool:
-        if not bucket.compressed[i] or bucket.group["step"] < dense_steps(bucket):
+        if not bucket.compressed[i] or bucket.group["step"] < dense_start_of(bucket):
             return False
         p = bucket.params[i]
         return plan_tensor(p, bucket.group, self._numbers[p][1], unsharded=True) is not None

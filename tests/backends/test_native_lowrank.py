@@ -203,7 +203,7 @@ def test_runs_are_those_of_the_reference(monkeypatch, options):
         monkeypatch.setenv("COMPOPT_BACKEND", backend)
 
         def make(params, **more):
-            return compopt.SeparateAdam(params, lr=1e-2, **projecting("tracked", warmup_steps=1, **options), **more)
+            return compopt.SeparateAdam(params, lr=1e-2, **projecting("tracked", dense_steps=1, **options), **more)
 
         world = Ranks(2, Net, make)
         world.train(loss, 5)
