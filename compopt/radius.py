@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ._engine.dense_start import choose_steps, dense_start_of
+from ._engine.dense_start import dense_start_of
 from ._engine.optimizer import CompressedOptimizer
 from ._engine.options import (
     Group,
@@ -153,10 +153,8 @@ class RadiusAdamW(CompressedOptimizer):
         interval: steps from one mask to the next. These *resample* steps are dense, and the step
             after one does not overlap with backward: ranks first confirm that all have the new
             mask.
-        dense_steps: steps of plain AdamW before compression starts, or as a float in (0, 1) a
-            share of ``total_steps``. The paper uses 15 to 20 % of the run. None: 15 % of
-            ``total_steps``, or 1000 steps.
-        total_steps: the number of steps of the run, for options that are shares of it.
+        dense_steps: steps of plain AdamW before compression starts. The paper uses 15 to 20 % of
+            the run.
         residual_scale: factor on the residual at a resample step; 1 in the paper.
         max_grad_norm: clip the averaged gradient, of all groups together, to this L2 norm (None: no
             clipping). ``clip_grad_norm_`` before ``step()`` is something else: it clips the local
@@ -199,8 +197,7 @@ class RadiusAdamW(CompressedOptimizer):
         *,
         density: float = 0.4,
         interval: int = 200,
-        dense_steps: int | float | None = None,
-        total_steps: int | None = None,
+        dense_steps: int = 1000,
         residual_scale: float = 1.0,
         max_grad_norm: float | None = None,
         payload_dtype: PayloadDtype = None,
@@ -222,8 +219,7 @@ class RadiusAdamW(CompressedOptimizer):
             weight_decay=weight_decay,
             density=density,
             interval=interval,
-            dense_steps=choose_steps(dense_steps, total_steps, 1000),
-            total_steps=total_steps,
+            dense_steps=dense_steps,
             residual_scale=residual_scale,
             max_grad_norm=max_grad_norm,
             payload_dtype=payload_dtype,

@@ -33,7 +33,6 @@ from torch.optim.optimizer import ParamsT
 
 from ._engine.collective_generators import CollectiveGenerator
 from ._engine.decision import StepDecision
-from ._engine.dense_start import choose_steps
 from ._engine.optimizer import CompressedOptimizer
 from ._engine.options import (
     Group,
@@ -213,11 +212,10 @@ class ScapeAdamS(CompressedOptimizer):
             lists the paper's values; amsgrad and torch_options as there.
         density: share of each compressed tensor's elements that cross the network in a step, in
             (0, 1].
-        dense_steps: steps of dense AdamS before compression starts, or as a float in (0, 1) a
-            share of ``total_steps``. None: 15 % of ``total_steps``, or none.
-        density_steps: steps, or a share, over which the density then falls, exponentially,
-            from 1 to ``density``. None: 15 % of ``total_steps``, or 100 steps.
-        total_steps: the number of steps of the run, for options that are shares of it.
+        dense_steps: steps of dense AdamS before compression starts; 15 % of the run is a good
+            start.
+        density_steps: steps over which the density then falls, exponentially, from 1 to
+            ``density``.
         clip: what ``max_grad_norm`` clips: "consistent", momentum and normaliser; "scape", the
             normaliser only, as printed: an outlier then makes a larger step.
         max_grad_norm, payload_dtype, when, process_group, simulate: as in :class:`RadiusAdamW`.
@@ -255,9 +253,8 @@ class ScapeAdamS(CompressedOptimizer):
         amsgrad: bool = False,
         *,
         density: float = 0.1,
-        dense_steps: int | float | None = None,
-        total_steps: int | None = None,
-        density_steps: int | float | None = None,
+        dense_steps: int = 0,
+        density_steps: int = 100,
         clip: Literal["consistent", "scape"] = "consistent",
         max_grad_norm: float | None = None,
         payload_dtype: PayloadDtype = None,
@@ -279,9 +276,8 @@ class ScapeAdamS(CompressedOptimizer):
             eps=eps,
             weight_decay=weight_decay,
             density=density,
-            dense_steps=choose_steps(dense_steps, total_steps, 0),
-            total_steps=total_steps,
-            density_steps=choose_steps(density_steps, total_steps, 100),
+            dense_steps=dense_steps,
+            density_steps=density_steps,
             clip=clip,
             max_grad_norm=max_grad_norm,
             payload_dtype=payload_dtype,

@@ -81,6 +81,6 @@ def test_numbers_of_numpy_and_tensors_compute_as_pythons_do():
         (compopt.RadiusAdamW, {"density": 0.5}, {"density": torch.tensor(0.5)}),
         (compopt.TagcAdamW, {"density": 0.5}, {"density": torch.tensor(0.5)}),
         (compopt.SeparateAdam, {"maximize": True}, {"maximize": 1}),
-        (compopt.RadiusAdamW, {"total_steps": 10}, {"total_steps": numpy.int64(10)}),
+        (compopt.RadiusAdamW, {"dense_steps": 10}, {"dense_steps": numpy.int64(10)}),
     ):
         assert torch.equal(step(make, **plain), step(make, **others))
