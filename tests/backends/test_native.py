@@ -42,7 +42,7 @@ def loss(model: Net, rank: int, step: int) -> torch.Tensor:
 RUNS = [
     ("AdamS", {}),
     ("AdamS", {"maximize": True}),
-    ("RadiusAdamW", {"dense_steps": 2, "interval": 4, "maximize": True, "max_grad_norm": 0.5, "residual_scale": 0.5}),
+    ("RadiusAdamW", {"dense_steps": 2, "interval": 4, "maximize": True, "max_grad_norm": 0.5}),
     ("RadiusAdamW", {"dense_steps": 0, "interval": 100, "payload_dtype": torch.int8}),
     ("ScapeAdamS", {"density": 0.01}),
     ("ScapeAdamS", {"max_grad_norm": 0.5, "clip": "scape", "maximize": True}),

@@ -59,7 +59,7 @@ TAGC = dict(density=0.1, dense_steps=2)
 
 FORMS = [
     Form("RadiusAdamW", RADIUS),
-    Form("RadiusAdamW", RADIUS | dict(offload="residual", residual_scale=0.5), "offloaded"),
+    Form("RadiusAdamW", RADIUS | dict(offload="residual"), "offloaded"),
     Form("ScapeAdamS", SCAPE, "delayed"),
     Form("ScapeAdamS", SCAPE | dict(offload="residual"), "offloaded"),
     Form("ScapeAdamS", SCAPE | dict(offload="all"), "all offloaded"),

@@ -174,7 +174,7 @@ CASES = [
         reference=torch.optim.AdamW,
         method="radius",
         problems=dict(density=0.4, interval=10),
-        bad=ADAM_BAD | COMMON_BAD | {"density": [0.0, 1.5, -0.1], "interval": [0, -3, 2.5], "residual_scale": [-1.0]},
+        bad=ADAM_BAD | COMMON_BAD | {"density": [0.0, 1.5, -0.1], "interval": [0, -3, 2.5]},
     ),
     Case(
         compopt.AdamS,
