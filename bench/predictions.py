@@ -295,7 +295,6 @@ CANDIDATES: dict[str, Candidate] = {
     **{f"RadiusAdamW {d}, interval {i}": radius(d, i) for d in (0.2, 0.4, 0.6, 0.8) for i in (100, 400)},
     "RadiusAdamW 0.4, int8": radius(0.4, payload_dtype="int8"),
     **{f"ScapeAdamS {d}": Candidate("ScapeAdamS", {"density": d}) for d in (0.2, 0.1, 0.05, 0.01)},
-    **{f"ScapeAdamS {d}, no mask delay": Candidate("ScapeAdamS", {"density": d, "mask_delay": 0}) for d in (0.1, 0.01)},
     "ScapeAdamS 0.1, int8": Candidate("ScapeAdamS", {"density": 0.1, "payload_dtype": "int8"}),
     **{f"SeparateAdam {r}": separate(**gaussian(r)) for r in (8, 16, 64)},
     **{f"SeparateAdam {r}, no error feedback": separate(**gaussian(r, ef_beta=1.0)) for r in (16, 64)},

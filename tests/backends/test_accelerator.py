@@ -44,10 +44,6 @@ LOOKS = {
     "_ops.operations positions": ("RadiusAdamW", "a new mask, or a loaded one: how many are selected"),
     "_sparse.top_k select_above": ("ScapeAdamS, large", "how many a threshold lets through"),
     "_sparse.top_k _threshold_of_sample": ("ScapeAdamS, large", "a threshold, from a sample"),
-    "_ops.update_helpers compute_x_of_slice": ("ScapeAdamS, no delay", "where a slice begins among the elements kept"),
-    "_sparse.scape_masks _store_momentum_mask": ("ScapeAdamS, no delay", "how many two masks share, for stats"),
-    "_state.bits find_positions": ("ScapeAdamS, no delay", "how many bits a mask has, and how many words have more"),
-    "_state.bits split_positions": ("ScapeAdamS, no delay", "how many selected elements each tensor has"),
     "_sharded.codecs __init__": ("TagcAdamW, sketch", "how many elements of each shard are left to peel"),
     "_sharded.codecs peel": ("TagcAdamW, sketch", "whether a round of peeling found any"),
     "_sharded.codecs encode": ("TagcAdamW, sketch", "which elements no table can hold"),
@@ -115,7 +111,7 @@ def test_steps_saving_and_faults_have_the_bits_of_the_cpu(name, found):
         phases = found["mended"]["phases"]
         assert found["mended"]["finite"] and "skipped" not in phases[-1] and any("exchanged" in both for both in phases)
     compressed = set(found["phases"]) - {"dense"}
-    assert compressed or RUNS[name].cls.__name__ == "AdamS", "no step of this run is compressed"
+    assert compressed, "no step of this run is compressed"
 
 
 @pytest.mark.slow

@@ -19,7 +19,6 @@ OPTIONS = {
     "ScapeAdamS": SCAPE,
     "ScapeAdamS, bits": SCAPE | {"density": 0.4},
     "ScapeAdamS, rounded": SCAPE | {"payload_dtype": "bfloat16", "max_grad_norm": 3.0},
-    "ScapeAdamS, no delay": SCAPE | {"mask_delay": 0},
     "SeparateAdam": {"rank": 5, "dense_steps": 2, "payload_dtype": None, "maximize": True},
     # one step: where a number differs in its last bit int8 may take the next level
     "SeparateAdam, rounded": {"rank": 5, "dense_steps": 5, "max_grad_norm": 20.0},

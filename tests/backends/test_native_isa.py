@@ -61,7 +61,7 @@ CASES = [
     ("RadiusAdamW", {"dense_steps": 1, "interval": 2, "density": 0.4}),  # read as bits
     ("RadiusAdamW", {"dense_steps": 1, "interval": 2, "density": 0.01, "max_grad_norm": 0.5}),  # as positions
     ("ScapeAdamS", {"dense_steps": 1, "density_steps": 0, "density": 0.1}),
-    ("ScapeAdamS", {"dense_steps": 1, "density_steps": 0, "density": 0.01, "mask_delay": 0}),
+    ("ScapeAdamS", {"dense_steps": 1, "density_steps": 0, "density": 0.01}),
     ("TagcAdamW", {"dense_steps": 1, "density": 0.1}),
     ("AdamS", {}),
     ("Average", {"payload_dtype": "int8"}),

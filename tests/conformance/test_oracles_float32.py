@@ -115,7 +115,7 @@ RUNS: dict[str, tuple[type, Callable, dict[str, Any]]] = {
     "SCAPE, few": (
         compopt.ScapeAdamS,
         scape,
-        dict(density=0.01, density_steps=0, mask_delay=0),
+        dict(density=0.01, density_steps=0),
     ),
     "TAGC": (compopt.TagcAdamW, tagc, dict(density=0.1, dense_steps=1)),
     "TAGC, few": (compopt.TagcAdamW, tagc, dict(density=0.01, codec="sketch", sketch_ratio=10)),

@@ -97,7 +97,7 @@ class Run:
         cuts = [8 * (total * rank // ranks // 8 * 8) for rank in range(ranks)] + [8 * total]
         for i in sorted(came, reverse=True):
             n = came[i][0].numel()
-            mask = self.bits("next_mask" if self.group.get("mask_delay", 1) else "mask", i)
+            mask = self.bits("next_mask", i)
             assert int(mask.sum()) == round(self.group["density"] * n)
             for rank in range(ranks):
                 part = slice(max(0, min(n, cuts[rank] - at)), max(0, min(n, cuts[rank + 1] - at)))
@@ -111,8 +111,6 @@ OPTIONS = {
     "bits": dict(density=0.3),
     "codes": dict(density=0.02),
     "maximize": dict(maximize=True),
-    "no delay": dict(mask_delay=0),
-    "no delay, maximize": dict(mask_delay=0, maximize=True),
     "int8": dict(payload_dtype=torch.int8, density=0.2),
 }
 
@@ -124,8 +122,7 @@ def test_nothing_is_lost_and_masks_are_the_owners(dtype, name):
     for _ in range(4):
         run.step()
     assert run.optimizers[0].stats.phase == "sparse"
-    absent = () if OPTIONS[name].get("mask_delay") == 0 else (2, 2, None, None)  # without delay it gets no mask
-    for i in absent:
+    for i in (2, 2, None, None):
         run.step(i)
     for p, q in zip(*run.params, strict=True):
         assert torch.equal(p, q)

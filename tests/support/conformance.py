@@ -41,7 +41,6 @@ def projected(name: str, projection: str, **options) -> Case:
 
 # forms that send otherwise than the lines of the table, for the tests that look at what is sent
 OTHERS = [
-    other("ScapeAdamS", "no delay", mask_delay=0),
     other("TagcAdamW", "sketch", codec="sketch", sketch_ratio=4),
     projected("SeparateAdam", "tracked"),
     projected("Separate", "tracked"),
