@@ -89,6 +89,22 @@ int64_t quantize(const Piece *pieces, int64_t first, int64_t last, const Roundin
     return -1;
 }
 
+// Rounds values in place, as one rank would receive them.
+int64_t round_values(const Piece *pieces, int64_t first, int64_t last, const Rounding *how) {
+    const float most = most_of(how);
+    for (const Piece *p = pieces + first; p < pieces + last; p++)
+        for (int64_t a = 0, r = 0; a < p->n; a += ROW, r++) {
+            const int n = (int)smaller(ROW, p->n - a);
+            float x[ROW], scale;
+            int8_t codes[ROW];
+            float *const values = p->values + a, *const errors = p->rounding_errors + a;
+            memcpy(x, values, n * sizeof(float));
+            round_row(x, n, numbers_of(how, p->row + r), most, &scale, codes, errors);
+            for (int i = 0; i < n; i++) values[i] = x[i] - errors[i];
+        }
+    return -1;
+}
+
 // Averages all ranks' codes of a chunk and rounds the mean; adds ranks times the rounding error to `rounding_errors`.
 int64_t mean_of_codes(const Piece *pieces, int64_t first, int64_t last, const Rounding *how, const Received *from) {
     const float most = most_of(how), ranks = (float)from->ranks;

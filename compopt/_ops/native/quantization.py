@@ -90,6 +90,17 @@ class NativeMean(QuantizedMean):
         super().__init__(payload, rank, ranks)
         self.library = library
 
+    def round_payload(self) -> None:
+        chunk = self.layout.chunks[0]
+        body, errors = self.payload.body, self.rounding_errors
+        values, to = address("values", body, len(body)), address("errors", errors, len(body))
+        rounding = rounding_table((*self.seed, self.rank, 1), self.bits)
+        round_values = self.library.round_values
+        run_over_chunks(
+            [ChunkMemory(chunk, values, 0, 0, to)],
+            lambda table, a, b: round_values(table, a, b, rounding),
+        )
+
     def average_own_chunk(self, received: Tensor) -> Tensor:
         received, chunk = received.contiguous(), self.layout.chunks[self.rank]
         self._average_fields(self.to_owners.split(received)[0])
