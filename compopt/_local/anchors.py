@@ -27,12 +27,12 @@ from .._engine.resharding import copy_from_rank_ahead, write_tensors
 from .._engine.session import Session
 from .._engine.signals import defer_signals
 from .._ops.backends import choose_backend
-from .._ops.norms import scale_, total_norm
+from .._ops.norms import scale_
 from .._ops.operations import Ops
 from .._state.buckets import Bucket, bucket_bytes
 from .._state.layouts import LocalShape
 from .._state.residuals import Residuals, residual_layout
-from .._state.tensors import HOST, distribute_like, pin, to_local
+from .._state.tensors import HOST, distribute_like, pin, to_local, upload
 from .._wire.collectives import Communicator, get_replicate_size
 from .._wire.payload import ControlFields, Payload, Scratch
 
@@ -581,24 +581,12 @@ def check_outer_rates(outer: Optimizer) -> None:
         check_base_group(group, "outer optimizer")
 
 
-def squared_norm_of_part(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    shards: list[Communicator],
-    device: torch.device,
-) -> Tensor:
-    """Return this rank's part of the squared norm of the gradients of ``params``.
-
-    The sum over ``shards`` is that of the whole model: a part that several ranks hold counts once.
+def sum_squares(norms: Sequence[Tensor], copies: Sequence[int]) -> Tensor:
+    """Return the sum of squares, each divided by the number of ``copies`` that shards hold of the
+    part, so that their sum over shards is that of the whole model.
     """
-    by_copies: dict[int, list[Tensor]] = {}
-    for p, t in zip(params, grads, strict=True):
-        by_copies.setdefault(get_replicate_size(p, shards), []).append(t)
-    squared = torch.zeros((), dtype=torch.float64, device=device)
-    for copies, ts in by_copies.items():
-        norm = total_norm(ts).to(device, torch.float64)
-        squared += norm.square() / copies
-    return squared
+    squares = torch.stack([*norms]).double().square_()
+    return squares.div_(upload(copies, torch.float64, squares.device)).sum()
 
 
 def reset_moments(inner: Optimizer, tensors: Iterable[Anchored]) -> None:
