@@ -70,7 +70,7 @@ from ._engine.step import Step
 from ._engine.update import replace_gradients
 from ._local import rounds
 from ._local.anchored import AnchoredWrapper
-from ._local.anchors import MakeOuter, reset_moments, sum_squares, write_params
+from ._local.anchors import GROUP, MakeOuter, reset_moments, sum_squares, write_params
 from ._local.fragment_sync import FragmentSync, RunningSync
 from ._ops.norms import clip_factor, scale_all_, total_norm
 from ._state.buckets import Bucket
@@ -188,7 +188,10 @@ class LocalSteps(AnchoredWrapper):
             max_grad_norm=max_grad_norm,
         )
         self.residual_dtype = read_residual_dtype(residual_dtype)
-        super().__init__(inner, options, process_group, simulate, outer, offload)
+        self._make_outer, self.offload, self._counts = outer, offload, rounds.RoundCounts()
+        super().__init__(inner, options, process_group, simulate)
+        if outer is not None:  # refuse here what cannot be made, not in the first local step
+            self._make_sync(self._options)
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -207,8 +210,10 @@ class LocalSteps(AnchoredWrapper):
 
     @property
     def _compared_groups(self) -> list[ComparedGroups]:
-        sync, compared = self._sync, super()._compared_groups
-        return compared if sync is None else [*compared, sync.anchors.compared_groups]
+        compared, anchors = super()._compared_groups, self._anchors
+        if anchors is None:
+            return compared
+        return [*compared, (GROUP, anchors.outer.param_groups, anchors.outer.defaults)]
 
     def _settings(self) -> list[Setting]:
         settings, anchors = super()._settings(), self._anchors
@@ -388,16 +393,13 @@ class LocalSteps(AnchoredWrapper):
             if math.isfinite(norm):
                 scale_all_(grads, clip_factor(norm, options["max_grad_norm"]))
                 # a frozen parameter may have a gradient left
-                is_whole = len(stepped) == len(params)
-                frozen = {} if is_whole else {p: None for p in params if not p.requires_grad}
+                may_be_frozen = params if len(stepped) < len(params) else []
+                frozen = {p: None for p in may_be_frozen if not p.requires_grad}
                 with replace_gradients(frozen) if frozen else nullcontext():
                     self.base.step()
                 for bucket in session.buckets:
                     bucket.count_steps(
-                        [
-                            is_whole or (p.requires_grad and p.grad is not None)
-                            for p in bucket.params
-                        ]
+                        [p.requires_grad and p.grad is not None for p in bucket.params]
                     )
                 if grads and self._sync is not None:
                     self._counts.weight += 1 if self._samples is None else self._samples
@@ -454,7 +456,7 @@ class LocalSteps(AnchoredWrapper):
         """Exchange what has moved since the last sync of its fragment."""
         counts, last, self._is_exchanged = self._counts, self._session.stats, False
         self._session.refresh_ranks(self)
-        sync.connect(is_delayed=self._options["delay"] > 0)
+        sync.connect()
         step = self._options["step"]
         in_round = step - counts.begun
         if sync.running is not None:
@@ -465,7 +467,7 @@ class LocalSteps(AnchoredWrapper):
             while not is_last:
                 counts.read_clock()
                 sync.anchors.note_training(self._params)
-                sync.due |= sync.anchors.fragments
+                sync.due = frozenset(sync.anchors.groups)
                 yield from sync.prepare_sync(counts, step - counts.begun, is_last=True)
                 is_last = (yield from self._perform_and_report(sync)).mean.is_last == 1
         elif in_round > 0:
@@ -525,8 +527,8 @@ class LocalSteps(AnchoredWrapper):
     def gradients_ready(self, params: Iterable[Tensor]) -> None:
         if self.averages_gradients:
             super().gradients_ready(params)
-        elif self._sync is not None:
-            self._sync.poll()
+        elif self._sync is not None and self._sync.running is not None:
+            self._sync.running.poll()
 
     # Anchors
 

@@ -154,9 +154,9 @@ class FragmentSync:
     """Anchors, and the sync of their fragments, one at a time.
 
     ``LocalSteps`` adds fragments to those that are ``due``. ``prepare_sync`` begins their exchange,
-    ``poll`` advances it in backward where there is a delay, and ``perform_sync`` ends it: it is
-    applied on all ranks, or on none. If it fails, or ``cancel`` gives it up (in a rebind), its
-    fragments are due again.
+    which backward polls where there is a delay, and ``perform_sync`` ends it: it is applied on all
+    ranks, or on none. If it fails, or ``cancel`` gives it up (in a rebind), its fragments are due
+    again.
 
     ``optimizer``: that of the inner steps, and ``session`` its.
     """
@@ -172,7 +172,7 @@ class FragmentSync:
         self.comm: Communicator
         self.shards: list[Communicator]
 
-    def connect(self, is_delayed: bool) -> None:
+    def connect(self) -> None:
         """Exchange anchors over the ranks of the session. Delayed syncs run beside training, so
         they get process groups of their own.
         """
@@ -183,7 +183,7 @@ class FragmentSync:
         self._connection, self.shards = None, []
         vars(self).pop("comm", None)
         comm, shards = session.comm, session.shard_communicators
-        if is_delayed:
+        if self.anchors.is_delayed:
             comm, shards = comm.with_own_group(), [one.with_own_group() for one in shards]
         self.comm, self.shards, self._connection = comm, shards, session.comm
         self.are_equal = False
@@ -210,8 +210,8 @@ class FragmentSync:
         weight = counts.weight if session.option_groups[0]["weighted"] else 1.0
         contribution = SyncContribution(weight, steps, counts.seconds, is_last)
         self.start(fragments, apply_at, squared, contribution, is_as_before)
-        if apply_at:
-            self.poll()
+        if apply_at and self.running is not None:
+            self.running.poll()
 
     def _squared_norm(
         self, buckets: Sequence[AnchorBucket], norms: list[Tensor]
@@ -244,11 +244,6 @@ class FragmentSync:
         self.running = running = RunningSync(fragments, buckets, apply_at, squared, contribution)
         running.collectives = self._communicate(running, apply_at > 0 and is_as_before)
 
-    def poll(self) -> None:
-        """Advance what is in flight as far as possible without waiting."""
-        if self.running is not None:
-            self.running.poll()
-
     @torch.no_grad()
     def perform_sync(self, counts: RoundCounts) -> CollectiveGenerator[RunningSync]:
         """Wait for the sync in flight, and apply it, unless the average is not finite; return it.
@@ -278,16 +273,13 @@ class FragmentSync:
             return None
         options, is_lost = session.option_groups[0], running.is_lost
         is_late = running.apply_at > 0 and not is_lost
-        since = [bucket.moved_since() for bucket in buckets] if is_late else []
+        moved = [x for b in buckets for x in b.view_sent(b.moved_since())] if is_late else []
         session.damage = f"the exchange before step {session.steps + 1} was interrupted"
         progress = outer_progress(options, mean.steps, mean.seconds)
         self.anchors.step_outer(buckets, progress)  # line 4
         members = [t for bucket in buckets for t in bucket.tensors]
         received = members if is_lost else [t for t in members if t.is_sent]
-        for bucket, moved in zip(buckets, since, strict=False):
-            bucket.write_params(moved)  # line 5
-        if not is_late:
-            write_params(received)
+        write_params(received, moved)  # line 5
         session.damage, session.consolidated_at = "", None
         self.anchors.end_sync(buckets)
         counts.weight = 0.0
