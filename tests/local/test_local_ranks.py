@@ -196,7 +196,7 @@ def loads_while_an_exchange_is_on_its_way(rank: int) -> torch.Tensor:
     torch.distributed.barrier()
     if rank == 1:  # comes further than rank 0: to the second half of the payload
         running = optimizer._sync.running
-        while running.waiting.has_next or "AllGather" in running.waiting.description:
+        while running.waiting and (running.waiting.has_next or "AllGather" in running.waiting.description):
             optimizer.gradients_ready([p])
             time.sleep(0.01)
     torch.distributed.barrier()
