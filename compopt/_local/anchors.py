@@ -145,8 +145,8 @@ class AnchorBucket(Bucket):
         scale_(values, weight)
         residuals, indices = Residuals(self), self.sent_indices
         if residuals.is_exact and len(indices) == len(self.tensors):
-            residuals.add_all_to(values)
-        elif indices and (self.is_rounded or self.has_residual):
+            return self.payload.round(residuals.flat)
+        if indices and (self.is_rounded or self.has_residual):
             residuals.add_to(list(zip(indices, self.view_sent(values), strict=True)))
         return self.payload.round()
 
