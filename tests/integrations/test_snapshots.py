@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from conformance import Small
 from ranks import run_ranks
+from slow_rows import slow_but
 from table import by_name
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -138,6 +139,7 @@ def resumes(
 
 
 KINDS = [("rounds", OPTIONS[0]), ("rounds", OPTIONS[1]), ("Radius", {})]
+WHOLE = ("rounds", OPTIONS[2])
 
 
 @pytest.fixture(scope="module")
@@ -170,8 +172,11 @@ def is_own(name: str) -> bool:
     return any(part in name for part in ("residual", ".base.exp_avg")) and "outer.optimizer.base" not in name
 
 
-@pytest.mark.parametrize(("kind", "options"), [*KINDS[::2], ("rounds", OPTIONS[2])])
-@pytest.mark.parametrize(("ranks", "is_shared"), [(3, False), (3, True), (1, True)])
+ON_OTHERS = [(*kind, *ranks) for kind in (*KINDS[::2], WHOLE) for ranks in ((3, False), (3, True), (1, True))]
+MAIN = [(*KINDS[0], 3, False), (*KINDS[2], 1, True), (*WHOLE, 3, True)]
+
+
+@pytest.mark.parametrize(("kind", "options", "ranks", "is_shared"), slow_but(lambda *row: row in MAIN, ON_OTHERS))
 def test_other_ranks_go_on_from_the_mean(kind, options, ranks, is_shared, begin, tmp_path):
     """Common state is the same on all ranks, and state of single ranks becomes its mean."""
     before = begin(tmp_path, kind, options, is_shared)
@@ -263,7 +268,7 @@ def begins_elsewhere(rank: int, folder: str, kind: str) -> None:
     run.snapshots.close()
 
 
-@pytest.mark.parametrize("kind", ["rounds", "Radius"])
+@pytest.mark.parametrize("kind", ["rounds", pytest.param("Radius", marks=pytest.mark.slow)])
 def test_snapshots_of_runs_that_parted_are_not_mixed(kind, begin, tmp_path):
     """Node 0 was killed while it wrote the newest one, and node 1, which has its part of it, comes back later."""
     begin(tmp_path, kind, {})
