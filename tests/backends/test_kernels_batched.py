@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from sim import World
+from slow_rows import slow_but
 
 import compopt
 from compopt._state import buckets
@@ -31,6 +32,8 @@ OPTIONS = {
         "ef_beta": 0.3,
     },
 }
+
+SLOW = ["ScapeAdamS, rounded", "ScapeAdamS, no delay", "SeparateAdam", "SeparateAdam, rounded"]
 
 
 def train(case: str, backend: str, ranks: int = 1, steps: int = 5) -> list[torch.Tensor]:
@@ -73,7 +76,7 @@ def interpreted() -> None:
         pytest.skip("kernels run on the GPU then")
 
 
-@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("case", slow_but(lambda case: case not in SLOW, OPTIONS))
 def test_buckets_and_groups_step_as_one_after_the_other(interpreted, case):
     ours, theirs = (trained(case, backend) for backend in ("triton", "torch"))
     for a, b in zip(ours, theirs, strict=True):
@@ -89,7 +92,7 @@ def test_where_there_is_little_room_a_few_buckets_select_at_a_time(monkeypatch, 
     assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
 
 
-@pytest.mark.parametrize("case", ["ScapeAdamS", "ScapeAdamS, bits"])
+@pytest.mark.parametrize("case", [pytest.param("ScapeAdamS", marks=pytest.mark.slow), "ScapeAdamS, bits"])
 def test_what_other_ranks_select_is_read_for_all_buckets_together(interpreted, case):
     ours, theirs = (train(case, backend, ranks=2, steps=4) for backend in ("triton", "torch"))
     for a, b in zip(ours, theirs, strict=True):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from sim import Ranks
+from slow_rows import slow_but
 from table import CASES, DERIVED, FORMS, INT8, Case, by_name, in_int8, projecting
 from torch import nn
 
@@ -18,6 +19,12 @@ every_form = pytest.mark.parametrize("case", CASES + FORMS + INT8 + DERIVED, ids
 # those whose every step averages gradients, and leaves replicas equal; test_local_steps.py: rounds
 AVERAGING = [case for case in CASES + FORMS if not case.averaging]
 every_average = pytest.mark.parametrize("case", AVERAGING, ids=lambda case: case.name)
+
+
+def some_average(*fast: str):
+    """Return ``every_average`` for a long test: the classes that are not named run in `make slow`."""
+    rows = slow_but(lambda case: case.name in fast, AVERAGING)
+    return pytest.mark.parametrize("case", rows, ids=lambda case: case.name)
 
 
 def every_form_at(*at: int):

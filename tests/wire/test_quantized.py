@@ -205,8 +205,7 @@ HOLDS = {
 
 
 @pytest.mark.parametrize("holds", HOLDS)
-@pytest.mark.parametrize("name", ["RadiusAdamW", "SeparateAdam"])
-@pytest.mark.parametrize("bits", ["int8", "int4"])
+@pytest.mark.parametrize(("bits", "name"), [("int8", "RadiusAdamW"), ("int4", "SeparateAdam")])
 def test_conformance_holds(bits, name, holds):
     """Of one class that keeps what is rounded off by masks and one that projects; Average's line has int8 anyway."""
     HOLDS[holds](next(case for case in CASES_OF[bits] if case.name == name))
