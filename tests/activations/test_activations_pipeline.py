@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from codecs_table import COMPRESSORS, HIDDEN
 from ranks import run_ranks
+from slow_rows import selected, slow_but
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
@@ -46,22 +47,25 @@ def run_pipeline(name, rank, pair):
             "parameters": parameters, "x": x, "target": target, "losses": [v.item() for v in losses]}  # fmt: skip
 
 
-def worker(rank, folder):
+def worker(rank, folder, names):
     pair, results = dist.new_group([0, 1]), {}
-    for name in COMPRESSORS:
+    for name in names:
         torch.manual_seed(5)
         results[name] = run_pipeline(name, rank, pair)
     torch.save(results, f"{folder}/{rank}.pt")
 
 
+MAIN = ["Identity", "AutoEncoder", "TopK"]  # the others with `make slow`
+
+
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
+def two_ranks(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(worker, 2, str(folder))
+    run_ranks(worker, 2, str(folder), selected(request, "name"))
     return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(2)]
 
 
-@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("name", slow_but(lambda name: name in MAIN, COMPRESSORS))
 def test_stage_boundary_sends_the_payload_only(two_ranks, name):
     sender, receiver = (results[name] for results in two_ranks)
     for sent, received in zip(sender["payload"], receiver["payload"], strict=True):

@@ -96,6 +96,7 @@ def check(folder: Path, optimizer: str, ranks: int) -> None:
         assert 0 < sizes["compressed"] - parameters < 0.5 * dense
 
 
+@pytest.mark.slow
 def test_train_gpt_on_one_process(tmp_path):
     """There is nobody to send less to: every step is dense."""
     finish(start([sys.executable], tmp_path, "radius"))

@@ -115,7 +115,7 @@ def conserve(make, steps: int = 120) -> tuple[torch.Tensor, float]:
     return torch.cat(missing), square**0.5
 
 
-@pytest.mark.parametrize("backend", ["torch", "native"], indirect=True)
+@pytest.mark.parametrize("backend", [pytest.param("torch", marks=pytest.mark.slow), "native"], indirect=True)
 @pytest.mark.parametrize(
     "make",
     [

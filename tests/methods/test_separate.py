@@ -142,7 +142,7 @@ def errors_over(steps: int, **options) -> list[float]:
     return norms
 
 
-@pytest.mark.parametrize("ratio", [8, 64])
+@pytest.mark.parametrize("ratio", [8, pytest.param(64, marks=pytest.mark.slow)])
 def test_the_error_stays_bounded_with_auto_and_diverges_in_the_printed_direction(ratio):
     steps = max(500, 16 * ratio)  # an error is forgotten over about as many steps as the ratio
     norms = errors_over(steps, ratio=ratio)

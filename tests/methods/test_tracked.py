@@ -129,7 +129,7 @@ CASES = [
     "holds",
     [
         lambda case: steps.test_replicas_are_equal_to_the_bit_after_every_step(case, 3),
-        lambda case: faults.test_a_bad_gradient_on_one_rank_makes_all_skip_and_changes_nothing(case, 4, float("nan")),
+        lambda case: faults.test_a_bad_gradient_on_one_rank_makes_all_skip_and_changes_nothing(case, (float("nan"), 4)),
         lambda case: faults.test_a_collective_that_fails_changes_nothing(case, 5),
         lambda case: steps.test_no_gradient_on_one_rank_counts_as_zeros(case),
         lambda case: saving.test_resumed_on_the_same_ranks_it_continues_to_the_bit(case, 7),
