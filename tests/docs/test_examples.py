@@ -116,7 +116,7 @@ def one_after_the_other(rank: int, folder: str, ranks: int, optimizers: list[str
         example("train_gpt", *options(Path(folder), optimizer))
 
 
-@pytest.mark.parametrize(("ranks", "optimizers"), [(1, ["adamw"]), (2, [name for name in PHASES if name != "radius"])])
+@pytest.mark.parametrize(("ranks", "optimizers"), [(1, ["radius"]), (2, [name for name in PHASES if name != "radius"])])
 def test_train_gpt_in_processes_that_are_there(ranks, optimizers, tmp_path):
     """The tests before have seen what it takes to start them."""
     write_text(tmp_path)
