@@ -40,7 +40,7 @@ METHODS = [
     *(f"{name}, {payload}" for name, case in CASES_INSIDE.items() for payload in payloads(case)),
     *("tracked, int8", "tracked, residual in int8", "Average, bfloat16"),
 ]
-MAIN = ["tracked, residual in int8", "Average, int8", "TagcAdamW, bfloat16"]
+MAIN = ["tracked, residual in int8", "TagcAdamW, bfloat16"]
 assert set(MAIN) <= set(METHODS)
 
 

@@ -13,7 +13,7 @@ from conformance import through_a_file
 from local_runs import adamw, are_equal, copies, end_round, single, train
 from problems import gradients, replicas, step, weights
 from sim import World
-from slow_rows import slow_but
+from slow_rows import in_turn, slow_but
 
 import compopt
 
@@ -413,8 +413,7 @@ def test_before_its_first_step_a_state_dict_has_no_rounds_to_load():
     assert all(map(torch.equal, params[0], others[0])) and optimizers[0].stats.round == 1
 
 
-@pytest.mark.parametrize("options", [{}, {"fragments": 2, "delay": 2}, {"delay": 3}])
-@pytest.mark.parametrize("at", [2, 4, 5])
+@pytest.mark.parametrize(("options", "at"), in_turn([{}, {"fragments": 2, "delay": 2}, {"delay": 3}], (2, 4, 5)))
 def test_consolidated_within_a_round_nothing_that_ranks_moved_is_lost(options, at):
     """The mean over ranks of parameters, less residuals, is what it was; an exchange on its way is applied."""
     params, optimizers = train(3, at, payload_dtype="int8", outer_lr=1, outer_momentum=0, **options)
