@@ -38,7 +38,7 @@ demo:  ## the same small GPT with DDP + AdamW and with each of compopt's optimiz
 
 # Three: there is one to work while another waits for ranks. Bytecode is kept also where the environment says otherwise:
 # tests start some hundred processes.
-TEST := env PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q -n 4 --dist worksteal
+TEST := env PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q -n 3 --dist worksteal
 
 test: .venv/ready  ## all tests but the slow ones, in about eight minutes on two cores; what each costs: runs/processor_times.txt
 	COMPOPT_PROCESSOR_TIMES=runs/processor_times.txt $(TEST) -m "not slow"
