@@ -13,8 +13,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import launches
-from _counting_device import DEVICE, Counts, counting_device
 from _fake_ranks import fake_ranks
+from launches import DEVICE, Counts, counting_device
 
 import compopt
 import compopt._state.buckets as dealing
