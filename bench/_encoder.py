@@ -39,7 +39,10 @@ MICRO_BATCHES = 4
 
 
 def compressors(tokens: int, hidden: int) -> dict[str, Make]:
-    """The paper's Table 1 for activations of (tokens, hidden): 1 sends 1/20 of the bytes, 2 a tenth, Q 2 and 4 bits."""
+    """The paper's Table 1 for activations of (tokens, hidden), and more bits.
+
+    1 sends 1/20 of the bytes, 2 a tenth, Q 2 and 4 bits.
+    """
 
     def rank(ratio: int) -> int:
         return max(1, round(tokens * hidden / ratio / (tokens + hidden)))
@@ -56,6 +59,9 @@ def compressors(tokens: int, hidden: int) -> dict[str, Make]:
         "Q2": lambda: Quantize(4),
         "P1": lambda: PowerSGD(rank(20), hidden),
         "P2": lambda: PowerSGD(rank(10), hidden),
+        "8 bits": lambda: Quantize(8),
+        "4 bits back too": lambda: Quantize(4, gradient_bits=4),
+        "8 bits back too": lambda: Quantize(8, gradient_bits=8),
     }
 
 
