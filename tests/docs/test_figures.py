@@ -201,7 +201,7 @@ def test_memory_and_launches():
 
 
 def test_steps_and_kernels_on_one_gpu():
-    rows = table(RESULTS, "124 M: ms", "host, ms")
+    rows = table(RESULTS, "124 M: ms", "355 M: ms")
     for size in ("124M", "355M"):
         kept, second = read(f"gpu-steps-{size}.csv"), False
         for row, line in zip(rows, kept, strict=True):
