@@ -4,7 +4,7 @@ With "auto" the last steps of the dense start are timed, from the end of one ``s
 of the next, and so are the first compressed ones. The next step's handshake compares the medians of
 all ranks, before that step writes anything. Unless compressed steps are clearly faster, the dense
 start has no end. Only groups with "auto" are tried. The result is kept in them (``pays``); the
-user's ``warmup_steps`` do not change.
+user's ``dense_steps`` do not change.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ WORTHWHILE_RATIO = 0.95
 FOREVER = 2**62  # steps
 UNTIMED_PHASES = {"resample"}  # phases that are not timed: dense, and rare
 
-# The default warm-up, as a share of total_steps. Radius's paper takes 15 to 20 %.
-DEFAULT_WARMUP_SHARE = 0.15
+# The default of a dense start, as a share of total_steps. Radius's paper takes 15 to 20 %.
+DEFAULT_SHARE = 0.15
 
 TRIAL_OPTIONS = {
     "pays": None,  # the result of a trial: whether compressed steps are clearly faster
@@ -35,7 +35,7 @@ TRIAL_OPTIONS = {
 }
 
 
-def dense_steps(bucket: Bucket) -> int:
+def dense_start_of(bucket: Bucket) -> int:
     """Return the number of steps before compression starts; endless in a single process."""
     return FOREVER if bucket.is_single_process else count_dense_steps(bucket.group)
 
@@ -44,17 +44,17 @@ def count_dense_steps(group: dict[str, Any]) -> int:
     """Return the number of steps before compression starts: the user's, more if a trial needs them,
     endless if compression does not pay.
     """
-    warmup = resolve_steps(group, "warmup_steps")
+    steps = resolve_steps(group, "dense_steps")
     if group["when"] != "auto":
-        return warmup
-    return FOREVER if group["pays"] is False else max(warmup, group["dense_until"])
+        return steps
+    return FOREVER if group["pays"] is False else max(steps, group["dense_until"])
 
 
 def ramp_of(group: dict[str, Any]) -> int:
     """Return the number of steps after the dense start over which density falls; 0 for classes
     without that option.
     """
-    return resolve_steps(group, "density_warmup_steps") if "density_warmup_steps" in group else 0
+    return resolve_steps(group, "density_steps") if "density_steps" in group else 0
 
 
 def resolve_steps(group: dict[str, Any], name: str) -> int:
@@ -64,11 +64,11 @@ def resolve_steps(group: dict[str, Any], name: str) -> int:
     return round(given * group["total_steps"]) if is_share else int(given)
 
 
-def choose_warmup(given: int | float | None, total_steps: int | None, steps: int) -> int | float:
-    """Return the given warm-up, else a share of a run of known length, else ``steps``."""
+def choose_steps(given: int | float | None, total_steps: int | None, steps: int) -> int | float:
+    """Return the given steps, else a share of a run of known length, else ``steps``."""
     if given is not None:
         return given
-    return steps if total_steps is None else DEFAULT_WARMUP_SHARE
+    return steps if total_steps is None else DEFAULT_SHARE
 
 
 def begin_trial(groups: list[dict[str, Any]], buckets: list[Bucket]) -> Trial | None:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from numbers import Integral, Real
 from operator import is_, itemgetter
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
@@ -122,35 +122,31 @@ def check_base_group(group: Group, optimizer: str = "base optimizer") -> None:
                 require(False, name, value, f"finite in the groups of the {optimizer}")
 
 
-def check_torch_options(
-    amsgrad: bool,
-    foreach: bool | None,
-    capturable: bool,
-    differentiable: bool,
-    fused: bool | None,
-) -> None:
+class TorchOptions(TypedDict, total=False):
+    """Options of torch.optim.AdamW that say how it computes."""
+
+    foreach: bool | None
+    fused: bool | None
+    capturable: bool
+    differentiable: bool
+
+
+def check_torch_options(cls: type, amsgrad: bool, options: TorchOptions) -> None:
     """Check torch's options of how to compute, for a class with AdamW's signature.
 
-    Raises ValueError for an unsupported one; warns, on rank 0, about one that changes nothing.
+    Raises ValueError for an unsupported one, TypeError for one that torch does not have; warns, on
+    rank 0, about one that changes nothing.
     """
-    refuse_unsupported(dict(amsgrad=amsgrad, differentiable=differentiable))
-    ignored = dict(foreach=foreach, fused=fused, capturable=capturable)
-    names = [f"{name}=True" for name, value in ignored.items() if value]
+    unknown = sorted(options.keys() - TorchOptions.__annotations__.keys())
+    if unknown:
+        raise TypeError(f"{cls.__name__} got unexpected keyword arguments: {', '.join(unknown)}.")
+    refuse_unsupported({**options, "amsgrad": amsgrad})
+    names = [f"{name}=True" for name, value in options.items() if value]
     if names:
         verb = "changes" if len(names) == 1 else "change"
         warn(
             f"{', '.join(names)} {verb} nothing here: a step runs on compopt's own kernels, "
             f"optimizer.backend says which. Leave {'it' if len(names) == 1 else 'them'} out.",
-            get_rank(),
-        )
-
-
-def ignore_capturable(capturable: bool) -> None:
-    """Warn, on rank 0, that ``capturable=True`` changes nothing in a class around an optimizer."""
-    if capturable:
-        warn(
-            "capturable=True changes nothing here: the host waits for the device once a step. "
-            "Leave it out.",
             get_rank(),
         )
 
@@ -185,7 +181,7 @@ def check_compression(group: dict[str, Any]) -> None:
     require_option(when in ("always", "auto"), group, "when", "'always' or 'auto'")
     for name, value in TRIAL_OPTIONS.items():
         group.setdefault(name, value)
-    check_steps(group, "warmup_steps")
+    check_steps(group, "dense_steps")
     check_payload_and_clip(group)
     check_compress(group)
 
@@ -216,8 +212,9 @@ def check_payload_and_clip(group: dict[str, Any], keeps_all_errors: bool = False
     group["payload_dtype"] = dtype_name(dtype)
     if not keeps_all_errors and codec is not None and codec.bits == 2:
         raise ValueError(
-            f"payload_dtype={dtype!r} is for Average and LocalSteps, which keep the rounding error "
-            "of every tensor; other classes keep only that of compressed ones. Use 'int4'."
+            f"payload_dtype={dtype!r} is for Average, AdamS and LocalSteps, which keep the "
+            "rounding error of every tensor; other classes keep only that of compressed ones. "
+            "Use 'int4'."
         )
 
 

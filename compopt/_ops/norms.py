@@ -118,6 +118,8 @@ def squared_norms_on_cpu(xs: Sequence[Tensor]) -> Tensor:
         squares = torch.stack(torch._foreach_norm(flat, 2, dtype=torch.float64)).square_()
     if len(flat) == len(xs):
         return squares
+    if len(xs) == 1:
+        return squares.sum().view(1)
     numbers = [i for i, of_one in enumerate(parts) for _ in of_one]
     at = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     return squares.new_zeros(len(xs)).index_add_(0, at, squares)
