@@ -1,4 +1,4 @@
-"""The calls of one steady step on an accelerator, counted without one: launches, waits of the host, uploads, bytes.
+"""The calls of one steady step on an accelerator, counted without one: launches, waits of the host, uploads.
 
     python bench/launches.py                    # all rows, 354.8 M parameters in GPT-2 medium's shapes; under a minute
     python bench/launches.py --only "SCAPE .01" --places
@@ -6,22 +6,18 @@
 Tensors are of torch's "meta" device, which has no memory, and kernels are not run, so this shows what is asked, not how
 long it takes: bench/gpu.py times steps. ``launches`` are dispatched operators and Triton kernels; an operator counts
 once, though some (topk, qr) are several kernels. ``waits`` are numbers that the host waits for; what they are is
-made up: the decision is that all ranks apply the step. ``host`` is the processor's time for such a step with launches
-stubbed, and over that of torch's fused AdamW treated alike, in turns: medians of several. Ranks are 8, the others made
-up; TAGC's row is counted at a 256th of the size. Saves results/launches.csv.
+made up: the decision is that all ranks apply the step. Ranks are 8, the others made up; TAGC's row is counted at a
+256th of the size. Saves results/launches.csv.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import json
 import os
-import statistics
 import subprocess
 import sys
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -52,7 +48,6 @@ from compopt._ops.triton import tables as triton_tables
 from compopt._wire.collectives import Communicator
 
 HERE = Path(__file__).parent
-STEPS = 5  # timed
 RANKS = 8
 DEVICE = torch.device("meta")
 Params = list[torch.nn.Parameter]
@@ -255,11 +250,8 @@ def _to_list(x: Tensor) -> Any:
 
 
 @contextlib.contextmanager
-def counting_device(backend: str, addresses: bool = True) -> Iterator[None]:
-    """While it is entered, the meta device is an accelerator with this back end.
-
-    Without ``addresses``, which are found slowly here, every tensor lies at 0.
-    """
+def counting_device(backend: str) -> Iterator[None]:
+    """While it is entered, the meta device is an accelerator with this back end."""
     with contextlib.ExitStack() as stack:
         for target, name, new in [
             (torch, "get_device_module", lambda device=None: Module),
@@ -268,7 +260,7 @@ def counting_device(backend: str, addresses: bool = True) -> Iterator[None]:
             (Tensor, "tolist", _to_list),
             (Tensor, "__float__", _number),
             (Tensor, "cpu", _cpu),
-            (Tensor, "data_ptr", _data_ptr if addresses else data_ptr),
+            (Tensor, "data_ptr", _data_ptr),
             (torchs, "_get_fused_kernels_supported_devices", lambda: [DEVICE.type]),
             (foreach, "_get_foreach_kernels_supported_devices", lambda: [DEVICE.type]),
             (torchs, "_get_foreach_kernels_supported_devices", lambda: [DEVICE.type]),
@@ -357,29 +349,6 @@ def row_of(name: str, buckets: int, launches: int, waits: int, uploads: int, col
     return {"row": name, **counted, "collectives": collectives}
 
 
-def host(name: str, params: Params) -> tuple[float, float]:
-    """Milliseconds of a step of this row, launches stubbed, and what it is over that of torch's AdamW: medians.
-
-    Steps of both in turns, for the machine's neighbours are seen in both.
-    """
-    backend, make, before = ROWS[name]
-    times: list[list[float]] = [[], []]
-    with fake_ranks(RANKS), counting_device(backend, addresses=False):
-        with Counts():
-            optimizers = make(params), adamw(params)
-            for _ in range(before):
-                for optimizer in optimizers:
-                    optimizer.step()
-        gc.collect()
-        for _ in range(STEPS):
-            for optimizer, local in zip(optimizers, times, strict=True):
-                start = time.thread_time()
-                optimizer.step()
-                local.append(time.thread_time() - start)
-    ratio = statistics.median(a / b for a, b in zip(*times, strict=True))
-    return round(1e3 * statistics.median(times[0]), 1), round(ratio, 2)
-
-
 def tagc(width: int, layers: int, words: int) -> dict[str, Any]:
     """TagcAdamW's row: what it asks for follows from values, so they are computed, on a device in Python.
 
@@ -408,7 +377,6 @@ def tagc(width: int, layers: int, words: int) -> dict[str, Any]:
 
 
 COLUMNS = {name: (name, "5d") for name in ("buckets", "launches", "waits", "uploads", "collectives")}
-COLUMNS |= {"host_ms": ("host ms", "7.1f"), "host_to_adamw": ("x AdamW", "7.2f")}
 
 
 def main() -> None:
@@ -424,10 +392,9 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     params, rows = gpt2(), []
-    print(f"{sum(p.numel() for p in params):,} parameters; host: {torch.backends.cpu.get_cpu_capability()}")
+    print(f"{sum(p.numel() for p in params):,} parameters")
     for name in args.only:
         row, counts = count(name, params)
-        row["host_ms"], row["host_to_adamw"] = host(name, params)
         rows.append(row)
         for line, n in counts.at.most_common(12) if args.places else ():
             print(f"{n:>14} {line}")

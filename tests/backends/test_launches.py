@@ -49,7 +49,6 @@ def test_a_steady_step_launches_and_waits_no_more_than_is_said(name):
     row = measured_run()[name]
     assert row["launches"] <= MOST[name][0] and row["waits"] == MOST[name][1], row
     assert row["buckets"] == (name != "MuonAdamW")
-    assert row["host_ms"] > 0 and row["host_to_adamw"] > 0  # its steps run where nothing is counted, too
 
 
 @pytest.mark.parametrize("fault", ["a number is asked for", "a copy is waited for"])

@@ -30,12 +30,6 @@ def counted(name: str) -> dict[str, Any]:
     return row | {"at": dict(counts.at)}
 
 
-def row(name: str) -> dict[str, Any]:
-    """As the script makes it: counted, and with the host's time."""
-    ms, ratio = launches.host(name, launches.gpt2(**SMALL))
-    return counted(name) | {"host_ms": ms, "host_to_adamw": ratio}
-
-
 def after(look: Callable[[Any], object]) -> dict[str, Any]:
     """AdamS, where something of each message is looked at when it is made."""
 
@@ -65,7 +59,7 @@ def checked_steps(every: int) -> list[tuple[int, int]]:
 
 
 if __name__ == "__main__":
-    results = {name: row(name) for name in launches.ROWS}
+    results = {name: counted(name) for name in launches.ROWS}
     results["a number is asked for"] = after(lambda payload: float(payload.body.sum()))
     results["a copy is waited for"] = after(lambda payload: payload.header.cpu())
     results["checked"] = {every: checked_steps(every) for every in (0, 100)}
