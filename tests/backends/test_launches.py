@@ -48,8 +48,7 @@ def measured_run() -> dict[str, dict]:
 def test_a_steady_step_launches_and_waits_no_more_than_is_said(name, measured_run):
     row = measured_run[name]
     assert row["launches"] <= MOST[name][0] and row["waits"] == MOST[name][1], row
-    assert row["bytes"] > 20 and row["buckets"] == (name != "MuonAdamW")
-    assert row["host_ms"] > 0 and row["host_to_adamw"] > 0  # its steps run where nothing is counted, too
+    assert row["buckets"] == (name != "MuonAdamW")
 
 
 @pytest.mark.parametrize("fault", ["a number is asked for", "a copy is waited for"])
@@ -66,11 +65,11 @@ def test_the_replica_check_launches_twice_every_fourth_step_and_waits_for_nothin
 
 def test_every_row_is_said(measured_run):
     faults = {"a number is asked for", "a copy is waited for"}
-    assert measured_run.keys() == MOST.keys() | faults | {"buckets", "bucket by bucket", "checked", "TAGC .9875"}
+    assert measured_run.keys() == MOST.keys() | faults | {"buckets", "bucket by bucket", "checked", "TAGC .0125"}
 
 
 def test_tagc_waits_three_times_and_launches_a_bucket_at_a_time(measured_run):
-    row = measured_run["TAGC .9875"]
+    row = measured_run["TAGC .0125"]
     assert row["buckets"] == 1 and row["waits"] == 3, row
     assert row["launches"] <= 87, row  # 8 of a bucket are a topk for each of as many ranks
 

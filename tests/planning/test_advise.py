@@ -387,6 +387,7 @@ def test_adapters_are_too_narrow_to_project(capsys):
     ("arguments", "sentence"),
     [
         (GIVEN[:2], "The number of ranks is missing: give --ranks, or --probed FILE."),
+        (["--profile", "train.py", *GIVEN], "give --ranks before --profile, whose script gets all that follows"),
         ([*GIVEN[:2], "--ranks", "4"], "The link is missing: give --link, the rate at which one rank sends to other"),
         ([*GIVEN, "--save-every", "0"], "save_every must be positive"),
         ([*GIVEN, "--lora", "16"], "--lora needs --parameters of the adapters, and --frozen of the weights."),
