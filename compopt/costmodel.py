@@ -4,12 +4,11 @@ numbers out.
 - `advise` says which optimizer to use: it predicts a step and a run with every method, and goes by
   the losses that were measured.
 - `advise_layers` says whether to compress activations of tensor- and pipeline-parallel layers.
-- `speedup` is equation 3 of MCBench; `fit_communication` finds constants from measured points.
+- `speedup` is equation 3 of MCBench, with its constants in `LayerCosts`.
 """
 
 from .planning.activation_advice import Layers, LayersAdvice, advise_layers
 from .planning.advice import Advice, advise
-from .planning.measurement import fit_communication
 from .planning.model_parallel import LayerCosts, speedup
 from .planning.workload import Workload
 
@@ -21,6 +20,5 @@ __all__ = [
     "Workload",
     "advise",
     "advise_layers",
-    "fit_communication",
     "speedup",
 ]

@@ -55,7 +55,8 @@ from ._engine.wrapper import Wrapper
 from ._lowrank.options import check_group_sizes, resolve_options
 from ._lowrank.projecting_optimizer import ProjectingOptimizer
 from ._lowrank.reducer import ProjectionReducer
-from ._ops.norms import scale_all_
+from ._lowrank.stacks import feed_back, reconstruct
+from ._ops.norms import clip_factor, scale_all_
 from ._ops.operations import Ops
 from ._state.buckets import Bucket
 from ._state.layouts import Layout, LocalShape
@@ -76,7 +77,7 @@ def separate(
 
     # from here on state changes
     reducer.draw_columns()  # again: R is not kept during the exchange, which would take memory
-    factor = reducer.clip_factor(norm)
+    factor = clip_factor(norm, bucket.group["max_grad_norm"])
     have_gradients = bucket.have_gradients(mean)
     # fused implementations know AdamW only, and averages that are dense or factored
     if isinstance(update, AdamWUpdate) and reducer.has_factors:
@@ -101,9 +102,9 @@ def update_tensors(
     bucket.count_steps(have_gradients)
     for stack in reducer.stacks_with_gradients(have_gradients):
         ghat = update.memory_for_stack(bucket, stack.indices)
-        reducer.reconstruct_stack(stack, factor, ghat)  # line 4
+        reconstruct(ops, stack, factor, ghat)  # line 4
         update.apply(bucket, [*stack.indices], [*ghat.unbind()])
-        reducer.feed_back_stack(stack, factor)  # line 5
+        feed_back(stack, factor)  # line 5
     dense = [i for i in reducer.dense if have_gradients[i]]
     if dense:
         parts = [mean.parts[i] for i in dense]

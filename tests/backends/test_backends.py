@@ -72,7 +72,15 @@ TRITON = {  # each class twice: what it does in all its phases, and the options 
     ],
     "AdamS": [{"steps": 2}],
     "SeparateAdam": [
-        {"ratio": None, "rank": 7, "dense_steps": 1, "lr": 1e-3, "projection": "tracked", "payload_dtype": None}
+        {
+            "rank": 7,
+            "dense_steps": 1,
+            "lr": 1e-3,
+            "projection": "tracked",
+            "payload_dtype": None,
+            "ratio": None,
+            "steps": 3,
+        }
     ],
 }
 

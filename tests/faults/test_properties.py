@@ -155,7 +155,7 @@ class Run:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_replicas_are_equal_runs_repeat_and_gradients_are_conserved(case):
     @settings(
-        max_examples=-(-(EXAMPLES or 48) // len(CASES)), deadline=None, derandomize=not EXAMPLES, database=None,
+        max_examples=-(-(EXAMPLES or 24) // len(CASES)), deadline=None, derandomize=not EXAMPLES, database=None,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(examples(case))

@@ -10,6 +10,7 @@ import torch
 from oracles import AdamSOracle, ScapeOracle
 from oracles import kernels as reference
 from problems import COMPRESSED, gradients, replicas, step, weights
+from slow_rows import in_turn
 from torch import nn
 
 import compopt
@@ -47,8 +48,7 @@ def test_one_process_equals_the_oracle(name):
     run_against(oracle, world, params, optimizers, 50, SHAPES, COMPRESSED)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("name", "ranks"), in_turn(OPTIONS, (2, 4)))
 def test_ranks_that_own_a_tensor_each_equal_the_oracle(ranks, name):
     """Equal tensors, dealt in the order of the bucket: reverse to that of registration."""
     shapes, options = [(64, 64)] * ranks, OPTIONS[name]

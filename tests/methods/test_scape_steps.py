@@ -12,6 +12,7 @@ import pytest
 import torch
 from oracles import kernels as reference
 from problems import gradients, replicas, step, weights
+from slow_rows import in_turn
 from torch import Tensor
 
 import compopt
@@ -22,7 +23,8 @@ SHAPES = {  # of float32 sizes above the blocks that passes work in; all are cut
 }
 COMPRESSED = (0, 2, 3)
 
-each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["native", "torch"])
+DTYPES = [torch.float32, torch.float64]  # by the C passes, and by operators
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["native", "torch"])
 
 
 def close(a: Tensor, b: Tensor) -> None:
@@ -115,8 +117,7 @@ OPTIONS = {
 }
 
 
-@each_dtype
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("name", "dtype"), in_turn(OPTIONS, DTYPES), ids=str)
 def test_nothing_is_lost_and_masks_are_the_owners(dtype, name):
     run = Run(dtype, **OPTIONS[name])
     for _ in range(4):
