@@ -26,9 +26,6 @@ WORTHWHILE_RATIO = 0.95
 FOREVER = 2**62  # steps
 UNTIMED_PHASES = {"resample"}  # phases that are not timed: dense, and rare
 
-# The default of a dense start, as a share of total_steps. Radius's paper takes 15 to 20 %.
-DEFAULT_SHARE = 0.15
-
 TRIAL_OPTIONS = {
     "pays": None,  # the result of a trial: whether compressed steps are clearly faster
     "dense_until": 0,  # the step until which a trial keeps the group dense, to time enough steps
@@ -44,7 +41,7 @@ def count_dense_steps(group: dict[str, Any]) -> int:
     """Return the number of steps before compression starts: the user's, more if a trial needs them,
     endless if compression does not pay.
     """
-    steps = resolve_steps(group, "dense_steps")
+    steps = int(group["dense_steps"])
     if group["when"] != "auto":
         return steps
     return FOREVER if group["pays"] is False else max(steps, group["dense_until"])
@@ -54,21 +51,7 @@ def ramp_of(group: dict[str, Any]) -> int:
     """Return the number of steps after the dense start over which density falls; 0 for classes
     without that option.
     """
-    return resolve_steps(group, "density_steps") if "density_steps" in group else 0
-
-
-def resolve_steps(group: dict[str, Any], name: str) -> int:
-    """Return an option as a number of steps; it may be a share of ``total_steps``."""
-    given: int | float = group[name]
-    is_share = isinstance(given, float) and 0 < given < 1
-    return round(given * group["total_steps"]) if is_share else int(given)
-
-
-def choose_steps(given: int | float | None, total_steps: int | None, steps: int) -> int | float:
-    """Return the given steps, else a share of a run of known length, else ``steps``."""
-    if given is not None:
-        return given
-    return steps if total_steps is None else DEFAULT_SHARE
+    return int(group.get("density_steps", 0))
 
 
 def begin_trial(groups: list[dict[str, Any]], buckets: list[Bucket]) -> Trial | None:

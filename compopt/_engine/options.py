@@ -187,18 +187,8 @@ def check_compression(group: dict[str, Any]) -> None:
 
 
 def check_steps(group: dict[str, Any], name: str) -> None:
-    """Check a number of steps that may be a share of ``total_steps``."""
-    given, total = group[name], group.setdefault("total_steps", None)
-    counts = isinstance(total, Integral) and not isinstance(total, bool) and int(total) >= 1
-    require_option(total is None or counts, group, "total_steps", "None or an integer >= 1")
-    is_share = isinstance(given, float) and 0 < given < 1
-    wanted = "a number of steps >= 0, or a share of total_steps in (0, 1)"
-    require_option(is_count(given, 0) or is_share, group, name, wanted)
-    if is_share and total is None:
-        raise ValueError(
-            f"{name}={given} is a share of total_steps, which is not given: pass total_steps=, the "
-            "number of steps of the run, or a number of steps."
-        )
+    """Check a number of steps at the start."""
+    require_option(is_count(group[name], 0), group, name, "a number of steps >= 0")
 
 
 def check_payload_and_clip(group: dict[str, Any], keeps_all_errors: bool = False) -> None:

@@ -56,7 +56,7 @@ def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [
         compopt.RadiusAdamW(params, lr=3e-4, density=0.4, interval=200, dense_steps=1000),
         compopt.RadiusAdamW(groups, payload_dtype=torch.int8, offload="residual", when="auto"),
-        compopt.ScapeAdamS(params, density=0.05, clip="consistent", mask_delay=0),
+        compopt.ScapeAdamS(params, density=0.05, clip="consistent"),
         compopt.SeparateAdam(named, projection="tracked", rank=16, process_group=group),
         compopt.Separate(torch.optim.SGD(params, lr=0.1), projection="gaussian", ratio=16),
         compopt.TagcAdamW(named, density=0.01, codec="sketch", max_grad_norm=1.0),

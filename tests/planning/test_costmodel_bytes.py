@@ -105,7 +105,7 @@ def round_bytes(ranks: Ranks, steps: int) -> list[int]:
     return sent
 
 
-@pytest.mark.parametrize(("size", "every", "delay"), [(2, 30, 0), (3, 5, 0), (3, 5, 2)])
+@pytest.mark.parametrize(("size", "every", "delay"), [(2, 8, 0), (3, 5, 0), (3, 5, 2)])
 def test_bytes_of_a_round_are_local_steps_own(size, every, delay):
     ranks = local_steps(size, every=every, delay=delay, growth_steps=0)
     first = sum(round_bytes(ranks, every + delay))
@@ -143,7 +143,7 @@ def test_state_of_local_steps_is_the_most_that_is_kept_in_a_round():
     assert min(kept[2:]) == pytest.approx(predicted - 4 * work.parameters, rel=0.01)
 
 
-@pytest.mark.parametrize(("every", "growing", "steps"), [(6, 20, 50), (4, 0, 9), (5, 40, 30), (3, 4, 11)])
+@pytest.mark.parametrize(("every", "growing", "steps"), [(6, 8, 20), (4, 0, 9), (5, 40, 16), (3, 4, 11)])
 def test_rounds_of_a_run_are_those_of_the_class(every, growing, steps):
     ranks = local_steps(2, every=every, growth_steps=growing)
     sent = round_bytes(ranks, steps)

@@ -28,7 +28,7 @@ from compopt.planning.layer_prediction import (
     predict_step,
 )
 
-EXAMPLES = int(os.environ.get("COMPOPT_EXAMPLES", "4"))
+EXAMPLES = int(os.environ.get("COMPOPT_EXAMPLES", "3"))
 
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
