@@ -45,8 +45,8 @@ from .anchors import (
 from .rounds import RoundCounts, make_sketch, outer_progress, sketch_size, sum_of_products
 
 # The number of float64 fields of a message: the number of syncs, the checksums of the settings
-# and of the anchors, the fields of SyncContribution, the squared norm, the sum of the replica check.
-# The sketch follows.
+# and of the anchors, the fields of SyncContribution, the squared norm, the sum of the replica
+# check. The sketch follows.
 FIELDS = 9
 ANCHOR_PARTS = 8  # the replica check compares one of these at each sync
 
