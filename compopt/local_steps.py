@@ -393,14 +393,12 @@ class LocalSteps(AnchoredWrapper):
             if math.isfinite(norm):
                 scale_all_(grads, clip_factor(norm, options["max_grad_norm"]))
                 # a frozen parameter may have a gradient left
-                may_be_frozen = params if len(stepped) < len(params) else []
-                frozen = {p: None for p in may_be_frozen if not p.requires_grad}
+                others = {*params}.difference(stepped) if len(stepped) < len(params) else {}
+                frozen = {p: None for p in others if not p.requires_grad}
                 with replace_gradients(frozen) if frozen else nullcontext():
                     self.base.step()
                 for bucket in session.buckets:
-                    bucket.count_steps(
-                        [p.requires_grad and p.grad is not None for p in bucket.params]
-                    )
+                    bucket.count_steps([p not in others for p in bucket.params])
                 if grads and self._sync is not None:
                     self._counts.weight += 1 if self._samples is None else self._samples
             for group in self._wrapper_groups:
