@@ -40,10 +40,10 @@ import torch
 from torch import Tensor
 
 from ._engine.base_state import average_base, copy_learned_options
-from ._engine.bases import check_mode
-from ._engine.collective_generators import CollectiveGenerator, exchange_one, sum_over_groups
+from ._engine.bases import check_mode, replace_gradients
 from ._engine.combined import OneOrSeveral, combine_optimizers, describe_members
 from ._engine.decision import StepDecision
+from ._engine.exchange import CollectiveGenerator, exchange_one, sum_over_groups
 from ._engine.gradients import (
     check_gradients,
     drop_scale,
@@ -67,12 +67,11 @@ from ._engine.session import Handshake, weak_method
 from ._engine.signals import defer_signals
 from ._engine.stats import Stats, show_line
 from ._engine.step import Step
-from ._engine.update import replace_gradients
 from ._local import rounds
 from ._local.anchored import AnchoredWrapper
 from ._local.anchors import MakeOuter, reset_moments, squared_norm_of_part, write_params
 from ._local.fragment_sync import FragmentSync, SyncResult
-from ._ops.norms import clip_factor, scale_all_, total_norm
+from ._ops.operations import clip_factor, scale_all_, total_norm
 from ._state.buckets import Bucket
 from ._state.layouts import Layout, LocalShape, PaddedVector
 from ._state.residuals import residual_layout

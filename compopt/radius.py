@@ -34,7 +34,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ._engine.dense_start import choose_warmup, dense_steps
 from ._engine.optimizer import CompressedOptimizer
 from ._engine.options import (
     Group,
@@ -42,6 +41,8 @@ from ._engine.options import (
     check_adam,
     check_compression,
     check_torch_options,
+    choose_warmup,
+    dense_steps,
     is_count,
     is_numeric,
     read_residual_dtype,
@@ -49,8 +50,7 @@ from ._engine.options import (
     require_option,
 )
 from ._engine.reducer import AllReduceReducer, step_adamw
-from ._ops.norms import clip_factor, scale_
-from ._ops.operations import Ops
+from ._ops.operations import Ops, clip_factor, scale_
 from ._ops.reference import update_magnitudes
 from ._state.buckets import Bucket
 from ._state.layouts import Bits, Layout, LocalShape

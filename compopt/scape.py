@@ -32,9 +32,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ._engine.collective_generators import CollectiveGenerator
 from ._engine.decision import StepDecision
-from ._engine.dense_start import choose_warmup
+from ._engine.exchange import CollectiveGenerator
 from ._engine.optimizer import CompressedOptimizer
 from ._engine.options import (
     Group,
@@ -42,14 +41,14 @@ from ._engine.options import (
     check_compression,
     check_steps,
     check_torch_options,
+    choose_warmup,
     is_numeric,
     require,
     require_option,
 )
 from ._engine.session import weak_method
 from ._engine.stats import Stats
-from ._ops.norms import clip_factor, scale_
-from ._ops.operations import Ops
+from ._ops.operations import Ops, clip_factor, scale_
 from ._ops.update_helpers import (
     compute_x_of_slice,
     gradient_weight,

@@ -39,9 +39,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._engine.combined import OneOrSeveral
-from ._engine.dense_start import TRIAL_OPTIONS
 from ._engine.fsdp_backward import step_fsdp_shards
 from ._engine.options import (
+    TRIAL_OPTIONS,
     Group,
     ResidualDtype,
     check_adam,
@@ -49,14 +49,13 @@ from ._engine.options import (
     ignore_capturable,
     read_residual_dtype,
 )
+from ._engine.reducer import AdamWUpdate, Update, write_averages
 from ._engine.reducing_optimizer import GatherDtype
-from ._engine.update import AdamWUpdate, Update, write_averages
 from ._engine.wrapper import Wrapper
 from ._lowrank.options import check_group_sizes, resolve_options
 from ._lowrank.projecting_optimizer import ProjectingOptimizer
 from ._lowrank.reducer import ProjectionReducer
-from ._ops.norms import scale_all_
-from ._ops.operations import Ops
+from ._ops.operations import Ops, scale_all_
 from ._state.buckets import Bucket
 from ._state.layouts import Layout, LocalShape
 from ._wire.collectives import ProcessGroup

@@ -39,7 +39,6 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._engine.decision import StepDecision
-from ._engine.dense_start import choose_warmup, dense_steps
 from ._engine.fsdp_backward import step_fsdp_shards
 from ._engine.options import (
     Group,
@@ -47,16 +46,16 @@ from ._engine.options import (
     check_adam,
     check_compression,
     check_torch_options,
+    choose_warmup,
+    dense_steps,
     is_numeric,
     read_residual_dtype,
     require_option,
 )
-from ._engine.reducer import OwnerReducer, ReduceScatterReducer
+from ._engine.reducer import AdamWUpdate, OwnerReducer, ReduceScatterReducer
 from ._engine.reducing_optimizer import GatherDtype, ReducingOptimizer
 from ._engine.stats import Stats
-from ._engine.update import AdamWUpdate
-from ._ops.norms import gradient_marks
-from ._ops.operations import Ops
+from ._ops.operations import Ops, gradient_marks
 from ._ops.update_helpers import Selected
 from ._sharded.adamw import UpdateDtype, check_gathers, check_updates, step_zero1_shards
 from ._sharded.codecs import CODECS, Codec

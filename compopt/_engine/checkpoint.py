@@ -24,7 +24,7 @@ from .._state.layouts import Layout, TensorInfo
 from .._state.tensors import to_local
 from .._wire.codec import dtype_name
 from .._wire.warning import warn
-from .collective_generators import CollectiveGenerator
+from .exchange import CollectiveGenerator
 from .optimizer_base import OptimizerBase
 from .options import Group, absolute_rates, refuse_unsupported
 from .resharding import average_residuals, average_state, gather_shards

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._ops.norms import clip_factor, stacked_squared_norms
-from .._ops.operations import Ops
+from .._ops.operations import Ops, clip_factor, stacked_squared_norms
 from .._state.buckets import Bucket
 from .._state.layouts import PaddedVector
 from .._state.residuals import Residuals
@@ -34,9 +33,8 @@ from .._wire.collectives import Communicator, PendingCollective
 from .._wire.payload import Payload
 from .._wire.requests import Agree, AllReduceMean, ReadToHost, ReadyToCommit, RequestGenerator
 from .optimizer import CompressedOptimizer
-from .reducer import Reducer
+from .reducer import Reducer, Update
 from .session import Session
-from .update import Update
 
 # the parameters whose gradients a row holds, in order, and the dimension along which each is cut
 Params = Sequence[tuple[Tensor, int]]

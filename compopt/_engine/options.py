@@ -17,10 +17,10 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from .._state.buckets import Bucket
 from .._wire.codec import CODEC_NAMES, dtype_name, find_codec
 from .._wire.collectives import get_rank
 from .._wire.warning import warn
-from .dense_start import TRIAL_OPTIONS
 
 Group = dict[str, Any]  # one of torch's parameter groups: "params", and options by name
 # the name of a group, a class or a base in a message, and its options or its name
@@ -40,6 +40,16 @@ PLAIN = {type(None), bool, int, float, str}
 
 # options of a wrapped optimizer that its class need not check, and that are checked at every step
 RATES_OF_BASE = {"lr", "betas", "eps", "momentum", "weight_decay"}
+
+FOREVER = 2**62  # steps
+# The default warm-up, as a share of total_steps. Radius's paper takes 15 to 20 %.
+DEFAULT_WARMUP_SHARE = 0.15
+
+# of when="auto", see ``trial``
+TRIAL_OPTIONS = {
+    "pays": None,  # the result of a trial: whether compressed steps are clearly faster
+    "dense_until": 0,  # the step until which a trial keeps the group dense, to time enough steps
+}
 
 # options of torch.optim.AdamW that are not supported, and why
 UNSUPPORTED_OPTIONS = {
@@ -232,6 +242,45 @@ def check_compress(group: dict[str, Any]) -> None:
     """Check a group's ``compress``."""
     is_valid = group["compress"] in (None, True, False)
     require_option(is_valid, group, "compress", "None, True or False")
+
+
+# The dense start
+
+
+def dense_steps(bucket: Bucket) -> int:
+    """Return the number of steps before compression starts; endless in a single process."""
+    return FOREVER if bucket.is_single_process else count_dense_steps(bucket.group)
+
+
+def count_dense_steps(group: dict[str, Any]) -> int:
+    """Return the number of steps before compression starts: the user's, more if a trial needs them,
+    endless if compression does not pay.
+    """
+    warmup = resolve_steps(group, "warmup_steps")
+    if group["when"] != "auto":
+        return warmup
+    return FOREVER if group["pays"] is False else max(warmup, group["dense_until"])
+
+
+def ramp_of(group: dict[str, Any]) -> int:
+    """Return the number of steps after the dense start over which density falls; 0 for classes
+    without that option.
+    """
+    return resolve_steps(group, "density_warmup_steps") if "density_warmup_steps" in group else 0
+
+
+def resolve_steps(group: dict[str, Any], name: str) -> int:
+    """Return an option as a number of steps; it may be a share of ``total_steps``."""
+    given: int | float = group[name]
+    is_share = isinstance(given, float) and 0 < given < 1
+    return round(given * group["total_steps"]) if is_share else int(given)
+
+
+def choose_warmup(given: int | float | None, total_steps: int | None, steps: int) -> int | float:
+    """Return the given warm-up, else a share of a run of known length, else ``steps``."""
+    if given is not None:
+        return given
+    return steps if total_steps is None else DEFAULT_WARMUP_SHARE
 
 
 # The form in which ranks compare options

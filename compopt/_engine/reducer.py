@@ -1,12 +1,16 @@
-"""Reducers: what is sent for a bucket, and how the average is read back.
+"""Reducers: what is sent for a bucket, and how the average is read back. Updates: what is done with
+it.
 
 A reducer encodes this rank's gradients and residuals, exchanges what it has encoded, decodes the
 average, and feeds back into the residuals what was not sent. It is used wherever gradients are
-averaged: under DistributedDataParallel, with sharded state, and inside FSDP2. What is done with the
-average is an update's business.
+averaged: under DistributedDataParallel, with sharded state, and inside FSDP2.
 
 Where the bucket is cut into shards a reducer may send each rank only what that rank owns; the
 average is then this rank's part of every tensor.
+
+A generator writes averages to the update's memory (``memory_for``), and then calls ``apply``.
+``AdamWUpdate`` and ``AdamSUpdate`` update the tensors there; ``bases.WrappedUpdate`` steps a torch
+optimizer once per step, after all buckets have committed.
 """
 
 from __future__ import annotations
@@ -17,14 +21,102 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .._ops.norms import gradient_marks, scale_all_, squared_norm, stacked_squared_norms
-from .._ops.operations import Ops
+from .._ops.operations import (
+    AdamWTensors,
+    Ops,
+    gradient_marks,
+    scale_all_,
+    squared_norm,
+    stacked_squared_norms,
+)
 from .._state.buckets import Bucket
 from .._state.masks import Mask
 from .._state.residuals import Residuals
 from .._wire.payload import Payload, PayloadDtype
 from .._wire.requests import AllReduceMean, ReduceScatterMean, RequestGenerator
-from .update import AdamSUpdate, AdamWUpdate, Update
+
+# Updates: what is done with the average
+
+
+class Update(Protocol):
+    """An optimizer's update of some tensors of a bucket, by their ``indices``."""
+
+    def memory_for(
+        self, bucket: Bucket, indices: Sequence[int], averages: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """Return the memory for the averages of these tensors, in their shapes.
+
+        ``averages``: the memory that holds each already, if any; it may be returned.
+        """
+
+    def memory_for_stack(self, bucket: Bucket, indices: range) -> Tensor:
+        """Return memory for the averages of neighbours of one shape, as one tensor."""
+
+    def apply(self, bucket: Bucket, indices: list[int], averages: list[Tensor]) -> None:
+        """Update tensors by their averages, which are in the memory for them."""
+
+
+def write_averages(memory: list[Tensor], averages: Sequence[Tensor]) -> list[Tensor]:
+    """Copy averages to the memory for them, where they are not in it already; return the memory."""
+    pairs = [
+        (to, average.view(to.shape))
+        for to, average in zip(memory, averages, strict=True)
+        if to.data_ptr() != average.data_ptr()
+    ]
+    if pairs:
+        torch._foreach_copy_([to for to, _ in pairs], [average for _, average in pairs])
+    return memory
+
+
+class OwnUpdate:
+    """An update whose moments are state of the bucket."""
+
+    def __init__(self, ops: Ops):
+        self.ops = ops
+
+    def memory_for(
+        self, bucket: Bucket, indices: Sequence[int], averages: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        weights = [bucket.weight(i) for i in indices]
+        pairs = list(zip(weights, averages, strict=True))
+        fits = [g is not None and g.dtype == w.dtype for w, g in pairs]
+        sizes = [0 if fit else w.numel() for w, fit in zip(weights, fits, strict=True)]
+        w = weights[0]
+        new = bucket.scratch("average", sum(sizes), w.dtype, w.device).split(sizes)
+        return [
+            (g if g is not None and fit else part).view(w.shape)
+            for (w, g), fit, part in zip(pairs, fits, new, strict=True)
+        ]
+
+    def memory_for_stack(self, bucket: Bucket, indices: range) -> Tensor:
+        w = bucket.weight(indices[0])
+        size = len(indices) * w.numel()
+        memory = bucket.scratch("average", size, w.dtype, w.device)
+        return memory.view(len(indices), *w.shape)
+
+
+class AdamWUpdate(OwnUpdate):
+    """AdamW."""
+
+    def apply(self, bucket: Bucket, indices: list[int], averages: list[Tensor]) -> None:
+        state, weights = bucket.state, [bucket.weight(i) for i in indices]
+        names = ("exp_avg", "exp_avg_sq", "step")
+        moments = ([state[name][i] for i in indices] for name in names)
+        self.ops.adamw(bucket.group, AdamWTensors(weights, averages, *moments))
+        bucket.publish_masters(indices)
+
+
+class AdamSUpdate(OwnUpdate):
+    """AdamS, of averages that are negated when maximizing."""
+
+    def apply(self, bucket: Bucket, indices: list[int], averages: list[Tensor]) -> None:
+        momenta, steps = bucket.state["exp_avg"], bucket.state["step"]
+        for i, g in zip(indices, averages, strict=True):
+            self.ops.adams(bucket.group, bucket.weight(i), g, momenta[i], steps[i])
+        bucket.publish_masters(indices)
+
+
+# Reducers
 
 
 class Reducer(Protocol):

@@ -6,10 +6,10 @@ import math
 from numbers import Integral
 from typing import Any, Literal
 
-from .._engine.dense_start import choose_warmup
 from .._engine.options import (
     Group,
     check_compression,
+    choose_warmup,
     is_count,
     is_numeric,
     require,

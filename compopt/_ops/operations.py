@@ -24,8 +24,9 @@ from .._state.residuals import Residuals
 from .._wire.codec import PAYLOAD_CODECS
 from .._wire.payload import CACHE_ELEMENTS, Payload, Scratch, block_size
 from .._wire.requests import RequestGenerator, RunBatched
-from . import norms, reference
+from . import reference
 
+WIDTH = 65536  # elements of a norm that are added up side by side
 HYPER = ("betas", "eps", "weight_decay", "maximize")
 Group = dict[str, Any]
 Positions = Sequence[Tensor | None]  # None: everywhere
@@ -159,7 +160,7 @@ class Ops:
         ``Mask(bucket)`` sends all elements.
         """
         like = torch.empty(0, dtype=bucket.compute_dtype, device=bucket.device)
-        marks, positions = norms.gradient_marks(grads, like), mask.positions
+        marks, positions = gradient_marks(grads, like), mask.positions
         payload = bucket.make_payload(mask.sizes, bucket.group.get("payload_dtype"))
         payload.header.copy_(marks)
         parts = payload.unrounded_parts
@@ -186,8 +187,8 @@ class Ops:
         return payload.round()
 
     def write_header(self, payload: Payload, grads: Tensors) -> None:
-        """Write a mark for each tensor into the header (see ``norms.gradient_marks``)."""
-        payload.header.copy_(norms.gradient_marks(grads, payload.header))
+        """Write a mark for each tensor into the header (see ``gradient_marks``)."""
+        payload.header.copy_(gradient_marks(grads, payload.header))
 
     def decode(self, values: Sequence[Tensor], positions: Positions, out: Sequence[Tensor]) -> None:
         """Write averaged values at these positions (None: everywhere) to each ``out``, and 0
@@ -325,3 +326,137 @@ def adamw_batched_(group: Group, tensors: AdamWTensors) -> None:
     weights, grads = tensors.weights, tensors.grads
     moments = tensors.exp_avgs, tensors.exp_avg_sqs
     torch._fused_adamw_(weights, grads, *moments, [], tensors.steps, **hyper)
+
+
+# Whether gradients are finite
+
+
+def gradient_marks(grads: Sequence[Tensor | None], like: Tensor) -> Tensor:
+    """Return for every gradient 1 if it and its squared norm are finite, NaN if they are not (a
+    second moment could not hold it), 0 if there is no gradient.
+
+    All backends skip a step by this rule. The square is of the gradient's dtype, at least float32:
+    one element of 1e20 is too large, 1e18 is not, and many of 1e18 are.
+    """
+    given = [g for g in grads if g is not None]
+    if not given:
+        return like.new_zeros(len(grads))
+    dtype = torch.promote_types(given[0].dtype, torch.float32)
+    norms = torch.stack(torch._foreach_norm(given, 2, dtype=dtype))
+    marks = norms.mul_(0).add_(1).to(like.dtype)
+    if len(given) == len(grads):
+        return marks
+    rest, zero = iter(marks.unbind()), marks.new_zeros(())
+    return torch.stack([zero if g is None else next(rest) for g in grads])
+
+
+# Squared norms
+
+
+def squared_norm(x: Tensor) -> Tensor:
+    """Return |x|^2, in float64."""
+    return stacked_squared_norms([x])[0]
+
+
+def total_norm(xs: Sequence[Tensor]) -> Tensor:
+    """Return the L2 norm of all tensors together, on the device of the first, as
+    ``torch.nn.utils.get_total_norm``; in float32 where the norm of float16 tensors overflows.
+    """
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for x in xs:
+        kinds.setdefault((x.device, x.dtype), []).append(x)
+    norms = [norm for of_kind in kinds.values() for norm in torch._foreach_norm(of_kind)]
+    if len(kinds) > 1:
+        norms = [norm.to(xs[0].device) for norm in norms]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    # in this order: the host waits for float16 tensors only
+    if all(dtype != torch.float16 for _, dtype in kinds) or norm.isfinite():
+        return norm
+    norms = [
+        torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in xs
+    ]
+    norm = torch.linalg.vector_norm(torch.stack([norm.to(xs[0].device) for norm in norms]))
+    return norm
+
+
+def reproducible_squared_norm(x: Tensor) -> Tensor:
+    """Return |x|^2 with the same bits for any number of threads and any processor, for what scales
+    an update.
+
+    Elements a fixed distance apart are added up in turn, in float32, then halves to halves, in
+    float64: elementwise additions and products, which every machine rounds alike.
+    """
+    if x.device.type != "cpu":
+        return squared_norm(x)
+    for dtype in (torch.promote_types(x.dtype, torch.float32), torch.float64):
+        sums = torch.zeros(min(WIDTH, x.numel()), dtype=dtype, device=x.device)
+        memory = torch.empty_like(sums)
+        for part in x.split(WIDTH):
+            wide, square = part.to(dtype), memory[: part.numel()]
+            # not addcmul: a fused one rounds once, not twice
+            sums[: part.numel()].add_(torch.mul(wide, wide, out=square))
+        sums, n = sums.double(), sums.numel()
+        while n > 1:
+            half = (n + 1) // 2
+            sums[: n - half].add_(sums[half:n])
+            n = half
+        total = sums[:1].sum()
+        if total.isfinite():
+            break
+    return total
+
+
+def squared_norms(xs: Sequence[Tensor], reproducible: bool = False) -> list[Tensor]:
+    """Return |x|^2 of each, in float64; on one device in a few launches for all."""
+    if len({x.device for x in xs}) > 1:
+        return [squared for x in xs for squared in stacked_squared_norms([x], reproducible)]
+    return list(stacked_squared_norms(xs, reproducible).unbind()) if xs else []
+
+
+def stacked_squared_norms(xs: Sequence[Tensor], reproducible: bool = False) -> Tensor:
+    """Return |x|^2 of each tensor, all on one device, as one vector in float64."""
+    if xs[0].device.type != "cpu":  # a look at float32 results would cost more than float64
+        if len(xs) == 1:
+            norm: Tensor = torch.linalg.vector_norm(xs[0], dtype=torch.float64)
+            return norm.square_().view(1)
+        return torch.stack(torch._foreach_norm(list(xs), 2, dtype=torch.float64)).square_()
+    if reproducible:
+        return torch.stack([reproducible_squared_norm(x).double() for x in xs])
+    return squared_norms_on_cpu(xs)
+
+
+def squared_norms_on_cpu(xs: Sequence[Tensor]) -> Tensor:
+    """Return |x|^2 of each: sums of parts in float32, which are added up in float64; all of it in
+    float64 where float32 overflows.
+    """
+    parts = [x.reshape(-1).split(WIDTH) for x in xs]
+    flat = [part for of_one in parts for part in of_one]
+    dtype = torch.promote_types(flat[0].dtype, torch.float32)
+    squares = torch.stack(torch._foreach_norm(flat, 2, dtype=dtype)).double().square_()
+    if not squares.isfinite().all():
+        squares = torch.stack(torch._foreach_norm(flat, 2, dtype=torch.float64)).square_()
+    if len(flat) == len(xs):
+        return squares
+    numbers = [i for i, of_one in enumerate(parts) for _ in of_one]
+    at = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    return squares.new_zeros(len(xs)).index_add_(0, at, squares)
+
+
+# Clipping
+
+
+def clip_factor(norm: float, max_norm: float | None) -> float:
+    """Return the factor on a gradient of this norm, as in ``torch.nn.utils.clip_grad_norm_``."""
+    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+
+
+def scale_(x: Tensor, factor: float) -> None:
+    """Multiply ``x`` by ``factor``, in place."""
+    if factor != 1:
+        x.mul_(factor)
+
+
+def scale_all_(xs: list[Tensor], factor: float) -> None:
+    """Multiply every tensor by ``factor``, in place."""
+    if factor != 1 and xs:
+        torch._foreach_mul_(xs, factor)

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from .._engine.options import require_option
 from .._engine.reducer import ShardReducer
-from .._ops.norms import clip_factor
-from .._ops.operations import AdamWTensors, Ops
+from .._ops.operations import AdamWTensors, Ops, clip_factor
 from .._state.buckets import Bucket
 from .._state.residuals import Residuals
 from .._state.shards import unshard

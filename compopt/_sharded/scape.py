@@ -26,8 +26,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._ops.norms import clip_factor, stacked_squared_norms
-from .._ops.operations import Ops
+from .._ops.operations import Ops, clip_factor, stacked_squared_norms
 from .._ops.update_helpers import gradient_weight
 from .._sparse.scape_masks import Selection, exchange_masks, mask_to_send, next_mask_partition
 from .._state.buckets import Bucket

@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .._engine.dense_start import dense_steps, ramp_of
+from .._engine.options import dense_steps, ramp_of
 from .._engine.stats import Stats
 from .._ops.operations import Ops
 from .._ops.update_helpers import compute_x_of_slice

@@ -27,7 +27,7 @@ TOGETHER = 7  # cases a process
 LOOKS = {
     # in every step
     "_engine.decision read_numbers": ("AdamS", "the decision: whether the step is applied, its norm"),
-    "_engine.collective_generators sum_over_groups": ("TagcAdamW", "sharded: the norm and the facts of all shards"),
+    "_engine.exchange sum_over_groups": ("TagcAdamW", "sharded: the norm and the facts of all shards"),
     # in compressed steps of some classes
     "_engine.exchange _read_together": ("TagcAdamW", "how much of each bucket any rank has left: payloads' lengths"),
     "local_steps _gradient_norm": ("LocalSteps, rounds", "a rank's own step: the norm of its gradients"),

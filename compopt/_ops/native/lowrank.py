@@ -13,7 +13,7 @@ from torch import Tensor
 from ..._state.buckets import Bucket
 from ..._state.residuals import Opened, Residuals
 from ..._wire.payload import Payload
-from ..norms import gradient_marks
+from ..operations import gradient_marks
 from ..update_helpers import FactoredAverages
 from .passes import (
     ADAMW,

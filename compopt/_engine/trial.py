@@ -1,4 +1,4 @@
-"""The dense start, and ``when="auto"``: stay dense where compression does not pay.
+"""``when="auto"``: stay dense where compression does not pay.
 
 With "auto" the last steps of the dense start are timed, from the end of one ``step()`` to the end
 of the next, and so are the first compressed ones. The next step's handshake compares the medians of
@@ -17,58 +17,14 @@ import torch
 
 from .._state.buckets import Bucket
 from .._state.tensors import synchronize
+from .options import FOREVER, count_dense_steps, ramp_of
 
 # steps of each kind: not timed (they allocate buffers, hooks and masks), and timed
 UNTIMED_STEPS, TIMED_STEPS = 3, 8
 # A compressed step must take less than this share of a dense one: a smaller gain is not worth
 # approximate gradients.
 WORTHWHILE_RATIO = 0.95
-FOREVER = 2**62  # steps
 UNTIMED_PHASES = {"resample"}  # phases that are not timed: dense, and rare
-
-# The default warm-up, as a share of total_steps. Radius's paper takes 15 to 20 %.
-DEFAULT_WARMUP_SHARE = 0.15
-
-TRIAL_OPTIONS = {
-    "pays": None,  # the result of a trial: whether compressed steps are clearly faster
-    "dense_until": 0,  # the step until which a trial keeps the group dense, to time enough steps
-}
-
-
-def dense_steps(bucket: Bucket) -> int:
-    """Return the number of steps before compression starts; endless in a single process."""
-    return FOREVER if bucket.is_single_process else count_dense_steps(bucket.group)
-
-
-def count_dense_steps(group: dict[str, Any]) -> int:
-    """Return the number of steps before compression starts: the user's, more if a trial needs them,
-    endless if compression does not pay.
-    """
-    warmup = resolve_steps(group, "warmup_steps")
-    if group["when"] != "auto":
-        return warmup
-    return FOREVER if group["pays"] is False else max(warmup, group["dense_until"])
-
-
-def ramp_of(group: dict[str, Any]) -> int:
-    """Return the number of steps after the dense start over which density falls; 0 for classes
-    without that option.
-    """
-    return resolve_steps(group, "density_warmup_steps") if "density_warmup_steps" in group else 0
-
-
-def resolve_steps(group: dict[str, Any], name: str) -> int:
-    """Return an option as a number of steps; it may be a share of ``total_steps``."""
-    given: int | float = group[name]
-    is_share = isinstance(given, float) and 0 < given < 1
-    return round(given * group["total_steps"]) if is_share else int(given)
-
-
-def choose_warmup(given: int | float | None, total_steps: int | None, steps: int) -> int | float:
-    """Return the given warm-up, else a share of a run of known length, else ``steps``."""
-    if given is not None:
-        return given
-    return steps if total_steps is None else DEFAULT_WARMUP_SHARE
 
 
 def begin_trial(groups: list[dict[str, Any]], buckets: list[Bucket]) -> Trial | None:
