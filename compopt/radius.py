@@ -114,7 +114,7 @@ def broadcast_mask(
     A tensor without a gradient on any rank keeps its mask, because its residual is zero at the
     positions of the old mask, but not at those of a new one.
     """
-    state, have_gradients = bucket.state["mask"], bucket.have_gradients(mean)
+    state, have_gradients = bucket.state["mask"], mean.have_gradients
     sizes: list[int | None] = [*sizes_at_density(bucket, bucket.group["density"])]
     new, compressed = [], [i for i, c in enumerate(bucket.compressed) if c]
     for i, bits in zip(compressed, masks, strict=True):

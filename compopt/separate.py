@@ -73,7 +73,7 @@ def separate(
     # from here on state changes
     reducer.draw_columns()  # again: R is not kept during the exchange, which would take memory
     factor = reducer.clip_factor(norm)
-    have_gradients = bucket.have_gradients(mean)
+    have_gradients = mean.have_gradients
     # fused implementations know AdamW only, and averages that are dense or factored
     if isinstance(update, AdamWUpdate) and reducer.has_factors:
         yield from ops.run_batched(  # lines 4 and 5

@@ -97,7 +97,8 @@ def read_decision(
         decision.replica_sum = host[-1:]
     for exchange, squared in zip(exchanges, squares, strict=True):
         bucket, payload = exchange.bucket, exchange.agreement.payload
-        payload.marks = marks = list(islice(numbers, len(payload.header)))
+        marks = list(islice(numbers, len(payload.header)))
+        payload.have_gradients = [mark > 0 for mark in marks]
         control = exchange.control.split(list(islice(numbers, len(exchange.control.numbers))))
         decision.control_means = control  # at the end the last bucket's, with the step's fields
         pairs = zip(bucket.names, marks, strict=True)

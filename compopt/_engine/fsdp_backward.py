@@ -441,7 +441,7 @@ def step_fsdp_shards(
     norm = yield Agree(mean, fsdp_backward.phase, squared, covers_shard_only=True)
 
     factor = clip_factor(norm, bucket.group["max_grad_norm"])
-    have_gradients = bucket.have_gradients(mean)
+    have_gradients = mean.have_gradients
     yield ReadyToCommit()
     # from here on state changes
     bucket.count_steps(have_gradients)

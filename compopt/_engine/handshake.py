@@ -127,7 +127,7 @@ def warn_if_without_gradients(session: Session, decision: StepDecision) -> None:
             if p.grad is not None:
                 return
     exchanges = decision.exchanges
-    if any(any(one.bucket.have_gradients(one.agreement.payload)) for one in exchanges):
+    if any(any(one.agreement.payload.have_gradients) for one in exchanges):
         warn_without_gradients(session, session.steps, "counts as zeros in the mean over ranks")
 
 
@@ -349,7 +349,7 @@ def checksum_sum(total: Tensor | None) -> int:
 
 def _cut_part(tensors: Sequence[Tensor], turn: int, parts: int) -> Iterator[list[Tensor]]:
     """Yield the bytes of a part, as lists of views that are summed together."""
-    sizes = [to_local(p).numel() * p.element_size() for p in tensors]
+    sizes = [p.numel() * p.element_size() for p in tensors]
     rooms = [-(-max(size, TENSOR_BYTES) // WORD) * WORD for size in sizes]
     words = sum(rooms) // WORD
     parts = min(parts, max(1, words * WORD // PART_BYTES))
@@ -361,7 +361,7 @@ def _cut_part(tensors: Sequence[Tensor], turn: int, parts: int) -> Iterator[list
         start += room
         if begin >= end:
             continue
-        flat = to_local(p.detach()).contiguous()
+        flat = p.detach().contiguous()
         # the strides of a tensor of one element may be anything
         view = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)[begin:end]
         if views and (view.device != views[0].device or copied + end - begin > CAT_BYTES):

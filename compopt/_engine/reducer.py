@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from .._ops.operations import (
-    AdamWTensors,
     Ops,
     gradient_marks,
     scale_all_,
@@ -71,18 +70,15 @@ def write_averages(memory: list[Tensor], averages: Sequence[Tensor]) -> list[Ten
 class OwnUpdate:
     """An update whose moments are state of the bucket."""
 
-    def __init__(self, ops: Ops):
-        self.ops = ops
-
     def memory_for(
         self, bucket: Bucket, indices: Sequence[int], averages: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        weights = [bucket.weight(i) for i in indices]
-        pairs = list(zip(weights, averages, strict=True))
+        weights = bucket.weights
+        pairs = [(weights[i], g) for i, g in zip(indices, averages, strict=True)]
         fits = [g is not None and g.dtype == w.dtype for w, g in pairs]
-        sizes = [0 if fit else w.numel() for w, fit in zip(weights, fits, strict=True)]
-        w = weights[0]
-        new = bucket.scratch("average", sum(sizes), w.dtype, w.device).split(sizes)
+        sizes = [0 if fit else w.numel() for (w, _), fit in zip(pairs, fits, strict=True)]
+        dtype, device = weights[0].dtype, weights[0].device
+        new = bucket.scratch("average", sum(sizes), dtype, device).split(sizes)
         return [
             (g if g is not None and fit else part).view(w.shape)
             for (w, g), fit, part in zip(pairs, fits, new, strict=True)
@@ -98,22 +94,15 @@ class OwnUpdate:
 class AdamWUpdate(OwnUpdate):
     """AdamW."""
 
-    def apply(self, bucket: Bucket, indices: list[int], averages: list[Tensor]) -> None:
-        state, weights = bucket.state, [bucket.weight(i) for i in indices]
-        names = ("exp_avg", "exp_avg_sq", "step")
-        moments = ([state[name][i] for i in indices] for name in names)
-        self.ops.adamw(bucket.group, AdamWTensors(weights, averages, *moments))
-        bucket.publish_masters(indices)
+    def __init__(self, ops: Ops):
+        self.apply = ops.update_adamw
 
 
 class AdamSUpdate(OwnUpdate):
-    """AdamS, of averages that are negated when maximizing."""
+    """AdamS."""
 
-    def apply(self, bucket: Bucket, indices: list[int], averages: list[Tensor]) -> None:
-        momenta, steps = bucket.state["exp_avg"], bucket.state["step"]
-        for i, g in zip(indices, averages, strict=True):
-            self.ops.adams(bucket.group, bucket.weight(i), g, momenta[i], steps[i])
-        bucket.publish_masters(indices)
+    def __init__(self, ops: Ops):
+        self.apply = ops.update_adams
 
 
 # Reducers
@@ -315,14 +304,6 @@ class AllReduceReducer:
         self.mean = yield AllReduceMean(sent)
         return self.mean
 
-    def read_averages(self, indices: list[int], update: Update) -> list[Tensor]:
-        """Return the averaged gradients of these tensors, in the update's memory for them."""
-        parts, positions = self.mean.parts, self.mask.positions
-        dense = [parts[i] if positions[i] is None else None for i in indices]
-        to = update.memory_for(self.bucket, indices, dense)
-        self.ops.decode([parts[i] for i in indices], [positions[i] for i in indices], to)
-        return to
-
     def squared_norm(self) -> Tensor:
         return squared_norm(self.mean.body) / self.bucket.shards.ranks
 
@@ -350,8 +331,7 @@ class AllReduceReducer:
         elif errors is not None and not self._is_sparse:
             Residuals(self.bucket).set([(i, self.mean.rounding_error_parts[i]) for i in indices])
         elif changes_residual:
-            for batch in Residuals(self.bucket).batches(indices, write=True):
-                self._feed_back(batch)
+            self.ops.feed_back(self.bucket, indices, self.grads, self.mask, self.mean)
 
     @property
     def changes_residual(self) -> bool:
@@ -364,22 +344,6 @@ class AllReduceReducer:
         if self._is_sparse or self.bucket.offload is not None or not all(have_gradients):
             return False
         return self.bucket.flat["residual"].numel() == errors.numel()
-
-    def _feed_back(self, residuals: list[tuple[int, Tensor]]) -> None:
-        mean, positions = self.mean, [self.mask.positions[i] for i, _ in residuals]
-        es = [e for _, e in residuals]
-        unsent = [
-            (e, g)
-            for (i, e), at in zip(residuals, positions, strict=True)
-            if at is not None and (g := self.grads[i]) is not None
-        ]
-        if unsent:
-            torch._foreach_add_([e for e, _ in unsent], [g for _, g in unsent])
-        if mean.rounding_errors is not None:
-            errors = mean.rounding_error_parts
-            self.ops.write_at(es, positions, [errors[i] for i, _ in residuals])
-        else:
-            self.ops.clear_at(es, positions)
 
     def note_residual(self, have_gradients: list[bool]) -> None:
         """Note whether residuals may be non-zero after this step."""
@@ -401,13 +365,17 @@ def step_by_average(
     """Update all tensors with a gradient on any rank by their average, times ``factor``, and set
     their residuals.
     """
-    have_gradients = bucket.have_gradients(reducer.mean)
-    indices = bucket.count_steps(have_gradients)
+    mean, positions = reducer.mean, reducer.mask.positions
+    indices = [i for i, has_gradient in enumerate(mean.have_gradients) if has_gradient]
     if indices:
-        averages = reducer.read_averages(indices, update)
+        parts, at = [mean.parts[i] for i in indices], [positions[i] for i in indices]
+        dense = [part if index is None else None for part, index in zip(parts, at, strict=True)]
+        averages = update.memory_for(bucket, indices, dense)
+        ops.decode(parts, at, averages)
         scale_all_(averages, factor)
+        bucket.count_steps(mean.have_gradients)
         update.apply(bucket, indices, averages)
-    reducer.feed_back(have_gradients)
+    reducer.feed_back(mean.have_gradients)
 
 
 def step_adamw(bucket: Bucket, ops: Ops, reducer: AllReduceReducer) -> None:

@@ -334,8 +334,8 @@ class Step:
         due = find_part(self.number, optimizer.check_replicas_every)
         if due is None or comm.size == 1 or not optimizer.has_equal_replicas:
             return None
-        params = [p for group in self.session.option_groups for p in group["params"]]
-        return sum_part(params, *due)
+        buckets = [*self.session.buckets, *self.session.frozen_buckets]
+        return sum_part([p for bucket in buckets for p in bucket.local_params], *due)
 
     def _raise_if_failed(self, decision: StepDecision) -> CollectiveGenerator[None]:
         """Raise the same error on all ranks if the step failed."""

@@ -84,7 +84,7 @@ class Ops:
     """The torch backend: PyTorch's operators, ``torch._fused_adamw_`` among them.
 
     The reducer's side: ``encode`` makes a bucket's payload, ``decode`` reads the average, and
-    ``write_at`` and ``clear_at`` change residuals. The update's side: ``adamw``, ``adams``.
+    ``feed_back`` updates residuals. The update's side: ``adamw``, ``adams``.
     Selection: ``top_k_mask``, ``top_k_positions``, ``positions``. Fused implementations: ``run``,
     ``run_batched``.
     """
@@ -200,29 +200,43 @@ class Ops:
         self.write_at(out, positions, values)
 
     def write_at(
-        self, xs: Sequence[Tensor], positions: Positions, values: Sequence[Tensor]
+        self, xs: Sequence[Tensor], positions: Positions, values: Sequence[Tensor] | None
     ) -> None:
-        """Write to each x its ``values`` at its positions, or everywhere."""
+        """Write to each x its ``values``, None for zeros, at its positions, or everywhere."""
         dense: list[tuple[Tensor, Tensor]] = []
-        for x, index, new in zip(xs, positions, values, strict=True):
+        cleared: list[Tensor] = []
+        new_values: Tensors = [None] * len(xs) if values is None else [*values]
+        for x, index, new in zip(xs, positions, new_values, strict=True):
             x = x.view(-1)
             if index is not None:
-                x.scatter_(0, self.as_int64(index), new.to(x.dtype))
+                index = self.as_int64(index)
+                x.scatter_(0, index, 0 if new is None else new.to(x.dtype))
+            elif new is None:
+                cleared.append(x)
             elif x.data_ptr() != new.data_ptr() or x.dtype != new.dtype:
                 dense.append((x, new))
         if dense:
             torch._foreach_copy_([x for x, _ in dense], [new for _, new in dense])
+        if cleared:
+            torch._foreach_zero_(cleared)
 
-    def clear_at(self, xs: Sequence[Tensor], positions: Positions) -> None:
-        """Set each x to 0 at its positions, or everywhere."""
-        dense: list[Tensor] = []
-        for x, index in zip(xs, positions, strict=True):
-            if index is None:
-                dense.append(x)
-            else:
-                x.view(-1).scatter_(0, self.as_int64(index), 0)
-        if dense:
-            torch._foreach_zero_(dense)
+    def feed_back(
+        self, bucket: Bucket, indices: list[int], grads: Tensors, mask: Mask, mean: Payload
+    ) -> None:
+        """Add gradients to the residuals of these tensors, and set residuals on the mask to the
+        payload's rounding errors, or 0.
+        """
+        for batch in Residuals(bucket).batches(indices, write=True):
+            positions, es = [mask.positions[i] for i, _ in batch], [e for _, e in batch]
+            unsent = [
+                (e, g)
+                for (i, e), index in zip(batch, positions, strict=True)
+                if index is not None and (g := grads[i]) is not None
+            ]
+            if unsent:
+                torch._foreach_add_([e for e, _ in unsent], [g for _, g in unsent])
+            errors = mean.rounding_error_parts
+            self.write_at(es, positions, [errors[i] for i, _ in batch] if errors else None)
 
     def as_int64(self, index: Tensor) -> Tensor:
         """Return positions as int64, which scatter requires, in scratch memory."""
@@ -231,6 +245,21 @@ class Ops:
         return self.scratch(index, index.numel(), torch.int64).copy_(index)
 
     # Updates
+
+    def update_adamw(self, bucket: Bucket, indices: list[int], averages: list[Tensor]) -> None:
+        """Do one AdamW step of a bucket's tensors, which count it already, by their averages."""
+        state, weights = bucket.state, bucket.weights
+        columns = (weights, state["exp_avg"], state["exp_avg_sq"], state["step"])
+        w, m, v, steps = ([column[i] for i in indices] for column in columns)
+        self.adamw(bucket.group, AdamWTensors(w, averages, m, v, steps))
+        bucket.publish_masters(indices)
+
+    def update_adams(self, bucket: Bucket, indices: list[int], averages: list[Tensor]) -> None:
+        """Do the same with AdamS, of averages that are negated when maximizing."""
+        weights, momenta, steps = bucket.weights, bucket.state["exp_avg"], bucket.state["step"]
+        for i, g in zip(indices, averages, strict=True):
+            self.adams(bucket.group, weights[i], g, momenta[i], steps[i])
+        bucket.publish_masters(indices)
 
     def compute_adamw(self, group: Group, tensors: AdamWTensors, out: AdamWTensors) -> None:
         """Write weights, moments and numbers of steps after an AdamW step to ``out``."""

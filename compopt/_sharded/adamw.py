@@ -44,7 +44,7 @@ def step_zero1_shards(bucket: Bucket, ops: Ops, reducer: ShardReducer) -> Reques
     mean = yield from reducer.reduce()
     norm = yield Agree(mean, reducer.phase, reducer.squared_norm(), covers_shard_only=True)
 
-    have_gradients = bucket.have_gradients(mean)
+    have_gradients = mean.have_gradients
     reducer.clip(clip_factor(norm, bucket.group["max_grad_norm"]))
     update.compute(reducer.read_owned_parts(update.dtype), have_gradients)
     yield from update.gather()

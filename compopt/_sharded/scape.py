@@ -56,7 +56,7 @@ def sharded_scape(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     squared = stacked_squared_norms(average)
     norm = yield Agree(mean, mask.phase, squared, covers_shard_only=True)
 
-    weights, momenta = step_owned(bucket, ops, owned, average, bucket.have_gradients(mean), norm)
+    weights, momenta = step_owned(bucket, ops, owned, average, mean.have_gradients, norm)
     gathered, bucket.parameter_bytes = weights.unsqueeze(0), 0
     if shards.ranks > 1:
         gathered = yield AllGather(weights)  # line 4

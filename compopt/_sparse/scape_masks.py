@@ -144,7 +144,7 @@ def _store_momentum_mask(
     bucket: Bucket, ops: Ops, mask: Mask, mean: Payload
 ) -> RequestGenerator[None]:
     """Note that the momenta of tensors with a gradient on any rank are on this mask now."""
-    have_gradients, momentum_mask = bucket.have_gradients(mean), bucket.cache["momentum_mask"]
+    have_gradients, momentum_mask = mean.have_gradients, bucket.cache["momentum_mask"]
     if bucket.group["mask_delay"] == 0:  # the mask of before is not kept
         for i, has_gradient in enumerate(have_gradients):
             bits, index = mask.bits[i], momentum_mask.positions[i]

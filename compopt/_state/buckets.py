@@ -467,21 +467,13 @@ class Bucket:
         fields = torch.tensor([*marks, *self.control.numbers], dtype=dtype, device="cpu")
         return fields if self.device.type == "cpu" else pin(fields, self.device)
 
-    def have_gradients(self, payload: Payload) -> list[bool]:
-        """Return for each tensor whether any rank had a gradient, from an averaged payload."""
-        marks = payload.header.tolist() if payload.marks is None else payload.marks
-        return [mark > 0 for mark in marks]
-
-    def count_steps(self, have_gradients: list[bool]) -> list[int]:
-        """Add 1 to the step count of each tensor with a gradient on any rank; return their
-        indices.
-        """
+    def count_steps(self, have_gradients: list[bool]) -> None:
+        """Add 1 to the step count of each tensor with a gradient on any rank."""
         indices = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
         if self.step_counts is not None and len(indices) == len(self.params):
             self.step_counts.add_(1)
         elif indices:
             torch._foreach_add_([self.state["step"][i] for i in indices], 1)
-        return indices
 
     # Memory of a step
 

@@ -9,8 +9,8 @@ from sim import Ranks
 from torch import nn
 
 import compopt
-from compopt._engine.handshake import checksum_sum, find_part, sum_part
 from compopt._engine import handshake
+from compopt._engine.handshake import checksum_sum, find_part, sum_part
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 7, 24, 25, 50, 99, 100, 101, 1000])

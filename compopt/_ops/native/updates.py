@@ -99,7 +99,7 @@ def adams_options(group: Group, clip: float, decay: bool = True) -> Options:
 def update_adamw(bucket: Bucket, ops: NativeUpdates, reducer: MaskedAverage) -> None:
     """Do ``_engine.reducer.step_adamw`` for all tensors; called by ``Ops.run`` for Radius."""
     mean, mask, lengths = reducer.mean, reducer.mask, bucket.lengths
-    have_gradients = bucket.have_gradients(mean)
+    have_gradients = mean.have_gradients
     errors, hyper, library = mean.rounding_errors, adamw_options(bucket.group), ops.library
     with Residuals(bucket).open(None if reducer.changes_residual else ()) as residuals:
         table = ADAMW.table(
@@ -132,7 +132,7 @@ def update_scape(
     """Do SCAPE's lines 10, 11 and 16 to 21 for all tensors, and line 15 with a selection."""
     lengths, have_gradients, momentum_mask = (
         bucket.lengths,
-        bucket.have_gradients(mean),
+        mean.have_gradients,
         bucket.cache["momentum_mask"],
     )
     old = resize_momenta(bucket, mean, mask)
@@ -182,7 +182,7 @@ def _run_scape(
 
     A thread has memory for ``room`` candidates, and for the ``longest`` list of exchanged elements.
     """
-    state, lengths, have_gradients = bucket.state, bucket.lengths, bucket.have_gradients(mean)
+    state, lengths, have_gradients = bucket.state, bucket.lengths, mean.have_gradients
     rows = zip(lengths, mask.positions, state["exp_avg"], have_gradients, strict=True)
     sizes = [
         m.numel() if not has_gradient else n if index is None else index.numel()
