@@ -171,7 +171,7 @@ def _describe_missing_state(optimizer: OptimizerBase, buckets: Sequence[Bucket])
     others = "the other rank" if comm.size == 2 else f"the other {comm.size - 1} ranks"
     sharded = [bucket for bucket in buckets if bucket.sharded_names]
     if sharded and session.steps:
-        elements = sum(sum(bucket.shards.sizes(bucket.shards.rank)) for bucket in sharded)
+        elements = sum(sum(bucket.shards.own_sizes) for bucket in sharded)
         share = elements / max(1, sum(sum(bucket.lengths) for bucket in sharded))
         names = ", ".join(dict.fromkeys(n for bucket in sharded for n in bucket.sharded_names))
         yield (

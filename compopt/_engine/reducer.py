@@ -26,7 +26,6 @@ from .._ops.operations import (
     gradient_marks,
     scale_all_,
     squared_norm,
-    stacked_squared_norms,
 )
 from .._state.buckets import Bucket
 from .._state.masks import Mask
@@ -135,16 +134,19 @@ class Reducer(Protocol):
 
 
 class ShardReducer(Reducer, Protocol):
-    """A reducer whose average can be clipped before a sharded update reads it."""
+    """A reducer whose average a sharded update reads."""
 
-    def squared_norm(self) -> Tensor:
-        """Return this rank's share of |G|^2: the sum over ranks is that of the whole average."""
+    @property
+    def squared_norm(self) -> Tensor | None:
+        """This rank's share of |G|^2, where it is not that of the average message."""
 
-    def clip(self, factor: float) -> None:
-        """Scale the average by ``factor``, which is at most 1."""
+    @property
+    def values(self) -> list[Tensor]:
+        """What this rank owns of the average, as ``Ops.expand_average`` takes it."""
 
-    def read_owned_parts(self, dtype: torch.dtype) -> Sequence[Tensor]:
-        """Return vectors that stay valid until the end of the step."""
+    @property
+    def positions(self) -> Tensor | None:
+        """Where the last of ``values`` are."""
 
 
 class OwnerReducer:
@@ -157,6 +159,9 @@ class OwnerReducer:
     """
 
     owner_payloads: list[Payload]
+    values: list[Tensor]
+    positions: Tensor | None = None
+    squared_norm: Tensor | None = None
 
     def __init__(
         self,
@@ -169,61 +174,55 @@ class OwnerReducer:
         self.grads = bucket.grads()
         self.sent_dense = [*range(len(self.grads))] if sent_dense is None else sent_dense
         self.sends_residuals = bucket.has_residual if sends_residuals is None else sends_residuals
-        self.values: list[Tensor] = []  # the averages that this rank owns, once they are received
 
-    def fill_payloads(
-        self, marks: Tensor, dtype: PayloadDtype, encoded_sizes: Sequence[int] = ()
-    ) -> Tensor:
-        """Write to a payload for every owner what it owns of the tensors that are sent dense; the
-        last ``encoded_sizes[rank]`` numbers are still to be written. Returns the memory of all.
+    def average(
+        self, marks: Tensor, dtype: PayloadDtype, encoded: Sequence[Tensor] = ()
+    ) -> RequestGenerator[Payload]:
+        """Send to every owner what it owns of the tensors that are sent dense, and what is
+        ``encoded`` for it. Returns the mean of this rank's payload.
         """
-        ranks = range(self.layout.ranks)
-        sizes = [self.layout.sizes(rank) for rank in ranks]
-        lengths = [[sizes[rank][i] for i in self.sent_dense] for rank in ranks]
-        for rank_lengths, size in zip(lengths, encoded_sizes, strict=False):
-            rank_lengths.append(size)
+        lengths = [[sizes[i] for i in self.sent_dense] for sizes in self.layout.sizes]
+        parts: dict[int, list[tuple[Tensor, slice]]] = {i: [] for i in self.sent_dense}
+        for of_rank, code in zip(lengths, encoded, strict=False):
+            of_rank.append(len(code))
         self.owner_payloads, flat = self.bucket.make_payloads(lengths, dtype)
         headers = [payload.header for payload in self.owner_payloads]
         torch._foreach_copy_(headers, [marks] * len(headers))
-        absent, to, grads = [], [], []
-        parts: dict[int, list[tuple[Tensor, slice]]] = {i: [] for i in self.sent_dense}
-        for rank, payload in enumerate(self.owner_payloads):
+        absent, to, sent = [], [], []
+        for payload, ranges in zip(self.owner_payloads, self.layout.ranges, strict=True):
             for part, i in zip(payload.unrounded_parts, self.sent_dense, strict=False):
                 if not part.numel():
                     continue
-                g, owned = self.grads[i], slice(*self.layout.ranges[rank][i])
+                g, owned = self.grads[i], slice(*ranges[i])
                 parts[i].append((part, owned))
                 if g is None:
                     absent.append(part)
                 else:
                     to.append(part)
-                    grads.append(g.reshape(-1)[owned])
+                    sent.append(g.reshape(-1)[owned])
+        if encoded:
+            to += [payload.unrounded_parts[-1] for payload in self.owner_payloads]
+            sent += encoded
         if absent:
             torch._foreach_zero_(absent)
         if to:
-            torch._foreach_copy_(to, grads)
-        for batch in Residuals(self.bucket).batches(parts if self.sends_residuals else ()):
+            torch._foreach_copy_(to, sent)
+        if self.sends_residuals:
+            self._add_residuals(parts)
+        for payload in self.owner_payloads:
+            payload.round()
+        received = yield ReduceScatterMean(flat, [x.flat.numel() for x in self.owner_payloads])
+        return self.owner_payloads[self.layout.rank].with_flat(received)
+
+    def _add_residuals(self, parts: dict[int, list[tuple[Tensor, slice]]]) -> None:
+        """Add residuals to ``parts`` of payloads, which have these elements of each tensor."""
+        for batch in Residuals(self.bucket).batches(parts):
             rows = [(part, e.view(-1)[owned]) for i, e in batch for part, owned in parts[i]]
             if rows:
                 torch._foreach_add_([part for part, _ in rows], [e for _, e in rows])
-        return flat
 
-    def exchange(self, flat: Tensor) -> RequestGenerator[Payload]:
-        """Round the payloads, and send each to its owner. Returns the mean of this rank's."""
-        for payload in self.owner_payloads:
-            payload.round()
-        sizes = [payload.flat.numel() for payload in self.owner_payloads]
-        received = yield ReduceScatterMean(flat, sizes)
-        return self.owner_payloads[self.layout.rank].with_flat(received)
-
-    def squared_norm(self) -> Tensor:
-        """Return |G|^2 of this rank's shard, one number for each tensor."""
-        values = [part for part in self.values if part.numel()]
-        return stacked_squared_norms(values or self.values[:1])
-
-    def clip(self, factor: float) -> None:
-        if factor < 1:
-            torch._foreach_mul_(self.values, factor)
+    def read_owned_parts(self, dtype: torch.dtype) -> list[Tensor]:
+        return self.ops.expand_average(self.bucket, self.values, self.positions, dtype)
 
     def next_state(self, i: int) -> dict[str, Tensor]:
         return {}
@@ -242,13 +241,9 @@ class ReduceScatterReducer(OwnerReducer):
     def reduce(self) -> RequestGenerator[Payload]:
         like = torch.empty(0, dtype=self.bucket.compute_dtype, device=self.bucket.device)
         marks = gradient_marks(self.grads, like)
-        flat = self.fill_payloads(marks, self.bucket.group["payload_dtype"])
-        mean = yield from self.exchange(flat)
-        self.values = list(mean.parts)
+        mean = yield from self.average(marks, self.bucket.group["payload_dtype"])
+        self.values = mean.parts
         return mean
-
-    def read_owned_parts(self, dtype: torch.dtype) -> list[Tensor]:
-        return [part.to(dtype) for part in self.values]
 
     def feed_back(self, have_gradients: list[bool]) -> None:
         bucket, is_rounded = self.bucket, self.owner_payloads[0].rounding_errors is not None
@@ -277,6 +272,7 @@ class AllReduceReducer:
     mask: Mask
     mean: Payload
     sends_residuals: bool
+    positions = None  # ``values`` are dense
 
     def __init__(
         self,
@@ -304,16 +300,21 @@ class AllReduceReducer:
         self.mean = yield AllReduceMean(sent)
         return self.mean
 
+    @property
     def squared_norm(self) -> Tensor:
         return squared_norm(self.mean.body) / self.bucket.shards.ranks
+
+    @property
+    def values(self) -> list[Tensor]:
+        return self.read_owned_parts(self.bucket.compute_dtype)
 
     def clip(self, factor: float) -> None:
         if factor < 1:
             self.mean.body.mul_(factor)
 
-    def read_owned_parts(self, dtype: torch.dtype) -> Sequence[Tensor]:
+    def read_owned_parts(self, dtype: torch.dtype) -> list[Tensor]:
         shards, lengths = self.bucket.shards, self.bucket.lengths
-        sizes = shards.sizes(shards.rank)
+        sizes = shards.own_sizes
         memory = self.bucket.get_memory("average", sum(sizes), dtype)
         owned: list[Tensor] = list(memory.split(sizes))
         whole = self.ops.scratch(memory, sum(lengths), use="whole average").split(lengths)

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from .._state.bits import find_positions, make_bits, positions_dtype, unpack_bits
+from .._state.bits import find_positions, make_bits, positions_dtype, select_top_k, unpack_bits
 from .._state.blocks import BlockCodec
 from .._state.buckets import Bucket
 from .._state.masks import Mask, Tensors
@@ -261,12 +262,43 @@ class Ops:
             self.adams(bucket.group, weights[i], g, momenta[i], steps[i])
         bucket.publish_masters(indices)
 
-    def compute_adamw(self, group: Group, tensors: AdamWTensors, out: AdamWTensors) -> None:
-        """Write weights, moments and numbers of steps after an AdamW step to ``out``."""
-        for name in ("weights", "exp_avgs", "exp_avg_sqs", "steps"):
-            torch._foreach_copy_(getattr(out, name), getattr(tensors, name))
-        torch._foreach_add_(out.steps, 1)
-        self.adamw(group, out)
+    def expand_average(
+        self, bucket: Bucket, values: list[Tensor], positions: Tensor | None, dtype: torch.dtype
+    ) -> list[Tensor]:
+        """Return what this rank owns of each tensor's average, as vectors for this step.
+
+        ``values``: these vectors; with ``positions`` those of dense tensors, and last what is at
+        these among the rank's own bits of the mask, with 0 elsewhere.
+        """
+        if positions is None:
+            return [x.to(dtype) for x in values]
+        layout, (*dense_values, at_positions) = bucket.shards, values
+        begin, end = layout.own_bits
+        average = bucket.get_memory("average", end - begin, dtype).zero_()
+        average.index_copy_(0, positions, at_positions.to(dtype))
+        dense = iter(dense_values)
+        parts = layout.own_parts_of_mask
+        return [next(dense).to(dtype) if at is None else average[slice(*at)] for at in parts]
+
+    def compute_adamw(
+        self,
+        bucket: Bucket,
+        indices: list[int],
+        weights: list[Tensor],
+        values: list[Tensor],
+        positions: Tensor | None,
+        out: Sequence[list[Tensor]],
+    ) -> None:
+        """Write to ``out`` weights and both moments after an AdamW step of this rank's shards of
+        these tensors, by an average (see ``expand_average``); all else stays as it is.
+        """
+        state, dtype = bucket.state, weights[0].dtype
+        averages = self.expand_average(bucket, values, positions, dtype)
+        for to, column in zip(out, (weights, state["exp_avg"], state["exp_avg_sq"]), strict=True):
+            torch._foreach_copy_(to, [column[i] for i in indices])
+        steps = torch.stack([state["step"][i] for i in indices]).add_(1).unbind()
+        w, m, v = out
+        self.adamw(bucket.group, AdamWTensors(w, [averages[i] for i in indices], m, v, [*steps]))
 
     def adamw(self, group: Group, tensors: AdamWTensors) -> None:
         """Do one AdamW step in place; ``steps`` already count it."""
@@ -321,11 +353,30 @@ class Ops:
         positions = score.reshape(-1).topk(k, sorted=False).indices
         return make_bits(positions, (score.numel() + 7) // 8)
 
-    def top_k_positions(self, x: Tensor, k: int) -> Tensor | None:
-        """Return the positions, ascending, of the k largest |x|, int64; None if the search for a
-        threshold is cheaper.
+    def top_k_positions(self, x: Tensor, k: int) -> Tensor:
+        """Return the positions, ascending, of exactly the k largest |x|, int64; of all nonzero
+        elements where there are fewer.
         """
-        return None
+        return select_top_k(x, k, self._scratch)
+
+    def top_k_of_each(self, parts: Sequence[Tensor], ks: Sequence[int]) -> Tensor:
+        """Return the positions of the k largest of each vector, in vectors that are contiguous in
+        memory.
+
+        On a CPU positions ascend, and zeros are left out where there are fewer nonzero elements. On
+        other devices exactly k of each are selected, in any order: the host does not wait.
+        """
+        starts = [0, *accumulate(len(part) for part in parts)]
+        if parts[0].device.type == "cpu":
+            rows = zip(parts, ks, starts, strict=False)
+            return torch.cat([self.top_k_positions(x, k).add_(start) for x, k, start in rows])
+        magnitudes = torch._foreach_abs(list(parts))
+        selected = [
+            magnitude.topk(min(k, len(magnitude)), sorted=False).indices
+            for magnitude, k in zip(magnitudes, ks, strict=True)
+        ]
+        torch._foreach_add_(selected, starts[:-1])
+        return torch.cat(selected)
 
     def positions(self, bits: Tensor, n: int, size: int | None = None) -> Tensor:
         """Return the selected positions of a packed mask, ascending.

@@ -35,7 +35,6 @@ from .._state.masks import (
 )
 from .._wire.payload import Payload
 from .._wire.requests import AllGather, RequestGenerator
-from .top_k import select_top_k
 
 # Who selects what
 
@@ -87,7 +86,7 @@ class Selection:
 
     def select(self, i: int, x: Tensor) -> None:
         """Select the largest of ``x``, this rank's slice of tensor i."""
-        self.selected[i] = select_top_k(x, self.slices[i].k, self.ops)
+        self.selected[i] = self.ops.top_k_positions(x, self.slices[i].k)
 
     @cached_property
     def positions(self) -> Tensor:

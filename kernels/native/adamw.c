@@ -9,8 +9,8 @@ typedef struct {
     float *w, *m, *v, *step;  // step: steps before this one; NULL: this tensor takes no step
     const float *mean;        // the averaged gradient
     const uint8_t *mask;      // given at these bits,
-    const int32_t *index;     // or at these positions; neither: everywhere
-    int64_t k;
+    const int32_t *index;     // or at these positions, counted from `base`; neither: everywhere
+    int64_t base, k;
     float *residual;          // NULL for a tensor that is not compressed, or in a dense step
     const float *g;           // this rank's gradient
     const float *errors;      // NULL, or what the residual becomes where the averaged gradient is given
@@ -27,7 +27,8 @@ static int64_t averaged(const AdamW *row, const float *values, int64_t a, int64_
     int64_t i = 0;
     if (row->index) {
         memset(out, 0, size * sizeof(float));
-        for (; count < row->k && within(row->index[count], a, size); count++) out[row->index[count] - a] = values[count];
+        const int64_t begin = row->base + a;
+        for (; count < row->k && within(row->index[count], begin, size); count++) out[row->index[count] - begin] = values[count];
         return count;
     }
     for (; i + LANES <= size && count + LANES <= row->k; i += LANES) {
@@ -49,15 +50,28 @@ static void update_residual(float *restrict residual, const float *restrict g, c
         if (on(mask, a + i)) residual[i] = 0;
 }
 
+// Copies a block past the cache: what a store would read first is overwritten.
+static void write_past(float *to, const float *from, int64_t size) {
+    const int64_t head = smaller(size, (int64_t)(-(uintptr_t)to % (WIDE * sizeof(float)) / sizeof(float)));
+    int64_t i = head;
+    memcpy(to, from, head * sizeof(float));
+    for (; i + WIDE <= size; i += WIDE) store_past(to + i, load(from + i));
+    memcpy(to + i, from + i, (size - i) * sizeof(float));
+}
+
 // Updates a block in other memory.
 static void adamw_block(const float *restrict w, const float *restrict m, const float *restrict v, const float *restrict g,
-                        float *restrict new_w, float *restrict new_m, float *restrict new_v, int64_t size, float sign, Factors f) {
+                        float *new_w, float *new_m, float *new_v, int64_t size, float sign, Factors f) {
+    float block_w[BLOCK], block_m[BLOCK], block_v[BLOCK];
     for (int64_t i = 0; i < size; i++) {
         float first = m[i], second = v[i];
-        new_w[i] = f.shrink * w[i] - f.rate * update_moments(&first, &second, sign * g[i], f);
-        new_m[i] = first;
-        new_v[i] = second;
+        block_w[i] = f.shrink * w[i] - f.rate * update_moments(&first, &second, sign * g[i], f);
+        block_m[i] = first;
+        block_v[i] = second;
     }
+    write_past(new_w, block_w, size);
+    write_past(new_m, block_m, size);
+    write_past(new_v, block_v, size);
 }
 
 // Returns whether all averaged values were used.
@@ -95,5 +109,6 @@ int64_t adamw(const AdamW *rows, int64_t first, int64_t last, const Hyper *hyper
     int64_t wrong = -1;
     for (int64_t r = first; r < last; r++)
         if (rows[r].step && !adamw_row(rows + r, hyper) && wrong < 0) wrong = r;
+    finish_stores();
     return wrong;
 }
