@@ -127,14 +127,14 @@ class UnionReducer(OwnerReducer):
         positions, values, bits, marks = self.selected
         union_bits = yield BitOr(bits)  # line 4
         if bits.device.type == "cpu":
-            self.union = ops.find_set_bits(union_bits)
+            self.union, at_union = ops.read_union(union_bits, values, positions)
             self.counts = layout.count_by_rank(self.union)
         else:  # the host needs the counts for the lengths of payloads
             flags = unpack_bits(union_bits)
             sums = [flags[begin:end].sum() for begin, end in layout.bits]
             self.counts = yield ReadToHost(torch.stack(sums))
-            self.union = flags.nonzero_static(size=sum(self.counts)).view(-1)
-        at_union = ops.spread_values(values, positions, self.union, 8 * layout.mask_bytes)
+            union = flags.nonzero_static(size=sum(self.counts)).view(-1)
+            self.union, at_union = ops.read_union(union_bits, values, positions, union)
         encoded, dtype = [*at_union.split(self.counts)], group["payload_dtype"]  # line 5
         if group["codec"] == "sketch":
             # a new one for every bucket and step

@@ -311,7 +311,12 @@ class Ops:
                 hyper = {name: group[name] for name in HYPER}
                 reference.adamw_(w, g, m, v, float(step), lr=float(group["lr"]), **hyper)
         if plain:
-            adamw_batched_(group, AdamWTensors.from_rows(plain))
+            hyper = {name: group[name] for name in HYPER}
+            beta1, beta2 = hyper.pop("betas")
+            hyper |= {"lr": float(group["lr"]), "beta1": beta1, "beta2": beta2, "amsgrad": False}
+            hyper["maximize"] = bool(group["maximize"])  # torch's own steps take any value
+            w, g, m, v, steps = map(list, zip(*plain, strict=True))
+            torch._fused_adamw_(w, g, m, v, [], steps, **hyper)
 
     def adams(
         self,
@@ -385,27 +390,15 @@ class Ops:
         """
         return unpack_bits(bits)[:n].nonzero().view(-1).to(positions_dtype([n]))
 
-    def find_set_bits(self, bits: Tensor) -> Tensor:
-        """Return the positions of all set bits, ascending, int64."""
-        return find_positions(bits)
-
-    def spread_values(self, values: Tensor, at: Tensor, positions: Tensor, n: int) -> Tensor:
-        """Return numbers for ``positions`` below n: these values where they are ``at``, which may
-        have zeros elsewhere, and 0.
+    def read_union(
+        self, bits: Tensor, values: Tensor, at: Tensor, union: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the positions of all set bits (``union``, if known), ascending, int64, and a number
+        for each: these values where they are ``at``, which may have zeros elsewhere, and 0.
         """
-        memory = self.scratch(values, n, use="x").index_fill_(0, positions, 0)
-        return memory.scatter_(0, at, values).index_select(0, positions)
-
-
-def adamw_batched_(group: Group, tensors: AdamWTensors) -> None:
-    """Do one AdamW step in one launch; ``steps`` already count it."""
-    hyper = {name: group[name] for name in HYPER}
-    beta1, beta2 = hyper.pop("betas")
-    hyper |= {"lr": float(group["lr"]), "beta1": beta1, "beta2": beta2, "amsgrad": False}
-    hyper["maximize"] = bool(group["maximize"])  # torch's own steps take any value
-    weights, grads = tensors.weights, tensors.grads
-    moments = tensors.exp_avgs, tensors.exp_avg_sqs
-    torch._fused_adamw_(weights, grads, *moments, [], tensors.steps, **hyper)
+        positions = find_positions(bits) if union is None else union
+        memory = self.scratch(values, 8 * len(bits), use="x").index_fill_(0, positions, 0)
+        return positions, memory.scatter_(0, at, values).index_select(0, positions)
 
 
 # Whether gradients are finite
