@@ -315,7 +315,7 @@ class Ops:
             beta1, beta2 = hyper.pop("betas")
             hyper |= {"lr": float(group["lr"]), "beta1": beta1, "beta2": beta2, "amsgrad": False}
             hyper["maximize"] = bool(group["maximize"])  # torch's own steps take any value
-            w, g, m, v, steps = map(list, zip(*plain, strict=True))
+            w, g, m, v, steps = zip(*plain, strict=True)
             torch._fused_adamw_(w, g, m, v, [], steps, **hyper)
 
     def adams(
@@ -393,8 +393,8 @@ class Ops:
     def read_union(
         self, bits: Tensor, values: Tensor, at: Tensor, union: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the positions of all set bits (``union``, if known), ascending, int64, and a number
-        for each: these values where they are ``at``, which may have zeros elsewhere, and 0.
+        """Return the positions of all set bits (``union``, if known), ascending, int64, and a
+        number for each: these values where they are ``at``, with zeros elsewhere or not, and 0.
         """
         positions = find_positions(bits) if union is None else union
         memory = self.scratch(values, 8 * len(bits), use="x").index_fill_(0, positions, 0)
