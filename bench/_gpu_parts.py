@@ -54,13 +54,13 @@ def around(cls: str, inside: Make, **options: Any) -> Make:
 
 
 ONE = dict(simulate=True)
-START, NOW = dict(warmup_steps=2), dict(warmup_steps=0, every_warmup_steps=0)
+START, NOW = dict(dense_steps=2), dict(dense_steps=0, growth_steps=0)
 CLASSES: dict[str, Make] = {
     "AdamS": of("AdamS"),
     "RadiusAdamW .4": of("RadiusAdamW", density=0.4, interval=4, **START, **ONE),
     "RadiusAdamW .4, int8": of("RadiusAdamW", density=0.4, interval=4, payload_dtype="int8", **START, **ONE),
-    "ScapeAdamS .1": of("ScapeAdamS", density=0.1, density_warmup_steps=0, **ONE),
-    "ScapeAdamS .01": of("ScapeAdamS", density=0.01, density_warmup_steps=0, **ONE),
+    "ScapeAdamS .1": of("ScapeAdamS", density=0.1, density_steps=0, **ONE),
+    "ScapeAdamS .01": of("ScapeAdamS", density=0.01, density_steps=0, **ONE),
     "SeparateAdam": of("SeparateAdam", **START, **ONE),
     "SeparateAdam, float32": of("SeparateAdam", payload_dtype=None, **START, **ONE),
     "SeparateAdam, Gaussian": of("SeparateAdam", projection="gaussian", **ONE),
@@ -174,8 +174,8 @@ def named(model: Model) -> list[tuple[str, Tensor]]:
 STEADY: dict[str, Make] = {
     "AdamW, fused": adamw,
     "AdamS": CLASSES["AdamS"],
-    "RadiusAdamW .4, sparse": of("RadiusAdamW", density=0.4, interval=10**6, warmup_steps=1, **ONE),
-    "RadiusAdamW .4, int8": of("RadiusAdamW", density=0.4, interval=10**6, warmup_steps=1, payload_dtype="int8", **ONE),
+    "RadiusAdamW .4, sparse": of("RadiusAdamW", density=0.4, interval=10**6, dense_steps=1, **ONE),
+    "RadiusAdamW .4, int8": of("RadiusAdamW", density=0.4, interval=10**6, dense_steps=1, payload_dtype="int8", **ONE),
     "ScapeAdamS .01": CLASSES["ScapeAdamS .01"],
     "SeparateAdam": CLASSES["SeparateAdam"],
     "SeparateAdam, Gaussian": CLASSES["SeparateAdam, Gaussian"],

@@ -108,7 +108,7 @@ class Local:
             payload_dtype=self.payload_dtype,
             outer_lr=run.outer_lr,
             outer_momentum=run.momentum,
-            every_warmup_steps=self.growth_of(steps),
+            growth_steps=self.growth_of(steps),
             process_group=group,
         )
 

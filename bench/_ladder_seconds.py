@@ -80,7 +80,7 @@ def list_kinds(row: str, steps: int) -> list[str]:
     if not isinstance(make, Local):
         return (["dense"] * DENSE + ["compressed"] * steps)[:steps]
     while len(kinds) < steps:
-        length = round_length({"every": make.every, "every_warmup_steps": make.growth_of(steps)}, len(kinds))
+        length = round_length({"every": make.every, "growth_steps": make.growth_of(steps)}, len(kinds))
         kinds += ["local"] * (min(length, steps - len(kinds)) - 1) + ["exchanged"]  # the last round ends with the run
     return kinds
 
@@ -293,7 +293,7 @@ def make_runner(job: str, size: str, products: str, steps: int, batch: Any) -> R
         import baselines
 
         make = ROWS[BASELINES[0]].make
-        stats = baselines.attach("powersgd", module, argparse.Namespace(warmup=DENSE))
+        stats = baselines.attach("powersgd", module, argparse.Namespace(dense_steps=DENSE))
     runner = Runner(job, module, make(run, 0, params, None), batch, stats)
     for _ in range(steps + 1 if isinstance(make, Local) else SETTLE):
         runner.step()

@@ -40,15 +40,15 @@ EVERY_MATRIX = r"(qkv|out|up|down|head|bytes|positions)\.weight$"
 SKETCH = dict(codec="sketch", sketch_ratio=10)
 METHODS: dict[str, tuple[type, dict]] = {
     "AdamW": (torch.optim.AdamW, {}),
-    "TagcAdamW 0.9875": (compopt.TagcAdamW, dict(sparsity=0.9875)),
-    "TagcAdamW 0.9875, every matrix": (compopt.TagcAdamW, dict(sparsity=0.9875, select=EVERY_MATRIX)),
-    "TagcAdamW 0.9875, every matrix, sketch": (
-        compopt.TagcAdamW, dict(sparsity=0.9875, select=EVERY_MATRIX, **SKETCH)
+    "TagcAdamW 0.0125": (compopt.TagcAdamW, dict(density=0.0125)),
+    "TagcAdamW 0.0125, every matrix": (compopt.TagcAdamW, dict(density=0.0125, select=EVERY_MATRIX)),
+    "TagcAdamW 0.0125, every matrix, sketch": (
+        compopt.TagcAdamW, dict(density=0.0125, select=EVERY_MATRIX, **SKETCH)
     ),
     "SeparateAdam tracked 16, int8": (compopt.SeparateAdam, dict(rank=16)),
     "SeparateAdam 16": (compopt.SeparateAdam, dict(projection="gaussian", ratio=16)),
 }  # fmt: skip
-ROWS = [f"DDP, {name}" for name in ("AdamW", "TagcAdamW 0.9875", "SeparateAdam tracked 16, int8")]
+ROWS = [f"DDP, {name}" for name in ("AdamW", "TagcAdamW 0.0125", "SeparateAdam tracked 16, int8")]
 ROWS += [f"FSDP2, {name}" for name in METHODS]
 FIELDS = ["run", "ranks", "steps", "loss", "held", "step_ms"]
 
@@ -112,7 +112,7 @@ def build(model, where: str, method: str, dense: int):
     groups = [{"params": matrices}, {"params": scales, "weight_decay": 0.0}]
     kind, options = METHODS[method]
     if kind is not torch.optim.AdamW:
-        options = {"warmup_steps": dense, **options}
+        options = {"dense_steps": dense, **options}
     return wrapped, kind(groups, lr=LR, **options)
 
 

@@ -42,7 +42,7 @@ def work(rank: int, ranks: int, file: str, dtype: str | None) -> None:
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    optimizer = compopt.SeparateAdam(model.parameters(), lr=1e-3, rank=16, warmup_steps=1, residual_dtype=dtype)
+    optimizer = compopt.SeparateAdam(model.parameters(), lr=1e-3, rank=16, dense_steps=1, residual_dtype=dtype)
     for _ in range(3):
         x = torch.randint(256, (1, 64))
         model(x, x).backward()

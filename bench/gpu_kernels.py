@@ -31,9 +31,9 @@ REPEATS, SETTLE = 20, 5
 HYPER = dict(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
 OPTIMIZERS: dict[str, Callable] = {
     "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
-    "RadiusAdamW 0.4, sparse": lambda p: compopt.RadiusAdamW(p, density=0.4, interval=10**6, warmup_steps=1),
-    "ScapeAdamS 0.1": lambda p: compopt.ScapeAdamS(p, density=0.1, density_warmup_steps=0),
-    "ScapeAdamS 0.01": lambda p: compopt.ScapeAdamS(p, density=0.01, density_warmup_steps=0),
+    "RadiusAdamW 0.4, sparse": lambda p: compopt.RadiusAdamW(p, density=0.4, interval=10**6, dense_steps=1),
+    "ScapeAdamS 0.1": lambda p: compopt.ScapeAdamS(p, density=0.1, density_steps=0),
+    "ScapeAdamS 0.01": lambda p: compopt.ScapeAdamS(p, density=0.01, density_steps=0),
     "AdamS": lambda p: compopt.AdamS(p),
 }
 

@@ -66,24 +66,24 @@ def muon(params: Params) -> torch.optim.Optimizer:
     return compopt.MuonAdamW(groups)
 
 
-LOCAL = dict(every_warmup_steps=0, warmup_steps=0, payload_dtype="int4")
+LOCAL = dict(growth_steps=0, dense_steps=0, payload_dtype="int4")
 Make = Callable[[Params], Any]
 # name: back end, optimizer, steps before the one that is counted
 ROWS: dict[str, tuple[str, Make, int]] = {
     "AdamS": ("triton", lambda p: compopt.AdamS(p), 2),
-    "Radius .4, sparse": ("triton", lambda p: compopt.RadiusAdamW(p, density=0.4, warmup_steps=1, interval=1000), 3),
+    "Radius .4, sparse": ("triton", lambda p: compopt.RadiusAdamW(p, density=0.4, dense_steps=1, interval=1000), 3),
     "Radius .4, int8": (
         "triton",
-        lambda p: compopt.RadiusAdamW(p, density=0.4, warmup_steps=1, interval=1000, payload_dtype="int8"),
+        lambda p: compopt.RadiusAdamW(p, density=0.4, dense_steps=1, interval=1000, payload_dtype="int8"),
         3,
     ),
-    "SCAPE .01": ("triton", lambda p: compopt.ScapeAdamS(p, density=0.01, warmup_steps=0, density_warmup_steps=0), 3),
+    "SCAPE .01": ("triton", lambda p: compopt.ScapeAdamS(p, density=0.01, dense_steps=0, density_steps=0), 3),
     "Separate 16": (
         "triton",
-        lambda p: compopt.SeparateAdam(p, projection="gaussian", ratio=16, warmup_steps=0),
+        lambda p: compopt.SeparateAdam(p, projection="gaussian", ratio=16, dense_steps=0),
         2,
     ),
-    "tracked 16, int8": ("triton", lambda p: compopt.SeparateAdam(p, warmup_steps=0), 3),
+    "tracked 16, int8": ("triton", lambda p: compopt.SeparateAdam(p, dense_steps=0), 3),
     "Average, int8": ("triton", lambda p: compopt.Average(adamw(p), payload_dtype="int8"), 2),
     "LocalSteps, between": ("triton", lambda p: compopt.LocalSteps(adamw(p), every=100, **LOCAL), 2),
     "LocalSteps, exchange": ("triton", lambda p: compopt.LocalSteps(adamw(p), every=1, **LOCAL), 2),
@@ -160,7 +160,7 @@ def tagc(width: int, layers: int, words: int) -> dict[str, Any]:
     os.environ["COMPOPT_BACKEND"] = "torch"
     with fake_device.Device(counts=True) as counts, fake_ranks(RANKS, left_by_others=0.08) as comm:
         params = [torch.nn.Parameter(torch.randn(p.shape).to(device)) for p in gpt2(width, layers, words, 64)]
-        optimizer = compopt.TagcAdamW(params, process_group=comm, warmup_steps=0)
+        optimizer = compopt.TagcAdamW(params, process_group=comm, dense_steps=0)
         comm.follow(optimizer)
         for _ in range(2):
             for p in params:

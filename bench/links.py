@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 LEARNING_RATE = 3e-4
 TRIAL = 32  # the same, for what first finds out whether compression pays
-SETTLE = 4  # untimed steps before a method's first block: past its dense warm-up and first selection
+SETTLE = 4  # untimed steps before a method's first block: past its dense start and first selection
 EVERY = 30  # steps of a round; blocks begin in the middle of one, so that its end is not in the step that opens them
 
 Method = tuple[nn.Module, torch.optim.Optimizer]
@@ -99,7 +99,7 @@ def tracked(rank: int) -> Factory:
     def make(model: nn.Module, group: dist.ProcessGroup) -> Method:
         compopt = importlib.import_module("compopt")
         base = compopt.AdamS(model.parameters(), lr=LEARNING_RATE)
-        options = dict(projection="tracked", rank=rank, payload_dtype=torch.int8, warmup_steps=1)
+        options = dict(projection="tracked", rank=rank, payload_dtype=torch.int8, dense_steps=1)
         return DDP(model, process_group=group), compopt.Separate(base, process_group=group, **options)
 
     return make
@@ -131,14 +131,14 @@ def local(delay: int = 0, fragments: int = 1) -> Factory:
     """Rounds of 30 steps from the first one on, exchanged in int4."""
 
     def make(model: nn.Module, group: dist.ProcessGroup) -> Method:
-        options = dict(delay=delay, fragments=fragments, every_warmup_steps=0, process_group=group)
+        options = dict(delay=delay, fragments=fragments, growth_steps=0, process_group=group)
         compopt = importlib.import_module("compopt")
         return DDP(model, process_group=group), compopt.LocalSteps(fused_adamw(model), EVERY, **options)
 
     return make
 
 
-SKETCH = dict(sparsity=0.9875, codec="sketch", sketch_ratio=10)
+SKETCH = dict(density=0.0125, codec="sketch", sketch_ratio=10)
 EVERY_MATRIX = r"(qkv|out|up|down|head|token|position)\.weight$"  # the paper leaves queries, keys and values out
 METHODS: dict[str, Factory] = {
     "none": alone,
@@ -146,49 +146,49 @@ METHODS: dict[str, Factory] = {
     "powersgd": powersgd(4),
     "powersgd32": powersgd(32),
     "topk": topk(0.01),
-    "radius": ours("RadiusAdamW", density=0.4, interval=200, warmup_steps=1),
-    "scape": ours("ScapeAdamS", density=0.01, density_warmup_steps=0),
+    "radius": ours("RadiusAdamW", density=0.4, interval=200, dense_steps=1),
+    "scape": ours("ScapeAdamS", density=0.01, density_steps=0),
     "separate": ours("SeparateAdam", projection="gaussian", ratio=16),
-    "tagc0.9875": ours("TagcAdamW", sparsity=0.9875),
-    "tagc0.9875bf16": ours("TagcAdamW", sparsity=0.9875, payload_dtype=torch.bfloat16),
+    "tagc0.0125": ours("TagcAdamW", density=0.0125),
+    "tagc0.0125bf16": ours("TagcAdamW", density=0.0125, payload_dtype=torch.bfloat16),
     **{
-        f"tagc0.9875{word}": ours("TagcAdamW", sparsity=0.9875, payload_dtype=torch.bfloat16, update_dtype=word)
+        f"tagc0.0125{word}": ours("TagcAdamW", density=0.0125, payload_dtype=torch.bfloat16, update_dtype=word)
         for word in ("int8", "int4")
     },
-    "sharded": ours("TagcAdamW", warmup_steps=10**9),  # dense: what TAGC is without its compression
-    "scape-sharded": ours("ScapeAdamS", density=0.01, density_warmup_steps=0, sharded=True),
+    "sharded": ours("TagcAdamW", dense_steps=10**9),  # dense: what TAGC is without its compression
+    "scape-sharded": ours("ScapeAdamS", density=0.01, density_steps=0, sharded=True),
     **{
         f"{name}-auto": ours(cls, when="auto", **settings)
         for name, cls, settings in (
-            ("radius", "RadiusAdamW", dict(density=0.4, interval=200, warmup_steps=1)),
-            ("scape", "ScapeAdamS", dict(density=0.01, density_warmup_steps=0)),
+            ("radius", "RadiusAdamW", dict(density=0.4, interval=200, dense_steps=1)),
+            ("scape", "ScapeAdamS", dict(density=0.01, density_steps=0)),
             ("separate", "SeparateAdam", dict(projection="gaussian", ratio=16)),
             ("tagc", "TagcAdamW", {}),
         )
     },
     "fsdp": fsdp(False),
     "fsdp-keep": fsdp(True),
-    "fsdp-dense": fsdp(False, warmup_steps=10**9),
-    "fsdp-tagc": fsdp(False, sparsity=0.9875),
-    "fsdp-tagc-all": fsdp(False, sparsity=0.9875, select=EVERY_MATRIX),
+    "fsdp-dense": fsdp(False, dense_steps=10**9),
+    "fsdp-tagc": fsdp(False, density=0.0125),
+    "fsdp-tagc-all": fsdp(False, density=0.0125, select=EVERY_MATRIX),
     "fsdp-tagc-all-sketch": fsdp(False, **SKETCH, select=EVERY_MATRIX),
     "fsdp-separate": fsdp(False, "SeparateAdam", projection="gaussian", ratio=16),
-    "fsdp-tracked": fsdp(False, "SeparateAdam", rank=16, warmup_steps=1),
-    "fsdp-keep-tracked": fsdp(True, "SeparateAdam", rank=16, warmup_steps=1),
-    "fsdp-tracked-int8": fsdp(False, "SeparateAdam", rank=16, warmup_steps=1, gather_dtype="int8"),
-    "fsdp-keep-tracked-int8": fsdp(True, "SeparateAdam", rank=16, warmup_steps=1, gather_dtype="int8"),
+    "fsdp-tracked": fsdp(False, "SeparateAdam", rank=16, dense_steps=1),
+    "fsdp-keep-tracked": fsdp(True, "SeparateAdam", rank=16, dense_steps=1),
+    "fsdp-tracked-int8": fsdp(False, "SeparateAdam", rank=16, dense_steps=1, gather_dtype="int8"),
+    "fsdp-keep-tracked-int8": fsdp(True, "SeparateAdam", rank=16, dense_steps=1, gather_dtype="int8"),
     "fsdp-bf16": fsdp(False, low=True),
     "fsdp-keep-bf16": fsdp(True, low=True),
-    "fsdp-bf16-tracked-int8": fsdp(False, "SeparateAdam", low=True, rank=16, warmup_steps=1, gather_dtype="int8"),
-    "fsdp-keep-bf16-tracked-int8": fsdp(True, "SeparateAdam", low=True, rank=16, warmup_steps=1, gather_dtype="int8"),
-    "fsdp-keep-tagc-all": fsdp(True, sparsity=0.9875, select=EVERY_MATRIX),
+    "fsdp-bf16-tracked-int8": fsdp(False, "SeparateAdam", low=True, rank=16, dense_steps=1, gather_dtype="int8"),
+    "fsdp-keep-bf16-tracked-int8": fsdp(True, "SeparateAdam", low=True, rank=16, dense_steps=1, gather_dtype="int8"),
+    "fsdp-keep-tagc-all": fsdp(True, density=0.0125, select=EVERY_MATRIX),
     "tracked16": tracked(16),
     "tracked4": tracked(4),
     "local": local(),
     "local-delay1": local(1),
     "local-delay30": local(30),
     "local-fragments": local(1, 4),
-    "radius8bit": ours("RadiusAdamW", density=0.4, interval=200, warmup_steps=1, payload_dtype=torch.int8),
+    "radius8bit": ours("RadiusAdamW", density=0.4, interval=200, dense_steps=1, payload_dtype=torch.int8),
 }
 DEFAULT_METHODS = ["none", "ddp", "powersgd", "radius", "scape", "separate"]
 DEFAULT_RATES = ["unshaped", "10gbit", "1gbit", "100mbit"]

@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 import compopt
 
 STEPS = 8  # zeros as gradients in the first; the last is compressed, and so is the one before it
-DENSE = dict(warmup_steps=1)  # steps; RadiusAdamW then resamples in step 1, 3 and 6
+DENSE = dict(dense_steps=1)  # steps; RadiusAdamW then resamples in step 1, 3 and 6
 RADIUS = dict(density=0.4, interval=3, **DENSE)
 LEFT_BY_OTHERS = 0.0125  # of TAGC, by each other rank, where no two leave the same
 
@@ -46,7 +46,7 @@ def ours(cls: str, **options: object) -> Callable:
 
 
 def scape(density: float, **options: object) -> Callable:
-    return ours("ScapeAdamS", density=density, density_warmup_steps=0, **DENSE, **options)
+    return ours("ScapeAdamS", density=density, density_steps=0, **DENSE, **options)
 
 
 POWERSGD = "PowerSGD rank 4, AdamW"
@@ -73,9 +73,9 @@ ROWS: dict[str, Callable] = {
     ),
     "SeparateAdam tracked 16, int8, residual int8": ours("SeparateAdam", rank=16, residual_dtype="int8", **DENSE),
     "RadiusAdamW 0.4, residual int8": ours("RadiusAdamW", residual_dtype="int8", **RADIUS),
-    "TagcAdamW 0.9875": ours("TagcAdamW", **DENSE),
+    "TagcAdamW 0.0125": ours("TagcAdamW", **DENSE),
     "LocalSteps, AdamW": lambda params, comm: compopt.LocalSteps(
-        torch.optim.AdamW([p for _, p in params], fused=True), every=2, every_warmup_steps=0, process_group=comm
+        torch.optim.AdamW([p for _, p in params], fused=True), every=2, growth_steps=0, process_group=comm
     ),
 }
 PARTS = ("saved", "beside", "peak", "most", "host")

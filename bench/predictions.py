@@ -274,7 +274,7 @@ class AroundAdamS(Candidate):
     def make_optimizer(self, groups, start):
         groups = [{**group, "betas": ADAMS_BETAS} for group in groups]
         base = construct_silently(compopt.AdamS, groups, lr=1.0)
-        return construct_silently(compopt.Separate, base, simulate=True, warmup_steps=start, **self.options)
+        return construct_silently(compopt.Separate, base, simulate=True, dense_steps=start, **self.options)
 
 
 def separate(cls=Candidate, **options) -> Candidate:
@@ -304,8 +304,8 @@ CANDIDATES: dict[str, Candidate] = {
     **{f"SeparateAdam tracked {r}, int4": separate(rank=r, payload_dtype="int4") for r in (4, 8, 16, 32)},
     "Separate tracked 16 around AdamS, int8": separate(AroundAdamS, rank=16),
     "Separate 16 around AdamS": separate(AroundAdamS, **gaussian(16)),
-    **{f"TagcAdamW {s}": Candidate("TagcAdamW", {"sparsity": s}) for s in (0.8, 0.9, 0.9875)},
-    **{f"naive top-k {d}": Everywhere("TagcAdamW", {"sparsity": 1 - d}) for d in (0.4, 0.025)},
+    **{f"TagcAdamW {d}": Candidate("TagcAdamW", {"density": d}) for d in (0.2, 0.1, 0.0125)},
+    **{f"naive top-k {d}": Everywhere("TagcAdamW", {"density": d}) for d in (0.4, 0.025)},
 }
 
 

@@ -47,7 +47,7 @@ def adams(groups: list, lr: float, dense: int) -> torch.optim.Optimizer:
 def of(cls: str, **options: object) -> Make:
     """A class of ours, with a dense start unless the options say otherwise."""
     made = {"weight_decay": WEIGHT_DECAY} | options
-    return lambda groups, lr, dense: getattr(compopt, cls)(groups, lr=lr, **{"warmup_steps": dense, **made})
+    return lambda groups, lr, dense: getattr(compopt, cls)(groups, lr=lr, **{"dense_steps": dense, **made})
 
 
 def radius(density: float, interval: int = 20, **options: object) -> Make:
@@ -55,7 +55,7 @@ def radius(density: float, interval: int = 20, **options: object) -> Make:
 
 
 def scape(density: float, **options: object) -> Make:
-    return of("ScapeAdamS", **{"betas": PAPERS, "density": density, "density_warmup_steps": 0, **options})
+    return of("ScapeAdamS", **{"betas": PAPERS, "density": density, "density_steps": 0, **options})
 
 
 def gaussian(ratio: int, **options: object) -> Make:
@@ -63,18 +63,18 @@ def gaussian(ratio: int, **options: object) -> Make:
 
 
 def around_adams(**options: object) -> Make:
-    return lambda groups, lr, dense: compopt.Separate(adams(groups, lr, dense), warmup_steps=dense, **options)
+    return lambda groups, lr, dense: compopt.Separate(adams(groups, lr, dense), dense_steps=dense, **options)
 
 
-def tagc(sparsity: float, **options: object) -> Make:
-    return of("TagcAdamW", sparsity=sparsity, **options)
+def tagc(density: float, **options: object) -> Make:
+    return of("TagcAdamW", density=density, **options)
 
 
 def local(every: int, payload: str, growth: int, outer_lr: float | None = None) -> Make:
     """Local steps of AdamW; the start is their own."""
     options = {} if outer_lr is None else {"outer_lr": outer_lr}
     return lambda groups, lr, dense: compopt.LocalSteps(
-        adamw(groups, lr, dense), every, payload_dtype=payload, every_warmup_steps=growth, **options
+        adamw(groups, lr, dense), every, payload_dtype=payload, growth_steps=growth, **options
     )
 
 
@@ -104,14 +104,14 @@ METHODS: dict[str, Make | str] = {
     "RadiusAdamW 0.4, int8": radius(0.4, payload_dtype=int8),
     **{f"ScapeAdamS {density}": scape(density) for density in (0.2, 0.1, 0.05, 0.01)},
     "ScapeAdamS 0.1, int8": scape(0.1, payload_dtype=int8),
-    "ScapeAdamS 0.1, as printed, from scratch": scape(0.1, clip="scape", warmup_steps=0),
+    "ScapeAdamS 0.1, as printed, from scratch": scape(0.1, clip="scape", dense_steps=0),
     **{f"ScapeAdamS {density}, no mask delay": scape(density, mask_delay=0) for density in (0.1, 0.01)},
     "ScapeAdamS 0.1, sharded": scape(0.1, sharded=True),
     "ScapeAdamS 0.1, offload": scape(0.1, offload="residual"),
     **{f"SeparateAdam {ratio}": gaussian(ratio) for ratio in (8, 16, 64)},
     **{f"SeparateAdam {ratio}, blocks": gaussian(ratio, block_rows="auto") for ratio in (8, 16)},
     **{f"SeparateAdam {ratio}, no error feedback": gaussian(ratio, ef_beta=1.0) for ratio in (16, 64)},
-    "SeparateAdam 16, from scratch": gaussian(16, warmup_steps=0),
+    "SeparateAdam 16, from scratch": gaussian(16, dense_steps=0),
     "SeparateAdam 16, adaptive": gaussian(16, adaptive=True, adapt_interval=100),
     **{f"SeparateAdam tracked {rank}, int8": of("SeparateAdam", rank=rank, payload_dtype=int8) for rank in (4, 16)},
     **{
@@ -120,10 +120,10 @@ METHODS: dict[str, Make | str] = {
     },
     "Separate tracked 16 around AdamS, int8": around_adams(projection="tracked", rank=16, payload_dtype=int8),
     "Separate 16 around AdamS": around_adams(projection="gaussian", ratio=16),
-    **{f"TagcAdamW {sparsity}": tagc(sparsity) for sparsity in (0.8, 0.9, 0.9875)},
-    "TagcAdamW 0.9875, bf16": tagc(0.9875, payload_dtype=torch.bfloat16),
+    **{f"TagcAdamW {density}": tagc(density) for density in (0.2, 0.1, 0.0125)},
+    "TagcAdamW 0.0125, bf16": tagc(0.0125, payload_dtype=torch.bfloat16),
     **{
-        f"TagcAdamW 0.9875, bf16, updates in {word}": tagc(0.9875, payload_dtype=torch.bfloat16, update_dtype=word)
+        f"TagcAdamW 0.0125, bf16, updates in {word}": tagc(0.0125, payload_dtype=torch.bfloat16, update_dtype=word)
         for word in ("int8", "int4", "int2")
     },
     **{f"LocalSteps 30, int4, growing {growth}": local(30, "int4", growth) for growth in (600, 780, 800)},
@@ -168,7 +168,7 @@ def work(run: Run, out: str) -> None:
     import train_gpt
 
     method, hook, setting = parts(run.name)
-    given = {"steps": run.steps, "lr": run.lr, "warmup-share": DENSE, "seed": run.seed, "width": run.width, "out": out}
+    given = {"steps": run.steps, "lr": run.lr, "dense-share": DENSE, "seed": run.seed, "width": run.width, "out": out}
     words = [f"--{key}={value}" for key, value in given.items()] + [f"--bf16={int(run.bf16)}"]
     if hook == "powersgd":
         baselines.POWERSGD_RANK = int(setting)
@@ -179,7 +179,7 @@ def work(run: Run, out: str) -> None:
     elif hook:
         words += ["--density", setting]
     optimizer = hook or run.name
-    train_gpt.OPTIMIZERS[optimizer] = lambda params, args: method(params, args.lr, args.warmup)
+    train_gpt.OPTIMIZERS[optimizer] = lambda params, args: method(params, args.lr, args.dense_steps)
     sys.argv = ["train_gpt.py", "--optimizer", optimizer, *words]
     train_gpt.main()
 

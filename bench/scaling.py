@@ -52,15 +52,15 @@ def ours(cls: str, **options: object) -> Made:
 
 METHODS: dict[str, Made | None] = {
     "AdamS, dense": ours("AdamS"),
-    "RadiusAdamW 0.4, sparse": ours("RadiusAdamW", density=0.4, interval=10**6, warmup_steps=1),
-    "RadiusAdamW 0.4, resample": ours("RadiusAdamW", density=0.4, interval=1, warmup_steps=1),
-    "RadiusAdamW 0.4, int8": ours("RadiusAdamW", density=0.4, interval=10**6, warmup_steps=1, payload_dtype=torch.int8),
-    "ScapeAdamS 0.1": ours("ScapeAdamS", density=0.1, density_warmup_steps=0),
-    "ScapeAdamS 0.01": ours("ScapeAdamS", density=0.01, density_warmup_steps=0),
-    "ScapeAdamS 0.01, sharded": ours("ScapeAdamS", density=0.01, density_warmup_steps=0, sharded=True),
+    "RadiusAdamW 0.4, sparse": ours("RadiusAdamW", density=0.4, interval=10**6, dense_steps=1),
+    "RadiusAdamW 0.4, resample": ours("RadiusAdamW", density=0.4, interval=1, dense_steps=1),
+    "RadiusAdamW 0.4, int8": ours("RadiusAdamW", density=0.4, interval=10**6, dense_steps=1, payload_dtype=torch.int8),
+    "ScapeAdamS 0.1": ours("ScapeAdamS", density=0.1, density_steps=0),
+    "ScapeAdamS 0.01": ours("ScapeAdamS", density=0.01, density_steps=0),
+    "ScapeAdamS 0.01, sharded": ours("ScapeAdamS", density=0.01, density_steps=0, sharded=True),
     "SeparateAdam 16": ours("SeparateAdam", projection="gaussian", ratio=16),
     "SeparateAdam tracked 16, int8": ours("SeparateAdam", projection="tracked", rank=16, payload_dtype=torch.int8),
-    "TagcAdamW 0.9875": ours("TagcAdamW"),
+    "TagcAdamW 0.0125": ours("TagcAdamW"),
     "PowerSGD 4, formula": None,
     "naive top-k 0.01, formula": None,
 }
@@ -105,7 +105,7 @@ def unions(ranks: int) -> float:
         model(*batches.next()).backward()
         first.step()
     with fake_ranks(ranks) as comm:
-        optimizer = METHODS["TagcAdamW 0.9875"](list(model.named_parameters()), comm)
+        optimizer = METHODS["TagcAdamW 0.0125"](list(model.named_parameters()), comm)
         results = [torch.zeros(bucket.shards.mask_bytes, dtype=torch.uint8) for bucket in optimizer._buckets]
         for rank in range(ranks):
             model.zero_grad()
@@ -122,7 +122,7 @@ def unions(ranks: int) -> float:
 def union_at(size: str, ranks: int) -> float:
     """Return what was measured in the small model, the first time now; of 512 ranks for more than that."""
     ranks = min(ranks, 512)
-    row = None if size == "1M" else saved_rows().get(("TagcAdamW 0.9875", "1M", ranks))
+    row = None if size == "1M" else saved_rows().get(("TagcAdamW 0.0125", "1M", ranks))
     return float(row["union"]) if row else unions(ranks)
 
 
@@ -270,7 +270,7 @@ def row_of(method: str, size: str, ranks: int) -> dict | None:
 HANDED: dict[str, Made] = {  # of a compressed step; a rank sends its own part of a mask, so more ranks send less each
     "ScapeAdamS 0.1": METHODS["ScapeAdamS 0.1"],
     "ScapeAdamS 0.01": METHODS["ScapeAdamS 0.01"],
-    "ScapeAdamS 0.01, bf16": ours("ScapeAdamS", density=0.01, density_warmup_steps=0, payload_dtype=torch.bfloat16),
+    "ScapeAdamS 0.01, bf16": ours("ScapeAdamS", density=0.01, density_steps=0, payload_dtype=torch.bfloat16),
     "SeparateAdam 16": METHODS["SeparateAdam 16"],
     "RadiusAdamW 0.4": METHODS["RadiusAdamW 0.4, sparse"],
 }

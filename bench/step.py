@@ -32,17 +32,17 @@ ROWS = {
     FUSED: lambda p: torch.optim.AdamW(p, lr=3e-4, fused=True),
     "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=3e-4, foreach=True),
     "AdamS": lambda p: compopt.AdamS(p, lr=3e-4),
-    "RadiusAdamW 0.4, sparse": lambda p: compopt.RadiusAdamW(p, lr=3e-4, density=0.4, interval=10**6, warmup_steps=1),
-    "ScapeAdamS 0.1": lambda p: compopt.ScapeAdamS(p, lr=3e-4, density=0.1, density_warmup_steps=0),
-    "ScapeAdamS 0.01": lambda p: compopt.ScapeAdamS(p, lr=3e-4, density=0.01, density_warmup_steps=0),
+    "RadiusAdamW 0.4, sparse": lambda p: compopt.RadiusAdamW(p, lr=3e-4, density=0.4, interval=10**6, dense_steps=1),
+    "ScapeAdamS 0.1": lambda p: compopt.ScapeAdamS(p, lr=3e-4, density=0.1, density_steps=0),
+    "ScapeAdamS 0.01": lambda p: compopt.ScapeAdamS(p, lr=3e-4, density=0.01, density_steps=0),
     "Average(AdamW), int8": lambda p: compopt.Average(torch.optim.AdamW(p, lr=3e-4, fused=True), payload_dtype="int8"),
     "RadiusAdamW 0.4, int8, sparse": lambda p: compopt.RadiusAdamW(
-        p, lr=3e-4, density=0.4, interval=10**6, warmup_steps=1, payload_dtype="int8"
+        p, lr=3e-4, density=0.4, interval=10**6, dense_steps=1, payload_dtype="int8"
     ),
     "TagcAdamW": lambda p: compopt.TagcAdamW(p, lr=3e-4),
     "SeparateAdam": lambda p: compopt.SeparateAdam(p, lr=3e-4),
     "LocalSteps(AdamW), a sync each step": lambda p: compopt.LocalSteps(
-        torch.optim.AdamW(p, lr=3e-4, fused=True), every=1, every_warmup_steps=0
+        torch.optim.AdamW(p, lr=3e-4, fused=True), every=1, growth_steps=0
     ),
     "SeparateAdam 16": lambda p: compopt.SeparateAdam(p, lr=3e-4, projection="gaussian", ratio=16),
     "SeparateAdam 16, blocks": lambda p: compopt.SeparateAdam(

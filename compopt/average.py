@@ -24,7 +24,6 @@ from ._engine.options import (
     ResidualDtype,
     check_compress,
     check_payload_and_clip,
-    ignore_capturable,
     read_residual_dtype,
 )
 from ._engine.reducer import (
@@ -76,7 +75,6 @@ class Average(Wrapper, ReducingOptimizer):
         gather_dtype: as in :class:`SeparateAdam`.
         max_grad_norm: clips the averaged gradient to this L2 norm.
         residual_dtype: as in :class:`SeparateAdam`.
-        capturable: accepted and ignored.
         process_group: the ranks to average over. None: the default group, or one process where
             there is none.
         simulate: round in a single process too, to see the effect. Otherwise a step without other
@@ -104,9 +102,7 @@ class Average(Wrapper, ReducingOptimizer):
         residual_dtype: ResidualDtype = None,
         process_group: ProcessGroup | None = None,
         simulate: bool = False,
-        capturable: bool = False,
     ):
-        ignore_capturable(capturable)
         self.residual_dtype = read_residual_dtype(residual_dtype)
         options: dict[str, Any] = dict(payload_dtype=payload_dtype, max_grad_norm=max_grad_norm)
         self.set_gather_dtype(gather_dtype)

@@ -12,8 +12,8 @@ round has H steps::
     4  a_p <- the outer optimizer steps a_p by d        # v <- mu v + d;  a_p <- a_p - lr (d + mu v)
     5  w_k <- a_p + what the rank moved since line 2
 
-In the first ``warmup_steps`` all gradients are averaged, as ``Average(inner)`` does. Over the next
-``every_warmup_steps`` rounds grow from 1 step to H, mu from 0 and lr from 1 to their values.
+In the first ``dense_steps`` all gradients are averaged, as ``Average(inner)`` does. Over the next
+``growth_steps`` rounds grow from 1 step to H, mu from 0 and lr from 1 to their values.
 
 Where rounds end by time, or ranks are ``weighted``, line 3 is a mean weighted by the steps or
 samples that ranks took in the round.
@@ -114,8 +114,8 @@ class LocalSteps(AnchoredWrapper):
         fragments: P, the number of parts of the model, exchanged at different steps of a round.
         delay: steps from the beginning of an exchange to its application; training goes on
             meanwhile. At most every / fragments.
-        warmup_steps: steps at the start in which gradients are averaged, as by :class:`Average`.
-        every_warmup_steps: steps after the start in which rounds grow from 1 step to their length.
+        dense_steps: steps at the start in which gradients are averaged, as by :class:`Average`.
+        growth_steps: steps after the start in which rounds grow from 1 step to their length.
             An ``outer`` around SGD, as the default, grows with them, from averaging parameters to
             its own rate and momentum.
         max_grad_norm: clips each rank's own gradient to this L2 norm; in the averaged start the
@@ -156,8 +156,8 @@ class LocalSteps(AnchoredWrapper):
         outer_momentum: float | None = None,
         fragments: int = 1,
         delay: int = 0,
-        warmup_steps: int = 0,
-        every_warmup_steps: int = 800,
+        dense_steps: int = 0,
+        growth_steps: int = 800,
         max_grad_norm: float | None = None,
         process_group: ProcessGroup | None = None,
         offload: Literal["outer"] | None = None,
@@ -180,8 +180,8 @@ class LocalSteps(AnchoredWrapper):
             outer_momentum=outer_momentum,
             fragments=fragments,
             delay=delay,
-            warmup_steps=warmup_steps,
-            every_warmup_steps=every_warmup_steps,
+            dense_steps=dense_steps,
+            growth_steps=growth_steps,
             payload_dtype=payload_dtype,
             max_grad_norm=max_grad_norm,
         )
@@ -197,7 +197,7 @@ class LocalSteps(AnchoredWrapper):
 
     @property
     def steps_alike(self) -> bool:
-        return bool(self._options["warmup_steps"] > 0)
+        return bool(self._options["dense_steps"] > 0)
 
     @property
     def _is_in_step(self) -> bool:  # type: ignore[override]
@@ -322,7 +322,7 @@ class LocalSteps(AnchoredWrapper):
             if counts.seconds >= rounds.round_duration(options, counts.mean_step):
                 sync.due = frozenset(fragments)
         else:
-            length = rounds.round_length(options, counts.begun - options["warmup_steps"])
+            length = rounds.round_length(options, counts.begun - options["dense_steps"])
             sync.due |= rounds.find_due(fragments, in_round, length, count)
             if in_round >= length:
                 counts.round, counts.begun = counts.round + 1, step
@@ -525,9 +525,9 @@ class LocalSteps(AnchoredWrapper):
 
     @property
     def averages_gradients(self) -> bool:
-        """True if the coming step belongs to ``warmup_steps``, where gradients are averaged."""
+        """True if the coming step belongs to ``dense_steps``, where gradients are averaged."""
         options = self._options
-        return bool(options["step"] < options["warmup_steps"])
+        return bool(options["step"] < options["dense_steps"])
 
     @torch.no_grad()
     def gradients_ready(self, params: Iterable[Tensor]) -> None:
@@ -566,7 +566,7 @@ class LocalSteps(AnchoredWrapper):
         if (sync := self._sync) is not None:
             stats.residual_norm = weak_method(sync.anchors.residual_norm)
         known = {field.name: getattr(stats, field.name) for field in fields(Stats)}
-        in_round = max(0, options["step"] - max(counts.begun, options["warmup_steps"]))
+        in_round = max(0, options["step"] - max(counts.begun, options["dense_steps"]))
         return rounds.LocalStats(
             **known, round=counts.round, steps_into_round=in_round, **self._sync_stats
         )

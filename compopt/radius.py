@@ -4,7 +4,7 @@ One bucket on rank n at step t; G_n is its local gradient, w its parameters, D t
 interval::
 
      2  G_n <- gradient of the loss on this rank's data
-     3  if t < warmup_steps:                                     # dense
+     3  if t < dense_steps:                                     # dense
      4      G <- mean over ranks of G_n
      7  elif there is no mask yet, or t % T == 0:                # resample
      8      G_n <- G_n + residual_scale * residual
@@ -21,14 +21,14 @@ interval::
     23      mask <- the round(D * n) largest |u| of each tensor; broadcast
     25  w <- w - lr * u
 
-Differences from the paper: the first step after the warm-up resamples (the paper's mask is
+Differences from the paper: the first step after the dense start resamples (the paper's mask is
 undefined until T divides t), all ranks use rank 0's mask (equal by construction), and
 ``residual_scale`` can damp the sum of up to T - 1 gradients that a resample step adds to one.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -38,11 +38,12 @@ from ._engine.optimizer import CompressedOptimizer
 from ._engine.options import (
     Group,
     ResidualDtype,
+    TorchOptions,
     check_adam,
     check_compression,
     check_torch_options,
-    choose_warmup,
-    dense_steps,
+    choose_steps,
+    dense_start_of,
     is_count,
     is_numeric,
     read_residual_dtype,
@@ -59,6 +60,9 @@ from ._state.residuals import residual_layout
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype
 from ._wire.requests import Agree, Broadcast, RequestGenerator
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def radius(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
@@ -83,10 +87,10 @@ def radius(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
 def choose_phase(bucket: Bucket) -> str:
     """Return "dense", "resample" or "sparse", the phase of the coming step (lines 3, 7 and 12).
 
-    Step ``warmup_steps`` is the first resample step.
+    Step ``dense_steps`` is the first resample step.
     """
     group, t = bucket.group, bucket.group["step"] + 1
-    if t < dense_steps(bucket) or not any(bucket.compressed):
+    if t < dense_start_of(bucket) or not any(bucket.compressed):
         return "dense"
     return "resample" if "mask" not in bucket.cache or t % group["interval"] == 0 else "sparse"
 
@@ -142,14 +146,14 @@ class RadiusAdamW(CompressedOptimizer):
             least 2 dimensions and 4096 elements are compressed, the others are averaged dense in
             the same message.
         lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`, with its defaults.
-        foreach, fused, capturable: accepted and ignored: the backend decides how to compute.
-        amsgrad, differentiable: False; True is refused.
+        amsgrad, torch_options: ``foreach``, ``fused`` and ``capturable`` are ignored: the backend
+            decides how to compute. ``amsgrad=True`` and ``differentiable=True`` are refused.
         density: share of each compressed tensor's elements that cross the network in a sparse step,
             in (0, 1].
         interval: steps from one mask to the next. These *resample* steps are dense, and the step
             after one does not overlap with backward: ranks first confirm that all have the new
             mask.
-        warmup_steps: steps of plain AdamW before compression starts, or as a float in (0, 1) a
+        dense_steps: steps of plain AdamW before compression starts, or as a float in (0, 1) a
             share of ``total_steps``. The paper uses 15 to 20 % of the run. None: 15 % of
             ``total_steps``, or 1000 steps.
         total_steps: the number of steps of the run, for options that are shares of it.
@@ -195,7 +199,7 @@ class RadiusAdamW(CompressedOptimizer):
         *,
         density: float = 0.4,
         interval: int = 200,
-        warmup_steps: int | float | None = None,
+        dense_steps: int | float | None = None,
         total_steps: int | None = None,
         residual_scale: float = 1.0,
         max_grad_norm: float | None = None,
@@ -205,13 +209,10 @@ class RadiusAdamW(CompressedOptimizer):
         process_group: ProcessGroup | None = None,
         simulate: bool = False,
         maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
         offload: Literal["residual"] | None = None,
+        **torch_options: Unpack[TorchOptions],
     ):
-        check_torch_options(amsgrad, foreach, capturable, differentiable, fused)
+        check_torch_options(type(self), amsgrad, torch_options)
         require(offload in (None, "residual"), "offload", offload, "None or 'residual'")
         self.offload, self.residual_dtype = offload, read_residual_dtype(residual_dtype)
         defaults = dict(
@@ -221,7 +222,7 @@ class RadiusAdamW(CompressedOptimizer):
             weight_decay=weight_decay,
             density=density,
             interval=interval,
-            warmup_steps=choose_warmup(warmup_steps, total_steps, 1000),
+            dense_steps=choose_steps(dense_steps, total_steps, 1000),
             total_steps=total_steps,
             residual_scale=residual_scale,
             max_grad_norm=max_grad_norm,

@@ -26,7 +26,7 @@ number of ranks: each rank selects in its shard by its own x_n, not by the mean.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -37,11 +37,12 @@ from ._engine.exchange import CollectiveGenerator
 from ._engine.optimizer import CompressedOptimizer
 from ._engine.options import (
     Group,
+    TorchOptions,
     check_adam,
     check_compression,
     check_steps,
     check_torch_options,
-    choose_warmup,
+    choose_steps,
     is_numeric,
     require,
     require_option,
@@ -75,6 +76,9 @@ from ._wire.codec import PAYLOAD_CODECS
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype
 from ._wire.requests import Agree, AllGather, AllReduceMean, RequestGenerator
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 CHOICES: dict[str, tuple[object, ...]] = {
     "mask_delay": (0, 1),
@@ -217,12 +221,12 @@ class ScapeAdamS(CompressedOptimizer):
             least 2 dimensions and 4096 elements are compressed, the others are averaged dense in
             the same message.
         lr, betas, eps, weight_decay, maximize: as in :class:`AdamS`, which also
-            lists the paper's values; foreach, fused, amsgrad, capturable, differentiable as there.
+            lists the paper's values; amsgrad and torch_options as there.
         density: share of each compressed tensor's elements that cross the network in a step, in
             (0, 1].
-        warmup_steps: steps of dense AdamS before compression starts, or as a float in (0, 1) a
+        dense_steps: steps of dense AdamS before compression starts, or as a float in (0, 1) a
             share of ``total_steps``. None: 15 % of ``total_steps``, or none.
-        density_warmup_steps: steps, or a share, over which the density then falls, exponentially,
+        density_steps: steps, or a share, over which the density then falls, exponentially,
             from 1 to ``density``. None: 15 % of ``total_steps``, or 100 steps.
         total_steps: the number of steps of the run, for options that are shares of it.
         mask_delay: 1, as in the paper: a step uses the mask of the step before, gathered in the
@@ -265,9 +269,9 @@ class ScapeAdamS(CompressedOptimizer):
         amsgrad: bool = False,
         *,
         density: float = 0.1,
-        warmup_steps: int | float | None = None,
+        dense_steps: int | float | None = None,
         total_steps: int | None = None,
-        density_warmup_steps: int | float | None = None,
+        density_steps: int | float | None = None,
         mask_delay: Literal[0, 1] = 1,
         clip: Literal["consistent", "scape"] = "consistent",
         max_grad_norm: float | None = None,
@@ -276,14 +280,11 @@ class ScapeAdamS(CompressedOptimizer):
         process_group: ProcessGroup | None = None,
         simulate: bool = False,
         maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
         sharded: bool = False,
         offload: Literal["residual", "all"] | None = None,
+        **torch_options: Unpack[TorchOptions],
     ):
-        check_torch_options(amsgrad, foreach, capturable, differentiable, fused)
+        check_torch_options(type(self), amsgrad, torch_options)
         choices = (None, "residual", "all")
         require(offload in choices, "offload", offload, "None, 'residual' or 'all'")
         self.sharded, self.offload = sharded, offload
@@ -293,9 +294,9 @@ class ScapeAdamS(CompressedOptimizer):
             eps=eps,
             weight_decay=weight_decay,
             density=density,
-            warmup_steps=choose_warmup(warmup_steps, total_steps, 0),
+            dense_steps=choose_steps(dense_steps, total_steps, 0),
             total_steps=total_steps,
-            density_warmup_steps=choose_warmup(density_warmup_steps, total_steps, 100),
+            density_steps=choose_steps(density_steps, total_steps, 100),
             mask_delay=mask_delay,
             clip=clip,
             max_grad_norm=max_grad_norm,
@@ -311,7 +312,7 @@ class ScapeAdamS(CompressedOptimizer):
         density = group["density"]
         is_share = is_numeric(density) and 0 < density <= 1
         require_option(is_share, group, "density", "in (0, 1]")
-        check_steps(group, "density_warmup_steps")
+        check_steps(group, "density_steps")
         for name, choices in CHOICES.items():
             require_option(group[name] in choices, group, name, " or ".join(map(repr, choices)))
         is_float = PAYLOAD_CODECS[group["payload_dtype"]].bits is None

@@ -19,7 +19,7 @@ Differences from the paper: beta weights the *old* error. As printed it weights 
 with w = (d + 1) / r, about the ratio, the squared error then grows in each step by the factor
 beta_old^2 + (1 - beta_old)^2 w: without bound at the paper's own settings. Weighting the old error
 is stable for beta > (w - 1) / (w + 1), and the error is least at w / (1 + w), "auto". The smaller
-side of a tensor is projected, and there may be a dense start of ``warmup_steps``.
+side of a tensor is projected, and there may be a dense start of ``dense_steps``.
 
 All rows of a matrix share one R, where the paper draws a vector as long as the whole gradient for
 every number it sends. This sends equally many numbers with the same mean squared error, and draws m
@@ -32,7 +32,7 @@ is .125 / b, so the lemma holds from 6 blocks on, and the training loss is lower
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -44,9 +44,9 @@ from ._engine.options import (
     TRIAL_OPTIONS,
     Group,
     ResidualDtype,
+    TorchOptions,
     check_adam,
     check_torch_options,
-    ignore_capturable,
     read_residual_dtype,
 )
 from ._engine.reducer import AdamWUpdate, Update, write_averages
@@ -61,6 +61,9 @@ from ._state.layouts import Layout, LocalShape
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype
 from ._wire.requests import Agree, RequestGenerator
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def separate(
@@ -134,8 +137,8 @@ class SeparateAdam(ProjectingOptimizer):
             same message.
         lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`, with its defaults.
             The paper trains GPT-2 345M with lr 6e-4, betas (0.9, 0.95), weight_decay 0.1.
-        foreach, fused, capturable: accepted and ignored: the backend decides how to compute.
-        amsgrad, differentiable: False; True is refused.
+        amsgrad, torch_options: ``foreach``, ``fused`` and ``capturable`` are ignored: the backend
+            decides how to compute. ``amsgrad=True`` and ``differentiable=True`` are refused.
         projection: "tracked": onto a space that follows the gradient's largest singular vectors
             (PowerSGD's power iteration), in two smaller exchanges, one after the other. It keeps
             most of the gradient. "gaussian": the paper's, random and unbiased.
@@ -159,7 +162,7 @@ class SeparateAdam(ProjectingOptimizer):
         adaptive: every ``adapt_interval`` steps, adapt the ratio of every tensor (and its ef_beta,
             if that is a number) to the quality of its reconstruction, relative to the mean over
             tensors (G-SEPARATE, Algorithm 3).
-        warmup_steps: steps averaged dense before compression starts, or as a float in (0, 1) a
+        dense_steps: steps averaged dense before compression starts, or as a float in (0, 1) a
             share of ``total_steps``. None: 10 steps for tracked projections, else 15 % of
             ``total_steps``, or none. Tracked, 400 steps of a GPT of 0.86 M parameters ended at
             1.018 times AdamW's loss without a start, 1.016 after 10 steps, 1.017 after 50.
@@ -203,7 +206,7 @@ class SeparateAdam(ProjectingOptimizer):
         block_rows: int | Literal["auto"] | None = None,
         adaptive: bool = False,
         adapt_interval: int = 2000,
-        warmup_steps: int | float | None = None,
+        dense_steps: int | float | None = None,
         total_steps: int | None = None,
         max_grad_norm: float | None = None,
         when: Literal["always", "auto"] = "always",
@@ -213,12 +216,9 @@ class SeparateAdam(ProjectingOptimizer):
         process_group: ProcessGroup | None = None,
         simulate: bool = False,
         maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
+        **torch_options: Unpack[TorchOptions],
     ):
-        check_torch_options(amsgrad, foreach, capturable, differentiable, fused)
+        check_torch_options(type(self), amsgrad, torch_options)
         self.residual_dtype = read_residual_dtype(residual_dtype)
         defaults = dict(
             lr=lr,
@@ -226,7 +226,7 @@ class SeparateAdam(ProjectingOptimizer):
             eps=eps,
             weight_decay=weight_decay,
             maximize=maximize,
-            **resolve_options(projection, ratio, rank, payload_dtype, warmup_steps, total_steps),
+            **resolve_options(projection, ratio, rank, payload_dtype, dense_steps, total_steps),
             ef_beta=ef_beta,
             reset_interval=reset_interval,
             seed=seed,
@@ -301,7 +301,7 @@ class Separate(Wrapper, ProjectingOptimizer):
         block_rows: int | Literal["auto"] | None = None,
         adaptive: bool = False,
         adapt_interval: int = 2000,
-        warmup_steps: int | float | None = None,
+        dense_steps: int | float | None = None,
         total_steps: int | None = None,
         max_grad_norm: float | None = None,
         when: Literal["always", "auto"] = "always",
@@ -310,12 +310,10 @@ class Separate(Wrapper, ProjectingOptimizer):
         residual_dtype: ResidualDtype = None,
         process_group: ProcessGroup | None = None,
         simulate: bool = False,
-        capturable: bool = False,
     ):
-        ignore_capturable(capturable)
         self.residual_dtype = read_residual_dtype(residual_dtype)
         options = dict(
-            **resolve_options(projection, ratio, rank, payload_dtype, warmup_steps, total_steps),
+            **resolve_options(projection, ratio, rank, payload_dtype, dense_steps, total_steps),
             ef_beta=ef_beta,
             reset_interval=reset_interval,
             seed=seed,

@@ -2,10 +2,10 @@
 Algorithm 1 with AdamW.
 
 One shard of a bucket on rank n, owned by rank d; g_n is the rank's gradient of it, acc_n its
-residual::
+residual, D the density, 1 - the paper's sparsity::
 
      1  g_n <- g_n + acc_n
-     2  g_n, acc_n <- the largest (1 - sparsity) of |g_n|, 0 elsewhere;  the rest of g_n
+     2  g_n, acc_n <- the largest D of |g_n|, 0 elsewhere;  the rest of g_n
      3  index_n <- where g_n is not zero, one bit per element
      4  index <- bitwise or over ranks of index_n
      5  code_n <- compress(g_n, index)
@@ -21,8 +21,8 @@ bucket go through these lines together, and buckets overlap: while one is on the
 sparsified and indexed (section 3.3).
 
 Differences from the authors' code: the bitwise or is exact at any number of ranks (theirs adds
-fields of 1 or 4 bits, which carry into their neighbours), at *least* ``sparsity`` of each shard is
-zeroed, and nothing is estimated. Updated parameters are gathered before anything is written, so a
+fields of 1 or 4 bits, which carry into their neighbours), at *most* D of each shard is
+left, and nothing is estimated. Updated parameters are gathered before anything is written, so a
 step is all or nothing.
 """
 
@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -42,11 +42,12 @@ from ._engine.fsdp_backward import step_fsdp_shards
 from ._engine.options import (
     Group,
     ResidualDtype,
+    TorchOptions,
     check_adam,
     check_compression,
     check_torch_options,
-    choose_warmup,
-    dense_steps,
+    choose_steps,
+    dense_start_of,
     is_numeric,
     read_residual_dtype,
     require_option,
@@ -68,6 +69,9 @@ from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype
 from ._wire.requests import BitOr, ReadToHost, RequestGenerator
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 # The usual names of projections to queries, keys and values. The projection after the attention is
 # treated as any linear layer (section 3.2).
 ATTENTION = re.compile(
@@ -87,7 +91,7 @@ def tagc(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
 
 def choose_reducer(bucket: Bucket, ops: Ops) -> DenseStart | UnionReducer:
     """Return the reducer of this step: dense in the dense start, or where nothing is compressed."""
-    is_dense = bucket.group["step"] < dense_steps(bucket) or not bucket.shards.mask_bytes
+    is_dense = bucket.group["step"] < dense_start_of(bucket) or not bucket.shards.mask_bytes
     return DenseStart(bucket, ops) if is_dense else UnionReducer(bucket, ops)
 
 
@@ -121,8 +125,8 @@ class UnionReducer(OwnerReducer):
     def reduce(self) -> RequestGenerator[Payload]:
         group, layout, ops = self.bucket.group, self.layout, self.ops
         pairs = zip(layout.compressed_counts, layout.bits, strict=True)
-        sparsity = group["sparsity"]
-        ks = [count_selected(sparsity, n) if sparsity else end - a for n, (a, end) in pairs]
+        density = group["density"]
+        ks = [count_selected(density, n) if density < 1 else end - a for n, (a, end) in pairs]
         self.selected = ops.run(select_largest, self.bucket, self.grads, ks)  # lines 1 to 3
         positions, values, bits, marks = self.selected
         union_bits = yield BitOr(bits)  # line 4
@@ -215,11 +219,9 @@ def mask_memory(bucket: Bucket, ops: Ops) -> Tensor:
     return ops.scratch(like, 8 * bucket.shards.mask_bytes, use="x")
 
 
-def count_selected(sparsity: float, n: int) -> int:
-    """Return how many of n elements to keep so that at least ``sparsity`` are zeroed; at least one
-    if there are any.
-    """
-    return min(n, max(1, n - math.ceil(round(float(sparsity) * n, 6))))
+def count_selected(density: float, n: int) -> int:
+    """Return how many of n elements to keep: at most ``density``, but one if there are any."""
+    return min(n, max(1, math.floor(round(float(density) * n, 6))))
 
 
 @dataclass
@@ -249,22 +251,22 @@ class TagcAdamW(ReducingOptimizer):
         params: parameters, named parameters or groups, as torch takes them. A group may override
             every option below and say ``compress=False`` or ``True``.
         lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`, with its defaults.
-        foreach, fused, capturable: accepted and ignored: the backend decides how to compute.
-        amsgrad, differentiable: False; True is refused.
-        sparsity: share of each shard's compressed elements that a rank leaves out, at least, in
-            [0, 1). Ranks send the union of their selections, so bytes grow with the number of
-            ranks.
+        amsgrad, torch_options: ``foreach``, ``fused`` and ``capturable`` are ignored: the backend
+            decides how to compute. ``amsgrad=True`` and ``differentiable=True`` are refused.
+        density: share of each shard's compressed elements that a rank selects, at most, in (0, 1]:
+            1 - the paper's sparsity of 0.9875. Ranks send the union of their selections, so bytes
+            grow with the number of ranks.
         codec: "compact" sends the values at the union. "sketch", the paper's, sends a count sketch,
             in float32 at least. A sketch that can be decoded is larger: it needs 1.22 cells per
             element.
         sketch_ratio: compressed elements of the shard per cell of the sketch, at least 1. The paper
-            takes 2, 4 and 10 at sparsity 0.8, 0.9 and 0.9875. Elements that do not fit are sent as
+            takes 2, 4 and 10 at density 0.2, 0.1 and 0.0125. Elements that do not fit are sent as
             values, and counted.
         select: a regular expression; tensors with a match in their name are compressed. It needs
             ``named_parameters()``. None: tensors of at least 2 dimensions and 4096 elements, except
             projections to queries, keys and values with one of the usual names (the paper's
             selection).
-        warmup_steps: steps of plain AdamW before compression starts, or as a float in (0, 1) a
+        dense_steps: steps of plain AdamW before compression starts, or as a float in (0, 1) a
             share of ``total_steps``. None: 15 % of ``total_steps``, or none.
         total_steps, max_grad_norm, when, process_group, simulate: as in :class:`RadiusAdamW`.
         payload_dtype: dtype of gradients on the wire (None: the gradient's), as a name, "bfloat16",
@@ -302,11 +304,11 @@ class TagcAdamW(ReducingOptimizer):
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
         *,
-        sparsity: float = 0.9875,
+        density: float = 0.0125,
         codec: Literal["compact", "sketch"] = "compact",
         sketch_ratio: float = 10,
         select: str | None = None,
-        warmup_steps: int | float | None = None,
+        dense_steps: int | float | None = None,
         total_steps: int | None = None,
         max_grad_norm: float | None = None,
         payload_dtype: PayloadDtype = None,
@@ -317,23 +319,20 @@ class TagcAdamW(ReducingOptimizer):
         process_group: ProcessGroup | None = None,
         simulate: bool = False,
         maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
+        **torch_options: Unpack[TorchOptions],
     ):
-        check_torch_options(amsgrad, foreach, capturable, differentiable, fused)
+        check_torch_options(type(self), amsgrad, torch_options)
         self.residual_dtype = read_residual_dtype(residual_dtype)
         defaults = dict(
             lr=lr,
             betas=betas,
             eps=eps,
             weight_decay=weight_decay,
-            sparsity=sparsity,
+            density=density,
             codec=codec,
             sketch_ratio=sketch_ratio,
             select=select,
-            warmup_steps=choose_warmup(warmup_steps, total_steps, 0),
+            dense_steps=choose_steps(dense_steps, total_steps, 0),
             total_steps=total_steps,
             max_grad_norm=max_grad_norm,
             payload_dtype=payload_dtype,
@@ -355,9 +354,9 @@ class TagcAdamW(ReducingOptimizer):
         check_updates(group)
         # what was never sent has moments of 0
         require_option(float(group["eps"]) > 0, group, "eps", "> 0")
-        sparsity = group["sparsity"]
-        is_share = is_numeric(sparsity) and 0 <= sparsity < 1
-        require_option(is_share, group, "sparsity", "in [0, 1)")
+        density = group["density"]
+        is_share = is_numeric(density) and 0 < density <= 1
+        require_option(is_share, group, "density", "in (0, 1]")
         ratio = group["sketch_ratio"]
         is_ratio = is_numeric(ratio) and 1 <= ratio < math.inf
         require_option(is_ratio, group, "sketch_ratio", "finite and >= 1")
@@ -410,7 +409,7 @@ class TagcAdamW(ReducingOptimizer):
 
     def values_in_payload(self, bucket: Bucket, ranks: int) -> float:
         """Estimate the union, as if ranks selected independently, and the index."""
-        union = 1 - bucket.group["sparsity"] ** ranks
+        union = 1 - (1 - bucket.group["density"]) ** ranks
         return sum(sizes_at_density(bucket, union)) + sum(bucket.compressed_lengths) / 32
 
     def add_to_stats(self, stats: Stats, decision: StepDecision) -> Stats:

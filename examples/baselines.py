@@ -26,12 +26,12 @@ class Dense:
 
 
 class PowerSGD:
-    """torch's low-rank hook with error feedback: two thin factors a matrix, after `warmup` dense steps."""
+    """torch's low-rank hook with error feedback: two thin factors a matrix, after `dense_steps`."""
 
-    def __init__(self, ddp: DistributedDataParallel, warmup: int):
+    def __init__(self, ddp: DistributedDataParallel, dense_steps: int):
         self.phase, self.bytes_sent = "none", 0
         # DDP rebuilds its buckets after the first step; torch's hook refuses to start before that.
-        self.state = powerSGD_hook.PowerSGDState(None, POWERSGD_RANK, start_powerSGD_iter=max(2, warmup))
+        self.state = powerSGD_hook.PowerSGDState(None, POWERSGD_RANK, start_powerSGD_iter=max(2, dense_steps))
         ddp.register_comm_hook(self, PowerSGD.hook)
 
     def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -48,21 +48,21 @@ class PowerSGD:
 
 
 class TopK:
-    """Naive top-k: each rank sends the largest of its gradient plus what it kept back, after `warmup` dense steps.
+    """Naive top-k: each rank sends the largest of its gradient plus what it kept back, after `dense_steps`.
 
     Every rank chooses its own positions, so values and positions (8 bytes an element) are gathered, not all-reduced:
     each rank receives what all others send, and the exchange grows with their number. For fp32 gradients.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, warmup: int, density: float):
+    def __init__(self, ddp: DistributedDataParallel, dense_steps: int, density: float):
         self.phase, self.bytes_sent, self.steps = "none", 0, 0
-        self.warmup, self.density = warmup, density
+        self.dense_steps, self.density = dense_steps, density
         self.kept = {}  # error feedback: what this rank has not sent yet, for each compressed parameter
         ddp.register_comm_hook(self, TopK.hook)
 
     def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.index() == 0:
-            self.phase = "dense" if self.steps < self.warmup else "sparse"
+            self.phase = "dense" if self.steps < self.dense_steps else "sparse"
             self.bytes_sent = 0
             self.steps += 1
         dense = []
@@ -97,8 +97,8 @@ class TopK:
 
 
 HOOKS = {
-    "powersgd": lambda ddp, a: PowerSGD(ddp, a.warmup),
-    "topk": lambda ddp, a: TopK(ddp, a.warmup, a.density),
+    "powersgd": lambda ddp, a: PowerSGD(ddp, a.dense_steps),
+    "topk": lambda ddp, a: TopK(ddp, a.dense_steps, a.density),
 }
 
 

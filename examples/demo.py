@@ -14,7 +14,7 @@ from pathlib import Path
 # What is compared: a name, and options of train_gpt.py. The first is what the others are measured against.
 RUNS = {
     "DDP + AdamW": ["--optimizer", "adamw"],
-    "SeparateAdam": ["--optimizer", "tracked", "--warmup-share", "0.025"],  # 10 steps, its default
+    "SeparateAdam": ["--optimizer", "tracked", "--dense-share", "0.025"],  # 10 steps, its default
     "LocalSteps": ["--optimizer", "local"],
     "RadiusAdamW": ["--optimizer", "radius", "--density", "0.4"],
     "ScapeAdamS": ["--optimizer", "scape", "--density", "0.1", "--lr", "1e-3"],

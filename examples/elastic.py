@@ -69,7 +69,7 @@ def main():
     model = GPT(args.layers, args.width, args.heads, args.context).to(device)
     ddp = DistributedDataParallel(model)
     adamw = torch.optim.AdamW(ddp.parameters(), lr=args.lr)
-    optimizer = compopt.LocalSteps(adamw, every=args.every, every_warmup_steps=args.growth)
+    optimizer = compopt.LocalSteps(adamw, every=args.every, growth_steps=args.growth)
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps, eta_min=args.lr / 10)
     data = Batches(corpus.load(args.data)[0], args.batch, args.context)
     snapshots = Snapshots(args.snapshots, ddp, optimizer, decay=decay, data=data)

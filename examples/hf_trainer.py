@@ -59,7 +59,7 @@ def main():
         # The lines that differ. The Trainer makes the optimizer from its parameter groups; lr is the schedule's peak.
         optimizer_cls_and_kwargs=(
             compopt.RadiusAdamW,
-            dict(lr=args.learning_rate, density=0.1, interval=50, warmup_steps=options.steps // 7),
+            dict(lr=args.learning_rate, density=0.1, interval=50, dense_steps=options.steps // 7),
         ),
         callbacks=[CompoptCallback()],
     )

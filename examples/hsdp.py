@@ -59,11 +59,11 @@ def main():
     between = dict(max_grad_norm=1.0, process_group=mesh.get_group("replicate"))
     if args.every:
         adamw = torch.optim.AdamW(model.parameters(), lr=args.lr)
-        optimizer = compopt.LocalSteps(adamw, args.every, every_warmup_steps=args.steps // 3, **between)
+        optimizer = compopt.LocalSteps(adamw, args.every, growth_steps=args.steps // 3, **between)
     elif args.optimizer == "separate":
         optimizer = compopt.SeparateAdam(model.parameters(), lr=args.lr, **between)
     else:
-        radius = dict(density=args.density, interval=50, warmup_steps=args.steps // 7)
+        radius = dict(density=args.density, interval=50, dense_steps=args.steps // 7)
         optimizer = compopt.RadiusAdamW(model.parameters(), lr=args.lr, **radius, **between)
     begin = 0
     if args.checkpoint and os.path.isdir(args.checkpoint):

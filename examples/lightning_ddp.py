@@ -40,7 +40,7 @@ class Model(LightningModule):
     def configure_optimizers(self):
         # The line that differs. Lightning's gradient_clip_val would clip each rank's gradient: clip here instead.
         return compopt.RadiusAdamW(
-            self.parameters(), lr=2e-3, density=0.1, interval=50, warmup_steps=self.steps // 7, max_grad_norm=1.0
+            self.parameters(), lr=2e-3, density=0.1, interval=50, dense_steps=self.steps // 7, max_grad_norm=1.0
         )
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from compopt._engine.fsdp_backward import step_fsdp_shards
-from compopt._engine.options import check_adam, check_compression, dense_steps, require
+from compopt._engine.options import check_adam, check_compression, dense_start_of, require
 from compopt._engine.reducer import AdamWUpdate, AllReduceReducer, step_by_average
 from compopt._engine.reducing_optimizer import ReducingOptimizer
 from compopt._ops.operations import clip_factor
@@ -57,7 +57,7 @@ class RandomK(ReducingOptimizer):
     """AdamW on gradients of which every step sends a random part; the rest is sent later.
 
     Args: params, lr, betas, eps, weight_decay, maximize: as in :class:`torch.optim.AdamW`. density: share of a
-        compressed tensor that a step sends. seed: its positions follow from it. warmup_steps: dense steps at the
+        compressed tensor that a step sends. seed: its positions follow from it. dense_steps: dense steps at the
         start. max_grad_norm, payload_dtype, process_group, simulate: as in :class:`compopt.RadiusAdamW`.
         sharded: each rank keeps the moments of 1/N of the elements, updates these, and gathers the others.
     State: AdamW's ``exp_avg`` and ``exp_avg_sq``, whole or of this rank's shard; of compressed tensors ``residual``,
@@ -76,7 +76,7 @@ class RandomK(ReducingOptimizer):
         *,
         density: float = 0.1,
         seed: int = 0,
-        warmup_steps: int = 0,
+        dense_steps: int = 0,
         max_grad_norm: float | None = None,
         payload_dtype: PayloadDtype = None,
         maximize: bool = False,
@@ -86,7 +86,7 @@ class RandomK(ReducingOptimizer):
     ):
         self.sharded = sharded
         adamw = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
-        compression: dict[str, Any] = dict(density=density, seed=seed, warmup_steps=warmup_steps)
+        compression: dict[str, Any] = dict(density=density, seed=seed, dense_steps=dense_steps)
         compression |= dict(max_grad_norm=max_grad_norm, payload_dtype=payload_dtype)
         super().__init__(params, {**adamw, **compression}, process_group, simulate)
 
@@ -100,7 +100,7 @@ class RandomK(ReducingOptimizer):
 
     def reducer(self, bucket: Bucket) -> AllReduceReducer:
         t = bucket.group["step"] + 1
-        dense = t <= dense_steps(bucket) or not any(bucket.compressed)
+        dense = t <= dense_start_of(bucket) or not any(bucket.compressed)
         return AllReduceReducer(bucket, self.ops, Mask(bucket) if dense else draw(bucket, t))  # line 1
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
@@ -113,7 +113,7 @@ class RandomK(ReducingOptimizer):
 
 if __name__ == "__main__":
     w, x = torch.nn.Parameter(torch.zeros(64, 64)), torch.randn(1024, 64)
-    optimizer = RandomK([w], lr=1e-2, warmup_steps=10, simulate=True)
+    optimizer = RandomK([w], lr=1e-2, dense_steps=10, simulate=True)
     for _ in range(300):
         w.grad = x.t() @ (x @ w.detach() - x.flip(1)) / len(x)
         optimizer.step()

@@ -29,15 +29,15 @@ BASE = dict(betas=(0.9, 0.95), weight_decay=0.1)  # of AdamS, in its paper
 # The line that differs: DDP averages the gradients for adamw and muon, the others average them themselves, compressed.
 OPTIMIZERS = {
     "adamw": lambda p, a: torch.optim.AdamW(p, a.lr, fused=True),
-    "radius": lambda p, a: RadiusAdamW(p, a.lr, density=a.density, interval=a.interval, warmup_steps=a.warmup),
+    "radius": lambda p, a: RadiusAdamW(p, a.lr, density=a.density, interval=a.interval, dense_steps=a.dense_steps),
     "adams": lambda p, a: AdamS(p, a.lr, **BASE),
-    "scape": lambda p, a: ScapeAdamS(p, a.lr, **BASE, density=a.density, warmup_steps=a.warmup, density_warmup_steps=0),
-    "separate": lambda p, a: SeparateAdam(p, a.lr, projection="gaussian", ratio=a.ratio, warmup_steps=a.warmup),
-    "tracked": lambda p, a: SeparateAdam(p, a.lr, warmup_steps=a.warmup),
-    "local": lambda p, a: LocalSteps(torch.optim.AdamW(p, a.lr), a.every, warmup_steps=a.warmup, every_warmup_steps=0),
+    "scape": lambda p, a: ScapeAdamS(p, a.lr, **BASE, density=a.density, dense_steps=a.dense_steps, density_steps=0),
+    "separate": lambda p, a: SeparateAdam(p, a.lr, projection="gaussian", ratio=a.ratio, dense_steps=a.dense_steps),
+    "tracked": lambda p, a: SeparateAdam(p, a.lr, dense_steps=a.dense_steps),
+    "local": lambda p, a: LocalSteps(torch.optim.AdamW(p, a.lr), a.every, dense_steps=a.dense_steps, growth_steps=0),
     "muon": lambda p, a: MuonAdamW(p, a.lr),
-    "local-muon": lambda p, a: LocalSteps(MuonAdamW(p, a.lr), a.every, warmup_steps=a.warmup, every_warmup_steps=0),
-    "tagc": lambda p, a: TagcAdamW(p, a.lr, sparsity=1 - a.density, warmup_steps=a.warmup),
+    "local-muon": lambda p, a: LocalSteps(MuonAdamW(p, a.lr), a.every, dense_steps=a.dense_steps, growth_steps=0),
+    "tagc": lambda p, a: TagcAdamW(p, a.lr, density=a.density, dense_steps=a.dense_steps),
 }
 
 
@@ -75,7 +75,7 @@ def parse():
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--optimizer", default="adamw", choices=[*OPTIMIZERS, *baselines.HOOKS])
     cli.add_argument("--density", type=float, default=0.4, help="share of the gradient that is sent")
-    cli.add_argument("--warmup-share", type=float, default=0.15, help="share of the steps sent dense at the start")
+    cli.add_argument("--dense-share", type=float, default=0.15, help="share of the steps sent dense at the start")
     cli.add_argument("--data", help="a file to train on (default: the Python standard library's source)")
     cli.add_argument("--out", help="a JSON file for the results")
     cli.add_argument("--checkpoint", help="a file: continued from if it is there, written at every evaluation")
@@ -85,7 +85,7 @@ def parse():
     args = cli.parse_args()
     if min(args.steps, args.eval_every, args.batch, args.context, args.layers, args.heads, args.width) < 1:
         cli.error("steps, eval-every, batch, context, layers, heads and width must be at least 1")
-    return argparse.Namespace(warmup=round(args.warmup_share * args.steps), **vars(args))
+    return argparse.Namespace(dense_steps=round(args.dense_share * args.steps), **vars(args))
 
 
 def main():

@@ -37,7 +37,7 @@ def optimizer_of(draw: random.Random):
     """A class and its options."""
     common = {
         "payload_dtype": draw.choice([None, torch.bfloat16, torch.int8, "int4"]),
-        "warmup_steps": draw.randrange(3),
+        "dense_steps": draw.randrange(3),
     }
     common["max_grad_norm"] = draw.choice([None, 0.5])
     density = draw.choice(DENSITIES)
@@ -46,10 +46,10 @@ def optimizer_of(draw: random.Random):
         return kind, {**common, "density": density, "interval": draw.randint(1, 4)}
     if kind == "ScapeAdamS":
         local = {"mask_delay": draw.randrange(2), "clip": draw.choice(["consistent", "scape"])}
-        return kind, {**common, **local, "density": density, "density_warmup_steps": draw.randrange(3)}
+        return kind, {**common, **local, "density": density, "density_steps": draw.randrange(3)}
     if kind == "TagcAdamW":
         common["payload_dtype"] = draw.choice([None, torch.bfloat16])
-        return kind, {**common, "sparsity": 1 - density}
+        return kind, {**common, "density": density}
     if kind == "AdamS":
         return kind, {}
     if draw.random() < 0.2:

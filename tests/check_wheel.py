@@ -13,7 +13,7 @@ STEP = """
 import torch, compopt
 from compopt._ops.native.build import find_compiler
 p = torch.nn.Parameter(torch.randn(64, 64))
-optimizer = compopt.RadiusAdamW([p], lr=0.1, warmup_steps=0, interval=100, simulate=True)
+optimizer = compopt.RadiusAdamW([p], lr=0.1, dense_steps=0, interval=100, simulate=True)
 before = p.detach().clone()
 for _ in range(2):
     p.square().sum().backward()

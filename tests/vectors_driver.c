@@ -17,6 +17,7 @@ int64_t mean_of_codes(const void *pieces, int64_t first, int64_t last, const voi
 int64_t dequantize(const void *pieces, int64_t first, int64_t last, int64_t bits);
 int64_t project(const void *rows, int64_t first, int64_t last, double transposed, float *memory);
 int64_t factored(const void *rows, int64_t first, int64_t last, const void *weights, float *memory);
+int64_t orthonormalize(const void *rows, int64_t first, int64_t last, float *memory);
 
 static uint64_t state = 1, sum = 14695981039346656037u;
 
@@ -126,7 +127,7 @@ static void codes(int64_t n, int64_t bits) {
 static void columns(int64_t height, int64_t width, int64_t r) {
     const int64_t n = height * width, longer = height > width ? height : width;
     float *w = floats(n), *m = floats(n), *v = floats(n), *e = floats(n), *g = floats(n), step = 2;
-    float *memory = malloc((longer + 2 * LANES) * (2 * r + LANES) * 4), *sent = floats(width * r), mark = 0;
+    float *memory = malloc((longer + 16 * LANES) * (2 * r + 3 * LANES) * 4), *sent = floats(width * r), mark = 0;
     for (int64_t i = 0; i < n; i++) v[i] = fabsf(v[i]);
     float *Q = floats(width * r), *R = floats(height * r), *P = malloc(height * r * 4), *p = malloc(width * r * 4);
     int64_t row[8] = {height, width, r, (int64_t)g, (int64_t)e, (int64_t)Q, (int64_t)P, (int64_t)&mark};
@@ -139,6 +140,8 @@ static void columns(int64_t height, int64_t width, int64_t r) {
                                 (int64_t)e, (int64_t)w, (int64_t)m, (int64_t)v, (int64_t)&step};
     factored(tensor, 0, 1, weights, memory);
     add(w, 4 * n), add(m, 4 * n), add(v, 4 * n), add(e, 4 * n), add(&step, 4);
+    int64_t narrow[4] = {height, r, (int64_t)P, (int64_t)R};
+    if (r <= height) orthonormalize(narrow, 0, 1, memory), add(R, 4 * height * r);
 }
 
 int main(void) {

@@ -30,12 +30,10 @@ from .options import Group, absolute_rates, refuse_unsupported
 from .resharding import average_residuals, average_state, gather_shards
 from .session import Session
 
-FORMAT = 1  # the format of state dicts, in every group; a group without one has format 0
+FORMAT = 2  # the format of state dicts, in every group; torch's groups have none
 
 # entries of a saved group that are no options
 NOT_OPTIONS = {"params", "param_names", "without_state", "residuals", "class", "format"}
-# values of options that earlier versions had: without them a run would go on otherwise
-REMOVED_OPTIONS = {"clip": "local", "bias_correction": "adams"}
 ADAMW_STATE = {"step", "exp_avg", "exp_avg_sq"}  # the state of torch.optim.AdamW
 
 Layouts = Mapping[str, Layout]
@@ -319,12 +317,6 @@ def _read_options(optimizer: OptimizerBase, group: Group, other: Group) -> Group
         )
     options = {**group, **saved_options}
     refuse_unsupported({name: saved_options[name] for name in saved_options.keys() & {"amsgrad"}})
-    for name, value in REMOVED_OPTIONS.items():
-        if saved_options.get(name) == value:
-            raise ValueError(
-                f"loaded state dict is of a run with {name}={value!r}, which this version does not "
-                "have: continue with the compopt that wrote it."
-            )
     rates = absolute_rates(options)
     checked = {**options, **rates}
     try:
@@ -363,10 +355,12 @@ def check_groups(session: Session, state_dict: dict[str, Any]) -> list[Group]:
                 f"loaded state dict has {len(other['params'])} parameters in group {number}, "
                 f"the optimizer has {len(group['params'])}."
             )
-        if other.get("format", 0) not in range(FORMAT + 1):
+        if other.get("format", FORMAT) != FORMAT:
             raise ValueError(
-                f"loaded state dict has format {other['format']!r}, this compopt reads formats up "
-                f"to {FORMAT}: load it with the compopt that wrote it, or a newer one."
+                f"loaded state dict has format {other['format']!r}, and this compopt reads format "
+                f"{FORMAT}: load it with the compopt that wrote it. In format 1 dense_steps, "
+                "growth_steps and density_steps were warmup_steps, every_warmup_steps and "
+                "density_warmup_steps, and TagcAdamW had sparsity, 1 - density."
             )
     return saved
 

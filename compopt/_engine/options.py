@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from numbers import Integral, Real
 from operator import is_, itemgetter
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
@@ -42,8 +42,8 @@ PLAIN = {type(None), bool, int, float, str}
 RATES_OF_BASE = {"lr", "betas", "eps", "momentum", "weight_decay"}
 
 FOREVER = 2**62  # steps
-# The default warm-up, as a share of total_steps. Radius's paper takes 15 to 20 %.
-DEFAULT_WARMUP_SHARE = 0.15
+# The default of a dense start, as a share of total_steps. Radius's paper takes 15 to 20 %.
+DEFAULT_SHARE = 0.15
 
 # of when="auto", see ``trial``
 TRIAL_OPTIONS = {
@@ -132,35 +132,31 @@ def check_base_group(group: Group, optimizer: str = "base optimizer") -> None:
                 require(False, name, value, f"finite in the groups of the {optimizer}")
 
 
-def check_torch_options(
-    amsgrad: bool,
-    foreach: bool | None,
-    capturable: bool,
-    differentiable: bool,
-    fused: bool | None,
-) -> None:
+class TorchOptions(TypedDict, total=False):
+    """Options of torch.optim.AdamW that say how it computes."""
+
+    foreach: bool | None
+    fused: bool | None
+    capturable: bool
+    differentiable: bool
+
+
+def check_torch_options(cls: type, amsgrad: bool, options: TorchOptions) -> None:
     """Check torch's options of how to compute, for a class with AdamW's signature.
 
-    Raises ValueError for an unsupported one; warns, on rank 0, about one that changes nothing.
+    Raises ValueError for an unsupported one, TypeError for one that torch does not have; warns, on
+    rank 0, about one that changes nothing.
     """
-    refuse_unsupported(dict(amsgrad=amsgrad, differentiable=differentiable))
-    ignored = dict(foreach=foreach, fused=fused, capturable=capturable)
-    names = [f"{name}=True" for name, value in ignored.items() if value]
+    unknown = sorted(options.keys() - TorchOptions.__annotations__.keys())
+    if unknown:
+        raise TypeError(f"{cls.__name__} got unexpected keyword arguments: {', '.join(unknown)}.")
+    refuse_unsupported({**options, "amsgrad": amsgrad})
+    names = [f"{name}=True" for name, value in options.items() if value]
     if names:
         verb = "changes" if len(names) == 1 else "change"
         warn(
             f"{', '.join(names)} {verb} nothing here: a step runs on compopt's own kernels, "
             f"optimizer.backend says which. Leave {'it' if len(names) == 1 else 'them'} out.",
-            get_rank(),
-        )
-
-
-def ignore_capturable(capturable: bool) -> None:
-    """Warn, on rank 0, that ``capturable=True`` changes nothing in a class around an optimizer."""
-    if capturable:
-        warn(
-            "capturable=True changes nothing here: the host waits for the device once a step. "
-            "Leave it out.",
             get_rank(),
         )
 
@@ -195,7 +191,7 @@ def check_compression(group: dict[str, Any]) -> None:
     require_option(when in ("always", "auto"), group, "when", "'always' or 'auto'")
     for name, value in TRIAL_OPTIONS.items():
         group.setdefault(name, value)
-    check_steps(group, "warmup_steps")
+    check_steps(group, "dense_steps")
     check_payload_and_clip(group)
     check_compress(group)
 
@@ -226,8 +222,9 @@ def check_payload_and_clip(group: dict[str, Any], keeps_all_errors: bool = False
     group["payload_dtype"] = dtype_name(dtype)
     if not keeps_all_errors and codec is not None and codec.bits == 2:
         raise ValueError(
-            f"payload_dtype={dtype!r} is for Average and LocalSteps, which keep the rounding error "
-            "of every tensor; other classes keep only that of compressed ones. Use 'int4'."
+            f"payload_dtype={dtype!r} is for Average, AdamS and LocalSteps, which keep the "
+            "rounding error of every tensor; other classes keep only that of compressed ones. "
+            "Use 'int4'."
         )
 
 
@@ -247,7 +244,7 @@ def check_compress(group: dict[str, Any]) -> None:
 # The dense start
 
 
-def dense_steps(bucket: Bucket) -> int:
+def dense_start_of(bucket: Bucket) -> int:
     """Return the number of steps before compression starts; endless in a single process."""
     return FOREVER if bucket.is_single_process else count_dense_steps(bucket.group)
 
@@ -256,17 +253,17 @@ def count_dense_steps(group: dict[str, Any]) -> int:
     """Return the number of steps before compression starts: the user's, more if a trial needs them,
     endless if compression does not pay.
     """
-    warmup = resolve_steps(group, "warmup_steps")
+    steps = resolve_steps(group, "dense_steps")
     if group["when"] != "auto":
-        return warmup
-    return FOREVER if group["pays"] is False else max(warmup, group["dense_until"])
+        return steps
+    return FOREVER if group["pays"] is False else max(steps, group["dense_until"])
 
 
 def ramp_of(group: dict[str, Any]) -> int:
     """Return the number of steps after the dense start over which density falls; 0 for classes
     without that option.
     """
-    return resolve_steps(group, "density_warmup_steps") if "density_warmup_steps" in group else 0
+    return resolve_steps(group, "density_steps") if "density_steps" in group else 0
 
 
 def resolve_steps(group: dict[str, Any], name: str) -> int:
@@ -276,11 +273,11 @@ def resolve_steps(group: dict[str, Any], name: str) -> int:
     return round(given * group["total_steps"]) if is_share else int(given)
 
 
-def choose_warmup(given: int | float | None, total_steps: int | None, steps: int) -> int | float:
-    """Return the given warm-up, else a share of a run of known length, else ``steps``."""
+def choose_steps(given: int | float | None, total_steps: int | None, steps: int) -> int | float:
+    """Return the given steps, else a share of a run of known length, else ``steps``."""
     if given is not None:
         return given
-    return steps if total_steps is None else DEFAULT_WARMUP_SHARE
+    return steps if total_steps is None else DEFAULT_SHARE
 
 
 # The form in which ranks compare options

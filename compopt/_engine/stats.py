@@ -232,6 +232,6 @@ def describe_compression(
     if total is not None and starts[0] + ramp >= total:
         text += (
             f" The start takes {starts[0] + ramp} steps and the run {total} (total_steps): lower "
-            "warmup_steps, or density_warmup_steps."
+            "dense_steps, or density_steps."
         )
     return text

@@ -4,7 +4,7 @@ With "auto" the last steps of the dense start are timed, from the end of one ``s
 of the next, and so are the first compressed ones. The next step's handshake compares the medians of
 all ranks, before that step writes anything. Unless compressed steps are clearly faster, the dense
 start has no end. Only groups with "auto" are tried. The result is kept in them (``pays``); the
-user's ``warmup_steps`` do not change.
+user's ``dense_steps`` do not change.
 """
 
 from __future__ import annotations

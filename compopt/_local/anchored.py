@@ -260,7 +260,7 @@ class AnchoredWrapper(Wrapper):
 
     def _make_state_dict(self) -> dict[str, Any]:
         saved = self._saved()
-        if not self._options["warmup_steps"]:
+        if not self._options["dense_steps"]:
             for entry in saved["state"].values():
                 entry.pop("residual", None)
         for place, entry in enumerate(self._save_rounds()):

@@ -3,7 +3,7 @@ reports, and a warning where nobody ended the last one.
 
 If rounds have ``every`` steps, the schedule depends on options and step counts alone, and is the
 same on all ranks. A round of H steps exchanges every fragment once: fragment p of P at step
-p * H // P of the round, p = 0 at its last. Over ``every_warmup_steps`` rounds grow from 1 step to
+p * H // P of the round, p = 0 at its last. Over ``growth_steps`` rounds grow from 1 step to
 ``every``, and the rates of the outer optimizer grow with them.
 
 If rounds have ``round_seconds``, every rank ends one by its own clock, at the first step after that
@@ -39,7 +39,7 @@ from .._state.tensors import pin
 from .._wire.collectives import Communicator
 from .._wire.warning import user_location, warn_at
 
-MINIMUMS = {"every": 1, "fragments": 1, "warmup_steps": 0, "every_warmup_steps": 0, "delay": 0}
+MINIMUMS = {"every": 1, "fragments": 1, "dense_steps": 0, "growth_steps": 0, "delay": 0}
 SKETCH = 4096  # numbers of all ranks together
 BLOCK = 2**17  # elements, which stay in a core's cache
 OFFSETS = 2**16  # at which a block may enter the table of signs
@@ -105,14 +105,14 @@ def check_options(group: Group, offload: str | None) -> None:
 def round_length(options: Group, since: int) -> int:
     """Return the steps of the round that begins ``since`` steps after the averaged start."""
     every: int = options["every"]
-    growth: int = options["every_warmup_steps"]
+    growth: int = options["growth_steps"]
     return every if since >= growth else 1 + (every - 1) * since // growth
 
 
 def round_duration(options: Group, mean_step: float) -> float:
     """Return the seconds of the round that begins when ranks have taken ``mean_step`` steps."""
     seconds: float = options["round_seconds"]
-    growth: int = options["every_warmup_steps"]
+    growth: int = options["growth_steps"]
     return seconds * min(1.0, mean_step / growth) if growth else seconds
 
 
@@ -120,7 +120,7 @@ def describe_rounds(options: Group, sent: float, dense: float) -> str:
     """Describe rounds, in which a sync of a fragment sends so many bytes; ``dense``: those of
     the gradients.
     """
-    every, growth, seconds = (options[n] for n in ("every", "every_warmup_steps", "round_seconds"))
+    every, growth, seconds = (options[n] for n in ("every", "growth_steps", "round_seconds"))
     sent *= options["fragments"]  # the sync was of one of them
     share = sent / dense
     of_time = seconds is not None

@@ -10,14 +10,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
 
+from .._ops.operations import Ops
 from .._state.buckets import Bucket
 from .._wire.payload import Scratch
-from .projections import Projection, orthonormalize
+from .projections import Projection
+from .stacks import orthonormalize_columns
 
 # splitmix64's three factors, as signed numbers
 GOLDEN, FIRST, SECOND = (
@@ -113,17 +114,18 @@ def gaussian_quantiles() -> Tensor:
     return torch.cat([half, -half])
 
 
-@cache
-def checksum_projection(kind: str, device: torch.device) -> str:
-    """Return a checksum of the matrices that this device computes for one kind of projection.
+def checksum_projection(kind: str, device: torch.device, ops: Ops) -> str:
+    """Return a checksum of the matrices that this device and backend compute for one kind of
+    projection.
 
     Ranks compare it in the handshake, since ranks whose arithmetic differs must not train together.
     Random numbers are the same everywhere; orthonormal columns may differ between devices.
     """
-    bucket = Bucket(0, {}, [torch.empty(64, 64, dtype=torch.float32, device=device)], ["probe"])
+    group = {"projection": kind, "payload_dtype": None, "rank": 8}
+    bucket = Bucket(0, group, [torch.empty(64, 64, dtype=torch.float32, device=device)], ["probe"])
     q = Projection(64, 64, False, m=64, d=64, r=8, kind=kind, beta=0.0)
     (R,) = MatrixSource().draw(bucket, [0], [q], seed=0, step=1)
     if R is not None and q.is_tracked:
-        (R,) = orthonormalize([R.unsqueeze(0)])
+        (R,) = ops.run(orthonormalize_columns, bucket, [R.unsqueeze(0)])
     text = "" if R is None else str(R.tolist())
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from .._engine.options import (
     Group,
     check_compression,
-    choose_warmup,
+    choose_steps,
     is_count,
     is_numeric,
     require,
@@ -22,7 +22,7 @@ from .._wire.payload import PayloadDtype
 RESET_INTERVALS: dict[str, int | None] = {"gaussian": 128, "tracked": None}
 
 DEFAULT_RANK, DEFAULT_RATIO = 16, 16.0
-TRACKED_WARMUP_STEPS = 10
+TRACKED_DENSE_STEPS = 10
 
 
 def resolve_options(
@@ -30,7 +30,7 @@ def resolve_options(
     ratio: float | None,
     rank: int | None,
     payload_dtype: PayloadDtype | Literal["auto"],
-    warmup_steps: int | float | None,
+    dense_steps: int | float | None,
     total_steps: int | None,
 ) -> Group:
     """Return the options whose defaults depend on the projection.
@@ -41,14 +41,14 @@ def resolve_options(
     refuse_unused_size(projection, ratio, rank)
     if payload_dtype == "auto":
         payload_dtype = "int8" if is_tracked else None
-    if warmup_steps is None:
-        warmup_steps = TRACKED_WARMUP_STEPS if is_tracked else choose_warmup(None, total_steps, 0)
+    if dense_steps is None:
+        dense_steps = TRACKED_DENSE_STEPS if is_tracked else choose_steps(None, total_steps, 0)
     return dict(
         projection=projection,
         ratio=DEFAULT_RATIO if ratio is None else ratio,
         rank=DEFAULT_RANK if rank is None else rank,
         payload_dtype=payload_dtype,
-        warmup_steps=warmup_steps,
+        dense_steps=dense_steps,
         total_steps=total_steps,
     )
 

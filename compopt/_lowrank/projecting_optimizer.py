@@ -15,7 +15,7 @@ paper: beta stays above ``Projection.least_beta``, and "auto" follows the ratio.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .._engine.fsdp_backward import PendingResidual
-from .._engine.options import Group, Setting, dense_steps
+from .._engine.options import Group, Setting, dense_start_of
 from .._engine.reducer import ReduceScatterReducer
 from .._engine.reducing_optimizer import ReducingOptimizer
 from .._state.buckets import Bucket
@@ -39,6 +39,7 @@ from .reducer import ProjectionReducer, ReducerInputs
 from .stacks import ProjectedStack
 
 Plan = list[Projection | None]  # one for each tensor of a bucket; None: sent dense
+PLAN_OPTIONS = ("projection", "rank", "ratio", "ef_beta", "block_rows", "adapted")
 
 
 class ProjectingOptimizer(ReducingOptimizer):
@@ -125,7 +126,9 @@ class ProjectingOptimizer(ReducingOptimizer):
 
     def _settings(self) -> list[Setting]:
         used = {(b.group["projection"], b.device) for b in self._buckets if any(b.compressed)}
-        checksums = {f"{kind} {dev.type}": checksum_projection(kind, dev) for kind, dev in used}
+        checksums = {
+            f"{kind} {dev.type}": checksum_projection(kind, dev, self.ops) for kind, dev in used
+        }
         return [*super()._settings(), ("random matrices", checksums)]
 
     def values_sent(self, bucket: Bucket, ranks: int) -> float:
@@ -142,22 +145,26 @@ class ProjectingOptimizer(ReducingOptimizer):
 
     def _plan_compressed(self, bucket: Bucket) -> Plan:
         """Plan the projections after the dense start."""
-        tensors = zip(bucket.model_params, bucket.shapes, bucket.compressed, strict=True)
-        return [
-            plan_tensor(p, bucket.group, self._numbers[p][1], self.replaces_reduce_scatter, shape)
-            if c
-            else None
-            for p, shape, c in tensors
-        ]
+        options = *map(bucket.group.get, PLAN_OPTIONS), self.replaces_reduce_scatter
+        known: tuple[tuple[object, ...], Plan] | None = bucket.cache.get("plan")
+        if known is None or known[0] != options:
+            tensors = zip(bucket.model_params, bucket.shapes, bucket.compressed, strict=True)
+            unsharded = self.replaces_reduce_scatter
+            plan = [
+                plan_tensor(p, bucket.group, self._numbers[p][1], unsharded, shape) if c else None
+                for p, shape, c in tensors
+            ]
+            known = bucket.cache["plan"] = options, plan
+        return known[1]
 
     def _plan_next_step(self, bucket: Bucket) -> Plan:
         """Plan the projections of the coming step; none in the dense start."""
-        if bucket.group["step"] < dense_steps(bucket):
+        if bucket.group["step"] < dense_start_of(bucket):
             return [None] * len(bucket.params)
         return self._plan_compressed(bucket)
 
     def reduces_as_matrix(self, bucket: Bucket, i: int) -> bool:
-        if not bucket.compressed[i] or bucket.group["step"] < dense_steps(bucket):
+        if not bucket.compressed[i] or bucket.group["step"] < dense_start_of(bucket):
             return False
         p = bucket.params[i]
         return plan_tensor(p, bucket.group, self._numbers[p][1], unsharded=True) is not None
@@ -190,16 +197,19 @@ class ProjectingOptimizer(ReducingOptimizer):
 
     def _make_stacks(self, bucket: Bucket, plan: Plan) -> list[ProjectedStack]:
         """Return a stack of each run of neighbours with one projection."""
-        grads, stacks = bucket.grads(), []
-        runs = groupby(range(len(plan)), lambda i: (plan[i], bucket.params[i].shape))
-        for (projection, _), run in runs:
-            members = list(run)
-            if projection is None:
-                continue
-            indices = range(members[0], members[-1] + 1)
-            residual = Residuals(bucket).stack(indices)
-            of_stack = grads[indices.start : indices.stop]
-            stacks.append(ProjectedStack(indices, projection, of_stack, residual))
+        grads, residuals = bucket.grads(), Residuals(bucket)
+        known: tuple[Plan, list[tuple[range, Projection]]] | None = bucket.cache.get("runs")
+        if known is None or known[0] is not plan:
+            known = bucket.cache["runs"] = plan, find_runs(plan, bucket.params)
+        stacks = [
+            ProjectedStack(
+                indices,
+                projection,
+                grads[indices.start : indices.stop],
+                residuals.stack(indices),
+            )
+            for indices, projection in known[1]
+        ]
         if any(stack.projection.is_tracked for stack in stacks):
             self._read_bases(bucket, plan, stacks)
         return stacks
@@ -219,7 +229,10 @@ class ProjectingOptimizer(ReducingOptimizer):
         for stack in stacks:
             flags, m = [has_basis[i] for i in stack.indices], stack.projection.m
             if all(flags):
-                stack.Q = bucket.stack_state("basis", stack.indices).view(len(flags), m, -1)
+                stored = bucket.stack_state("basis", stack.indices)
+                first = bucket.state["basis"][stack.indices[0]]
+                stack.Q = stored.view(len(flags), m, -1)
+                stack.Q_is_state = stored.data_ptr() == first.data_ptr()
                 continue
             bases = [
                 bucket.state["basis"][i] if has else random[i]
@@ -300,6 +313,16 @@ class ProjectingOptimizer(ReducingOptimizer):
             if stored is not None and stored.numel() == value.numel():
                 stored.copy_(value.reshape(-1))
                 self._params_with_basis.add(bucket.params[i])
+
+
+def find_runs(plan: Plan, params: Sequence[Tensor]) -> list[tuple[range, Projection]]:
+    """Return the runs of neighbours with one shape and projection, without those sent dense."""
+    runs = []
+    for (projection, _), run in groupby(range(len(plan)), lambda i: (plan[i], params[i].shape)):
+        members = list(run)
+        if projection is not None:
+            runs.append((range(members[0], members[-1] + 1), projection))
+    return runs
 
 
 def plan_tensor(

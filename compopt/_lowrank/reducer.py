@@ -66,7 +66,6 @@ class ProjectionReducer:
         self.stack_of = {i: stack for stack in self.stacks for i in stack.indices}
         self.dense = [i for i in range(len(bucket.params)) if i not in self.stack_of]
         self.is_tracked = any(stack.projection.is_tracked for stack in self.stacks)
-        self.next_bases: dict[int, Tensor] = {}
 
     @property
     def phase(self) -> str:
@@ -98,7 +97,7 @@ class ProjectionReducer:
             parts = [self._part_of(mean, stack, mean.body) for stack in self.stacks]
             averages = [x.view_as_projected(p) for x, p in zip(self.stacks, parts, strict=True)]
             for stack, Q in zip(self.stacks, self._orthonormalize(averages), strict=True):
-                self.next_bases.update(zip(stack.indices, Q.unbind(), strict=True))
+                stack.next_Q = Q
         if dense_reducer is not None and dense_reducer.sent_dense:
             yield from dense_reducer.reduce()
         return mean
@@ -197,27 +196,15 @@ class ProjectionReducer:
         out = [x.view_as_projected(part) for x, part in zip(self.stacks, parts, strict=True)]
         if self.stacks:
             self._multiply([stack.columns for stack in self.stacks], out)
-        if not bucket.is_sharded:
-            self._write_dense_tensors(payload)
+        if not bucket.is_sharded and self.dense:
+            adds = inputs.sends_residuals
+            self.ops.run(write_dense, bucket, unrounded, payload.lengths, self.dense, adds)
         if inputs.on_cosines:
             payload.unrounded_parts[-1].zero_()
             for stack, part in zip(self.stacks, parts, strict=True):
                 cosines = compute_cosines(stack, part)
                 payload.unrounded_parts[-1][stack.indices[0] : stack.indices[-1] + 1] = cosines
         return payload.round()
-
-    def _write_dense_tensors(self, payload: Payload) -> None:
-        grads = self.bucket.grads()
-        parts = [payload.unrounded_parts[i] for i in self.dense]
-        pairs = [(p, grads[i]) for p, i in zip(parts, self.dense, strict=True)]
-        given = [(p, g.reshape(-1)) for p, g in pairs if g is not None]
-        absent = [p for p, g in pairs if g is None]
-        if given:
-            torch._foreach_copy_([p for p, _ in given], [g for _, g in given])
-        if absent:
-            torch._foreach_zero_(absent)
-        if self.inputs.sends_residuals:
-            Residuals(self.bucket).add_to(list(zip(self.dense, parts, strict=True)))
 
     def squared_norm(self) -> Tensor | None:
         """Return the squared norm of the averaged gradients, one number for neighbours that are
@@ -228,7 +215,11 @@ class ProjectionReducer:
         """
         if not self.stacks:
             return None
-        lengths = self.mean.lengths[: len(self.bucket.params)]
+        lengths, reproducible = self.mean.lengths, self.inputs.norm_is_reproducible
+        if self.is_tracked:
+            sent = self.mean.body[: sum(lengths[: len(self.bucket.params)])]
+            return stacked_squared_norms([sent], reproducible)
+        lengths = lengths[: len(self.bucket.params)]
         scales: list[float] = []
         sizes: list[int] = []
         for i, n in enumerate(lengths):
@@ -238,9 +229,7 @@ class ProjectionReducer:
                 sizes.append(0)
             sizes[-1] += n
         parts = self.mean.body[: sum(sizes)].split(sizes)
-        squares = stacked_squared_norms(parts, self.inputs.norm_is_reproducible)
-        if {*scales} == {1.0}:
-            return squares
+        squares = stacked_squared_norms(parts, reproducible)
         return squares * upload(scales, torch.float64, self.mean.flat.device)
 
     # Inside FSDP2: this rank's shard of the average
@@ -270,7 +259,10 @@ class ProjectionReducer:
             self.feed_back_stack(stack, 1.0)
 
     def next_state(self, i: int) -> dict[str, Tensor]:
-        return {"basis": self.next_bases[i]} if i in self.next_bases else {}
+        stack = self.stack_of.get(i)
+        if stack is None or stack.next_Q is None:
+            return {}
+        return {"basis": stack.next_Q[i - stack.indices[0]]}
 
     # Under DDP: the commit of unsharded tensors
 
@@ -322,11 +314,8 @@ class ProjectionReducer:
         bucket, group = self.bucket, self.bucket.group
         if is_reset_step(group, group["step"] + 1):
             Residuals(bucket).clear()
-        updated = [i for i in self.next_bases if have_gradients[i]]
-        if updated:
-            state = [bucket.state["basis"][i].view(self.next_bases[i].shape) for i in updated]
-            torch._foreach_copy_(state, [self.next_bases[i] for i in updated])
-            self.inputs.params_with_basis.update(bucket.model_params[i] for i in updated)
+        if self.is_tracked:
+            self._store_bases(have_gradients)
         remains = not all(have_gradients) or (self.inputs.sends_residuals and factor != 1)
         bucket.cache["has_residual"] = bool(self.stacks) or (bucket.has_residual and remains)
         if self.inputs.on_cosines:
@@ -334,6 +323,23 @@ class ProjectionReducer:
             self.inputs.on_cosines(
                 {bucket.params[i]: cosines[i] for i in self.stack_of if have_gradients[i]}
             )
+
+    def _store_bases(self, have_gradients: list[bool]) -> None:
+        """Keep the bases of the next step, of tensors that any rank has a gradient of."""
+        state, old, new = self.bucket.state["basis"], [], []
+        for stack in self.stacks:
+            assert stack.Q is not None and stack.next_Q is not None
+            updated = [i for i in stack.indices if have_gradients[i]]
+            if len(updated) == len(stack.indices) and stack.Q_is_state:
+                old.append(stack.Q)
+                new.append(stack.next_Q)
+                continue
+            Qs = [stack.next_Q[i - stack.indices[0]] for i in updated]
+            old += [state[i].view(Q.shape) for i, Q in zip(updated, Qs, strict=True)]
+            new += Qs
+            self.inputs.params_with_basis.update(self.bucket.model_params[i] for i in updated)
+        if old:
+            torch._foreach_copy_(old, new)
 
     # For fused implementations of lines 4 and 5 with AdamW (see ``_ops.update_helpers``)
 
@@ -358,3 +364,26 @@ class ProjectionReducer:
     def error_share(self, factor: float) -> float:
         shares = [1 - stack.projection.beta for stack in self.stacks if self.is_tracked]
         return factor * shares[0] if shares else 0.0
+
+
+def write_dense(
+    bucket: Bucket,
+    ops: Ops,
+    memory: Tensor,
+    lengths: Sequence[int],
+    indices: Sequence[int],
+    adds_residuals: bool,
+) -> None:
+    """Write gradients that are sent dense to their places in ``memory``, which has parts of these
+    lengths; with their residuals if ``adds_residuals``.
+    """
+    grads, of_all = bucket.grads(), memory[: sum(lengths)].split([*lengths])
+    pairs = [(of_all[i], grads[i]) for i in indices]
+    given = [(part, g.reshape(-1)) for part, g in pairs if g is not None]
+    absent = [part for part, g in pairs if g is None]
+    if given:
+        torch._foreach_copy_([part for part, _ in given], [g for _, g in given])
+    if absent:
+        torch._foreach_zero_(absent)
+    if adds_residuals:
+        Residuals(bucket).add_to([(i, of_all[i]) for i in indices])

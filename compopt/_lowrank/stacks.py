@@ -46,10 +46,11 @@ class ProjectedStack:
     """Neighbours in a bucket with one projection, at one step.
 
     ``indices``: their places in the bucket. ``grads``: this rank's gradients, None where there is
-    none. ``residual``: their residuals, which ``feed_back`` writes. ``R``: the random
-    or orthonormal columns, (k, d, r), or (k, blocks, d, r). ``Q``: the basis of a tracked
-    projection, (k, m, r). ``sent``: what this rank sends of p, as it lies in the payload; after the
-    exchange, as the others have received it.
+    none. ``residual``: their residuals, which ``feed_back`` writes. ``R``: the random or
+    orthonormal columns, (k, d, r), or (k, blocks, d, r). ``Q``: the basis of a tracked projection,
+    (k, m, r), a view of the state if ``Q_is_state``; ``next_Q``: that of the next step. ``sent``:
+    what this rank sends of p, as it lies in the payload; after the exchange, as the others have
+    received it.
     """
 
     indices: range
@@ -57,6 +58,8 @@ class ProjectedStack:
     grads: list[Tensor | None]
     residual: ResidualStack
     Q: Tensor | None = None
+    Q_is_state: bool = False
+    next_Q: Tensor | None = None
     R: Tensor | None = None
     sent: Tensor | None = None
 

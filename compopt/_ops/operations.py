@@ -315,8 +315,9 @@ class Ops:
             beta1, beta2 = hyper.pop("betas")
             hyper |= {"lr": float(group["lr"]), "beta1": beta1, "beta2": beta2, "amsgrad": False}
             hyper["maximize"] = bool(group["maximize"])  # torch's own steps take any value
-            w, g, m, v, steps = zip(*plain, strict=True)
-            torch._fused_adamw_(w, g, m, v, [], steps, **hyper)
+            x = AdamWTensors.from_rows(plain)
+            moments = x.exp_avgs, x.exp_avg_sqs
+            torch._fused_adamw_(x.weights, x.grads, *moments, [], x.steps, **hyper)
 
     def adams(
         self,
@@ -510,6 +511,8 @@ def squared_norms_on_cpu(xs: Sequence[Tensor]) -> Tensor:
         squares = torch.stack(torch._foreach_norm(flat, 2, dtype=torch.float64)).square_()
     if len(flat) == len(xs):
         return squares
+    if len(xs) == 1:
+        return squares.sum().view(1)
     numbers = [i for i, of_one in enumerate(parts) for _ in of_one]
     at = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     return squares.new_zeros(len(xs)).index_add_(0, at, squares)

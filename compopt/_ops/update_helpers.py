@@ -65,6 +65,9 @@ class MaskedAverage(Protocol):
     def note_residual(self, have_gradients: list[bool]) -> None:
         """Note whether residuals may be non-zero after this step."""
 
+    def feed_back(self, have_gradients: list[bool]) -> None:
+        """Set the residuals of tensors with a gradient on any rank."""
+
 
 # SCAPE
 

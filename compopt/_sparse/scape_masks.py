@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .._engine.options import dense_steps, ramp_of
+from .._engine.options import dense_start_of, ramp_of
 from .._engine.stats import Stats
 from .._ops.operations import Ops
 from .._ops.update_helpers import compute_x_of_slice
@@ -40,9 +40,9 @@ from .._wire.requests import AllGather, RequestGenerator
 
 
 def density_at(bucket: Bucket, t: int) -> float:
-    """Return the density of the mask that step t uses: 1 in the warm-up, then falling."""
+    """Return the density of the mask that step t uses: 1 in the dense start, then falling."""
     group = bucket.group
-    steps, ramp = t - dense_steps(bucket) - 1, ramp_of(group)
+    steps, ramp = t - dense_start_of(bucket) - 1, ramp_of(group)
     density: float = group["density"]
     if steps < 0:
         return 1.0

@@ -47,8 +47,8 @@ class CompoptCallback(TrainerCallback):
 
     - ``args.max_grad_norm`` moves into the optimizer's groups that have none of their own, and
       becomes 0: the averaged gradient is then clipped, not each rank's, and no payload sent in
-      backward is sent again. An optimizer that has no such option (AdamS) leaves the Trainer's clip
-      where it was.
+      backward is sent again. An optimizer that has no such option (torch's) leaves the Trainer's
+      clip where it was.
     - Before the Trainer saves, all ranks average their residuals (``consolidate_state``), so that
       the ``optimizer.pt`` of rank 0 holds the residuals of all.
     - The running round of :class:`compopt.LocalSteps` is ended before an evaluation, before a save

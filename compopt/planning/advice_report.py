@@ -309,7 +309,7 @@ def format_table(situation: Situation, rows: list[Row], chosen: str, all_rows: b
         )
         table.append(cells)
     notes = [
-        "> advised, * not ours. run, bytes: of all steps. step ms: after the warm-up. loss:",
+        "> advised, * not ours. run, bytes: of all steps. step ms: after the dense start. loss:",
         "  relative to AdamW's, in the nearest measurement (letters). The advice adds "
         f"{100 * ALLOWANCE:g} % to it for each",
         "  factor of ten between the size of the measured model and yours:",

@@ -76,9 +76,9 @@ class Candidate:
         """Construct the optimizer; it is dense for ``start`` steps."""
         options = dict(self.options)
         if self.class_name != "AdamS":
-            options |= {"warmup_steps": start, "simulate": self.simulate}
+            options |= {"dense_steps": start, "simulate": self.simulate}
         if self.class_name == "ScapeAdamS":
-            options |= {"density_warmup_steps": 0}
+            options |= {"density_steps": 0}
         if self.class_name in ADAMS_CLASSES:
             groups = [{**group, "betas": ADAMS_BETAS} for group in groups]
         made: CompressedOptimizer = construct_silently(
@@ -130,8 +130,8 @@ CANDIDATES: Mapping[str, Candidate] = MappingProxyType(
             for density in (0.1, 0.01)
         },
         **{
-            f"TAGC {sparsity}": Candidate("TagcAdamW", {"sparsity": sparsity}, "TagcAdamW")
-            for sparsity in (0.9, 0.9875)
+            f"TAGC {density}": Candidate("TagcAdamW", {"density": density}, "TagcAdamW")
+            for density in (0.1, 0.0125)
         },
         "AdamS, dense": Candidate("AdamS", {}, "AdamW+DDP"),
     }

@@ -192,20 +192,20 @@ def tracked_cost(work: Workload, ranks: int, rank: int = 16, bits: int = 8) -> C
 def tagc_cost(
     work: Workload,
     ranks: int,
-    sparsity: float = 0.9875,
+    density: float = 0.0125,
     width: int = FLOAT,
     updates: int | None = None,
 ) -> Cost:
     n, rest = work.split(work.large)
     # Independent choices: the worst case.
-    union = 1 - sparsity**ranks
+    union = 1 - (1 - density) ** ranks
     back, more, rounding = float(width), 0.0, 0.0
     if updates is not None:
         # Codes and scales, and the owner's residual, are read and written; all codes are added.
         back, more = code_bytes(updates), FLOAT / ranks
         rounding = 16 / ranks + 2 * back + 12
     # Bitmaps go there and back, the payload is reduced to its owners, parameters are gathered.
-    bitmaps = 2 * n / 8 if sparsity else 0.0
+    bitmaps = 2 * n / 8 if density < 1 else 0.0
     return Cost(
         reduced=0.0,
         gathered=width * (union * n + rest) + bitmaps,
@@ -225,7 +225,7 @@ def tagc_start_cost(
     work: Workload, ranks: int, width: int = FLOAT, updates: int | None = None
 ) -> Cost:
     """A dense step of TagcAdamW: every element is sent."""
-    return replace(tagc_cost(work, ranks, 0.0, width, updates), exchanges=1)
+    return replace(tagc_cost(work, ranks, 1.0, width, updates), exchanges=1)
 
 
 # Bytes an element that a round's end moves: anchor - w and its norm 16, + residual 12, codes both
@@ -349,7 +349,7 @@ def count_round_lengths(every: int, growth: int, steps: int) -> tuple[tuple[int,
     """Of every length of a round in a run of so many steps, how many rounds have it;
     ``end_round()`` ends the last one.
     """
-    options, since = {"every": every, "every_warmup_steps": growth}, 0
+    options, since = {"every": every, "growth_steps": growth}, 0
     counts: Counter[int] = Counter()
     while since < steps:
         length = rounds.round_length(options, since)
@@ -364,7 +364,7 @@ def count_round_lengths(every: int, growth: int, steps: int) -> tuple[tuple[int,
 
 # A dense start of 15 % is what the runs had in which losses were measured.
 SHARE = 0.15
-WARMUP = "warmup_steps=0.15, total_steps={steps}"
+DENSE_START = "dense_steps=0.15, total_steps={steps}"
 
 
 def tracked_row(arguments: str, **options: int) -> Method:
@@ -380,20 +380,20 @@ def local_steps_row(arguments: str, growth: int | None, **options: Any) -> Metho
 
 
 def tagc_row(arguments: str, **options: Any) -> Method:
-    line = f"compopt.TagcAdamW(named_params, lr=..., {arguments}{WARMUP})"
+    line = f"compopt.TagcAdamW(named_params, lr=..., {arguments}{DENSE_START})"
     start_cost = partial(tagc_start_cost, **options)
     return Method(tagc_cost, line, SHARE, start_cost, options=options, losses="TagcAdamW")
 
 
 def radius_row(arguments: str = "") -> Method:
-    line = f"compopt.RadiusAdamW(params, lr=..., density=0.4, {arguments}{WARMUP})"
+    line = f"compopt.RadiusAdamW(params, lr=..., density=0.4, {arguments}{DENSE_START})"
     return Method(radius_cost, line, SHARE)
 
 
 def scape_row(arguments: str = "") -> Method:
     line = (
-        "compopt.ScapeAdamS(params, lr=..., density=0.1, density_warmup_steps=0, "
-        f"{arguments}{WARMUP})"
+        "compopt.ScapeAdamS(params, lr=..., density=0.1, density_steps=0, "
+        f"{arguments}{DENSE_START})"
     )
     return Method(scape_cost, line, SHARE)
 
@@ -412,19 +412,19 @@ METHODS: dict[str, Method] = {
     "SeparateAdam, rank 4, int8": tracked_row(", rank=4", rank=4),
     "SeparateAdam, Gaussian 16": Method(
         gaussian_cost,
-        f'compopt.SeparateAdam(params, lr=..., projection="gaussian", ratio=16, {WARMUP})',
+        f'compopt.SeparateAdam(params, lr=..., projection="gaussian", ratio=16, {DENSE_START})',
         SHARE,
     ),
     "LocalSteps": local_steps_row("", LOCAL_GROWTH),
     "LocalSteps, every=140, int2": local_steps_row(
-        ', every=140, every_warmup_steps={steps}, outer_lr=1, payload_dtype="int2"',
+        ', every=140, growth_steps={steps}, outer_lr=1, payload_dtype="int2"',
         None,
         every=140,
         bits=2,
     ),
     "RadiusAdamW": radius_row(),
     "ScapeAdamS": scape_row(),
-    "TagcAdamW": tagc_row("sparsity=0.9875, "),
+    "TagcAdamW": tagc_row("density=0.0125, "),
     "TagcAdamW, bf16": tagc_row("payload_dtype=torch.bfloat16, ", width=2),
     "TagcAdamW, int4": tagc_row(
         'payload_dtype=torch.bfloat16, update_dtype="int4", ', width=2, updates=4

@@ -11,7 +11,7 @@ optimizer, any of torch, steps w_n; the outer one, SGD with Nesterov's momentum,
     4  v <- mu v + d;  a <- a - lr (d + mu v)    # the outer optimizer, the same on all ranks
     5  w_n <- a
 
-It equals ``compopt.LocalSteps(inner, every=H, payload_dtype=None, every_warmup_steps=0)``. By default the class rounds
+It equals ``compopt.LocalSteps(inner, every=H, payload_dtype=None, growth_steps=0)``. By default the class rounds
 d_n to int4 and adds what rounding takes off to the next round's, and rounds grow to H steps over the first 800 steps.
 Fragments of the model at different steps, and an exchange that goes on during the next steps, are Streaming DiLoCo's
 (``fragments=``, ``delay=``).

@@ -3,7 +3,7 @@ the network only at a mask of their largest elements, which all ranks share for 
 
 Rank n at step t, from 1; G_n is its gradient of one tensor, w the parameters, D the density. Lines are the paper's::
 
-     3  if t < warmup_steps:                                     # dense
+     3  if t < dense_steps:                                     # dense
      4      G <- mean over ranks of G_n
      7  elif there is no mask yet, or t % T == 0:                # resample
      8      G_n <- G_n + residual
@@ -21,7 +21,7 @@ Rank n at step t, from 1; G_n is its gradient of one tensor, w the parameters, D
     25  w <- w - lr * u
 
 It equals ``compopt.RadiusAdamW`` with the same arguments (``interval`` is T). The paper's mask is undefined until T
-divides t; here the first step after the warm-up resamples. The class sends a mask as one bit per element.
+divides t; here the first step after the dense start resamples. The class sends a mask as one bit per element.
 
 Run it: torchrun --nproc-per-node 2 examples/simple/radius_adamw.py
 """
@@ -45,11 +45,11 @@ class RadiusAdamW(torch.optim.Optimizer):
         weight_decay: float = 1e-2,
         density: float = 0.4,
         interval: int = 200,
-        warmup_steps: int = 1000,
+        dense_steps: int = 1000,
         max_grad_norm: float = float("inf"),
     ):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-        self.density, self.interval, self.warmup_steps = density, interval, warmup_steps
+        self.density, self.interval, self.dense_steps = density, interval, dense_steps
         self.max_grad_norm = max_grad_norm
         self.t, self.bytes_sent, self.has_masks = 0, 0, False
         for p in (p for group in self.param_groups for p in group["params"]):
@@ -59,7 +59,7 @@ class RadiusAdamW(torch.optim.Optimizer):
     def step(self):
         self.t += 1
         phase = "sparse"  # line 12
-        if self.t < self.warmup_steps:
+        if self.t < self.dense_steps:
             phase = "dense"  # line 3
         elif not self.has_masks or self.t % self.interval == 0:
             phase = "resample"  # line 7
@@ -125,7 +125,7 @@ def main(steps: int = 200) -> None:
     model = nn.Sequential(
         nn.Embedding(256, 32), nn.Flatten(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)
     )  # fmt: skip
-    optimizer = RadiusAdamW(model.parameters(), lr=3e-3, density=0.1, interval=20, warmup_steps=20)
+    optimizer = RadiusAdamW(model.parameters(), lr=3e-3, density=0.1, interval=20, dense_steps=20)
     torch.manual_seed(dist.get_rank())  # other data on each rank
     for step in range(1, steps + 1):
         at = torch.randint(len(text) - 8, (64, 1)) + torch.arange(9)

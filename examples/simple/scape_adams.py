@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 class ScapeAdamS(torch.optim.Optimizer):
     """Tensors of fewer than 2 dimensions or 4096 elements have a mask of ones. The density of the others falls
-    exponentially from 1 to ``density`` in ``density_warmup_steps`` steps.
+    exponentially from 1 to ``density`` in ``density_steps`` steps.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class ScapeAdamS(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         density: float = 0.1,
-        density_warmup_steps: int = 100,
+        density_steps: int = 100,
         max_grad_norm: float = float("inf"),
     ):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-        self.density, self.density_warmup_steps = density, density_warmup_steps
+        self.density, self.density_steps = density, density_steps
         self.max_grad_norm = max_grad_norm
         self.t, self.bytes_sent = 0, 0
         self.pairs = [(group, p) for group in self.param_groups for p in group["params"]]
@@ -59,7 +59,7 @@ class ScapeAdamS(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         self.t += 1
-        density = self.density ** min(1, self.t / max(1, self.density_warmup_steps))  # of the next step
+        density = self.density ** min(1, self.t / max(1, self.density_steps))  # of the next step
         exchanged = []
         for group, p in self.pairs:
             state, beta1 = self.state[p], group["betas"][0]
@@ -109,7 +109,7 @@ def main(steps: int = 200) -> None:
     model = nn.Sequential(
         nn.Embedding(256, 32), nn.Flatten(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)
     )  # fmt: skip
-    optimizer = ScapeAdamS(model.parameters(), lr=3e-3, betas=(0.9, 0.95), density_warmup_steps=20)
+    optimizer = ScapeAdamS(model.parameters(), lr=3e-3, betas=(0.9, 0.95), density_steps=20)
     torch.manual_seed(dist.get_rank())  # other data on each rank
     for step in range(1, steps + 1):
         at = torch.randint(len(text) - 8, (64, 1)) + torch.arange(9)

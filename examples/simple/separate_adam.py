@@ -61,13 +61,13 @@ def matrix_shape(p: Tensor) -> tuple[int, int]:
 
 class SeparateAdam(torch.optim.AdamW):
     """AdamW on these averages. Tensors of fewer than 2 dimensions or 4096 elements, and those that r columns would not
-    make smaller, are averaged whole. The first ``warmup_steps`` steps average all tensors whole.
+    make smaller, are averaged whole. The first ``dense_steps`` steps average all tensors whole.
     """
 
-    def __init__(self, params, rank: int = 16, warmup_steps: int = 10, **adamw):
+    def __init__(self, params, rank: int = 16, dense_steps: int = 10, **adamw):
         super().__init__(params, **adamw)
         self.params = [p for group in self.param_groups for p in group["params"]]
-        self.warmup_steps, self.t, self.bytes_sent = warmup_steps, 0, 0
+        self.dense_steps, self.t, self.bytes_sent = dense_steps, 0, 0
         self.e: dict[Tensor, Tensor] = {}
         self.Q: dict[Tensor, Tensor] = {}
         seed = torch.Generator().manual_seed(0)
@@ -84,7 +84,7 @@ class SeparateAdam(torch.optim.AdamW):
     def step(self):
         self.t += 1
         for p in self.params:
-            if p in self.Q and self.t > self.warmup_steps:
+            if p in self.Q and self.t > self.dense_steps:
                 e, Q = self.e[p], self.Q[p]
                 p.grad = average_low_rank(p.grad.view(e.shape), e, Q).view(p.shape)
                 self.bytes_sent += sum(e.shape) * Q.shape[1] * Q.element_size()

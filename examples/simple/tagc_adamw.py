@@ -2,10 +2,10 @@
 and reduced to the owner of each shard at the union of the ranks' selections. Moments are sharded, as in ZeRO-1.
 
 All compressed tensors are one vector, cut into one shard per rank. On rank n, for the shard that rank d owns; g_n is
-this rank's gradient of it, acc_n its residual. Lines are the paper's, which stops at line 10::
+this rank's gradient of it, acc_n its residual, D the density. Lines are the paper's, which stops at line 10::
 
      1  g_n <- g_n + acc_n
-     2  g_n, acc_n <- the largest (1 - sparsity) of |g_n|, 0 elsewhere;  the rest of g_n
+     2  g_n, acc_n <- the largest D of |g_n|, 0 elsewhere;  the rest of g_n
      3  index_n <- where g_n is not zero, one bit per element
      4  index <- bitwise or over ranks of index_n
      5  code_n <- g_n at the index
@@ -35,11 +35,11 @@ from torch import Tensor, nn
 class TagcAdamW:
     """Tensors of fewer than 2 dimensions or 4096 elements are averaged whole, and stepped on every rank."""
 
-    def __init__(self, params, sparsity: float = 0.9875, **adamw):
+    def __init__(self, params, density: float = 0.0125, **adamw):
         self.params = list(params)
         self.large = [p for p in self.params if p.dim() >= 2 and p.numel() >= 4096]
         self.dense = [p for p in self.params if p.dim() < 2 or p.numel() < 4096]
-        self.sparsity, self.bytes_sent = sparsity, 0
+        self.density, self.bytes_sent = density, 0
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.shard = self.cut([p.detach() for p in self.large])[self.rank].clone()  # the one this rank owns
         self.acc = [torch.zeros_like(shard) for shard in self.cut(self.large)]
@@ -63,7 +63,7 @@ class TagcAdamW:
     def reduce_shard(self, d: int, g: Tensor) -> None:
         """Lines 1 to 10."""
         g = g + self.acc[d]  # line 1
-        kept = max(1, len(g) - math.ceil(round(self.sparsity * len(g), 6)))
+        kept = max(1, math.floor(round(self.density * len(g), 6)))
         largest = g.abs().topk(kept).indices
         self.acc[d] = g.index_fill(0, largest, 0)  # line 2
         g = g - self.acc[d]

@@ -17,6 +17,8 @@ enum { HIGH = 4, COLUMNS = 8, ROWS = 4 };
 #endif
 // Elements of a row, and rows, that stay in the cache; LANES columns of a narrow matrix are one step.
 enum { WIDTH = 256, HEIGHT = 16, PARTS = LANES / WIDE, MOST = 64 };
+// Elements that are prefetched before they are read, and between two buffers.
+enum { AHEAD = 320, SPACE = 4 * LANES };
 
 typedef struct {
     int64_t height, width, r;
@@ -191,17 +193,8 @@ static void pack(const Factored *x, float *tiles) {
     }
 }
 
-// Prefetches a line of `rows` rows of all that AdamW and the residual read.
-static inline void fetch_state(const Factored *x, int64_t at, int rows) {
-    for (int n = 0; n < rows; n++, at += x->width) {
-        __builtin_prefetch(x->w + at, 0, 2), __builtin_prefetch(x->m + at, 0, 2), __builtin_prefetch(x->v + at, 0, 2);
-        __builtin_prefetch(x->e + at, 0, 2);
-        if (x->g) __builtin_prefetch(x->g + at, 0, 2);
-    }
-}
-
-// ROWS rows of R p^T and of R sent^T, for the columns of one tile.
-static inline void expand_tile(const float *const R[ROWS], int64_t r, const float *tile, float *average, float *own) {
+// ROWS rows of R p^T and of R sent^T, for the columns of one tile; rows are `width` numbers apart.
+static inline void expand_tile(const float *const R[ROWS], int64_t r, const float *tile, int64_t width, float *average, float *own) {
     Floats one[ROWS], two[ROWS];
 #pragma GCC unroll 16
     for (int n = 0; n < ROWS; n++) one[n] = two[n] = fill_all(0);
@@ -214,38 +207,57 @@ static inline void expand_tile(const float *const R[ROWS], int64_t r, const floa
         }
     }
 #pragma GCC unroll 16
-    for (int n = 0; n < ROWS; n++) store(average + n * WIDTH, one[n]), store(own + n * WIDTH, two[n]);
+    for (int n = 0; n < ROWS; n++) store(average + n * width, one[n]), store(own + n * width, two[n]);
 }
 
-// Lines 4 and 5 of one tensor, and AdamW. `tiles`: room for 2 r width numbers, the width rounded up to WIDE.
-static void update_factored(const Factored *x, const Weights *h, float *tiles) {
+typedef struct {
+    float of_average, of_sent, of_grad;
+} Scales;
+
+// AdamW and the residual of `size` elements from `at` on; `average` and `own`: of R p^T and of R sent^T.
+static inline void step_elements(const Factored *x, Factors f, Scales by, int64_t at, int64_t size, const float *restrict average,
+                                 const float *restrict own) {
+    float *restrict const w = x->w + at, *restrict const m = x->m + at, *restrict const v = x->v + at;
+    float *restrict const e = x->e + at;
+    const float *restrict const g = x->g ? x->g + at : NULL;
+    for (int64_t c = AHEAD; c < AHEAD + size; c += LANES) {
+        __builtin_prefetch(w + c, 0, 2), __builtin_prefetch(m + c, 0, 2), __builtin_prefetch(v + c, 0, 2);
+        __builtin_prefetch(e + c, 0, 2);
+        if (g) __builtin_prefetch(g + c, 0, 2);
+    }
+    for (int64_t c = 0; c < size; c++)
+        w[c] = f.shrink * w[c] - f.rate * update_moments(m + c, v + c, by.of_average * average[c], f);
+    if (g)
+        for (int64_t c = 0; c < size; c++) e[c] = e[c] + by.of_grad * g[c] - by.of_sent * own[c];
+    else
+        for (int64_t c = 0; c < size; c++) e[c] -= by.of_sent * own[c];
+}
+
+// Lines 4 and 5 of one tensor, and AdamW. `memory`: room for 2 r rows of the width rounded up to WIDE, 4 ROWS of the width, and
+// 4 SPACE numbers.
+//
+// ROWS rows are expanded at a time. Between two tiles, as many elements of the ROWS before take their step, in the order of
+// memory: memory is read as a few long streams, while products are computed. A row's last tile may write over the first numbers
+// of the next row, which are written later: tiles go from the last to the first.
+static void update_factored(const Factored *x, const Weights *h, float *memory) {
     const Factors f = adamw_factors(*x->step + 1, h->lr, h->beta1, h->beta2, h->eps, h->decay);
-    const float scale = (float)(h->sign * h->of_average), of_sent = (float)h->of_sent, of_grad = (float)h->of_grad;
-    float average[ROWS][WIDTH], own[ROWS][WIDTH];
+    const Scales by = {(float)(h->sign * h->of_average), (float)h->of_sent, (float)h->of_grad};
+    const int64_t width = x->width, padded = (width + WIDE - 1) / WIDE * WIDE, half = ROWS * width + SPACE;
+    float *const tiles = memory, *const buffers = tiles + 2 * x->r * padded;
     pack(x, tiles);
-    for (int64_t i = 0; i < x->height; i += ROWS) {
-        const int rows = (int)smaller(ROWS, x->height - i);
-        const float *R[ROWS];
+    int64_t first = 0, ready = 0;  // elements that are expanded and not stepped: the first, how many
+    for (int64_t i = 0; first < x->height * width; i += ROWS) {
+        const int64_t rows = i < x->height ? smaller(ROWS, x->height - i) : 0;
+        const int now = i / ROWS % 2;
+        float *const average = buffers + 2 * half * now, *const own = average + half;
+        const float *const mean = buffers + 2 * half * (1 - now), *const sent = mean + half, *R[ROWS];
         for (int n = 0; n < ROWS; n++) R[n] = x->R + smaller(i + n, x->height - 1) * x->r;
-        for (int64_t a = 0; a < x->width; a += WIDTH) {
-            const int64_t size = smaller(WIDTH, x->width - a);
-            for (int64_t j = 0; j < size; j += WIDE) {
-                fetch_state(x, (i + ROWS) * x->width + a + j, rows);
-                expand_tile(R, x->r, tiles + 2 * x->r * (a + j), *average + j, *own + j);
-            }
-            for (int n = 0; n < rows; n++) {
-                const int64_t at = (i + n) * x->width + a;
-                float *restrict const w = x->w + at, *restrict const m = x->m + at, *restrict const v = x->v + at;
-                float *restrict const e = x->e + at;
-                const float *restrict const g = x->g ? x->g + at : NULL, *restrict const ghat = average[n];
-                for (int64_t c = 0; c < size; c++)
-                    w[c] = f.shrink * w[c] - f.rate * update_moments(m + c, v + c, scale * ghat[c], f);
-                if (g)
-                    for (int64_t c = 0; c < size; c++) e[c] = e[c] + of_grad * g[c] - of_sent * own[n][c];
-                else
-                    for (int64_t c = 0; c < size; c++) e[c] -= of_sent * own[n][c];
-            }
+        for (int64_t done = 0, a = padded - WIDE; a >= 0; done += ROWS * WIDE, a -= WIDE) {
+            if (rows) expand_tile(R, x->r, tiles + 2 * x->r * a, width, average + a, own + a);
+            const int64_t size = smaller(ROWS * WIDE, ready - done);
+            if (size > 0) step_elements(x, f, by, first + done, size, mean + done, sent + done);
         }
+        first += ready, ready = rows * width;
     }
     *x->step += 1;
 }

@@ -86,10 +86,10 @@ def lame(monkeypatch, make):
 
 
 CLASSES = {
-    "RadiusAdamW": dict(warmup_steps=1, interval=3),
-    "ScapeAdamS": dict(warmup_steps=1, density_warmup_steps=0, density=0.1),
-    "SeparateAdam": dict(warmup_steps=1),
-    "TagcAdamW": dict(warmup_steps=1),
+    "RadiusAdamW": dict(dense_steps=1, interval=3),
+    "ScapeAdamS": dict(dense_steps=1, density_steps=0, density=0.1),
+    "SeparateAdam": dict(dense_steps=1),
+    "TagcAdamW": dict(dense_steps=1),
 }
 
 

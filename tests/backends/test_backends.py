@@ -67,15 +67,15 @@ def assert_same(ours: Ranks, theirs: Ranks, tolerance: float = 1e-5) -> None:
 
 TRITON = {  # each class twice: what it does in all its phases, and the options that its kernels see
     "RadiusAdamW": [
-        {"warmup_steps": 2, "interval": 4, "maximize": True, "max_grad_norm": 0.5, "residual_scale": 0.5, "lr": 1e-3}
+        {"dense_steps": 2, "interval": 4, "maximize": True, "max_grad_norm": 0.5, "residual_scale": 0.5, "lr": 1e-3}
     ],
     "ScapeAdamS": [
-        {"warmup_steps": 1, "lr": 1e-3, "mask_delay": 0, "steps": 2},
-        {"warmup_steps": 1, "lr": 1e-3, "max_grad_norm": 0.5, "clip": "scape", "maximize": True},
+        {"dense_steps": 1, "lr": 1e-3, "mask_delay": 0, "steps": 2},
+        {"dense_steps": 1, "lr": 1e-3, "max_grad_norm": 0.5, "clip": "scape", "maximize": True},
     ],
     "AdamS": [{"steps": 2}],
     "SeparateAdam": [
-        {"ratio": None, "rank": 7, "warmup_steps": 1, "lr": 1e-3, "projection": "tracked", "payload_dtype": None}
+        {"ratio": None, "rank": 7, "dense_steps": 1, "lr": 1e-3, "projection": "tracked", "payload_dtype": None}
     ],
 }
 
@@ -89,7 +89,7 @@ def test_triton_equals_torch(monkeypatch, device, name, options):
 def test_triton_brings_float32_masters_to_bfloat16_parameters(monkeypatch, device):
     monkeypatch.setenv("COMPOPT_BACKEND", "triton")
     p = nn.Parameter(torch.randn(SHAPE, device=device).bfloat16())
-    optimizer = compopt.RadiusAdamW([p], lr=0.1, warmup_steps=0, simulate=True)
+    optimizer = compopt.RadiusAdamW([p], lr=0.1, dense_steps=0, simulate=True)
     before = p.detach().clone()
     for _ in range(2):
         p.square().sum().backward()
@@ -102,7 +102,7 @@ def test_triton_brings_float32_masters_to_bfloat16_parameters(monkeypatch, devic
 def test_a_rank_without_a_gradient_computes_the_same_bits(monkeypatch, backend):
     """A gradient of its own, or none, must not choose between two loops that round differently."""
     monkeypatch.setenv("COMPOPT_BACKEND", backend)
-    ranks = Ranks(2, Net, lambda params, **o: by_name["RadiusAdamW"].make(params, warmup_steps=0, **o))
+    ranks = Ranks(2, Net, lambda params, **o: by_name["RadiusAdamW"].make(params, dense_steps=0, **o))
     for _ in range(4):
         ranks.backward(loss)
         ranks.models[1].a.grad = None
@@ -239,7 +239,7 @@ def test_a_compressed_step_waits_for_the_device_once(monkeypatch, device, name):
     """For the verdict, a list of numbers. Everything else stays on the device, sizes are known beforehand."""
     monkeypatch.setenv("COMPOPT_BACKEND", "triton")
     model = Net().to(device)
-    options = {"RadiusAdamW": {"warmup_steps": 0}, "ScapeAdamS": {"density": 0.1, "density_warmup_steps": 0}}
+    options = {"RadiusAdamW": {"dense_steps": 0}, "ScapeAdamS": {"density": 0.1, "density_steps": 0}}
     optimizer = getattr(compopt, name)(model.parameters(), simulate=True, **options[name])
     monkeypatch.setattr(
         operations, "squared_norms_on_cpu", lambda xs: torch.stack(torch._foreach_norm(xs, dtype=torch.float64))
@@ -264,7 +264,7 @@ def test_cuda_sees_one_wait_a_step(monkeypatch, device, name):
         pytest.skip("needs a CUDA device")
     monkeypatch.setenv("COMPOPT_BACKEND", "triton")
     model = Net().to(device)
-    optimizer = by_name[name].make(model.parameters(), warmup_steps=1)
+    optimizer = by_name[name].make(model.parameters(), dense_steps=1)
     for step in range(5):
         optimizer.zero_grad()
         loss(model, 0, step).backward()

@@ -33,13 +33,13 @@ RANKS = 2
 CLASSES = {
     "AdamS": lambda params, comm: compopt.AdamS(params, process_group=comm),
     "Radius": lambda params, comm: compopt.RadiusAdamW(
-        params, density=0.3, warmup_steps=0, interval=100, process_group=comm
+        params, density=0.3, dense_steps=0, interval=100, process_group=comm
     ),
     "Radius, bfloat16": lambda params, comm: compopt.RadiusAdamW(
-        params, density=0.3, warmup_steps=0, interval=100, payload_dtype="bfloat16", process_group=comm
+        params, density=0.3, dense_steps=0, interval=100, payload_dtype="bfloat16", process_group=comm
     ),
     "SCAPE": lambda params, comm: compopt.ScapeAdamS(
-        params, density=0.1, warmup_steps=0, density_warmup_steps=0, process_group=comm
+        params, density=0.1, dense_steps=0, density_steps=0, process_group=comm
     ),
 }
 

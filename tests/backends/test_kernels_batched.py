@@ -12,20 +12,20 @@ from sim import World
 import compopt
 from compopt._state import buckets
 
-SCAPE = {"warmup_steps": 1, "density_warmup_steps": 2, "density": 0.05}
+SCAPE = {"dense_steps": 1, "density_steps": 2, "density": 0.05}
 OPTIONS = {
     "AdamS": {},
-    "RadiusAdamW": {"warmup_steps": 2, "interval": 4, "density": 0.3},
+    "RadiusAdamW": {"dense_steps": 2, "interval": 4, "density": 0.3},
     "ScapeAdamS": SCAPE,
     "ScapeAdamS, bits": SCAPE | {"density": 0.4},
     "ScapeAdamS, rounded": SCAPE | {"payload_dtype": "bfloat16", "max_grad_norm": 3.0},
     "ScapeAdamS, no delay": SCAPE | {"mask_delay": 0},
-    "SeparateAdam": {"rank": 5, "warmup_steps": 2, "payload_dtype": None, "maximize": True},
+    "SeparateAdam": {"rank": 5, "dense_steps": 2, "payload_dtype": None, "maximize": True},
     # one step: where a number differs in its last bit int8 may take the next level
-    "SeparateAdam, rounded": {"rank": 5, "warmup_steps": 5, "max_grad_norm": 20.0},
+    "SeparateAdam, rounded": {"rank": 5, "dense_steps": 5, "max_grad_norm": 20.0},
     "SeparateAdam, clipped": {
         "rank": 5,
-        "warmup_steps": 3,
+        "dense_steps": 3,
         "payload_dtype": None,
         "max_grad_norm": 20.0,
         "ef_beta": 0.3,

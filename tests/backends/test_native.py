@@ -42,21 +42,21 @@ def loss(model: Net, rank: int, step: int) -> torch.Tensor:
 RUNS = [
     ("AdamS", {}),
     ("AdamS", {"maximize": True}),
-    ("RadiusAdamW", {"warmup_steps": 2, "interval": 4, "maximize": True, "max_grad_norm": 0.5, "residual_scale": 0.5}),
-    ("RadiusAdamW", {"warmup_steps": 0, "interval": 100, "payload_dtype": torch.int8}),
+    ("RadiusAdamW", {"dense_steps": 2, "interval": 4, "maximize": True, "max_grad_norm": 0.5, "residual_scale": 0.5}),
+    ("RadiusAdamW", {"dense_steps": 0, "interval": 100, "payload_dtype": torch.int8}),
     ("ScapeAdamS", {"density": 0.01}),
     ("ScapeAdamS", {"mask_delay": 0}),
     ("ScapeAdamS", {"max_grad_norm": 0.5, "clip": "scape", "maximize": True}),
     ("ScapeAdamS", {"payload_dtype": torch.bfloat16}),
     ("ScapeAdamS", {"payload_dtype": torch.int8, "density": 0.2}),
     ("SeparateAdam", {}),
-    ("TagcAdamW", {"sparsity": 0.99}),  # some parts of tensors then have nothing to send
+    ("TagcAdamW", {"density": 0.01}),  # some parts of tensors then have nothing to send
     ("TagcAdamW", {"payload_dtype": torch.bfloat16}),
 ]
 
 
 def run(monkeypatch, name: str, backend: str, options: dict, steps: int = 6) -> Ranks:
-    options = {"density_warmup_steps": 0, "warmup_steps": 1} | options if name == "ScapeAdamS" else options
+    options = {"density_steps": 0, "dense_steps": 1} | options if name == "ScapeAdamS" else options
     with monkeypatch.context() as patch:
         patch.setattr("test_backends.Net", Net)
         patch.setattr("test_backends.loss", loss)
@@ -75,7 +75,7 @@ def test_native_equals_torch(monkeypatch, name, options):
 
 @pytest.mark.parametrize(
     "name, options",
-    [("RadiusAdamW", {"warmup_steps": 1, "interval": 3}), RUNS[5], ("ScapeAdamS", {}), ("TagcAdamW", {})],
+    [("RadiusAdamW", {"dense_steps": 1, "interval": 3}), RUNS[5], ("ScapeAdamS", {}), ("TagcAdamW", {})],
 )
 def test_threads_change_nothing(monkeypatch, name, options):
     ours = run(monkeypatch, name, "native", options)
@@ -127,13 +127,13 @@ def test_the_next_look_finds_enough_and_not_many_more(ops, k, power):
         assert k < found <= 2 * k + 40 * k**0.5 + 0.05 * len(x)  # what a bin of the histogram may hold
 
 
-@pytest.mark.parametrize("sparsity", [0, 0.9, 0.999])
+@pytest.mark.parametrize("density", [1, 0.1, 0.001])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_sums_are_selected_and_held_back_as_the_reference_does(ops, ranks, sparsity):
+def test_sums_are_selected_and_held_back_as_the_reference_does(ops, ranks, density):
     """By a threshold of the step before, by one that lets too many or too few through, and by none."""
     (bucket,) = compopt.TagcAdamW([nn.Parameter(torch.zeros(shape)) for shape in ((90, 83), (7,), (300, 70))])._buckets
     bucket.shards = cut_evenly(bucket.lengths, bucket.compressed, 0, ranks)
-    ks, random = [tagc.count_selected(sparsity, n) for n in bucket.shards.compressed_counts], torch.Generator()
+    ks, random = [tagc.count_selected(density, n) for n in bucket.shards.compressed_counts], torch.Generator()
     for scale in (1.0, 1.0, 1000.0, 0.001, 0.0, 1.0):
         bucket.flat["residual"].normal_(generator=random).mul_(scale)
         grads = [torch.randn(shape, generator=random) * scale for shape in bucket.shapes[:-1]] + [None]
@@ -247,7 +247,7 @@ def test_one_position_more_than_agreed_is_not_written(ops):
 def test_a_refused_mask_makes_the_next_step_dense(monkeypatch):
     """It arrives behind the commit: the step that chose it stands, and training goes on."""
     monkeypatch.setenv("COMPOPT_BACKEND", "native")
-    options = dict(density=0.1, warmup_steps=1, density_warmup_steps=0)
+    options = dict(density=0.1, dense_steps=1, density_steps=0)
     ranks = Ranks(2, Net, lambda ps, process_group: compopt.ScapeAdamS(ps, process_group=process_group, **options))
     ranks.train(loss, 3)
 

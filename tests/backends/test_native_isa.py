@@ -58,11 +58,11 @@ def trained(name: str, options: dict) -> Ranks:
 
 
 CASES = [
-    ("RadiusAdamW", {"warmup_steps": 1, "interval": 2, "density": 0.4}),  # read as bits
-    ("RadiusAdamW", {"warmup_steps": 1, "interval": 2, "density": 0.01, "max_grad_norm": 0.5}),  # as positions
-    ("ScapeAdamS", {"warmup_steps": 1, "density_warmup_steps": 0, "density": 0.1}),
-    ("ScapeAdamS", {"warmup_steps": 1, "density_warmup_steps": 0, "density": 0.01, "mask_delay": 0}),
-    ("TagcAdamW", {"warmup_steps": 1, "sparsity": 0.9}),
+    ("RadiusAdamW", {"dense_steps": 1, "interval": 2, "density": 0.4}),  # read as bits
+    ("RadiusAdamW", {"dense_steps": 1, "interval": 2, "density": 0.01, "max_grad_norm": 0.5}),  # as positions
+    ("ScapeAdamS", {"dense_steps": 1, "density_steps": 0, "density": 0.1}),
+    ("ScapeAdamS", {"dense_steps": 1, "density_steps": 0, "density": 0.01, "mask_delay": 0}),
+    ("TagcAdamW", {"dense_steps": 1, "density": 0.1}),
     ("AdamS", {}),
     ("Average", {"payload_dtype": "int8"}),
     ("Average", {"payload_dtype": "int4"}),

@@ -15,7 +15,7 @@ from compopt._lowrank.reducer import ProjectionReducer, ReducerInputs
 from compopt._lowrank.stacks import ProjectedStack, multiply
 from compopt._ops.native import build
 from compopt._ops.native.backend import NativeOps
-from compopt._ops.native.lowrank import multiply_stacks, update_separate
+from compopt._ops.native.lowrank import multiply_stacks, orthonormalize_columns, update_separate
 from compopt._ops.operations import Ops
 from compopt._state.residuals import Residuals
 from compopt._wire.payload import Payload
@@ -128,6 +128,24 @@ def test_updates_are_those_of_the_reference(case):
         torch.testing.assert_close(ours[name], wanted, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: name + text)
 
 
+def test_rows_that_are_kept_between_steps_follow_state_that_moves_and_other_tensors():
+    """A second step with state in other memory, and a third in which other tensors have gradients."""
+    results = []
+    for ops, function in ((NativeOps(), update_separate), (Ops(), update_tensors)):
+        tensors = Tensors(ops)
+        tensors.stepped(function, 1.0)
+        for name in ("exp_avg", "exp_avg_sq"):
+            tensors.bucket._use_storage(name, tensors.bucket.flat[name].clone())
+        tensors.stepped(function, 1.0)
+        have = [i % 5 != 2 for i in range(len(tensors.bucket.params))]
+        function(tensors.bucket, ops, tensors.mean, tensors.reducer, AdamWUpdate(ops), have, 1.0)
+        results.append(tensors.stepped(function, 1.0))
+    for name, wanted in results[1].items():
+        torch.testing.assert_close(
+            results[0][name], wanted, rtol=1e-3, atol=1e-3, msg=lambda text, name=name: name + text
+        )
+
+
 def bits(monkeypatch, isa: str) -> dict[str, torch.Tensor]:
     monkeypatch.setenv("COMPOPT_NATIVE_ISA", isa)
     ops = NativeOps()
@@ -185,7 +203,7 @@ def test_runs_are_those_of_the_reference(monkeypatch, options):
         monkeypatch.setenv("COMPOPT_BACKEND", backend)
 
         def make(params, **more):
-            return compopt.SeparateAdam(params, lr=1e-2, **projecting("tracked", warmup_steps=1, **options), **more)
+            return compopt.SeparateAdam(params, lr=1e-2, **projecting("tracked", dense_steps=1, **options), **more)
 
         world = Ranks(2, Net, make)
         world.train(loss, 5)
@@ -208,3 +226,58 @@ def test_gradients_of_another_precision_are_taken_or_left_to_torch(dtype):
         p.grad = torch.randn(64, 80).to(dtype)
         optimizer.step()
     assert optimizer.stats.phase == "projected" and optimizer.backend == "native"
+
+
+def narrow(n: int, r: int, kind: str) -> torch.Tensor:
+    """Three matrices (n, r), stored by columns."""
+    x = torch.randn(3, r, n, generator=torch.Generator().manual_seed(0))
+    if kind == "with zeros":
+        x[0], x[1, 0], x[1, r // 2] = 0, 0, 0
+    elif kind == "dependent":
+        x[1] = x[1, :1]
+        x[2, -1] = 2 * x[2, 0]
+    elif kind == "triangular":  # nothing below the diagonal: no reflection
+        x.tril_()
+    return x.mul_({"tiny": 1e-38, "large": 1e30}.get(kind, 1)).mT
+
+
+@pytest.mark.parametrize("kind", ["random", "with zeros", "dependent", "triangular", "tiny", "large"])
+def test_orthonormal_columns_are_those_of_lapack(kind):
+    shapes = [(n, r) for n in (1, 5, 16, 17, 40, 130) for r in (1, 3, 4, 9, 16, 33) if r <= n]
+    stacks = [narrow(n, r, kind) for n, r in shapes]
+    bucket = Tensors(NativeOps()).bucket
+    for (n, r), x, Q in zip(shapes, stacks, orthonormalize_columns(bucket, NativeOps(), stacks), strict=True):
+        expected = torch.linalg.qr(x.double()).Q
+        assert Q.is_contiguous() and Q.dtype == torch.float32
+        assert torch.allclose(Q.mT @ Q, torch.eye(r).expand(3, r, r), rtol=0, atol=2e-6), (n, r)
+        left = x.double() - Q.double() @ (Q.double().mT @ x.double())
+        assert float(left.norm()) <= 1e-6 * float(x.double().norm()), (n, r)
+        exact = 1 if kind == "dependent" else 3  # what stands on dependent columns is rounding
+        assert torch.allclose(Q[:exact].double(), expected[:exact], rtol=0, atol=3e-5), (n, r)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_processor_computes_the_same_orthonormal_columns_on_any_number_of_threads(monkeypatch, isa):
+    stacks = [narrow(n, r, "random") for n, r in ((17, 5), (130, 16), (64, 33))]
+
+    def columns(isa: str) -> list[torch.Tensor]:
+        monkeypatch.setenv("COMPOPT_NATIVE_ISA", isa)
+        ops = NativeOps()
+        return orthonormalize_columns(Tensors(ops).bucket, ops, stacks)
+
+    expected, threads = columns("portable"), torch.get_num_threads()
+    try:
+        for torch_threads in (1, 3):
+            torch.set_num_threads(torch_threads)
+            assert all(map(torch.equal, columns(isa), expected))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_ranks_compare_the_columns_that_their_backend_computes(monkeypatch):
+    optimizer = compopt.SeparateAdam([nn.Parameter(torch.ones(64, 64))], lr=0.1)
+    name = "random matrices"
+    with monkeypatch.context() as patch:
+        patch.setattr(build.load_library(), "orthonormalize", lambda *_: -1)
+        unwritten = dict(optimizer._settings())[name]
+    assert dict(optimizer._settings())[name] != unwritten

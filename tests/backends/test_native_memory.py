@@ -179,7 +179,7 @@ def test_parameters_that_were_converted_afterwards_are_refused_in_words(monkeypa
 def test_positions_left_by_an_interrupted_commit_end_in_words(monkeypatch, broken):
     """Where the momentum of before is said to be is not trusted with memory."""
     monkeypatch.setenv("COMPOPT_BACKEND", "native")
-    ranks = Ranks(1, Net, lambda params, **o: compopt.ScapeAdamS(params, density=0.1, density_warmup_steps=0, **o))
+    ranks = Ranks(1, Net, lambda params, **o: compopt.ScapeAdamS(params, density=0.1, density_steps=0, **o))
     train(ranks, 3)
     (bucket,) = ranks.optimizers[0]._buckets
     (i,) = [i for i, compressed in enumerate(bucket.compressed) if compressed]
@@ -198,7 +198,7 @@ def test_positions_left_by_an_interrupted_commit_end_in_words(monkeypatch, broke
 def test_a_mask_that_changes_between_message_and_commit_ends_in_words(monkeypatch):
     """The commit counts the averaged values that it uses."""
     monkeypatch.setenv("COMPOPT_BACKEND", "native")
-    ranks = Ranks(1, Net, lambda params, **o: compopt.RadiusAdamW(params, density=0.1, warmup_steps=1, **o))
+    ranks = Ranks(1, Net, lambda params, **o: compopt.RadiusAdamW(params, density=0.1, dense_steps=1, **o))
     train(ranks, 3)
     encode = NativeOps.encode
 

@@ -18,7 +18,7 @@ import compopt
 
 
 def with_clip(params, comm):
-    return compopt.RadiusAdamW(params, density=0.3, warmup_steps=1, interval=100, max_grad_norm=0.5, process_group=comm)
+    return compopt.RadiusAdamW(params, density=0.3, dense_steps=1, interval=100, max_grad_norm=0.5, process_group=comm)
 
 
 RUNS = {name: CLASSES[name] for name in ("AdamS", "Radius", "Radius, bfloat16", "SCAPE")} | {

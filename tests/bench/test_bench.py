@@ -37,10 +37,10 @@ def a_model() -> list[tuple[str, nn.Parameter]]:
 
 
 CASES = {
-    "Radius": ("RadiusAdamW", dict(density=0.4, interval=100, warmup_steps=1)),
-    "Radius, int8": ("RadiusAdamW", dict(density=0.4, interval=100, warmup_steps=1, payload_dtype=torch.int8)),
-    "SCAPE": ("ScapeAdamS", dict(density=0.1, density_warmup_steps=0)),
-    "SCAPE, sharded": ("ScapeAdamS", dict(density=0.1, density_warmup_steps=0, sharded=True)),
+    "Radius": ("RadiusAdamW", dict(density=0.4, interval=100, dense_steps=1)),
+    "Radius, int8": ("RadiusAdamW", dict(density=0.4, interval=100, dense_steps=1, payload_dtype=torch.int8)),
+    "SCAPE": ("ScapeAdamS", dict(density=0.1, density_steps=0)),
+    "SCAPE, sharded": ("ScapeAdamS", dict(density=0.1, density_steps=0, sharded=True)),
     "SEPARATE": ("SeparateAdam", dict(projection="gaussian", ratio=8)),
 }
 

@@ -125,9 +125,9 @@ def test_a_group_that_is_given_with_such_a_value_is_refused_too(name):
 
 WRAPPERS = {
     "Average": compopt.Average,
-    "Separate": lambda base, **options: compopt.Separate(base, warmup_steps=0, **options),
-    "LocalSteps, averaging": lambda base, **options: compopt.LocalSteps(base, 4, warmup_steps=100, **options),
-    "LocalSteps": lambda base, **options: compopt.LocalSteps(base, 4, every_warmup_steps=0, **options),
+    "Separate": lambda base, **options: compopt.Separate(base, dense_steps=0, **options),
+    "LocalSteps, averaging": lambda base, **options: compopt.LocalSteps(base, 4, dense_steps=100, **options),
+    "LocalSteps": lambda base, **options: compopt.LocalSteps(base, 4, growth_steps=0, **options),
 }
 every_wrapper = pytest.mark.parametrize("wrapper", WRAPPERS)
 RATES = [
@@ -238,7 +238,7 @@ def test_what_a_base_may_have_instead_of_numbers_is_left_to_it():
 
 @pytest.mark.parametrize("name", ["RadiusAdamW", "SeparateAdam", "TagcAdamW"])
 def test_a_rate_of_an_own_class_that_becomes_infinite_is_refused_on_all_ranks(name):
-    ranks = Ranks(2, Small, lambda ps, process_group: MAKE[name](ps, warmup_steps=0, process_group=process_group))
+    ranks = Ranks(2, Small, lambda ps, process_group: MAKE[name](ps, dense_steps=0, process_group=process_group))
     ranks.train(loss, 2)
     for option in ("lr", "weight_decay"):
         right = ranks.optimizers[1].param_groups[0][option]

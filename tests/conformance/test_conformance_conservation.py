@@ -160,7 +160,7 @@ def test_a_dense_step_sends_what_is_owed_and_absent_tensors_go_on_owing(case, ba
         if saved:
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         for group in optimizer._option_groups:
-            group["warmup_steps"] = 10**6
+            group["dense_steps"] = 10**6
     if case.compressed.get("mask_delay", 1) and case.method == "scape":
         run.step(run.gradients())  # on the mask that was found one step ago
     residual = run.residual(2)

@@ -22,7 +22,7 @@ MODELS = {
     "odd": [(1,), (0, 7), (5,), (65, 63)],
 }
 TRACKED = [
-    dataclasses.replace(case, compressed=projecting("tracked", warmup_steps=2), form="tracked")
+    dataclasses.replace(case, compressed=projecting("tracked", dense_steps=2), form="tracked")
     for case in CASES
     if case.cls in (compopt.Separate, compopt.SeparateAdam)
 ]
@@ -76,7 +76,7 @@ def test_rounds_of_local_steps_end(model):
 
     def make(params, process_group):
         adamw = torch.optim.AdamW(list(params))
-        return compopt.LocalSteps(adamw, every=2, every_warmup_steps=0, process_group=process_group)
+        return compopt.LocalSteps(adamw, every=2, growth_steps=0, process_group=process_group)
 
     ours = Ranks(2, lambda: Shapes(MODELS[model]), make)
     ours.train(slope, 4)

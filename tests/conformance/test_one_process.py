@@ -110,7 +110,7 @@ def test_what_rounding_took_off_is_sent_too(cls, dtype):
     """In the dense start nothing else is owed."""
     if cls is compopt.TagcAdamW and dtype == torch.int8:
         pytest.skip("sharded classes send no int8")
-    start = lambda ps, process_group: cls(ps, warmup_steps=100, payload_dtype=dtype, process_group=process_group)  # noqa: E731
+    start = lambda ps, process_group: cls(ps, dense_steps=100, payload_dtype=dtype, process_group=process_group)  # noqa: E731
     ranks = Ranks(2, Small, start)
     ranks.train(loss, 3)
     with pytest.warns(UserWarning, match="are gone"):
@@ -149,8 +149,8 @@ def test_a_checkpoint_of_one_process_goes_on_over_two_ranks(case: Case):
 
 
 def test_a_trial_does_not_time_what_cannot_be_compared():
-    (*_, phases) = alone(compopt.RadiusAdamW, steps=3, when="auto", warmup_steps=1)
-    _, optimizer, _ = alone(compopt.RadiusAdamW, steps=3, when="auto", warmup_steps=1)
+    (*_, phases) = alone(compopt.RadiusAdamW, steps=3, when="auto", dense_steps=1)
+    _, optimizer, _ = alone(compopt.RadiusAdamW, steps=3, when="auto", dense_steps=1)
     assert set(phases) == {"dense"} and not any(optimizer._session.trial._seconds.values())
 
 
@@ -193,8 +193,8 @@ def test_ranks_that_come_later_make_it_compress(tmp_path):
 
 
 def group_of_one(rank: int) -> list[str]:
-    *_, phases = alone(compopt.RadiusAdamW, warmup_steps=1, interval=2)
-    *_, asked = alone(compopt.RadiusAdamW, warmup_steps=1, interval=2, simulate=True)
+    *_, phases = alone(compopt.RadiusAdamW, dense_steps=1, interval=2)
+    *_, asked = alone(compopt.RadiusAdamW, dense_steps=1, interval=2, simulate=True)
     return [phases[-1], asked[-1]]
 
 

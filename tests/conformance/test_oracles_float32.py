@@ -73,7 +73,7 @@ def separate(start: list[Tensor], optimizers: list, options: dict[str, Any]):
 
 
 def tracked(start: list[Tensor], optimizers: list, options: dict[str, Any]):
-    kept = dict(HYPER, rank=options["rank"], warmup_steps=0)
+    kept = dict(HYPER, rank=options["rank"], dense_steps=0)
     wanted = as_float64(start)
     ranks = TwinRanks(separate_adam, lambda p: separate_adam.SeparateAdam(p, **kept), wanted, len(optimizers))
     start_separate_adam_alike(ranks, optimizers[0])
@@ -108,23 +108,23 @@ def turned(x: Tensor) -> Tensor:
 
 TRACKED = projecting("tracked")
 RUNS: dict[str, tuple[type, Callable, dict[str, Any]]] = {
-    "Radius": (compopt.RadiusAdamW, radius, dict(density=0.4, interval=4, warmup_steps=2)),
-    "Radius, few": (compopt.RadiusAdamW, radius, dict(density=0.01, interval=3, warmup_steps=0, max_grad_norm=100.0)),
+    "Radius": (compopt.RadiusAdamW, radius, dict(density=0.4, interval=4, dense_steps=2)),
+    "Radius, few": (compopt.RadiusAdamW, radius, dict(density=0.01, interval=3, dense_steps=0, max_grad_norm=100.0)),
     "AdamS": (compopt.AdamS, adams, {}),
-    "SCAPE": (compopt.ScapeAdamS, scape, dict(density=0.1, warmup_steps=1, density_warmup_steps=2)),
+    "SCAPE": (compopt.ScapeAdamS, scape, dict(density=0.1, dense_steps=1, density_steps=2)),
     "SCAPE, few": (
         compopt.ScapeAdamS,
         scape,
-        dict(density=0.01, density_warmup_steps=0, mask_delay=0),
+        dict(density=0.01, density_steps=0, mask_delay=0),
     ),
-    "TAGC": (compopt.TagcAdamW, tagc, dict(sparsity=0.9, warmup_steps=1)),
-    "TAGC, few": (compopt.TagcAdamW, tagc, dict(sparsity=0.99, codec="sketch", sketch_ratio=10)),
-    "SEPARATE": (compopt.SeparateAdam, separate, dict(projection="gaussian", ratio=8, warmup_steps=1)),
+    "TAGC": (compopt.TagcAdamW, tagc, dict(density=0.1, dense_steps=1)),
+    "TAGC, few": (compopt.TagcAdamW, tagc, dict(density=0.01, codec="sketch", sketch_ratio=10)),
+    "SEPARATE": (compopt.SeparateAdam, separate, dict(projection="gaussian", ratio=8, dense_steps=1)),
     "SEPARATE, tracked": (compopt.SeparateAdam, tracked, TRACKED),
     "Separate": (compopt.Separate, separate, dict(projection="gaussian", ratio=16, reset_interval=5)),
     "Average": (compopt.Average, average, dict(max_grad_norm=100.0)),
     "Average, rounded": (compopt.Average, average, dict(payload_dtype=torch.bfloat16)),
-    "Local steps": (compopt.LocalSteps, local, dict(every=3, every_warmup_steps=0, payload_dtype=None)),
+    "Local steps": (compopt.LocalSteps, local, dict(every=3, growth_steps=0, payload_dtype=None)),
 }
 BASES = {compopt.Separate: adamw, compopt.Average: sgd, compopt.LocalSteps: adamw}
 

@@ -31,13 +31,13 @@ def test_a_tensor_that_cannot_be_taken_is_named(named):
         *((compopt.AdamS, "betas", value) for value in (0.9, None, ("0.9", "0.999"), (0.9,))),
         (compopt.RadiusAdamW, "density", "0.1"),
         (compopt.ScapeAdamS, "density", "0.1"),
-        (compopt.TagcAdamW, "sparsity", "0.9"),
+        (compopt.TagcAdamW, "density", "0.1"),
         (compopt.TagcAdamW, "sketch_ratio", "10"),
         *((compopt.RadiusAdamW, name, value) for name in ("interval", "residual_scale") for value in ("1", None)),
         *((compopt.SeparateAdam, "adapt_interval", value) for value in ("100", None, 2.5)),
         (compopt.SeparateAdam, "ef_beta", None),
-        *((compopt.SeparateAdam, "warmup_steps", value) for value in (math.inf, math.nan, [10])),
-        (compopt.ScapeAdamS, "density_warmup_steps", math.inf),
+        *((compopt.SeparateAdam, "dense_steps", value) for value in (math.inf, math.nan, [10])),
+        (compopt.ScapeAdamS, "density_steps", math.inf),
         (compopt.RadiusAdamW, "interval", math.inf),
     ],
 )
@@ -79,7 +79,7 @@ def test_numbers_of_numpy_and_tensors_compute_as_pythons_do():
 
     for make, plain, others in (
         (compopt.RadiusAdamW, {"density": 0.5}, {"density": torch.tensor(0.5)}),
-        (compopt.TagcAdamW, {"sparsity": 0.5}, {"sparsity": torch.tensor(0.5)}),
+        (compopt.TagcAdamW, {"density": 0.5}, {"density": torch.tensor(0.5)}),
         (compopt.SeparateAdam, {"maximize": True}, {"maximize": 1}),
         (compopt.RadiusAdamW, {"total_steps": 10}, {"total_steps": numpy.int64(10)}),
     ):

@@ -38,7 +38,7 @@ RUNS = [
 @pytest.mark.parametrize(("case", "name", "ranks"), RUNS)
 def test_reaches_the_stated_loss(case: Case, name: str, ranks: int):
     toy = problems.problem(name)
-    options = {**case.problems, **({"warmup_steps": round(0.15 * toy.steps)} if case.compressed else {})}
+    options = {**case.problems, **({"dense_steps": round(0.15 * toy.steps)} if case.compressed else {})}
     world = Ranks(
         ranks,
         lambda: toy.make_model(0).double(),

@@ -82,10 +82,8 @@ def test_what_drops_nothing_equals_the_reference(case, size, backend, ranks, mon
     monkeypatch.setenv("COMPOPT_BACKEND", backend)
     steps = 4 if size < 65536 else 2
     owners = ranks if case.sharded else 1
-    has_start = (
-        "warmup_steps" in case.compressed and case.cls is not compopt.LocalSteps
-    )  # which is lossless in it alone
-    dense_start = {"warmup_steps": 1} if has_start else {}
+    has_start = "dense_steps" in case.compressed and case.cls is not compopt.LocalSteps  # which is lossless in it alone
+    dense_start = {"dense_steps": 1} if has_start else {}
     ours = Ranks(
         ranks,
         lambda: Beside(size, owners),
@@ -101,13 +99,13 @@ def test_what_drops_nothing_equals_the_reference(case, size, backend, ranks, mon
 
 
 @on_each
-@pytest.mark.parametrize(("size", "sparsity"), [(4096, 0.9), (16384, 0.0), (16384, 0.5), (65536, 0.9875), (2**20, 0.9)])
-def test_tagc_leaves_as_many_as_it_says_in_every_shard(size, sparsity, backend, monkeypatch):
+@pytest.mark.parametrize(("size", "density"), [(4096, 0.1), (16384, 1.0), (16384, 0.5), (65536, 0.0125), (2**20, 0.1)])
+def test_tagc_leaves_as_many_as_it_says_in_every_shard(size, density, backend, monkeypatch):
     monkeypatch.setenv("COMPOPT_BACKEND", backend)
     ours = Ranks(
         2,
         lambda: Beside(size, 2),
-        lambda params, process_group: compopt.TagcAdamW(groups(params), sparsity=sparsity, process_group=process_group),
+        lambda params, process_group: compopt.TagcAdamW(groups(params), density=density, process_group=process_group),
     )
     ours.world.record = True
     for step in range(2):
@@ -123,7 +121,7 @@ def test_tagc_leaves_as_many_as_it_says_in_every_shard(size, sparsity, backend, 
             for shard in range(2):
                 local = bits[bucket.shards.mask_cuts[shard] : bucket.shards.mask_cuts[shard + 1]]
                 left = int((local.unsqueeze(1) >> torch.arange(8) & 1).sum())
-                assert left == count_selected(sparsity, bucket.shards.compressed_counts[shard])
+                assert left == count_selected(density, bucket.shards.compressed_counts[shard])
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def _in_the_table(cls: type[CompressedOptimizer], table: Sequence[Case]) -> list
     for state in sorted(optimizer.state_layouts(torch.float32).keys() - TWO_MOMENTS):
         if f"``{state}``" not in cls.__doc__ and state not in cls.__doc__.split("State")[-1]:
             results.append(f"the docstring of {name} says nothing of its state {state!r}")
-        if state == "residual" and state not in cls.rank_local_state:
+        if state == "residual" and state not in optimizer.rank_local_state:
             results.append(f"{name} keeps a residual that is not in rank_local_state: checkpoints would lose it")
     return results
 

@@ -16,9 +16,9 @@ from in_place import EXAMPLES, as_torchrun_would, example
 from ranks import HANG_GUARD, run_ranks
 
 TINY = """--layers 1 --width 32 --heads 2 --context 16 --batch 4 --lr 1e-2 --steps 6 --eval-every 3
-          --density 0.1 --warmup-share 0.34 --interval 4 --every 2"""
+          --density 0.1 --dense-share 0.34 --interval 4 --every 2"""
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-PHASES = {  # of the six steps: two are warm-up, and Radius compresses from the second on
+PHASES = {  # of the six steps: two are dense, and Radius compresses from the second on
     "adamw": {"dense": 6},
     "radius": {"dense": 1, "resample": 2, "sparse": 3},
     "adams": {"dense": 6},

@@ -108,9 +108,9 @@ def test_steps_of_tagc_over_links():
     kept = {(r["rate"], r["method"]): r for name in ("links-updates.csv", "links-tagc.csv") for r in read(name)}
     labels = {"float32": "", "bfloat16$": "bf16", "int4": "int4"}
     for label, name in labels.items():
-        row = row_of(table(MEASURED, "step", "loopback"), f"^TagcAdamW 0.9875, .*{label}")
+        row = row_of(table(MEASURED, "step", "loopback"), f"^TagcAdamW 0.0125, .*{label}")
         for heading in ("1 Gbit/s", "100 Mbit/s"):
-            check(row[heading], kept[RATES[heading], f"tagc0.9875{name}"]["to_ddp"], f"{label}, {heading}")
+            check(row[heading], kept[RATES[heading], f"tagc0.0125{name}"]["to_ddp"], f"{label}, {heading}")
 
 
 RUNS = {

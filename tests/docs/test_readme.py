@@ -109,7 +109,7 @@ def share(rank: int) -> float:
     """Of a dense step's bytes, for the four matrices of a GPT block of width 128."""
     sizes = [(128, 384), (128, 128), (128, 512), (512, 128)]
     params = [nn.Parameter(torch.zeros(size)) for size in sizes]
-    optimizer = compopt.SeparateAdam(params, projection="tracked", rank=16, payload_dtype="int8", warmup_steps=1)
+    optimizer = compopt.SeparateAdam(params, projection="tracked", rank=16, payload_dtype="int8", dense_steps=1)
     generator = torch.Generator().manual_seed(rank)
     for _ in range(3):
         for p in params:

@@ -54,12 +54,12 @@ def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     named = list(model.named_parameters())
     groups = [{"params": list(params), "compress": False, "lr": 1e-3}]
     return [
-        compopt.RadiusAdamW(params, lr=3e-4, density=0.4, interval=200, warmup_steps=1000),
+        compopt.RadiusAdamW(params, lr=3e-4, density=0.4, interval=200, dense_steps=1000),
         compopt.RadiusAdamW(groups, payload_dtype=torch.int8, offload="residual", when="auto"),
         compopt.ScapeAdamS(params, density=0.05, clip="consistent", mask_delay=0),
         compopt.SeparateAdam(named, projection="tracked", rank=16, process_group=group),
         compopt.Separate(torch.optim.SGD(params, lr=0.1), projection="gaussian", ratio=16),
-        compopt.TagcAdamW(named, sparsity=0.99, codec="sketch", max_grad_norm=1.0),
+        compopt.TagcAdamW(named, density=0.01, codec="sketch", max_grad_norm=1.0),
         compopt.AdamS(params, betas=(0.9, 0.95)),
         compopt.Average(torch.optim.AdamW(named), payload_dtype="int4", max_grad_norm=1.0, process_group=group),
         compopt.LocalSteps(torch.optim.AdamW(params), every=30, fragments=2, delay=3, payload_dtype=torch.int8),

@@ -117,7 +117,7 @@ def actor_and_critic(make) -> torch.Tensor:
 
 
 def lossless(params):
-    return compopt.RadiusAdamW(params, lr=1e-2, density=1.0, interval=100, warmup_steps=100)
+    return compopt.RadiusAdamW(params, lr=1e-2, density=1.0, interval=100, dense_steps=100)
 
 
 def adamw(params):

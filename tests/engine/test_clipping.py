@@ -29,14 +29,14 @@ def around(params, **options):
 
 MAKES = {
     "Radius": (compopt.RadiusAdamW, dict(density=0.3, interval=3)),
-    "SCAPE": (compopt.ScapeAdamS, dict(density_warmup_steps=0)),
-    "SCAPE, as printed": (compopt.ScapeAdamS, dict(density_warmup_steps=0, clip="scape")),
-    "SCAPE, sharded": (compopt.ScapeAdamS, dict(density_warmup_steps=0, sharded=True)),
+    "SCAPE": (compopt.ScapeAdamS, dict(density_steps=0)),
+    "SCAPE, as printed": (compopt.ScapeAdamS, dict(density_steps=0, clip="scape")),
+    "SCAPE, sharded": (compopt.ScapeAdamS, dict(density_steps=0, sharded=True)),
     "gaussian": (compopt.SeparateAdam, dict(projection="gaussian", ratio=8)),
     "tracked, int8": (compopt.SeparateAdam, TRACKED | INT8),
     "around AdamW": (around, TRACKED),
     "Average": (lambda params, **o: compopt.Average(torch.optim.AdamW(params, lr=1e-3), **o), INT8),
-    "TAGC": (compopt.TagcAdamW, dict(sparsity=0.9)),
+    "TAGC": (compopt.TagcAdamW, dict(density=0.1)),
 }
 
 
@@ -148,7 +148,7 @@ def test_what_is_not_applied_of_a_clipped_gradient_is_owed(payload_dtype):
     for t in range(9):
         if t == 5:
             for optimizer in optimizers:
-                optimizer.param_groups[0]["warmup_steps"] = 100
+                optimizer.param_groups[0]["dense_steps"] = 100
         m = [entry["exp_avg"].clone() for entry in states[0]]
         residuals = [(a["residual"] + b["residual"]) / 2 for a, b in zip(*states, strict=True)]
         grads = gradients(2, t, SHAPES, torch.float32)

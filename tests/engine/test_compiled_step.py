@@ -11,8 +11,8 @@ from torch import nn
 import compopt
 
 MAKES = {
-    "Radius": lambda ps: compopt.RadiusAdamW(ps, lr=1e-2, density=0.3, warmup_steps=1, interval=2, simulate=True),
-    "tracked": lambda ps: compopt.SeparateAdam(ps, lr=1e-2, rank=4, warmup_steps=0, payload_dtype=None, simulate=True),
+    "Radius": lambda ps: compopt.RadiusAdamW(ps, lr=1e-2, density=0.3, dense_steps=1, interval=2, simulate=True),
+    "tracked": lambda ps: compopt.SeparateAdam(ps, lr=1e-2, rank=4, dense_steps=0, payload_dtype=None, simulate=True),
     "around SGD": lambda ps: compopt.Separate(
         torch.optim.SGD(ps, lr=1e-2), projection="gaussian", ratio=8, simulate=True
     ),

@@ -23,7 +23,7 @@ def make(monkeypatch):
     monkeypatch.setattr(_buckets, "BUCKET_BYTES", 40_000)
 
     def build(size: int = 2, **options) -> Ranks:
-        message = {"lr": 1e-2, "density": 0.3, "interval": 100, "warmup_steps": 0, **options}
+        message = {"lr": 1e-2, "density": 0.3, "interval": 100, "dense_steps": 0, **options}
         return Ranks(
             size,
             lambda: Deep(6),

@@ -15,7 +15,7 @@ SHAPES = [(64, 65), (80,), (64, 66), (10, 10)]
 
 
 def make(**options):
-    options = {"lr": 1e-2, "sparsity": 0.9, **options}
+    options = {"lr": 1e-2, "density": 0.1, **options}
     return replicas(3, weights(SHAPES, torch.float32), functools.partial(compopt.TagcAdamW, **options))
 
 
@@ -29,7 +29,7 @@ def same(before, after) -> bool:
 
 
 def test_the_norm_is_of_all_shards():
-    world, params, optimizers = make(sparsity=0.0)
+    world, params, optimizers = make(density=1.0)
     grads = gradients(3, 0, SHAPES, torch.float32)
     step(world, params, optimizers, grads)
     mean = torch.cat([torch.stack(one).mean(0).view(-1) for one in zip(*grads, strict=True)])

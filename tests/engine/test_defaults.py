@@ -32,21 +32,21 @@ def test_nothing_said_is_what_is_recommended(make):
     (group,) = make(params())._option_groups
     message = {name: group[name] for name in ("projection", "rank", "payload_dtype")}
     assert message == {"projection": "tracked", "rank": 16, "payload_dtype": "int8"}
-    assert 0 <= group["warmup_steps"] <= 10
+    assert 0 <= group["dense_steps"] <= 10
 
 
 @both
 def test_a_random_projection_is_the_papers(make):
     (group,) = make(params(), projection="gaussian")._option_groups
-    assert (group["ratio"], group["payload_dtype"], group["warmup_steps"]) == (16, None, 0)
+    assert (group["ratio"], group["payload_dtype"], group["dense_steps"]) == (16, None, 0)
     (group,) = make(params(), projection="gaussian", total_steps=100)._option_groups
-    assert group["warmup_steps"] == 0.15
+    assert group["dense_steps"] == 0.15
 
 
 @both
 def test_what_was_said_stays(make):
-    (group,) = make(params(), rank=4, payload_dtype=None, warmup_steps=7)._option_groups
-    assert (group["rank"], group["payload_dtype"], group["warmup_steps"]) == (4, None, 7)
+    (group,) = make(params(), rank=4, payload_dtype=None, dense_steps=7)._option_groups
+    assert (group["rank"], group["payload_dtype"], group["dense_steps"]) == (4, None, 7)
 
 
 @both

@@ -71,7 +71,7 @@ def test_gradients_in_float16_may_have_a_norm_that_float16_cannot_hold(bad):
 
     def local(params, process_group):
         sgd = torch.optim.SGD(params, lr=1.0)
-        options = dict(every=4, every_warmup_steps=0, max_grad_norm=1.0)
+        options = dict(every=4, growth_steps=0, max_grad_norm=1.0)
         return compopt.LocalSteps(sgd, **options, process_group=process_group)
 
     def separate(params, process_group):

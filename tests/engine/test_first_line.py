@@ -32,9 +32,9 @@ def heard(capsys, ranks: Ranks, steps: int = 1) -> list[str]:
 
 @pytest.mark.parametrize("case", COMPRESSING, ids=lambda case: case.name)
 def test_once_on_rank_0_and_true(case, capsys):
-    ramp = {"density_warmup_steps": 0} if "density_warmup_steps" in case.compressed else {}
+    ramp = {"density_steps": 0} if "density_steps" in case.compressed else {}
     often = {"interval": 1000} if case.cls is compopt.RadiusAdamW else {}
-    ranks = make_ranks(case, 2, warmup_steps=3, **ramp, **often)
+    ranks = make_ranks(case, 2, dense_steps=3, **ramp, **often)
     (line,) = heard(capsys, ranks, 8)
     assert "3 of 7 tensors are compressed" in line and "from step" in line
     start = int(re.search(r"from step (\d+) on", line).group(1))
@@ -85,14 +85,14 @@ def test_nothing_to_send_has_no_share(capsys):
 
 
 def test_the_fall_of_the_density_is_counted(capsys):
-    (line,) = heard(capsys, two(compopt.ScapeAdamS, warmup_steps=5))
+    (line,) = heard(capsys, two(compopt.ScapeAdamS, dense_steps=5))
     assert "from step 6 on, falling to their density over 100 steps" in line
 
 
 def test_a_start_longer_than_the_run_is_told(capsys):
-    (line,) = heard(capsys, two(compopt.ScapeAdamS, warmup_steps=50, total_steps=120, density_warmup_steps=70))
+    (line,) = heard(capsys, two(compopt.ScapeAdamS, dense_steps=50, total_steps=120, density_steps=70))
     assert "The start takes 120 steps and the run 120 (total_steps)" in line
-    (line,) = heard(capsys, two(compopt.ScapeAdamS, warmup_steps=50, total_steps=121, density_warmup_steps=70))
+    (line,) = heard(capsys, two(compopt.ScapeAdamS, dense_steps=50, total_steps=121, density_steps=70))
     assert "The start takes" not in line
 
 

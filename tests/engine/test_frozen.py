@@ -141,7 +141,7 @@ def test_frozen_parameters_cost_nothing():
     model = Model()
     freeze([model], "head")
     optimizer = compopt.RadiusAdamW(
-        model.parameters(), density=0.5, warmup_steps=0, process_group=World(1).comms[0], simulate=True
+        model.parameters(), density=0.5, dense_steps=0, process_group=World(1).comms[0], simulate=True
     )
     assert set(optimizer.state) == set(model.head.parameters())
     loss(model, 0, 0).backward()
@@ -152,7 +152,7 @@ def test_frozen_parameters_cost_nothing():
 
 
 def test_what_was_held_back_is_kept_while_frozen():
-    ranks = Ranks(2, Model, lambda ps, **o: compopt.RadiusAdamW(ps, density=0.2, warmup_steps=1, interval=50, **o))
+    ranks = Ranks(2, Model, lambda ps, **o: compopt.RadiusAdamW(ps, density=0.2, dense_steps=1, interval=50, **o))
     ranks.train(loss, 4)
     optimizer, weight = ranks.optimizers[0], ranks.models[0].middle.weight
     residuals = optimizer.state[weight]["residual"].clone()

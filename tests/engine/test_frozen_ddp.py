@@ -29,7 +29,7 @@ def adapters(rank: int, of_rank: int) -> list:
     torch.manual_seed(0)
     model = DDP(nn.Sequential(*(Adapted(96, of_rank) for _ in range(4))))
     frozen = [p.clone() for p in model.parameters() if not p.requires_grad]
-    optimizer = compopt.ScapeAdamS(model.parameters(), lr=1e-3, density=0.1, density_warmup_steps=0)
+    optimizer = compopt.ScapeAdamS(model.parameters(), lr=1e-3, density=0.1, density_steps=0)
     for step in range(5):
         plain(model, optimizer, step, None)
     stats, kept = optimizer.stats, sum(t.numel() for entry in optimizer.state.values() for t in entry.values())

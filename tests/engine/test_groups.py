@@ -232,7 +232,7 @@ def test_parameters_that_are_appended_before_the_first_step_are_trained(name):
 def test_a_removed_group_takes_its_options_along():
     a, b = (nn.Parameter(torch.ones(64, 65)) for _ in range(2))
     base = torch.optim.SGD([{"params": [a], "compopt_compress": False}, {"params": [b]}], lr=0.1)
-    optimizer = compopt.Separate(base, rank=4, warmup_steps=0, simulate=True)
+    optimizer = compopt.Separate(base, rank=4, dense_steps=0, simulate=True)
     optimizer.param_groups.pop(0)
     b.grad = torch.randn(64, 65)
     optimizer.step()

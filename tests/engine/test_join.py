@@ -80,10 +80,10 @@ class Linear(nn.Module):
 def make(name: str, params, **options):
     sgd = torch.optim.SGD(params, lr=1.0)
     if name == "LocalSteps":
-        rounds = {"every": 2, "every_warmup_steps": 0, "outer_lr": 1, "outer_momentum": 0, **options}
+        rounds = {"every": 2, "growth_steps": 0, "outer_lr": 1, "outer_momentum": 0, **options}
         return compopt.LocalSteps(sgd, payload_dtype="int4", **rounds)
     if name == "Separate":
-        return compopt.Separate(sgd, rank=4, warmup_steps=0, **options)
+        return compopt.Separate(sgd, rank=4, dense_steps=0, **options)
     return compopt.Average(sgd, payload_dtype="int4", **options)
 
 
@@ -141,7 +141,7 @@ def weigh(rank: int, batches: tuple[int, ...]) -> float:
     """A rank's share in the average of a round of four steps, of which it has taken fewer if it had less data."""
     linear = Linear()
     sgd = torch.optim.SGD(linear.parameters(), lr=1.0)
-    optimizer = compopt.LocalSteps(sgd, 4, weighted=True, every_warmup_steps=0)
+    optimizer = compopt.LocalSteps(sgd, 4, weighted=True, growth_steps=0)
     with Join([optimizer]):
         for step in range(batches[rank]):
             g = torch.randn(64, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(99 * step + rank))
@@ -166,7 +166,7 @@ def schedules(rank: int, batches: tuple[int, ...]) -> list[tuple[bool, float, in
         ddp = DDP(Small(), find_unused_parameters=True)
         if name == "LocalSteps":
             adamw = torch.optim.AdamW(ddp.parameters(), lr=torch.tensor(0.01))
-            optimizer = compopt.LocalSteps(adamw, 2, every_warmup_steps=0)
+            optimizer = compopt.LocalSteps(adamw, 2, growth_steps=0)
         else:
             optimizer = by_name[name].make(ddp.parameters())
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))

@@ -13,10 +13,10 @@ from torch import nn
 import compopt
 
 MAKE = {
-    "RadiusAdamW": lambda ps: compopt.RadiusAdamW(ps, lr=1e-2, density=1.0, warmup_steps=0, interval=2),
+    "RadiusAdamW": lambda ps: compopt.RadiusAdamW(ps, lr=1e-2, density=1.0, dense_steps=0, interval=2),
     "SeparateAdam": lambda ps: compopt.SeparateAdam(ps, lr=1e-2, projection="gaussian", ratio=1),
-    "TagcAdamW": lambda ps: compopt.TagcAdamW(ps, lr=1e-2, sparsity=0.0),
-    "bfloat16": lambda ps: compopt.TagcAdamW([p.data.bfloat16().requires_grad_() for p in ps], lr=1e-2, sparsity=0.5),
+    "TagcAdamW": lambda ps: compopt.TagcAdamW(ps, lr=1e-2, density=1.0),
+    "bfloat16": lambda ps: compopt.TagcAdamW([p.data.bfloat16().requires_grad_() for p in ps], lr=1e-2, density=0.5),
     "AdamW": lambda ps: torch.optim.AdamW(ps, lr=1e-2),
 }
 

@@ -96,7 +96,7 @@ def test_what_a_commit_adapts_on_all_ranks_needs_no_handshake(counted):
         2,
         Small,
         lambda ps, process_group: compopt.SeparateAdam(
-            ps, process_group=process_group, projection="gaussian", adaptive=True, adapt_interval=1, warmup_steps=0
+            ps, process_group=process_group, projection="gaussian", adaptive=True, adapt_interval=1, dense_steps=0
         ),
     )
     ranks.train(loss, 3)

@@ -16,16 +16,16 @@ import compopt
 from compopt._state import buckets as _buckets
 from compopt._wire.collectives import PendingCollective
 
-SPARSE = dict(lr=1e-2, density=0.3, interval=3, warmup_steps=1)
+SPARSE = dict(lr=1e-2, density=0.3, interval=3, dense_steps=1)
 TRACKED = projecting("tracked", lr=1e-2)
 MAKERS = {
     "Radius": (compopt.RadiusAdamW, SPARSE),
     "Radius, int8": (compopt.RadiusAdamW, {**SPARSE, "payload_dtype": torch.int8}),
-    "SCAPE": (compopt.ScapeAdamS, dict(lr=1e-3, density=0.2, density_warmup_steps=0)),
+    "SCAPE": (compopt.ScapeAdamS, dict(lr=1e-3, density=0.2, density_steps=0)),
     "AdamS": (compopt.AdamS, dict(lr=1e-3)),
     "tracked": (compopt.SeparateAdam, TRACKED),
     "tracked, int8": (compopt.SeparateAdam, {**TRACKED, "payload_dtype": torch.int8}),
-    "TAGC": (compopt.TagcAdamW, dict(lr=1e-2, sparsity=0.8)),
+    "TAGC": (compopt.TagcAdamW, dict(lr=1e-2, density=0.2)),
 }
 
 

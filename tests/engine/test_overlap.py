@@ -18,7 +18,7 @@ from compopt._state import buckets
 def make(monkeypatch):
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 40_000)
     build = lambda params, process_group: compopt.RadiusAdamW(  # noqa: E731
-        params, lr=1e-2, density=0.3, interval=4, warmup_steps=2, process_group=process_group
+        params, lr=1e-2, density=0.3, interval=4, dense_steps=2, process_group=process_group
     )
     return lambda size=2: Ranks(size, Deep, build)
 

@@ -16,8 +16,8 @@ import compopt
 
 STAGES = ("compopt::encode", "compopt::exchange", "compopt::decide", "compopt::commit")
 MAKE = {
-    "SeparateAdam": functools.partial(compopt.SeparateAdam, lr=1e-2, rank=4, warmup_steps=0),
-    "TagcAdamW": functools.partial(compopt.TagcAdamW, lr=1e-2, sparsity=0.9),
+    "SeparateAdam": functools.partial(compopt.SeparateAdam, lr=1e-2, rank=4, dense_steps=0),
+    "TagcAdamW": functools.partial(compopt.TagcAdamW, lr=1e-2, density=0.1),
 }
 
 

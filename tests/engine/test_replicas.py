@@ -65,7 +65,7 @@ def make(size: int = 2, **options) -> Ranks:
     return Ranks(
         size,
         lambda: Deep(6),
-        lambda ps, process_group: compopt.SeparateAdam(ps, lr=1e-3, warmup_steps=2, process_group=process_group),
+        lambda ps, process_group: compopt.SeparateAdam(ps, lr=1e-3, dense_steps=2, process_group=process_group),
     )
 
 
@@ -143,7 +143,7 @@ def test_a_base_that_begins_later_to_depend_on_the_rank():
         base = CountsOwnData(ps, lr=1e-2)
         base.steps, base.own = 0, {p: torch.full_like(p, float(len(made)) + 0.5) - 1 for p in ps}
         made.append(base)
-        return compopt.Separate(base, warmup_steps=2, process_group=process_group)
+        return compopt.Separate(base, dense_steps=2, process_group=process_group)
 
     ranks = Ranks(2, lambda: Deep(6), lambda ps, process_group: make_optimizer([*ps], process_group))
     with pytest.raises(ValueError, match="base optimizer that evaluates the model again"):
@@ -181,7 +181,7 @@ def test_parameters_of_several_kinds():
 def test_local_steps_compare_what_is_equal_within_a_round(options, what):
     def local(ps, process_group):
         inner = torch.optim.SGD(ps, lr=1e-2)
-        return compopt.LocalSteps(inner, every=4, every_warmup_steps=0, process_group=process_group, **options)
+        return compopt.LocalSteps(inner, every=4, growth_steps=0, process_group=process_group, **options)
 
     def model() -> Deep:
         deep = Deep(6)

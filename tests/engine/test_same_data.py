@@ -18,11 +18,11 @@ import compopt
 
 MAKERS = {
     "SeparateAdam": compopt.SeparateAdam,
-    "RadiusAdamW": lambda params: compopt.RadiusAdamW(params, warmup_steps=2),
-    "TagcAdamW": lambda params: compopt.TagcAdamW(params, warmup_steps=2),
+    "RadiusAdamW": lambda params: compopt.RadiusAdamW(params, dense_steps=2),
+    "TagcAdamW": lambda params: compopt.TagcAdamW(params, dense_steps=2),
     "Average": lambda params: compopt.Average(torch.optim.AdamW(params)),
-    "LocalSteps": lambda params: compopt.LocalSteps(torch.optim.AdamW(params), 2, fragments=2, every_warmup_steps=0),
-    "LocalSteps, averaged start": lambda params: compopt.LocalSteps(torch.optim.AdamW(params), 2, warmup_steps=2),
+    "LocalSteps": lambda params: compopt.LocalSteps(torch.optim.AdamW(params), 2, fragments=2, growth_steps=0),
+    "LocalSteps, averaged start": lambda params: compopt.LocalSteps(torch.optim.AdamW(params), 2, dense_steps=2),
 }
 
 

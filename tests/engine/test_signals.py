@@ -246,7 +246,7 @@ def test_a_step_that_failed_under_a_grad_scaler_may_be_tried_again(monkeypatch):
     for fails in (False, True):
         torch.manual_seed(0)
         model = Small()
-        optimizer = compopt.RadiusAdamW(model.parameters(), lr=1e-2, warmup_steps=1, density=0.3)
+        optimizer = compopt.RadiusAdamW(model.parameters(), lr=1e-2, dense_steps=1, density=0.3)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         for step in range(4):
             optimizer.zero_grad()

@@ -202,7 +202,7 @@ def rounds(rank: int) -> str:
     with contextlib.redirect_stderr(io.StringIO()) as printed:
         model = DDP(net())
         inner = torch.optim.AdamW(model.parameters())
-        optimizer = compopt.LocalSteps(inner, every=3, every_warmup_steps=0, payload_dtype="bfloat16")
+        optimizer = compopt.LocalSteps(inner, every=3, growth_steps=0, payload_dtype="bfloat16")
         train(rank, optimizer, model, 6)
         assert optimizer.stats.run.bytes_sent < 0.42 * optimizer.stats.run.bytes_dense
         assert optimizer.stats.run.wait_seconds > 0

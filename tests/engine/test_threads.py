@@ -14,11 +14,11 @@ from compopt._ops.operations import reproducible_squared_norm, squared_norm
 
 SHAPE = (50, 7001)
 MAKES = {
-    "Radius": lambda p: compopt.RadiusAdamW(p, density=0.3, interval=3, warmup_steps=1, max_grad_norm=1.0),
-    "SCAPE": lambda p: compopt.ScapeAdamS(p, density=0.1, warmup_steps=2, max_grad_norm=1.0),
-    "TAGC": lambda p: compopt.TagcAdamW(p, sparsity=0.9, max_grad_norm=1.0),
+    "Radius": lambda p: compopt.RadiusAdamW(p, density=0.3, interval=3, dense_steps=1, max_grad_norm=1.0),
+    "SCAPE": lambda p: compopt.ScapeAdamS(p, density=0.1, dense_steps=2, max_grad_norm=1.0),
+    "TAGC": lambda p: compopt.TagcAdamW(p, density=0.1, max_grad_norm=1.0),
     "tracked": lambda p: compopt.SeparateAdam(
-        p, projection="tracked", rank=8, max_grad_norm=1.0, payload_dtype=torch.int8, warmup_steps=0
+        p, projection="tracked", rank=8, max_grad_norm=1.0, payload_dtype=torch.int8, dense_steps=0
     ),
     "gaussian": lambda p: compopt.SeparateAdam(p, projection="gaussian", ratio=16, max_grad_norm=1.0),
 }

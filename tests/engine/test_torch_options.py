@@ -12,6 +12,7 @@ from table import CASES
 from torch import nn
 
 import compopt
+from compopt._engine.options import TorchOptions
 
 LIKE_ADAMW = [case.cls for case in CASES if "lr" in inspect.signature(case.cls).parameters]
 classes = pytest.mark.parametrize("cls", LIKE_ADAMW)
@@ -35,11 +36,21 @@ def test_every_class_but_the_wrapper_is_looked_at():
 
 @classes
 def test_signature_and_defaults_are_torchs(cls):
+    """What says how to compute is in ``torch_options``."""
     torchs = inspect.signature(torch.optim.AdamW).parameters
     ours = inspect.signature(cls).parameters
     positional = [name for name, p in torchs.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert [name for name, p in ours.items() if p.kind is p.POSITIONAL_OR_KEYWORD] == positional
-    assert {name: ours[name].default for name in torchs} == {name: p.default for name, p in torchs.items()}
+    same = [name for name in torchs if name in ours]
+    assert {name: ours[name].default for name in same} == {name: torchs[name].default for name in same}
+    assert torchs.keys() - ours.keys() == TorchOptions.__annotations__.keys()
+    assert ours["torch_options"].annotation == "Unpack[TorchOptions]"
+
+
+@classes
+def test_a_name_that_torch_does_not_have_is_refused(cls):
+    with pytest.raises(TypeError, match=f"{cls.__name__} got unexpected keyword arguments: momentum, warmup_epochs"):
+        cls([matrix()], warmup_epochs=3, foreach=False, momentum=0.9)
 
 
 @classes
@@ -61,16 +72,6 @@ def test_several_at_once_are_one_warning():
     with pytest.warns(UserWarning, match="foreach=True, fused=True, capturable=True change nothing") as report:
         compopt.RadiusAdamW([matrix()], foreach=True, fused=True, capturable=True)
     assert len(report) == 1
-
-
-@pytest.mark.parametrize("wrapper", [compopt.Average, compopt.Separate])
-def test_capturable_is_ignored_around_a_base_too(wrapper):
-    with pytest.warns(UserWarning, match="capturable=True changes nothing") as report:
-        optimizer = wrapper(torch.optim.SGD([p := matrix()], lr=1.0), capturable=True)
-    assert len(report) == 1 and report[0].filename == __file__
-    p.grad = torch.ones_like(p)
-    optimizer.step()
-    assert torch.equal(p, -torch.ones_like(p)) and optimizer.stats.applied_steps == 1
 
 
 def test_other_ranks_say_nothing(monkeypatch):

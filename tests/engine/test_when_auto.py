@@ -62,7 +62,7 @@ def test_it_stays_dense_where_compressed_steps_are_not_clearly_faster(case, seco
         again = case.make(make_model().parameters(), when="auto")
         again.load_state_dict(optimizer.state_dict())
         assert again._session.trial is None and again._option_groups[0]["pays"] is False
-        assert again._option_groups[0]["warmup_steps"] == case.compressed["warmup_steps"]
+        assert again._option_groups[0]["dense_steps"] == case.compressed["dense_steps"]
     ranks.assert_replicas_equal()
 
 
@@ -104,11 +104,11 @@ def two_groups(case, now: list[float], monkeypatch, **options) -> Ranks:
 GROUPED = pytest.mark.parametrize("case", [c for c in COMPRESSING if c.name != "Separate"], ids=lambda case: case.name)
 
 
-@pytest.mark.parametrize("warmup_steps", [0, 5])
+@pytest.mark.parametrize("dense_steps", [0, 5])
 @GROUPED
-def test_only_groups_that_say_auto_are_tried(case, warmup_steps, monkeypatch):
+def test_only_groups_that_say_auto_are_tried(case, dense_steps, monkeypatch):
     now = [0.0]
-    ranks = two_groups(case, now, monkeypatch, warmup_steps=warmup_steps)
+    ranks = two_groups(case, now, monkeypatch, dense_steps=dense_steps)
     for _ in range(STEPS + 1):
         always, auto = ranks.optimizers[0].param_groups
         ahead = auto["step"] + (case.cls is compopt.RadiusAdamW)
@@ -117,8 +117,8 @@ def test_only_groups_that_say_auto_are_tried(case, warmup_steps, monkeypatch):
     for optimizer in ranks.optimizers:
         assert optimizer.stats.when.startswith("dense: a compressed step took 1100.0 ms, a dense one 1000.0 ms")
         always, auto = optimizer.param_groups
-        assert (always["when"], always["warmup_steps"], always["pays"]) == ("always", warmup_steps, None)
-        assert (auto["when"], auto["warmup_steps"], auto["pays"]) == ("auto", case.compressed["warmup_steps"], False)
+        assert (always["when"], always["dense_steps"], always["pays"]) == ("always", dense_steps, None)
+        assert (auto["when"], auto["dense_steps"], auto["pays"]) == ("auto", case.compressed["dense_steps"], False)
         last, first = optimizer._buckets[0], optimizer._buckets[-1]
         assert last.group is auto and optimizer.stats.phase not in ("dense", "skipped")
         assert optimizer.sharded or (last.flat["residual"].any(), first.flat["residual"].any()) == (False, True)

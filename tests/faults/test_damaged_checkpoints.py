@@ -67,7 +67,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "tampered format": (first_group("format", None), "format None"),
     "another class": (first_group("class", "ScapeSGD"), "of ScapeSGD"),
 }
-OPTIONS = {"density": 5.0, "ratio": "x", "warmup_steps": -1, "interval": None, "lr": "x", "betas": 3, "compress": "no"}
+OPTIONS = {"density": 5.0, "ratio": "x", "dense_steps": -1, "interval": None, "lr": "x", "betas": 3, "compress": "no"}
 
 
 def trained(case, steps: int = 7, size: int = 1):
@@ -160,7 +160,7 @@ def test_the_format_is_in_the_file_and_files_without_it_are_read(case):
     states = [through_a_file(optimizer.state_dict()) for optimizer in ranks.optimizers]
     for state in states:
         for group in state["param_groups"]:
-            assert group.pop("format") == 1 and group.pop("class") == case.cls.__name__
+            assert group.pop("format") == 2 and group.pop("class") == case.cls.__name__
     again = make_ranks(case, 2)
     for (_, model, optimizer), state, old in zip(again, states, ranks.models, strict=True):
         model.load_state_dict(old.state_dict())

@@ -17,7 +17,7 @@ from compopt._state import buckets
 
 INT8 = Case(
     compopt.RadiusAdamW,
-    compressed=dict(density=0.4, interval=5, warmup_steps=3, payload_dtype=torch.int8),
+    compressed=dict(density=0.4, interval=5, dense_steps=3, payload_dtype=torch.int8),
     lossless={},
     reference=torch.optim.AdamW,
     form="int8",
@@ -114,7 +114,7 @@ def one_rank_fails(rank: int) -> dict[str, dict]:
 
 def one_exchange_fails(rank: int) -> list[tuple[str, str, int, float]]:
     """A round of three steps ends with step 5, where rank 1 cannot send what it moved."""
-    net, model, optimizer = training(ROUNDS, every_warmup_steps=0)
+    net, model, optimizer = training(ROUNDS, growth_steps=0)
     report = []
     for step in range(7):
         if step == 4 and rank == 1:

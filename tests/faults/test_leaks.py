@@ -74,7 +74,7 @@ def rebound(rank: int, folder: str) -> list[dict[str, int]]:
     torch.manual_seed(0)
     model, seen = nn.Linear(64, 80), []
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    optimizer = compopt.LocalSteps(adamw, every=4, delay=1, fragments=2, every_warmup_steps=0)
+    optimizer = compopt.LocalSteps(adamw, every=4, delay=1, fragments=2, growth_steps=0)
     for number in range(REBINDS + 2):
         dist.destroy_process_group()
         dist.init_process_group("gloo", f"file://{folder}/{number}", rank=rank, world_size=2, timeout=FOREVER)

@@ -25,7 +25,7 @@ def lose_a_mask(rank: int) -> dict:
     PendingCollective.wait = failing
     torch.manual_seed(0)
     model = nn.Linear(96, 64)
-    optimizer = compopt.RadiusAdamW(model.parameters(), density=0.25, interval=100, warmup_steps=3)
+    optimizer = compopt.RadiusAdamW(model.parameters(), density=0.25, interval=100, dense_steps=3)
     phases = []
     for step in range(7):
         x = torch.randn(8, 96, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -51,7 +51,7 @@ def lose_a_gathered_mask(rank: int) -> dict:
 
     torch.manual_seed(0)
     model = nn.Linear(96, 64)
-    options = dict(density=0.25, warmup_steps=1, density_warmup_steps=0)
+    options = dict(density=0.25, dense_steps=1, density_steps=0)
     optimizer = compopt.ScapeAdamS(model.parameters(), process_group=groups[0], **options)
 
     def train(steps) -> None:

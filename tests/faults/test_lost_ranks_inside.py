@@ -28,7 +28,7 @@ from compopt.integrations import _fsdp_gather
 pytestmark = pytest.mark.slow
 
 TIMEOUT = 5  # seconds: a rank that waits for another survivor hears of a death no sooner
-OPTIONS = dict(lr=1e-2, rank=4, warmup_steps=2, residual_dtype="int8")
+OPTIONS = dict(lr=1e-2, rank=4, dense_steps=2, residual_dtype="int8")
 
 
 def connect(file: str, rank: int, size: int) -> None:

@@ -26,8 +26,8 @@ EXAMPLES = int(os.environ.get("COMPOPT_EXAMPLES", 0))
 OPTIONS: dict[str, st.SearchStrategy] = {
     "density": st.sampled_from([0.2, 0.03, 0.5, 0.9, 1.0]),
     "interval": st.sampled_from([3, 2, 4, 1]),
-    "warmup_steps": st.sampled_from([1, 0, 2]),
-    "density_warmup_steps": st.sampled_from([1, 0, 2]),
+    "dense_steps": st.sampled_from([1, 0, 2]),
+    "density_steps": st.sampled_from([1, 0, 2]),
     "mask_delay": st.integers(0, 1),
     "ratio": st.sampled_from([2, 7.5, 16, 1]),
     "reset_interval": st.sampled_from([None, 2, 5]),
@@ -57,7 +57,7 @@ def examples(draw, case: Case) -> Example:
     known = inspect.signature(case.cls).parameters
     options = {name: draw(values) for name, values in OPTIONS.items() if name in known}
     if case.cls is compopt.LocalSteps:
-        del options["warmup_steps"]  # its averaged start, throughout
+        del options["dense_steps"]  # its averaged start, throughout
     return Example(
         case,
         draw(st.sampled_from([torch.float64, torch.float64, torch.float32, torch.bfloat16])),

@@ -102,7 +102,7 @@ def test_a_rank_that_dies_while_others_take_its_step_over_leaves_them_as_they_we
 
 @pytest.mark.filterwarnings("ignore:rank 1 had not applied step")
 def test_ranks_behind_take_over_the_ratios_that_the_missed_step_has_adapted():
-    options = dict(projection="gaussian", ratio=4, adaptive=True, adapt_interval=4, warmup_steps=0)
+    options = dict(projection="gaussian", ratio=4, adaptive=True, adapt_interval=4, dense_steps=0)
     ranks = make_ranks(by_name["SeparateAdam"], 3, **options)
     ranks.train(loss, 3)
     miss_a_step(ranks, 1)
@@ -113,7 +113,7 @@ def test_ranks_behind_take_over_the_ratios_that_the_missed_step_has_adapted():
 
 @pytest.mark.filterwarnings("ignore:rank 1 had not applied step")
 def test_ranks_behind_take_over_the_result_of_a_trial():
-    ranks = make_ranks(by_name["RadiusAdamW"], 3, warmup_steps=0)
+    ranks = make_ranks(by_name["RadiusAdamW"], 3, dense_steps=0)
     ranks.train(loss, 3)
     miss_a_step(ranks, 1)
     for rank in (0, 2):  # as the end of a trial sets them

@@ -198,7 +198,7 @@ def test_a_wrapped_optimizer_refuses_a_checkpoint_without_its_base():
 
 def test_weights_loaded_after_the_optimizer_was_made_reach_the_masters():
     model = make(torch.bfloat16)
-    optimizer = compopt.RadiusAdamW(model.parameters(), lr=1e-6, warmup_steps=10)
+    optimizer = compopt.RadiusAdamW(model.parameters(), lr=1e-6, dense_steps=10)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(1.0)

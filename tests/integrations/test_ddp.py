@@ -36,7 +36,7 @@ def batch(step: int, micro: int = 0) -> torch.Tensor:
 
 
 def radius(params, **options):
-    return compopt.RadiusAdamW(params, **{"lr": 1e-2, "density": 0.4, "interval": 4, "warmup_steps": 2, **options})
+    return compopt.RadiusAdamW(params, **{"lr": 1e-2, "density": 0.4, "interval": 4, "dense_steps": 2, **options})
 
 
 def lossless(params):

@@ -46,7 +46,7 @@ def successors(rank: int) -> dict:
     if rank == 0:
         kept.append(kept)  # on rank 0 only the collector would find it
     ref = weakref.ref(first)
-    second = compopt.ScapeAdamS(model.parameters(), lr=1e-3, density=0.2, density_warmup_steps=1)
+    second = compopt.ScapeAdamS(model.parameters(), lr=1e-3, density=0.2, density_steps=1)
     results["replaced"] = catch_message(RuntimeError, first.step)
     del first, kept
     results["gone"] = ref() is None

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
 
-TRACKED = dict(lr=1e-2, rank=4, warmup_steps=2)
+TRACKED = dict(lr=1e-2, rank=4, dense_steps=2)
 
 
 def make() -> nn.Module:
@@ -97,13 +97,13 @@ def beside_hsdp(rank: int) -> dict[str, float]:
     """FSDP2 and DDP inside the site are equal where nothing depends on how tensors are cut."""
     mesh, results = make_mesh(), {}
     for name, make_optimizer in {
-        "SeparateAdam": lambda params, **options: tracked(params, warmup_steps=9, payload_dtype=None, **options),
+        "SeparateAdam": lambda params, **options: tracked(params, dense_steps=9, payload_dtype=None, **options),
         "Separate": lambda params, **options: compopt.Separate(
-            torch.optim.SGD(params, lr=1e-2, momentum=0.9), warmup_steps=9, payload_dtype=None, **options
+            torch.optim.SGD(params, lr=1e-2, momentum=0.9), dense_steps=9, payload_dtype=None, **options
         ),
         "Average": lambda params, **options: compopt.Average(torch.optim.AdamW(params, lr=1e-2), **options),
         "LocalSteps": lambda params, **options: compopt.LocalSteps(
-            torch.optim.AdamW(params, lr=1e-2), every=3, every_warmup_steps=0, payload_dtype=None, **options
+            torch.optim.AdamW(params, lr=1e-2), every=3, growth_steps=0, payload_dtype=None, **options
         ),
     }.items():
         model, optimizer = in_sites(mesh, make_optimizer, max_grad_norm=0.5)

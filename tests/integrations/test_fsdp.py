@@ -295,7 +295,7 @@ def three_axes(rank: int) -> dict:
     adamw = torch.optim.AdamW(wanted.parameters(), 1e-2)
     norm = steps(wanted, adamw, range(4), lambda params: nn.utils.clip_grad_norm_(params, 0.1))
     results = {}
-    for name, options in {"lossless": {"density": 1.0, "max_grad_norm": 0.1}, "sparse": {"warmup_steps": 0}}.items():
+    for name, options in {"lossless": {"density": 1.0, "max_grad_norm": 0.1}, "sparse": {"dense_steps": 0}}.items():
         model = block()
         parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(model, mesh=mesh["shard"])

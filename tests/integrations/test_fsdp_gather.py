@@ -25,7 +25,7 @@ from compopt.integrations._fsdp_gather import Shard as LocalShard
 
 
 def separate(model: nn.Module, **options) -> compopt.SeparateAdam:
-    options = {"lr": 1e-2, "warmup_steps": 2, "rank": 4, "payload_dtype": None, "gather_dtype": "int8", **options}
+    options = {"lr": 1e-2, "dense_steps": 2, "rank": 4, "payload_dtype": None, "gather_dtype": "int8", **options}
     return compopt.SeparateAdam(model.parameters(), **options)
 
 
@@ -125,7 +125,7 @@ def beside_straight_through(rank: int, ranks: int) -> float:
 
 def beside_simulated_ranks(rank: int, ranks: int) -> float:
     """With residuals in int8 too, beside ranks of one process that compute with weights rounded by the definition."""
-    options = dict(lr=1e-2, rank=4, warmup_steps=2, payload_dtype=None, residual_dtype="int8")
+    options = dict(lr=1e-2, rank=4, dense_steps=2, payload_dtype=None, residual_dtype="int8")
     model = cut(make())
     train(model, compopt.SeparateAdam(model.parameters(), gather_dtype="int8", **options), range(7), rank)
     simulated = Ranks(ranks, make, lambda params, **group: compopt.SeparateAdam(params, **options, **group))
@@ -214,7 +214,7 @@ def frozen(rank: int) -> dict[str, float]:
     for part in (model.base, model.adapted):
         fully_shard(part)
     fully_shard(model)
-    options = dict(lr=1e-2, warmup_steps=0, gather_dtype="int8")
+    options = dict(lr=1e-2, dense_steps=0, gather_dtype="int8")
     optimizer = compopt.SeparateAdam([p for p in model.parameters() if p.requires_grad], **options)
     seen: dict[str, Tensor] = {}
     for name, module in model.named_modules():

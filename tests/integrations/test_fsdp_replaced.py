@@ -13,10 +13,10 @@ import compopt
 
 STEPS, AT = 5, 3
 OPTIMIZERS = {
-    "SeparateAdam": lambda params: compopt.SeparateAdam(params, lr=1e-2, rank=4, warmup_steps=1),
-    "TagcAdamW": lambda params: compopt.TagcAdamW(params, lr=1e-2, sparsity=0.9, warmup_steps=1),
+    "SeparateAdam": lambda params: compopt.SeparateAdam(params, lr=1e-2, rank=4, dense_steps=1),
+    "TagcAdamW": lambda params: compopt.TagcAdamW(params, lr=1e-2, density=0.1, dense_steps=1),
     "Average": lambda params: compopt.Average(torch.optim.AdamW(params, lr=1e-2)),
-    "Separate": lambda params: compopt.Separate(torch.optim.SGD(params, lr=1e-2), rank=4, warmup_steps=1),
+    "Separate": lambda params: compopt.Separate(torch.optim.SGD(params, lr=1e-2), rank=4, dense_steps=1),
 }
 
 

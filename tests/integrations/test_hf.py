@@ -23,7 +23,7 @@ import compopt
 if not all(map(find_spec, ("transformers", "accelerate"))):  # to import them takes seconds, of each worker
     pytest.skip("needs transformers and accelerate", allow_module_level=True)
 preload("transformers.trainer", "accelerate")
-SAMPLED = dataclasses.replace(by_name["ScapeAdamS"], compressed=dict(density=0.1, density_warmup_steps=0))
+SAMPLED = dataclasses.replace(by_name["ScapeAdamS"], compressed=dict(density=0.1, density_steps=0))
 CASE = {case.name: case for case in CASES} | {"ScapeAdamS, sampled": SAMPLED}  # that one on tensors worth a sample
 STEPS, AT = 9, 5
 EVENTS = "should_evaluate", "should_save", "should_training_stop"
@@ -100,7 +100,7 @@ def other_ways(rank: int, folder: str) -> dict:
     import compopt
     from compopt.integrations.hf import CompoptCallback
 
-    results, radius = {}, {"lr": 1e-2, "density": 0.1, "interval": 3, "warmup_steps": 1}
+    results, radius = {}, {"lr": 1e-2, "density": 0.1, "interval": 3, "dense_steps": 1}
 
     model = gpt2()  # made outside, and no callback: the Trainer clips the local gradient, which was sent already
     biases = [p for p in model.parameters() if p.dim() < 2]

@@ -45,7 +45,7 @@ def build(method: str, model: nn.Module) -> torch.optim.Optimizer:
     kind, _, payload = method.rpartition(", ")
     payload_dtype = payload or None
     if kind == "tracked":
-        options = dict(rank=4, warmup_steps=0, payload_dtype=payload_dtype)
+        options = dict(rank=4, dense_steps=0, payload_dtype=payload_dtype)
         if payload == "residual in int8":
             options |= dict(payload_dtype=None, residual_dtype="int8")
         return compopt.SeparateAdam(model.parameters(), lr=1e-2, **options)

@@ -27,7 +27,7 @@ if HAS_PEFT:
 def share(lora_rank: int, **options) -> float:
     """Percent of DDP's bytes that a step of one adapter pair sends."""
     pair = [nn.Parameter(torch.zeros(size)) for size in ((lora_rank, 768), (768, lora_rank))]
-    optimizer = compopt.SeparateAdam(pair, simulate=True, warmup_steps=1, **options)
+    optimizer = compopt.SeparateAdam(pair, simulate=True, dense_steps=1, **options)
     for _ in range(3):
         for p in pair:
             p.grad = torch.randn(p.shape)
@@ -80,7 +80,7 @@ def fine_tune(rank: int, folder: str) -> dict:
     torch.manual_seed(0)
     model = get_peft_model(gpt2(), config)
     ddp = DDP(model, find_unused_parameters=True)
-    optimizer = compopt.SeparateAdam(ddp.parameters(), lr=1e-2, warmup_steps=1)
+    optimizer = compopt.SeparateAdam(ddp.parameters(), lr=1e-2, dense_steps=1)
     optimizer.check_replicas_every = 1
     for step in range(1, 7):
         optimizer.zero_grad()

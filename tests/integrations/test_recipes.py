@@ -113,7 +113,7 @@ def one_site(rank: int) -> list[float]:
         model = fully_shard(TwoHeads(), mesh=mesh["ranks"])
         inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
         optimizer = compopt.LocalSteps(
-            inner, every=2, every_warmup_steps=0, outer_lr=1.0, outer_momentum=0.0, payload_dtype="float32",
+            inner, every=2, growth_steps=0, outer_lr=1.0, outer_momentum=0.0, payload_dtype="float32",
             process_group=mesh.get_group("sites"), simulate=simulate, **options,
         )  # fmt: skip
         for step in range(6):
@@ -161,7 +161,7 @@ def joined(rank: int) -> list[float]:
     far = []
     for options in ({"delay": 2}, {"fragments": 2, "delay": 1}):
         model = DDP(TwoHeads(), find_unused_parameters=True)
-        optimizer = compopt.LocalSteps(TwoModes(model.parameters(), lr=1e-2), every=4, every_warmup_steps=0, **options)
+        optimizer = compopt.LocalSteps(TwoModes(model.parameters(), lr=1e-2), every=4, growth_steps=0, **options)
         for epoch in range(2):
             optimizer.train()
             with Join([model, optimizer]):

@@ -31,7 +31,7 @@ dist.init_process_group("gloo")
 rank, path = dist.get_rank(), "checkpoint.pt"
 torch.manual_seed(0)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 80))
-optimizer = compopt.SeparateAdam(model.parameters(), warmup_steps=2)
+optimizer = compopt.SeparateAdam(model.parameters(), dense_steps=2)
 {load}
 first = optimizer.param_groups[0]["step"]
 for step in range(first, 12):

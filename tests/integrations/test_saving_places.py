@@ -23,7 +23,7 @@ import compopt
 
 preload("transformers.trainer", "accelerate", "lightning.pytorch", "lightning.fabric")
 PAGE = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
-RADIUS = dict(lr=1e-2, density=0.3, interval=3, warmup_steps=1)
+RADIUS = dict(lr=1e-2, density=0.3, interval=3, dense_steps=1)
 BEFORE, AFTER = 5, 3
 
 
@@ -141,7 +141,7 @@ def lightning(rank: int, folder: str, is_sharded: bool = False) -> bool:
 
         def configure_optimizers(self):
             if is_sharded:
-                return compopt.SeparateAdam(self.parameters(), lr=1e-2, rank=4, warmup_steps=1, payload_dtype="float32")
+                return compopt.SeparateAdam(self.parameters(), lr=1e-2, rank=4, dense_steps=1, payload_dtype="float32")
             return compopt.RadiusAdamW(self.parameters(), **RADIUS)
 
         def on_save_checkpoint(self, checkpoint):  # as people did before, and harmless

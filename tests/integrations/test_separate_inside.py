@@ -28,13 +28,13 @@ KINDS = {
 
 
 def separate(params, **options) -> compopt.SeparateAdam:
-    options = {"warmup_steps": 2, "payload_dtype": None, "lr": 1e-2, **options}
+    options = {"dense_steps": 2, "payload_dtype": None, "lr": 1e-2, **options}
     return compopt.SeparateAdam(params, **options)
 
 
 def around(params, **options) -> compopt.Separate:
     base = torch.optim.SGD([p for _, p in params], lr=1e-3, momentum=0.9)
-    return compopt.Separate(base, **{"warmup_steps": 2, "payload_dtype": None, **options})
+    return compopt.Separate(base, **{"dense_steps": 2, "payload_dtype": None, **options})
 
 
 def mean_residuals(optimizer, model: nn.Module) -> dict[str, Tensor]:
@@ -72,7 +72,7 @@ def conserved(rank: int) -> dict[str, float]:
         more = {} if policy is None else {"mp_policy": policy}
         ours, theirs = (cut(make(dtype=torch.float32), **more) for _ in range(2))
         options = {"projection": "tracked", "payload_dtype": "auto", **options}
-        optimizer = separate(list(ours.named_parameters()), **{**options, "warmup_steps": 0})
+        optimizer = separate(list(ours.named_parameters()), **{**options, "dense_steps": 0})
         for model in (ours, theirs):
             for turn in range(2):
                 model.set_requires_gradient_sync(turn == 1)
@@ -99,7 +99,7 @@ def cut_otherwise(rank: int) -> float:
         params = [(n.removeprefix("module."), p) for n, p in model.named_parameters()]
         groups = [
             {"params": [x for x in params if "down" in x[0]], "rank": 2},
-            {"params": [x for x in params if "flat" in x[0]], "warmup_steps": 3},
+            {"params": [x for x in params if "flat" in x[0]], "dense_steps": 3},
         ]
         optimizer = separate(groups, **KINDS["tracked"])
         for step in range(6):
@@ -187,7 +187,7 @@ def shared(rank: int, kind) -> Tensor:
     matrices = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() < 2]
     adamw = torch.optim.AdamW(matrices, lr=1e-2)
-    first = compopt.Separate(adamw, warmup_steps=2, payload_dtype=None, **KINDS["tracked"])
+    first = compopt.Separate(adamw, dense_steps=2, payload_dtype=None, **KINDS["tracked"])
     second = kind(torch.optim.AdamW(rest, lr=1e-2))
     for step in range(4):
         loss(model, step, rank).backward()
@@ -206,7 +206,7 @@ def second_optimizers(rank: int) -> dict[str, object]:
     model = cut(make())
     groups = [[p for p in model.parameters() if (p.dim() > 1) == matrices] for matrices in (True, False)]
     both = [torch.optim.AdamW(group, lr=1e-2) for group in groups]
-    train(model, compopt.Separate(both, warmup_steps=2, payload_dtype=None, **KINDS["tracked"]), range(4), rank)
+    train(model, compopt.Separate(both, dense_steps=2, payload_dtype=None, **KINDS["tracked"]), range(4), rank)
     return {
         "apart": float((beside_torch - whole(model)).abs().max()),
         "warned": sum("two optimizers of compopt share a module" in str(w.message) for w in caught),

@@ -439,7 +439,7 @@ def test_weights_of_a_round_are_carried(size, rounds, tmp_path):
             lambda params, process_group: compopt.LocalSteps(
                 torch.optim.SGD(params, lr=1.0),
                 **rounds,
-                every_warmup_steps=0,
+                growth_steps=0,
                 outer_lr=1.0,
                 outer_momentum=0.0,
                 payload_dtype="float32",

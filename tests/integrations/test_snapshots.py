@@ -29,7 +29,7 @@ from compopt.integrations._snapshot_parts import assign_snapshots, choose_snapsh
 from compopt.integrations.snapshots import Snapshots
 
 RUN = "0123456789abcdef"
-OPTIONS = [dict(), dict(fragments=2, delay=2), dict(warmup_steps=100)]  # the last: averaged in every step
+OPTIONS = [dict(), dict(fragments=2, delay=2), dict(dense_steps=100)]  # the last: averaged in every step
 
 
 class Position:
@@ -55,11 +55,11 @@ class Run:
         torch.manual_seed(0)
         self.model = DDP(Small(), find_unused_parameters=True)
         if kind == "rounds":
-            options = {"every": 4, "every_warmup_steps": 0, "payload_dtype": "int4", **options}
+            options = {"every": 4, "growth_steps": 0, "payload_dtype": "int4", **options}
             adamw = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
             self.optimizer = compopt.LocalSteps(adamw, **options)
         else:
-            self.optimizer = compopt.RadiusAdamW(self.model.parameters(), lr=1e-2, density=0.3, warmup_steps=1)
+            self.optimizer = compopt.RadiusAdamW(self.model.parameters(), lr=1e-2, density=0.3, dense_steps=1)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
         self.position = Position()
         stateful = dict(scheduler=self.scheduler, data=self.position)

@@ -15,30 +15,28 @@ import compopt
 
 
 def tagc(model: nn.Module, **options) -> compopt.TagcAdamW:
-    return compopt.TagcAdamW(model.named_parameters(), lr=1e-2, **{"sparsity": 0.9, **options})
+    return compopt.TagcAdamW(model.named_parameters(), lr=1e-2, **{"density": 0.1, **options})
 
 
 def beside_ddp(rank: int, **options) -> dict[str, float]:
     """Beside the form under DistributedDataParallel, its buckets FSDP's modules."""
     fsdp, ddp = cut(make(Two)), DistributedDataParallel(make(Two))
-    options = {"sparsity": 0.9, "warmup_steps": 2, **options}
+    options = {"density": 0.1, "dense_steps": 2, **options}
     return compare_runs(rank, fsdp, ddp, tagc(fsdp, **options), tagc_in_groups(ddp.module, **options))
 
 
 def groups_of_one_module(rank: int) -> dict[str, float]:
     """Two groups with other options, whose gradients FSDP reduces together."""
     fsdp, ddp = fully_shard(make(Two)), DistributedDataParallel(make(Two))
-    options = {"sparsities": (0.9, 0.5), "warmup_steps": 2}
+    options = {"densities": (0.1, 0.5), "dense_steps": 2}
     return compare_runs(rank, fsdp, ddp, tagc_in_groups(fsdp, **options), tagc_in_groups(ddp.module, **options))
 
 
-def tagc_in_groups(
-    model: Two, sparsity: float = 0.9, sparsities: tuple[float, ...] = (), **options
-) -> compopt.TagcAdamW:
-    sparsities = sparsities or (sparsity, sparsity)
+def tagc_in_groups(model: Two, density: float = 0.1, densities: tuple[float, ...] = (), **options) -> compopt.TagcAdamW:
+    densities = densities or (density, density)
     groups = [
-        {"params": list(part.named_parameters()), "sparsity": share}
-        for part, share in zip((model.down, model.flat), sparsities, strict=True)
+        {"params": list(part.named_parameters()), "density": share}
+        for part, share in zip((model.down, model.flat), densities, strict=True)
     ]
     return compopt.TagcAdamW(groups, lr=1e-2, **options)
 
@@ -59,8 +57,8 @@ def compare_runs(rank: int, fsdp: nn.Module, ddp: nn.Module, inside: compopt.Tag
 class Oracle:
     """Algorithm 1 with AdamW in one process: all ranks' gradients of a whole model, cut as fully_shard cuts them."""
 
-    def __init__(self, ranks: int, sparsity: float):
-        self.model, self.ranks, self.sparsity, self.t = make(), ranks, sparsity, 0
+    def __init__(self, ranks: int, density: float):
+        self.model, self.ranks, self.density, self.t = make(), ranks, density, 0
         parts = [list(self.model.down.parameters()), list(self.model.flat.parameters())]
         nested = {p for part in parts for p in part}
         self.parts = [[p for p in self.model.parameters() if p not in nested], *parts]
@@ -100,7 +98,7 @@ class Oracle:
         for who in range(self.ranks):
             acc = [(grads[who][p] + self.acc[who][p]).chunk(self.ranks)[rank].reshape(-1) for p in mine]
             rows.append(torch.cat(acc))
-        keep = len(rows[0]) - int(-(-round(self.sparsity * len(rows[0]), 6) // 1))
+        keep = int(round(self.density * len(rows[0]), 6))
         sent = []
         for row in rows:
             at = row.abs().topk(keep).indices
@@ -115,7 +113,7 @@ class Oracle:
 
 
 def beside_oracle(rank: int) -> dict[str, float]:
-    oracle, model = Oracle(dist.get_world_size(), 0.9), cut(make())
+    oracle, model = Oracle(dist.get_world_size(), 0.1), cut(make())
     optimizer = tagc(model)
     for step in range(6):
         oracle.step(step)

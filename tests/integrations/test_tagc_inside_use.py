@@ -53,7 +53,7 @@ def as_others_do(rank: int) -> dict[str, object]:
     for model in (frozen, wanted):
         for p in (model.up.weight, model.down.bias):
             p.requires_grad_(False)
-    train(frozen, tagc(frozen, sparsity=0), range(3), rank)
+    train(frozen, tagc(frozen, density=1), range(3), rank)
     trained = [p for p in wanted.parameters() if p.requires_grad]
     train(wanted, torch.optim.AdamW(trained, lr=1e-2), range(3), rank)
     results["frozen"] = apart(frozen, wanted)
@@ -67,10 +67,10 @@ def in_low_precision(rank: int) -> dict[str, float]:
         "bfloat16": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
         "reduced in float32": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     }.items():
-        for sparsity, payload in ((0.9, None), (0.9, "bfloat16"), (0, "bfloat16")):
+        for density, payload in ((0.1, None), (0.1, "bfloat16"), (1, "bfloat16")):
             ours = cut(make(dtype=torch.float32), mp_policy=policy)
             theirs = cut(make(dtype=torch.float32), mp_policy=MixedPrecisionPolicy(policy.param_dtype, torch.float32))
-            optimizer = tagc(ours, sparsity=sparsity, payload_dtype=payload)
+            optimizer = tagc(ours, density=density, payload_dtype=payload)
             worst = 0.0
             for model in (ours, theirs):
                 loss(model, 0, rank, torch.float32).backward()
@@ -83,7 +83,7 @@ def in_low_precision(rank: int) -> dict[str, float]:
                 wanted = q.grad.full_tensor()
                 far = (got + residuals / dist.get_world_size() - wanted).norm() / wanted.norm()
                 worst = max(worst, float(far))
-            results[f"{name}, {payload} {sparsity}"] = worst
+            results[f"{name}, {payload} {density}"] = worst
     return results
 
 
@@ -100,15 +100,15 @@ def refused(rank: int) -> dict[str, str]:
     results, model = {}, cut(make())
     with_options = (
         dict(params=list(model.down.named_parameters())),
-        dict(params=[(n, p) for n, p in model.named_parameters() if not n.startswith("down")], sparsity=0.5),
+        dict(params=[(n, p) for n, p in model.named_parameters() if not n.startswith("down")], density=0.5),
     )
-    apart = compopt.TagcAdamW([*with_options], lr=1e-2, sparsity=0.9)
+    apart = compopt.TagcAdamW([*with_options], lr=1e-2, density=0.1)
     train(model, apart, range(1), rank)  # other options in another module are fine
     results["fine"] = apart.stats.phase
 
     model = fully_shard(make())
     names = dict(model.named_parameters())
-    groups = [{"params": [("down", names.pop("down.weight"))], "sparsity": 0.5}, {"params": list(names.items())}]
+    groups = [{"params": [("down", names.pop("down.weight"))], "density": 0.5}, {"params": list(names.items())}]
     mixed = compopt.TagcAdamW(groups, lr=1e-2)
     train(model, mixed, range(1), rank)  # nor within one
     results["options"] = mixed.stats.phase

@@ -141,7 +141,7 @@ def test_frozen_layers():
 
 def test_a_layer_that_was_never_trained_is_shown_as_it_is():
     params = [torch.nn.Parameter(w, requires_grad=i != 2) for i, w in enumerate(weights())]
-    optimizer = compopt.LocalSteps(adamw(params), 4, every_warmup_steps=0, simulate=True)
+    optimizer = compopt.LocalSteps(adamw(params), 4, growth_steps=0, simulate=True)
     for t in range(6):
         for p, g in zip(params, gradients(1, t)[0], strict=True):
             p.grad = g if p.requires_grad else None

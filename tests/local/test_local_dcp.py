@@ -16,14 +16,14 @@ from torch.utils._pytree import tree_map
 
 import compopt
 
-ROUNDS = [dict(), dict(fragments=2, delay=2), dict(warmup_steps=2, delay=1)]
+ROUNDS = [dict(), dict(fragments=2, delay=2), dict(dense_steps=2, delay=1)]
 Flat = dict[str, torch.Tensor]
 
 
 def made(**options) -> tuple[torch.nn.Module, compopt.LocalSteps]:
     torch.manual_seed(0)
     model = DDP(Small(), find_unused_parameters=True)
-    options = {"every": 4, "every_warmup_steps": 0, "payload_dtype": "int4", **options}
+    options = {"every": 4, "growth_steps": 0, "payload_dtype": "int4", **options}
     return model, compopt.LocalSteps(torch.optim.AdamW(model.parameters(), lr=1e-2), **options)
 
 

@@ -42,7 +42,7 @@ def test_they_are_those_of_the_pseudo_gradients(payload, ranks, opposed):
     def make(params, process_group):
         inner = adamw(params)
         inner.register_step_post_hook(lambda *_: moved.append([p.detach().clone() for p in params]))
-        return compopt.LocalSteps(inner, 8, every_warmup_steps=0, payload_dtype=payload, process_group=process_group)
+        return compopt.LocalSteps(inner, 8, growth_steps=0, payload_dtype=payload, process_group=process_group)
 
     world, params, optimizers = replicas(ranks, weights(dtype=torch.float32), make)
     found = []
@@ -68,7 +68,7 @@ def distances_of(moved: list[torch.Tensor], samples: list[float], lost: int | No
         sgd = torch.optim.SGD(params, lr=1.0)
         if process_group.rank == lost:
             sgd.register_step_post_hook(lambda *_: params[0].data[3].fill_(math.inf))
-        options = {"weighted": True, "every_warmup_steps": 0, "payload_dtype": None}
+        options = {"weighted": True, "growth_steps": 0, "payload_dtype": None}
         return compopt.LocalSteps(sgd, 1, process_group=process_group, **options)
 
     world, params, optimizers = replicas(len(moved), [torch.zeros(50, dtype=torch.float64)], make)

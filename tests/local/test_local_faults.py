@@ -79,9 +79,7 @@ def test_survivors_and_newcomers_go_on_from_the_anchors():
 
         world = World(3)
         own = [torch.nn.Parameter(torch.zeros_like(w)) for w in weights()]
-        new = compopt.LocalSteps(
-            adamw(own), 4, every_warmup_steps=0, payload_dtype=None, process_group=World(1).comms[0]
-        )
+        new = compopt.LocalSteps(adamw(own), 4, growth_steps=0, payload_dtype=None, process_group=World(1).comms[0])
         ranks, theirs = [*optimizers[:2], new], [*params[:2], own]
         world.run([optimizer.rebind_as_generator(comm) for optimizer, comm in zip(ranks, world.comms, strict=True)])
     assert all(map(torch.equal, own, params[0]))
@@ -378,7 +376,7 @@ def test_a_rank_that_joins_in_the_first_round_begins_at_the_anchors():
     start = weights()
     params, optimizers = train(2, 2)
     new = [torch.nn.Parameter(torch.zeros_like(w)) for w in start]
-    options = dict(every=4, every_warmup_steps=0, payload_dtype=None)
+    options = dict(every=4, growth_steps=0, payload_dtype=None)
     optimizers.append(compopt.LocalSteps(adamw(new), process_group=World(1).comms[0], **options))
     params.append(new)
     world = World(3)
@@ -396,7 +394,7 @@ def test_a_rank_that_joins_may_do_so_again_where_its_first_rebind_failed(steps, 
     params, optimizers = train(2, steps)
     anchors = [t.anchor.detach().clone() for t in optimizers[0]._anchors.tensors]
     new = [torch.nn.Parameter(torch.zeros_like(w)) for w in weights()]
-    options = dict(every=4, every_warmup_steps=0, payload_dtype=None)
+    options = dict(every=4, growth_steps=0, payload_dtype=None)
     optimizers.append(compopt.LocalSteps(adamw(new), process_group=World(1).comms[0], **options))
     params.append(new)
     failing = World(3)
@@ -418,7 +416,7 @@ def test_a_rank_that_joins_may_do_so_again_where_its_group_could_not_be_made(mon
     _, optimizers = train(2, 9, delay=1)
     anchors = [t.anchor.detach().clone() for t in optimizers[0]._anchors.tensors]
     new = [torch.nn.Parameter(torch.zeros_like(w)) for w in weights()]
-    options = dict(every=4, every_warmup_steps=0, payload_dtype=None, delay=1)
+    options = dict(every=4, growth_steps=0, payload_dtype=None, delay=1)
     optimizers.append(compopt.LocalSteps(adamw(new), process_group=World(1).comms[0], **options))
 
     def fail(*args, **options):
@@ -471,7 +469,7 @@ def test_a_rank_that_is_left_alone_trains_as_its_inner_optimizer():
 
 def test_what_was_due_among_ranks_that_are_gone_is_not_among_new_ones():
     """A rank is left alone with an exchange on its way. Another one goes on from its state dict, and joins."""
-    options = dict(every=4, every_warmup_steps=0, payload_dtype=None, delay=2)
+    options = dict(every=4, growth_steps=0, payload_dtype=None, delay=2)
     params, optimizers = train(2, 5, delay=2)
     params, optimizers = params[:1], optimizers[:1]
     rebind(optimizers, World(1))
@@ -514,7 +512,7 @@ def test_a_rank_that_joins_takes_part_where_an_exchange_that_failed_is_repeated(
     with pytest.raises(compopt.CommunicationError):
         step(world, params, optimizers, gradients(2, 3))
     new = [torch.nn.Parameter(torch.zeros_like(w)) for w in weights()]
-    options = dict(every=4, every_warmup_steps=0, payload_dtype=None)
+    options = dict(every=4, growth_steps=0, payload_dtype=None)
     optimizers.append(compopt.LocalSteps(adamw(new), process_group=World(1).comms[0], **options))
     params.append(new)
     world = World(3)
@@ -534,7 +532,7 @@ def test_a_rank_that_joins_has_the_fragments_of_the_others():
         step(world, params, optimizers, gradients(2, t, shapes))
     new = [torch.nn.Parameter(torch.zeros_like(p)) for p in params[0]]
     inner = torch.optim.AdamW([{"params": new[:5]}, {"params": new[5:]}], lr=1e-2)
-    options = dict(every=4, every_warmup_steps=0, payload_dtype=None, fragments=2)
+    options = dict(every=4, growth_steps=0, payload_dtype=None, fragments=2)
     optimizers.append(compopt.LocalSteps(inner, process_group=World(1).comms[0], **options))
     params.append(new)
     world = World(3)
@@ -663,7 +661,7 @@ def test_consolidation_within_a_round_weighs_ranks_as_the_round_does():
 
 def test_a_round_that_is_ended_in_inference_mode_leaves_memory_that_can_be_trained():
     parameter = torch.nn.Parameter(torch.ones(64, 64))
-    optimizer = compopt.LocalSteps(adamw([parameter]), 4, every_warmup_steps=0, simulate=True)
+    optimizer = compopt.LocalSteps(adamw([parameter]), 4, growth_steps=0, simulate=True)
     for t in range(12):
         parameter.grad = torch.full_like(parameter, t - 5.0)
         optimizer.step()

@@ -34,7 +34,7 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 def made(params, process_group, **options) -> compopt.LocalSteps:
-    options = {"every": 4, "every_warmup_steps": 0, "payload_dtype": None, "max_grad_norm": 0.5, **options}
+    options = {"every": 4, "growth_steps": 0, "payload_dtype": None, "max_grad_norm": 0.5, **options}
     return compopt.LocalSteps(torch.optim.AdamW(params, lr=1e-2), process_group=process_group, **options)
 
 

@@ -17,7 +17,7 @@ OPTIONS = [
     {},
     {"payload_dtype": "int2", "fragments": 2},
     {"delay": 2, "payload_dtype": "int4"},
-    {"fragments": 2, "delay": 1, "warmup_steps": 2},
+    {"fragments": 2, "delay": 1, "dense_steps": 2},
 ]
 
 
@@ -40,7 +40,7 @@ def test_a_frozen_layer_begins_where_it_is_when_it_is_trained(offload):
         params[2].requires_grad_(False)
         adamw = torch.optim.AdamW(params, lr=1e-2)
         return compopt.LocalSteps(
-            adamw, 4, every_warmup_steps=0, payload_dtype=None, process_group=process_group, offload=offload
+            adamw, 4, growth_steps=0, payload_dtype=None, process_group=process_group, offload=offload
         )
 
     world, params, optimizers = replicas(2, weights(dtype=torch.float32), make)
@@ -95,7 +95,7 @@ def without_a_backend_for_the_host(rank):
     import torch.distributed as dist
 
     p = torch.nn.Parameter(torch.ones(5))
-    optimizer = compopt.LocalSteps(torch.optim.AdamW([p]), every=2, every_warmup_steps=0, offload="outer")
+    optimizer = compopt.LocalSteps(torch.optim.AdamW([p]), every=2, growth_steps=0, offload="outer")
     asked, dist.get_backend_config = dist.get_backend_config, lambda group: "cuda:nccl"
     try:
         p.grad = torch.full((5,), 1.0 + rank)
@@ -108,7 +108,7 @@ def without_a_backend_for_the_host(rank):
 def over_gloo(rank):
     p = torch.nn.Parameter(torch.ones(5))
     adamw = torch.optim.AdamW([p], lr=0.1)
-    optimizer = compopt.LocalSteps(adamw, every=2, every_warmup_steps=0, offload="outer", outer_lr=1, outer_momentum=0)
+    optimizer = compopt.LocalSteps(adamw, every=2, growth_steps=0, offload="outer", outer_lr=1, outer_momentum=0)
     for _ in range(2):
         p.grad = torch.full((5,), 1.0 if rank else -1.0)
         optimizer.step()

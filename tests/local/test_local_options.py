@@ -18,7 +18,7 @@ def test_a_delay_ends_before_the_next_exchange_of_its_fragment():
 
 
 def test_stats_count_rounds_from_the_end_of_the_averaged_start():
-    params, optimizers = train(2, 0, warmup_steps=3, every=4)
+    params, optimizers = train(2, 0, dense_steps=3, every=4)
     found = []
     for t in range(9):
         step(optimizers[0].comm.world, params, optimizers, gradients(2, t))
@@ -28,7 +28,7 @@ def test_stats_count_rounds_from_the_end_of_the_averaged_start():
 
 
 def test_steps_are_counted_by_parameter_as_in_the_averaged_start():
-    params, optimizers = train(2, 6, warmup_steps=2)
+    params, optimizers = train(2, 6, dense_steps=2)
     grads = gradients(2, 6)
     grads[0][1], grads[1][2][0, 0] = None, float("nan")
     step(optimizers[0].comm.world, params, optimizers, grads)
@@ -37,7 +37,7 @@ def test_steps_are_counted_by_parameter_as_in_the_averaged_start():
 
 
 def test_the_averaged_start_leaves_no_residual_in_memory():
-    params, optimizers = train(2, 2, torch.float32, warmup_steps=2, payload_dtype="int4")
+    params, optimizers = train(2, 2, torch.float32, dense_steps=2, payload_dtype="int4")
     assert optimizers[0].state[params[0][0]]["residual"].any()
     step(optimizers[0].comm.world, params, optimizers, gradients(2, 2, dtype=torch.float32))
     assert not any(optimizers[0].state[p].get("residual", torch.empty(0)).numel() for p in params[0])
@@ -68,7 +68,7 @@ def test_the_bytes_of_a_round_that_is_ended_count_to_those_of_the_step_before():
 
 def test_rounds_too_short_for_a_delay_have_none():
     """Of one step, with two fragments: they are exchanged together, and applied at once."""
-    params, optimizers = train(2, 0, every=8, fragments=2, delay=2, every_warmup_steps=100)
+    params, optimizers = train(2, 0, every=8, fragments=2, delay=2, growth_steps=100)
     for t in range(3):
         step(optimizers[0].comm.world, params, optimizers, gradients(2, t))
         assert optimizers[0].stats.phase == "exchanged" and are_equal(params)

@@ -56,7 +56,7 @@ def over_gloo(rank: int, options: dict) -> list[tuple[int, float, int, str, int]
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64))
     ddp = torch.nn.parallel.DistributedDataParallel(model)
-    optimizer = compopt.LocalSteps(torch.optim.AdamW(ddp.parameters(), lr=1e-2), 4, every_warmup_steps=0, **options)
+    optimizer = compopt.LocalSteps(torch.optim.AdamW(ddp.parameters(), lr=1e-2), 4, growth_steps=0, **options)
     told = []
     for t in range(12):
         got = stepped(ddp, optimizer, rank, t)
@@ -102,16 +102,16 @@ def goes_on_with_another(rank: int) -> dict[str, tuple[bool, int] | bool]:
     layers = torch.nn.Linear(64, 128), torch.nn.BatchNorm1d(128), torch.nn.ReLU(), torch.nn.Linear(128, 64)
     ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
     adamw = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
-    optimizer = compopt.LocalSteps(adamw, 4, warmup_steps=3, every_warmup_steps=0)
+    optimizer = compopt.LocalSteps(adamw, 4, dense_steps=3, growth_steps=0)
     found: dict = {"start": train_on(ddp, optimizer, rank, 3)}
     found["within a round"] = train_on(ddp, optimizer, rank, 3)
     found["collects"] = ddp.require_backward_grad_sync
     found["end of a round"] = train_on(ddp, optimizer, rank, 1)
     with ddp.no_sync():  # as accumulation does
         ddp(torch.randn(16, 64)).sum().backward()
-    optimizer = compopt.SeparateAdam(ddp.parameters(), warmup_steps=1)
+    optimizer = compopt.SeparateAdam(ddp.parameters(), dense_steps=1)
     found["averaging by another"] = train_on(ddp, optimizer, rank, 4)
-    optimizer = compopt.LocalSteps(torch.optim.AdamW(ddp.parameters(), lr=1e-2), 4, every_warmup_steps=0)
+    optimizer = compopt.LocalSteps(torch.optim.AdamW(ddp.parameters(), lr=1e-2), 4, growth_steps=0)
     train_on(ddp, optimizer, rank, 4)
     del optimizer
     found["averaging by DDP"] = train_on(ddp, torch.optim.AdamW(ddp.parameters(), lr=1e-2), rank, 2)
@@ -152,7 +152,7 @@ def loads_again_and_again(rank: int) -> list[tuple[int, int, int]]:
     before = open_resources()
     p = torch.nn.Parameter(torch.ones(50, 100))
     adamw = torch.optim.AdamW([p], lr=1e-2)
-    optimizer = compopt.LocalSteps(adamw, 4, delay=2, every_warmup_steps=0)
+    optimizer = compopt.LocalSteps(adamw, 4, delay=2, growth_steps=0)
 
     def train_on(steps: int) -> None:
         for t in range(steps):
@@ -171,7 +171,7 @@ def loads_again_and_again(rank: int) -> list[tuple[int, int, int]]:
     gc.collect()
     after = open_resources()
     p.data.fill_(1.0)
-    optimizer = compopt.LocalSteps(adamw, 4, delay=2, every_warmup_steps=0)
+    optimizer = compopt.LocalSteps(adamw, 4, delay=2, growth_steps=0)
     train_on(6)  # over a group of its own
     return [before, once, often, after]
 
@@ -185,7 +185,7 @@ def test_delayed_exchanges_have_one_process_group_which_goes_with_the_optimizer(
 def loads_while_an_exchange_is_on_its_way(rank: int) -> torch.Tensor:
     p = torch.nn.Parameter(torch.ones(50, 100))
     sgd = torch.optim.SGD([p], lr=1e-2)
-    optimizer = compopt.LocalSteps(sgd, 4, delay=3, every_warmup_steps=0)
+    optimizer = compopt.LocalSteps(sgd, 4, delay=3, growth_steps=0)
 
     def train_on(steps) -> None:
         for t in steps:
@@ -228,7 +228,7 @@ def comes_and_goes(rank: int, options: dict) -> dict:
         torch.manual_seed(0)
         ddp = DDP(Layers(), process_group=group)
         muon = compopt.MuonAdamW(ddp.module.named_parameters(), lr=1e-2)
-        options_ = dict(every=4, every_warmup_steps=0, payload_dtype="int4", process_group=group, **options)
+        options_ = dict(every=4, growth_steps=0, payload_dtype="int4", process_group=group, **options)
         return ddp, compopt.LocalSteps(muon, **options_)
 
     def train(ddp, optimizer, steps: int) -> None:

@@ -24,7 +24,7 @@ def state_of(optimizer) -> dict:
 @pytest.mark.parametrize("options", [{}, {"fragments": 2}, {"delay": 2, "fragments": 2}, {"delay": 3}])
 @pytest.mark.parametrize("at", [2, 4, 5, 8])
 def test_a_checkpoint_within_a_round_goes_on_to_the_bit(options, at):
-    options = {"every": 4, "payload_dtype": "int8", "warmup_steps": 1, "every_warmup_steps": 0, **options}
+    options = {"every": 4, "payload_dtype": "int8", "dense_steps": 1, "growth_steps": 0, **options}
 
     def make(params, process_group):
         return compopt.LocalSteps(adamw(params), process_group=process_group, **options)
@@ -88,7 +88,7 @@ def test_state_of_a_frozen_layer_may_be_absent_only_if_it_has_not_moved(is_open)
     """torch.distributed.checkpoint leaves it out when it loads, and ranks differ in what was moved."""
 
     def make(params, process_group):
-        return compopt.LocalSteps(adamw(params), every=4, every_warmup_steps=0, process_group=process_group)
+        return compopt.LocalSteps(adamw(params), every=4, growth_steps=0, process_group=process_group)
 
     world, params, optimizers = replicas(2, weights(dtype=torch.float32), make)
     for t in range(5):
@@ -113,7 +113,7 @@ def test_state_of_a_frozen_layer_may_be_absent_only_if_it_has_not_moved(is_open)
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_a_run_that_added_a_group_is_resumed_to_the_bit(at, fragments):
     """The group comes in step 6; the resumed run has it from the beginning."""
-    options = dict(every=4, every_warmup_steps=0, payload_dtype="int4", fragments=fragments)
+    options = dict(every=4, growth_steps=0, payload_dtype="int4", fragments=fragments)
     start = weights(dtype=torch.float32)
 
     def make(params, process_group):
@@ -140,12 +140,12 @@ def test_a_run_that_added_a_group_is_resumed_to_the_bit(at, fragments):
 
 FREEZING = [  # dtype, bytes of a bucket, options, the step that is saved, (step, parameter): frozen, or trained again
     (torch.bfloat16, 200, dict(payload_dtype="int8", fragments=2), 4, [(6, 0), (4, 2), (11, 1)]),
-    (torch.bfloat16, 200, dict(payload_dtype="int2", fragments=2, warmup_steps=2), 8, [(11, 3), (3, 3), (7, 4)]),
+    (torch.bfloat16, 200, dict(payload_dtype="int2", fragments=2, dense_steps=2), 8, [(11, 3), (3, 3), (7, 4)]),
     (torch.bfloat16, 200, dict(payload_dtype="int8"), 5, [(11, 1), (8, 2), (2, 1)]),
     (torch.float32, 8 * 2**20, dict(payload_dtype="int2", fragments=2, delay=1), 8, [(7, 0), (10, 4), (12, 4)]),
-    (torch.bfloat16, 200, dict(payload_dtype="int8", fragments=2, warmup_steps=2), 6, [(0, 0), (4, 0)]),
+    (torch.bfloat16, 200, dict(payload_dtype="int8", fragments=2, dense_steps=2), 6, [(0, 0), (4, 0)]),
     (torch.bfloat16, 8 * 2**20, dict(payload_dtype="int2", fragments=2, delay=1), 7, [(1, 2), (9, 2), (12, 2)]),
-    (torch.float32, 200, dict(payload_dtype="int8", fragments=2, delay=1, warmup_steps=2), 10, [(2, 1), (8, 2)]),
+    (torch.float32, 200, dict(payload_dtype="int8", fragments=2, delay=1, dense_steps=2), 10, [(2, 1), (8, 2)]),
     (torch.float32, 200, dict(payload_dtype="int4"), 6, [(0, 1), (4, 1), (5, 3)]),
 ]
 
@@ -153,7 +153,7 @@ FREEZING = [  # dtype, bytes of a bucket, options, the step that is saved, (step
 @pytest.mark.parametrize(("dtype", "bucket_bytes", "options", "at", "changes"), FREEZING)
 def test_a_run_that_froze_layers_is_resumed_to_the_bit(dtype, bucket_bytes, options, at, changes, monkeypatch):
     monkeypatch.setattr("compopt._state.buckets.BUCKET_BYTES", bucket_bytes)
-    options = dict(every=4, every_warmup_steps=0, **options)
+    options = dict(every=4, growth_steps=0, **options)
 
     def make(params, process_group):
         return compopt.LocalSteps(adamw(params), process_group=process_group, **options)
@@ -237,7 +237,7 @@ def test_consolidated_the_run_that_is_resumed_from_rank_0_is_the_one_that_goes_o
     """To the bit, and moments too, which were each rank's own."""
 
     def make(params, process_group):
-        options = dict(every=4, every_warmup_steps=0, payload_dtype=payload, fragments=2)
+        options = dict(every=4, growth_steps=0, payload_dtype=payload, fragments=2)
         return compopt.LocalSteps(adamw(params), process_group=process_group, **options)
 
     world, params, optimizers = replicas(3, weights(dtype=torch.float32), make)
@@ -319,7 +319,7 @@ def test_an_exchange_in_trouble_is_resumed_as_it_goes_on(trouble, options):
             some.failing_everywhere.clear()
 
         def make(params, process_group):
-            settings = dict(every=4, every_warmup_steps=0, payload_dtype=None, **options)
+            settings = dict(every=4, growth_steps=0, payload_dtype=None, **options)
             return compopt.LocalSteps(adamw(params), process_group=process_group, **settings)
 
         world2, params2, optimizers2 = resumed(params, optimizers, make)
@@ -347,7 +347,7 @@ def test_what_is_done_to_a_frozen_layer_stays_where_an_exchange_is_resumed():
 
     def make(params, process_group):
         params[2].requires_grad_(False)
-        options = dict(every=4, every_warmup_steps=0, payload_dtype="int4", delay=2)
+        options = dict(every=4, growth_steps=0, payload_dtype="int4", delay=2)
         return compopt.LocalSteps(adamw(params), process_group=process_group, **options)
 
     world2, params2, optimizers2 = resumed(params, optimizers, make)
@@ -372,16 +372,16 @@ def test_a_copy_goes_on_as_the_original(options):
         assert all(map(torch.equal, rank, other))
 
 
-@pytest.mark.parametrize(("warmup_steps", "steps"), [(0, 4), (3, 2), (3, 4)])
-def test_names_in_a_state_dict_are_the_same_throughout_a_run(warmup_steps, steps):
+@pytest.mark.parametrize(("dense_steps", "steps"), [(0, 4), (3, 2), (3, 4)])
+def test_names_in_a_state_dict_are_the_same_throughout_a_run(dense_steps, steps):
     """Those of a run with an averaged start include its residual, which is zero afterwards."""
-    options = dict(warmup_steps=warmup_steps, payload_dtype="int8", delay=1)
+    options = dict(dense_steps=dense_steps, payload_dtype="int8", delay=1)
     _, optimizers = train(2, steps, torch.float32, **options)
     _, new = train(2, 0, torch.float32, **options)
     state, fresh = quiet_state(optimizers[0]), quiet_state(new[0])
     assert names_of(state) == names_of(fresh)
     residuals = [entry["residual"] for entry in state.values() if "residual" in entry]
-    assert bool(residuals) == bool(warmup_steps) and any(r.any() for r in residuals) == (steps < warmup_steps)
+    assert bool(residuals) == bool(dense_steps) and any(r.any() for r in residuals) == (steps < dense_steps)
 
 
 def quiet_state(optimizer) -> dict:
@@ -396,8 +396,8 @@ def names_of(state: dict) -> object:
 
 def test_before_its_first_step_a_state_dict_has_no_rounds_to_load():
     """Only their names, for torch.distributed.checkpoint; nor does a single process have any."""
-    params, optimizers = train(2, 0, torch.float32, warmup_steps=2, delay=1)
-    others, resumed_ = train(2, 0, torch.float32, warmup_steps=2, delay=1)
+    params, optimizers = train(2, 0, torch.float32, dense_steps=2, delay=1)
+    others, resumed_ = train(2, 0, torch.float32, dense_steps=2, delay=1)
     for optimizer in resumed_:
         optimizer.load_state_dict(state_of(optimizer))
     for t in range(8):
@@ -449,7 +449,7 @@ def test_an_exchange_ends_what_was_consolidated():
 
 def test_an_exchange_on_its_way_has_the_rate_of_its_round():
     """Where rounds still grow, the outer rate and momentum have not reached their own."""
-    options = dict(every=8, every_warmup_steps=100, delay=1, payload_dtype="int8")
+    options = dict(every=8, growth_steps=100, delay=1, payload_dtype="int8")
 
     def make(params, process_group):
         return compopt.LocalSteps(adamw(params), process_group=process_group, **options)

@@ -23,7 +23,7 @@ def sharded(mesh, **options) -> tuple[list[nn.Parameter], compopt.LocalSteps]:
     group = mesh.get_group("replicate")
     if "round_seconds" not in options:
         options["every"] = 2
-    return params, compopt.LocalSteps(sgd, every_warmup_steps=0, process_group=group, **options)
+    return params, compopt.LocalSteps(sgd, growth_steps=0, process_group=group, **options)
 
 
 def give(params: list[nn.Parameter], grads: list[torch.Tensor]) -> None:
@@ -83,7 +83,7 @@ def one_replica_with_a_replicated_parameter(rank: int) -> float:
         sharded(mesh, offload="outer")
     plain = nn.Parameter(torch.zeros(30))
     sgd = torch.optim.SGD([*params, plain], lr=1.0)
-    optimizer = compopt.LocalSteps(sgd, 2, every_warmup_steps=0, process_group=mesh.get_group("replicate"))
+    optimizer = compopt.LocalSteps(sgd, 2, growth_steps=0, process_group=mesh.get_group("replicate"))
     give(params, gradients(1))
     plain.grad = torch.full((30,), 2.0)
     optimizer.step()
@@ -143,7 +143,7 @@ def half_alike(rank: int) -> list[float]:
         params, _ = sharded(mesh)
         plain = nn.Parameter(torch.zeros(3000))
         sgd, group = torch.optim.SGD([*params, plain], lr=1.0), mesh.get_group("replicate")
-        optimizer = compopt.LocalSteps(sgd, 2, delay=delay, every_warmup_steps=0, process_group=group)
+        optimizer = compopt.LocalSteps(sgd, 2, delay=delay, growth_steps=0, process_group=group)
         length = sum(float(g.square().sum()) for g in gradients(1)) ** 0.5
         own = torch.randn(3000, generator=torch.Generator().manual_seed(replica))
         for _ in range(4):

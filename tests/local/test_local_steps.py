@@ -41,7 +41,7 @@ def test_a_delay_of_a_whole_round_applies_every_exchange():
 
 def test_a_delay_loses_no_exchange_while_rounds_grow():
     """The exchange of every round is applied, but for the one that is on its way at the end."""
-    params, optimizers = train(2, 0, every=8, delay=2, every_warmup_steps=60)
+    params, optimizers = train(2, 0, every=8, delay=2, growth_steps=60)
     phases = []
     for t in range(100):
         step(optimizers[0].comm.world, params, optimizers, gradients(2, t))
@@ -54,7 +54,7 @@ def test_a_delay_loses_no_exchange_while_rounds_grow():
 def test_the_outer_optimizer_grows_with_the_rounds(ranks):
     """Rounds of 1, 1, 1, 2, 3, 4, 6 and 8 steps; by hand, without a codec."""
     lengths, every, lr, mu = [1, 1, 1, 2, 3, 4, 6, 8], 8, 0.7, 0.9
-    params, optimizers = train(ranks, sum(lengths), every=every, every_warmup_steps=15)
+    params, optimizers = train(ranks, sum(lengths), every=every, growth_steps=15)
     assert optimizers[0].stats.round == len(lengths)
     w = [[torch.nn.Parameter(x.clone()) for x in weights()] for _ in range(ranks)]
     inner, anchor = [adamw(own) for own in w], weights()
@@ -101,10 +101,10 @@ def test_with_every_1_and_no_outer_momentum_it_averages_parameters():
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", [{}, {"warmup_steps": 2}, {"fragments": 2, "delay": 1}])
+@pytest.mark.parametrize("options", [{}, {"dense_steps": 2}, {"fragments": 2, "delay": 1}])
 def test_on_one_process_it_is_the_inner_optimizer_to_the_bit(options):
     params = [torch.nn.Parameter(w) for w in weights(dtype=torch.float32)]
-    optimizer = compopt.LocalSteps(adamw(params), 4, every_warmup_steps=0, **options)
+    optimizer = compopt.LocalSteps(adamw(params), 4, growth_steps=0, **options)
     for t in range(9):
         for p, g in zip(params, single(1, t)[0], strict=True):
             p.grad = g
@@ -186,10 +186,10 @@ def test_the_memory_of_an_exchange_that_is_given_up_is_left_to_what_may_still_wr
 
 
 @pytest.mark.parametrize(("option", "value"), [("lr", 0.5), ("momentum", 0.5), ("weight_decay", 0.1)])
-@pytest.mark.parametrize("every_warmup_steps", [0, 100])
-def test_ranks_that_differ_in_the_outer_optimizer_are_told_in_what(option, value, every_warmup_steps):
+@pytest.mark.parametrize("growth_steps", [0, 100])
+def test_ranks_that_differ_in_the_outer_optimizer_are_told_in_what(option, value, growth_steps):
     """Of one that grows with rounds its own rates are compared, not those of the last round."""
-    params, optimizers = train(2, 4, every=4, every_warmup_steps=every_warmup_steps)
+    params, optimizers = train(2, 4, every=4, growth_steps=growth_steps)
     optimizers[1]._anchors.outer.param_groups[0][option] = value
     with pytest.raises(ValueError, match=f"outer optimizer, group 0, {option}: rank 0 has .*, rank 1 has {value}"):
         for t in range(4, 8):
@@ -236,7 +236,7 @@ def test_a_scheduler_acts_on_the_outer_optimizer():
         made[-1].register_step_pre_hook(note)
         return made[-1]
 
-    options = dict(outer=outer, every_warmup_steps=3)
+    options = dict(outer=outer, growth_steps=3)
     params, optimizers = train(2, 3, **options)
     made = made[-2:]  # each constructor has made one too, to see what it is given
     assert rates[-2:] == [[(0.75, 0.25)] * 2] * 2

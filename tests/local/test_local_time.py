@@ -32,7 +32,7 @@ def clock(monkeypatch):
 
 
 def make_ranks(ranks: int, dtype=torch.float64, **options):
-    options = {"round_seconds": 10, "every_warmup_steps": 0, "payload_dtype": None, **options}
+    options = {"round_seconds": 10, "growth_steps": 0, "payload_dtype": None, **options}
 
     def make(params, process_group):
         return compopt.LocalSteps(adamw(params), process_group=process_group, **options)
@@ -261,7 +261,7 @@ def test_a_round_ends_at_the_first_step_after_its_time(clock):
 
 def test_rounds_grow_with_the_mean_of_the_ranks_steps(clock):
     """Over 20 steps to 10 s; the outer rate and momentum with the logarithm of a round's share in a whole one."""
-    world, params, optimizers = make_ranks(2, every_warmup_steps=20)
+    world, params, optimizers = make_ranks(2, growth_steps=20)
 
     def exchange() -> None:
         for rank, optimizer in enumerate(optimizers):
@@ -486,7 +486,7 @@ def test_on_one_process_it_is_the_inner_optimizer(clock):
 
 
 def test_steps_of_the_averaged_start_have_no_weight(clock):
-    world, params, optimizers = make_ranks(2, warmup_steps=2)
+    world, params, optimizers = make_ranks(2, dense_steps=2)
     for _ in range(2):
         for rank, optimizer in enumerate(optimizers):
             give(params, optimizer, rank)

@@ -25,7 +25,7 @@ def gradient(rank: int, t: int) -> list[torch.Tensor]:
 def unequal(rank: int, ranks: int) -> dict:
     """The last rank is slowed to a third."""
     params = [torch.nn.Parameter(w) for w in weights()]
-    optimizer = compopt.LocalSteps(adamw(params), round_seconds=SECONDS, every_warmup_steps=0, payload_dtype=None)
+    optimizer = compopt.LocalSteps(adamw(params), round_seconds=SECONDS, growth_steps=0, payload_dtype=None)
     found: dict = {"steps": [], "waits": [], "seconds": [], "weights": []}
     while optimizer.stats.round < ROUNDS:
         begun, rounds = time.perf_counter(), optimizer.stats.round
@@ -69,7 +69,7 @@ def under_ddp(rank: int) -> dict:
     ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
     adamw = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(adamw, 3, 0.9)
-    optimizer = compopt.LocalSteps(adamw, round_seconds=0.2, warmup_steps=2, every_warmup_steps=10)
+    optimizer = compopt.LocalSteps(adamw, round_seconds=0.2, dense_steps=2, growth_steps=10)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     rounds = 0
     for t in range(25):
@@ -97,7 +97,7 @@ def test_ranks_with_equal_data_and_unequal_speed_end_together_under_ddp():
 def before_an_evaluation(rank: int) -> list[bool]:
     """As trainers call it; rank 1 takes no step between two evaluations."""
     params = [torch.nn.Parameter(w) for w in weights()]
-    optimizer = compopt.LocalSteps(adamw(params), round_seconds=1000, every_warmup_steps=0, payload_dtype="int8")
+    optimizer = compopt.LocalSteps(adamw(params), round_seconds=1000, growth_steps=0, payload_dtype="int8")
     found = []
     for steps in ([2, 1][rank], [1, 0][rank], 0):
         for _ in range(steps):

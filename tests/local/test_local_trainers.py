@@ -32,7 +32,7 @@ EVERY, STEPS, SAVED = 4, 10, 5  # the last step and the saved one are within a r
 
 
 def make(params, inner=torch.optim.AdamW, **options) -> compopt.LocalSteps:
-    return compopt.LocalSteps(inner(params, lr=1e-2), every=EVERY, every_warmup_steps=0, **options)
+    return compopt.LocalSteps(inner(params, lr=1e-2), every=EVERY, growth_steps=0, **options)
 
 
 def flat(model: nn.Module) -> torch.Tensor:
@@ -281,9 +281,7 @@ def nanogpt_script(rank: int, folder: str) -> dict:
     source, old, _ = CHANGED["nanoGPT"]
     save = "checkpoint = {'model'"
     assert old in source and save in source
-    source = source.replace(
-        old, f"compopt.LocalSteps({old}, {EVERY}, every_warmup_steps=0, outer_lr=1, outer_momentum=0)"
-    )
+    source = source.replace(old, f"compopt.LocalSteps({old}, {EVERY}, growth_steps=0, outer_lr=1, outer_momentum=0)")
     names = {"RANK": rank, "FOLDER": folder, "losses": [], "__name__": "__main__"}
     with in_place():
         exec(compile(source.replace(save, f"{end}\n{save}"), "train.py", "exec"), names)
@@ -421,7 +419,7 @@ rank, file, fails = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "fails"
 torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
 torch.manual_seed(0)
 model = torch.nn.Linear(64, 64)
-optimizer = compopt.LocalSteps(torch.optim.SGD(model.parameters(), lr=0.1), every=4, every_warmup_steps=0)
+optimizer = compopt.LocalSteps(torch.optim.SGD(model.parameters(), lr=0.1), every=4, growth_steps=0)
 for step in range(6):
     model(torch.ones(2, 64) * (1 + rank)).square().mean().backward()
     optimizer.step()  # the line

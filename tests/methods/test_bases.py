@@ -18,7 +18,7 @@ import compopt
 from compopt._engine.base_state import copy_state
 
 ALL = [compopt.Average, compopt.Separate, compopt.LocalSteps]
-PLAIN = dict(payload_dtype=None, every_warmup_steps=0, outer_lr=1.0, outer_momentum=0.0)
+PLAIN = dict(payload_dtype=None, growth_steps=0, outer_lr=1.0, outer_momentum=0.0)
 
 
 class ScheduleFree(torch.optim.Optimizer):
@@ -145,7 +145,7 @@ def test_schedule_free_evaluates_what_it_does_on_averaged_gradients(cls, options
 
 def test_ranks_evaluate_the_same_after_a_round_and_go_on():
     """In whichever mode the round ends, and a consolidated checkpoint of either mode continues the run."""
-    options = dict(every=3, every_warmup_steps=0)
+    options = dict(every=3, growth_steps=0)
     ranks = ranks_of(compopt.LocalSteps, schedule_free, **options)
     ranks.train(loss, 4)
     end_round(ranks)
@@ -191,7 +191,7 @@ def test_a_step_in_eval_mode_is_refused_with_nothing_applied(cls):
 
 def test_a_change_of_modes_is_no_other_weights():
     """A training that begins anew keeps the outer momentum, unless the model was loaded."""
-    ranks = ranks_of(compopt.LocalSteps, schedule_free, every=2, every_warmup_steps=0)
+    ranks = ranks_of(compopt.LocalSteps, schedule_free, every=2, growth_steps=0)
     ranks.train(loss, 4)
     sync = ranks.optimizers[0]._sync
     for mode in ("eval", "train"):
@@ -274,7 +274,7 @@ def test_what_a_base_counts_under_the_name_of_an_option_of_ours_is_kept_without_
 
 
 def test_what_a_base_is_given_is_still_compared():
-    ranks = ranks_of(compopt.LocalSteps, Learning, every=2, every_warmup_steps=0)
+    ranks = ranks_of(compopt.LocalSteps, Learning, every=2, growth_steps=0)
     ranks.optimizers[1].param_groups[0]["lr"] = 0.2
     with pytest.raises(ValueError, match=r"lr: rank 0 has 0\.1, rank 1 has 0\.2"):
         ranks.train(loss, 2)
@@ -295,7 +295,7 @@ class WithRank(torch.optim.SGD):
 def test_a_groups_own_rank_is_the_bases():
     def make(params: Any, process_group: Any, **group: Any) -> compopt.Separate:
         base = WithRank([{"params": [p], **group} for p in params], lr=0.1)
-        return compopt.Separate(base, rank=3, warmup_steps=0, process_group=process_group)
+        return compopt.Separate(base, rank=3, dense_steps=0, process_group=process_group)
 
     def sent(**group: Any) -> tuple[int, list[str]]:
         with warnings.catch_warnings(record=True) as said:
@@ -382,7 +382,7 @@ def group_lr(optimizer: torch.optim.Optimizer) -> float:
 
 @pytest.mark.parametrize("cls", ALL)
 def test_state_of_any_kind_is_saved_loaded_and_made_equal(cls):
-    options = {} if cls is not compopt.LocalSteps else dict(every=3, every_warmup_steps=0)
+    options = {} if cls is not compopt.LocalSteps else dict(every=3, growth_steps=0)
     ranks = ranks_of(cls, Odd, **options)
     ranks.train(loss, 4)
     if cls is compopt.LocalSteps:
@@ -407,7 +407,7 @@ def test_a_loaded_state_shares_no_memory_with_what_was_loaded():
 
 def test_state_is_averaged_whole_or_becomes_rank_0s_whole():
     """A mean of moments in one basis and rank 0's basis would not belong together."""
-    ranks = ranks_of(compopt.LocalSteps, Odd, every=2, every_warmup_steps=0)
+    ranks = ranks_of(compopt.LocalSteps, Odd, every=2, growth_steps=0)
     ranks.train(loss, 3)
     of_rank_0 = copy_state(dict(ranks.optimizers[0].base.state[ranks.models[0][0].weight]))
     ranks.world.consolidate(ranks.optimizers)
@@ -420,7 +420,7 @@ def test_state_is_averaged_whole_or_becomes_rank_0s_whole():
 
 
 def test_what_cannot_be_averaged_stays_and_is_said_once():
-    ranks = ranks_of(compopt.LocalSteps, lambda ps: Odd(ps, extra=torch.Generator()), every=2, every_warmup_steps=0)
+    ranks = ranks_of(compopt.LocalSteps, lambda ps: Odd(ps, extra=torch.Generator()), every=2, growth_steps=0)
     ranks.train(loss, 3)
     before = ranks.optimizers[1].base.state[ranks.models[1][0].weight]["both"][1]
     with pytest.warns(UserWarning, match="holds Generator, and stays rank 0's own") as said:

@@ -26,8 +26,8 @@ from compopt._engine.base_state import read_leaves
 PAGE = (Path(__file__).parents[2] / "docs/bases.md").read_text()
 WRAPPERS = {
     "Average": (compopt.Average, dict(payload_dtype=None)),
-    "Separate": (compopt.Separate, dict(rank=4, warmup_steps=1)),
-    "LocalSteps": (compopt.LocalSteps, dict(every=3, every_warmup_steps=0)),
+    "Separate": (compopt.Separate, dict(rank=4, dense_steps=1)),
+    "LocalSteps": (compopt.LocalSteps, dict(every=3, growth_steps=0)),
 }
 
 

@@ -88,7 +88,7 @@ def test_average_gives_each_its_part_of_the_average(inside, ranks, norm):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_local_steps_are_the_design_with_several_inside(inside, ranks, options):
     def make(params, process_group):
-        options_of_all = dict(every_warmup_steps=0, payload_dtype=None, outer_momentum=0.9, process_group=process_group)
+        options_of_all = dict(growth_steps=0, payload_dtype=None, outer_momentum=0.9, process_group=process_group)
         return compopt.LocalSteps(inside(params), 4, **options_of_all, **options)
 
     world, params, optimizers = replicas(ranks, weights(), make)
@@ -132,7 +132,7 @@ def test_separate_around_muon_is_torchs_muon_on_the_tracked_projection_to_the_bi
 
     def make(params, process_group):
         inside = muon_and_adamw(params)
-        options = dict(rank=4, warmup_steps=2, payload_dtype=payload_dtype)
+        options = dict(rank=4, dense_steps=2, payload_dtype=payload_dtype)
         optimizer = compopt.Separate(inside, process_group=process_group, **options)
         if not given:
             everything = list(params)
@@ -169,9 +169,9 @@ CLASSES = {
     "Average": lambda base, **o: compopt.Average(base, payload_dtype="int8", max_grad_norm=5.0, **o),
     "Separate": lambda base, **o: compopt.Separate(base, **o),
     "Separate, gaussian": lambda base, **o: compopt.Separate(base, projection="gaussian", ratio=8, **o),
-    "LocalSteps": lambda base, **o: compopt.LocalSteps(base, 3, warmup_steps=2, every_warmup_steps=4, **o),
+    "LocalSteps": lambda base, **o: compopt.LocalSteps(base, 3, dense_steps=2, growth_steps=4, **o),
     "LocalSteps, fragments": lambda base, **o: compopt.LocalSteps(
-        base, 4, every_warmup_steps=0, payload_dtype="int2", fragments=2, delay=1, **o
+        base, 4, growth_steps=0, payload_dtype="int2", fragments=2, delay=1, **o
     ),
 }
 every_class = pytest.mark.parametrize("name", CLASSES)
@@ -571,7 +571,7 @@ def over_gloo(rank: int, folder: str) -> list[bool]:
         ddp = nn.parallel.DistributedDataParallel(net)
         muon = torch.optim.Muon([net[0].weight], lr=1e-2, adjust_lr_fn="match_rms_adamw")
         adamw = torch.optim.AdamW([net[0].bias, *net[2].parameters()], lr=1e-2)
-        return net, ddp, compopt.LocalSteps([muon, adamw], 4, every_warmup_steps=0, warmup_steps=1)
+        return net, ddp, compopt.LocalSteps([muon, adamw], 4, growth_steps=0, dense_steps=1)
 
     def train(ddp, optimizer, steps) -> list[str]:
         phases = []

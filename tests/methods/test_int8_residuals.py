@@ -119,7 +119,7 @@ def conserve(make, steps: int = 120) -> tuple[torch.Tensor, float]:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda base, **o: compopt.Separate(base, rank=4, warmup_steps=3, **o),
+        lambda base, **o: compopt.Separate(base, rank=4, dense_steps=3, **o),
         lambda base, **o: compopt.Average(base, payload_dtype="int4", **o),
         lambda base, **o: compopt.Average(base, payload_dtype="int2", **o),
     ],
@@ -158,7 +158,7 @@ def two_steps() -> tuple[torch.Tensor, torch.Tensor]:
     """A dense step, and one that sends a projection: a parameter and its residual."""
     p = nn.Parameter(torch.zeros(64, 130))
     base = torch.optim.SGD([p], lr=1.0)
-    optimizer = compopt.Separate(base, rank=4, warmup_steps=1, payload_dtype=None, simulate=True, residual_dtype="int8")
+    optimizer = compopt.Separate(base, rank=4, dense_steps=1, payload_dtype=None, simulate=True, residual_dtype="int8")
     for step in range(2):
         p.grad = randn(64, 130, seed=step)
         optimizer.step()
@@ -179,14 +179,14 @@ def test_kernels_for_gpus_work_on_residuals_that_torchs_operators_decode(backend
 # Options and state
 
 RESIDUALS = {
-    "RadiusAdamW": dict(density=0.3, interval=4, warmup_steps=2),
-    "TagcAdamW": dict(sparsity=0.8, warmup_steps=2),
-    "SeparateAdam": dict(rank=4, warmup_steps=2),
+    "RadiusAdamW": dict(density=0.3, interval=4, dense_steps=2),
+    "TagcAdamW": dict(density=0.2, dense_steps=2),
+    "SeparateAdam": dict(rank=4, dense_steps=2),
 }
 WRAPPERS = {
-    "Separate": dict(rank=4, warmup_steps=2),
+    "Separate": dict(rank=4, dense_steps=2),
     "Average": dict(payload_dtype="int4"),
-    "LocalSteps": dict(every=3, every_warmup_steps=0, payload_dtype="int4"),
+    "LocalSteps": dict(every=3, growth_steps=0, payload_dtype="int4"),
 }
 
 

@@ -437,7 +437,7 @@ def with_settings(optimizer: compopt.MuonAdamW, dtype: torch.dtype) -> compopt.M
     return optimizer
 
 
-@pytest.mark.parametrize("name, options", [("Average", {}), ("LocalSteps", {"warmup_steps": 3})])
+@pytest.mark.parametrize("name, options", [("Average", {}), ("LocalSteps", {"dense_steps": 3})])
 def test_ranks_that_orthogonalize_otherwise_are_refused_where_they_have_to_step_alike(name, options):
     def make(params, process_group):
         inside = compopt.MuonAdamW([(f"layers.{i}", p) for i, p in enumerate(params)])
@@ -454,7 +454,7 @@ def test_in_rounds_ranks_may_orthogonalize_otherwise():
     def make(params, process_group):
         inside = compopt.MuonAdamW([(f"layers.{i}", p) for i, p in enumerate(params)])
         inside = with_settings(inside, DTYPES[process_group.rank])
-        options = dict(warmup_steps=0, every_warmup_steps=0, process_group=process_group)
+        options = dict(dense_steps=0, growth_steps=0, process_group=process_group)
         return compopt.LocalSteps(inside, every=2, **options)
 
     ranks = Ranks(2, Small, make)

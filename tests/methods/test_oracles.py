@@ -11,7 +11,7 @@ from problems import NAMES, problem
 
 
 def radius(ranks: int) -> RadiusOracle:
-    return RadiusOracle(start(), ranks, **ADAM, density=0.3, interval=4, warmup_steps=3)
+    return RadiusOracle(start(), ranks, **ADAM, density=0.3, interval=4, dense_steps=3)
 
 
 def scape(ranks: int) -> ScapeOracle:
@@ -26,7 +26,7 @@ def separate(ranks: int) -> SeparateOracle:
 
 def tagc(ranks: int) -> TagcOracle:
     whole = [(i, 0, torch.Size(shape).numel()) for i, shape in enumerate(SHAPES)]
-    return TagcOracle(start(), ranks, **ADAM, shards=[whole], sparsity=0.5)
+    return TagcOracle(start(), ranks, **ADAM, shards=[whole], density=0.5)
 
 
 @pytest.mark.parametrize("make", [radius, scape, separate, tagc])

@@ -10,7 +10,7 @@ from oracles.samples import ADAM, assert_close, mean, random_grads, start, tenso
 
 
 def radius(ranks: int, **options) -> RadiusOracle:
-    return RadiusOracle(start(), ranks, **{**ADAM, "density": 0.3, "interval": 4, "warmup_steps": 3, **options})
+    return RadiusOracle(start(), ranks, **{**ADAM, "density": 0.3, "interval": 4, "dense_steps": 3, **options})
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -34,7 +34,7 @@ def test_radius_three_elements_by_hand():
         m_hat/sqrt(v_hat) = (10/7 / sqrt(20/7), 9/7 / sqrt(17/7), 1 / sqrt(19/7)); + w/2 = (1.22, 1.65, 1.51): mask 2nd.
     """
     oracle = RadiusOracle(
-        [tensor(1, 2, 2.2)], 2, 0.1, (0.5, 0.5), 0.0, 0.5, density=1 / 3, interval=3, warmup_steps=0, compress=[True]
+        [tensor(1, 2, 2.2)], 2, 0.1, (0.5, 0.5), 0.0, 0.5, density=1 / 3, interval=3, dense_steps=0, compress=[True]
     )
     oracle.step([[tensor(4, 0, 1)], [tensor(0, 2, 1)]])
     w = tensor(0.85, 1.8, 1.99)
@@ -56,7 +56,7 @@ def test_radius_three_elements_by_hand():
 
 def test_radius_residual_scale():
     """From m: at a resample step the averaged gradient is mean(g) + scale * mean(residual)."""
-    oracle = radius(2, warmup_steps=0, residual_scale=0.25, compress=[True, True, False])
+    oracle = radius(2, dense_steps=0, residual_scale=0.25, compress=[True, True, False])
     for step in range(4):
         m_before, kept = [m.clone() for m in oracle.m], mean(oracle.residual)
         oracle.step(random_grads(2, step))

@@ -25,9 +25,9 @@ def make(ranks: int, **options):
 @pytest.mark.parametrize(
     "options",
     [
-        dict(density=0.4, interval=7, warmup_steps=4),
-        dict(density=0.1, interval=5, warmup_steps=0, max_grad_norm=1.0),
-        dict(density=0.01, interval=4, warmup_steps=3, residual_scale=0.5, maximize=True),
+        dict(density=0.4, interval=7, dense_steps=4),
+        dict(density=0.1, interval=5, dense_steps=0, max_grad_norm=1.0),
+        dict(density=0.01, interval=4, dense_steps=3, residual_scale=0.5, maximize=True),
     ],
     ids=["plain", "clipped", "damped"],
 )
@@ -58,7 +58,7 @@ def test_equals_the_oracle(ranks, options):
 
 
 def test_the_schedule_resamples_at_once_after_warm_up_and_then_at_multiples_of_the_interval():
-    world, _, params, optimizers = make(1, density=0.3, interval=4, warmup_steps=6)
+    world, _, params, optimizers = make(1, density=0.3, interval=4, dense_steps=6)
     phases = []
     for t in range(14):
         step(world, params, optimizers, gradients(1, t))
@@ -67,7 +67,7 @@ def test_the_schedule_resamples_at_once_after_warm_up_and_then_at_multiples_of_t
 
 
 def test_all_ranks_take_rank_0s_mask_and_a_lost_one_makes_the_next_step_resample():
-    world, _, params, optimizers = make(2, density=0.3, interval=100, warmup_steps=0)
+    world, _, params, optimizers = make(2, density=0.3, interval=100, dense_steps=0)
     step(world, params, optimizers, gradients(2, 0))
     for pending in (
         exchange.in_flight for optimizer in optimizers for exchange in optimizer._session.post_commit.exchanges
@@ -91,7 +91,7 @@ def test_state_takes_four_bytes_and_one_bit_an_element_beside_adamws():
 def test_a_checkpoint_of_adamw_is_taken_over_and_given_back():
     torch.manual_seed(0)
     p, q = (nn.Parameter(torch.ones(64, 80)) for _ in range(2))
-    dense, ours = torch.optim.AdamW([p], lr=1e-2), compopt.RadiusAdamW([q], lr=1e-2, density=0.5, warmup_steps=6)
+    dense, ours = torch.optim.AdamW([p], lr=1e-2), compopt.RadiusAdamW([q], lr=1e-2, density=0.5, dense_steps=6)
     for t in range(4):
         p.grad = torch.randn(64, 80, generator=torch.Generator().manual_seed(t))
         dense.step()

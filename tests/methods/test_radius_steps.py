@@ -68,7 +68,7 @@ class Run:
 
 @each_dtype
 def test_ranks_whose_own_choice_differs_take_rank_0s_mask(dtype):
-    runs = [Run(dtype, density=0.3, interval=100, warmup_steps=0) for _ in range(2)]
+    runs = [Run(dtype, density=0.3, interval=100, dense_steps=0) for _ in range(2)]
     for p in runs[1].params[1]:
         runs[1].optimizers[1].state[p]["exp_avg"].normal_(generator=torch.Generator().manual_seed(0))
     for run in runs:
@@ -82,7 +82,7 @@ def test_ranks_whose_own_choice_differs_take_rank_0s_mask(dtype):
 @each_dtype
 @pytest.mark.parametrize("denser", [False, True], ids=["same density", "other density"])
 def test_a_tensor_absent_when_masks_are_chosen_keeps_its_own_and_what_it_owes(dtype, denser):
-    run = Run(dtype, density=0.3, interval=4, warmup_steps=0)
+    run = Run(dtype, density=0.3, interval=4, dense_steps=0)
     for _ in range(3):
         run.step()
     mask = run.state("mask", 2)
@@ -97,7 +97,7 @@ def test_a_tensor_absent_when_masks_are_chosen_keeps_its_own_and_what_it_owes(dt
 @each_dtype
 def test_a_tensor_absent_from_the_first_on_is_masked_by_its_weights(dtype):
     """There is nothing else of its update: weight decay."""
-    run = Run(dtype, density=0.25, interval=4, warmup_steps=0, weight_decay=0.5)
+    run = Run(dtype, density=0.25, interval=4, dense_steps=0, weight_decay=0.5)
     run.step(absent=3)
     wanted = run.params[0][3].detach().abs().view(-1)
     mask = reference.unpack_bits(run.state("mask", 3), wanted.numel())
@@ -110,7 +110,7 @@ def test_a_tensor_absent_from_the_first_on_is_masked_by_its_weights(dtype):
 @each_dtype
 @pytest.mark.parametrize("density", [0.05, 0.4])
 def test_masks_are_of_the_largest_updates_with_the_weights_of_before(dtype, density):
-    run = Run(dtype, ranks=1, density=density, interval=1, warmup_steps=0, weight_decay=1.0)
+    run = Run(dtype, ranks=1, density=density, interval=1, dense_steps=0, weight_decay=1.0)
     run.options(lr=0.5)
     for _ in range(3):
         before = [p.detach().clone() for p in run.params[0]]

@@ -15,7 +15,7 @@ from ranks import HANG_GUARD
 from table import DERIVED
 
 CASE = next(case for case in DERIVED if case.cls is RandomK)
-H = dict(lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1, density=0.2, warmup_steps=2)
+H = dict(lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1, density=0.2, dense_steps=2)
 
 
 def absent(grads: list[list[torch.Tensor]], t: int) -> list[list[torch.Tensor | None]]:
@@ -121,7 +121,7 @@ def test_a_dense_step_sends_what_compressed_ones_held_back():
         step(world, params, optimizers, gradients(2, t))
     assert optimizers[0].stats.residual_norm() > 0
     for optimizer in optimizers:
-        optimizer.param_groups[0]["warmup_steps"] = 100
+        optimizer.param_groups[0]["dense_steps"] = 100
     step(world, params, optimizers, gradients(2, 4))
     assert optimizers[0].stats.phase == "dense" and optimizers[0].stats.residual_norm() == 0
 

@@ -33,10 +33,10 @@ def dense_moment(optimizer, p) -> torch.Tensor:
 
 
 OPTIONS = {
-    "as printed": dict(density=0.1, density_warmup_steps=0, clip="scape", max_grad_norm=10.0),
-    "one percent": dict(density=0.01, density_warmup_steps=0),
-    "warm-up": dict(density=0.1, warmup_steps=5, density_warmup_steps=20, max_grad_norm=20.0, maximize=True),
-    "no delay": dict(density=0.1, mask_delay=0, warmup_steps=3, density_warmup_steps=5),
+    "as printed": dict(density=0.1, density_steps=0, clip="scape", max_grad_norm=10.0),
+    "one percent": dict(density=0.01, density_steps=0),
+    "dense start": dict(density=0.1, dense_steps=5, density_steps=20, max_grad_norm=20.0, maximize=True),
+    "no delay": dict(density=0.1, mask_delay=0, dense_steps=3, density_steps=5),
 }
 
 
@@ -99,7 +99,7 @@ def test_density_1_equals_adams(ranks, delay):
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("options", [{}, {"mask_delay": 0}, {"payload_dtype": torch.bfloat16}])
 def test_replicas_and_masks_are_equal_to_the_bit(ranks, options):
-    world, _, params, optimizers = make(ranks, density=0.1, density_warmup_steps=6, **options)
+    world, _, params, optimizers = make(ranks, density=0.1, density_steps=6, **options)
     for t in range(15):
         step(world, params, optimizers, gradients(ranks, t, SHAPES))
         for local, optimizer in zip(params[1:], optimizers[1:], strict=True):
@@ -115,7 +115,7 @@ def test_replicas_and_masks_are_equal_to_the_bit(ranks, options):
 def test_a_bf16_payload_rounds_the_gradient_only():
     """Also of the tensors that are not compressed, and of dense steps."""
     shapes = [(96, 64), (200,), (70, 70)]
-    options = dict(density=0.2, density_warmup_steps=3)
+    options = dict(density=0.2, density_steps=3)
     full, rounded = (make(1, shapes, payload_dtype=dtype, **options) for dtype in (None, torch.bfloat16))
     for t in range(4):
         for world, _, params, optimizers in (full, rounded):
@@ -136,9 +136,7 @@ def test_a_clipped_outlier_makes_no_larger_a_step_and_as_printed_it_does():
     unclipped momentum over a small normaliser; clipping both leaves the step of a gradient that had that norm."""
 
     def moved(clip: str, scale: float, norm: float | None) -> torch.Tensor:
-        world, _, params, optimizers = make(
-            2, [(64, 64)], density=0.1, density_warmup_steps=0, clip=clip, max_grad_norm=norm
-        )
+        world, _, params, optimizers = make(2, [(64, 64)], density=0.1, density_steps=0, clip=clip, max_grad_norm=norm)
         for t in range(6):
             step(world, params, optimizers, gradients(2, t, [(64, 64)]))
         before = params[0][0].detach().clone()
@@ -159,7 +157,7 @@ def test_a_clipped_outlier_makes_no_larger_a_step_and_as_printed_it_does():
 @pytest.mark.parametrize("density, most", [(0.1, 4.7), (0.01, 4.4)])
 def test_state_is_smaller_than_adamws(density, most):
     p = nn.Parameter(torch.zeros(512, 512))
-    optimizer = compopt.ScapeAdamS([p], density=density, density_warmup_steps=0, simulate=True)
+    optimizer = compopt.ScapeAdamS([p], density=density, density_steps=0, simulate=True)
     for t in range(3):
         p.grad = torch.randn(512, 512, generator=torch.Generator().manual_seed(t))
         optimizer.step()
@@ -172,7 +170,7 @@ def test_state_is_smaller_than_adamws(density, most):
 
 def test_stats_tell_density_bytes_and_overlap():
     shapes = [(256, 256), (64,)]
-    world, _, params, optimizers = make(2, shapes, density=0.05, density_warmup_steps=0)
+    world, _, params, optimizers = make(2, shapes, density=0.05, density_steps=0)
     grads = gradients(2, 0, shapes)
     for _ in range(4):
         step(world, params, optimizers, grads)
@@ -191,7 +189,7 @@ def test_stats_tell_density_bytes_and_overlap():
 
 
 def test_tensors_without_gradients_wait_and_join():
-    world, start, params, optimizers = make(2, density=0.1, density_warmup_steps=0)
+    world, start, params, optimizers = make(2, density=0.1, density_steps=0)
     for t in range(6):
         grads = gradients(2, t, SHAPES)
         if t % 2 or t < 2:
@@ -212,7 +210,7 @@ def test_tensors_without_gradients_wait_and_join():
 
 def test_moments_of_any_beta_are_carried_to_the_next_mask():
     for betas in ((0.0, 0.95), (0.5, 0.0)):
-        world, start, params, optimizers = make(1, [(64, 80)], density=0.2, density_warmup_steps=0)
+        world, start, params, optimizers = make(1, [(64, 80)], density=0.2, density_steps=0)
         oracle = ScapeOracle(start, 1, **HYPER, density=0.2, owner=[0])
         optimizers[0].param_groups[0]["betas"] = oracle.betas = betas
         for t in range(8):

@@ -11,7 +11,7 @@ from test_scape import SHAPES, dense_moment, make
 
 
 def test_density_falls_exponentially_after_the_warm_up():
-    world, _, params, optimizers = make(1, [(128, 128)], density=0.01, warmup_steps=4, density_warmup_steps=10)
+    world, _, params, optimizers = make(1, [(128, 128)], density=0.01, dense_steps=4, density_steps=10)
     records = []
     for t in range(18):
         step(world, params, optimizers, gradients(1, t, [(128, 128)]))
@@ -23,14 +23,14 @@ def test_density_falls_exponentially_after_the_warm_up():
 def test_the_clock_of_the_mask():
     """With a delay of 1 the first step has no mask; with 0 it has its own."""
     for delay, phases in ((1, ["dense", "sparse"]), (0, ["sparse", "sparse"])):
-        world, _, params, optimizers = make(1, density=0.1, density_warmup_steps=0, mask_delay=delay)
+        world, _, params, optimizers = make(1, density=0.1, density_steps=0, mask_delay=delay)
         for t, phase in enumerate(phases):
             step(world, params, optimizers, gradients(1, t, SHAPES))
             assert optimizers[0].stats.phase == phase
 
 
 def test_a_lost_mask_makes_the_next_step_dense_and_nothing_is_lost_with_it():
-    world, _, params, optimizers = make(2, density=0.1, density_warmup_steps=0)
+    world, _, params, optimizers = make(2, density=0.1, density_steps=0)
     for t in range(3):
         step(world, params, optimizers, gradients(2, t, SHAPES))
     for pending in (
@@ -49,7 +49,7 @@ def test_a_lost_mask_makes_the_next_step_dense_and_nothing_is_lost_with_it():
 
 @pytest.mark.parametrize("at", [1, 2, 5])
 def test_a_checkpoint_with_a_mask_in_flight_continues_to_the_bit(at):
-    options = dict(density=0.1, density_warmup_steps=3)
+    options = dict(density=0.1, density_steps=3)
     shapes = [(256, 256), (30,)]
     world, _, params, optimizers = make(2, shapes, **options)
     for t in range(at):
@@ -73,7 +73,7 @@ def test_a_checkpoint_with_a_mask_in_flight_continues_to_the_bit(at):
 
 
 def test_a_moment_that_does_not_fit_its_mask_is_refused():
-    world, _, params, optimizers = make(1, density=0.1, density_warmup_steps=0)
+    world, _, params, optimizers = make(1, density=0.1, density_steps=0)
     for t in range(3):
         step(world, params, optimizers, gradients(1, t, SHAPES))
     state = copy.deepcopy(optimizers[0].state_dict())

@@ -48,7 +48,7 @@ def test_sharded_equals_replicated(name, ranks, steps):
 
 def test_sharded_state_is_a_share_of_it():
     """Momentum and the common residual: 1/N of the elements on each rank. What crosses is the mask's share."""
-    world, _, params, optimizers = make(4, density=0.1, density_warmup_steps=0, sharded=True)
+    world, _, params, optimizers = make(4, density=0.1, density_steps=0, sharded=True)
     for t in range(3):
         step(world, params, optimizers, gradients(4, t, SHAPES))
     n = sum(p.numel() for p in params[0])
@@ -66,7 +66,7 @@ def test_sharded_state_is_a_share_of_it():
 
 @pytest.mark.parametrize("late", range(4))
 def test_sharded_whichever_collective_fails_nothing_has_changed(late):
-    world, _, params, optimizers = make(2, density=0.1, density_warmup_steps=0, sharded=True)
+    world, _, params, optimizers = make(2, density=0.1, density_steps=0, sharded=True)
     for t in range(3):
         step(world, params, optimizers, gradients(2, t, SHAPES))
     before = [snapshot(optimizer) for optimizer in optimizers]

@@ -33,7 +33,7 @@ class Run:
     """Ranks whose books are checked in every step."""
 
     def __init__(self, dtype: torch.dtype, ranks: int = 2, **options):
-        self.group = dict(density=0.1, density_warmup_steps=0) | options
+        self.group = dict(density=0.1, density_steps=0) | options
         self.sign = -1.0 if options.get("maximize") else 1.0
         self.shapes, self.dtype = SHAPES[dtype], dtype
         make = functools.partial(compopt.ScapeAdamS, lr=1e-2, **self.group)

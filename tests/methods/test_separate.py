@@ -76,9 +76,9 @@ def as_drawn(ratio: float, kind: str, height: int | str | None):
 
 OPTIONS = {
     "auto": dict(ratio=8, reset_interval=4),
-    "clipped": dict(ratio=4, ef_beta=0.95, reset_interval=None, warmup_steps=3, max_grad_norm=20.0),
+    "clipped": dict(ratio=4, ef_beta=0.95, reset_interval=None, dense_steps=3, max_grad_norm=20.0),
     "no error feedback": dict(ratio=16, ef_beta=1.0, max_grad_norm=20.0),
-    "blocks": dict(ratio=8, block_rows=48, reset_interval=4, max_grad_norm=20.0, warmup_steps=2),
+    "blocks": dict(ratio=8, block_rows=48, reset_interval=4, max_grad_norm=20.0, dense_steps=2),
     "blocks by themselves": dict(ratio=8, block_rows="auto"),
 }
 # Every base with every number of ranks once; of the other options each meets every base, and every number of ranks.

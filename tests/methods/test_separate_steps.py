@@ -62,7 +62,7 @@ def test_dense_steps_in_between_leave_to_absent_tensors_what_they_owe(projection
     for _ in range(3):
         run.step()
     assert run.optimizers[0].stats.phase == "projected" and run.residual(2).any()
-    run.options(warmup_steps=100)
+    run.options(dense_steps=100)
     for absent in (2, None):
         residual = {i: run.residual(i) for i in COMPRESSED}
         for i, (applied, came) in run.step(absent).items():

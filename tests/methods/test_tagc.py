@@ -29,14 +29,14 @@ def make(ranks: int, shapes=SHAPES, dtype=torch.float64, **options):
     return world, start, params, optimizers
 
 
-SKETCH = dict(codec="sketch", sparsity=0.9, sketch_ratio=4)
+SKETCH = dict(codec="sketch", density=0.1, sketch_ratio=4)
 OPTIONS = {
-    "compact": dict(sparsity=0.9875, max_grad_norm=10.0),
-    "warm-up": dict(sparsity=0.8, warmup_steps=3, maximize=True),
-    "sketch 2": dict(codec="sketch", sparsity=0.8, sketch_ratio=2, max_grad_norm=20.0),
+    "compact": dict(density=0.0125, max_grad_norm=10.0),
+    "dense start": dict(density=0.2, dense_steps=3, maximize=True),
+    "sketch 2": dict(codec="sketch", density=0.2, sketch_ratio=2, max_grad_norm=20.0),
     "sketch 4": SKETCH,
-    "sketch 10": dict(codec="sketch", sparsity=0.9875, sketch_ratio=10),
-    "sketch that does not fit": dict(codec="sketch", sparsity=0.8, sketch_ratio=10),
+    "sketch 10": dict(codec="sketch", density=0.0125, sketch_ratio=10),
+    "sketch that does not fit": dict(codec="sketch", density=0.2, sketch_ratio=10),
 }
 
 
@@ -68,7 +68,7 @@ def test_equals_the_oracle(name, ranks):
 
 
 @pytest.mark.parametrize(
-    "options", [OPTIONS["sketch 2"], SKETCH, OPTIONS["sketch 10"]], ids=lambda o: str(o["sparsity"])
+    "options", [OPTIONS["sketch 2"], SKETCH, OPTIONS["sketch 10"]], ids=lambda o: str(o["density"])
 )
 def test_a_sketch_in_float32_is_exact_to_a_thousandth_at_the_loads_of_table_1(options):
     """Gradients of log-normal size, as transformers' are; the compact code of the same is what they should be."""
@@ -108,7 +108,7 @@ def test_the_or_loses_no_index_where_added_fields_do(ranks, shared):
         chosen = torch.cat([order[: int(shared * left)], order[left:][local]])
         bits.append(torch.zeros(n, dtype=torch.bool).index_fill_(0, chosen, True))
     grads = [[(mask * (rank + 2.0 + torch.arange(n))).view(64, 64).double()] for rank, mask in enumerate(bits)]
-    world, _, params, optimizers = make(ranks, [(64, 64)], sparsity=0.75, weight_decay=0.0)
+    world, _, params, optimizers = make(ranks, [(64, 64)], density=0.25, weight_decay=0.0)
     step(world, params, optimizers, grads)
     union = torch.stack(bits).any(0)
     moved = torch.cat([o.state[local[0]]["exp_avg"] for o, local in zip(optimizers, params, strict=True)]) != 0
@@ -156,7 +156,7 @@ def test_large_matrices_are_compressed_but_not_attentions_projections():
 
 
 def test_bytes_are_the_index_the_union_and_the_parameters():
-    world, _, params, optimizers = make(2, [(128, 256)], torch.float32, sparsity=0.9875)
+    world, _, params, optimizers = make(2, [(128, 256)], torch.float32, density=0.0125)
     step(world, params, optimizers, gradients(2, 0, [(128, 256)], torch.float32))
     stats, n = optimizers[0].stats, 128 * 256
     control = len(optimizers[0]._buckets[-1].control.numbers)
@@ -170,7 +170,7 @@ def test_bytes_are_the_index_the_union_and_the_parameters():
 
 
 def test_steps_of_small_tensors_send_at_least_something():
-    world, _, params, optimizers = make(1, [(64, 64)], sparsity=0.9999)
+    world, _, params, optimizers = make(1, [(64, 64)], density=0.0001)
     step(world, params, optimizers, gradients(1, 0, [(64, 64)]))
     assert optimizers[0].stats.density == 1 / 4096
 
@@ -179,7 +179,7 @@ def test_updates_of_float32_parameters_are_gathered_in_bfloat16_with_such_a_payl
     """Half the bytes; replicas stay equal; each update is right to bfloat16's 8 bits."""
     runs = {}
     for dtype in (None, torch.bfloat16):
-        world, start, params, optimizers = make(2, dtype=torch.float32, payload_dtype=dtype, warmup_steps=9)
+        world, start, params, optimizers = make(2, dtype=torch.float32, payload_dtype=dtype, dense_steps=9)
         given = [[g.bfloat16().float() for g in local] for local in gradients(2, 0, SHAPES, torch.float32)]
         step(world, params, optimizers, given)
         for p, q in zip(*params, strict=True):

@@ -17,7 +17,7 @@ import compopt
 
 
 def test_moments_and_masters_are_shared_out_equally():
-    world, _, params, optimizers = make(4, dtype=torch.bfloat16, sparsity=0.9)
+    world, _, params, optimizers = make(4, dtype=torch.bfloat16, density=0.1)
     step(world, params, optimizers, gradients(4, 0, SHAPES, torch.bfloat16))
     n = sum(p.numel() for p in params[0])
     for optimizer in optimizers:
@@ -29,7 +29,7 @@ def test_moments_and_masters_are_shared_out_equally():
 @pytest.mark.parametrize("late", range(4))
 def test_whichever_collective_fails_nothing_has_changed(late):
     """Index, gradients, norm, and the updated parameters: all or nothing."""
-    world, _, params, optimizers = make(2, sparsity=0.9)
+    world, _, params, optimizers = make(2, density=0.1)
     for t in range(2):
         step(world, params, optimizers, gradients(2, t, SHAPES))
     before = [snapshot(optimizer) for optimizer in optimizers]
@@ -43,7 +43,7 @@ def test_whichever_collective_fails_nothing_has_changed(late):
 
 
 def test_a_consolidated_checkpoint_is_whole_and_fits_adamw():
-    world, _, params, optimizers = make(3, sparsity=0.0)
+    world, _, params, optimizers = make(3, density=1.0)
     for t in range(3):
         step(world, params, optimizers, gradients(3, t, SHAPES))
     world.consolidate(optimizers)
@@ -61,7 +61,7 @@ def test_a_consolidated_checkpoint_is_whole_and_fits_adamw():
 
 
 def test_after_a_rank_is_lost_the_shards_of_the_others_are_kept():
-    world, _, params, optimizers = make(3, sparsity=0.9)
+    world, _, params, optimizers = make(3, density=0.1)
     for t in range(3):
         step(world, params, optimizers, gradients(3, t, SHAPES))
     before = [torch.cat([o.state[local[0]]["exp_avg_sq"] for o, local in zip(optimizers, params, strict=True)])]
@@ -82,7 +82,7 @@ def test_after_a_rank_is_lost_the_shards_of_the_others_are_kept():
 
 
 def test_after_a_rebind_that_failed_no_step_is_taken_without_moments():
-    world, _, params, optimizers = make(3, sparsity=0.9)
+    world, _, params, optimizers = make(3, density=0.1)
     for t in range(3):
         step(world, params, optimizers, gradients(3, t, SHAPES))
     world.consolidate(optimizers)
@@ -116,7 +116,7 @@ def test_after_a_rebind_that_failed_no_step_is_taken_without_moments():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_rank_that_alone_missed_the_parameters_takes_the_step_over(dtype):
-    world, _, params, optimizers = make(2, dtype=dtype, sparsity=0.9, lr=1e-3)
+    world, _, params, optimizers = make(2, dtype=dtype, density=0.1, lr=1e-3)
     for t in range(3):
         step(world, params, optimizers, gradients(2, t, SHAPES, dtype))
     world.failing.add((1, world.comms[0].started + 3))  # index, gradients, norm, parameters
@@ -137,7 +137,7 @@ def test_masters_are_the_same_whoever_owns_them():
     """A bfloat16 run on 1, 2 and 3 ranks with the same gradients everywhere, nothing held back: equal parameters."""
     results = []
     for ranks in (1, 2, 4):
-        world, _, params, optimizers = make(ranks, dtype=torch.bfloat16, sparsity=0.0, lr=1e-3)
+        world, _, params, optimizers = make(ranks, dtype=torch.bfloat16, density=1.0, lr=1e-3)
         for t in range(4):
             grads = gradients(1, t, SHAPES, torch.bfloat16)[0]
             for o in optimizers:
@@ -154,7 +154,7 @@ def test_a_checkpoint_knows_which_tensors_are_compressed_by_name():
     def made() -> tuple[list[nn.Parameter], compopt.TagcAdamW]:
         params = [nn.Parameter(torch.ones(80, 80)) for _ in range(2)]
         named = zip(("layer.q_proj.weight", "fc.weight"), params, strict=True)
-        return params, compopt.TagcAdamW(list(named), lr=1e-2, warmup_steps=0)
+        return params, compopt.TagcAdamW(list(named), lr=1e-2, dense_steps=0)
 
     params, optimizer = made()
     for p in params:

@@ -114,7 +114,7 @@ def test_bytes_are_rank_times_the_sides():
         assert 0 < words <= 2 * 4 * header + 56, "headers and control words, twice; seven words of the handshake"
 
 
-TRACKED = projecting("tracked", warmup_steps=2)
+TRACKED = projecting("tracked", dense_steps=2)
 CASES = [
     dataclasses.replace(by_name[name], compressed={**TRACKED, **more})
     for name, more in (("SeparateAdam", {}), ("Separate", {"payload_dtype": torch.int8}))

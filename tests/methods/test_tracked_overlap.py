@@ -28,8 +28,8 @@ def early_and_late(rank: int) -> dict[str, list]:
         completed.append(exchange.bucket.index) or complete_stage(exchange)
     )
     results: dict[str, list] = {}
-    tracked = projecting("tracked", lr=1e-2, warmup_steps=1)
-    sparse = dict(lr=1e-2, density=0.3, interval=2, warmup_steps=1, payload_dtype=torch.int8)
+    tracked = projecting("tracked", lr=1e-2, dense_steps=1)
+    sparse = dict(lr=1e-2, density=0.3, interval=2, dense_steps=1, payload_dtype=torch.int8)
     makers = {
         "tracked": lambda params: compopt.SeparateAdam(params, **tracked),
         "tracked, int8": lambda params: compopt.SeparateAdam(params, **{**tracked, "payload_dtype": torch.int8}),

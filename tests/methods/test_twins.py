@@ -28,20 +28,20 @@ CLOSE = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 
 def tracked(params, **options):
-    return compopt.SeparateAdam(params, rank=4, warmup_steps=3, payload_dtype=None, **ADAM, **options)
+    return compopt.SeparateAdam(params, rank=4, dense_steps=3, payload_dtype=None, **ADAM, **options)
 
 
 def local(params, **options):
-    rounds = dict(every=3, outer_momentum=0.9, payload_dtype=None, every_warmup_steps=0)
+    rounds = dict(every=3, outer_momentum=0.9, payload_dtype=None, growth_steps=0)
     return compopt.LocalSteps(torch.optim.AdamW(params, **ADAM), **rounds, **options)
 
 
-RADIUS = dict(ADAM, density=0.3, interval=5, warmup_steps=3)
-SCAPE = dict(ADAM, density=0.1, density_warmup_steps=4, max_grad_norm=60.0)
-TAGC = dict(ADAM, sparsity=0.9)
+RADIUS = dict(ADAM, density=0.3, interval=5, dense_steps=3)
+SCAPE = dict(ADAM, density=0.1, density_steps=4, max_grad_norm=60.0)
+TAGC = dict(ADAM, density=0.1)
 # The class, its twin, and the twin's module.
 TWINS = {
-    "SeparateAdam": (tracked, lambda p: separate_adam.SeparateAdam(p, rank=4, warmup_steps=3, **ADAM), separate_adam),
+    "SeparateAdam": (tracked, lambda p: separate_adam.SeparateAdam(p, rank=4, dense_steps=3, **ADAM), separate_adam),
     "RadiusAdamW": (
         functools.partial(compopt.RadiusAdamW, **RADIUS),
         lambda p: radius_adamw.RadiusAdamW(p, **RADIUS),
@@ -53,7 +53,7 @@ TWINS = {
         radius_adamw,
     ),
     "ScapeAdamS": (
-        functools.partial(compopt.ScapeAdamS, warmup_steps=0, **SCAPE),
+        functools.partial(compopt.ScapeAdamS, dense_steps=0, **SCAPE),
         lambda p: scape_adams.ScapeAdamS(p, **SCAPE),
         scape_adams,
     ),

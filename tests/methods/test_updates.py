@@ -24,7 +24,7 @@ ALL = ["int8", "int4", "int2"]
 
 
 def make(ranks: int, kind: str, dtype=torch.float64, **options):
-    options = {**HYPER, "sparsity": 0.0, "update_dtype": kind, **options}
+    options = {**HYPER, "density": 1.0, "update_dtype": kind, **options}
     return replicas(ranks, weights(SHAPES, dtype), functools.partial(compopt.TagcAdamW, **options))
 
 
@@ -77,7 +77,7 @@ def test_random_numbers_of_rounding_differ_between_steps_ranks_and_buckets():
     same. Only the random numbers differ."""
     half = torch.linspace(0.1, 1, 4096, dtype=torch.float64)
     both = torch.cat([half, half]).view(64, 128)
-    options = {"lr": 1e-2, "eps": 1.0, "weight_decay": 0.0, "sparsity": 0.0, "update_dtype": "int4"}
+    options = {"lr": 1e-2, "eps": 1.0, "weight_decay": 0.0, "density": 1.0, "update_dtype": "int4"}
 
     def in_two_groups(params, process_group):
         return compopt.TagcAdamW([{"params": [p]} for p in params], process_group=process_group, **options)
@@ -127,7 +127,7 @@ def test_bytes_are_codes_and_scales_of_the_largest_shard(kind, bits, ranks):
 @pytest.mark.parametrize("kind", ALL)
 def test_float32_follows_the_run_that_rounds_nothing(kind):
     """On the default backend, sparsified, clipped, with a dense start: never further from it than some roundings."""
-    options = dict(sparsity=0.9, warmup_steps=2, max_grad_norm=1.0, lr=1e-3)
+    options = dict(density=0.1, dense_steps=2, max_grad_norm=1.0, lr=1e-3)
     runs = {}
     for given in (None, kind):
         world, params, optimizers = make(2, given, torch.float32, **options)
@@ -163,7 +163,7 @@ def test_a_skipped_step_and_an_absent_tensor_leave_what_is_owed():
 @pytest.mark.parametrize("late", range(4))
 def test_whichever_collective_fails_nothing_has_changed(late):
     """Index, gradients, norm, and the codes."""
-    world, params, optimizers = make(2, "int4", torch.float32, sparsity=0.9)
+    world, params, optimizers = make(2, "int4", torch.float32, density=0.1)
     for t in range(2):
         step(world, params, optimizers, gradients(2, t, SHAPES, torch.float32))
     before = [p.detach().clone() for local in params for p in local] + mean_residuals(params, optimizers)
@@ -227,7 +227,7 @@ def test_after_a_rank_is_lost_its_shard_owes_nothing_and_the_others_what_they_di
 
 def test_a_rank_that_missed_the_codes_does_not_send_again_what_they_held():
     """The others have added what it owed: once it took theirs over it owes nothing; they owe what they did."""
-    world, params, optimizers = make(2, "int4", torch.float32, sparsity=0.9)
+    world, params, optimizers = make(2, "int4", torch.float32, density=0.1)
     for t in range(3):
         step(world, params, optimizers, gradients(2, t, SHAPES, torch.float32))
     world.failing.add((1, world.comms[0].started + 3))  # index, gradients, norm, codes
@@ -248,7 +248,7 @@ def test_a_rank_that_missed_the_codes_does_not_send_again_what_they_held():
 def test_one_process_rounds_nothing_unless_it_simulates():
     for simulate in (False, True):
         params = [w.requires_grad_() for w in weights(SHAPES, torch.float32)]
-        optimizer = compopt.TagcAdamW(params, **HYPER, sparsity=0.0, update_dtype="int4", simulate=simulate)
+        optimizer = compopt.TagcAdamW(params, **HYPER, density=1.0, update_dtype="int4", simulate=simulate)
         for p, g in zip(params, gradients(1, 0, SHAPES, torch.float32)[0], strict=True):
             p.grad = g
         optimizer.step()

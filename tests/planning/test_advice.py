@@ -199,7 +199,7 @@ DEFAULTS = {  # rows that are named after their class alone
     "SeparateAdam": (compopt.SeparateAdam, {"projection": "tracked", "rank": 16, "payload_dtype": "int8"}),
     "LocalSteps": (
         compopt.LocalSteps,
-        {"every": 30, "every_warmup_steps": 800, "warmup_steps": 0, "payload_dtype": "int4"},
+        {"every": 30, "growth_steps": 800, "dense_steps": 0, "payload_dtype": "int4"},
     ),
 }
 
@@ -213,9 +213,9 @@ def test_a_row_with_the_name_of_a_class_is_its_default(name):
     assert {key: group[key] for key in options} == options
     method, cost = METHODS[name], METHODS[name](compopt.costmodel.Workload.of_size(10**6), 2)
     if cls is compopt.LocalSteps:
-        assert (cost.every, method.growth, method.start) == (options["every"], options["every_warmup_steps"], 0)
+        assert (cost.every, method.growth, method.start) == (options["every"], options["growth_steps"], 0)
     else:
-        assert method.start == group["warmup_steps"] == 10 and method.options == {}
+        assert method.start == group["dense_steps"] == 10 and method.options == {}
     assert "{steps}" not in method.line and re.search(r"lr=\.\.\.\)+$", method.line)  # nothing but the learning rate
 
 
@@ -316,7 +316,7 @@ def test_memory_is_that_of_the_worst_moment_of_a_step():
         "ScapeAdamS": "ScapeAdamS 0.1",
         "SeparateAdam, Gaussian 16": "SeparateAdam 16",
         "SeparateAdam": "SeparateAdam tracked 16, int8",
-        "TagcAdamW": "TagcAdamW 0.9875",
+        "TagcAdamW": "TagcAdamW 0.0125",
         "LocalSteps": "LocalSteps, AdamW",
     }
     with (Path(__file__).parents[2] / "bench/results/memory.csv").open() as file:
@@ -325,7 +325,7 @@ def test_memory_is_that_of_the_worst_moment_of_a_step():
     for name, row in names.items():
         assert rows[name].peak_bytes / 1e7 - 8 == pytest.approx(measured[row, "2"], rel=0.03), name
     eight = by_name(advise(10_000_000, **SLOW | {"ranks": 8}))["TagcAdamW"]
-    assert eight.peak_bytes / 1e7 - 8 == pytest.approx(measured["TagcAdamW 0.9875", "8"], rel=0.03)
+    assert eight.peak_bytes / 1e7 - 8 == pytest.approx(measured["TagcAdamW 0.0125", "8"], rel=0.03)
     tight = by_name(advise(10_000_000, **SLOW, memory_bytes=0.29e9 / 0.9, shard=1))
     assert (
         not tight["SeparateAdam"].fits and by_name(advise(10_000_000, **SLOW, memory_bytes=0.34e9))["SeparateAdam"].fits
@@ -422,9 +422,9 @@ def test_every_row_can_be_pasted():
             group = made.state_dict()["param_groups"][0]
             if "every" in group:
                 growth = 1000 if method.growth is None else method.growth
-                assert (group["every"], group["every_warmup_steps"]) == (method.options.get("every", 30), growth), name
+                assert (group["every"], group["growth_steps"]) == (method.options.get("every", 30), growth), name
             else:
-                steps = group["warmup_steps"]
+                steps = group["dense_steps"]
                 assert method.start_steps(1000) == (round(1000 * steps) if isinstance(steps, float) else steps), name
 
 

@@ -41,14 +41,14 @@ def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 OURS = {  # as the table's rows are: the method's own options here, and the class's
-    "RadiusAdamW": (compopt.RadiusAdamW, {"interval": STEADY}, {"density": 0.4, "interval": STEADY, "warmup_steps": 0}),
-    "ScapeAdamS": (compopt.ScapeAdamS, {}, {"density": 0.1, "density_warmup_steps": 0}),
+    "RadiusAdamW": (compopt.RadiusAdamW, {"interval": STEADY}, {"density": 0.4, "interval": STEADY, "dense_steps": 0}),
+    "ScapeAdamS": (compopt.ScapeAdamS, {}, {"density": 0.1, "density_steps": 0}),
     "SeparateAdam, Gaussian 16": (compopt.SeparateAdam, {}, {"projection": "gaussian", "ratio": 16}),
-    "SeparateAdam": (compopt.SeparateAdam, {}, {"warmup_steps": 0}),
-    "SeparateAdam, rank 16, int4": (compopt.SeparateAdam, {}, {"warmup_steps": 0, "payload_dtype": "int4"}),
-    "SeparateAdam, rank 32, int4": (compopt.SeparateAdam, {}, {"warmup_steps": 0, "rank": 32, "payload_dtype": "int4"}),
-    "SeparateAdam, rank 8, int4": (compopt.SeparateAdam, {}, {"warmup_steps": 0, "rank": 8, "payload_dtype": "int4"}),
-    "SeparateAdam, rank 4, int8": (compopt.SeparateAdam, {}, {"warmup_steps": 0, "rank": 4}),
+    "SeparateAdam": (compopt.SeparateAdam, {}, {"dense_steps": 0}),
+    "SeparateAdam, rank 16, int4": (compopt.SeparateAdam, {}, {"dense_steps": 0, "payload_dtype": "int4"}),
+    "SeparateAdam, rank 32, int4": (compopt.SeparateAdam, {}, {"dense_steps": 0, "rank": 32, "payload_dtype": "int4"}),
+    "SeparateAdam, rank 8, int4": (compopt.SeparateAdam, {}, {"dense_steps": 0, "rank": 8, "payload_dtype": "int4"}),
+    "SeparateAdam, rank 4, int8": (compopt.SeparateAdam, {}, {"dense_steps": 0, "rank": 4}),
 }
 
 
@@ -107,7 +107,7 @@ def round_bytes(ranks: Ranks, steps: int) -> list[int]:
 
 @pytest.mark.parametrize(("size", "every", "delay"), [(2, 30, 0), (3, 5, 0), (3, 5, 2)])
 def test_bytes_of_a_round_are_local_steps_own(size, every, delay):
-    ranks = local_steps(size, every=every, delay=delay, every_warmup_steps=0)
+    ranks = local_steps(size, every=every, delay=delay, growth_steps=0)
     first = sum(round_bytes(ranks, every + delay))
     work = Workload.of(ranks.models[0].named_parameters())
     cost = METHODS["LocalSteps"](work, size, every=every, delay=delay)
@@ -133,7 +133,7 @@ def kept_by(optimizer: compopt.LocalSteps) -> int:
 
 
 def test_state_of_local_steps_is_the_most_that_is_kept_in_a_round():
-    ranks = local_steps(2, every=3, delay=1, every_warmup_steps=0)
+    ranks = local_steps(2, every=3, delay=1, growth_steps=0)
     work, kept = Workload.of(ranks.models[0].named_parameters()), []
     for _ in range(6):
         ranks.train(loss, 1)
@@ -145,7 +145,7 @@ def test_state_of_local_steps_is_the_most_that_is_kept_in_a_round():
 
 @pytest.mark.parametrize(("every", "growing", "steps"), [(6, 20, 50), (4, 0, 9), (5, 40, 30), (3, 4, 11)])
 def test_rounds_of_a_run_are_those_of_the_class(every, growing, steps):
-    ranks = local_steps(2, every=every, every_warmup_steps=growing)
+    ranks = local_steps(2, every=every, growth_steps=growing)
     sent = round_bytes(ranks, steps)
     ended = [t for t, bytes_ in enumerate(sent, start=1) if bytes_ > WORDS]
     ended += [steps] if ended[-1] < steps else []  # end_round()

@@ -104,7 +104,7 @@ def test_bytes_are_those_on_the_network():
     work = Workload(parameters=1000, compressed=1.0, side=10, perimeter=20, large=0.8)
     union = 1 - 0.9**2  # of two ranks' selections
     sent = 4 * (union * 800 + 200) + 2 * 800 / 8 + 4 * 1000
-    assert CANDIDATES["TAGC 0.9"].share_of_bytes(work, 2) == pytest.approx(sent / (2 * 4 * 1000))
+    assert CANDIDATES["TAGC 0.1"].share_of_bytes(work, 2) == pytest.approx(sent / (2 * 4 * 1000))
     mask = 1000 / 8 / 20  # a broadcast, every 20 steps
     sent = 2 * 4 * 1000 * (0.4 * 19 / 20 + 1 / 20) + mask
     assert CANDIDATES["Radius 0.4"].share_of_bytes(work, 2) == pytest.approx(sent / (2 * 4 * 1000))
@@ -136,7 +136,7 @@ def top_k(rows: list[torch.Tensor], density: float, start: int) -> tuple[list[to
 
 def test_what_a_method_keeps_and_holds_back_is_what_an_oracle_finds():
     rows, start = noise(20), 3
-    candidate = Candidate("TagcAdamW", {"sparsity": 0.75})
+    candidate = Candidate("TagcAdamW", {"density": 0.25})
     records = watch(rows, {"top-k": candidate}, start, betas=(0.8, 0.99))
     sent, norms = top_k(rows, 0.25, start)
     pairs = zip(updates_of(sent, (0.8, 0.99))[start:], updates_of(rows, (0.8, 0.99))[start:], strict=True)
@@ -154,7 +154,7 @@ def test_what_a_method_keeps_and_holds_back_is_what_an_oracle_finds():
 
 def test_a_residual_that_shrinks_has_not_grown():
     rows = [0.8**t * g for t, g in enumerate(noise(20))]
-    records = watch(rows, {"top-k": Candidate("TagcAdamW", {"sparsity": 0.75})})
+    records = watch(rows, {"top-k": Candidate("TagcAdamW", {"density": 0.25})})
     _, norms = top_k(rows, 0.25, 3)
     half = len(norms) // 2
     growth = max(norms[half:]) / max(norms[:half])
@@ -180,7 +180,7 @@ def test_a_part_counts_for_what_it_stands_for():
 
 
 def test_what_sends_everything_keeps_everything():
-    whole = {"whole": Candidate("RadiusAdamW", {"density": 1.0}), "other": Candidate("TagcAdamW", {"sparsity": 0.0})}
+    whole = {"whole": Candidate("RadiusAdamW", {"density": 1.0}), "other": Candidate("TagcAdamW", {"density": 1.0})}
     for row in watch(noise(12), whole).rows:
         assert row.kept == pytest.approx(1, abs=1e-6) and row.residual == pytest.approx(0, abs=1e-6)
         assert not row.grows

@@ -237,7 +237,7 @@ def test_momentum_on_a_mask_of_another_size_gets_memory_of_that_size():
 
 def test_masters_keep_what_parameters_cannot_hold_and_follow_what_is_set_from_outside():
     p = nn.Parameter(torch.ones(64, 65, dtype=torch.bfloat16))
-    optimizer = compopt.RadiusAdamW([p], lr=1e-2, warmup_steps=0, simulate=True)
+    optimizer = compopt.RadiusAdamW([p], lr=1e-2, dense_steps=0, simulate=True)
     (bucket,) = optimizer._buckets
     master = optimizer.state[p]["master"]
     p.grad = torch.ones_like(p)

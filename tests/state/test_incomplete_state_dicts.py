@@ -46,7 +46,7 @@ def test_nothing_is_said_where_nothing_is_missing(case):
 @every
 def test_in_a_dense_start_only_shards_are_missing(case):
     ranks = make_ranks(case, 2)
-    if "warmup_steps" not in case.compressed or case.cls is compopt.LocalSteps:
+    if "dense_steps" not in case.compressed or case.cls is compopt.LocalSteps:
         pytest.skip("has no dense start")
     ranks.train(loss, 1)
     saved, words = state_and_warnings(ranks.optimizers[0])
@@ -107,7 +107,7 @@ def warnings_inside(rank: int) -> dict[str, list[list[str]]]:
     results = {}
     for name, make_optimizer in (("TagcAdamW", compopt.TagcAdamW), ("SeparateAdam", separate), ("Separate", around)):
         model = fsdp_models.cut(fsdp_models.make())
-        optimizer = make_optimizer(list(model.named_parameters()), warmup_steps=0)
+        optimizer = make_optimizer(list(model.named_parameters()), dense_steps=0)
         before = state_and_warnings(optimizer)[1]
         fsdp_models.train(model, optimizer, range(2), rank)
         results[name] = [before, state_and_warnings(optimizer)[1]]

@@ -122,8 +122,8 @@ def test_larger_tensors_and_other_kinds_of_state_come_later(order):
         assert [float(x[0]) for x in host[name]] == wanted and all((x == x[0]).all() for x in host[name])
 
 
-RADIUS = (compopt.RadiusAdamW, dict(density=0.3, interval=4, warmup_steps=2))
-SCAPE = (compopt.ScapeAdamS, dict(density=0.1, density_warmup_steps=3))
+RADIUS = (compopt.RadiusAdamW, dict(density=0.3, interval=4, dense_steps=2))
+SCAPE = (compopt.ScapeAdamS, dict(density=0.1, density_steps=3))
 FORMS = {
     "radius": (*RADIUS, "residual", torch.float32),
     "radius, int8": (RADIUS[0], {**RADIUS[1], "payload_dtype": torch.int8}, "residual", torch.float32),
@@ -152,8 +152,8 @@ def test_more_offloaded_tensors_than_buffers_are_sent_as_they_are(cls, payload_d
 
     def trained(offload: str | None) -> list[nn.Parameter]:
         params = [nn.Parameter(torch.zeros(64, 64)) for _ in range(5)]
-        optimizer = cls(params, density=0.1, warmup_steps=0, offload=offload, payload_dtype=payload_dtype,
-                        **{"interval": 2} if cls is compopt.RadiusAdamW else {"density_warmup_steps": 0})  # fmt: skip
+        optimizer = cls(params, density=0.1, dense_steps=0, offload=offload, payload_dtype=payload_dtype,
+                        **{"interval": 2} if cls is compopt.RadiusAdamW else {"density_steps": 0})  # fmt: skip
         for t in range(6):
             for p, g in zip(params, torch.randn(5, 64, 64, generator=torch.Generator().manual_seed(t)), strict=True):
                 p.grad = g
@@ -224,7 +224,7 @@ def test_the_device_keeps_what_the_paper_says_and_what_is_selected():
     for p in params:
         p.grad = torch.empty_like(p)
     before = storages()
-    optimizer = compopt.ScapeAdamS(params, density=density, density_warmup_steps=0, offload="residual", simulate=True)
+    optimizer = compopt.ScapeAdamS(params, density=density, density_steps=0, offload="residual", simulate=True)
     for step in range(3):
         for p in params:
             p.grad.normal_(generator=torch.Generator().manual_seed(step))

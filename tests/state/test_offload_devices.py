@@ -18,11 +18,11 @@ import compopt
 DEVICE = "lazy"  # any that is not the CPU, and of which tensors without numbers can be made without a driver
 
 FORMS = {
-    "Radius": (compopt.RadiusAdamW, dict(density=0.3, interval=4, warmup_steps=2, offload="residual"), torch.float32),
-    "SCAPE": (compopt.ScapeAdamS, dict(density=0.1, density_warmup_steps=0, offload="all"), torch.bfloat16),
+    "Radius": (compopt.RadiusAdamW, dict(density=0.3, interval=4, dense_steps=2, offload="residual"), torch.float32),
+    "SCAPE": (compopt.ScapeAdamS, dict(density=0.1, density_steps=0, offload="all"), torch.bfloat16),
     "SCAPE, sharded": (
         compopt.ScapeAdamS,
-        dict(density=0.1, density_warmup_steps=0, offload="all", sharded=True),
+        dict(density=0.1, density_steps=0, offload="all", sharded=True),
         torch.bfloat16,
     ),
 }

@@ -19,10 +19,10 @@ from compopt._wire.collectives import Communicator
 from compopt._wire.requests import BitOr, ReduceScatterMean
 
 CLASSES = {
-    "tagc": functools.partial(compopt.TagcAdamW, sparsity=0.9, warmup_steps=2),
-    "early": functools.partial(compopt.TagcAdamW, sparsity=0.9, warmup_steps=2),
-    "sketch": functools.partial(compopt.TagcAdamW, sparsity=0.9, codec="sketch", sketch_ratio=4),
-    "scape": functools.partial(compopt.ScapeAdamS, density=0.1, density_warmup_steps=0, sharded=True),
+    "tagc": functools.partial(compopt.TagcAdamW, density=0.1, dense_steps=2),
+    "early": functools.partial(compopt.TagcAdamW, density=0.1, dense_steps=2),
+    "sketch": functools.partial(compopt.TagcAdamW, density=0.1, codec="sketch", sketch_ratio=4),
+    "scape": functools.partial(compopt.ScapeAdamS, density=0.1, density_steps=0, sharded=True),
 }
 
 

@@ -50,12 +50,12 @@ class Form:
         return self.cls.startswith("Separate")
 
 
-RADIUS = dict(density=0.3, interval=4, warmup_steps=3)
+RADIUS = dict(density=0.3, interval=4, dense_steps=3)
 ADAMS = dict(betas=(0.9, 0.95), weight_decay=0.1)  # the defaults of earlier commits
-SCAPE = ADAMS | dict(density=0.05, warmup_steps=2, density_warmup_steps=5)
-PROJECT = dict(projection="gaussian", ratio=8, warmup_steps=2, reset_interval=8)
-TRACK = dict(projection="tracked", rank=3, warmup_steps=2, reset_interval=8, payload_dtype=None)
-TAGC = dict(sparsity=0.9, warmup_steps=2)
+SCAPE = ADAMS | dict(density=0.05, dense_steps=2, density_steps=5)
+PROJECT = dict(projection="gaussian", ratio=8, dense_steps=2, reset_interval=8)
+TRACK = dict(projection="tracked", rank=3, dense_steps=2, reset_interval=8, payload_dtype=None)
+TAGC = dict(density=0.1, dense_steps=2)
 
 FORMS = [
     Form("RadiusAdamW", RADIUS),
@@ -71,7 +71,7 @@ FORMS = [
         "sharded at once",
         payloads=("bfloat16",),
     ),
-    Form("AdamS", ADAMS, payloads=()),
+    Form("AdamS", ADAMS),
     Form("Separate", PROJECT, "over SGD", base="SGD"),
     Form("Separate", PROJECT, "over AdamW", base="AdamW"),
     Form("Separate", TRACK, "over AdamS", base="AdamS"),
@@ -112,7 +112,7 @@ class Case:
 
     @property
     def clips(self) -> bool:
-        return self.form.cls != "AdamS" and (self.ranks == 2 or self.sends)
+        return self.ranks == 2 or self.sends
 
     @property
     def maximizes(self) -> bool:

@@ -107,8 +107,8 @@ class Run:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = 1e-2 * (1 - t / (2 * self.case.steps))
-                if t == self.case.steps * 4 // 5 and "warmup_steps" in group:
-                    group["warmup_steps"] = group["step"] + 2
+                if t == self.case.steps * 4 // 5 and "dense_steps" in group:
+                    group["dense_steps"] = group["step"] + 2
 
     def backward(self, t: int) -> None:
         case, ranks = self.case, self.world.size

@@ -34,7 +34,7 @@ def other(name: str, form: str, **options) -> Case:
 
 
 def projected(name: str, projection: str, **options) -> Case:
-    compressed = projecting(projection, warmup_steps=2, **options)
+    compressed = projecting(projection, dense_steps=2, **options)
     whole = projecting(projection, ratio=1, rank=2**20)
     return replace(by_name[name], form=projection, compressed=compressed, lossless=whole)
 

@@ -27,13 +27,12 @@ ABSENT = ["never", "never", "on some ranks", "everywhere at times", "always"]
 OPTIONS: dict[str, list[Any]] = {  # of the classes that know them
     "density": [0.2, 0.03, 0.5, 0.9, 1.0],
     "interval": [3, 2, 1],
-    "sparsity": [0.9, 0.5, 0.0],
     "codec": ["compact", "sketch"],
     "sketch_ratio": [2, 10],
     "update_dtype": [None, None, "int8", "int4", "int2"],
     "mask_delay": [1, 0],
-    "warmup_steps": [1, 0, 2],
-    "density_warmup_steps": [1, 0],
+    "dense_steps": [1, 0, 2],
+    "density_steps": [1, 0],
     "ratio": [2, 7.5, 16, 1],
     "projection": ["gaussian", "tracked"],
     "rank": [1, 4],
@@ -45,8 +44,8 @@ OPTIONS: dict[str, list[Any]] = {  # of the classes that know them
 }
 ROUNDS: dict[str, list[Any]] = {  # of local steps
     "every": [3, 2, 1, 6],
-    "warmup_steps": [1, 0, 2],
-    "every_warmup_steps": [0, 4],
+    "dense_steps": [1, 0, 2],
+    "growth_steps": [0, 4],
     "fragments": [1, 2],
     "delay": [0, 1],
     "outer_lr": [0.7, 1.0],

@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "float32": {},
     "rounded": {"payload_dtype": "bfloat16"},
     "zeros": {"few": True},
-    "everything": {"sparsity": 0.0},
+    "everything": {"density": 1.0},
 }
 RANKS, STEPS = 2, 2
 reads: Counter[str] = Counter()
@@ -105,7 +105,7 @@ def sent(generator: Generator[Any, Any, None], answer: object) -> Any:
 
 def run(device: torch.device, few: bool = False, **options: Any) -> list[Tensor]:
     """Two steps: averaged gradients, and what is owed."""
-    group = dict(sparsity=0.9, codec="compact", sketch_ratio=10, payload_dtype=None, step=1, warmup_steps=0,
+    group = dict(density=0.1, codec="compact", sketch_ratio=10, payload_dtype=None, step=1, dense_steps=0,
                  total_steps=None, when="always", compress=None) | options  # fmt: skip
     results, ranks = [], [Rank(rank, device, group) for rank in range(RANKS)]
     for _ in range(STEPS):

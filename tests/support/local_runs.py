@@ -13,7 +13,7 @@ def adamw(params):
 
 
 def train(ranks: int, steps: int, dtype=torch.float64, shapes=SHAPES, inner=adamw, **options):
-    options = {"every": 4, "every_warmup_steps": 0, "payload_dtype": None, **options}
+    options = {"every": 4, "growth_steps": 0, "payload_dtype": None, **options}
 
     def make(params, process_group):
         return compopt.LocalSteps(inner(params), process_group=process_group, **options)

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import compopt
 from compopt._state import buckets
 
-# A class of each kind: AdamS exchanges as Average does without a payload dtype, and Separate as SeparateAdam.
+# A class of each kind: AdamS exchanges as Average does, and Separate as SeparateAdam.
 CASES = [case for case in ALL if case.name not in ("AdamS", "Separate")]
 
 

@@ -100,7 +100,7 @@ def around_adamw(params: Any, lr: float = 1e-3, weight_decay: float = 1e-2, maxi
 def projecting(projection: str, ratio: float = 8, rank: int = 4, **options: Any) -> dict[str, Any]:
     """Options of Separate: how much is left said as this projection has it, no start, nothing rounded."""
     size = {"rank": rank} if projection == "tracked" else {"ratio": ratio}
-    return {"projection": projection, **size, "warmup_steps": 0, "payload_dtype": None, **options}
+    return {"projection": projection, **size, "dense_steps": 0, "payload_dtype": None, **options}
 
 
 GAUSSIAN = dict(projection="gaussian")
@@ -164,13 +164,13 @@ def adams(params: Any, **options: Any) -> torch.optim.Optimizer:
 
 
 ADAM_BAD = {"lr": [-1.0], "eps": [-1e-8], "betas": [(1.0, 0.9), (0.9, -0.1)], "weight_decay": [-0.1]}
-COMMON_BAD = {"warmup_steps": [-1], "max_grad_norm": [0.0, -1.0], "payload_dtype": [torch.int32, torch.float8_e4m3fn]}
+COMMON_BAD = {"dense_steps": [-1], "max_grad_norm": [0.0, -1.0], "payload_dtype": [torch.int32, torch.float8_e4m3fn]}
 
 CASES = [
     Case(
         compopt.RadiusAdamW,
-        compressed=dict(density=0.4, interval=5, warmup_steps=3),
-        lossless=dict(density=1.0, interval=3, warmup_steps=2),
+        compressed=dict(density=0.4, interval=5, dense_steps=3),
+        lossless=dict(density=1.0, interval=3, dense_steps=2),
         reference=torch.optim.AdamW,
         method="radius",
         problems=dict(density=0.4, interval=10),
@@ -178,26 +178,27 @@ CASES = [
     ),
     Case(
         compopt.AdamS,
-        compressed=SCAPES,
-        lossless=SCAPES,
+        compressed=SCAPES | dict(payload_dtype="int8"),
+        lossless=SCAPES | dict(payload_dtype=None),
         reference=adams,
         lr=1e-3,
-        bad=ADAM_BAD,
+        draws=True,
+        bad=ADAM_BAD | {name: COMMON_BAD[name] for name in ("max_grad_norm", "payload_dtype")},
     ),
     Case(
         compopt.ScapeAdamS,
-        compressed=SCAPES | dict(density=0.1, warmup_steps=2, density_warmup_steps=2),
+        compressed=SCAPES | dict(density=0.1, dense_steps=2, density_steps=2),
         lossless=SCAPES | dict(density=1.0),
         reference=adams,
         lr=1e-3,
         method="scape",
-        problems=dict(betas=(0.9, 0.95), density=0.1, density_warmup_steps=0),
+        problems=dict(betas=(0.9, 0.95), density=0.1, density_steps=0),
         limits={"quadratic": 0.1},  # its one matrix is dealt to the ranks in blocks; plain SGD ends at 0.58
         bad=ADAM_BAD | COMMON_BAD | {"density": [0.0, 1.5], "mask_delay": [2], "clip": ["maybe"]},
     ),
     Case(
         compopt.SeparateAdam,
-        compressed=GAUSSIAN | dict(ratio=8, warmup_steps=2),
+        compressed=GAUSSIAN | dict(ratio=8, dense_steps=2),
         lossless=GAUSSIAN | dict(ratio=1),
         reference=torch.optim.AdamW,
         method="separate",
@@ -206,14 +207,14 @@ CASES = [
     ),
     Case(
         compopt.TagcAdamW,
-        compressed=dict(sparsity=0.9, warmup_steps=2),
-        lossless=dict(sparsity=0.0),
+        compressed=dict(density=0.1, dense_steps=2),
+        lossless=dict(density=1.0),
         reference=torch.optim.AdamW,
-        bad=ADAM_BAD | COMMON_BAD | {"sparsity": [1.0, -0.1], "codec": ["zip"], "sketch_ratio": [0.5], "select": ["("]},
+        bad=ADAM_BAD | COMMON_BAD | {"density": [0.0, 1.1], "codec": ["zip"], "sketch_ratio": [0.5], "select": ["("]},
     ),
     Case(
         compopt.Separate,
-        compressed=GAUSSIAN | dict(ratio=8, warmup_steps=2),
+        compressed=GAUSSIAN | dict(ratio=8, dense_steps=2),
         lossless=GAUSSIAN | dict(ratio=1),
         reference=torch.optim.AdamW,
         method="separate",
@@ -231,8 +232,8 @@ CASES = [
     ),
     Case(
         compopt.LocalSteps,
-        compressed=dict(warmup_steps=10**6, payload_dtype=torch.int8),  # its averaged start; rounds are a form of it
-        lossless=dict(warmup_steps=10**6, payload_dtype=None),
+        compressed=dict(dense_steps=10**6, payload_dtype=torch.int8),  # its averaged start; rounds are a form of it
+        lossless=dict(dense_steps=10**6, payload_dtype=None),
         reference=torch.optim.AdamW,
         build=local_adamw,
         draws=True,
@@ -242,8 +243,8 @@ CASES = [
             "delay": [-1, 31],
             "outer_lr": [0.0],
             "outer_momentum": [1.0],
-            "warmup_steps": [-1],
-            "every_warmup_steps": [-1],
+            "dense_steps": [-1],
+            "growth_steps": [-1],
             "max_grad_norm": [0.0],
             "payload_dtype": [torch.int32],
         },
@@ -254,15 +255,15 @@ CASES = [
 FORMS = [
     Case(
         RandomK,
-        compressed=dict(density=0.1, warmup_steps=2),
+        compressed=dict(density=0.1, dense_steps=2),
         lossless=dict(density=1.0),
         reference=torch.optim.AdamW,
         bad=ADAM_BAD | COMMON_BAD | {"density": [0.0, 1.5, -0.1]},
     ),
     Case(
         compopt.TagcAdamW,
-        compressed=dict(sparsity=0.9, warmup_steps=2, update_dtype="int4"),
-        lossless=dict(sparsity=0.0, update_dtype=None),
+        compressed=dict(density=0.1, dense_steps=2, update_dtype="int4"),
+        lossless=dict(density=1.0, update_dtype=None),
         reference=torch.optim.AdamW,
         bad={"update_dtype": ["int16", torch.bfloat16]},
         draws=True,
@@ -270,18 +271,18 @@ FORMS = [
     ),
     Case(
         compopt.LocalSteps,
-        compressed=dict(every=3, warmup_steps=2, every_warmup_steps=2, payload_dtype=torch.int8),
-        lossless=dict(warmup_steps=100, payload_dtype=None),
+        compressed=dict(every=3, dense_steps=2, growth_steps=2, payload_dtype=torch.int8),
+        lossless=dict(dense_steps=100, payload_dtype=None),
         reference=torch.optim.AdamW,
         build=local_adamw,
         draws=True,
-        averaging=dict(warmup_steps=100),
+        averaging=dict(dense_steps=100),
         form="rounds",
     ),
     # several optimizers inside
     Case(
         compopt.Separate,
-        compressed=GAUSSIAN | dict(ratio=8, warmup_steps=2),
+        compressed=GAUSSIAN | dict(ratio=8, dense_steps=2),
         lossless=GAUSSIAN | dict(ratio=1),
         reference=torch.optim.AdamW,
         method="separate",
@@ -300,13 +301,13 @@ FORMS = [
     ),
     Case(
         compopt.LocalSteps,
-        compressed=dict(every=3, warmup_steps=2, every_warmup_steps=2, payload_dtype=torch.int8),
-        lossless=dict(warmup_steps=100, payload_dtype=None),
+        compressed=dict(every=3, dense_steps=2, growth_steps=2, payload_dtype=torch.int8),
+        lossless=dict(dense_steps=100, payload_dtype=None),
         reference=torch.optim.AdamW,
         build=local_several,
         several=True,
         draws=True,
-        averaging=dict(warmup_steps=100),
+        averaging=dict(dense_steps=100),
         form="rounds, several",
     ),
 ]

@@ -105,7 +105,7 @@ class TwinRanks:
 def start_separate_adam_alike(ranks: TwinRanks, optimizer: torch.optim.Optimizer) -> None:
     """Give all twins the random Q with which the optimizer's first step after the dense ones begins."""
     (bucket,), (group,) = optimizer._buckets, optimizer.param_groups
-    group["step"] = group["warmup_steps"]
+    group["step"] = group["dense_steps"]
     stacks, group["step"] = optimizer.reducer(bucket).stacks, 0
     number = {p: i for i, p in enumerate(group["params"])}
     bases = {number[bucket.params[i]]: Q for x in stacks for i, Q in zip(x.indices, x.Q, strict=True)}

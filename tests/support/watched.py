@@ -8,7 +8,7 @@ from torch import nn
 from compopt.planning.candidates import CANDIDATES, Candidate
 from compopt.planning.diagnosis import Diagnosis
 
-FEW = {name: CANDIDATES[name] for name in ("tracked 16, int8", "Radius 0.4", "SCAPE 0.1", "TAGC 0.9")}
+FEW = {name: CANDIDATES[name] for name in ("tracked 16, int8", "Radius 0.4", "SCAPE 0.1", "TAGC 0.1")}
 
 
 def watch(rows: list[torch.Tensor], candidates: dict[str, Candidate], start: int = 3, **options: object) -> Diagnosis:

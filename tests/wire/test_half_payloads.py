@@ -20,7 +20,7 @@ def test_every_rank_owes_what_it_sent_too_little(name, scale, model, backend, mo
     models, which send in the gradients' dtype."""
     monkeypatch.setenv("COMPOPT_BACKEND", backend)
     payload = torch.bfloat16 if model == torch.float32 else None
-    ranks = conformance.make_ranks(by_name[name], 2, model, warmup_steps=9, payload_dtype=payload)
+    ranks = conformance.make_ranks(by_name[name], 2, model, dense_steps=9, payload_dtype=payload)
     ranks.world.record = True
     bucket = ranks.optimizers[0]._buckets[0]
     matrices = [[model.up.weight, model.down.weight] for model in ranks.models]

@@ -169,7 +169,7 @@ def test_what_is_owed_stays_bounded(ranks):
 
 @pytest.mark.parametrize("cls", [compopt.RadiusAdamW, compopt.SeparateAdam, compopt.ScapeAdamS, compopt.TagcAdamW])
 def test_refused_where_not_all_is_owed(cls):
-    with pytest.raises(ValueError, match=r"payload_dtype='int2' is for Average and LocalSteps|'int2' is not for Tagc"):
+    with pytest.raises(ValueError, match=r"payload_dtype='int2' is for Average, AdamS and LocalSteps|not for Tagc"):
         cls([torch.nn.Parameter(torch.ones(3))], payload_dtype="int2")
 
 

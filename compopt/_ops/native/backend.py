@@ -23,7 +23,7 @@ from ..operations import Fused, Ops
 from ..update_helpers import is_tracked
 from .blocks import NativeBlocks
 from .build import isa_of_library, load_library
-from .lowrank import multiply_stacks, update_separate
+from .lowrank import multiply_stacks, orthonormalize_columns, update_separate, write_dense
 from .passes import (
     PACK,
     Memory,
@@ -162,6 +162,12 @@ def can_project(ops: Ops, bucket: Bucket) -> bool:
     return can_read(ops, bucket) and is_tracked(bucket)
 
 
+def can_write_dense(ops: Ops, bucket: Bucket) -> bool:
+    """True if a pass can write this bucket's gradients and residuals to a payload."""
+    is_half = bucket.group["payload_dtype"] in (torch.float16, torch.bfloat16)
+    return can_project(ops, bucket) and not is_half and Residuals(bucket).is_exact
+
+
 def can_update_factored(ops: Ops, bucket: Bucket) -> bool:
     """True if passes can update parameters by products of narrow matrices."""
     return can_write(ops, bucket) and is_tracked(bucket)
@@ -177,6 +183,8 @@ NativeOps.fused = {
     "tagc.select_largest": Fused(can_select, select_largest),
     "tagc.hold_back": Fused(can_select, hold_back),
     "_lowrank.stacks.multiply": Fused(can_project, multiply_stacks),
+    "_lowrank.reducer.write_dense": Fused(can_write_dense, write_dense),
+    "_lowrank.stacks.orthonormalize_columns": Fused(can_project, orthonormalize_columns),
     "separate.update_tensors": Fused(can_update_factored, update_separate),
     "_engine.reducer.step_adamw": Fused(can_write, update_adamw),
     "_engine.reducer.step_adams": Fused(can_write, update_adams),

@@ -65,6 +65,7 @@ SIGNATURES = {  # result and arguments of each function: p memory, n a size, d a
     "adamw": "n pnnp",
     "project": "n pnndp",
     "factored": "n pnnpp",
+    "orthonormalize": "n pnnp",
     "select_sums": "n pnnpp",
     "hold_back": "n pnnppn",
     "set_bits": "n pnp",

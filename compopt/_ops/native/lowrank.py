@@ -1,10 +1,11 @@
-"""SEPARATE with tracked columns by C passes (kernels/native/lowrank.c): the products of
-``_lowrank.stacks.multiply``, and lines 4 and 5 with AdamW, ``separate.update_tensors``.
+"""SEPARATE with tracked columns by C passes: the products of ``_lowrank.stacks.multiply`` and
+lines 4 and 5 with AdamW, ``separate.update_tensors`` (kernels/native/lowrank.c), and
+``_lowrank.stacks.orthonormalize_columns`` (kernels/native/orthonormalize.c).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,15 +14,18 @@ from torch import Tensor
 from ..._state.buckets import Bucket
 from ..._state.residuals import Opened, Residuals
 from ..._wire.payload import Payload
-from ..operations import gradient_marks
 from ..update_helpers import FactoredAverages
 from .passes import (
     ADAMW,
+    EMPTY,
     NAMES,
+    PACK,
     Memory,
     Options,
     Struct,
+    address,
     address_in_turn,
+    addresses,
     as_float32,
     per_thread_scratch,
     run_over_rows,
@@ -34,9 +38,55 @@ from .updates import (
     state_addresses,
 )
 
+MOST_ROWS = 8  # of a tensor, that the update expands at a time
 LANES = 16  # as in vectors.h: narrow matrices are copied to rows of whole steps
 PRODUCT = Struct("height width r g e right out mark")
+COLUMNS = Struct("height r x out")
 FACTORED = Struct("height width r R p sent g e w m v step")
+
+
+class StackRows:
+    """A table with a row for each of the ``chosen`` tensors of stacks of (k, rows, columns, r), in
+    which only addresses change from step to step. ``fixed``: columns that do not.
+    """
+
+    def __init__(
+        self,
+        struct: Struct,
+        stacks: Sequence[tuple[int, int, int, int]],
+        chosen: Sequence[int],
+        **fixed: list[int],
+    ):
+        sizes = [size for k, *size in stacks for _ in range(k)]
+        self.counts, self.chosen = [k for k, *_ in stacks], chosen
+        self.sizes = [sizes[i] for i in chosen]
+        self.lengths = [rows * columns for rows, columns, _ in self.sizes]
+        rows, columns, ranks = (list(x) for x in zip(*self.sizes, strict=True))
+        self.table = struct.table(len(chosen), height=rows, width=columns, r=ranks, **fixed)
+
+    def write(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Write the addresses of the parts of one tensor for each stack."""
+        what, places = NAMES.get(name, "a factor"), []
+        for k, x in zip(self.counts, tensors, strict=True):
+            places += address_in_turn(what, x, [x.numel() // k] * k)
+        if len(places) != len(self.chosen):
+            places = [places[i] for i in self.chosen]
+        self.table.write(name, places)
+
+
+def find_rows(
+    bucket: Bucket, name: str, key: Sequence[object], make: Callable[[], StackRows]
+) -> StackRows:
+    """Return the rows of the last step if nothing that they depend on has changed, else new ones.
+
+    They depend on ``key`` and on the addresses of the bucket's state.
+    """
+    signature = (bucket.storage_version, *key)
+    known = bucket.cache.get(name)
+    if known is None or known[0] != signature:
+        known = bucket.cache[name] = signature, make()
+    rows: StackRows = known[1]
+    return rows
 
 
 def multiply_stacks(
@@ -53,42 +103,99 @@ def multiply_stacks(
 
     It is the first where ``transposed``: H is the transpose of the tensor.
     """
+    sizes = [
+        (len(x.indices), x.projection.rows, x.projection.columns, x.projection.r) for x in stacks
+    ]
+    chosen = range(sum(k for k, *_ in sizes))
+    rows = find_rows(bucket, "products", sizes, lambda: StackRows(PRODUCT, sizes, chosen))
+    # alive until the pass has read them
+    grads = as_float32([g for stack in stacks for g in stack.grads])
+    narrow = [x.contiguous() for x in right]
+    residuals = [stack.residual.read() for stack in stacks]
     marks = torch.zeros(len(bucket.params), dtype=torch.float32, device="cpu")
-    sizes: list[tuple[int, int, int]] = []
-    given: list[Tensor | None] = []
-    columns: dict[str, list[int]] = {name: [] for name in ("e", "right", "out", "mark")}
-    narrow = [x.contiguous() for x in right]  # alive until the pass has read them
-    residuals = [stack.residual.read() for stack in stacks]  # and these
-    for stack, e, R, product in zip(stacks, residuals, narrow, out, strict=True):
-        projection, k = stack.projection, len(stack.indices)
-        sizes += [(projection.rows, projection.columns, projection.r)] * k
-        given += stack.grads
-        for name, x in (("e", e), ("right", R), ("out", product.mT)):
-            columns[name] += address_in_turn(NAMES.get(name, "a factor"), x, [x[0].numel()] * k)
-        columns["mark"] += address_in_turn("marks", marks[stack.indices.start :], [1] * k)
-    rows, widths, ranks = (list(x) for x in zip(*sizes, strict=True))
-    lengths = [n * m for n, m, _ in sizes]
-    table = PRODUCT.table(
-        len(sizes),
-        height=rows,
-        width=widths,
-        r=ranks,
-        g=Memory(as_float32(given), lengths),
-        **columns,
-    )
-    room = max(max(n, m) * (r + LANES) for n, m, r in sizes)
+    table = rows.table
+    table.write("g", addresses("a gradient", grads, rows.lengths))
+    rows.write("e", residuals)
+    rows.write("right", narrow)
+    rows.write("out", [product.mT for product in out])
+    first = address("marks", marks, len(marks))
+    table.write("mark", [first + 4 * i for stack in stacks for i in stack.indices])
+    room = max(max(n, m) * (r + LANES) for n, m, r in rows.sizes)
     scratch = per_thread_scratch(ops, out[0], room)
     library = ops.library
     run_over_rows(
-        lengths,
+        rows.lengths,
         lambda a, b, thread: library.project(
             table, a, b, float(not transposed), scratch + 4 * room * thread
         ),
     )
     if header is not None:
         in_stacks = {i for stack in stacks for i in stack.indices}
-        others = [None if i in in_stacks else g for i, g in enumerate(bucket.grads())]
-        header.header.copy_(marks.add_(gradient_marks(others, marks)))
+        others = [i for i in range(len(bucket.params)) if i not in in_stacks]
+        if others:
+            _pack(bucket, ops, others, [first + 4 * i for i in others])
+        header.header.copy_(marks)
+
+
+def write_dense(
+    bucket: Bucket,
+    ops: NativeUpdates,
+    memory: Tensor,
+    lengths: Sequence[int],
+    indices: Sequence[int],
+    adds_residuals: bool,
+) -> None:
+    """Write gradients that are sent dense, with their residuals, to their places in ``memory``."""
+    places = address_in_turn("a message", memory, lengths)
+    unread = per_thread_scratch(ops, memory, 1)
+    add = [bucket.state["residual"][i] for i in indices] if adds_residuals else None
+    _pack(bucket, ops, indices, [unread] * len(indices), [places[i] for i in indices], add)
+
+
+def _pack(
+    bucket: Bucket,
+    ops: NativeUpdates,
+    indices: Sequence[int],
+    marks: list[int],
+    out: list[int] | None = None,
+    add: list[Tensor] | None = None,
+) -> None:
+    """Write marks of gradients; the gradients and what to ``add`` to each, if there is ``out``."""
+    grads, lengths = bucket.grads(), [bucket.lengths[i] for i in indices]
+    table = PACK.table(
+        len(indices),
+        n=lengths,
+        g=Memory(as_float32([grads[i] for i in indices]), lengths),
+        add=0 if add is None else Memory(add, lengths),
+        index=EMPTY if out is None else 0,  # the positions of no elements
+        out=0 if out is None else out,
+        mark=marks,
+    )
+    run_over_rows(lengths, lambda a, b, _: ops.library.pack(table, a, b, 1.0, 1.0))
+
+
+def orthonormalize_columns(
+    bucket: Bucket, ops: NativeUpdates, stacks: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return orthonormal columns that span those of each (k, n, r), by rows."""
+    shapes = [(n, r) for _, n, r in (stack.shape for stack in stacks)]
+    counts = [len(stack) for stack in stacks]
+    by_columns = [stack.mT.float().contiguous() for stack in stacks]  # alive until they are read
+    results = [torch.empty(stack.shape, dtype=torch.float32, device="cpu") for stack in stacks]
+    rows: dict[str, list[int]] = {"height": [], "r": [], "x": [], "out": []}
+    for k, (n, r), x, out in zip(counts, shapes, by_columns, results, strict=True):
+        rows["height"] += [n] * k
+        rows["r"] += [r] * k
+        rows["x"] += address_in_turn("columns", x, [n * r] * k)
+        rows["out"] += address_in_turn("orthonormal columns", out, [n * r] * k)
+    table = COLUMNS.table(sum(counts), **rows)
+    room = max(r * (n + LANES + 1) for n, r in shapes)
+    scratch = per_thread_scratch(ops, results[0], room)
+    run_over_rows(
+        [n * r for n, r in zip(rows["height"], rows["r"], strict=True)],
+        lambda a, b, thread: ops.library.orthonormalize(table, a, b, scratch + 4 * room * thread),
+    )
+    return results
 
 
 def update_separate(
@@ -118,40 +225,34 @@ def _update_factored(
     factor: float,
 ) -> None:
     stacks, wanted = reducer.list_factored(mean), {*residuals.indices}
-    numbers = [i for stack in stacks for i in stack.indices if i in wanted]
-    if not numbers:
+    in_stacks = [i for stack in stacks for i in stack.indices]
+    chosen = [n for n, i in enumerate(in_stacks) if i in wanted]
+    if not chosen:
         return
-    places = residual_addresses(bucket, residuals)
+    numbers = [in_stacks[n] for n in chosen]
+    sizes = [(len(x.indices), x.rows, x.columns, x.R.shape[-1]) for x in stacks]
+
+    def make_rows() -> StackRows:
+        state = _state_columns(bucket, numbers, m="exp_avg", v="exp_avg_sq")
+        return StackRows(FACTORED, sizes, chosen, **state)
+
+    rows = find_rows(bucket, "factors", (numbers, sizes), make_rows)
     group, grads, weights = bucket.group, bucket.grads(), bucket.weights
-    lengths = [bucket.lengths[i] for i in numbers]
-    columns: dict[str, list[int]] = {
-        name: [] for name in ("height", "width", "r", "R", "p", "sent")
-    }
-    memory: list[Tensor] = []  # alive until the pass has read it
-    for stack in stacks:
-        r, k = stack.R.shape[-1], len(stack.indices)
-        parts = stack.R.contiguous(), stack.p.float(), stack.sent.float()
-        memory += parts
-        sizes = dict(height=[stack.rows] * k, width=[stack.columns] * k, r=[r] * k)
-        for name, x in zip(("R", "p", "sent"), parts, strict=True):
-            sizes[name] = address_in_turn("a factor", x, [x[0].numel()] * k)
-        at = [n for n, i in enumerate(stack.indices) if i in wanted]
-        for name, of_all in sizes.items():
-            columns[name] += [of_all[n] for n in at]
-    table = FACTORED.table(
-        len(numbers),
-        **columns,
-        g=Memory(as_float32([grads[i] for i in numbers]), lengths),
-        w=Memory([weights[i] for i in numbers], lengths),
-        e=[places[i] for i in numbers],
-        **_state_columns(bucket, numbers, m="exp_avg", v="exp_avg_sq"),
-    )
+    # alive until the pass has read them
+    factors = [(x.R.contiguous(), x.p.float(), x.sent.float()) for x in stacks]
+    wide = as_float32([grads[i] for i in numbers])
+    places, table, lengths = residual_addresses(bucket, residuals), rows.table, rows.lengths
+    for name, tensors in zip(("R", "p", "sent"), zip(*factors, strict=True), strict=True):
+        rows.write(name, tensors)
+    table.write("g", addresses("a gradient", wide, lengths))
+    table.write("w", addresses("a parameter", [weights[i] for i in numbers], lengths))
+    table.write("e", [places[i] for i in numbers])
     share = reducer.error_share(factor)
     (beta1, beta2), sign = group["betas"], -1.0 if group["maximize"] else 1.0
     hyper = float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], sign
     options = Options(*hyper, factor, share, share)
-    # a thread's memory: two narrow matrices, rounded up to whole steps
-    room = max(2 * r * (n + LANES) for r, n in zip(columns["r"], columns["width"], strict=True))
+    # a thread's memory: two narrow matrices, rounded up to whole steps, and four buffers of rows
+    room = max(2 * r * (m + LANES) + 4 * (MOST_ROWS * m + 4 * LANES) for _, m, r in rows.sizes)
     scratch = per_thread_scratch(ops, weights[0], room)
     run_over_rows(
         lengths,

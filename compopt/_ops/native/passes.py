@@ -91,9 +91,18 @@ def address_in_turn(
     """Return the addresses of tensors of these sizes that follow each other from the start of
     ``flat``.
     """
-    first = address(what, flat, sum(sizes), dtype)
-    starts = accumulate(sizes, initial=0)
-    return [first + dtype.itemsize * start for start in starts][: len(sizes)]
+    starts, total = starts_of((*sizes,), dtype.itemsize)
+    first = address(what, flat, total, dtype)
+    return [first + start for start in starts]
+
+
+@lru_cache(maxsize=512)
+def starts_of(sizes: tuple[int, ...], itemsize: int) -> tuple[list[int], int]:
+    """Return the first byte of each of tensors that follow each other, and the sum of their
+    sizes.
+    """
+    starts = [itemsize * start for start in accumulate(sizes, initial=0)]
+    return starts[: len(sizes)], sum(sizes)
 
 
 # Tables
@@ -123,6 +132,10 @@ class Table:
         self.address = self._numbers.buffer_info()[0]
         self._as_parameter_ = ctypes.c_void_p(self.address)
         self.memory: object = None  # tensors, alive until the pass has read them
+
+    def write(self, name: str, column: Sequence[int]) -> None:
+        """Write a field of all rows."""
+        self._numbers[self._names.index(name) :: self.width] = array("q", column)
 
     def read_column(self, name: str) -> list[int]:
         """Return a field of all rows, as a pass has left it."""

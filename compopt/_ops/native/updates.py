@@ -201,6 +201,7 @@ def update_scape(
 def update_adams(bucket: Bucket, ops: NativeUpdates, reducer: MaskedAverage) -> None:
     """Do ``_engine.reducer.step_adams`` for all tensors; called by ``Ops.run`` for AdamS."""
     _run_scape(bucket, ops, reducer.mean, reducer.mask, {"old": state_addresses(bucket, "exp_avg")})
+    reducer.feed_back(reducer.mean.have_gradients)
 
 
 def _run_scape(

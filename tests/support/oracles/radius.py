@@ -1,7 +1,7 @@
 """Radius, from Algorithms 1 and 2 of "Radius: Range-based Gradient Sparsity for Large Foundation Model Pre-training".
 
 Line numbers in the comments are Algorithm 1's. Corrected: the paper has no mask between the threshold and the next
-multiple of the interval; here the first step past warm-up samples one. The mask is taken from the corrected gradient
+multiple of the interval; here the first step past the start samples one. The mask is taken from the corrected gradient
 (line 21), as the text says, not from |G| (line 23).
 """
 
@@ -20,7 +20,7 @@ class RadiusOracle:
         lr, betas, eps, weight_decay: AdamW's. `lr` may be changed between steps.
         density: share of each compressed tensor that is exchanged at a sparse step.
         interval: steps t with t % interval == 0 (t from 1) take a new mask.
-        warmup_steps: steps t < warmup_steps are dense.
+        dense_steps: steps t < dense_steps are dense.
         residual_scale: weight of the residual when it comes back; 1 in the paper.
         max_grad_norm: global norm above which the averaged gradient is scaled down; None is off.
         compress: per tensor, whether it is compressed; the others are always averaged densely.
@@ -44,7 +44,7 @@ class RadiusOracle:
         weight_decay: float,
         density: float,
         interval: int,
-        warmup_steps: int,
+        dense_steps: int,
         residual_scale: float = 1.0,
         max_grad_norm: float | None = None,
         compress: list[bool] | None = None,
@@ -52,7 +52,7 @@ class RadiusOracle:
     ):
         self.params = as_float64(params)
         self.ranks, self.lr, self.betas, self.eps, self.weight_decay = ranks, lr, betas, eps, weight_decay
-        self.density, self.interval, self.warmup_steps = density, interval, warmup_steps
+        self.density, self.interval, self.dense_steps = density, interval, dense_steps
         self.residual_scale, self.max_grad_norm, self.maximize = residual_scale, max_grad_norm, maximize
         self.compress = [True] * len(params) if compress is None else list(compress)
         self.m = [torch.zeros_like(p) for p in self.params]
@@ -81,7 +81,7 @@ class RadiusOracle:
         self.params = [w - self.lr * u for w, u in zip(self.params, update, strict=True)]  # line 25
 
     def _phase_of(self, t: int) -> str:
-        if t < self.warmup_steps:  # line 3
+        if t < self.dense_steps:  # line 3
             return "dense"
         return "resample" if not self.sampled or t % self.interval == 0 else "sparse"  # line 7
 

@@ -72,15 +72,15 @@ class ScapeOracle(AdamSOracle):
         density: share of each compressed tensor that is exchanged, or a function from a step t (from 1) to the density
             of the mask *used* at t, in place of the schedule below.
         mask_delay: 1 uses the mask selected one step earlier (at t = 1 there is none: all ones); 0 this step's.
-        warmup_steps: dense steps, t = 1 .. warmup_steps.
-        density_warmup_steps: after them the k-th step, k from 0, has density max(density, density^(k / this)); 0 is
+        dense_steps: dense steps, t = 1 .. dense_steps.
+        density_steps: after them the k-th step, k from 0, has density max(density, density^(k / this)); 0 is
             the final density at once.
         clip: "consistent" or "scape" (see above), max_grad_norm: global norm of the averaged gradient; None is off.
         compress: per tensor, whether it is compressed.
 
     Attributes (beyond AdamSOracle's):
         residual: residual[rank][i]. mask: mask[i], used at the last step. next_mask: for the next step (delay 1).
-        phase: "dense" when the last step's masks were all ones because of warm-up or the start, else "sparse".
+        phase: "dense" when the last step's masks were all ones because of the dense start, else "sparse".
         average: the averaged gradient of the last step, ghat, before clipping.
     """
 
@@ -95,8 +95,8 @@ class ScapeOracle(AdamSOracle):
         owner: list[int],
         density: float | Callable[[int], float],
         mask_delay: int = 1,
-        warmup_steps: int = 0,
-        density_warmup_steps: int = 0,
+        dense_steps: int = 0,
+        density_steps: int = 0,
         clip: str = "consistent",
         max_grad_norm: float | None = None,
         compress: list[bool] | None = None,
@@ -108,7 +108,7 @@ class ScapeOracle(AdamSOracle):
         if mask_delay not in (0, 1):
             raise ValueError(f"mask_delay is {mask_delay}, it must be 0 or 1")
         self.owner, self.density, self.mask_delay = list(owner), density, mask_delay
-        self.warmup_steps, self.density_warmup_steps = warmup_steps, density_warmup_steps
+        self.dense_steps, self.density_steps = dense_steps, density_steps
         self.clip, self.max_grad_norm = clip, max_grad_norm
         self.compress = [True] * len(params) if compress is None else list(compress)
         self.residual = [[torch.zeros_like(p) for p in self.params] for _ in range(ranks)]
@@ -121,12 +121,12 @@ class ScapeOracle(AdamSOracle):
         """Density of the mask used at step t."""
         if callable(self.density):
             return self.density(t)
-        k = t - self.warmup_steps - 1
+        k = t - self.dense_steps - 1
         if k < 0:
             return 1.0
-        if self.density_warmup_steps == 0:
+        if self.density_steps == 0:
             return self.density
-        return max(self.density, self.density ** (k / self.density_warmup_steps))
+        return max(self.density, self.density ** (k / self.density_steps))
 
     def step(self, grads: Grads) -> None:
         """One step of all ranks; grads[rank][i] is what that rank's backward left."""

@@ -24,7 +24,7 @@ class SeparateOracle:
             reconstruction is always p R^T / r.
         ef_beta: weight of the old error, or "auto": w / (1 + w) with w = (c + 1) / r, for each matrix.
         reset_interval: after step t the errors are cleared when t % reset_interval == 0; None is never.
-        warmup_steps: dense steps, t = 1 .. warmup_steps.
+        dense_steps: dense steps, t = 1 .. dense_steps.
         max_grad_norm: None is off; else clips what is averaged: g + e, whose squared norm is estimated by |p|^2 / r.
             Every rank's gradient then counts as clipped by that factor, and only so much of what it sent has arrived.
         compress: per tensor, whether it is projected; the others are averaged densely.
@@ -43,13 +43,13 @@ class SeparateOracle:
         random: Callable[[int, int], Tensor],
         ef_beta: float | str = "auto",
         reset_interval: int | None = 128,
-        warmup_steps: int = 0,
+        dense_steps: int = 0,
         max_grad_norm: float | None = None,
         compress: list[bool] | None = None,
     ):
         self.params = [p.requires_grad_() for p in as_float64(params)]
         self.ranks, self.base, self.random = ranks, base(self.params), random
-        self.ef_beta, self.reset_interval, self.warmup_steps = ef_beta, reset_interval, warmup_steps
+        self.ef_beta, self.reset_interval, self.dense_steps = ef_beta, reset_interval, dense_steps
         self.max_grad_norm = max_grad_norm
         self.compress = [True] * len(params) if compress is None else list(compress)
         self.error = [[torch.zeros_like(p) for p in self.params] for _ in range(ranks)]
@@ -63,7 +63,7 @@ class SeparateOracle:
         """One step of all ranks; grads[rank][i] is what that rank's backward left."""
         self.t += 1
         grads = read_grads(grads, self.params, self.ranks)
-        self.phase = "dense" if self.t <= self.warmup_steps else "projected"
+        self.phase = "dense" if self.t <= self.dense_steps else "projected"
         self.average = mean_over_ranks(grads)
         squares = [float(a.square().sum()) for a in self.average]
         sent = {}

@@ -2,7 +2,7 @@
 
 The sketch is lossless where it can be peeled (section 2.2), so there is one oracle for both codecs. Line numbers in the
 comments are Algorithm 1's. What follows line 10 is AdamW of a sharded optimizer: elementwise, so the shards do not show
-but in the thresholds. Corrected: the or over ranks is exact, and at least `sparsity` of a shard is zeroed.
+but in the thresholds. Corrected: the or over ranks is exact, and at most `density` of a shard is left.
 """
 
 from fractions import Fraction
@@ -22,8 +22,8 @@ class TagcOracle:
         lr, betas, eps, weight_decay: AdamW's. `lr` may be changed between steps.
         shards: the cuts: each shard is a list of (tensor, first element, last element + 1) of flattened tensors. Every
             element of a compressed tensor is in one of them.
-        sparsity: share of a shard that is zeroed, at least; a decimal as it was written.
-        warmup_steps: steps t <= warmup_steps are dense.
+        density: share of a shard that is left, at most; a decimal as it was written.
+        dense_steps: steps t <= dense_steps are dense.
         max_grad_norm: global norm above which the averaged gradient is scaled down; None is off.
         compress: per tensor, whether it is compressed; the others are averaged densely.
         maximize: ascend.
@@ -42,15 +42,15 @@ class TagcOracle:
         eps: float,
         weight_decay: float,
         shards: list[list[tuple[int, int, int]]],
-        sparsity: float,
-        warmup_steps: int = 0,
+        density: float,
+        dense_steps: int = 0,
         max_grad_norm: float | None = None,
         compress: list[bool] | None = None,
         maximize: bool = False,
     ):
         self.params = as_float64(params)
         self.ranks, self.lr, self.betas, self.eps, self.weight_decay = ranks, lr, betas, eps, weight_decay
-        self.shards, self.sparsity, self.warmup_steps = shards, sparsity, warmup_steps
+        self.shards, self.density, self.dense_steps = shards, density, dense_steps
         self.max_grad_norm, self.maximize = max_grad_norm, maximize
         self.compress = [True] * len(params) if compress is None else list(compress)
         self.m = [torch.zeros_like(p) for p in self.params]
@@ -63,7 +63,7 @@ class TagcOracle:
         """One step of all ranks; grads[rank][i] is what that rank's backward left."""
         self.t += 1
         grads = read_grads(grads, self.params, self.ranks)
-        if self.t > self.warmup_steps:
+        if self.t > self.dense_steps:
             grads = [self._sparsified(rank, local) for rank, local in enumerate(grads)]
             self.union = [torch.stack([g != 0 for g in same]).any(0) for same in zip(*grads, strict=True)]  # line 4
         average = clip_by_global_norm(mean_over_ranks(grads), self.max_grad_norm)  # lines 5 to 10
@@ -83,8 +83,8 @@ class TagcOracle:
         for shard in self.shards:
             pieces = [sums[i].flatten()[a:b] for i, a, b in shard]
             x = torch.cat(pieces)
-            zeroed = -(-Fraction(str(self.sparsity)) * len(x) // 1)  # rounded up
-            x[x.abs().argsort()[: int(zeroed)]] = 0.0
+            kept = Fraction(str(self.density)) * len(x) // 1  # rounded down
+            x[x.abs().argsort()[: len(x) - int(kept)]] = 0.0
             for (i, a, b), piece in zip(shard, x.split([len(piece) for piece in pieces]), strict=True):
                 left[i][a:b] = piece
         left = [x.view(s.shape) for x, s in zip(left, sums, strict=True)]

@@ -56,8 +56,8 @@ def train_oracle(toy: Problem, method: str, ranks: int, seed: int = 0) -> float:
 
 def make_oracle(toy: Problem, method: str, model: nn.Module, ranks: int):
     """The oracle with the settings of the table."""
-    params, compress, warmup = list(model.parameters()), compressed(model), round(0.15 * toy.steps)
-    common = {"compress": compress, "warmup_steps": warmup}
+    params, compress, dense_steps = list(model.parameters()), compressed(model), round(0.15 * toy.steps)
+    common = {"compress": compress, "dense_steps": dense_steps}
     if method == "radius":
         return RadiusOracle(params, ranks, toy.lr, (0.9, 0.999), 1e-8, 0.0, density=0.4, interval=10, **common)
     if method == "scape":
