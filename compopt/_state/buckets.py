@@ -429,7 +429,8 @@ class Bucket:
     ) -> tuple[list[Payload], Tensor]:
         """Make an empty payload for each rank, that of rank r with ``lengths[r]`` elements.
 
-        Returns the payloads, and the memory in which they lie one after the other.
+        Returns the payloads, and the memory in which they lie one after the other. The next ones
+        reuse it.
         """
         codec, header, control = (
             self._find_codec(dtype),
@@ -440,7 +441,7 @@ class Bucket:
         fields = self._pin_fields((), sent)
         bodies = [sum(row) for row in lengths]
         sizes = [header + control + body for body in bodies]
-        flat = torch.empty(sum(sizes), dtype=sent, device=self.device)
+        flat = self._memory("messages", sum(sizes), sent, self.device)
         errors: Sequence[Tensor | None] = [None] * len(lengths)
         if self.is_rounded and self._is_narrow(sent):
             memory = self.get_memory("rounding_errors", sum(bodies), self.compute_dtype)
