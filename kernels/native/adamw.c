@@ -50,28 +50,15 @@ static void update_residual(float *restrict residual, const float *restrict g, c
         if (on(mask, a + i)) residual[i] = 0;
 }
 
-// Copies a block past the cache: what a store would read first is overwritten.
-static void write_past(float *to, const float *from, int64_t size) {
-    const int64_t head = smaller(size, (int64_t)(-(uintptr_t)to % (WIDE * sizeof(float)) / sizeof(float)));
-    int64_t i = head;
-    memcpy(to, from, head * sizeof(float));
-    for (; i + WIDE <= size; i += WIDE) store_past(to + i, load(from + i));
-    memcpy(to + i, from + i, (size - i) * sizeof(float));
-}
-
 // Updates a block in other memory.
 static void adamw_block(const float *restrict w, const float *restrict m, const float *restrict v, const float *restrict g,
-                        float *new_w, float *new_m, float *new_v, int64_t size, float sign, Factors f) {
-    float block_w[BLOCK], block_m[BLOCK], block_v[BLOCK];
+                        float *restrict new_w, float *restrict new_m, float *restrict new_v, int64_t size, float sign, Factors f) {
     for (int64_t i = 0; i < size; i++) {
         float first = m[i], second = v[i];
-        block_w[i] = f.shrink * w[i] - f.rate * update_moments(&first, &second, sign * g[i], f);
-        block_m[i] = first;
-        block_v[i] = second;
+        new_w[i] = f.shrink * w[i] - f.rate * update_moments(&first, &second, sign * g[i], f);
+        new_m[i] = first;
+        new_v[i] = second;
     }
-    write_past(new_w, block_w, size);
-    write_past(new_m, block_m, size);
-    write_past(new_v, block_v, size);
 }
 
 // Returns whether all averaged values were used.
@@ -109,6 +96,5 @@ int64_t adamw(const AdamW *rows, int64_t first, int64_t last, const Hyper *hyper
     int64_t wrong = -1;
     for (int64_t r = first; r < last; r++)
         if (rows[r].step && !adamw_row(rows + r, hyper) && wrong < 0) wrong = r;
-    finish_stores();
     return wrong;
 }

@@ -34,7 +34,5 @@ typedef __m512 Floats;
 enum { WIDE = 16 };
 static inline Floats load(const float *x) { return _mm512_loadu_ps(x); }
 static inline void store(float *x, Floats values) { _mm512_storeu_ps(x, values); }
-static inline void store_past(float *x, Floats values) { _mm512_stream_ps(x, values); }
-static inline void finish_stores(void) { _mm_sfence(); }
 static inline Floats fill_all(float x) { return _mm512_set1_ps(x); }
 static inline Floats add_product(Floats sum, Floats a, Floats b) { return _mm512_fmadd_ps(a, b, sum); }

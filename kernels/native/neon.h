@@ -58,7 +58,5 @@ typedef float32x4_t Floats;
 enum { WIDE = 4 };
 static inline Floats load(const float *x) { return vld1q_f32(x); }
 static inline void store(float *x, Floats values) { vst1q_f32(x, values); }
-static inline void store_past(float *x, Floats values) { vst1q_f32(x, values); }
-static inline void finish_stores(void) {}
 static inline Floats fill_all(float x) { return vdupq_n_f32(x); }
 static inline Floats add_product(Floats sum, Floats a, Floats b) { return vfmaq_f32(sum, a, b); }

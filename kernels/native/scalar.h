@@ -59,7 +59,5 @@ typedef float Floats;
 enum { WIDE = 1 };
 static inline Floats load(const float *x) { return *x; }
 static inline void store(float *x, Floats value) { *x = value; }
-static inline void store_past(float *x, Floats value) { *x = value; }
-static inline void finish_stores(void) {}
 static inline Floats fill_all(float x) { return x; }
 static inline Floats add_product(Floats sum, Floats a, Floats b) { return fmaf(a, b, sum); }

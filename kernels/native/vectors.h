@@ -11,8 +11,7 @@
 //     void clear(float *x, Bits some)                         writes 0 where there is a bit
 //
 // Products need as many numbers as a register holds, WIDE, and one rounding of a product and its sum, which not all compilers make
-// of plain loops: Floats, load, store, fill_all (one number to all places) and add_product (sum + a b). store_past() writes past the
-// cache, to an aligned place; finish_stores() follows before other threads read.
+// of plain loops: Floats, load, store, fill_all (one number to all places) and add_product (sum + a b).
 
 #pragma once
 #include <stdint.h>

@@ -7,7 +7,6 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -60,7 +59,8 @@ class NativeUpdates(Ops):
         moments = state["exp_avg"], state["exp_avg_sq"]
         old = [[column[i] for i in indices] for column in (weights, *moments)]
         begin, end = bucket.shards.own_bits
-        if not is_plain(*chain(*old, *out), *values) or end - begin >= 2**31:
+        firsts = (column[0] for column in (*old, *out))  # columns are of one memory each
+        if not is_plain(*firsts, *values) or end - begin >= 2**31:
             return super().compute_adamw(bucket, indices, weights, values, positions, out)
         lengths, hyper = sizes_of(old[0]), adamw_options(bucket.group)
         steps = torch.stack([state["step"][i] for i in indices])  # a copy, which the pass counts
