@@ -38,7 +38,7 @@ demo:  ## the same small GPT with DDP + AdamW and with each of compopt's optimiz
 
 # Three: there is one to work while another waits for ranks. Bytecode is kept also where the environment says otherwise:
 # tests start some hundred processes.
-TEST := env PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q -n 4 --dist worksteal
+TEST := env PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q -n 3 --dist worksteal
 
 test: .venv/ready  ## all tests but the slow ones, in about eight minutes on two cores; what each costs: runs/processor_times.txt
 	COMPOPT_PROCESSOR_TIMES=runs/processor_times.txt $(TEST) -m "not slow"
@@ -94,7 +94,7 @@ bench: .venv/ready  ## ten minutes: step() alone, steps over shaped links (root)
 	$(BIN)/python bench/links.py --rates 100mbit unshaped
 	$(BIN)/python bench/ladder.py --show
 	$(BIN)/python bench/ladder.py seconds --show
-	$(BIN)/python bench/tables.py
+	$(BIN)/python bench/quality.py
 	@echo "What these figures mean, and where compression loses: bench/RESULTS.md"
 
 gpu:  ## one prepared run on a GPU, at most nine minutes: tests, correctness, kernels, steps, training; see bench/gpu.py

@@ -1,33 +1,181 @@
-"""Simulated ranks of one process: the replicas of a stacked model, each stepped by an optimizer of its own.
+"""Simulated ranks of one process: the ladder's models, all ranks' parameters in one, and an optimizer for each rank.
 
-Three ways of stepping. Where replicas are equal and gradients are averaged whole, one replica stands for all. Classes
-of compopt step in lockstep (tests/support). The rivals of _rivals.py call collectives in the middle of a step: their
-ranks are threads.
+The model is examples/train_gpt.py's; one backward of ``StackedGPT`` is that of all ranks. Three ways of stepping: where
+gradients are averaged whole, one replica stands for all. Classes of compopt step in lockstep (tests/support). The
+rivals of _rivals.py call collectives in the middle of a step: their ranks are threads.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from _ladder_model import StackedGPT
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
+import corpus
 from sim import World
+from train_gpt import GPT
 
 import compopt.muon
 from compopt._ops.backends import choose_backend
 from compopt._state.residuals import Residuals
 from compopt._state.tensors import MIN_COMPRESSED_NUMEL
 from compopt.integrations._fsdp_gather import GatherLayout, Shard
+
+VALIDATION_WINDOWS, VALIDATION_BATCH = 1024, 32
+
+
+@dataclass(frozen=True)
+class Size:
+    """A rung of the ladder. ``batch`` is that of one rank."""
+
+    layers: int
+    width: int
+    heads: int
+    batch: int = 8
+    context: int = 64
+
+    def make(self, seed: int) -> GPT:
+        torch.manual_seed(seed)
+        return GPT(self.layers, self.width, self.heads, self.context)
+
+
+SIZES = {
+    "0.2M": Size(3, 64, 2),
+    "0.4M": Size(3, 96, 3),
+    "0.9M": Size(4, 128, 4),
+    "1.7M": Size(5, 160, 5),
+    "3M": Size(6, 192, 6, batch=32, context=256),
+    "35M": Size(11, 512, 8, batch=32, context=256),
+    "124M": Size(17, 768, 12, batch=32, context=256),
+}
+
+
+class SquaredReLU(torch.autograd.Function):
+    """relu(x)^2 as torch has it, to the bit, in fewer passes over memory."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        positive = x.relu()
+        ctx.save_for_backward(positive)
+        return positive * positive
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        (positive,) = ctx.saved_tensors
+        return (positive * grad).mul_(2)
+
+
+class StackedGPT:
+    """``replicas`` copies of a model, their parameters stacked as (replicas, ...) and their products batched.
+
+    ``params`` by name are leaves with gradients of their own; what replica r has is ``params[name][r]``, a view.
+    """
+
+    def __init__(self, model: GPT, replicas: int, product_dtype: torch.dtype | None = None):
+        self.replicas, self.product_dtype = replicas, product_dtype
+        self.heads, self.layers = model.blocks[0].heads, len(model.blocks)
+        self.params = {
+            name: p.detach().repeat(replicas, *[1] * p.dim()).requires_grad_() for name, p in model.named_parameters()
+        }
+        for p in self.params.values():
+            p.grad = torch.zeros_like(p)
+
+    def views(self, replica: int) -> dict[str, torch.nn.Parameter]:
+        """The parameters of one replica, with its gradients: they share memory with the stacked ones."""
+        views = {name: torch.nn.Parameter(p.detach()[replica]) for name, p in self.params.items()}
+        for name, p in views.items():
+            p.grad = self.params[name].grad[replica]
+        return views
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        """(replicas, tokens, in) to (replicas, tokens, out)."""
+        weight = self.params[name]
+        if self.product_dtype is None:
+            return x @ weight.mT
+        return (x.to(self.product_dtype) @ weight.to(self.product_dtype).mT).to(x.dtype)
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:]) * self.params[name][:, None]
+
+    def block(self, n: int, x: Tensor, context: int) -> Tensor:
+        at, width = f"blocks.{n}.", x.shape[-1]
+        qkv = self.linear(at + "qkv.weight", self.norm(at + "norm1.weight", x))
+        q, k, v = qkv.view(-1, context, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        x = x + self.linear(at + "out.weight", mixed)
+        up = self.linear(at + "up.weight", self.norm(at + "norm2.weight", x))
+        return x + self.linear(at + "down.weight", SquaredReLU.apply(up))
+
+    def losses(self, x: Tensor, y: Tensor) -> Tensor:
+        """The mean loss of each replica, for x and y of shape (replicas, batch, context)."""
+        replicas, batch, context = x.shape
+        table = self.params["bytes.weight"]
+        first = torch.arange(replicas, device=x.device).view(-1, 1) * table.shape[1]
+        h = F.embedding(x.reshape(replicas, -1) + first, table.flatten(0, 1))
+        h = h + self.params["positions.weight"][:, :context].repeat(1, batch, 1)
+        for n in range(self.layers):
+            h = self.block(n, h, context)
+        logits = self.linear("head.weight", self.norm("norm.weight", h))
+        losses = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
+        return losses.view(replicas, -1).mean(1)
+
+    def backward(self, x: Tensor, y: Tensor) -> list[float]:
+        """The losses; each replica's gradient is that of its own."""
+        for p in self.params.values():
+            p.grad.zero_()
+        losses = self.losses(x, y)
+        losses.sum().backward()
+        return losses.tolist()
+
+
+class Text:
+    """Training batches of every rank, and the validation windows; ``steps`` of them can be skipped."""
+
+    def __init__(self, size: Size, ranks: int, seed: int, path: str | None):
+        train, self.validation = corpus.load(path, corpus.LIMIT if path is None else 2**40)
+        self.ranks = [
+            corpus.batches(train, size.batch, size.context, seed=1000 * seed + 1 + rank) for rank in range(ranks)
+        ]
+        self.context = size.context
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        """Of shape (ranks, batch, context)."""
+        inputs, targets = zip(*(next(batches) for batches in self.ranks), strict=True)
+        return torch.stack(inputs), torch.stack(targets)
+
+    def windows(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches of the same windows for every run, evenly spaced over the validation text."""
+        length = self.context + 1
+        count = min(VALIDATION_WINDOWS, len(self.validation) // length)
+        starts = torch.arange(count) * ((len(self.validation) - length) // max(1, count - 1))
+        for some in starts.split(VALIDATION_BATCH):
+            window = self.validation[some[:, None] + torch.arange(length)].long()
+            yield window[:, :-1], window[:, 1:]
+
+
+@torch.no_grad()
+def validate(model: StackedGPT, text: Text, device: torch.device) -> float:
+    """The mean loss of replica 0."""
+    one = StackedGPT.__new__(StackedGPT)
+    one.__dict__ |= model.__dict__ | {"replicas": 1, "params": {n: p.detach()[:1] for n, p in model.params.items()}}
+    results = [(one.losses(x[None].to(device), y[None].to(device)).item(), len(x)) for x, y in text.windows()]
+    return math.fsum(loss * n for loss, n in results) / sum(n for _, n in results)
+
+
+# Ranks
 
 Views = dict[str, nn.Parameter]
 Make = Callable[[Views, Any], torch.optim.Optimizer]  # from a replica's parameters and its communicator or group

@@ -17,21 +17,18 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, product
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import _ladder_runs
-import _ladder_tables
 import torch
 import torch.distributed as dist
-from _clock import RATE, reached
-from _interleave import Runner, interleave, over_links, warn_if_busy
-from _ladder_model import SIZES
-from _ladder_rows import BASELINES, DENSE, MAIN, ROWS, Local
-from _ladder_runs import Lines, best_of
+from _ladder_ranks import SIZES
+from _ladder_runs import BASELINES, DENSE, MAIN, ROWS, Lines, Local, best_of
 from _net import bits_per_second
-from _table import RESULTS, drawing, print_rows, write_rows
+from _table import RESULTS, print_rows, write_rows
+from links import Runner, interleave, over_links, warn_if_busy
+from quality import reached
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -187,80 +184,6 @@ COLORS = {  # how names begin
 
 def color_of(row: str) -> str:
     return next(color for begins, color in COLORS.items() if row.startswith(begins))
-
-
-def draw(table: list[dict[str, Any]], path: Path) -> None:
-    """Loss over seconds, a panel a rate; the line is DDP + AdamW's last loss."""
-    rates = list(dict.fromkeys(line["rate"] for line in table))
-    with drawing(path, len(rates), (4.6 * len(rates) + 2, 4.6), sharey=True) as (figure, panels):
-        for axis, rate in zip(panels, rates, strict=True):
-            for line in (line for line in table if line["rate"] == rate):
-                points = [[point[key] for point in line["evals"]] for key in ("seconds", "val_loss")]
-                style = "--" if line["row"].endswith("140") else "-"
-                label = line["row"] if axis is panels[0] else None
-                axis.plot(*points, style, color=color_of(line["row"]), label=label, linewidth=1.5)
-                axis.plot(points[0][-1], points[1][-1], "o", color=color_of(line["row"]), markersize=4)
-            level = next(line["loss"] for line in table if (line["rate"], line["row"]) == (rate, BASELINES[0]))
-            axis.axhline(level, color=COLORS[BASELINES[0]], linestyle=":", linewidth=1)
-            axis.set(title=rate, xlabel="seconds, composed of measured step times", xscale="log")
-        panels[0].set_ylabel("validation loss (nats a byte)")
-        figure.legend(loc="outside right upper", frameon=False, fontsize=8)
-
-
-# The picture of README.md: loss over seconds at 100 Mbit/s, and over the bytes of a whole run
-
-README_ROWS = {  # row: its label, and the label's offset in the right panel
-    "DDP + AdamW": ("DDP + AdamW", (-75, -14)),
-    "DDP + Muon": ("DDP + Muon", (-62, 6)),
-    "PowerSGD 4": ("PowerSGD 4", (7, 2)),
-    "SeparateAdam": ("SeparateAdam", (7, 4)),
-    "LocalSteps(Muon) 30, int4, 800": ("LocalSteps(Muon)", (7, -12)),  # the defaults
-}
-
-
-def readme_lines() -> list[dict[str, Any]]:
-    """The lines of four ranks at the largest size at which all of README_ROWS are timed."""
-    runs, timings = _ladder_runs.kept(), kept()
-    for size, products in product(reversed(SIZES), ("bfloat16", "float32")):
-        others = {"ranks": 4, "tokens": 20, "products": products}
-        seconds = tabulate(runs, timings, size, **others)
-        lines = {line["row"]: line for line in seconds if line["rate"] == RATE}
-        if README_ROWS.keys() <= lines.keys():
-            table = [line for line in _ladder_tables.tabulate(runs, **others) if line["size"] == size]
-            return [line | {"evals": lines[line["row"]]["evals"]} for line in table if line["row"] in lines]
-    raise LookupError(f"at no size have all of {', '.join(README_ROWS)} run and been timed")
-
-
-def _draw_readme_panels(left: Any, right: Any, lines: list[dict[str, Any]]) -> None:
-    """Draw loss over seconds, and the last loss, the mean over seeds, over the bytes of the run."""
-    first = lines[0]
-    for line in lines:
-        if line["row"] not in README_ROWS:
-            continue
-        (label, offset), color = README_ROWS[line["row"]], color_of(line["row"])
-        points = [[point[key] for point in line["evals"]] for key in ("seconds", "val_loss")]
-        left.plot(*points, color=color, label=label, linewidth=2)
-        left.plot(points[0][-1], points[1][-1], "o", color=color)
-        at = (line["bytes_percent"], line["to_adamw"])
-        right.plot(*at, "o", color=color)
-        right.annotate(label, at, offset, textcoords="offset points", fontsize=9, color=color)
-    about = "{ranks} ranks, {:.2g} M parameters, {tokens_per_parameter:g} tokens per parameter"
-    left.set(title=about.format(first["parameters"] / 1e6, **first), xlim=(0, None))
-    left.set(ylim=(None, first["evals"][1]["val_loss"]))  # all fall alike before
-    right.axhline(1, color="0.25", linestyle=":", linewidth=1)
-    right.margins(x=0.2, y=0.15)
-
-
-def draw_readme(path: Path) -> None:
-    lines = readme_lines()
-    with drawing(path, 2, (11, 4.4), dpi=110) as (_, (left, right)):
-        right.set(title="The end of each run", xscale="log", xlabel="bytes of the whole run, % of DDP's in float32")
-        right.set_ylabel("final loss / DDP + AdamW's")
-        _draw_readme_panels(left, right, lines)
-        left.set(xlabel="seconds over a link of 100 Mbit/s", ylabel="validation loss")
-        left.legend(frameon=False, fontsize=9)
-        right.set_xticks([0.3, 1, 3, 10, 30, 100], ["0.3", "1", "3", "10", "30", "100"])
-        right.minorticks_off()
 
 
 # Step times

@@ -1,41 +1,30 @@
-"""Triton kernels and whole steps on a CUDA device: bytes a second beside a copy's, steps beside torch's fused AdamW.
+"""Triton kernels on a CUDA device: bytes a second, beside a copy's.
 
-    python bench/gpu_kernels.py                    # both tables; a minute or two
-    python bench/gpu_kernels.py --elements 1e8 --parameters 1e9
+    python bench/gpu_kernels.py                    # a minute
+    python bench/gpu_kernels.py --elements 1e8
 
 A kernel's bytes are those it cannot do without: each input read once, each output written once, whole cache lines not
-counted. The copy is measured in the same run, on as many elements. Saves results/kernels.csv and results/gpu_step.csv.
-Without a CUDA device it says "no GPU" and ends well.
+counted. The copy is measured in the same run, on as many elements. Saves results/gpu-kernels.csv. Without
+a CUDA device it says "no GPU" and ends well. Steps are bench/gpu.py's.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-import compopt
 from compopt._state.bits import pack_bits
 from compopt._state.masks import code_layout, partition_mask
 
-RESULTS = Path(__file__).parent / "results"
 REPEATS, SETTLE = 20, 5
 HYPER = dict(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
-OPTIMIZERS: dict[str, Callable] = {
-    "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
-    "RadiusAdamW 0.4, sparse": lambda p: compopt.RadiusAdamW(p, density=0.4, interval=10**6, dense_steps=1),
-    "ScapeAdamS 0.1": lambda p: compopt.ScapeAdamS(p, density=0.1, density_steps=0),
-    "ScapeAdamS 0.01": lambda p: compopt.ScapeAdamS(p, density=0.01, density_steps=0),
-    "AdamS": lambda p: compopt.AdamS(p),
-}
 
 
 class Operation(NamedTuple):
@@ -194,44 +183,9 @@ def kernel_table(elements: int, device: torch.device) -> list[dict]:
     return rows
 
 
-def shapes(parameters: int) -> list[tuple[int, ...]]:
-    """Matrices and vectors as a GPT of 24 layers has them, about so many elements in all."""
-    width = int((parameters / (24 * 12)) ** 0.5) // 64 * 64
-    return [shape for _ in range(24) for shape in ((3 * width, width), (width, width), (4 * width, width),
-                                                   (width, 4 * width), (width,), (width,))]  # fmt: skip
-
-
-def step_table(parameters: int, device: torch.device) -> list[dict]:
-    rows, first = [], 0.0
-    for name, make in OPTIMIZERS.items():
-        torch.manual_seed(0)
-        params = [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes(parameters)]
-        for p in params:
-            p.grad = torch.randn_like(p)
-        optimizer = make(params)
-        optimizer.simulate = True  # one process, the work of many
-        ms = milliseconds(optimizer.step, device)
-        first = first or ms
-        backend = getattr(optimizer, "backend", "torch")
-        rows.append({"optimizer": name, "backend": backend, "ms": round(ms, 3), "to_adamw": round(ms / first, 2)})
-        print(f"{name:<24}{backend:<8}{ms:>9.3f} ms{ms / first:>7.2f} x fused AdamW", flush=True)
-        del optimizer, params
-        torch.cuda.empty_cache()
-    return rows
-
-
-def save(name: str, rows: list[dict]) -> None:
-    RESULTS.mkdir(exist_ok=True)
-    with (RESULTS / name).open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--elements", type=float, default=2**26, help="of a kernel's tensors")
-    cli.add_argument("--parameters", type=float, default=355e6, help="of the steps' model; 0: no steps")
     cli.add_argument("--dry", action="store_true", help="each kernel once, in Triton's interpreter; saves nothing")
     args = cli.parse_args()
     if args.dry:
@@ -246,10 +200,10 @@ def main() -> None:
     table = kernel_table(int(args.elements) // 32 * 32, device)
     for row in table:
         print(json.dumps({"row": row["kernel"], **row}))
-    save("kernels.csv", table)
-    if args.parameters:
-        print(f"\nstep() of one process, about {args.parameters:.0f} parameters\n")
-        save("gpu_step.csv", step_table(int(args.parameters), device))
+    from _table import RESULTS, write_rows
+
+    machine = {"machine": torch.cuda.get_device_name(device), "torch": torch.__version__}
+    write_rows(RESULTS / "gpu-kernels.csv", [row | machine for row in table])
 
 
 if __name__ == "__main__":

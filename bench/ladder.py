@@ -17,8 +17,8 @@ Ratios are to DDP of the same size on as many ranks: those have the same steps.
 ``seconds`` multiplies step times (_ladder_seconds.py; kept in results/time_to_loss-ladder.jsonl) with the steps of each
 row's best run on seed 0. "Compute" is a step of the same optimizer without communication, while all ranks take one:
 where ranks share a core, as four do on two cores, it takes longer than on machines of their own, and the network's part
-is smaller. Losses of local steps within the run are those of one replica. Saves results/time_to_loss-SIZE.csv and .png,
-and readme.png, the picture of README.md.
+is smaller. Losses of local steps within the run are those of one replica. Saves results/time_to_loss-SIZE.csv, and
+readme.png, the picture of README.md.
 """
 
 from __future__ import annotations
@@ -28,18 +28,38 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
+import itertools
 import math
+import statistics
 import time
+from collections import Counter
+from collections.abc import Collection
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import _ladder_seconds
 import torch
-from _ladder_model import SIZES
-from _ladder_rows import MAIN, ROWS
-from _ladder_runs import KEPT, best_of, claimed, kept, list_missing, start_of, train
-from _ladder_tables import draw, show, show_outer, tabulate, tabulate_outer
+from _ladder_ranks import SIZES
+from _ladder_runs import (
+    BASELINES,
+    KEPT,
+    MAIN,
+    MOMENTA,
+    OUTER_LRS,
+    ROWS,
+    Lines,
+    best_of,
+    claimed,
+    kept,
+    list_missing,
+    loss_of,
+    start_of,
+    train,
+)
 from _net import bits_per_second
-from _table import RESULTS, write_rows
+from _table import RESULTS, color, drawing, print_rows, write_rows
+from quality import RATE
 
 
 def tune(args: argparse.Namespace, others: dict[str, Any], until: float) -> None:
@@ -115,9 +135,20 @@ def show_all(counts: list[int] | None, others: dict[str, Any]) -> None:
     show(table)
     write_rows(KEPT.with_suffix(".csv"), table)
     draw(table, KEPT.with_suffix(".png"))
+    if KEPT.parent == RESULTS:
+        show_in_8_bits(**others)
     if outer:
         show_outer(outer)
         write_rows(KEPT.with_name("ladder-outer.csv"), outer)
+
+
+def show_in_8_bits(**others: Any) -> None:
+    """Print the runs with residuals or gathers in int8, beside a SeparateAdam of the same code."""
+    runs = kept() | kept(RESULTS / "residual_dtype.jsonl")
+    print("\nResiduals and gathers in int8 (residual_dtype.jsonl)")
+    show(
+        [line for line in tabulate(runs, ranks=4, **others) if "SeparateAdam" in line["row"] or "FSDP2" in line["row"]]
+    )
 
 
 def show_seconds(args: argparse.Namespace, products: str) -> None:
@@ -135,8 +166,7 @@ def show_seconds(args: argparse.Namespace, products: str) -> None:
         raise SystemExit(f"No rate has DDP + AdamW of {args.size} timed, or no such run has finished.")
     _ladder_seconds.show(lines)
     _ladder_seconds.save(lines, RESULTS / f"time_to_loss-{args.size}.csv")
-    _ladder_seconds.draw(lines, RESULTS / f"time_to_loss-{args.size}.png")
-    _ladder_seconds.draw_readme(RESULTS / "readme.png")
+    draw_readme(RESULTS / "readme.png")
 
 
 def main() -> None:
@@ -154,6 +184,232 @@ def main() -> None:
     until = time.time() + 60 * args.minutes
     for ranks in args.ranks or [4]:
         {"tune": tune, "run": run_all}[args.what](args, others | {"ranks": ranks}, until)
+
+
+# Tables: every row at its best settings, size by size, for each number of ranks
+
+NAMES = dict(zip(BASELINES, ("to_adamw", "to_muon"), strict=True))
+
+
+def tabulate(runs: Lines, **others: Any) -> list[dict[str, Any]]:
+    """A line for each size and row that has finished runs on so many ranks, in the order of sizes and rows.
+
+    Settings are the best of seed 0. A loss is the mean over the seeds that have run with these, a ratio the mean of
+    the ratios to the baseline's run of the same seed on as many ranks, where there is one. Ranges are from the lowest
+    to the highest seed.
+    """
+    table = []
+    for size in SIZES:
+        firsts = {name: _seeds(runs, size, name, others) for name in BASELINES}
+        for row in ROWS:
+            if seeds := _seeds(runs, size, row, others):
+                table.append(_line(runs, size, row, seeds, firsts, others))
+    return table
+
+
+def _seeds(runs: Lines, size: str, row: str, others: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """By seed, the runs with the best settings of seed 0."""
+    best = best_of(runs, ROWS[row].start(size, **others))
+    if best is None or loss_of(runs[best]) == float("inf"):
+        return {}
+    return {run.seed: line for run, line in runs.items() if run._replace(seed=0) == best}
+
+
+def _line(runs: Lines, size: str, row: str, seeds: dict, firsts: dict, others: dict[str, Any]) -> dict[str, Any]:
+    losses, first = {seed: loss_of(line) for seed, line in seeds.items()}, seeds[0]
+    tuned = {name: first[name] for name in ("lr", "outer_lr", "momentum")}
+    start = ROWS[row].start(size, **others)
+    ratios: dict[str, float | None] = {}
+    for baseline, name in NAMES.items():
+        common = sorted(losses.keys() & firsts[baseline].keys())
+        values = [losses[seed] / loss_of(firsts[baseline][seed]) for seed in common]
+        ratios[name] = round(statistics.mean(values), 4) if values else None
+        ratios[f"{name}_range"] = _range(values)
+    return {
+        "size": size,
+        "row": row,
+        "parameters": first["parameters"],
+        "tokens_per_parameter": first["tokens"],
+        "steps": first["steps"],
+        "ranks": first["ranks"],
+        "batch": f"{SIZES[size].batch} x {SIZES[size].context}",  # of a rank
+        "loss": round(statistics.mean(losses.values()), 4),
+        **ratios,
+        "bytes_percent": round(100 * first["share"], 3),
+        **tuned,
+        "tried": sum(run._replace(**{name: getattr(start, name) for name in tuned}) == start for run in runs),
+        "lr_at_an_edge": any(run.lr != first["lr"] for run in list_missing(runs, start, False)),
+        "seeds": len(losses),
+        "range": _range(losses.values()),
+        "seconds": first["seconds"],
+        "products": first["products"],
+    }
+
+
+def _range(values: Collection[float]) -> float | None:
+    return round(max(values) - min(values), 4) if len(values) > 1 else None
+
+
+def tabulate_outer(runs: Lines, **others: Any) -> list[dict[str, Any]]:
+    """A line for each outer setting of each row that has been tried on the seed, at the best of its learning rates."""
+    table = []
+    for size, (row, made) in itertools.product(SIZES, ROWS.items()):
+        start = made.start(size, **others)
+        if made.momentum is None or (best := best_of(runs, start)) is None:
+            continue
+        for momentum, outer_lr in itertools.product(MOMENTA, OUTER_LRS):
+            like = start._replace(momentum=momentum, outer_lr=outer_lr)
+            rates = [run for run in runs if run._replace(lr=like.lr) == like]
+            if not rates:
+                continue
+            run = min(rates, key=lambda run: loss_of(runs[run]))
+            table.append(
+                {
+                    "size": size,
+                    "row": row,
+                    "ranks": run.ranks,
+                    "momentum": momentum,
+                    "outer_lr": outer_lr,
+                    "lr": run.lr,
+                    "rates": len(rates),
+                    "loss": runs[run]["val_loss"],
+                    "to_best": round(loss_of(runs[run]) / loss_of(runs[best]), 4),
+                }
+            )
+    return table
+
+
+HEADS = {"to_adamw": "x AdamW", "to_muon": "x Muon"}
+COLUMNS = {
+    "loss": ("loss", "9.4f"),
+    "range": ("range", "9.4f"),
+    **{f"{name}{what}": (head, "9.4f") for name in NAMES.values()
+       for what, head in (("", HEADS[name]), ("_range", "range"))},
+    "bytes_percent": ("bytes, %", "9.2f"),
+    "rate": ("lr", ">9"),
+    "outer_lr": ("outer lr", "9g"),
+    "momentum": ("momentum", "9g"),
+    "tried": ("runs", "5d"),
+    "seeds": ("seeds", "5d"),
+}  # fmt: skip
+OUTER = {
+    "size": ("size", ">7"),
+    "ranks": ("ranks", "5d"),
+    "momentum": ("momentum", "9g"),
+    "outer_lr": ("outer lr", "9g"),
+}
+OUTER |= {"loss": ("loss", "9.4f"), "to_best": ("x best", "8.4f"), "lr": ("lr", "8g"), "rates": ("rates", "5d")}
+
+
+def show(table: list[dict[str, Any]]) -> None:
+    """Print a table for each size and number of ranks."""
+    about = "{size}: {parameters:,} parameters, {tokens_per_parameter:g} tokens per parameter, {ranks} ranks, "
+    about += "{steps} steps of {batch}, products in {products}"
+    for size, ranks in dict.fromkeys((line["size"], line["ranks"]) for line in table):
+        lines = [line for line in table if (line["size"], line["ranks"]) == (size, ranks)]
+        print("\n" + about.format(**lines[0]))
+        rates = [{"rate": f"{line['lr']:g}" + "*" * line["lr_at_an_edge"]} for line in lines]
+        print_rows([line | rate for line, rate in zip(lines, rates, strict=True)], COLUMNS, "row", 52)
+    print("\n*: a rate beside this one has not run: it is not tuned")
+
+
+def show_outer(table: list[dict[str, Any]]) -> None:
+    """Print what outer settings ended at, each at the best of the learning rates it was tried with."""
+    print("\nOuter settings, one seed; rates: learning rates tried with these")
+    print_rows(table, OUTER, "row", 52)
+
+
+def draw(table: list[dict[str, Any]], path: Path) -> None:
+    """Loss over DDP + AdamW's and over DDP + Muon's, by size, of the ranks and batch of most lines: a line a method."""
+    ((ranks, batch), _) = Counter((line["ranks"], line["batch"]) for line in table).most_common(1)[0]
+    lines = [line for line in table if (line["ranks"], line["batch"]) == (ranks, batch)]
+    ticks, labels = sorted({line["parameters"] / 1e6 for line in lines}), {}
+    with drawing(path, 2, (13, 5)) as (figure, panels):
+        for axis, (baseline, name) in zip(panels, NAMES.items(), strict=True):
+            labels |= _draw_panel(axis, lines, baseline, name)
+            axis.set(xlabel="million parameters", ylabel=f"validation loss / {baseline}'s", title=f"{ranks} ranks")
+            axis.set_xscale("log")
+            axis.set_xticks(ticks, [f"{tick:.2g}" for tick in ticks])
+            axis.minorticks_off()
+        texts = [f"{row}, {_share_of([line for line in lines if line['row'] == row])} % of the bytes" for row in labels]
+        figure.legend(labels.values(), texts, loc="outside right upper", frameon=False, fontsize=8)
+
+
+def _share_of(lines: list[dict[str, Any]]) -> str:
+    shares = [line["bytes_percent"] for line in lines]
+    return " to ".join(dict.fromkeys(f"{float(f'{share:.2g}'):g}" for share in (min(shares), max(shares))))
+
+
+def _draw_panel(axis: Any, lines: list[dict[str, Any]], baseline: str, name: str) -> dict[str, Any]:
+    """Draw the methods over one baseline. Returns a line of the plot for each."""
+    labels = {}
+    for number, row in enumerate(MAIN):
+        points = [line for line in lines if line["row"] == row and line[name]]
+        if row != baseline and points:
+            (labels[row],) = axis.plot(
+                [line["parameters"] / 1e6 for line in points],
+                [line[name] for line in points],
+                marker="o",
+                color=color(number),
+            )
+    axis.axhline(1, color="black", linewidth=0.8)
+    return labels
+
+
+# The picture of README.md: loss over seconds at 100 Mbit/s, and over the bytes of a whole run
+
+README_ROWS = {  # row: its label, and the label's offset in the right panel
+    "DDP + AdamW": ("DDP + AdamW", (-75, -14)),
+    "DDP + Muon": ("DDP + Muon", (-62, 6)),
+    "PowerSGD 4": ("PowerSGD 4", (7, 2)),
+    "SeparateAdam": ("SeparateAdam", (7, 4)),
+    "LocalSteps(Muon) 30, int4, 800": ("LocalSteps(Muon)", (7, -12)),  # the defaults
+}
+
+
+def readme_lines() -> list[dict[str, Any]]:
+    """The lines of four ranks at the largest size at which all of README_ROWS are timed."""
+    runs, timings = kept(), _ladder_seconds.kept()
+    for size, products in product(reversed(SIZES), ("bfloat16", "float32")):
+        others = {"ranks": 4, "tokens": 20, "products": products}
+        seconds = _ladder_seconds.tabulate(runs, timings, size, **others)
+        lines = {line["row"]: line for line in seconds if line["rate"] == RATE}
+        if README_ROWS.keys() <= lines.keys():
+            table = [line for line in tabulate(runs, **others) if line["size"] == size]
+            return [line | {"evals": lines[line["row"]]["evals"]} for line in table if line["row"] in lines]
+    raise LookupError(f"at no size have all of {', '.join(README_ROWS)} run and been timed")
+
+
+def _draw_readme_panels(left: Any, right: Any, lines: list[dict[str, Any]]) -> None:
+    """Draw loss over seconds, and the last loss, the mean over seeds, over the bytes of the run."""
+    first = lines[0]
+    for line in lines:
+        if line["row"] not in README_ROWS:
+            continue
+        (label, offset), color = README_ROWS[line["row"]], _ladder_seconds.color_of(line["row"])
+        points = [[point[key] for point in line["evals"]] for key in ("seconds", "val_loss")]
+        left.plot(*points, color=color, label=label, linewidth=2)
+        left.plot(points[0][-1], points[1][-1], "o", color=color)
+        at = (line["bytes_percent"], line["to_adamw"])
+        right.plot(*at, "o", color=color)
+        right.annotate(label, at, offset, textcoords="offset points", fontsize=9, color=color)
+    about = "{ranks} ranks, {:.2g} M parameters, {tokens_per_parameter:g} tokens per parameter"
+    left.set(title=about.format(first["parameters"] / 1e6, **first), xlim=(0, None))
+    left.set(ylim=(None, first["evals"][1]["val_loss"]))  # all fall alike before
+    right.axhline(1, color="0.25", linestyle=":", linewidth=1)
+    right.margins(x=0.2, y=0.15)
+
+
+def draw_readme(path: Path) -> None:
+    lines = readme_lines()
+    with drawing(path, 2, (11, 4.4), dpi=110) as (_, (left, right)):
+        right.set(title="The end of each run", xscale="log", xlabel="bytes of the whole run, % of DDP's in float32")
+        right.set_ylabel("final loss / DDP + AdamW's")
+        _draw_readme_panels(left, right, lines)
+        left.set(xlabel="seconds over a link of 100 Mbit/s", ylabel="validation loss")
+        left.legend(frameon=False, fontsize=9)
+        right.set_xticks([0.3, 1, 3, 10, 30, 100], ["0.3", "1", "3", "10", "30", "100"])
+        right.minorticks_off()
 
 
 if __name__ == "__main__":

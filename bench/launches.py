@@ -1,43 +1,281 @@
-"""The calls of one steady step on an accelerator, counted without one: launches, waits of the host, uploads, bytes.
+"""The calls of one steady step on an accelerator, counted without one: launches, waits of the host, uploads.
 
     python bench/launches.py                    # all rows, 354.8 M parameters in GPT-2 medium's shapes; under a minute
     python bench/launches.py --only "SCAPE .01" --places
 
-Tensors have no memory and kernels are not run (see _counting_device.py), so this shows what is asked, not how long it
-takes: no figure here was measured on a GPU. ``launches`` are dispatched operators and Triton kernels; an operator
-counts once, though some (topk, qr) are several kernels. ``waits`` are numbers that the host waits for. ``bytes`` are
-what operators read and write of the device's memory, a parameter, without collectives; fused AdamW's are 28, and
-``ms`` is what they take at 3.35 TB/s. ``host`` is the processor's time for such a step with launches stubbed, and
-over that of torch's fused AdamW treated alike, in turns: medians of several. Ranks are 8, the others made up; TAGC's
-row is counted at a 256th of the size. Saves results/launches.csv.
+Tensors are of torch's "meta" device, which has no memory, and kernels are not run, so this shows what is asked, not how
+long it takes: bench/gpu.py times steps. ``launches`` are dispatched operators and Triton kernels; an operator counts
+once, though some (topk, qr) are several kernels. ``waits`` are numbers that the host waits for; what they are is
+made up: the decision is that all ranks apply the step. Ranks are 8, the others made up; TAGC's row is counted at a
+256th of the size. Saves results/launches.csv.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import contextlib
 import json
 import os
-import statistics
 import subprocess
 import sys
-import time
+import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-from _counting_device import DEVICE, Counts, counting_device
+import triton
 from _fake_ranks import fake_ranks
 from _table import RESULTS, print_rows, write_rows
+from torch import Tensor
+from torch.optim import optimizer as torchs
+from torch.utils import _foreach_utils as foreach
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
+from device_calls import COPIES, aten, launches, place, waits
 
 import compopt
+import compopt._engine.decision as decision
+import compopt._engine.optimizer as base
+import compopt._engine.step as step
+import compopt._ops.backends as backends
+from compopt._engine.exchange import BucketExchange, CollectiveGenerator
+from compopt._ops.triton import tables as triton_tables
+from compopt._wire.collectives import Communicator
 
 HERE = Path(__file__).parent
-STEPS = 5  # timed
-RANKS, BANDWIDTH, FUSED = 8, 3.35e12, 28  # bytes a second of an H100, and bytes a parameter of fused AdamW
+RANKS = 8
+DEVICE = torch.device("meta")
 Params = list[torch.nn.Parameter]
+
+
+# The device
+
+# Operators over lists that change them in place: one call on an accelerator, but on the meta device torch runs them a
+# tensor at a time, in Python.
+_IN_PLACE = ["add", "sub", "mul", "div", "copy", "zero", "neg", "lerp", "clamp_min", "addcmul", "addcdiv"]
+_LIBRARY = torch.library.Library("aten", "IMPL")
+for _name in _IN_PLACE:
+    _operator = getattr(torch.ops.aten, f"_foreach_{_name}_")
+    for _overload in _operator.overloads():
+        _suffix = "" if _overload == "default" else f".{_overload}"
+        _LIBRARY.impl(f"_foreach_{_name}_{_suffix}", lambda *_, **__: None, "Meta")
+
+
+def _norms(xs: list[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
+    return [torch.empty((), dtype=dtype or x.dtype, device=DEVICE) for x in xs]
+
+
+def _joined(xs: list[Tensor], dim: int = 0) -> Tensor:
+    """Of tensors that are joined without Python's look at each of them; all have the first one's dtype."""
+    shape = list(xs[0].shape)
+    shape[dim] = sum(x.shape[dim] for x in xs)
+    return torch.empty(shape, dtype=xs[0].dtype, device=DEVICE)
+
+
+def _norm(
+    x: Tensor, ord: float = 2, dim: list[int] | None = None, keepdim: bool = False, dtype: torch.dtype | None = None
+) -> Tensor:
+    shape = [] if dim is None else [n for i, n in enumerate(x.shape) if i not in {d % x.dim() for d in dim}]
+    if keepdim:
+        shape = [1 if dim is None or i in {d % x.dim() for d in dim} else n for i, n in enumerate(x.shape)]
+    return torch.empty(shape, dtype=dtype or x.dtype, device=DEVICE)
+
+
+# So are these, of which a norm of all gradients consists: a norm of each, all as one vector, its norm. On the meta
+# device torch composes them of many operators, in Python.
+_LIBRARY.impl("linalg_vector_norm", _norm, "Meta")
+_LIBRARY.impl("_foreach_norm.Scalar", _norms, "Meta")
+_LIBRARY.impl("cat", _joined, "Meta")
+
+
+class Stream:
+    """And its own event, to which the device has come when somebody asks."""
+
+    def record_event(self) -> Stream:
+        return self
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        if Counts.running is not None:
+            Counts.running.wait()
+
+
+class Module:
+    """The device's module, as ``torch.get_device_module`` returns it."""
+
+    Stream = object
+
+    @staticmethod
+    def current_stream(device: torch.device) -> Stream:
+        return Stream()
+
+    @staticmethod
+    def device(device: torch.device) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+class Counts(TorchDispatchMode):
+    """Counts of what a step asks of the device. ``at``: by the line of compopt that asks."""
+
+    running: Counts | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clear()
+
+    def clear(self) -> None:
+        self.launches, self.waits, self.uploads = 0, 0, 0
+        self.collectives = 0
+        self.at: Counter[str] = Counter()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __enter__(self):
+        Counts.running = self
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        Counts.running = None
+        return super().__exit__(*error)
+
+    def wait(self) -> None:
+        self.waits += 1
+        self.at[f"wait: {place()}"] += 1
+
+    def launch(self, name: str) -> None:
+        self.launches += 1
+        self.at[f"{place()}: {name}"] += 1
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        packet = function.overloadpacket
+        if function.namespace == "c10d":
+            self.collectives += 1
+            return function(*args, **kwargs)
+        if packet is aten._local_scalar_dense and args[0].device == DEVICE:
+            self.wait()
+            return 0 if args[0].dtype not in (torch.float32, torch.float64) else 0.0
+        if packet in COPIES:
+            source = args[1] if packet is aten.copy_ else args[0]
+            to = args[0].device if packet is aten.copy_ else kwargs.get("device") or source.device
+            if source.device == DEVICE != to:
+                unwaited = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+                if not (unwaited and packet is aten.copy_ and id(args[0]) in pinned):
+                    self.wait()
+                return torch.zeros_like(source, device=to) if packet is not aten.copy_ else args[0].zero_()
+            if to == DEVICE != source.device:
+                self.uploads += 1
+                return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        given = torch.utils._pytree.tree_leaves((args, kwargs, result))
+        if any(isinstance(x, Tensor) and x.device == DEVICE for x in given):
+            if waits(function, args, kwargs):
+                self.wait()
+            if launches(function):
+                self.launch(str(packet))
+        return result
+
+
+def run_kernel(kernel: triton.JITFunction, *args: Any, **options: Any) -> None:
+    """In place of a launch."""
+    if Counts.running is not None:
+        Counts.running.launch(kernel.fn.__name__)
+
+
+read_numbers = decision.read_numbers
+
+
+def _read_numbers(exchanges: list[BucketExchange], replica_sum: Tensor | None) -> Tensor:
+    """The numbers that decide, as they would be: every rank has every gradient, all is as it should be."""
+    norms = (exchange.agreement.squared_norm for exchange in exchanges)
+    report = [1.0] * sum(1 if norm is None else norm.numel() for norm in norms)
+    for exchange in exchanges:
+        report.extend([*[1.0] * len(exchange.agreement.payload.header), *exchange.control.numbers])
+    assert len(read_numbers(exchanges, replica_sum)) == len(report) + (replica_sum is not None)
+    return torch.tensor(report + [0.0] * (replica_sum is not None), dtype=torch.float64, device="cpu")
+
+
+def _greet(optimizer: object, comm: object, has_problem: bool) -> CollectiveGenerator[bool]:
+    """In place of the handshake, which compares numbers that are not there."""
+    return True
+    yield
+
+
+def _number(x: Tensor) -> float:
+    if x.device != DEVICE:
+        return number(x)
+    if Counts.running is not None:
+        Counts.running.wait()
+    return 0.0
+
+
+def _cpu(x: Tensor) -> Tensor:
+    """A copy on the host. ``Counts`` makes it where it runs, for it sees what is copied."""
+    return cpu(x) if x.device != DEVICE or Counts.running is not None else torch.zeros_like(x, device="cpu")
+
+
+def _data_ptr(x: Tensor) -> int:
+    """An address as of memory: of its own for each storage, and a multiple of 16 where that begins."""
+    if x.device != DEVICE:
+        return data_ptr(x)
+    return (x.untyped_storage()._cdata << 8) + x.storage_offset() * x.element_size()
+
+
+pinned: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+
+def _pin(x: Tensor, device: object = None) -> Tensor:
+    pinned[id(x)] = x
+    return x
+
+
+to_list, number, cpu, data_ptr = Tensor.tolist, Tensor.__float__, Tensor.cpu, Tensor.data_ptr
+
+
+def _to_list(x: Tensor) -> Any:
+    if x.device != DEVICE:
+        return to_list(x)
+    if Counts.running is not None:
+        Counts.running.wait()
+    return torch.zeros_like(x, device="cpu").tolist()
+
+
+@contextlib.contextmanager
+def counting_device(backend: str) -> Iterator[None]:
+    """While it is entered, the meta device is an accelerator with this back end."""
+    with contextlib.ExitStack() as stack:
+        for target, name, new in [
+            (torch, "get_device_module", lambda device=None: Module),
+            (Communicator, "get_backend", lambda comm, device: "nccl"),
+            (Tensor, "pin_memory", _pin),
+            (Tensor, "tolist", _to_list),
+            (Tensor, "__float__", _number),
+            (Tensor, "cpu", _cpu),
+            (Tensor, "data_ptr", _data_ptr),
+            (torchs, "_get_fused_kernels_supported_devices", lambda: [DEVICE.type]),
+            (foreach, "_get_foreach_kernels_supported_devices", lambda: [DEVICE.type]),
+            (torchs, "_get_foreach_kernels_supported_devices", lambda: [DEVICE.type]),
+            (base, "check_tensors", lambda group: None),  # which refuses tensors without memory
+            (step, "verify_peers", _greet),
+            (decision, "read_numbers", _read_numbers),
+            (triton.JITFunction, "run", run_kernel),
+            (backends, "has_triton_driver", lambda: True),
+            (triton_tables, "triton_device", lambda: DEVICE.type),
+        ]:
+            stack.enter_context(mock.patch.object(target, name, new))
+        stack.enter_context(mock.patch.dict("os.environ", COMPOPT_BACKEND=backend))
+        yield
+
+
+# The rows
 
 
 def gpt2(width: int = 1024, layers: int = 24, words: int = 50257, places: int = 1024) -> Params:
@@ -100,49 +338,14 @@ def count(name: str, params: Params) -> tuple[dict[str, Any], Counts]:
             optimizer.step()
         counts.clear()
         optimizer.step()
-        asked = (counts.launches, counts.waits, counts.uploads, counts.collectives, counts.moved)
+        asked = (counts.launches, counts.waits, counts.uploads, counts.collectives)
         session = getattr(optimizer, "_session", None)  # MuonAdamW alone has none
-        return row_of(name, params, 0 if session is None else len(session.buckets), *asked), counts
+        return row_of(name, 0 if session is None else len(session.buckets), *asked), counts
 
 
-def row_of(
-    name: str, params: Params, buckets: int, launches: int, waits: int, uploads: int, collectives: int, moved: int
-) -> dict[str, Any]:
-    each = moved / sum(p.numel() for p in params)
-    return {
-        "row": name,
-        "buckets": buckets,
-        "launches": launches,
-        "waits": waits,
-        "uploads": uploads,
-        "collectives": collectives,
-        "bytes": round(each, 1),
-        "ms": round(1e3 * each * 354_823_168 / BANDWIDTH, 2),
-        "to_adamw": round(each / FUSED, 2),
-    }
-
-
-def host(name: str, params: Params) -> tuple[float, float]:
-    """Milliseconds of a step of this row, launches stubbed, and what it is over that of torch's AdamW: medians.
-
-    Steps of both in turns, for the machine's neighbours are seen in both.
-    """
-    backend, make, before = ROWS[name]
-    times: list[list[float]] = [[], []]
-    with fake_ranks(RANKS), counting_device(backend, addresses=False):
-        with Counts():
-            optimizers = make(params), adamw(params)
-            for _ in range(before):
-                for optimizer in optimizers:
-                    optimizer.step()
-        gc.collect()
-        for _ in range(STEPS):
-            for optimizer, local in zip(optimizers, times, strict=True):
-                start = time.thread_time()
-                optimizer.step()
-                local.append(time.thread_time() - start)
-    ratio = statistics.median(a / b for a, b in zip(*times, strict=True))
-    return round(1e3 * statistics.median(times[0]), 1), round(ratio, 2)
+def row_of(name: str, buckets: int, launches: int, waits: int, uploads: int, collectives: int) -> dict[str, Any]:
+    counted = {"buckets": buckets, "launches": launches, "waits": waits, "uploads": uploads}
+    return {"row": name, **counted, "collectives": collectives}
 
 
 def tagc(width: int, layers: int, words: int) -> dict[str, Any]:
@@ -165,16 +368,14 @@ def tagc(width: int, layers: int, words: int) -> dict[str, Any]:
         for _ in range(2):
             for p in params:
                 p.grad = torch.randn(p.shape).to(device)
-            counts.accesses, counts.launches, counts.uploads, counts.moved = Counter(), Counter(), Counter(), 0
+            counts.accesses, counts.launches, counts.uploads = Counter(), Counter(), Counter()
             before = comm.calls
             optimizer.step()
         asked = (counts.launches.total(), counts.accesses.total(), counts.uploads.total(), comm.calls - before)
-        return row_of("TAGC .9875", params, len(optimizer._session.buckets), *asked, counts.moved)
+        return row_of("TAGC .0125", len(optimizer._session.buckets), *asked)
 
 
 COLUMNS = {name: (name, "5d") for name in ("buckets", "launches", "waits", "uploads", "collectives")}
-COLUMNS |= {"bytes": ("bytes", "7.1f"), "ms": ("ms", "7.2f"), "to_adamw": ("x AdamW", "7.2f")}
-COLUMNS |= {"host_ms": ("host ms", "7.1f"), "host_to_adamw": ("x AdamW", "7.2f")}
 
 
 def main() -> None:
@@ -190,13 +391,12 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     params, rows = gpt2(), []
-    print(f"{sum(p.numel() for p in params):,} parameters; host: {torch.backends.cpu.get_cpu_capability()}")
+    print(f"{sum(p.numel() for p in params):,} parameters")
     for name in args.only:
         row, counts = count(name, params)
-        row["host_ms"], row["host_to_adamw"] = host(name, params)
         rows.append(row)
-        for place, n in counts.at.most_common(12) if args.places else ():
-            print(f"{n:>14} {place}")
+        for line, n in counts.at.most_common(12) if args.places else ():
+            print(f"{n:>14} {line}")
     if args.only == list(ROWS):
         rows.append(apart(64, 24, 50257 // 16))
     print_rows(rows, COLUMNS, "row", 22)

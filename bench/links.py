@@ -5,7 +5,8 @@
     sudo .venv/bin/python bench/links.py --rates 100mbit --methods none local local-delay1 local-delay30 \
         local-fragments --rounds 4 --steps 59 --save rounds            # rounds of 30 local steps, two a block
 
-All methods of one rate share one set of processes and take turns, block by block (_interleave.py). Prints a table per
+All methods of one rate share one set of processes and take turns, block by block, after an
+untimed step that absorbs what the method before left in flight. Prints a table per
 rate and saves it in results/ beside this file, as links.csv and links.png or the name that --save gives. Of rounds the
 mean tells what a run takes, and the slowest step over the median whether training stands still once a round; "none"
 has slow steps too, of which the machine is the cause.
@@ -15,18 +16,19 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import statistics
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from _interleave import Runner, interleave, over_links, warn_if_busy
 from _model import Batches, make_model
-from _net import bits_per_second
+from _net import Links, bits_per_second, sent_bytes
 from _table import RESULTS, drawing, print_rows, write_rows
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -155,8 +157,6 @@ METHODS: dict[str, Factory] = {
         f"tagc0.0125{word}": ours("TagcAdamW", density=0.0125, payload_dtype=torch.bfloat16, update_dtype=word)
         for word in ("int8", "int4")
     },
-    "sharded": ours("TagcAdamW", dense_steps=10**9),  # dense: what TAGC is without its compression
-    "scape-sharded": ours("ScapeAdamS", density=0.01, density_steps=0, sharded=True),
     **{
         f"{name}-auto": ours(cls, when="auto", **settings)
         for name, cls, settings in (
@@ -168,7 +168,6 @@ METHODS: dict[str, Factory] = {
     },
     "fsdp": fsdp(False),
     "fsdp-keep": fsdp(True),
-    "fsdp-dense": fsdp(False, dense_steps=10**9),
     "fsdp-tagc": fsdp(False, density=0.0125),
     "fsdp-tagc-all": fsdp(False, density=0.0125, select=EVERY_MATRIX),
     "fsdp-tagc-all-sketch": fsdp(False, **SKETCH, select=EVERY_MATRIX),
@@ -183,15 +182,112 @@ METHODS: dict[str, Factory] = {
     "fsdp-keep-bf16-tracked-int8": fsdp(True, "SeparateAdam", low=True, rank=16, dense_steps=1, gather_dtype="int8"),
     "fsdp-keep-tagc-all": fsdp(True, density=0.0125, select=EVERY_MATRIX),
     "tracked16": tracked(16),
-    "tracked4": tracked(4),
     "local": local(),
     "local-delay1": local(1),
     "local-delay30": local(30),
     "local-fragments": local(1, 4),
-    "radius8bit": ours("RadiusAdamW", density=0.4, interval=200, dense_steps=1, payload_dtype=torch.int8),
 }
 DEFAULT_METHODS = ["none", "ddp", "powersgd", "radius", "scape", "separate"]
 DEFAULT_RATES = ["unshaped", "10gbit", "1gbit", "100mbit"]
+
+
+# Turns
+
+
+class Runner:
+    """One method in one rank, and what its timed steps measured.
+
+    Args:
+        name: what its results are known by.
+        model: called as model(inputs, targets), returns the loss.
+        optimizer: steps on the model's gradients.
+        batch: returns the next (inputs, targets).
+        stats: has `phase` and `bytes_sent` of the last step; None takes the optimizer's own, if it has them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batch: Callable[[], tuple[Tensor, Tensor]],
+        stats: object | None = None,
+    ) -> None:
+        self.name, self.model, self.optimizer, self.batch = name, model, optimizer, batch
+        self.stats = stats
+        self.seconds: list[float] = []
+        self.cpu_seconds = 0.0  # of the timed steps, all threads
+        self.counted: list[int] = []  # bytes that the method itself says it sent, where it says so
+        self.phases: list[str] = []  # of the timed steps, likewise
+        self.sent: int | None = 0  # bytes of all timed steps on this rank's socket
+
+    def step(self) -> None:
+        self.model(*self.batch()).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def block(self, steps: int) -> None:
+        dist.barrier()
+        self.step()
+        before, cpu = sent_bytes(), time.process_time()
+        for _ in range(steps):
+            start = time.perf_counter()
+            self.step()
+            self.seconds.append(time.perf_counter() - start)
+            stats = self.stats or getattr(self.optimizer, "stats", None)
+            if stats is not None:
+                self.counted.append(stats.bytes_sent)
+                self.phases.append(stats.phase)
+        after = sent_bytes()
+        self.cpu_seconds += time.process_time() - cpu
+        self.sent = None if before is None or after is None else self.sent + after - before
+
+    def result(self) -> dict:
+        steps = len(self.seconds)
+        return {
+            "method": self.name,
+            "seconds": self.seconds,
+            "cpu_share": self.cpu_seconds / sum(self.seconds),
+            "bytes": None if self.sent is None else self.sent / steps,
+            "counted": self.counted,
+            "phases": self.phases,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+        }
+
+
+def interleave(runners: Sequence[Runner], rounds: int, steps: int) -> None:
+    """In each rank, after init_process_group: time `rounds` blocks of `steps` steps of each runner, in turn.
+
+    Rank 0 prints all ranks' results as JSON, a list of runners a rank, in its last line.
+    """
+    for _ in range(rounds):
+        for runner in runners:
+            runner.block(steps)
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, [runner.result() for runner in runners])
+    if dist.get_rank() == 0:
+        print(json.dumps(gathered))
+
+
+def over_links(
+    worker: Sequence[str], ranks: int, rate: str, burst: int | None = None, timeout: float = 1800
+) -> tuple[str, list[tuple[dict, ...]]]:
+    """Run a worker that ends in `interleave`, a process a rank, over links of this rate ("unshaped": no shaping).
+
+    Returns:
+        The rate, or "loopback" where links cannot be made; for each runner its results on all ranks.
+    """
+    with Links(ranks, None if rate == "unshaped" else rate, burst) as links:
+        shaped = links.private
+        outputs = links.run(worker, timeout=timeout)
+    gathered = json.loads(outputs[0].splitlines()[-1])
+    return rate if shaped else "loopback", list(zip(*gathered, strict=True))
+
+
+def warn_if_busy(cpu_share: float) -> None:
+    """Say so if steps without communication did not get their core to themselves."""
+    if cpu_share < 0.9:
+        print(f"Other work kept this machine busy: without communication a step got {cpu_share:.0%} of its core.")
 
 
 def work(methods: list[str], rounds: int, steps: int, batch: int) -> None:

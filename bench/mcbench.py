@@ -2,9 +2,7 @@
 
     sudo .venv/bin/python bench/mcbench.py time                      # Table 6: where a step's time goes, by compressor
     .venv/bin/python bench/mcbench.py quality                        # Tables 2 and 3: accuracy at tensor 2 x pipeline 2
-    .venv/bin/python bench/mcbench.py quality --variants             # what each of our choices is worth
     .venv/bin/python bench/mcbench.py pretraining                    # Table 5: compressors dropped for fine-tuning
-    sudo .venv/bin/python bench/mcbench.py boundaries --rate 100mbit # Table 7: what crosses each stage boundary, alone
 
 All print their table and save results/mcbench-*.csv beside this file. Without root the links are not shaped.
 An accuracy is a float32 run of hundreds of steps: another number of threads or other vector instructions round
@@ -35,11 +33,10 @@ from _encoder import (
     later_accuracy,
     pretrained,
     text_accuracy,
-    variants,
 )
 from _net import Links, sent_bytes
 from _table import RESULTS, read_rows, write_rows
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from compopt.activations import Compressor, MeshRanks
 
@@ -47,10 +44,8 @@ RANKS = 4
 GRIDS = ["1x4", "2x2", "4x1"]  # tensor- times pipeline-parallel
 COLUMNS = ["forward", "backward", "optimizer", "waiting", "total", "encode", "decode", "communication"]
 TIMED = {"inputs": 16, "outputs": 10, "tokens": 64, "width": 256, "layers": 8, "heads": 8}
-BOUNDARY = {"inputs": 16, "outputs": 10, "tokens": 128, "width": 256, "layers": 4, "heads": 8, "micro_batch": 8}
-SMALL_BURST = 32 << 10  # bytes ahead of the rate: what is compressed must not hide in it
 MICRO_BATCH = 4
-STEPS = {"time": 5, "quality": 300, "pretraining": 300, "boundaries": 5}
+STEPS = {"time": 5, "quality": 300, "pretraining": 300}
 TASKS = ["digits", "parity", "text, scratch"]
 
 
@@ -130,79 +125,12 @@ def time_rank(grid: str, labels: list[str], steps: int) -> None:
         print(json.dumps(rows))
 
 
-# The boundaries
-
-
-def messages_of(trainer: Trainer, x, y) -> dict[int, list[tuple[int, torch.dtype]]]:
-    """Elements and dtype of all that this rank sends to others in one step, by receiver."""
-    sent: dict[int, list] = defaultdict(list)
-    send = dist.isend
-
-    def isend(tensor, dst=None, group=None, tag=0, group_dst=None):
-        other = dst if group_dst is None else dist.get_global_rank(group or dist.group.WORLD, group_dst)
-        sent[other].append((tensor.numel(), tensor.dtype))
-        return send(tensor, dst, group, tag, group_dst)
-
-    dist.isend = dist.distributed_c10d.isend = isend  # torch's pipelining compares the two
-    try:
-        trainer.step(x, y)
-    finally:
-        dist.isend = dist.distributed_c10d.isend = send
-    return sent
-
-
-def boundary_rank(mesh: DeviceMesh, labels: list[str], steps: int) -> None:
-    """One rank of Table 7: what a step sends over a boundary, sent again with nothing else on the way, and back."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    made = compressors(BOUNDARY["micro_batch"] * BOUNDARY["tokens"], BOUNDARY["width"])
-    sizes = {name: value for name, value in BOUNDARY.items() if name != "micro_batch"}
-    x = torch.randn(BOUNDARY["micro_batch"] * MICRO_BATCHES, BOUNDARY["tokens"], BOUNDARY["inputs"])
-    y = torch.randint(BOUNDARY["outputs"], (len(x),))
-    everyone: dict[str, list] = {}
-    for label in labels:
-        torch.manual_seed(0)
-        trainer = Trainer(encoder(**sizes), mesh, made[label], BOUNDARY["micro_batch"], F.cross_entropy, 1e-4)
-        trainer.step(x, y)  # torch's pipelining finds out shapes
-        everyone[label] = [None] * ranks
-        dist.all_gather_object(everyone[label], dict(messages_of(trainer, x, y)))
-        del trainer
-    selected: dict[tuple, list[float]] = defaultdict(list)
-    for _ in range(steps):  # compressors take turns
-        for label in labels:
-            for first in range(ranks - 1):
-                dist.barrier()
-                if rank in (first, first + 1):
-                    start = time.perf_counter()
-                    for sender in (first, first + 1):
-                        for size, dtype in everyone[label][sender].get(2 * first + 1 - sender, []):
-                            message = torch.zeros(size, dtype=dtype)
-                            if not size:
-                                continue
-                            dist.send(message, 2 * first + 1 - sender) if rank == sender else dist.recv(message, sender)
-                    selected[label, first].append(time.perf_counter() - start)
-                dist.barrier()
-    seconds: list = [None] * ranks
-    dist.all_gather_object(seconds, {key: statistics.median(results) for key, results in selected.items()})
-    if rank == 0:
-        rows = []
-        for label in labels:
-            for first in range(ranks - 1):
-                sent = [everyone[label][a].get(b, []) for a, b in ((first, first + 1), (first + 1, first))]
-                nbytes = [sum(size * dtype.itemsize for size, dtype in messages) for messages in sent]
-                both = max(seconds[first][label, first], seconds[first + 1][label, first])
-                rows.append([label, f"{first}-{first + 1}", 1e3 * both, *(n / 1e6 for n in nbytes)])
-        print(json.dumps({"rows": rows}))
-
-
 # Tables
 
 
 def quality(label: str, seed: int, steps: int, start: torch.nn.Sequential, tasks: list[str]) -> dict[str, float]:
     """Accuracy of one compressor on the tasks: two fine-tuned from `start`, one trained from nothing."""
     digit = compressors(BATCH * 16, SMALL["width"])
-    if label not in digit:
-        make, options = variants(BATCH * 16, SMALL["width"], 16)[label]
-        return {"digits": digit_accuracy(make, seed, steps, start, **options)}
     text = compressors(BATCH * 32, SMALL["width"])[label]
     runs = {
         "digits": lambda: digit_accuracy(digit[label], seed, steps, start),
@@ -215,8 +143,7 @@ def quality(label: str, seed: int, steps: int, start: torch.nn.Sequential, tasks
 def ask_ranks(options: argparse.Namespace, rate: str | None, *words: str) -> dict:
     """Run this file on four ranks; the rank that has results prints them as its last line."""
     command = [sys.executable, __file__, options.what, "--labels", *options.labels, *words]
-    burst = SMALL_BURST if options.what == "boundaries" else None
-    with Links(RANKS, rate, burst) as links:
+    with Links(RANKS, rate) as links:
         outputs = links.run([*command, "--steps", str(options.steps), "--rank"], timeout=540)
     return json.loads(next(text.strip().splitlines()[-1] for text in outputs if text.strip()))
 
@@ -242,10 +169,9 @@ def print_times(options: argparse.Namespace) -> None:
 
 def print_quality(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    labels = list(variants(1, 20, 1)) if options.variants else options.labels
     for seed in options.seeds:
         start = pretrained(seed)
-        for label in labels:
+        for label in options.labels:
             results = quality(label, seed, options.steps, start, options.tasks)
             rows = [[label, task, seed, options.steps, f"{value:.2f}"] for task, value in results.items()]
             save("quality", ["compressor", "task", "seed", "steps", "accuracy"], 3, rows)
@@ -288,18 +214,6 @@ def print_accuracies(name: str, steps: int) -> None:
         print()
 
 
-def print_boundaries(options: argparse.Namespace) -> None:
-    results = ask_ranks(options, options.rate)["rows"]
-    print(f"ms a step over each stage boundary, {options.rate}; MB forth and back")
-    dense = {boundary: selected for label, boundary, selected, *_ in results if label == "w/o"}
-    rows = []
-    for label, boundary, selected, forth, back in results:
-        share = selected / dense[boundary] if boundary in dense else float("nan")
-        print(f"{label:<5}{boundary:>6}{selected:>10.2f}{forth:>9.3f}{back:>9.3f}{share:>8.3f} of w/o")
-        rows.append([label, boundary, options.rate, f"{selected:.3f}", f"{forth:.4f}", f"{back:.4f}"])
-    save("boundaries", ["compressor", "boundary", "rate", "ms", "MB_forth", "MB_back"], 3, rows)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=list(STEPS))
@@ -309,23 +223,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="timed steps (5), or training steps (300)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="for accuracies")
     parser.add_argument("--tasks", nargs="+", default=TASKS, choices=TASKS, help="for `quality`")
-    parser.add_argument(
-        "--variants", action="store_true", help="for `quality`: digits with one thing otherwise at a time"
-    )
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)  # what this script starts itself with
     options = parser.parse_args()
     options.steps = options.steps or STEPS[options.what]
     if not options.rank:
-        tables = {"time": print_times, "quality": print_quality}
-        tables |= {"pretraining": print_pretraining, "boundaries": print_boundaries}
+        tables = {"time": print_times, "quality": print_quality, "pretraining": print_pretraining}
         tables[options.what](options)
         return
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    if options.what == "time":
-        time_rank(options.grids[0], options.labels, options.steps)
-    else:
-        boundary_rank(mesh_of("1x4"), options.labels, options.steps)
+    time_rank(options.grids[0], options.labels, options.steps)
     dist.destroy_process_group()
 
 

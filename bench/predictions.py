@@ -1,7 +1,6 @@
-"""How good predictions are: steps and runs of compopt.advise, and the order that compopt.diagnose gives.
+"""How good predictions are: steps of compopt.advise, and the order that compopt.diagnose gives.
 
     sudo .venv/bin/python bench/predictions.py steps       # three rates, six minutes
-    .venv/bin/python bench/predictions.py runs             # 400 steps of four runs on two ranks, over the loopback
     .venv/bin/python bench/predictions.py diagnosis        # ten times 60 steps watched, ten minutes on a quiet core
     .venv/bin/python bench/predictions.py diagnosis --show # train nothing: the tables of what is there
 
@@ -9,44 +8,29 @@ steps: at each rate `compopt.probe` measures link and memory, as a user would ha
 take their turns. A prediction knows the probe's file and the step without communication, and nothing of the method's
 own steps. Saves results/predictions.csv.
 
-runs: the demo's GPT. In one pair of processes the probe, then blocks of steps in turns: without communication (DDP's
-no_sync), under DDP with AdamW, with SeparateAdam and with LocalSteps at their defaults. Seconds are in times the steps
-without communication of the same blocks, by the clock and in processor time: on a busy machine the clock also counts
-how long a rank that is waited for waits for a core. Bytes are those that the optimizers count. Saves
-results/predicted_runs.csv.
-
 diagnosis: the GPT and the training of quality.py's runs (two ranks' batches averaged in one process), watched for 60
 steps from the first one on, and for 60 after the dense start, with every method of results/quality.jsonl that is a
 class and not a rival's. For each group of runs of the same length and rate: Kendall's tau and Spearman's rho of `kept`,
-falling, and the loss, rising. Saves results/diagnosed.csv and .png.
+falling, and the loss, rising. Saves results/diagnosed.csv.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import math
-import os
-import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from unittest import mock
 
 import torch
-import torch.distributed as dist
-from _interleave import over_links, warn_if_busy
 from _model import make_model
 from _net import Links
-from _table import RESULTS, drawing, print_rows, read_rows, write_rows
-from links import summarise
+from _table import RESULTS, print_rows, read_rows, write_rows
+from links import over_links, summarise, warn_if_busy
 from quality import kept
-from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -55,10 +39,11 @@ import corpus  # noqa: E402
 import train_gpt  # noqa: E402
 
 import compopt  # noqa: E402
-from compopt.costmodel import METHODS, Cost, Workload, advise, step_seconds  # noqa: E402
+from compopt.costmodel import Workload, advise  # noqa: E402
 from compopt.planning.candidates import ADAMS_BETAS, Candidate, construct_silently  # noqa: E402
 from compopt.planning.diagnosis import Diagnosis  # noqa: E402
-from compopt.planning.network_probe import measure_network  # noqa: E402
+from compopt.planning.methods import METHODS, Cost  # noqa: E402
+from compopt.planning.prediction import step_seconds  # noqa: E402
 from compopt.planning.probe import read_probe  # noqa: E402
 
 RANKS = 2
@@ -134,126 +119,6 @@ def predict_steps(rates: list[str], rounds: int, steps: int) -> None:
     )
 
 
-# Runs
-
-STEPS, BLOCK, PARAMETERS = 400, 20, 861_312
-ALONE, DENSE = "without communication", "AdamW+DDP"
-OPTIMIZERS = {
-    ALONE: lambda ps: torch.optim.AdamW(ps, 2e-3, fused=True),
-    DENSE: lambda ps: torch.optim.AdamW(ps, 2e-3, fused=True),
-    "SeparateAdam": lambda ps: compopt.SeparateAdam(ps, 2e-3),
-    "LocalSteps": lambda ps: compopt.LocalSteps(torch.optim.AdamW(ps, 2e-3, fused=True)),
-}
-CLOCKS = {"clock": time.perf_counter, "processor": time.process_time}
-
-
-class Run:
-    """One training, its seconds by step and the bytes that its optimizer has handed to collectives."""
-
-    def __init__(self, name: str, rank: int):
-        torch.manual_seed(0)
-        model = make_gpt()
-        self.name, self.nbytes = name, 0
-        self.seconds: dict[str, list[float]] = {clock: [] for clock in CLOCKS}
-        self.model = DistributedDataParallel(model)
-        self.optimizer = OPTIMIZERS[name](list(self.model.parameters()))
-        self.batches = corpus.batches(corpus.load(None)[0], 8, 64, seed=1 + rank)
-        self.dense_bytes = 4 * PARAMETERS if name == DENSE else 0
-
-    def step(self, is_last: bool) -> None:
-        begin = {clock: read() for clock, read in CLOCKS.items()}
-        with self.model.no_sync() if self.name == ALONE else contextlib.nullcontext():
-            self.model(*next(self.batches)).backward()
-        self.optimizer.step()
-        if is_last and hasattr(self.optimizer, "end_round"):
-            self.optimizer.end_round()
-        self.optimizer.zero_grad()
-        for clock, read in CLOCKS.items():
-            self.seconds[clock].append(read() - begin[clock])
-        stats = getattr(self.optimizer, "stats", None)
-        self.nbytes += stats.bytes_sent if stats else self.dense_bytes
-
-
-def probe_by(clock: str) -> dict:
-    """compopt.probe's measurement, by one of the clocks."""
-    with mock.patch("compopt.planning.measurement.time.perf_counter", CLOCKS[clock]):
-        return measure_network()
-
-
-def train_runs(steps: int, out: str) -> None:
-    """One rank: the probe, then all runs in turns."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    probed = {clock: probe_by(clock) for clock in CLOCKS}
-    runs = [Run(name, dist.get_rank()) for name in OPTIMIZERS]
-    for number, block in enumerate(range(0, steps, BLOCK)):
-        for run in runs[number % len(runs) :] + runs[: number % len(runs)]:
-            dist.barrier()
-            for step in range(block, min(block + BLOCK, steps)):
-                run.step(step == steps - 1)
-    if dist.get_rank() == 0:
-        result = {run.name: {"seconds": run.seconds, "bytes": run.nbytes} for run in runs}
-        Path(out).write_text(json.dumps({"probed": probed, "runs": result}))
-    dist.destroy_process_group()
-
-
-def measure_runs(steps: int) -> dict:
-    with tempfile.TemporaryDirectory() as folder:
-        out = str(Path(folder, "out.json"))
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-        command = [*launcher, __file__, "runs", "--worker", out, "--steps", str(steps)]
-        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
-        return json.loads(Path(out).read_text())
-
-
-def relative_seconds(seconds: list[float], single: list[float]) -> float:
-    """Steps of a run without communication that take as long as this run: the blocks' ratios, added up."""
-    total = 0.0
-    for block in range(0, len(seconds), BLOCK):
-        total += sum(seconds[block : block + BLOCK]) / statistics.median(single[block : block + BLOCK])
-    return total
-
-
-def compare_runs(measured: dict, steps: int) -> list[dict]:
-    work = Workload.of(make_gpt().named_parameters())
-    names = ("link_bits_per_s", "latency_s", "local", "interference")
-    rows = []
-    for clock, probed in measured["probed"].items():
-        runs = {name: run["seconds"][clock] for name, run in measured["runs"].items()}
-        results = {name: tuple(v) if isinstance(v := probed[name], list) else v for name in names}
-        step_s = statistics.median(runs[ALONE])
-        advice = advise(work, ranks=RANKS, step_s=step_s, device="cpu", steps=steps, **results)
-        for row in advice.rows:
-            if row.method in runs:
-                ratio = relative_seconds(runs[row.method], runs[ALONE]) / relative_seconds(runs[ALONE], runs[ALONE])
-                rows.append(
-                    {
-                        "method": row.method,
-                        "by": clock,
-                        "predicted_bytes": round(row.run_bytes * steps * 4 * work.parameters),
-                        "measured_bytes": measured["runs"][row.method]["bytes"],
-                        "predicted_ratio": round(row.run_s / (steps * step_s), 4),
-                        "measured_ratio": round(ratio, 4),
-                        "step_ms": round(1e3 * step_s, 1),
-                    }
-                )
-    return rows
-
-
-def predict_runs(steps: int) -> None:
-    rows = compare_runs(measure_runs(steps), steps)
-    for row in rows:
-        row["name"] = f"{row['method']}, by {row['by']}"
-        for what in ("bytes", "ratio"):
-            row[f"{what} off"] = row[f"predicted_{what}"] / row[f"measured_{what}"] - 1
-    columns = {f"{of}_{what}": (f"{what}, {of}", form) for what, form in (("bytes", "14,d"), ("ratio", "8.3f"))
-               for of in ("predicted", "measured")}  # fmt: skip
-    print_rows(rows, columns | {"bytes off": ("off", "+8.1%"), "ratio off": ("off", "+8.1%")}, "name", 32)
-    ms = " and ".join(f"{ms} ms" for ms in dict.fromkeys(row["step_ms"] for row in rows))
-    print(f"Ratios: in times {ALONE}, whose step took {ms}.")
-    write_rows(RESULTS / "predicted_runs.csv", rows, [k for k in rows[0] if "_" in k or k in ("method", "by")])
-
-
 # Diagnosis
 
 WATCHED, START = 60, 10
@@ -295,7 +160,6 @@ CANDIDATES: dict[str, Candidate] = {
     **{f"RadiusAdamW {d}, interval {i}": radius(d, i) for d in (0.2, 0.4, 0.6, 0.8) for i in (100, 400)},
     "RadiusAdamW 0.4, int8": radius(0.4, payload_dtype="int8"),
     **{f"ScapeAdamS {d}": Candidate("ScapeAdamS", {"density": d}) for d in (0.2, 0.1, 0.05, 0.01)},
-    **{f"ScapeAdamS {d}, no mask delay": Candidate("ScapeAdamS", {"density": d, "mask_delay": 0}) for d in (0.1, 0.01)},
     "ScapeAdamS 0.1, int8": Candidate("ScapeAdamS", {"density": 0.1, "payload_dtype": "int8"}),
     **{f"SeparateAdam {r}": separate(**gaussian(r)) for r in (8, 16, 64)},
     **{f"SeparateAdam {r}, no error feedback": separate(**gaussian(r, ef_beta=1.0)) for r in (16, 64)},
@@ -383,44 +247,25 @@ def show_diagnosis(rows: list[dict]) -> None:
             print(f"  {name:<49}" + "".join(f"{cell:>13.2f}" for cell in cells))
 
 
-def draw_diagnosis(rows: list[dict]) -> None:
-    with drawing(RESULTS / "diagnosed.png", 2, (13, 6)) as (_, panels):
-        for axis, (steps, lr) in zip(panels, GROUPS, strict=False):
-            group = [r for r in rows if (r["steps"], r["lr"]) == (steps, lr)]
-            axis.plot([r["first"] for r in group], [r["loss"] for r in group], "o", markersize=4)
-            for r in group:
-                axis.annotate(f" {r['run']}", (r["first"], r["loss"]), fontsize=6, va="center")
-            score = tau([-r["first"] for r in group], [r["loss"] for r in group])
-            axis.set_title(f"{steps} steps, lr {lr:g}: Kendall's tau {score:.2f}", fontsize=10)
-            axis.set(xlabel="kept of AdamW's update in the first 60 steps", ylabel="validation loss in the end")
-            axis.set_xlim(right=1.3)
-
-
 def diagnose(show: bool) -> None:
     path = RESULTS / "diagnosed.csv"
     if not show:
         write_rows(path, measure_diagnosis(), FIELDS, dict.fromkeys(("loss", "first", "after", "residual"), 4))
     rows = [{k: v if k == "run" else json.loads(v) for k, v in row.items()} for row in read_rows(path)]
     show_diagnosis(rows)
-    draw_diagnosis(rows)
 
 
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("what", choices=["steps", "runs", "diagnosis"])
+    cli.add_argument("what", choices=["steps", "diagnosis"])
     cli.add_argument("--rates", nargs="+", default=["10gbit", "1gbit", "100mbit"], help="of `steps`, as tc writes them")
     cli.add_argument("--rounds", type=int, default=3, help="of `steps`: blocks a method")
-    cli.add_argument("--steps", type=int, help="timed steps of a block (6), or of a run (400)")
+    cli.add_argument("--steps", type=int, default=6, help="of `steps`: timed steps of a block")
     cli.add_argument("--show", action="store_true", help="of `diagnosis`: train nothing")
-    cli.add_argument("--worker", help=argparse.SUPPRESS)
     args = cli.parse_args()
     torch.set_num_threads(1)
-    if args.worker:
-        train_runs(args.steps, args.worker)
-    elif args.what == "steps":
-        predict_steps(args.rates, args.rounds, args.steps or 6)
-    elif args.what == "runs":
-        predict_runs(args.steps or STEPS)
+    if args.what == "steps":
+        predict_steps(args.rates, args.rounds, args.steps)
     else:
         diagnose(args.show)
 

@@ -3,7 +3,6 @@
     python bench/scaling.py                               # every row that is not there yet: an hour, 5 GB
     python bench/scaling.py --again --sizes 10M --methods "ScapeAdamS 0.01" --ranks 2 64
     python bench/scaling.py --show                        # measure nothing: tables and chart of what is there
-    python bench/scaling.py --handed                      # what a rank hands over at up to 355 M: minutes, 6 GB
 
 The package's own code on a fake process group (_fake_ranks.py): one rank steps on GPT-2's shapes with random gradients,
 the others are made up, and what it gives its collectives is counted. An all-gather receives N - 1 messages, an
@@ -14,8 +13,7 @@ processor time on one thread, with what it takes to read the others' messages.
 TAGC sends the union of what N ranks leave. How large that is was measured on real text (``unions``: one rank after the
 other, up to 512 in the small model, first sparse step) and given to the other sizes; beyond 512 the figure of 512 is
 used, as a lower bound. "PowerSGD" and "naive top-k" are formulas. A row whose step would take more than a minute is
-left out. Rows are kept as they come, in results/scaling.csv; saves results/scaling.png too. ``--handed`` compares the
-bytes of a compressed step with a dense float32 gradient, and saves results/bytes.csv.
+left out. Rows are kept as they come, in results/scaling.csv; saves results/scaling.png too.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from itertools import product
 
 import torch
 from _fake_ranks import fake_ranks
@@ -37,8 +34,7 @@ from compopt._sparse.scape_masks import mask_partition_at
 from compopt._state.masks import selection_size
 from compopt._state.tensors import is_compressed
 
-SIZES = {"1M": (4, 128, 256, 64), "10M": (8, 320, 256, 64), "124M": (12, 768, 50257, 1024)}
-LARGER = {"355M": (24, 1024, 50257, 1024)}  # layers, width, vocabulary, context
+SIZES = {"1M": (4, 128, 256, 64), "10M": (8, 320, 256, 64), "124M": (12, 768, 50257, 1024)}  # layers, ...
 RANKS = (2, 8, 64, 512, 4096)
 STEPS = 4  # gradients are zeros in the first; the last is what is counted, and its time is the shorter of two
 LONGEST = 60.0  # seconds that a step may take
@@ -83,7 +79,7 @@ def gpt(layers: int, width: int, vocabulary: int, context: int) -> Iterator[torc
 
 def parameters(size: str) -> list[tuple[str, torch.nn.Parameter]]:
     """GPT-2's shapes with zeros as gradients, named so that TAGC knows what belongs to the attention."""
-    shapes = (SIZES | LARGER)[size]
+    shapes = SIZES[size]
     layers = shapes[0]
     layer = [f"{name}.{kind}" for name in ("qkv", "out", "up", "down") for kind in ("weight", "bias")]
     layer += [f"norm{i}.{kind}" for i in (1, 2) for kind in ("weight", "bias")]
@@ -267,32 +263,9 @@ def row_of(method: str, size: str, ranks: int) -> dict | None:
     return row and {"method": method, "size": size, "ranks": ranks, **row}
 
 
-HANDED: dict[str, Made] = {  # of a compressed step; a rank sends its own part of a mask, so more ranks send less each
-    "ScapeAdamS 0.1": METHODS["ScapeAdamS 0.1"],
-    "ScapeAdamS 0.01": METHODS["ScapeAdamS 0.01"],
-    "ScapeAdamS 0.01, bf16": ours("ScapeAdamS", density=0.01, density_steps=0, payload_dtype=torch.bfloat16),
-    "SeparateAdam 16": METHODS["SeparateAdam 16"],
-    "RadiusAdamW 0.4": METHODS["RadiusAdamW 0.4, sparse"],
-}
-
-
-def measure_handed(sizes: list[str]) -> None:
-    """Bytes that one of 2 and of 8 ranks hands over, and how many times fewer than a dense float32 gradient."""
-    METHODS.update(HANDED)
-    rows = []
-    for size, (method, ranks) in product(sizes, product(HANDED, (2, 8))):
-        row = measure(method, size, ranks, LONGEST)
-        parameters, sent = row["parameters"], row["handed"]
-        fewer = round(4 * parameters / sent, 1)
-        rows.append({"parameters": parameters, "method": method, "ranks": ranks, "bytes": sent, "fewer": fewer})
-        print(f"{size:>5}  {method:<24}{ranks:>4} ranks{sent:>14,} bytes  {fewer:>7.1f} x fewer", flush=True)
-    if len(sizes) == len(SIZES | LARGER) - 1:
-        write_rows(RESULTS / "bytes.csv", rows)
-
-
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--sizes", nargs="+", choices=SIZES | LARGER)
+    cli.add_argument("--sizes", nargs="+", choices=SIZES)
     cli.add_argument(
         "--methods",
         nargs="+",
@@ -303,13 +276,9 @@ def main() -> None:
     )
     cli.add_argument("--ranks", type=int, nargs="+", choices=RANKS, default=list(RANKS))
     cli.add_argument("--again", action="store_true", help="measure rows that are there already too")
-    cli.add_argument("--handed", action="store_true", help="measure what a rank hands over, at 10M, 124M and 355M")
     cli.add_argument("--show", action="store_true", help="measure nothing")
     args = cli.parse_args()
     torch.set_num_threads(1)
-    if args.handed:
-        measure_handed(args.sizes or ["10M", "124M", "355M"])
-        return
     wanted = [(m, s, n) for s in args.sizes or SIZES for m in args.methods for n in sorted(args.ranks)]
     there = {} if args.again else saved_rows()
     for method, size, ranks in () if args.show else (key for key in wanted if key not in there):

@@ -33,7 +33,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields
 from typing import Any, Literal
 
 import torch
@@ -45,6 +44,7 @@ from ._engine.combined import OneOrSeveral, combine_optimizers, describe_members
 from ._engine.decision import StepDecision
 from ._engine.exchange import CollectiveGenerator, exchange_one, sum_over_groups
 from ._engine.gradients import (
+    GRAD,
     check_gradients,
     drop_scale,
     restore_scale,
@@ -69,14 +69,14 @@ from ._engine.stats import Stats, show_line
 from ._engine.step import Step
 from ._local import rounds
 from ._local.anchored import AnchoredWrapper
-from ._local.anchors import MakeOuter, reset_moments, squared_norm_of_part, write_params
-from ._local.fragment_sync import FragmentSync, SyncResult
+from ._local.anchors import GROUP, MakeOuter, reset_moments, sum_squares, write_params
+from ._local.fragment_sync import FragmentSync, RunningSync
 from ._ops.operations import clip_factor, scale_all_, total_norm
 from ._state.buckets import Bucket
 from ._state.layouts import Layout, LocalShape, PaddedVector
 from ._state.residuals import residual_layout
 from ._state.tensors import to_local
-from ._wire.collectives import PendingCollective, ProcessGroup, get_rank
+from ._wire.collectives import PendingCollective, ProcessGroup, get_rank, get_replicate_size
 from ._wire.payload import PayloadDtype
 from ._wire.requests import AllGather, CommunicationError, RequestGenerator
 from .average import average
@@ -141,6 +141,7 @@ class LocalSteps(AnchoredWrapper):
 
     rank_local_state = ("residual",)
     _samples: float | None = None  # the samples of the coming step
+    _is_exchanged = False  # the step, or the end of a round, has applied a sync
     _sync_stats: dict[str, Any] = {}  # what ``stats`` report of the last sync
 
     def __init__(
@@ -186,7 +187,10 @@ class LocalSteps(AnchoredWrapper):
             max_grad_norm=max_grad_norm,
         )
         self.residual_dtype = read_residual_dtype(residual_dtype)
-        super().__init__(inner, options, process_group, simulate, outer, offload)
+        self._make_outer, self.offload, self._counts = outer, offload, rounds.RoundCounts()
+        super().__init__(inner, options, process_group, simulate)
+        if outer is not None:  # refuse here what cannot be made, not in the first local step
+            self._make_sync(self._options)
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -205,8 +209,10 @@ class LocalSteps(AnchoredWrapper):
 
     @property
     def _compared_groups(self) -> list[ComparedGroups]:
-        sync, compared = self._sync, super()._compared_groups
-        return compared if sync is None else [*compared, sync.anchors.compared_groups]
+        compared, anchors = super()._compared_groups, self._anchors
+        if anchors is None:
+            return compared
+        return [*compared, (GROUP, anchors.outer.param_groups, anchors.outer.defaults)]
 
     def _settings(self) -> list[Setting]:
         settings, anchors = super()._settings(), self._anchors
@@ -276,12 +282,12 @@ class LocalSteps(AnchoredWrapper):
                     self._counts.read_clock()
             norm = yield from self._step_inner(params, options)  # line 1
             try:
-                with self._explain_failed_sync():
-                    is_applied = yield from self._synchronize(options)
+                with self._explain_failed_sync(after_step=True):
+                    yield from self._synchronize(options)
             finally:
                 session.ddp_left_gradients = False
                 self._note_open_round()
-            self._report(norm, is_applied)
+            self._report(norm)
             if session.consecutive_skips or not math.isfinite(norm):
                 session.count_skips(math.isfinite(norm), self.max_skipped)
         except BaseException:
@@ -289,32 +295,34 @@ class LocalSteps(AnchoredWrapper):
             raise
 
     @contextmanager
-    def _explain_failed_sync(self) -> Iterator[None]:
-        """Name the step, the rank, and what to do in the error of a sync."""
+    def _explain_failed_sync(self, after_step: bool) -> Iterator[None]:
+        """Say in the error of a sync what has become of the step, on which rank, and what to do."""
         try:
             yield
         except (CommunicationError, RankLeft) as error:
             session, why = self._session, ""
-            advice = "The exchange is tried again after the next step"
+            advice = "The exchange is tried again after the next step, and by end_round()"
             if isinstance(error, RankLeft):
                 advice = "Make a new process group on all ranks and call rebind()"
             else:
                 why = explain_failure(session, error)
+            step, rank = session.steps, session.comm.rank
             raise CommunicationError(
-                f"step {session.steps} was taken on rank {session.comm.rank}, but not the exchange "
-                f"that follows it: {error}{why}. {advice}."
+                (
+                    f"step {step} was taken on rank {rank}, but not the exchange that follows it"
+                    if after_step
+                    else f"the round was not ended on rank {rank} after step {step}"
+                )
+                + f": {error}{why}. {advice}."
             ) from error
 
     # Exchanges
 
-    def _synchronize(self, options: Group) -> CollectiveGenerator[bool]:
-        """Apply the sync whose delay has ended, and begin the one that is due after this step.
-
-        Returns whether a sync was applied.
-        """
-        counts, sync, is_applied = self._counts, self._sync, False
+    def _synchronize(self, options: Group) -> CollectiveGenerator[None]:
+        """Apply the sync whose delay has ended, and begin the one that is due after this step."""
+        counts, sync, self._is_exchanged = self._counts, self._sync, False
         if sync is None:
-            return False
+            return
         step, count, fragments = options["step"], options["fragments"], sync.anchors.groups
         in_round = step - counts.begun  # steps of the running round
         if options["round_seconds"] is not None:
@@ -327,28 +335,28 @@ class LocalSteps(AnchoredWrapper):
             if in_round >= length:
                 counts.round, counts.begun = counts.round + 1, step
         if sync.running is not None and (sync.due or step >= sync.running.apply_at):
-            is_applied = (yield from self._perform_and_report(sync)).is_applied
+            yield from self._perform_and_report(sync)
         if sync.due:
             # at most the number of steps between two exchanges
             delay = min(int(options["delay"]), length // int(count))
             yield from sync.prepare_sync(counts, length, apply_at=step + delay if delay else 0)
             if not delay:
-                is_applied = (yield from self._perform_and_report(sync)).is_applied
-        return is_applied
+                yield from self._perform_and_report(sync)
 
-    def _perform_and_report(self, sync: FragmentSync) -> CollectiveGenerator[SyncResult]:
+    def _perform_and_report(self, sync: FragmentSync) -> CollectiveGenerator[RunningSync]:
         """Wait for the sync in flight, apply it, and report it."""
         session = self._session
         waited = session.waits.seconds
         result = yield from sync.perform_sync(self._counts)
         self._sync_stats = {
             **self._sync_stats,
-            **result.measure_distances(),
+            **result.distances,
             "weight": result.rank_weight,
             "round_steps": int(result.contribution.steps),
             "round_wait_seconds": session.waits.seconds - waited,
         }
-        if result.received is not None and result.is_non_finite:
+        self._is_exchanged |= result.received is not None
+        if result.received is not None and result.is_lost:
             reset_moments(self.base, result.received)
             session.warn_once(
                 "lost",
@@ -371,15 +379,17 @@ class LocalSteps(AnchoredWrapper):
         session = self._session
         check_gradients(session)
         scale = unscale_gradients(self)
-        trainable = [p for p in params if p.requires_grad]
-        grads = [p.grad for p in trainable if p.grad is not None]
+        stepped = [p for p in params if p.requires_grad and p.grad is not None]
+        grads: list[Tensor] = [*map(GRAD, stepped)]
+        shards = session.shard_communicators
+        copies = [get_replicate_size(p, shards) for p in stepped] if shards else []
         if any(bucket.is_dtensor for bucket in session.buckets):
             grads = [*map(to_local, grads)]
         if not grads and session.comm.size > 1 and session.trainable and session.has_data:
             step = options["step"] + 1
             warn_without_gradients(session, step, "adds nothing to the average of its round")
         try:
-            norm = yield from self._gradient_norm(trainable, grads)
+            norm = yield from self._gradient_norm(grads, copies)
         except BaseException:
             if scale is not None:
                 restore_scale(session, scale)
@@ -388,14 +398,12 @@ class LocalSteps(AnchoredWrapper):
             if math.isfinite(norm):
                 scale_all_(grads, clip_factor(norm, options["max_grad_norm"]))
                 # a frozen parameter may have a gradient left
-                has_frozen = len(trainable) < len(params)
-                frozen = {p: None for p in params if not p.requires_grad} if has_frozen else {}
+                others = {*params}.difference(stepped) if len(stepped) < len(params) else {}
+                frozen = {p: None for p in others if not p.requires_grad}
                 with replace_gradients(frozen) if frozen else nullcontext():
                     self.base.step()
                 for bucket in session.buckets:
-                    bucket.count_steps(
-                        [p.requires_grad and p.grad is not None for p in bucket.params]
-                    )
+                    bucket.count_steps([p not in others for p in bucket.params])
                 if grads and self._sync is not None:
                     self._counts.weight += 1 if self._samples is None else self._samples
             for group in self._wrapper_groups:
@@ -403,23 +411,22 @@ class LocalSteps(AnchoredWrapper):
             self._samples = None
         return norm
 
-    def _gradient_norm(
-        self, trainable: list[Tensor], grads: list[Tensor]
-    ) -> CollectiveGenerator[float]:
+    def _gradient_norm(self, grads: list[Tensor], copies: list[int]) -> CollectiveGenerator[float]:
         """Return the norm over all shards of the replica, NaN if a GradScaler has found an inf.
 
-        In the same message shards agree on the time of the round.
+        In the same message shards agree on the time of the round. ``copies``: see ``sum_squares``.
         """
-        shards, device = self._session.shard_communicators, self._session.device
+        shards = self._session.shard_communicators
         if getattr(self, "found_inf", None):
             squared = math.nan
         elif not shards:
             return float(total_norm(grads)) if grads else 0.0
         else:
-            params = [p for p in trainable if p.grad is not None]
-            squared = float(squared_norm_of_part(params, grads, shards, device))
+            squared = (
+                float(sum_squares(list(map(total_norm, zip(grads))), copies)) if grads else 0.0
+            )
         numbers = [squared, self._counts.seconds]
-        total, seconds = yield from sum_over_groups(shards, numbers, device)
+        total, seconds = yield from sum_over_groups(shards, numbers, self._session.device)
         self._counts.seconds = seconds / math.prod(comm.size for comm in shards)
         return math.sqrt(total)
 
@@ -436,16 +443,9 @@ class LocalSteps(AnchoredWrapper):
 
         Raises CommunicationError if the exchange failed; it is tried again after the next step.
         """
-        try:
+        with self._explain_failed_sync(after_step=False):
             for _ in self.end_round_as_generator():
                 pass
-        except CommunicationError as error:
-            session = self._session
-            raise CommunicationError(
-                f"the round was not ended on rank {session.comm.rank} after step {session.steps}: "
-                f"{error}{explain_failure(session, error)}. The exchange is tried again after the "
-                "next step, and by the next end_round()."
-            ) from None
 
     def end_round_as_generator(self) -> Generator[PendingCollective, None, None]:
         self._check_own_params()
@@ -457,34 +457,31 @@ class LocalSteps(AnchoredWrapper):
 
     def _sync_the_rest(self, sync: FragmentSync) -> CollectiveGenerator[None]:
         """Exchange what has moved since the last sync of its fragment."""
-        counts, last = self._counts, self._session.stats
+        counts, last, self._is_exchanged = self._counts, self._session.stats, False
         self._session.refresh_ranks(self)
-        sync.connect(is_delayed=self._options["delay"] > 0)
-        step, is_applied = self._options["step"], False
+        sync.connect()
+        step = self._options["step"]
         in_round = step - counts.begun
         if sync.running is not None:
-            is_applied = (yield from self._perform_and_report(sync)).is_applied
+            yield from self._perform_and_report(sync)
         if self._options["round_seconds"] is not None:
             # take part in the rounds of ranks that still train, until all have called this
-            is_applied = is_last = False
+            is_last = False
             while not is_last:
                 counts.read_clock()
                 sync.anchors.note_training(self._params)
-                sync.due |= sync.anchors.fragments
-                steps = self._options["step"] - counts.begun
-                yield from sync.prepare_sync(counts, steps, is_last=True)
-                result = yield from self._perform_and_report(sync)
-                is_applied |= result.is_applied
-                is_last = result.mean.is_last == 1
+                sync.due = frozenset(sync.anchors.groups)
+                yield from sync.prepare_sync(counts, step - counts.begun, is_last=True)
+                is_last = (yield from self._perform_and_report(sync)).mean.is_last == 1
         elif in_round > 0:
             counts.round, counts.begun = counts.round + 1, step
         sync.due |= {t.fragment for t in sync.anchors.tensors if t.has_moved}
         if sync.due:
             yield from sync.prepare_sync(counts, max(1, in_round))
-            is_applied = (yield from self._perform_and_report(sync)).is_applied
+            yield from self._perform_and_report(sync)
         self._note_open_round()
-        if is_applied or in_round > 0:
-            self._report(last.grad_norm, is_applied, is_step=False)
+        if self._is_exchanged or in_round > 0:
+            self._report(last.grad_norm, is_step=False)
             self._session.stats.bytes_sent += last.bytes_sent
 
     # Join: ranks that run out of data
@@ -533,8 +530,8 @@ class LocalSteps(AnchoredWrapper):
     def gradients_ready(self, params: Iterable[Tensor]) -> None:
         if self.averages_gradients:
             super().gradients_ready(params)
-        elif self._sync is not None:
-            self._sync.poll()
+        elif self._sync is not None and self._sync.running is not None:
+            self._sync.running.poll()
 
     # Anchors
 
@@ -565,15 +562,13 @@ class LocalSteps(AnchoredWrapper):
         options, counts = self._options, self._counts
         if (sync := self._sync) is not None:
             stats.residual_norm = weak_method(sync.anchors.residual_norm)
-        known = {field.name: getattr(stats, field.name) for field in fields(Stats)}
         in_round = max(0, options["step"] - max(counts.begun, options["dense_steps"]))
-        return rounds.LocalStats(
-            **known, round=counts.round, steps_into_round=in_round, **self._sync_stats
-        )
+        added = {"round": counts.round, "steps_into_round": in_round, **self._sync_stats}
+        return rounds.LocalStats(**{**vars(stats), **added})
 
-    def _report(self, norm: float, is_applied: bool, is_step: bool = True) -> None:
+    def _report(self, norm: float, is_step: bool = True) -> None:
         """Update ``stats`` after a step or the end of a round."""
-        session = self._session
+        session, is_applied = self._session, self._is_exchanged
         phase = "exchanged" if is_applied else "dense" if session.is_single_process else "local"
         non_finite = [] if math.isfinite(norm) else ["of this rank"]
         decision = StepDecision(norm=norm, phase_of={0: phase}, non_finite=non_finite)

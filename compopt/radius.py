@@ -7,7 +7,7 @@ interval::
      3  if t < dense_steps:                                     # dense
      4      G <- mean over ranks of G_n
      7  elif there is no mask yet, or t % T == 0:                # resample
-     8      G_n <- G_n + residual_scale * residual
+     8      G_n <- G_n + residual
      9      G <- mean over ranks of G_n
     10      residual <- 0
     12  else:                                                    # sparse
@@ -22,8 +22,7 @@ interval::
     25  w <- w - lr * u
 
 Differences from the paper: the first step after the dense start resamples (the paper's mask is
-undefined until T divides t), all ranks use rank 0's mask (equal by construction), and
-``residual_scale`` can damp the sum of up to T - 1 gradients that a resample step adds to one.
+undefined until T divides t), and all ranks use rank 0's mask (equal by construction).
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ from ._engine.options import (
     check_adam,
     check_compression,
     check_torch_options,
-    choose_steps,
     dense_start_of,
     is_count,
     is_numeric,
@@ -69,10 +67,8 @@ def radius(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     """Algorithm 1, one bucket, one step."""
     group, phase = bucket.group, choose_phase(bucket)  # lines 3, 7, 12
     resamples = phase == "resample"
-    mask, scale = bucket.cache["mask"] if phase == "sparse" else None, 1.0
-    if resamples:
-        scale = group["residual_scale"]
-    reducer = AllReduceReducer(bucket, ops, mask, scale, keeps_mask=mask is not None)
+    mask = bucket.cache["mask"] if phase == "sparse" else None
+    reducer = AllReduceReducer(bucket, ops, mask, keeps_mask=mask is not None)
     mean = yield from reducer.reduce()  # lines 4, 8, 9, 13, 14
     norm = yield Agree(mean, phase)  # from here on state changes
     scale_(mean.body, clip_factor(norm, group["max_grad_norm"]))  # line 20
@@ -153,11 +149,8 @@ class RadiusAdamW(CompressedOptimizer):
         interval: steps from one mask to the next. These *resample* steps are dense, and the step
             after one does not overlap with backward: ranks first confirm that all have the new
             mask.
-        dense_steps: steps of plain AdamW before compression starts, or as a float in (0, 1) a
-            share of ``total_steps``. The paper uses 15 to 20 % of the run. None: 15 % of
-            ``total_steps``, or 1000 steps.
-        total_steps: the number of steps of the run, for options that are shares of it.
-        residual_scale: factor on the residual at a resample step; 1 in the paper.
+        dense_steps: steps of plain AdamW before compression starts. The paper uses 15 to 20 % of
+            the run.
         max_grad_norm: clip the averaged gradient, of all groups together, to this L2 norm (None: no
             clipping). ``clip_grad_norm_`` before ``step()`` is something else: it clips the local
             gradient.
@@ -199,9 +192,7 @@ class RadiusAdamW(CompressedOptimizer):
         *,
         density: float = 0.4,
         interval: int = 200,
-        dense_steps: int | float | None = None,
-        total_steps: int | None = None,
-        residual_scale: float = 1.0,
+        dense_steps: int = 1000,
         max_grad_norm: float | None = None,
         payload_dtype: PayloadDtype = None,
         residual_dtype: ResidualDtype = None,
@@ -222,9 +213,7 @@ class RadiusAdamW(CompressedOptimizer):
             weight_decay=weight_decay,
             density=density,
             interval=interval,
-            dense_steps=choose_steps(dense_steps, total_steps, 1000),
-            total_steps=total_steps,
-            residual_scale=residual_scale,
+            dense_steps=dense_steps,
             max_grad_norm=max_grad_norm,
             payload_dtype=payload_dtype,
             when=when,
@@ -235,12 +224,10 @@ class RadiusAdamW(CompressedOptimizer):
     def check_group(self, group: Group) -> None:
         check_adam(group)
         check_compression(group)
-        density, scale = group["density"], group["residual_scale"]
+        density = group["density"]
         is_share = is_numeric(density) and 0 < density <= 1
         require_option(is_share, group, "density", "in (0, 1]")
         require_option(is_count(group["interval"]), group, "interval", "an integer >= 1")
-        is_factor = is_numeric(scale) and 0 <= scale <= 1
-        require_option(is_factor, group, "residual_scale", "in [0, 1]")
 
     def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:
         return {

@@ -19,9 +19,8 @@ rounds G only, not the momentum.
 
 Differences from the paper: its line 20 lacks a square root. As printed (``clip="scape"``), line 18
 scales G in v only, so that an outlier makes a *larger* step; by default ("consistent") m is made of
-the clipped G too. If a mask is lost in transit, the next step is dense. With ``mask_delay=0`` a
-step first gathers its own masks, and then sends its payload. As in the paper, M depends on the
-number of ranks: each rank selects in its shard by its own x_n, not by the mean.
+the clipped G too. If a mask is lost in transit, the next step is dense. As in the paper, M depends
+on the number of ranks: each rank selects in its shard by its own x_n, not by the mean.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ from ._engine.options import (
     check_compression,
     check_steps,
     check_torch_options,
-    choose_steps,
     is_numeric,
     require,
     require_option,
@@ -75,27 +73,17 @@ from ._state.residuals import Residuals
 from ._wire.codec import PAYLOAD_CODECS
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype
-from ._wire.requests import Agree, AllGather, AllReduceMean, RequestGenerator
+from ._wire.requests import Agree, AllReduceMean, RequestGenerator
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-CHOICES: dict[str, tuple[object, ...]] = {
-    "mask_delay": (0, 1),
-    "clip": ("consistent", "scape"),
-}
 
 
 def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> RequestGenerator[None]:
     """Algorithm 1, one bucket, one step."""
     mask, partition = mask_to_send(bucket), next_mask_partition(bucket, ranks)
     group, grads = bucket.group, bucket.grads()
-    is_delayed = group["mask_delay"] == 1
     selection = ops.run(Selection, bucket, partition, rank) if partition else None
-    if selection and not is_delayed:
-        selection.select_all(grads)  # lines 10, 15
-        messages = yield AllGather(selection.encode())
-        mask = selection.assemble(messages)
     scale = 1 / (1 - group["betas"][0])
     sent = ops.encode(bucket, grads, mask, True, scale, negate=group["maximize"])  # line 10
     mean = yield AllReduceMean(sent)  # line 14
@@ -104,9 +92,8 @@ def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> RequestGenerator[N
     if group["clip"] == "consistent":
         scale_(mean.body, clip_factor_in_v)
         clip_factor_in_v = 1.0
-    to_select = selection if is_delayed else None
     # lines 10, 11 and 15 to 21
-    yield from ops.run_batched(update, bucket, mean, mask, clip_factor_in_v, to_select)
+    yield from ops.run_batched(update, bucket, mean, mask, clip_factor_in_v, selection)
     yield from exchange_masks(bucket, ops, mask, mean, selection)  # line 15
 
 
@@ -132,7 +119,7 @@ def update(
         piece = selection.slices.get(i) if selection else None
         if not has_gradient:
             if selection and piece:
-                selection.select(i, compute_x_of_slice(bucket, i, piece, None))
+                selection.select(i, compute_x_of_slice(bucket, i, piece))
             continue
         index, m, step = mask.positions[i], old[i], state["step"][i]
         step += 1
@@ -224,14 +211,10 @@ class ScapeAdamS(CompressedOptimizer):
             lists the paper's values; amsgrad and torch_options as there.
         density: share of each compressed tensor's elements that cross the network in a step, in
             (0, 1].
-        dense_steps: steps of dense AdamS before compression starts, or as a float in (0, 1) a
-            share of ``total_steps``. None: 15 % of ``total_steps``, or none.
-        density_steps: steps, or a share, over which the density then falls, exponentially,
-            from 1 to ``density``. None: 15 % of ``total_steps``, or 100 steps.
-        total_steps: the number of steps of the run, for options that are shares of it.
-        mask_delay: 1, as in the paper: a step uses the mask of the step before, gathered in the
-            background. 0: its own mask, never stale, for one more small exchange that is not
-            overlapped.
+        dense_steps: steps of dense AdamS before compression starts; 15 % of the run is a good
+            start.
+        density_steps: steps over which the density then falls, exponentially, from 1 to
+            ``density``.
         clip: what ``max_grad_norm`` clips: "consistent", momentum and normaliser; "scape", the
             normaliser only, as printed: an outlier then makes a larger step.
         max_grad_norm, payload_dtype, when, process_group, simulate: as in :class:`RadiusAdamW`.
@@ -269,10 +252,8 @@ class ScapeAdamS(CompressedOptimizer):
         amsgrad: bool = False,
         *,
         density: float = 0.1,
-        dense_steps: int | float | None = None,
-        total_steps: int | None = None,
-        density_steps: int | float | None = None,
-        mask_delay: Literal[0, 1] = 1,
+        dense_steps: int = 0,
+        density_steps: int = 100,
         clip: Literal["consistent", "scape"] = "consistent",
         max_grad_norm: float | None = None,
         payload_dtype: PayloadDtype = None,
@@ -294,10 +275,8 @@ class ScapeAdamS(CompressedOptimizer):
             eps=eps,
             weight_decay=weight_decay,
             density=density,
-            dense_steps=choose_steps(dense_steps, total_steps, 0),
-            total_steps=total_steps,
-            density_steps=choose_steps(density_steps, total_steps, 100),
-            mask_delay=mask_delay,
+            dense_steps=dense_steps,
+            density_steps=density_steps,
             clip=clip,
             max_grad_norm=max_grad_norm,
             payload_dtype=payload_dtype,
@@ -313,8 +292,8 @@ class ScapeAdamS(CompressedOptimizer):
         is_share = is_numeric(density) and 0 < density <= 1
         require_option(is_share, group, "density", "in (0, 1]")
         check_steps(group, "density_steps")
-        for name, choices in CHOICES.items():
-            require_option(group[name] in choices, group, name, " or ".join(map(repr, choices)))
+        is_known = group["clip"] in ("consistent", "scape")
+        require_option(is_known, group, "clip", "'consistent' or 'scape'")
         is_float = PAYLOAD_CODECS[group["payload_dtype"]].bits is None
         wanted = "None or a floating-point dtype where state is sharded"
         require_option(is_float or not self.sharded, group, "payload_dtype", wanted)
@@ -344,8 +323,7 @@ class ScapeAdamS(CompressedOptimizer):
         """Return for each compressed tensor, by name, how many elements its newest mask shares with
         the one before, and how many it has.
 
-        With ``mask_delay=1`` the newest mask is the next step's. Tensors that have not had two
-        masks are left out.
+        The newest mask is the next step's. Tensors that have not had two masks are left out.
         """
         self._session.post_commit.finish()
         overlaps: dict[str, tuple[int, int]] = {}
@@ -353,9 +331,7 @@ class ScapeAdamS(CompressedOptimizer):
             newest, momentum_mask = bucket.cache.get("next_mask"), bucket.cache["momentum_mask"]
             for i, name in enumerate(bucket.names):
                 positions = momentum_mask.positions[i]
-                if noted := bucket.cache["overlap"][i]:
-                    overlaps[name] = noted
-                elif newest and newest.bits[i] is not None and positions is not None:
+                if newest and newest.bits[i] is not None and positions is not None:
                     overlaps[name] = int(count_set_bits(newest.bits[i], positions)), newest.sizes[i]
         return overlaps
 

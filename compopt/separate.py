@@ -55,7 +55,8 @@ from ._engine.wrapper import Wrapper
 from ._lowrank.options import check_group_sizes, resolve_options
 from ._lowrank.projecting_optimizer import ProjectingOptimizer
 from ._lowrank.reducer import ProjectionReducer
-from ._ops.operations import Ops, scale_all_
+from ._lowrank.stacks import feed_back, reconstruct
+from ._ops.operations import Ops, clip_factor, scale_all_
 from ._state.buckets import Bucket
 from ._state.layouts import Layout, LocalShape
 from ._wire.collectives import ProcessGroup
@@ -75,7 +76,7 @@ def separate(
 
     # from here on state changes
     reducer.draw_columns()  # again: R is not kept during the exchange, which would take memory
-    factor = reducer.clip_factor(norm)
+    factor = clip_factor(norm, bucket.group["max_grad_norm"])
     have_gradients = mean.have_gradients
     # fused implementations know AdamW only, and averages that are dense or factored
     if isinstance(update, AdamWUpdate) and reducer.has_factors:
@@ -100,9 +101,9 @@ def update_tensors(
     bucket.count_steps(have_gradients)
     for stack in reducer.stacks_with_gradients(have_gradients):
         ghat = update.memory_for_stack(bucket, stack.indices)
-        reducer.reconstruct_stack(stack, factor, ghat)  # line 4
+        reconstruct(ops, stack, factor, ghat)  # line 4
         update.apply(bucket, [*stack.indices], [*ghat.unbind()])
-        reducer.feed_back_stack(stack, factor)  # line 5
+        feed_back(stack, factor)  # line 5
     dense = [i for i in reducer.dense if have_gradients[i]]
     if dense:
         parts = [mean.parts[i] for i in dense]
@@ -162,11 +163,11 @@ class SeparateAdam(ProjectingOptimizer):
         adaptive: every ``adapt_interval`` steps, adapt the ratio of every tensor (and its ef_beta,
             if that is a number) to the quality of its reconstruction, relative to the mean over
             tensors (G-SEPARATE, Algorithm 3).
-        dense_steps: steps averaged dense before compression starts, or as a float in (0, 1) a
-            share of ``total_steps``. None: 10 steps for tracked projections, else 15 % of
-            ``total_steps``, or none. Tracked, 400 steps of a GPT of 0.86 M parameters ended at
-            1.018 times AdamW's loss without a start, 1.016 after 10 steps, 1.017 after 50.
-        total_steps, when, process_group, simulate: as in :class:`RadiusAdamW`.
+        dense_steps: steps averaged dense before compression starts. None: 10 for tracked
+            projections, else none; there 15 % of the run is a good start. Tracked, 400 steps of a
+            GPT of 0.86 M parameters ended at 1.018 times AdamW's loss without a start, 1.016 after
+            10 steps, 1.017 after 50.
+        when, process_group, simulate: as in :class:`RadiusAdamW`.
         max_grad_norm: clip the average over ranks of gradient and error to this L2 norm, all groups
             together, inside the step (None: no clipping). Its norm is computed from the payload: a
             Gaussian projection gives an unbiased estimate, ``|p|^2 / r``; tracked columns give the
@@ -206,8 +207,7 @@ class SeparateAdam(ProjectingOptimizer):
         block_rows: int | Literal["auto"] | None = None,
         adaptive: bool = False,
         adapt_interval: int = 2000,
-        dense_steps: int | float | None = None,
-        total_steps: int | None = None,
+        dense_steps: int | None = None,
         max_grad_norm: float | None = None,
         when: Literal["always", "auto"] = "always",
         payload_dtype: PayloadDtype | Literal["auto"] = "auto",
@@ -226,7 +226,7 @@ class SeparateAdam(ProjectingOptimizer):
             eps=eps,
             weight_decay=weight_decay,
             maximize=maximize,
-            **resolve_options(projection, ratio, rank, payload_dtype, dense_steps, total_steps),
+            **resolve_options(projection, ratio, rank, payload_dtype, dense_steps),
             ef_beta=ef_beta,
             reset_interval=reset_interval,
             seed=seed,
@@ -301,8 +301,7 @@ class Separate(Wrapper, ProjectingOptimizer):
         block_rows: int | Literal["auto"] | None = None,
         adaptive: bool = False,
         adapt_interval: int = 2000,
-        dense_steps: int | float | None = None,
-        total_steps: int | None = None,
+        dense_steps: int | None = None,
         max_grad_norm: float | None = None,
         when: Literal["always", "auto"] = "always",
         payload_dtype: PayloadDtype | Literal["auto"] = "auto",
@@ -313,7 +312,7 @@ class Separate(Wrapper, ProjectingOptimizer):
     ):
         self.residual_dtype = read_residual_dtype(residual_dtype)
         options = dict(
-            **resolve_options(projection, ratio, rank, payload_dtype, dense_steps, total_steps),
+            **resolve_options(projection, ratio, rank, payload_dtype, dense_steps),
             ef_beta=ef_beta,
             reset_interval=reset_interval,
             seed=seed,

@@ -46,7 +46,6 @@ from ._engine.options import (
     check_adam,
     check_compression,
     check_torch_options,
-    choose_steps,
     dense_start_of,
     is_numeric,
     read_residual_dtype,
@@ -266,9 +265,9 @@ class TagcAdamW(ReducingOptimizer):
             ``named_parameters()``. None: tensors of at least 2 dimensions and 4096 elements, except
             projections to queries, keys and values with one of the usual names (the paper's
             selection).
-        dense_steps: steps of plain AdamW before compression starts, or as a float in (0, 1) a
-            share of ``total_steps``. None: 15 % of ``total_steps``, or none.
-        total_steps, max_grad_norm, when, process_group, simulate: as in :class:`RadiusAdamW`.
+        dense_steps: steps of plain AdamW before compression starts; 15 % of the run is a good
+            start.
+        max_grad_norm, when, process_group, simulate: as in :class:`RadiusAdamW`.
         payload_dtype: dtype of gradients on the wire (None: the gradient's), as a name, "bfloat16",
             or as the torch.dtype of that name; groups keep the name. Rounding errors of compressed
             tensors are added to ``residual``. With "bfloat16" float32 parameters are gathered as
@@ -308,8 +307,7 @@ class TagcAdamW(ReducingOptimizer):
         codec: Literal["compact", "sketch"] = "compact",
         sketch_ratio: float = 10,
         select: str | None = None,
-        dense_steps: int | float | None = None,
-        total_steps: int | None = None,
+        dense_steps: int = 0,
         max_grad_norm: float | None = None,
         payload_dtype: PayloadDtype = None,
         update_dtype: UpdateDtype = None,
@@ -332,8 +330,7 @@ class TagcAdamW(ReducingOptimizer):
             codec=codec,
             sketch_ratio=sketch_ratio,
             select=select,
-            dense_steps=choose_steps(dense_steps, total_steps, 0),
-            total_steps=total_steps,
+            dense_steps=dense_steps,
             max_grad_norm=max_grad_norm,
             payload_dtype=payload_dtype,
             update_dtype=update_dtype,

@@ -45,7 +45,7 @@ def optimizer_of(draw: random.Random):
     if kind == "RadiusAdamW":
         return kind, {**common, "density": density, "interval": draw.randint(1, 4)}
     if kind == "ScapeAdamS":
-        local = {"mask_delay": draw.randrange(2), "clip": draw.choice(["consistent", "scape"])}
+        local = {"clip": draw.choice(["consistent", "scape"])}
         return kind, {**common, **local, "density": density, "density_steps": draw.randrange(3)}
     if kind == "TagcAdamW":
         common["payload_dtype"] = draw.choice([None, torch.bfloat16])

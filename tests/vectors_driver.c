@@ -107,14 +107,14 @@ static void codes(int64_t n, int64_t bits) {
         char *const message = messages + rank * stride;
         for (int64_t i = 0; i < n; i++) x[i] = i / ROW == 1 ? 0 : i / ROW == 2 ? 1e-38f * number() : number();
         const int64_t how[3] = {(int64_t)u, 60000 + rank, bits};
-        const int64_t sent[8] = {(int64_t)x, (int64_t)message, (int64_t)own, (int64_t)rest, 0, 0, n, n};
+        const int64_t sent[9] = {(int64_t)x, (int64_t)message, (int64_t)own, (int64_t)rest, 0, 0, n, n, 0};
         quantize(sent, 0, 1, how);
         add(own, n), add(rest, 4 * n), add(message, 4 * rows);
         put(own, n, bits, (int8_t *)message + codes_at);
     }
     const int64_t how[3] = {(int64_t)u, 123, bits}, from[5] = {(int64_t)messages, stride, 0, codes_at, RANKS};
     float *scales = floats(rows);
-    int64_t mean[8] = {(int64_t)x, (int64_t)scales, (int64_t)own, (int64_t)rest, 0, 0, n, n};
+    int64_t mean[9] = {(int64_t)x, (int64_t)scales, (int64_t)own, (int64_t)rest, 0, 0, n, n, 0};
     mean_of_codes(mean, 0, 1, how, from);
     add(own, n), add(rest, 4 * n), add(scales, 4 * rows);
     put(own, n, bits, (int8_t *)messages + codes_at);

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -412,45 +412,6 @@ def exchange_one(
     answer = pending.wait()
     assert isinstance(answer, Tensor)
     return answer
-
-
-class Background(Generic[Result]):
-    """A generator of collectives that runs while the caller does other work."""
-
-    def __init__(self, collectives: CollectiveGenerator[Result]):
-        self._collectives = collectives
-        self._waiting: PendingCollective | None = None
-        self._results: list[Result] = []
-        self._error: Exception | None = None
-
-    def poll(self) -> None:
-        """Run as far as possible without waiting; ``finish`` raises an error."""
-        while not self._results and self._error is None:
-            if self._waiting is not None and not self._waiting.is_ready:
-                return
-            try:
-                self._advance()
-            except Exception as error:
-                self._error = error
-
-    def finish(self) -> CollectiveGenerator[Result]:
-        """Run to the end, and return the result; later calls return it again."""
-        while not self._results:
-            if self._error is not None:
-                raise self._error
-            if self._waiting is not None:
-                yield self._waiting
-            self._advance()
-        return self._results[0]
-
-    def _advance(self) -> None:
-        try:
-            self._waiting = next(self._collectives)
-        except StopIteration as stop:
-            self._results.append(stop.value)
-
-    def close(self) -> None:
-        self._collectives.close()
 
 
 def sum_over_groups(

@@ -42,9 +42,6 @@ PLAIN = {type(None), bool, int, float, str}
 RATES_OF_BASE = {"lr", "betas", "eps", "momentum", "weight_decay"}
 
 FOREVER = 2**62  # steps
-# The default of a dense start, as a share of total_steps. Radius's paper takes 15 to 20 %.
-DEFAULT_SHARE = 0.15
-
 # of when="auto", see ``trial``
 TRIAL_OPTIONS = {
     "pays": None,  # the result of a trial: whether compressed steps are clearly faster
@@ -197,18 +194,8 @@ def check_compression(group: dict[str, Any]) -> None:
 
 
 def check_steps(group: dict[str, Any], name: str) -> None:
-    """Check a number of steps that may be a share of ``total_steps``."""
-    given, total = group[name], group.setdefault("total_steps", None)
-    counts = isinstance(total, Integral) and not isinstance(total, bool) and int(total) >= 1
-    require_option(total is None or counts, group, "total_steps", "None or an integer >= 1")
-    is_share = isinstance(given, float) and 0 < given < 1
-    wanted = "a number of steps >= 0, or a share of total_steps in (0, 1)"
-    require_option(is_count(given, 0) or is_share, group, name, wanted)
-    if is_share and total is None:
-        raise ValueError(
-            f"{name}={given} is a share of total_steps, which is not given: pass total_steps=, the "
-            "number of steps of the run, or a number of steps."
-        )
+    """Check a number of steps at the start."""
+    require_option(is_count(group[name], 0), group, name, "a number of steps >= 0")
 
 
 def check_payload_and_clip(group: dict[str, Any], keeps_all_errors: bool = False) -> None:
@@ -253,7 +240,7 @@ def count_dense_steps(group: dict[str, Any]) -> int:
     """Return the number of steps before compression starts: the user's, more if a trial needs them,
     endless if compression does not pay.
     """
-    steps = resolve_steps(group, "dense_steps")
+    steps = int(group["dense_steps"])
     if group["when"] != "auto":
         return steps
     return FOREVER if group["pays"] is False else max(steps, group["dense_until"])
@@ -263,21 +250,7 @@ def ramp_of(group: dict[str, Any]) -> int:
     """Return the number of steps after the dense start over which density falls; 0 for classes
     without that option.
     """
-    return resolve_steps(group, "density_steps") if "density_steps" in group else 0
-
-
-def resolve_steps(group: dict[str, Any], name: str) -> int:
-    """Return an option as a number of steps; it may be a share of ``total_steps``."""
-    given: int | float = group[name]
-    is_share = isinstance(given, float) and 0 < given < 1
-    return round(given * group["total_steps"]) if is_share else int(given)
-
-
-def choose_steps(given: int | float | None, total_steps: int | None, steps: int) -> int | float:
-    """Return the given steps, else a share of a run of known length, else ``steps``."""
-    if given is not None:
-        return given
-    return steps if total_steps is None else DEFAULT_SHARE
+    return int(group.get("density_steps", 0))
 
 
 # The form in which ranks compare options

@@ -264,8 +264,8 @@ class AllReduceReducer:
     """Sends gradients plus residuals on a mask that all ranks know, by one all-reduce.
 
     Every rank receives the whole average, and reads its shard of it where state is sharded.
-    ``mask``: None for all elements. ``scale``: a factor on residuals. ``keeps_mask``: it is that
-    of the step before, so residuals on it are 0 but for rounding errors.
+    ``mask``: None for all elements. ``keeps_mask``: it is that of the step before, so residuals on
+    it are 0 but for rounding errors.
     """
 
     grads: list[Tensor | None]
@@ -279,10 +279,9 @@ class AllReduceReducer:
         bucket: Bucket,
         ops: Ops,
         mask: Mask | None = None,
-        scale: float = 1.0,
         keeps_mask: bool = False,
     ):
-        self.bucket, self.ops, self.scale, self.keeps_mask = bucket, ops, scale, keeps_mask
+        self.bucket, self.ops, self.keeps_mask = bucket, ops, keeps_mask
         self._given, self._is_sparse = mask, mask is not None and mask.is_sparse
 
     @property
@@ -296,7 +295,7 @@ class AllReduceReducer:
         self.grads, self.mask = bucket.grads(), self._given or Mask(bucket)
         adds = bucket.is_rounded or (not self.keeps_mask and bucket.has_residual)
         self.sends_residuals = adds
-        sent = self.ops.encode(bucket, self.grads, self.mask, adds, self.scale)
+        sent = self.ops.encode(bucket, self.grads, self.mask, adds)
         self.mean = yield AllReduceMean(sent)
         return self.mean
 

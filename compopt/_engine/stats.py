@@ -227,11 +227,4 @@ def describe_compression(
         )
         if in_fsdp:
             text += " The parameters that FSDP2 gathers are not counted."
-
-    total = compressing[0].group.get("total_steps")
-    if total is not None and starts[0] + ramp >= total:
-        text += (
-            f" The start takes {starts[0] + ramp} steps and the run {total} (total_steps): lower "
-            "dense_steps, or density_steps."
-        )
     return text

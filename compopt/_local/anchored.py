@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,25 +35,13 @@ class AnchoredWrapper(Wrapper):
     with their exchange (``_sync``), and the counts of rounds. The subclass, ``LocalSteps``, takes
     the steps, and calls ``_sync`` to exchange fragments; only this class replaces it.
 
-    ``make_outer``: makes the outer optimizer; None: SGD with Nesterov's momentum.
+    ``_make_outer``: makes the outer optimizer; None: SGD with Nesterov's momentum.
     """
 
+    _make_outer: MakeOuter | None
+    _counts: RoundCounts
     _sync: FragmentSync | None = None  # made in the first local step, if there are other ranks
     _open_round: OpenRound | None = None
-
-    def __init__(
-        self,
-        inner: torch.optim.Optimizer,
-        options: Group,
-        process_group: ProcessGroup | None,
-        simulate: bool,
-        make_outer: MakeOuter | None,
-        offload: Literal["outer"] | None,
-    ):
-        self._make_outer, self.offload, self._counts = make_outer, offload, RoundCounts()
-        super().__init__(inner, options, process_group, simulate)
-        if make_outer is not None:  # refuse here what cannot be made, not in the first local step
-            self._make_sync(self._options)
 
     @property
     def _options(self) -> Group:
@@ -107,7 +95,7 @@ class AnchoredWrapper(Wrapper):
         if self._sync is None:
             counts.begun = options["step"] + 1  # a round begins after this step
         else:
-            self._sync.connect(is_delayed=options["delay"] > 0)
+            self._sync.connect()
 
     def _make_sync(self, options: Group, fragments: list[int] | None = None) -> FragmentSync | None:
         """Make anchors in these ``fragments``, by default in those of a new run; None if nothing is
@@ -332,7 +320,7 @@ class AnchoredWrapper(Wrapper):
             if self._session.is_single_process and self._session.group is not None:
                 return saved
             if (sync := self._make_sync(options, saved.fragments)) is not None:
-                sync.connect(is_delayed=options["delay"] > 0)
+                sync.connect()
                 saved.load_into(sync, options.get("residuals", "mean"))
             return saved
         except CommunicationError:

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import is_not
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +23,16 @@ from torch.optim import Optimizer
 from .._engine.exchange import CollectiveGenerator
 from .._engine.handshake import VALUES, checksum_values
 from .._engine.optimizer import CompressedOptimizer
-from .._engine.options import ComparedGroups, Group, Setting, check_base_group
+from .._engine.options import Group, Setting, check_base_group
 from .._engine.resharding import copy_from_rank_ahead, write_tensors
 from .._engine.session import Session
 from .._engine.signals import defer_signals
 from .._ops.backends import choose_backend
-from .._ops.operations import Ops, scale_, total_norm
+from .._ops.operations import Ops, scale_
 from .._state.buckets import Bucket, bucket_bytes
 from .._state.layouts import LocalShape
 from .._state.residuals import Residuals, residual_layout
-from .._state.tensors import HOST, distribute_like, pin, to_local
+from .._state.tensors import HOST, distribute_like, pin, to_local, upload
 from .._wire.collectives import Communicator, get_replicate_size
 from .._wire.payload import ControlFields, Payload, Scratch
 
@@ -143,8 +144,8 @@ class AnchorBucket(Bucket):
         scale_(values, weight)
         residuals, indices = Residuals(self), self.sent_indices
         if residuals.is_exact and len(indices) == len(self.tensors):
-            residuals.add_all_to(values)
-        elif indices and (self.is_rounded or self.has_residual):
+            return self.payload.round(residuals.flat)
+        if indices and (self.is_rounded or self.has_residual):
             residuals.add_to(list(zip(indices, self.view_sent(values), strict=True)))
         return self.payload.round()
 
@@ -160,7 +161,7 @@ class AnchorBucket(Bucket):
         if self.is_averaged:
             mean = self.view_sent(self.payload.body.to(self.dtype))
             for anchor, g in zip(self.select_sent(self.params), mean, strict=True):
-                anchor.grad = distribute_like(anchor.detach(), g)
+                anchor.grad = distribute_like(anchor, g)
 
     def feed_back(self) -> None:
         """Set residuals to what rounding has taken off."""
@@ -183,14 +184,6 @@ class AnchorBucket(Bucket):
         assert self.pseudo_gradient is not None
         now = self.write_pseudo_gradient(torch.empty_like(self.pseudo_gradient))
         return self.pseudo_gradient - now
-
-    def write_params(self, since: Tensor) -> None:
-        """Write line 5 to the parameters that were sent; ``since``: as ``moved_since`` was."""
-        parts = self.view_sent(since)
-        if parts:
-            torch._foreach_add_(parts, self.select_sent(t.part for t in self.tensors))
-            params = self.select_sent(self.model_parts)
-            torch._foreach_copy_(params, [x.to(params[0].device) for x in parts])
 
     def end_sync(self, keeps_memory: bool) -> None:
         """End a sync; free its memory, unless the next one reuses it."""
@@ -220,7 +213,7 @@ class Anchors:
     ):
         self._residual_dtype = residual_dtype
         self.count, self._payload_dtype = options["fragments"], options["payload_dtype"]
-        self._on_host = on_host
+        self._on_host, self.is_delayed = on_host, options["delay"] > 0
         self.ops = choose_backend({HOST.type}) if on_host else ops
         self.outer: Optimizer
         self.tensors: list[Anchored] = []  # in the order of the outer optimizer's parameters
@@ -266,8 +259,7 @@ class Anchors:
         if make_outer is None:
             self.outer.add_param_group({"params": members})
         else:
-            self.outer = _call_make_outer(make_outer, members)
-            check_outer(self.outer, members)
+            self.outer = call_make_outer(make_outer, members)
         defaults = self.outer.defaults
         if self._is_sgd and defaults["momentum"] and not defaults["dampening"]:
             for anchor in members:
@@ -320,11 +312,6 @@ class Anchors:
         self._shards = shards
         for bucket in self.buckets:
             bucket.replicate_size = get_replicate_size(bucket.tensors[0].param, shards)
-
-    @property
-    def compared_groups(self) -> ComparedGroups:
-        """The outer optimizer's groups, and the options that are compared there."""
-        return GROUP, self.outer.param_groups, self.outer.defaults
 
     def list_values(self, session: Session) -> list[Setting]:
         """Return the checksum of each anchor, and of each parameter that never had one."""
@@ -436,10 +423,6 @@ class Anchors:
 
     # Fragments
 
-    @property
-    def fragments(self) -> set[int]:
-        return {*self.groups}
-
     def list_buckets(self, fragments: Collection[int]) -> list[AnchorBucket]:
         """Return the buckets of these fragments."""
         return [bucket for bucket in self.buckets if bucket.tensors[0].fragment in fragments]
@@ -475,12 +458,17 @@ class Anchors:
 
 
 @torch.no_grad()
-def write_params(tensors: Iterable[Anchored]) -> None:
-    """Write anchors to their parameters."""
-    pairs = [(to_local(t.param.detach()), t.part) for t in tensors]
-    if pairs:
-        parts = [part.to(p.device) for p, part in pairs]
-        torch._foreach_copy_([p for p, _ in pairs], parts)
+def write_params(tensors: Sequence[Anchored], moved: Sequence[Tensor] = ()) -> None:
+    """Write line 5 to parameters: their anchors, plus what the rank ``moved`` since, if it is
+    given, memory of this sync.
+    """
+    params = [to_local(t.param.detach()) for t in tensors]
+    values = [t.part for t in tensors]
+    if moved:
+        torch._foreach_add_([*moved], values)
+    if params:
+        pairs = zip(params, moved or values, strict=True)
+        torch._foreach_copy_(params, [x.to(p.device) for p, x in pairs])
 
 
 def copy_wide(tensors: Sequence[Tensor], on_host: bool) -> tuple[Tensor, list[Tensor]]:
@@ -539,39 +527,32 @@ def make_sgd(options: Group, fused: bool, anchors: list[Tensor]) -> torch.optim.
     return torch.optim.SGD(anchors, lr, momentum, nesterov=momentum > 0, fused=fused or None)
 
 
-def _call_make_outer(make_outer: MakeOuter, anchors: list[Tensor]) -> Optimizer:
+def call_make_outer(make_outer: MakeOuter, anchors: list[Tensor]) -> Optimizer:
     """Return the outer optimizer over these anchors.
 
     Raises TypeError or ValueError, which names ``outer``, where that is no function of a list of
-    anchors, or raises one.
+    anchors, raises one, or returns what cannot step them.
     """
+    example = "torch.optim.SGD(anchors, lr=0.7)"
     try:
-        return make_outer(anchors)
+        outer = make_outer(anchors)
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(
             f"outer must make an optimizer over a list of anchors, and it failed: {error}. E.g. "
-            "outer=lambda anchors: torch.optim.SGD(anchors, lr=0.7)."
+            f"outer=lambda anchors: {example}."
         ) from error
-
-
-def check_outer(outer: object, anchors: list[Tensor]) -> None:
-    """Raise where what was made for the anchors cannot step them."""
-    if isinstance(outer, CompressedOptimizer):
+    if isinstance(outer, CompressedOptimizer) or not isinstance(outer, Optimizer):
         raise TypeError(
-            f"outer must make an optimizer of torch, got {type(outer).__name__}, which averages by "
-            "itself. LocalSteps averages what ranks have moved: return e.g. "
-            "torch.optim.SGD(anchors, lr=0.7), and pass payload_dtype= to LocalSteps."
-        )
-    if not isinstance(outer, Optimizer):
-        raise TypeError(
-            f"outer must make an optimizer of torch, got {type(outer).__name__}: e.g. lambda "
-            "anchors: torch.optim.SGD(anchors, lr=0.7)."
+            f"outer must make an optimizer of torch, got {type(outer).__name__}: return e.g. "
+            f"{example}. LocalSteps itself averages what ranks have moved: pass payload_dtype= to "
+            "it."
         )
     stepped = [p for group in outer.param_groups for p in group["params"]]
-    if len(stepped) != len(anchors) or any(map(lambda p, q: p is not q, stepped, anchors)):
+    if len(stepped) != len(anchors) or any(map(is_not, stepped, anchors)):
         raise ValueError("outer must step all parameters that it is given, in their order.")
     check_outer_rates(outer)
+    return outer
 
 
 def check_outer_rates(outer: Optimizer) -> None:
@@ -580,24 +561,12 @@ def check_outer_rates(outer: Optimizer) -> None:
         check_base_group(group, "outer optimizer")
 
 
-def squared_norm_of_part(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    shards: list[Communicator],
-    device: torch.device,
-) -> Tensor:
-    """Return this rank's part of the squared norm of the gradients of ``params``.
-
-    The sum over ``shards`` is that of the whole model: a part that several ranks hold counts once.
+def sum_squares(norms: Sequence[Tensor], copies: Sequence[int]) -> Tensor:
+    """Return the sum of squares, each divided by the number of ``copies`` that shards hold of the
+    part, so that their sum over shards is that of the whole model.
     """
-    by_copies: dict[int, list[Tensor]] = {}
-    for p, t in zip(params, grads, strict=True):
-        by_copies.setdefault(get_replicate_size(p, shards), []).append(t)
-    squared = torch.zeros((), dtype=torch.float64, device=device)
-    for copies, ts in by_copies.items():
-        norm = total_norm(ts).to(device, torch.float64)
-        squared += norm.square() / copies
-    return squared
+    squares = torch.stack([*norms]).double().square_()
+    return squares.div_(upload(copies, torch.float64, squares.device)).sum()
 
 
 def reset_moments(inner: Optimizer, tensors: Iterable[Anchored]) -> None:

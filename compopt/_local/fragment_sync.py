@@ -19,27 +19,33 @@ import math
 import weakref
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._engine.exchange import Background, CollectiveGenerator, sum_over_groups
+from .._engine.exchange import CollectiveGenerator, sum_over_groups
 from .._engine.handshake import raise_failure, raise_mismatch, sum_part
 from .._engine.join import copy_options_from_ranks_with_data
 from .._engine.optimizer_base import OptimizerBase
 from .._engine.signals import defer_signals
 from .._ops.operations import stacked_squared_norms
-from .._state.tensors import upload
 from .._wire.collectives import Communicator, PendingCollective
 from .._wire.requests import AllGather, AllReduceMean, CommunicationError, EncodeError
-from .anchors import AnchorBucket, Anchored, Anchors, check_outer_rates, write_params
+from .anchors import (
+    AnchorBucket,
+    Anchored,
+    Anchors,
+    check_outer_rates,
+    sum_squares,
+    write_params,
+)
 from .rounds import RoundCounts, make_sketch, outer_progress, sketch_size, sum_of_products
 
 # The number of float64 fields of a message: the number of syncs, the checksums of the settings
-# and of the anchors, the fields of Contribution, the squared norm, the sum of the replica check.
-# The sketch follows.
+# and of the anchors, the fields of SyncContribution, the squared norm, the sum of the replica
+# check. The sketch follows.
 FIELDS = 9
 ANCHOR_PARTS = 8  # the replica check compares one of these at each sync
 
@@ -55,68 +61,20 @@ class SyncContribution(NamedTuple):
     is_last: float = False
 
 
-@dataclass
-class SyncResult:
-    """The result of a sync.
-
-    ``is_non_finite``: this rank's parameters are not finite. ``contribution``: this rank's;
-    ``mean``: of all ranks; its ``is_last`` is 1 if every rank waits in ``end_round()``.
-    ``rank_weight``: this rank's weight over the sum of all weights. ``weights``, ``squares``,
-    ``sketches``: of all ranks, the weights, and the squared norms and sketches of pseudo-gradients.
-    ``is_finite``: of the average. ``received``: the parameters that have new anchors; None if the
-    sync was not applied.
-    """
-
-    is_non_finite: bool
-    contribution: SyncContribution
-    mean: SyncContribution
-    rank_weight: float
-    weights: Tensor
-    squares: Tensor
-    sketches: Tensor
-    is_finite: bool = True
-    received: list[Anchored] | None = None
-
-    @property
-    def is_applied(self) -> bool:
-        return self.received is not None
-
-    @property
-    def is_empty(self) -> bool:
-        """True if no rank has stepped, and all wait in ``end_round()``."""
-        return self.mean.is_last == 1 and not self.mean.steps
-
-    def measure_distances(self) -> dict[str, float]:
-        """Return ``cosine`` and ``spread`` of ``stats``, of the ranks whose parameters are
-        finite; nothing if fewer than two have moved.
-
-        With shares p_k of all weights, and m = sum of p_k d_k::
-
-            |m|^2 = sum of p_k |d_k|^2 - sum of p_k |d_k - m|^2
-                  = sum of p_k^2 |d_k|^2 + sum over pairs of p_k p_l <d_k, d_l>
-
-        ``cosine``: the last sum, relative to what it is where all have one direction.
-        """
-        is_finite = self.squares.isfinite()
-        weights, squares = self.weights[is_finite], self.squares[is_finite]
-        shares = weights / weights.sum()
-        lengths = shares * squares.sqrt()
-        apart, most = float(lengths.square().sum()), float(lengths.sum().square())
-        if not most > apart:
-            return {}
-        mean = sum_of_products(lengths, self.sketches[is_finite])
-        spread = math.sqrt(max(0.0, float(shares @ squares) / mean - 1)) if mean else math.inf
-        return {"cosine": (mean - apart) / (most - apart), "spread": spread}
-
-
-@dataclass
+@dataclass(eq=False)
 class RunningSync:
-    """A sync in flight, which is applied after step ``apply_at`` (0: at once).
+    """A sync from its beginning to its end, applied after step ``apply_at`` (0: at once).
 
-    ``squared``: the squared norm of this rank's pseudo-gradient, of all shards. Where it is not
-    finite, the rank sends zeros and takes the average. ``contribution``: of this rank.
-    ``communication``: all of it up to the decision. ``problem``: why this rank could not send
-    anything.
+    ``squared``: the squared norm of this rank's pseudo-gradient, of all shards. ``contribution``:
+    of this rank. ``collectives``: all communication up to the decision, as a generator, which runs
+    beside training; at last ``is_decided``. ``problem``: why this rank could not send anything.
+
+    When messages have arrived: ``is_lost``, this rank's parameters are not finite, so it sends
+    zeros and takes the average; ``mean`` of all contributions, whose ``is_last`` is 1 if every rank
+    waits in ``end_round()``; ``factor`` on what this rank sends, and ``rank_weight``, its weight
+    over the sum of all weights; ``distances``, as ``measure_distances`` returned them. When it is
+    decided: ``is_finite``, of the average. ``received``: the parameters that have new anchors; None
+    if the sync was not applied.
     """
 
     fragments: frozenset[int]
@@ -124,17 +82,80 @@ class RunningSync:
     apply_at: int
     squared: Tensor
     contribution: SyncContribution
-    communication: Background[SyncResult]
+    collectives: CollectiveGenerator[None] | None = None
+    waiting: PendingCollective | None = None
+    error: Exception | None = None
     problem: Exception | None = None
+    is_decided: bool = False
+    is_lost: bool = False
+    mean: SyncContribution = field(default_factory=SyncContribution)
+    factor: float = 1.0
+    rank_weight: float = 1.0
+    distances: dict[str, float] = field(default_factory=dict)
+    is_finite: bool = True
+    received: list[Anchored] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no rank has stepped, and all wait in ``end_round()``."""
+        return self.mean.is_last == 1 and not self.mean.steps
+
+    def poll(self) -> None:
+        """Communicate as far as possible without waiting; ``finish`` raises an error."""
+        while not self.is_decided and self.error is None:
+            if self.waiting is not None and not self.waiting.is_ready:
+                return
+            try:
+                self._advance()
+            except Exception as error:
+                self.error = error
+
+    def finish(self) -> CollectiveGenerator[None]:
+        """Communicate up to the decision."""
+        while not self.is_decided:
+            if self.error is not None:
+                raise self.error
+            if self.waiting is not None:
+                yield self.waiting
+            self._advance()
+
+    def _advance(self) -> None:
+        assert self.collectives is not None
+        self.waiting = next(self.collectives, None)
+        self.is_decided = self.waiting is None
+
+
+def measure_distances(weights: Tensor, squares: Tensor, sketches: Tensor) -> dict[str, float]:
+    """Return ``cosine`` and ``spread`` of ``stats``, of the ranks whose parameters are finite, from
+    the weights of all ranks, and the squared norms and sketches of their pseudo-gradients; nothing
+    if fewer than two have moved.
+
+    With shares p_k of all weights, and m = sum of p_k d_k::
+
+        |m|^2 = sum of p_k |d_k|^2 - sum of p_k |d_k - m|^2
+              = sum of p_k^2 |d_k|^2 + sum over pairs of p_k p_l <d_k, d_l>
+
+    ``cosine``: the last sum, relative to what it is where all have one direction.
+    """
+    is_finite = squares.isfinite()
+    weights, squares = weights[is_finite], squares[is_finite]
+    shares = weights / weights.sum()
+    lengths = shares * squares.sqrt()
+    apart, most = float(lengths.square().sum()), float(lengths.sum().square())
+    if not most > apart:
+        return {}
+    mean = sum_of_products(lengths, sketches[is_finite])
+    spread = math.sqrt(max(0.0, float(shares @ squares) / mean - 1)) if mean else math.inf
+    return {"cosine": (mean - apart) / (most - apart), "spread": spread}
 
 
 class FragmentSync:
     """Anchors, and the sync of their fragments, one at a time.
 
     ``LocalSteps`` adds fragments to those that are ``due``. ``prepare_sync`` begins their exchange,
-    ``poll`` advances it in backward where there is a delay, and ``perform_sync`` ends it: it is
-    applied on all ranks, or on none. If it fails, or ``cancel`` gives it up (in a rebind), its
-    fragments are due again.
+    which backward polls where there is a delay, and ``perform_sync`` ends it: it is applied on all
+    ranks, or on none. If it fails, or ``cancel`` gives it up (in a rebind), its fragments are due
+    again.
 
     ``optimizer``: that of the inner steps, and ``session`` its.
     """
@@ -150,7 +171,7 @@ class FragmentSync:
         self.comm: Communicator
         self.shards: list[Communicator]
 
-    def connect(self, is_delayed: bool) -> None:
+    def connect(self) -> None:
         """Exchange anchors over the ranks of the session. Delayed syncs run beside training, so
         they get process groups of their own.
         """
@@ -161,7 +182,7 @@ class FragmentSync:
         self._connection, self.shards = None, []
         vars(self).pop("comm", None)
         comm, shards = session.comm, session.shard_communicators
-        if is_delayed:
+        if self.anchors.is_delayed:
             comm, shards = comm.with_own_group(), [one.with_own_group() for one in shards]
         self.comm, self.shards, self._connection = comm, shards, session.comm
         self.are_equal = False
@@ -188,8 +209,8 @@ class FragmentSync:
         weight = counts.weight if session.option_groups[0]["weighted"] else 1.0
         contribution = SyncContribution(weight, steps, counts.seconds, is_last)
         self.start(fragments, apply_at, squared, contribution, is_as_before)
-        if apply_at:
-            self.poll()
+        if apply_at and self.running is not None:
+            self.running.poll()
 
     def _squared_norm(
         self, buckets: Sequence[AnchorBucket], norms: list[Tensor]
@@ -197,11 +218,9 @@ class FragmentSync:
         """Return the squared norm of the pseudo-gradient of all shards, from those of buckets. One
         that is not finite, in the anchors' precision, makes the whole replica so.
         """
-        squares = torch.stack(norms).double().square_()
         if not self.shards:
-            return squares.sum()
-        copies = [bucket.replicate_size for bucket in buckets]
-        squared = squares.div_(upload(copies, torch.float64, squares.device)).sum()
+            return torch.stack(norms).double().square_().sum()
+        squared = sum_squares(norms, [bucket.replicate_size for bucket in buckets])
         sums = yield from sum_over_groups(self.shards, [float(squared)], self.session.device)
         return squared.new_tensor(sums[0])
 
@@ -221,57 +240,45 @@ class FragmentSync:
         if apply_at:
             for bucket in buckets:
                 bucket.pseudo_gradient = bucket.payload.unrounded_body.clone()
-        communication = Background(self._communicate(apply_at > 0 and is_as_before))
-        self.running = RunningSync(
-            fragments, buckets, apply_at, squared, contribution, communication
-        )
-
-    def poll(self) -> None:
-        """Advance what is in flight as far as possible without waiting."""
-        if self.running is not None:
-            self.running.communication.poll()
+        self.running = running = RunningSync(fragments, buckets, apply_at, squared, contribution)
+        running.collectives = self._communicate(running, apply_at > 0 and is_as_before)
 
     @torch.no_grad()
-    def perform_sync(self, counts: RoundCounts) -> CollectiveGenerator[SyncResult]:
-        """Wait for the sync in flight, and apply it, unless the average is not finite.
+    def perform_sync(self, counts: RoundCounts) -> CollectiveGenerator[RunningSync]:
+        """Wait for the sync in flight, and apply it, unless the average is not finite; return it.
 
         If it fails, on all ranks, nothing is applied.
         """
         running = self.running
         assert running is not None
         try:
-            result = yield from running.communication.finish()
+            yield from running.finish()
             with defer_signals():
-                result.received = self._apply(running, result, counts)
+                running.received = self._apply(running, counts)
         except BaseException:
             self.are_equal = False  # a sync may be missing here, or elsewhere
             self.cancel()
             raise
         self.running, self.are_equal = None, True
-        return result
+        return running
 
-    def _apply(
-        self, running: RunningSync, result: SyncResult, counts: RoundCounts
-    ) -> list[Anchored] | None:
+    def _apply(self, running: RunningSync, counts: RoundCounts) -> list[Anchored] | None:
         """Do lines 4 and 5, if all ranks have decided to. Returns the parameters that received new
         anchors: those that were sent, or all if this rank's are not finite.
         """
-        session, buckets, mean = self.session, running.buckets, result.mean
-        if result.is_empty or not result.is_finite:
-            self._undo(buckets, have_moved=not result.is_empty)
+        session, buckets, mean = self.session, running.buckets, running.mean
+        if running.is_empty or not running.is_finite:
+            self._undo(buckets, have_moved=not running.is_empty)
             return None
-        options, is_lost = session.option_groups[0], result.is_non_finite
+        options, is_lost = session.option_groups[0], running.is_lost
         is_late = running.apply_at > 0 and not is_lost
-        since = [bucket.moved_since() for bucket in buckets] if is_late else []
+        moved = [x for b in buckets for x in b.view_sent(b.moved_since())] if is_late else []
         session.damage = f"the exchange before step {session.steps + 1} was interrupted"
         progress = outer_progress(options, mean.steps, mean.seconds)
         self.anchors.step_outer(buckets, progress)  # line 4
         members = [t for bucket in buckets for t in bucket.tensors]
         received = members if is_lost else [t for t in members if t.is_sent]
-        for bucket, moved in zip(buckets, since, strict=False):
-            bucket.write_params(moved)  # line 5
-        if not is_late:
-            write_params(received)
+        write_params(received, moved)  # line 5
         session.damage, session.consolidated_at = "", None
         self.anchors.end_sync(buckets)
         counts.weight = 0.0
@@ -288,8 +295,8 @@ class FragmentSync:
     def cancel(self) -> None:
         """Give up what is in flight; its fragments are due again."""
         running, self.running = self.running, None
-        if running is not None:
-            running.communication.close()
+        if running is not None and running.collectives is not None:
+            running.collectives.close()
             running.problem = None  # its traceback refers to this frame (a reference cycle)
             for bucket in running.buckets:
                 bucket.release_memory()  # what was abandoned may still write to it
@@ -300,21 +307,19 @@ class FragmentSync:
         """Wait for collectives in flight, because the next sync uses the same group."""
         if self.running is not None:
             with contextlib.suppress(Exception):
-                for pending in self.running.communication.finish():
+                for pending in self.running.finish():
                     if pending.is_lockstep:  # in the simulator no rank may wait for another here
                         return
 
     # The communication of a sync
 
-    def _communicate(self, starts_at_once: bool) -> CollectiveGenerator[SyncResult]:
+    def _communicate(self, running: RunningSync, starts_at_once: bool) -> CollectiveGenerator[None]:
         """Exchange messages and payloads, up to the decision.
 
         Payloads start when messages have arrived: ranks then know that they fit, and all weights.
         With a delay payloads start at once, to travel while training goes on, unless other tensors
         are sent than before; weights are then equal.
         """
-        running = self.running
-        assert running is not None
         started: list[PendingCollective] = []
         try:
             check_outer_rates(self.anchors.outer)
@@ -324,27 +329,23 @@ class FragmentSync:
             message = yield from self._make_message(running)
             gathering = self.comm.start(AllGather(message))
             if starts_at_once:
-                is_lost = not math.isfinite(float(running.squared))
-                started = [self._start_payload(running, b, 1.0, is_lost) for b in running.buckets]
+                running.is_lost = not math.isfinite(float(running.squared))
+                started = [self._start_payload(running, bucket) for bucket in running.buckets]
             yield gathering
             rows = gathering.wait()
             assert isinstance(rows, Tensor)
-            result, weight = yield from self._read_messages(running, rows.cpu())
-            if result.is_empty:
-                return result
+            yield from self._read_messages(running, rows.cpu())
+            if running.is_empty:
+                return
             if not starts_at_once:
-                is_lost = result.is_non_finite
-                started = [
-                    self._start_payload(running, b, weight, is_lost) for b in running.buckets
-                ]
+                started = [self._start_payload(running, bucket) for bucket in running.buckets]
             while started:
                 answers = []
                 for pending in started:
                     yield pending
                     answers.append(pending.wait())
                 started = [one for one in answers if isinstance(one, PendingCollective)]
-            result.is_finite = yield from self._decide(running)
-            return result
+            yield from self._decide(running)
         except BaseException as error:
             for pending in started:
                 # after an interrupt, or in a new group, nothing may arrive
@@ -371,13 +372,8 @@ class FragmentSync:
         fields = [sent, running.squared.to(device).view(1), total.to(device)]
         return torch.cat([*fields, sketch.view(torch.float64)])
 
-    def _read_messages(
-        self, running: RunningSync, rows: Tensor
-    ) -> CollectiveGenerator[tuple[SyncResult, float]]:
-        """Return the outcome so far, and the factor on what this rank sends.
-
-        Raises if ranks differ, or one lacks a sync.
-        """
+    def _read_messages(self, running: RunningSync, rows: Tensor) -> CollectiveGenerator[None]:
+        """Note what ranks have contributed. Raises if ranks differ, or one lacks a sync."""
         comm = self.comm
         exchanges, settings, values, *contributions, squares, sums = rows[:, :FIELDS].unbind(1)
         sketches = rows[:, FIELDS:].contiguous().view(torch.float32)
@@ -398,32 +394,30 @@ class FragmentSync:
                 self.is_comparing = False
         mean = SyncContribution(*(float(values.mean()) for values in contributions))
         # where no rank has any weight, all have the same
-        scale = running.contribution.weight / mean.weight if mean.weight else 1.0
         weights = contributions[0] if mean.weight else torch.ones_like(contributions[0])
-        is_non_finite = not bool(squares[comm.rank].isfinite())
-        contribution, share = running.contribution, scale / comm.size
-        rows_of_all = (weights, squares, sketches)
-        return SyncResult(is_non_finite, contribution, mean, share, *rows_of_all), scale
+        running.mean = mean
+        running.factor = running.contribution.weight / mean.weight if mean.weight else 1.0
+        running.rank_weight = running.factor / comm.size
+        running.is_lost = not bool(squares[comm.rank].isfinite())
+        running.distances = measure_distances(weights, squares, sketches)
 
-    def _start_payload(
-        self, running: RunningSync, bucket: AnchorBucket, weight: float, is_lost: bool
-    ) -> PendingCollective:
+    def _start_payload(self, running: RunningSync, bucket: AnchorBucket) -> PendingCollective:
         """Start the mean of a bucket's payload (line 3). If this rank cannot encode it, the payload
         says so; otherwise the others would wait until their timeout.
         """
         try:
             if running.problem is None:
-                return self.comm.start(AllReduceMean(bucket.encode(weight, is_lost)))
-        except EncodeError as error:
-            running.problem = error.__cause__ if isinstance(error.__cause__, Exception) else error
+                payload = bucket.encode(running.factor, running.is_lost)
+                return self.comm.start(AllReduceMean(payload))
         except CommunicationError:
             raise
         except Exception as error:
-            running.problem = error
+            cause = error.__cause__ if isinstance(error, EncodeError) else None
+            running.problem = cause if isinstance(cause, Exception) else error
         return self.comm.start(AllReduceMean(bucket.encode_failure()))
 
-    def _decide(self, running: RunningSync) -> CollectiveGenerator[bool]:
-        """Return whether the average is finite, on all shards. Raises if a rank has failed."""
+    def _decide(self, running: RunningSync) -> CollectiveGenerator[None]:
+        """Note whether the average is finite, on all shards. Raises if a rank has failed."""
         payloads, device = [bucket.payload for bucket in running.buckets], self.session.device
         squares = stacked_squared_norms([payload.body for payload in payloads])
         marks = torch.cat([p.flat[: len(p.header) + 1] for p in payloads]).double()
@@ -439,7 +433,7 @@ class FragmentSync:
         non_finite, failed = facts
         if failed:
             yield from self._raise_failure(running)
-        return non_finite == 0
+        running.is_finite = non_finite == 0
 
     def _raise_failure(self, running: RunningSync) -> CollectiveGenerator[None]:
         """Raise why a sync failed: this rank's own error, or one that quotes the others'."""

@@ -108,14 +108,9 @@ def split_rounds(saved: dict[str, Any], name: str) -> tuple[dict[str, Any], list
     Raises ValueError if another class than ``name`` saved anchors.
     """
     groups = saved["param_groups"]
-    state, keys = {}, [key for group in groups for key in group["params"]]
-    for key, entry in saved["state"].items():
-        is_entry = isinstance(entry, dict)
-        state[key] = {k: v for k, v in entry.items() if k != "outer"} if is_entry else entry
-    saved_entries = [saved["state"].get(key) for key in keys]
-    entries = [
-        entry.get("outer") or None if isinstance(entry, dict) else None for entry in saved_entries
-    ]
+    state = {key: dict(e) if isinstance(e, dict) else e for key, e in saved["state"].items()}
+    outer = {key: e.pop("outer", None) for key, e in state.items() if isinstance(e, dict)}
+    entries = [outer.get(key) or None for group in groups for key in group["params"]]
     written_by = groups[0].get("class", name)
     if any(entries) and written_by != name:
         raise ValueError(

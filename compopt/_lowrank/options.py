@@ -9,7 +9,6 @@ from typing import Any, Literal
 from .._engine.options import (
     Group,
     check_compression,
-    choose_steps,
     is_count,
     is_numeric,
     require,
@@ -30,8 +29,7 @@ def resolve_options(
     ratio: float | None,
     rank: int | None,
     payload_dtype: PayloadDtype | Literal["auto"],
-    dense_steps: int | float | None,
-    total_steps: int | None,
+    dense_steps: int | None,
 ) -> Group:
     """Return the options whose defaults depend on the projection.
 
@@ -42,14 +40,13 @@ def resolve_options(
     if payload_dtype == "auto":
         payload_dtype = "int8" if is_tracked else None
     if dense_steps is None:
-        dense_steps = TRACKED_DENSE_STEPS if is_tracked else choose_steps(None, total_steps, 0)
+        dense_steps = TRACKED_DENSE_STEPS if is_tracked else 0
     return dict(
         projection=projection,
         ratio=DEFAULT_RATIO if ratio is None else ratio,
         rank=DEFAULT_RANK if rank is None else rank,
         payload_dtype=payload_dtype,
         dense_steps=dense_steps,
-        total_steps=total_steps,
     )
 
 

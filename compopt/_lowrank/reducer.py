@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from .._engine.reducer import ReduceScatterReducer
-from .._ops.operations import Ops, clip_factor, stacked_squared_norms
+from .._ops.operations import Ops, stacked_squared_norms
 from .._ops.update_helpers import Factored
 from .._state.buckets import Bucket
 from .._state.masks import Mask
@@ -31,7 +31,6 @@ from .stacks import (
     feed_back,
     multiply,
     orthonormalize_columns,
-    reconstruct,
     reconstruct_rows,
 )
 
@@ -83,7 +82,7 @@ class ProjectionReducer:
         self.draw_columns()
         payload = self._encode(mean_of_P)
         if self.stacks:  # copy what this rank sends: the all-reduce overwrites the payload
-            sent = [self._part_of(payload, stack, payload.body) for stack in self.stacks]
+            sent = self._parts_of(payload, payload.body)
             copies = torch.empty_like(payload.body[: sum(map(len, sent))]).split(
                 [len(part) for part in sent]
             )
@@ -93,9 +92,10 @@ class ProjectionReducer:
         mean: Payload = yield AllReduceMean(payload)
         self.mean = mean
         self._subtract_rounding_errors(mean)
+        for stack, part in zip(self.stacks, self._parts_of(mean, mean.body), strict=True):
+            stack.mean = part
         if self.is_tracked:
-            parts = [self._part_of(mean, stack, mean.body) for stack in self.stacks]
-            averages = [x.view_as_projected(p) for x, p in zip(self.stacks, parts, strict=True)]
+            averages = [stack.view_as_projected(stack.mean) for stack in self.stacks]
             for stack, Q in zip(self.stacks, self._orthonormalize(averages), strict=True):
                 stack.next_Q = Q
         if dense_reducer is not None and dense_reducer.sent_dense:
@@ -109,12 +109,12 @@ class ProjectionReducer:
             lengths[i] = stack.projection.d * stack.projection.r
         dtype = self.bucket.group["payload_dtype"]
         payload = self.bucket.make_payload(lengths, dtype, use=1)
-        bases = [stack.Q for stack in self.stacks if stack.Q is not None]
-        unrounded = self._unrounded(payload)
-        out = [x.view_as_P(self._part_of(payload, x, unrounded)) for x in self.stacks]
+        bases = [stack.Q for stack in self.stacks]
+        parts = self._parts_of(payload, self._unrounded(payload))
+        out = [stack.view_as_P(part) for stack, part in zip(self.stacks, parts, strict=True)]
         self._multiply(bases, out, transposed=True, header=payload)
         mean: Payload = yield AllReduceMean(payload.round(), has_next=True)  # line 1
-        parts = [self._part_of(mean, stack, mean.body) for stack in self.stacks]
+        parts = self._parts_of(mean, mean.body)
         averages = [
             x.view_as_P(part).to(Q.dtype)
             for x, part, Q in zip(self.stacks, parts, bases, strict=True)
@@ -148,21 +148,17 @@ class ProjectionReducer:
         """Set ``sent`` of every stack to what the other ranks have received, after rounding."""
         errors = mean.rounding_errors
         if self.stacks and mean.codec.bits and errors is not None:
-            pairs = [
-                (x.sent, self._part_of(mean, x, errors)) for x in self.stacks if x.sent is not None
-            ]
-            torch._foreach_sub_([sent for sent, _ in pairs], [part for _, part in pairs])
+            sent = [stack.sent for stack in self.stacks]
+            torch._foreach_sub_(sent, self._parts_of(mean, errors))
 
     def draw_columns(self) -> None:
         """Do line 2: draw R, which is valid until matrices of another bucket are drawn."""
         self.inputs.draw_columns(self.stacks)
 
-    @staticmethod
-    def _part_of(payload: Payload, stack: ProjectedStack, memory: Tensor) -> Tensor:
-        """Return the stack's part of the payload's body, or of other memory in its layout."""
-        lengths, first, last = payload.lengths, stack.indices[0], stack.indices[-1] + 1
-        start = sum(lengths[:first])
-        return memory.narrow(0, start, sum(lengths[first:last]))
+    def _parts_of(self, payload: Payload, memory: Tensor) -> list[Tensor]:
+        """Return each stack's part of the payload's body, or of other memory in its layout."""
+        starts = [0, *accumulate(payload.lengths)]
+        return [memory[starts[x.indices.start] : starts[x.indices.stop]] for x in self.stacks]
 
     @staticmethod
     def _unrounded(payload: Payload) -> Tensor:
@@ -192,10 +188,9 @@ class ProjectionReducer:
             header_length = len(payload.flat) - len(payload.body)
             payload.flat[:header_length].copy_(mean_of_P.flat[:header_length])
         unrounded = self._unrounded(payload)
-        parts = [self._part_of(payload, stack, unrounded) for stack in self.stacks]
+        parts = self._parts_of(payload, unrounded)
         out = [x.view_as_projected(part) for x, part in zip(self.stacks, parts, strict=True)]
-        if self.stacks:
-            self._multiply([stack.columns for stack in self.stacks], out)
+        self._multiply([stack.R for stack in self.stacks], out)
         if not bucket.is_sharded and self.dense:
             adds = inputs.sends_residuals
             self.ops.run(write_dense, bucket, unrounded, payload.lengths, self.dense, adds)
@@ -256,19 +251,15 @@ class ProjectionReducer:
         if reducer is not None and reducer.sent_dense:
             reducer.feed_back(have_gradients)
         for stack in self.stacks_with_gradients(have_gradients):
-            self.feed_back_stack(stack, 1.0)
+            feed_back(stack, 1.0)
 
     def next_state(self, i: int) -> dict[str, Tensor]:
         stack = self.stack_of.get(i)
-        if stack is None or stack.next_Q is None:
+        if stack is None or not self.is_tracked:
             return {}
         return {"basis": stack.next_Q[i - stack.indices[0]]}
 
     # Under DDP: the commit of unsharded tensors
-
-    def clip_factor(self, norm: float) -> float:
-        """Return the factor that clips the averaged gradient."""
-        return clip_factor(norm, self.bucket.group["max_grad_norm"])
 
     def stacks_with_gradients(self, have_gradients: Sequence[bool]) -> Iterator[ProjectedStack]:
         """Iterate over the stacks, without the tensors that no rank has a gradient of."""
@@ -283,14 +274,6 @@ class ProjectionReducer:
                 for first, last in pairwise([0, *changes, len(flags)]):
                     if flags[first]:
                         yield stack.select(slice(first, last))
-
-    def reconstruct_stack(self, stack: ProjectedStack, factor: float, out: Tensor) -> None:
-        """Do line 4: write ``factor`` times the averaged gradients of a stack to ``out``."""
-        reconstruct(self.ops, stack, self._part_of(self.mean, stack, self.mean.body), factor, out)
-
-    def feed_back_stack(self, stack: ProjectedStack, factor: float) -> None:
-        """Do line 5 for a stack; ``factor`` has clipped the average."""
-        feed_back(stack, factor)
 
     def feed_back_dense(self, indices: Sequence[int], mean: Payload, factor: float) -> None:
         """Set the residuals of tensors that were sent dense to their rounding errors.
@@ -328,7 +311,6 @@ class ProjectionReducer:
         """Keep the bases of the next step, of tensors that any rank has a gradient of."""
         state, old, new = self.bucket.state["basis"], [], []
         for stack in self.stacks:
-            assert stack.Q is not None and stack.next_Q is not None
             updated = [i for i in stack.indices if have_gradients[i]]
             if len(updated) == len(stack.indices) and stack.Q_is_state:
                 old.append(stack.Q)
@@ -352,10 +334,8 @@ class ProjectionReducer:
         factored: list[Factored] = []
         for stack in self.stacks if self.is_tracked else ():
             k, q = len(stack.indices), stack.projection
-            p = self._part_of(mean, stack, mean.body).view(k, -1)
-            assert stack.sent is not None
-            sent = stack.sent.view(k, -1)
-            factored.append(Factored(stack.indices, q.rows, q.columns, stack.columns, p, sent))
+            p, sent = stack.mean.view(k, -1), stack.sent.view(k, -1)
+            factored.append(Factored(stack.indices, q.rows, q.columns, stack.R, p, sent))
         return factored
 
     def list_dense(self, indices: Sequence[int]) -> list[int]:

@@ -40,6 +40,8 @@ from .._state.residuals import ResidualStack
 from .._wire.payload import Payload
 from .projections import Projection, orthonormalize
 
+EMPTY = torch.empty(0, device="cpu")
+
 
 @dataclass
 class ProjectedStack:
@@ -50,40 +52,34 @@ class ProjectedStack:
     orthonormal columns, (k, d, r), or (k, blocks, d, r). ``Q``: the basis of a tracked projection,
     (k, m, r), a view of the state if ``Q_is_state``; ``next_Q``: that of the next step. ``sent``:
     what this rank sends of p, as it lies in the payload; after the exchange, as the others have
-    received it.
+    received it. ``mean``: the average of p, likewise. Tensors are empty until they are computed.
     """
 
     indices: range
     projection: Projection
     grads: list[Tensor | None]
     residual: ResidualStack
-    Q: Tensor | None = None
+    Q: Tensor = EMPTY
     Q_is_state: bool = False
-    next_Q: Tensor | None = None
-    R: Tensor | None = None
-    sent: Tensor | None = None
+    next_Q: Tensor = EMPTY
+    R: Tensor = EMPTY
+    sent: Tensor = EMPTY
+    mean: Tensor = EMPTY
 
     def select(self, at: slice) -> ProjectedStack:
         """Return the stack of some of its tensors."""
-        cut = [None if x is None else x[at] for x in (self.Q, self.R)]
-        sent = self.sent
-        if sent is not None:
-            sent = sent.view(len(self.indices), -1)[at].reshape(-1)
+        k, flat = len(self.indices), (self.sent, self.mean)
+        sent, mean = (x.view(k, -1)[at].reshape(-1) if len(x) else x for x in flat)
         return replace(
             self,
             indices=self.indices[at],
             grads=self.grads[at],
             residual=self.residual.select(at),
-            Q=cut[0],
-            R=cut[1],
+            Q=self.Q[at],
+            R=self.R[at],
             sent=sent,
+            mean=mean,
         )
-
-    @property
-    def columns(self) -> Tensor:
-        """R, once it has been drawn or computed."""
-        assert self.R is not None
-        return self.R
 
     def view_as_projected(self, part: Tensor) -> Tensor:
         """View the stack's part of a payload as the (k, m, r) matrices H R.
@@ -158,12 +154,10 @@ def orthonormalize_columns(bucket: Bucket, ops: Ops, stacks: Sequence[Tensor]) -
     return orthonormalize(stacks)
 
 
-def reconstruct(ops: Ops, stack: ProjectedStack, part: Tensor, factor: float, out: Tensor) -> None:
-    """Line 4: write ``factor`` times the averaged gradients, of which ``part`` is the projection,
-    to ``out``.
-    """
-    projection, R = stack.projection, stack.columns
-    p = stack.view_as_projected(part).to(R.dtype)
+def reconstruct(ops: Ops, stack: ProjectedStack, factor: float, out: Tensor) -> None:
+    """Line 4: write ``factor`` times the averaged gradients to ``out``."""
+    projection, R = stack.projection, stack.R
+    p = stack.view_as_projected(stack.mean).to(R.dtype)
     if projection.scale * factor != 1:
         p = p * (projection.scale * factor)
     wide = out if out.dtype == R.dtype else make_room(ops, R, out.shape)
@@ -189,11 +183,10 @@ def feed_back(stack: ProjectedStack, factor: float) -> None:
     p is what the other ranks received from this one. Where the average was clipped by ``factor``,
     only that share of the new error is taken.
     """
-    projection, R = stack.projection, stack.columns
+    projection, R = stack.projection, stack.R
     if projection.beta == 1:
         return
     new = (1 - projection.beta) * factor
-    assert stack.sent is not None
     p = stack.view_as_projected(stack.sent).to(R.dtype)
     scale = -new * projection.scale
     with stack.residual.open() as e:
@@ -214,7 +207,7 @@ def reconstruct_rows(
     stack: ProjectedStack, number: int, part: Tensor, first: int, last: int
 ) -> Tensor:
     """Line 4 for some rows of one tensor of the stack as a matrix."""
-    projection, R = stack.projection, stack.columns[number : number + 1]
+    projection, R = stack.projection, stack.R[number : number + 1]
     p = stack.view_as_projected(part).to(R.dtype)
     if projection.transposes:
         rows = R.new_empty(1, last - first, projection.m)
@@ -234,7 +227,7 @@ def reconstruct_rows(
 
 def compute_cosines(stack: ProjectedStack, part: Tensor) -> Tensor:
     """Return the cosine between each local gradient and its reconstruction (Algorithm 3)."""
-    R, shape = stack.columns, stack.residual.shape
+    R, shape = stack.R, stack.residual.shape
     zeros = R.new_zeros(shape)
     g = torch.stack([zeros if g is None else g.to(R.dtype) for g in stack.grads]).contiguous()
     ghat = torch.empty_like(g)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -28,6 +29,7 @@ from .._wire.requests import RequestGenerator, RunBatched
 from . import reference
 
 WIDTH = 65536  # elements of a norm that are added up side by side
+DEVICE, DTYPE, KIND = attrgetter("device"), attrgetter("dtype"), attrgetter("device", "dtype")
 HYPER = ("betas", "eps", "weight_decay", "maximize")
 Group = dict[str, Any]
 Positions = Sequence[Tensor | None]  # None: everywhere
@@ -436,10 +438,9 @@ def total_norm(xs: Sequence[Tensor]) -> Tensor:
     """Return the L2 norm of all tensors together, on the device of the first, as
     ``torch.nn.utils.get_total_norm``; in float32 where the norm of float16 tensors overflows.
     """
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for x in xs:
-        kinds.setdefault((x.device, x.dtype), []).append(x)
-    norms = [norm for of_kind in kinds.values() for norm in torch._foreach_norm(of_kind)]
+    kinds = dict.fromkeys(zip(map(DEVICE, xs), map(DTYPE, xs), strict=True))
+    runs = [[*xs]] if len(kinds) == 1 else [[x for x in xs if KIND(x) == kind] for kind in kinds]
+    norms = [norm for run in runs for norm in torch._foreach_norm(run)]
     if len(kinds) > 1:
         norms = [norm.to(xs[0].device) for norm in norms]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))

@@ -78,15 +78,11 @@ def gradient_weight(group: Group) -> float:
     return (beta1 - 1) if group["maximize"] else (1 - beta1)
 
 
-def compute_x_of_slice(bucket: Bucket, i: int, piece: MaskSlice, g: Tensor | None) -> Tensor:
-    """Return line 10's x = b1 m + (1 - b1) g + e on a slice of tensor i, in new memory, before
-    ``update`` changes e.
-    """
+def compute_x_of_slice(bucket: Bucket, i: int, piece: MaskSlice) -> Tensor:
+    """Return line 10's x = b1 m + e on a slice of tensor i without a gradient, in new memory."""
     momentum_positions, m = bucket.cache["momentum_mask"].positions[i], bucket.state["exp_avg"][i]
     beta1, start, stop = bucket.group["betas"][0], piece.start, piece.stop
     x = bucket.fetch_state("residual", i, slice(start, stop))
-    if g is not None:
-        x.add_(g.reshape(-1)[start:stop], alpha=gradient_weight(bucket.group))
     if momentum_positions is None:
         return x.add_(m[start:stop], alpha=beta1)
     device, dtype = momentum_positions.device, momentum_positions.dtype

@@ -39,15 +39,8 @@ from .._wire.requests import Agree, AllGather, ReadyToCommit, ReduceScatterMean,
 def sharded_scape(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     """Algorithm 2, one bucket, one step."""
     grads, mask, shards = bucket.grads(), mask_to_send(bucket), bucket.shards
-    is_delayed = bucket.group["mask_delay"] == 1
     partition = next_mask_partition(bucket, shards.ranks)  # cut as the state is
     selection = Selection(bucket, ops, partition, shards.rank) if partition else None
-    if selection and not is_delayed:
-        for i in selection.slices:
-            selection.select(i, compute_owned_x(bucket, i, grads[i]))
-        messages = yield AllGather(selection.encode())
-        mask = selection.assemble(messages)
-
     owned = OwnedElements(bucket, mask)
     sent, flat = encode_for_owners(bucket, ops, owned, grads)
     row = yield ReduceScatterMean(flat, [payload.flat.numel() for payload in sent])
@@ -62,8 +55,7 @@ def sharded_scape(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
         gathered = yield AllGather(weights)  # line 4
         bucket.parameter_bytes = weights.nbytes
     yield ReadyToCommit()  # from here on state changes
-    to_select = selection if is_delayed else None
-    update(bucket, owned, sent, gathered, momenta, to_select)
+    update(bucket, owned, sent, gathered, momenta, selection)
     yield from exchange_masks(bucket, ops, mask, mean, selection)  # line 9
 
 

@@ -2,8 +2,7 @@
 
 A bucket keeps two masks. Off the *momentum mask*, ``cache["momentum_mask"]``, its momentum is 0;
 the bits are ``state["mask"]``. The *next* mask, ``cache["next_mask"]``, was selected in the last
-step (``mask_delay=1``) and is what the coming step sends; it is gathered after the commit, while
-the ranks train on.
+step and is what the coming step sends; it is gathered after the commit, while the ranks train on.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from torch import Tensor
 from .._engine.options import dense_start_of, ramp_of
 from .._engine.stats import Stats
 from .._ops.operations import Ops
-from .._ops.update_helpers import compute_x_of_slice
-from .._state.bits import count_set_bits, make_bits, set_all_bits_, split_positions
+from .._state.bits import make_bits, set_all_bits_, split_positions
 from .._state.buckets import Bucket
 from .._state.masks import (
     Mask,
@@ -58,11 +56,8 @@ def mask_partition_at(bucket: Bucket, t: int, ranks: int) -> MaskPartition | Non
 
 
 def next_mask_partition(bucket: Bucket, ranks: int) -> MaskPartition | None:
-    """Return who selects what in the coming step: of the next step's mask, or with ``mask_delay=0``
-    of its own.
-    """
-    group = bucket.group
-    return mask_partition_at(bucket, group["step"] + 1 + group["mask_delay"], ranks)
+    """Return who selects what of the next step's mask in the coming step."""
+    return mask_partition_at(bucket, bucket.group["step"] + 2, ranks)
 
 
 class Selection:
@@ -78,11 +73,6 @@ class Selection:
         self.slices = {piece.tensor: piece for piece in self.own_range.slices}
         # the selected positions of each tensor, counted from the start of its slice
         self.selected: dict[int, Tensor] = {}
-
-    def select_all(self, grads: Tensors) -> None:
-        """Select by line 10's x of all tensors, before anything is written."""
-        for i, piece in self.slices.items():
-            self.select(i, compute_x_of_slice(self.bucket, i, piece, grads[i]))
 
     def select(self, i: int, x: Tensor) -> None:
         """Select the largest of ``x``, this rank's slice of tensor i."""
@@ -119,12 +109,10 @@ def mask_to_send(bucket: Bucket) -> Mask:
 def exchange_masks(
     bucket: Bucket, ops: Ops, mask: Mask, mean: Payload, selection: Selection | None
 ) -> RequestGenerator[None]:
-    """Store this step's mask, on which momenta are now. With a delay, gather the selections of all
-    ranks as the next step's mask (line 15). It runs after the commit.
+    """Store this step's mask, on which momenta are now, and gather the selections of all ranks as
+    the next step's mask (line 15). It runs after the commit.
     """
     yield from _store_momentum_mask(bucket, ops, mask, mean)
-    if bucket.group["mask_delay"] == 0:
-        return
     # until the next mask has arrived the bucket has none
     bucket.cache.pop("next_mask", None)
     yield from ops.run_batched(clear_mask, bucket, "next_mask")
@@ -144,11 +132,6 @@ def _store_momentum_mask(
 ) -> RequestGenerator[None]:
     """Note that the momenta of tensors with a gradient on any rank are on this mask now."""
     have_gradients, momentum_mask = mean.have_gradients, bucket.cache["momentum_mask"]
-    if bucket.group["mask_delay"] == 0:  # the mask of before is not kept
-        for i, has_gradient in enumerate(have_gradients):
-            bits, index = mask.bits[i], momentum_mask.positions[i]
-            if has_gradient and bits is not None and index is not None:
-                bucket.cache["overlap"][i] = int(count_set_bits(bits, index)), mask.sizes[i]
     if all(have_gradients) and mask.is_sparse:
         stored = yield from ops.run_batched(store_mask, bucket, mask, "mask")
         bucket.cache["momentum_mask"] = stored
@@ -169,9 +152,8 @@ def _store_momentum_mask(
 
 def restore_masks(bucket: Bucket, decode: Callable[[Tensor, int, int | None], Tensor]) -> None:
     """Derive the bucket's cache from its state, which was loaded."""
-    state, count = bucket.state, len(bucket.params)
-    bucket.cache["overlap"] = [None] * count
-    bits: Tensors = [None] * count
+    state = bucket.state
+    bits: Tensors = [None] * len(bucket.params)
     for i, n in enumerate(bucket.compressed_lengths):
         if n and _has_dense_momentum(bucket, i):
             set_all_bits_(state["mask"][i], n)
@@ -215,9 +197,8 @@ def scape_stats(
         sizes = bucket.cache["momentum_mask"].sizes
         for n, size in zip(bucket.compressed_lengths, sizes, strict=True):
             selected, total = selected + (size if n else 0), total + n
-        delay, t = bucket.group["mask_delay"], bucket.group["step"]
-        partition = mask_partition_at(bucket, t + (delay if applied else 1), ranks)
-        if partition and (applied or not delay):
+        partition = mask_partition_at(bucket, bucket.group["step"] + 1, ranks)
+        if partition and applied:
             mask_bytes += partition.message_bytes
     return ScapeStats(
         **vars(stats),

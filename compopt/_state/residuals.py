@@ -82,6 +82,11 @@ class Residuals:
         """Return a residual in its tensor's shape, not to be written to."""
         return self.unpack(i, self.stored[i])
 
+    @property
+    def flat(self) -> Tensor:
+        """All residuals, which are exact, as one vector, not to be written to."""
+        return self._flat
+
     def read_all(self) -> list[Tensor | None]:
         """Return all residuals, None for tensors without one, not to be written to."""
         if self.is_exact:
@@ -186,10 +191,6 @@ class Residuals:
         for batch in self.batches(value_of, write=True):
             for i, e in batch:
                 e.view(-1).add_(value_of[i].view(-1).to(e.device))
-
-    def add_all_to(self, sums: Tensor) -> None:
-        """Add all residuals, which are exact, to a vector that holds a sum for each element."""
-        sums.add_(self._flat)
 
     def set_all(self, values: Tensor) -> None:
         """Set all residuals, which are exact, to ``values``, memory of a step, of which nothing is

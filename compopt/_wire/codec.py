@@ -73,10 +73,13 @@ class QuantizedCodec(Codec):
         rounding_errors: Tensor,
         seed: Seed,
         scratch: Scratch,
+        addend: Tensor | None = None,
     ) -> None:
-        """Quantize flat values, of chunks that follow each other, to the scales and packed values
-        of each chunk. ``rounding_errors`` may be x itself.
+        """Quantize flat values plus ``addend``, of chunks that follow each other, to the scales and
+        packed values of each chunk. x is undefined afterwards; ``rounding_errors`` may be x itself.
         """
+        if addend is not None:
+            x.add_(addend)
         spans, rows = join_chunks(chunks)
         x_rows = values_to_rows(x, spans, rows, "value", scratch)
         # rows that are a view of x must stay as they are
@@ -214,7 +217,8 @@ class QuantizedMean:
         fields.copy_(self.payload.flat[: self.fields])
         seed = (*self.seed, self.rank, 1)  # stage 1
         chunks, errors = self.layout.chunks, self.rounding_errors
-        self.codec.quantize(body, chunks, scales, packed, errors, seed, self.scratch)
+        memory, addend = self.scratch, self.payload.addend
+        self.codec.quantize(body, chunks, scales, packed, errors, seed, memory, addend)
         return out
 
     def average_own_chunk(self, received: Tensor) -> Tensor:

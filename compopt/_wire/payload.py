@@ -132,6 +132,8 @@ class Payload:
         self.is_rounded_later = rounding_errors is not None and codec.bits is None
         # where values are written, in the gradients' precision
         self.unrounded_body = self.body
+        # is added to the body where the exchange quantizes it
+        self.addend: Tensor | None = None
         if rounding_errors is not None and self.is_rounded_later:
             self.unrounded_body = rounding_errors
 
@@ -161,8 +163,14 @@ class Payload:
         """``unrounded_body``, a tensor at a time."""
         return self.rounding_error_parts if self.is_rounded_later else self.parts
 
-    def round(self) -> Payload:
-        """Round ``unrounded_body`` to the message; its rounding error takes its place."""
+    def round(self, addend: Tensor | None = None) -> Payload:
+        """Round ``unrounded_body``, plus ``addend``, to the message; its rounding error takes its
+        place.
+        """
+        if self.codec.bits:
+            self.addend = addend
+        elif addend is not None:
+            self.unrounded_body.add_(addend)
         if self.is_rounded_later:
             self.codec.encode(self.unrounded_body, self.body)
         return self

@@ -236,7 +236,9 @@ def explain_dense(situation: Situation, rows: list[Row]) -> str:
 
 def make_line(situation: Situation, row: Row) -> str:
     """The constructor call, with the mesh of a copy that is cut."""
-    line = METHODS[row.method].line.format(steps=situation.steps)
+    method = METHODS[row.method]
+    start = method.start_steps(situation.steps)
+    line = method.line.format(steps=situation.steps, start=start)
     if not row.fits or row.is_bound_by_shards:
         return "# There is no line to paste for this setup."
     if row.shard == 1:

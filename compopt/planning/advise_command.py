@@ -158,7 +158,8 @@ def gradient_arguments(given: argparse.Namespace) -> dict[str, Any]:
     arguments = merge_arguments(given, COMMON_ARGUMENTS | GRADIENT_ARGUMENTS, probed, "latency")
     sources = arguments["sources"]
     if "ranks" not in arguments:
-        raise ValueError("The number of ranks is missing: give --ranks, or --probed FILE.")
+        last = " before --profile, whose script gets all that follows" if given.profile else ""
+        raise ValueError(f"The number of ranks is missing: give --ranks{last}, or --probed FILE.")
     node = arguments.get("ranks_per_node", arguments.get("shard", 1))
     if "link_bits_per_s" not in arguments and node != arguments["ranks"]:
         raise ValueError(

@@ -288,7 +288,7 @@ def assess_start(findings: Findings) -> str:
     if last > first + SETTLED:
         return (
             f"Dense start: {numbers}. They had not settled. Give methods that select a dense "
-            "start (dense_steps=0.15, total_steps=...), and diagnose again after it."
+            "start (dense_steps=, say 15% of the run), and diagnose again after it."
         )
     if last < first - SETTLED:
         return (

@@ -294,7 +294,8 @@ class Method:
 
     Args:
         cost: the formula.
-        line: the constructor call; ``{steps}`` stands for the steps of the run.
+        line: the constructor call; ``{steps}`` stands for the steps of the run, ``{start}`` for
+            those of its dense start.
         start: the dense start: a number of steps, or as a float a share of the run.
         start_cost: the formula of a step of the dense start.
         ours: whether it is a class of this package.
@@ -364,7 +365,7 @@ def count_round_lengths(every: int, growth: int, steps: int) -> tuple[tuple[int,
 
 # A dense start of 15 % is what the runs had in which losses were measured.
 SHARE = 0.15
-DENSE_START = "dense_steps=0.15, total_steps={steps}"
+DENSE_START = "dense_steps={start}"
 
 
 def tracked_row(arguments: str, **options: int) -> Method:

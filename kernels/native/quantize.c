@@ -16,6 +16,7 @@ typedef struct {
     int64_t at;       // its first value in the chunk
     int64_t row;      // the number of its first row, which determines u
     int64_t n, size;  // how many values it has, and its chunk
+    const float *addend;  // is added to the values before they are rounded, or NULL
 } Piece;
 
 typedef struct {
@@ -76,6 +77,12 @@ static const int8_t *read_codes(const int8_t *codes, int64_t at, int n, int64_t 
 
 static float most_of(const Rounding *how) { return how->bits == 8 ? 127 : 7; }
 
+static void read_values(const Piece *p, int64_t a, int n, float *restrict x) {
+    memcpy(x, p->values + a, n * sizeof(float));
+    if (p->addend)
+        for (int i = 0; i < n; i++) x[i] += p->addend[a + i];
+}
+
 // Rounds values to codes, one a byte.
 int64_t quantize(const Piece *pieces, int64_t first, int64_t last, const Rounding *how) {
     const float most = most_of(how);
@@ -83,8 +90,24 @@ int64_t quantize(const Piece *pieces, int64_t first, int64_t last, const Roundin
         for (int64_t a = 0, r = 0; a < p->n; a += ROW, r++) {
             const int n = (int)smaller(ROW, p->n - a);
             float x[ROW];  // errors may be written where the values are
-            memcpy(x, p->values + a, n * sizeof(float));
+            read_values(p, a, n, x);
             round_row(x, n, numbers_of(how, p->row + r), most, p->scales + r, p->codes + p->at + a, p->rounding_errors + a);
+        }
+    return -1;
+}
+
+// Rounds values in place, as one rank would receive them.
+int64_t round_values(const Piece *pieces, int64_t first, int64_t last, const Rounding *how) {
+    const float most = most_of(how);
+    for (const Piece *p = pieces + first; p < pieces + last; p++)
+        for (int64_t a = 0, r = 0; a < p->n; a += ROW, r++) {
+            const int n = (int)smaller(ROW, p->n - a);
+            float x[ROW], scale;
+            int8_t codes[ROW];
+            float *const values = p->values + a, *const errors = p->rounding_errors + a;
+            read_values(p, a, n, x);
+            round_row(x, n, numbers_of(how, p->row + r), most, &scale, codes, errors);
+            for (int i = 0; i < n; i++) values[i] = x[i] - errors[i];
         }
     return -1;
 }

@@ -66,16 +66,21 @@ def assert_same(ours: Ranks, theirs: Ranks, tolerance: float = 1e-5) -> None:
 
 
 TRITON = {  # each class twice: what it does in all its phases, and the options that its kernels see
-    "RadiusAdamW": [
-        {"dense_steps": 2, "interval": 4, "maximize": True, "max_grad_norm": 0.5, "residual_scale": 0.5, "lr": 1e-3}
-    ],
+    "RadiusAdamW": [{"dense_steps": 2, "interval": 4, "maximize": True, "max_grad_norm": 0.5, "lr": 1e-3}],
     "ScapeAdamS": [
-        {"dense_steps": 1, "lr": 1e-3, "mask_delay": 0, "steps": 2},
         {"dense_steps": 1, "lr": 1e-3, "max_grad_norm": 0.5, "clip": "scape", "maximize": True},
     ],
     "AdamS": [{"steps": 2}],
     "SeparateAdam": [
-        {"ratio": None, "rank": 7, "dense_steps": 1, "lr": 1e-3, "projection": "tracked", "payload_dtype": None}
+        {
+            "rank": 7,
+            "dense_steps": 1,
+            "lr": 1e-3,
+            "projection": "tracked",
+            "payload_dtype": None,
+            "ratio": None,
+            "steps": 3,
+        }
     ],
 }
 

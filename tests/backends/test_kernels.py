@@ -222,8 +222,9 @@ def test_factored(device, tile, grad):
         close([row.public.float()], [row.w], COARSE)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("grad, sent", [(torch.float32, torch.float32), (torch.bfloat16, torch.float16)])
+@pytest.mark.parametrize(
+    "grad, sent, transposed", [(torch.float32, torch.float32, False), (torch.bfloat16, torch.float16, True)]
+)
 def test_project(device, transposed, grad, sent):
     """Also of more rows and columns than a program adds up; one tensor has no gradient, one an infinite one."""
     draw, rows, expected, marks = Draw(device), [], [], torch.ones(6, device=device)
@@ -269,8 +270,11 @@ def test_orthonormalize(device):
         close([Q.double().mT @ Q.double()], [identity], 1e-6)
 
 
-@pytest.mark.parametrize("size", [64, 1024])  # elements of a block: several programs a tensor, and one
-@pytest.mark.parametrize("case", ["normal", "ties", "zeros", "huge and tiny", "alike in 16 bits"])
+# elements of a block: several programs a tensor, and one
+@pytest.mark.parametrize(
+    ("case", "size"),
+    [("normal", 64), ("ties", 64), ("zeros", 1024), ("huge and tiny", 1024), ("alike in 16 bits", 64)],
+)
 def test_top_k(device, case, size):
     """Exactly k, none left out is larger than one taken, and of equal ones the first are taken."""
     lengths = [8 * 40, 0, 1, 999, 5003]

@@ -55,6 +55,8 @@ def exchanged(make: Callable, device: torch.device, lengths: tuple, ranks: int, 
             body[8 * ROW :] *= 1e-37  # the scale, and not the values, has no inverse
         rounding_errors = torch.empty(sum(lengths), device=device)
         payloads.append(Payload(flat.to(device), *WORDS, list(lengths), codec, rounding_errors, (5, 1)))
+        if rank and not odd:  # rank 0 adds nothing
+            payloads[-1].round(torch.randn(sum(lengths), generator=random).to(device))
     parts = [codec.make_mean(payload, rank, ranks) for rank, payload in enumerate(payloads)]
     sent = torch.stack([part.encode_for_owners() for part in parts])
     gathered = torch.stack([part.average_own_chunk(sent[:, rank]) for rank, part in enumerate(parts)])
@@ -182,12 +184,18 @@ def test_a_chunk_alone_has_the_references_codes(isa, lengths, dtype, bits):
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("lengths", [(300, 0, 70), (ROW,)], ids=str)
 def test_a_single_process_reads_what_others_would(codec, device, lengths, bits):
-    """With ``simulate=True``: the values are rounded as if they had been sent."""
-    flat = torch.randn(sum(WORDS) + sum(lengths), generator=torch.Generator().manual_seed(1)).to(device)
+    """With ``simulate=True``: the values, and what is added to them, are rounded as if they had been sent."""
+    random = torch.Generator().manual_seed(1)
+    flat, addend = (torch.randn(sum(n) + sum(lengths), generator=random).to(device) for n in (WORDS, ()))
     results = []
-    for make in (codec, QuantizedCodec):
+    for make, is_added in ((codec, False), (QuantizedCodec, False), (QuantizedCodec, True)):
         errors = torch.empty(sum(lengths), device=device)
         payload = Payload(flat.clone(), *WORDS, list(lengths), make(bits), errors, (5, 1))
+        if is_added:
+            payload.body.add_(addend)
+        payload.round(None if is_added else addend)
         payload.codec.make_mean(payload, 0, 1).round_payload()
         results.append((payload.flat, errors))
-    assert all(map(torch.equal, *results)) and not torch.equal(results[0][0], flat)
+    ours, theirs, added_first = results
+    assert all(map(torch.equal, ours, theirs)) and all(map(torch.equal, theirs, added_first))
+    assert not torch.equal(ours[0], flat)

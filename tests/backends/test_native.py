@@ -42,10 +42,9 @@ def loss(model: Net, rank: int, step: int) -> torch.Tensor:
 RUNS = [
     ("AdamS", {}),
     ("AdamS", {"maximize": True}),
-    ("RadiusAdamW", {"dense_steps": 2, "interval": 4, "maximize": True, "max_grad_norm": 0.5, "residual_scale": 0.5}),
+    ("RadiusAdamW", {"dense_steps": 2, "interval": 4, "maximize": True, "max_grad_norm": 0.5}),
     ("RadiusAdamW", {"dense_steps": 0, "interval": 100, "payload_dtype": torch.int8}),
     ("ScapeAdamS", {"density": 0.01}),
-    ("ScapeAdamS", {"mask_delay": 0}),
     ("ScapeAdamS", {"max_grad_norm": 0.5, "clip": "scape", "maximize": True}),
     ("ScapeAdamS", {"payload_dtype": torch.bfloat16}),
     ("ScapeAdamS", {"payload_dtype": torch.int8, "density": 0.2}),

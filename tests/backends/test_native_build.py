@@ -390,6 +390,7 @@ def test_where_files_cannot_be_locked_each_process_compiles(monkeypatch, cache, 
 COMPILE = "from compopt._ops.native import build; build.build_library(build.find_compiler(), '', build._cache_folder())"
 
 
+@pytest.mark.slow
 def test_a_build_that_was_killed_leaves_nothing_behind_once_another_one_has_run(cache, hanging):
     calls, _, repaired = hanging
     killed = subprocess.Popen([sys.executable, "-c", COMPILE])

@@ -6,6 +6,7 @@ import check_neon
 import pytest
 import torch
 from sim import Ranks
+from slow_rows import slow_but
 from table import by_name
 from test_backends import assert_same
 from test_native import RUNS, run
@@ -61,7 +62,7 @@ CASES = [
     ("RadiusAdamW", {"dense_steps": 1, "interval": 2, "density": 0.4}),  # read as bits
     ("RadiusAdamW", {"dense_steps": 1, "interval": 2, "density": 0.01, "max_grad_norm": 0.5}),  # as positions
     ("ScapeAdamS", {"dense_steps": 1, "density_steps": 0, "density": 0.1}),
-    ("ScapeAdamS", {"dense_steps": 1, "density_steps": 0, "density": 0.01, "mask_delay": 0}),
+    ("ScapeAdamS", {"dense_steps": 1, "density_steps": 0, "density": 0.01}),
     ("TagcAdamW", {"dense_steps": 1, "density": 0.1}),
     ("AdamS", {}),
     ("Average", {"payload_dtype": "int8"}),
@@ -69,7 +70,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("name, options", CASES)
+@pytest.mark.parametrize("name, options", slow_but(lambda *row: row in CASES[::2], CASES))
 def test_every_processor_computes_the_same_bits_beside_every_block(monkeypatch, isa, name, options):
     ours = trained(name, options)
     assert {o.ops.isa for o in ours.optimizers} == {isa}

@@ -11,11 +11,12 @@ from torch import nn
 import compopt
 from compopt._engine.reducer import AdamWUpdate
 from compopt._lowrank.projections import Projection
-from compopt._lowrank.reducer import ProjectionReducer, ReducerInputs
+from compopt._lowrank.reducer import ProjectionReducer, ReducerInputs, write_dense
 from compopt._lowrank.stacks import ProjectedStack, multiply
 from compopt._ops.native import build
 from compopt._ops.native.backend import NativeOps
 from compopt._ops.native.lowrank import multiply_stacks, orthonormalize_columns, update_separate
+from compopt._ops.native.lowrank import write_dense as native_write_dense
 from compopt._ops.operations import Ops
 from compopt._state.residuals import Residuals
 from compopt._wire.payload import Payload
@@ -67,6 +68,8 @@ class Tensors:
         inputs = ReducerInputs(self.stacks, lambda stacks: None, True, False, set())
         self.reducer = ProjectionReducer(bucket, ops, inputs)
         self.reducer.mean = self.mean
+        for stack, part in zip(self.stacks, self.reducer._parts_of(self.mean, self.mean.body), strict=True):
+            stack.mean = part
 
     def products(self, function, transposed: bool, header: Payload | None = None) -> list[torch.Tensor]:
         sizes = [(x.projection.d if transposed else x.projection.m, x.projection.r) for x in self.stacks]
@@ -106,6 +109,21 @@ def test_gradients_are_marked_as_by_the_reference():
     marks, wanted = tensors.mean.header, reference.mean.header
     assert wanted.isnan().sum() > 10 and (wanted == 0).sum() > 10 and (wanted == 1).sum() > 10
     torch.testing.assert_close(marks, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_dense_tensors_are_written_as_by_the_reference(adds):
+    """To their places alone, also where this rank has no gradient."""
+    results = []
+    for ops, function in ((NativeOps(), native_write_dense), (Ops(), write_dense)):
+        bucket = Tensors(ops).bucket
+        indices = [i for i in range(len(bucket.params)) if i % 3 != 1]
+        lengths = [n if i % 3 != 1 else 2 for i, n in enumerate(bucket.lengths)]
+        memory = torch.full((sum(lengths) + 5,), torch.nan)
+        function(bucket, ops, memory, lengths, indices, adds)
+        results.append(memory)
+    assert results[0].isnan().sum() == 5 + 2 * (len(bucket.params) - len(indices))
+    torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
 
 
 CASES = {

@@ -17,12 +17,24 @@ from ranks import run_ranks
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import _ladder_runs
 import ladder
-from _ladder_model import SIZES, Size, StackedGPT, Text
-from _ladder_ranks import ThreadGroup
-from _ladder_rows import BASELINES, MAIN, ROWS, Run
-from _ladder_runs import Training, best_of, claimed, count_steps, keep, kept, list_missing, scheduled, start_of
-from _ladder_tables import tabulate, tabulate_outer
+from _ladder_ranks import SIZES, Size, StackedGPT, Text, ThreadGroup
+from _ladder_runs import (
+    BASELINES,
+    MAIN,
+    ROWS,
+    Run,
+    Training,
+    best_of,
+    claimed,
+    count_steps,
+    keep,
+    kept,
+    list_missing,
+    scheduled,
+    start_of,
+)
 from _rivals import DeMo, PowerSGD, SparseLoCo
+from ladder import tabulate, tabulate_outer
 from torch import Tensor
 
 pytestmark = pytest.mark.slow

@@ -15,24 +15,21 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import _ladder_runs
 import _ladder_seconds
 import ladder
-from _ladder_model import SIZES, Size, Text
-from _ladder_rows import BASELINES, ROWS
-from _ladder_runs import Training
+from _ladder_ranks import SIZES, Size, Text
+from _ladder_runs import BASELINES, ROWS, Training
 from _ladder_seconds import (
     ALONE,
-    README_ROWS,
     TIMED,
     Timing,
     burst_of,
     compose,
-    draw_readme,
     job_of,
     list_kinds,
     make_runner,
-    readme_lines,
     seconds_of_kinds,
     tabulate,
 )
+from ladder import README_ROWS, draw_readme, readme_lines
 
 pytestmark = pytest.mark.slow
 
@@ -211,7 +208,6 @@ def test_the_command_shows_what_is_kept_and_says_never(kept, monkeypatch, capsys
     assert printed.count("PowerSGD 4 never reaches 1.500: its lowest loss is 1.700.") == 2
     rows = list(csv.DictReader((kept / "time_to_loss-35M.csv").open()))
     assert len(rows) == 10 and [row["to_adamw"] for row in rows if row["row"] == "PowerSGD 4"] == ["", ""]
-    assert (kept / "time_to_loss-35M.png").exists()
 
 
 def test_the_picture_of_the_readme_needs_the_rows_of_the_ladder_and_their_times(kept, tmp_path):

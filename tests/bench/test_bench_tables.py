@@ -1,4 +1,4 @@
-"""Tables of the older runs: made of runs that can be compared, of those that are kept; and the writer of all tables."""
+"""Tables of the older runs: of runs that can be compared, and of those that are kept; and the writer of all tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import quality
-import tables
 from _table import print_rows, read_rows, write_rows
 
 DENSE, OURS = "AdamW (DDP)", "SeparateAdam tracked 16, int8"
@@ -37,7 +36,7 @@ def runs(tmp_path, monkeypatch) -> dict:
 
 def test_runs_are_compared_with_those_that_differ_in_method_rate_and_seed_only(runs):
     assert len(runs) == 10
-    rows = {(row["run"], row["width"], row["bf16"]): row for row in tables.tabulate(runs)}
+    rows = {(row["run"], row["width"], row["bf16"]): row for row in quality.tabulate(runs)}
     assert len(rows) == 6
     dense, ours = rows[DENSE, 128, False], rows[OURS, 128, False]
     assert (dense["loss"], dense["to_adamw"], dense["seeds"]) == (2.5, 1.0, 2)
@@ -50,13 +49,13 @@ def test_runs_are_compared_with_those_that_differ_in_method_rate_and_seed_only(r
 def test_the_runs_that_are_kept_make_every_table():
     """An empty one was noticed late: runs had got another field."""
     runs = quality.kept()
-    rows, kinds = tables.tabulate(runs), {}
+    rows, kinds = quality.tabulate(runs), {}
     for row in rows:
         kinds.setdefault((row["width"], row["bf16"], row["ranks"], row["steps"]), set()).add(row["run"])
     assert len(kinds[128, False, 2, 800]) > 40 and len(kinds[128, False, 2, 8000]) > 10
     assert len(kinds[128, False, 4, 2000]) > 10 and len(kinds[512, True, 2, 1500]) > 10
     assert all(row["run"] in {*quality.METHODS, *quality.REMOVED} for row in rows)
-    assert len(tables.seconds_rows(runs)) > 10
+    assert len(quality.seconds_rows(runs)) > 10
 
 
 def test_rows_of_other_names_stay_in_a_file(tmp_path, capsys):

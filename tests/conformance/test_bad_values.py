@@ -11,6 +11,7 @@ import pytest
 import torch
 from conformance import Small, assert_same, loss, snapshot
 from sim import Ranks
+from slow_rows import in_turn
 from torch import nn
 
 import compopt
@@ -150,8 +151,7 @@ def test_a_rate_of_a_wrapped_optimizer_that_no_step_can_use_is_refused_in_the_co
         WRAPPERS[wrapper](base)
 
 
-@every_wrapper
-@pytest.mark.parametrize("on", [(0, 1), (1,)])
+@pytest.mark.parametrize(("wrapper", "on"), in_turn(WRAPPERS, ((0, 1), (1,))), ids=str)
 def test_a_rate_that_a_scheduler_makes_nan_is_refused_by_the_next_step_and_nothing_is_lost(wrapper, on):
     def make(params, process_group):
         return WRAPPERS[wrapper](adamw(params), process_group=process_group)

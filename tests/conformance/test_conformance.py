@@ -9,13 +9,13 @@ import inspect
 
 import pytest
 import torch
-from conformance import Small, data, every, every_form, loss, make_ranks, snapshot
+from conformance import EVERY_FORM, Small, data, every, loss, make_ranks, snapshot
+from pairs import name_of
+from slow_rows import in_turn
 from table import CASES
 from torch import nn
 
 import compopt
-
-ranks_1_2_4 = pytest.mark.parametrize("size", [1, 2, 4])
 
 
 def test_every_public_optimizer_is_in_the_table():
@@ -24,8 +24,7 @@ def test_every_public_optimizer_is_in_the_table():
     assert optimizers == {case.cls for case in CASES} | {compopt.MuonAdamW}  # which averages nothing itself
 
 
-@every_form
-@ranks_1_2_4
+@pytest.mark.parametrize(("case", "size"), in_turn(EVERY_FORM, (2, 4, 1)), ids=name_of)
 def test_lossless_equals_the_reference_on_the_averaged_gradient(case, size):
     ranks = make_ranks(case, size, torch.float64, **case.lossless)
     torch.manual_seed(0)
@@ -40,8 +39,7 @@ def test_lossless_equals_the_reference_on_the_averaged_gradient(case, size):
         torch.testing.assert_close(q, p, rtol=1e-10, atol=1e-12)
 
 
-@every_form
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(("case", "size"), in_turn(EVERY_FORM, (2, 3)), ids=name_of)
 def test_replicas_are_equal_to_the_bit_after_every_step(case, size):
     ranks = make_ranks(case, size)
     history = []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from conformance import OTHERS
 from conservation import TOLERANCE, Ledger, everywhere
 from pairs import name_of, pairs
 from problems import gradients, replicas, step, weights
+from slow_rows import slow_but
 from table import CASES, DERIVED, FORMS, Case
 
 import compopt
@@ -25,7 +27,6 @@ FEW = SHAPES[:2]  # for Triton's interpreter, which takes seconds for the others
 
 # docs/writing.md's RandomK alone has a dense start, a sparse residual and Average's reducer
 ALL = CASES + FORMS + OTHERS + [case for case in DERIVED if case.method == "adamw" and case.build is None]
-every = pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 every_kept = pytest.mark.parametrize(
     "case",
     [case for case in ALL if case.cls.rank_local_state and not case.draws],
@@ -33,7 +34,6 @@ every_kept = pytest.mark.parametrize(
 )
 
 BACKENDS = ["torch", "native"]
-by_operators = pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 PAYLOADS = ["bfloat16", "float16", "int8", "int4", "int2"]
 
 
@@ -110,11 +110,14 @@ class Audit:
 
 def has_kernels(case: Case) -> bool:
     """Return True if Triton's interpreter, which takes seconds, shows what it does not of another class."""
-    return case in CASES + OTHERS and case.build is None
+    return case in CASES + OTHERS and case.build is None and case.form != "no delay"
 
 
-@every
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(
+    ("case", "ranks"),
+    slow_but(lambda case, ranks: ranks > 1 or case in CASES + OTHERS, itertools.product(ALL, (1, 3))),
+    ids=name_of,
+)
 def test_gradients_are_conserved(case, backend, ranks):
     if backend == "triton" and (ranks > 1 or not has_kernels(case)):
         pytest.skip("one rank of a class of its own shows what the kernels do")
@@ -122,17 +125,27 @@ def test_gradients_are_conserved(case, backend, ranks):
     assert phases - {"dense"} or case.cls is compopt.AdamS
 
 
-@pytest.mark.parametrize(("payload", "backend", "case"), rows_of_payloads(), indirect=["backend"], ids=name_of)
+def is_fast(payload: str, backend: str, case: Case) -> bool:
+    """By the C passes all, by operators the table's lines."""
+    return backend == "native" or case in CASES
+
+
+@pytest.mark.parametrize(
+    ("payload", "backend", "case"), slow_but(is_fast, rows_of_payloads()), indirect=["backend"], ids=name_of
+)
 def test_what_a_payload_rounds_off_is_owed(case, backend, payload):
-    ranks, shapes = 3, SHAPES if payload == "int8" or (payload, backend) == ("int4", "native") else MEDIUM
+    ranks, shapes = 3, SHAPES if (payload, backend) == ("int8", "native") else MEDIUM
     if payload in ("bfloat16", "float16"):  # a sum over ranks is rounded once more, unless owners add up in float32
         exact = case.sharded and case.cls in (compopt.ScapeAdamS, compopt.TagcAdamW)
         ranks = 3 if exact else 1
     Audit(case, ranks, shapes, payload_dtype=payload).train()
 
 
-@every
-@pytest.mark.parametrize("payload_dtype", [None, "int8"])
+@pytest.mark.parametrize(
+    ("case", "payload_dtype"),
+    slow_but(lambda case, payload: case in CASES or payload is None, itertools.product(ALL, (None, "int8"))),
+    ids=name_of,
+)
 def test_a_clip_takes_what_was_sent_and_nothing_that_is_owed(case, backend, payload_dtype):
     if backend == "triton" and (payload_dtype or not has_kernels(case)):
         pytest.skip("rounding, and wrapping, is not a kernel's work")
@@ -149,8 +162,12 @@ def test_a_clip_takes_what_was_sent_and_nothing_that_is_owed(case, backend, payl
 
 
 @every_kept
-@by_operators
-@pytest.mark.parametrize("saved", [False, True], ids=["running", "from a checkpoint"])
+@pytest.mark.parametrize(
+    ("backend", "saved"),
+    slow_but(lambda backend, saved: saved == (backend == "native"), itertools.product(BACKENDS, (False, True))),
+    indirect=["backend"],
+    ids=str,
+)
 def test_a_dense_step_sends_what_is_owed_and_absent_tensors_go_on_owing(case, backend, saved):
     """A contraction's residual is sent; an unbiased projection's error is noise, which a dense step drops."""
     run = Audit(case, 2, MEDIUM)
@@ -161,7 +178,7 @@ def test_a_dense_step_sends_what_is_owed_and_absent_tensors_go_on_owing(case, ba
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         for group in optimizer._option_groups:
             group["dense_steps"] = 10**6
-    if case.compressed.get("mask_delay", 1) and case.method == "scape":
+    if case.method == "scape":
         run.step(run.gradients())  # on the mask that was found one step ago
     residual = run.residual(2)
     assert residual.any()

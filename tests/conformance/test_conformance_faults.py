@@ -7,15 +7,20 @@ from contextlib import suppress
 import pytest
 import torch
 from conformance import assert_same, every, every_form_at, loss, make_ranks, snapshot
-from table import by_name
+from pairs import name_of
+from slow_rows import in_turn
+from table import CASES, FORMS, by_name
 from torch import nn
 
 import compopt
 
 
-@every  # all kinds, at ten steps in a row: faults/test_nonfinite.py
-@pytest.mark.parametrize(("bad", "at"), [(float("inf"), 4), (float("nan"), 8)])
-def test_a_bad_gradient_on_one_rank_makes_all_skip_and_changes_nothing(case, at, bad):
+# all kinds, at ten steps in a row: faults/test_nonfinite.py
+@pytest.mark.parametrize(
+    ("case", "bad_at"), in_turn(CASES + FORMS, ((float("inf"), 4), (float("nan"), 8))), ids=name_of
+)
+def test_a_bad_gradient_on_one_rank_makes_all_skip_and_changes_nothing(case, bad_at):
+    bad, at = bad_at
     ranks = make_ranks(case, 3, **case.averaging)
     ranks.train(loss, at)
     ranks.backward(loss)

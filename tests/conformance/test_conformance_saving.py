@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from conformance import (
+    EVERY_FORM,
     Small,
     assert_same,
     every,
@@ -19,6 +20,8 @@ from conformance import (
     snapshot,
     through_a_file,
 )
+from slow_rows import slow_but
+from table import CASES, INT8
 
 
 @every_form_at(2, 4, 5, 7)
@@ -40,7 +43,7 @@ def test_resumed_on_the_same_ranks_it_continues_to_the_bit(case, at):
         assert_same(snapshot(a), snapshot(b))
 
 
-@every_form
+@pytest.mark.parametrize("case", slow_but(lambda case: case in CASES + INT8, EVERY_FORM), ids=lambda case: case.name)
 def test_consolidated_it_resumes_on_any_number_of_ranks_with_the_mean_residual(case):
     ranks = make_ranks(case, 4, torch.float64, **case.averaging)
     if not ranks.optimizers[0].rank_local_state:

@@ -89,13 +89,21 @@ def compressed(rank: int, name: str) -> tuple[str, float, bool]:
     return optimizer.stats.phase, far, skips(rank, model, optimizer)
 
 
-def all_inside(rank: int) -> dict[str, tuple[float, str, float, bool]]:
-    return {name: (beside_the_reference(rank, name), *compressed(rank, name)) for name in INSIDE}
+def all_inside(rank: int, names: list[str]) -> dict[str, tuple[float, str, float, bool]]:
+    return {name: (beside_the_reference(rank, name), *compressed(rank, name)) for name in names}
+
+
+# one that projects, one that selects, one that rounds; the others with `make slow`
+MAIN = ["SeparateAdam, tracked", "TagcAdamW", "Average"]
+OTHER_FORMS = [name for name in INSIDE if name not in MAIN]
 
 
 @pytest.mark.long
-def test_inside_fsdp2_lossless_equals_the_reference_a_clip_one_from_outside_and_all_skip_together():
-    for answers in run_ranks(all_inside, 2):
+@pytest.mark.parametrize(
+    "names", [MAIN, pytest.param(OTHER_FORMS, marks=pytest.mark.slow)], ids=["main", "other forms"]
+)
+def test_inside_fsdp2_lossless_equals_the_reference_a_clip_one_from_outside_and_all_skip_together(names):
+    for answers in run_ranks(all_inside, 2, names):
         for name, (far, phase, clipped, skipped) in answers.items():
             assert skipped, name
             assert far < 1e-9, (name, far)
@@ -105,15 +113,16 @@ def test_inside_fsdp2_lossless_equals_the_reference_a_clip_one_from_outside_and_
 
 
 # a form for each way to keep what is owed
-SAVED = ("TagcAdamW", "SeparateAdam, tracked", "Average", "SeparateAdam, tracked, residual in int8")
+SAVED = ["TagcAdamW", "SeparateAdam, tracked, residual in int8"]
+SAVED_TOO = ["SeparateAdam, tracked", "Average"]
 
 
-def saved(rank: int, folder: str, write: bool) -> dict[str, tuple[float, list[float]]]:
+def saved(rank: int, names: list[str], folder: str, write: bool) -> dict[str, tuple[float, list[float]]]:
     """A run that goes on, and one from its checkpoint, both gathered in int8: how far apart they end, and what is kept
     for the next step.
     """
     results = {}
-    for name in SAVED:
+    for name in names:
         case = INSIDE[name]
         first, second = cut(make()), cut(make())
         optimizer, other = (case.make(model.parameters(), **gathers_in_int8(case)) for model in (first, second))
@@ -134,10 +143,11 @@ def saved(rank: int, folder: str, write: bool) -> dict[str, tuple[float, list[fl
     return results
 
 
-def test_inside_fsdp2_a_checkpoint_goes_on_to_the_bit_and_on_more_ranks(tmp_path):
-    written = run_ranks(saved, 2, str(tmp_path), True)
-    read = run_ranks(saved, 3, str(tmp_path), False)
-    for name in SAVED:
+@pytest.mark.parametrize("names", [SAVED, pytest.param(SAVED_TOO, marks=pytest.mark.slow)], ids=["main", "others"])
+def test_inside_fsdp2_a_checkpoint_goes_on_to_the_bit_and_on_more_ranks(names, tmp_path):
+    written = run_ranks(saved, 2, names, str(tmp_path), True)
+    read = run_ranks(saved, 3, names, str(tmp_path), False)
+    for name in names:
         assert [results[name][0] for results in written] == [0, 0], name
         assert all(results[name][1] == written[0][name][1] for results in (*written, *read)), name
         assert any(written[0][name][1]), name

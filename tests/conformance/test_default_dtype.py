@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from pairs import name_of
 from sim import Ranks
+from slow_rows import in_turn
 from table import CASES, FORMS
 from torch import nn
 
@@ -68,8 +70,9 @@ def loss(model: Net, rank: int, step: int) -> torch.Tensor:
     return sum(((p - target) ** 2).sum() for p, target in pairs)
 
 
-@pytest.mark.parametrize("changed", [torch.float64, torch.bfloat16, "meta"], ids=str)
-@pytest.mark.parametrize("case", CASES + FORMS, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "changed"), in_turn(CASES + FORMS, (torch.float64, torch.bfloat16, "meta")), ids=name_of
+)
 def test_it_may_change_between_construction_and_steps(monkeypatch, case, changed):
     """TAGC's pass wrote marks of float32 into memory for another dtype: parameters that do not move, or worse.
 

@@ -24,7 +24,7 @@ EXAMPLES = int(os.environ.get("COMPOPT_FUZZ", 0))
 
 def hold(test: Callable[[Run], None], case: Case, lossless: bool, share: float) -> None:
     """Run ``test`` on a share of the examples of this case."""
-    all_of_case = EXAMPLES / len(CASES + FORMS + INT8) if EXAMPLES else 8
+    all_of_case = EXAMPLES / len(CASES + FORMS + INT8) if EXAMPLES else 6
 
     @settings(
         max_examples=-int(-all_of_case * share // 1), deadline=None, derandomize=not EXAMPLES, database=None,

@@ -13,6 +13,7 @@ import pytest
 import torch
 from pairs import name_of, pairs
 from sim import Ranks
+from slow_rows import slow_but
 from table import CASES, FORMS, projecting
 from torch import nn
 
@@ -55,6 +56,12 @@ def slope(model: Beside, rank: int, step: int) -> torch.Tensor:
     return sum((p * drawn[k : k + p.numel()]).sum() for k, p in enumerate(tensors))
 
 
+ROWS = [
+    (case, *row) for case in ALL for row in pairs(SIZES if case.name in BY_SIZE else SIZES[:1], *BACKENDS_AND_RANKS)
+]
+MAIN = "RadiusAdamW", "SeparateAdam", "TagcAdamW"  # the others in large sizes with `make slow`
+
+
 @functools.lru_cache(maxsize=4)
 def reference_run(
     reference: Callable[..., torch.optim.Optimizer], lr: float, size: int, owners: int, ranks: int, steps: int
@@ -75,7 +82,7 @@ def groups(parameters) -> list[dict]:
 
 @pytest.mark.parametrize(
     ("case", "size", "backend", "ranks"),
-    [(case, *row) for case in ALL for row in pairs(SIZES if case.name in BY_SIZE else SIZES[:1], *BACKENDS_AND_RANKS)],
+    slow_but(lambda case, *row: case.name in MAIN or row[0] == SIZES[0], ROWS),
     ids=name_of,
 )
 def test_what_drops_nothing_equals_the_reference(case, size, backend, ranks, monkeypatch):

@@ -40,7 +40,7 @@ ENTRIES: dict[str, tuple[dict, int, dict, int]] = {  # options and iterations: o
     "AdamS": (*ADAMS, {"lr": 0.02, "weight_decay": 1e-3}, 500),
     "ScapeAdamS": (*ADAMS, {"lr": 0.02, "weight_decay": 1e-3}, 500),
 }
-FAST = ("SeparateAdam", "LocalSteps")  # the others: `make slow`
+FAST = ("SeparateAdam",)  # the others: `make slow`
 AROUND_ADAMW = {case.name for case in CASES if case.build}
 
 

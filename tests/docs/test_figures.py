@@ -1,10 +1,10 @@
-"""Figures of README.md, docs/measured.md and bench/RESULTS.md, beside the files in bench/results that have them."""
+"""Figures of README.md and bench/RESULTS.md, beside the files in bench/results that have them."""
 
 from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ import pytest
 import compopt
 
 ROOT = Path(compopt.__file__).parents[1]
-README, MEASURED, RESULTS = (ROOT / name for name in ("README.md", "docs/measured.md", "bench/RESULTS.md"))
+README, RESULTS = (ROOT / name for name in ("README.md", "bench/RESULTS.md"))
 Row = dict[str, str]
 
 
@@ -77,7 +77,7 @@ def test_the_first_table_of_the_readme_is_of_the_ladder():
 
 
 COLUMNS = {"bytes": "bytes_percent", "Muon": "to_muon", "loss": "to_adamw", "AdamW": "to_adamw"}
-LINKS = {  # on both pages, but for what only one has
+LINKS = {
     r"^DDP \+ fused AdamW": "ddp",
     r"no communication": "none",
     r"^RadiusAdamW 0\.4": "radius",
@@ -91,24 +91,23 @@ LINKS = {  # on both pages, but for what only one has
 RATES = {"loopback": "unshaped", "10 Gbit/s": "10gbit", "1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
 
 
-@pytest.mark.parametrize("page", [MEASURED, RESULTS], ids=lambda page: page.stem)
-def test_steps_over_links(page):
-    rows = table(page, "step", "loopback")
+def test_steps_over_links():
+    rows = table(RESULTS, "step", "loopback")
     kept = {(row["rate"], row["method"]): row for row in read("links.csv")}
     for label, method in LINKS.items():
         row = row_of(rows, label)
         for heading, rate in RATES.items():
-            check(row[heading], kept[rate, method]["to_ddp"], f"{page.stem}, {method}, {heading}")
+            check(row[heading], kept[rate, method]["to_ddp"], f"{method}, {heading}")
         for heading in (heading for heading in row if heading.startswith("MB per step")):
             sent = float(kept["100mbit", method]["socket_bytes"]) / 1e6
-            check(row[heading], sent, f"{page.stem}, {method}, {heading}")
+            check(row[heading], sent, f"{method}, {heading}")
 
 
 def test_steps_of_tagc_over_links():
     kept = {(r["rate"], r["method"]): r for name in ("links-updates.csv", "links-tagc.csv") for r in read(name)}
     labels = {"float32": "", "bfloat16$": "bf16", "int4": "int4"}
     for label, name in labels.items():
-        row = row_of(table(MEASURED, "step", "loopback"), f"^TagcAdamW 0.0125, .*{label}")
+        row = row_of(table(RESULTS, "step", "loopback"), f"^TagcAdamW 0.0125, .*{label}")
         for heading in ("1 Gbit/s", "100 Mbit/s"):
             check(row[heading], kept[RATES[heading], f"tagc0.0125{name}"]["to_ddp"], f"{label}, {heading}")
 
@@ -133,10 +132,11 @@ def test_seconds_of_the_older_runs():
 
 
 def test_seconds_of_the_ladder():
-    rows = table(MEASURED, "final loss", "10 Mbit/s")
+    rows = table(RESULTS, "final loss", "10 Mbit/s")
     kept = {(row["rate"], row["row"]): row for row in read("time_to_loss-0.2M.csv")}
-    labels = {r"^DDP \+ AdamW$": "DDP + AdamW", r"^DDP \+ MuonAdamW$": "DDP + Muon"}
-    labels |= {r"^Separate\(Muon": "Separate(Muon) 16", r"^LocalSteps\(Muon": "LocalSteps(Muon) 30, int4, 800"}
+    labels = {r"^DDP \+ AdamW$": "DDP + AdamW", r"^DDP \+ Muon$": "DDP + Muon"}
+    labels |= {r"^Separate\(Muon": "Separate(Muon) 16", r"^LocalSteps\(Muon\)": "LocalSteps(Muon) 30, int4, 800"}
+    labels |= {r"^LocalSteps\(Muon, every=140": "LocalSteps(Muon) 140"}
     for label, name in labels.items():
         row = row_of(rows, label)
         for heading, rate in (("10 Mbit/s", "10mbit"), ("100 Mbit/s", "100mbit"), ("1 Gbit/s", "1gbit")):
@@ -148,31 +148,28 @@ def test_seconds_of_the_ladder():
             check(row["bytes"], line["bytes_percent"], place)
 
 
-def of_size(check_cell: Callable[[str, Row, str], None], page: Path, labels: dict[str, str], *headings: str) -> None:
-    sizes = {f"{int(row['parameters']) / 1e6:.2g} M": size for (size, _), row in ladder().items()}
-    rows = table(page, *headings)
-    for label, name in labels.items():
-        for heading, cell in row_of(rows, label).items():
-            if cell not in ("", "-") and (words := re.match(r"[\d.]+ M", heading)):
-                check_cell(cell, ladder()[sizes[words[0]], name], f"{name}, {heading}")
-
-
 def test_losses_by_size():
-    def check_cell(cell: str, kept: Row, place: str) -> None:
-        check(cell, kept["to_adamw"], place)
-        if "%" in cell:
-            check(cell, kept["bytes_percent"], place, 1)
-        assert ("one seed" in cell) <= (kept["seeds"] == "1"), place
+    """Means, and in brackets the ranges over seeds."""
+    names = {r"^DDP \+ Muon$": "DDP + Muon", r"^SeparateAdam$": "SeparateAdam", r"^Separate\(Muon": "Separate(Muon) 16"}
+    names |= {
+        r"^LocalSteps\(Muon\)": "LocalSteps(Muon) 30, int4, 800",
+        r"^LocalSteps\(Muon, .*140": "LocalSteps(Muon) 140",
+    }
+    names |= {r"^LocalSteps\(AdamW\)": "LocalSteps(AdamW) 30, int4, 800"}
+    sizes = {f"{int(row['parameters']) / 1e6:.2g} M": size for (size, _), row in ladder().items()}
+    rows = table(RESULTS, "run", "0.18 M, x Muon", "0.86 M, x AdamW")
+    for label, name in names.items():
+        for heading, cell in list(row_of(rows, label).items())[1:]:
+            if cell in ("", "1"):
+                continue
+            kept, place = ladder()[sizes[re.match(r"[\d.]+ M", heading)[0]], name], f"{name}, {heading}"
+            key = "to_muon" if "Muon" in heading else "to_adamw"
+            check(cell, kept[key], place)
+            assert ("one seed" in cell) == (kept["seeds"] == "1"), place
+            if "(" in cell:
+                check(cell, kept[f"{key}_range"], place, 1)
 
-    labels = {r"^DDP \+ MuonAdamW$": "DDP + Muon", r"^LocalSteps\(Muon.*every=140": "LocalSteps(Muon) 140"}
-    of_size(check_cell, MEASURED, LADDER_BY_SIZE | labels, "run", "0.18 M", "0.86 M")
 
-
-LADDER_BY_SIZE = {
-    r"^SeparateAdam$": "SeparateAdam",
-    r"^Separate\(Muon": "Separate(Muon) 16",
-    r"^LocalSteps\(MuonAdamW\)$": "LocalSteps(Muon) 30, int4, 800",
-}
 STEPS = {
     r"^AdamS$": "AdamS",
     r"^RadiusAdamW 0\.4$": "RadiusAdamW 0.4, sparse",
@@ -196,15 +193,15 @@ def test_memory_and_launches():
     for label, name in ((r"^AdamS", "AdamS"), (r"^LocalSteps", "LocalSteps, AdamW")):
         for cell, key in zip(list(row_of(rows, label).values())[1:], ("saved", "beside", "most"), strict=True):
             check(cell, kept[name, "2"][key], f"{name}, {key}")
-    rows, counted = table(RESULTS, "tensor by tensor"), {row["row"]: row for row in read("launches.csv")}
-    for label, name in ((r"^AdamS", "AdamS"), (r"^SeparateAdam rank 16", "tracked 16, int8"), ("Tagc", "TAGC .9875")):
+    rows, counted = table(RESULTS, "a steady step"), {row["row"]: row for row in read("launches.csv")}
+    for label, name in ((r"^AdamS", "AdamS"), (r"^SeparateAdam rank 16", "tracked 16, int8"), ("Tagc", "TAGC .0125")):
         row = row_of(rows, label)
-        for heading, key in (("launches", "launches"), ("host waits", "waits"), ("bytes per parameter", "bytes")):
+        for heading, key in (("launches", "launches"), ("host waits", "waits")):
             check(row[heading], counted[name][key], f"{name}, {heading}")
 
 
 def test_steps_and_kernels_on_one_gpu():
-    rows = table(RESULTS, "124 M: ms", "host, ms")
+    rows = table(RESULTS, "124 M: ms", "355 M: ms")
     for size in ("124M", "355M"):
         kept, second = read(f"gpu-steps-{size}.csv"), False
         for row, line in zip(rows, kept, strict=True):

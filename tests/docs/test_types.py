@@ -44,7 +44,11 @@ from compopt.activations import (
     set_compression,
 )
 from compopt.activations.base import Ranks
-from compopt.costmodel import METHODS, Machine, Situation, Workload, advise, fit, rows_of
+from compopt.costmodel import Workload, advise
+from compopt.planning.hardware import Machine
+from compopt.planning.measurement import fit
+from compopt.planning.methods import METHODS
+from compopt.planning.prediction import Situation, predict_rows
 from compopt.integrations.hf import CompoptCallback
 
 
@@ -56,7 +60,7 @@ def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [
         compopt.RadiusAdamW(params, lr=3e-4, density=0.4, interval=200, dense_steps=1000),
         compopt.RadiusAdamW(groups, payload_dtype=torch.int8, offload="residual", when="auto"),
-        compopt.ScapeAdamS(params, density=0.05, clip="consistent", mask_delay=0),
+        compopt.ScapeAdamS(params, density=0.05, clip="consistent"),
         compopt.SeparateAdam(named, projection="tracked", rank=16, process_group=group),
         compopt.Separate(torch.optim.SGD(params, lr=0.1), projection="gaussian", ratio=16),
         compopt.TagcAdamW(named, density=0.01, codec="sketch", max_grad_norm=1.0),
@@ -127,7 +131,7 @@ def costs(model: nn.Module) -> str:
     machine = Machine(ranks=8, link_bytes_per_s=1e9)
     situation = Situation(Workload.of_size(10**9), machine, 0.4, 0.1, 1, None, 0.02)
     found = fit([{"bytes": 1e6}, {"bytes": 2e6}], [0.1, 0.2], weights="absolute")
-    print([row.run for row in rows_of(situation)], list(METHODS), found.coefficients["bytes"])
+    print([row.run for row in predict_rows(situation)], list(METHODS), found.coefficients["bytes"])
     return f"{advice} {advice.method}: {advice.recommendation}"
 
 

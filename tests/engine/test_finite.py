@@ -7,8 +7,10 @@ import math
 import conformance
 import pytest
 import torch
-from conformance import every_average
+from conformance import AVERAGING
+from pairs import name_of
 from problems import replicas, step
+from slow_rows import in_turn
 
 import compopt
 from compopt._state.masks import Mask
@@ -25,8 +27,7 @@ FILLS = {  # what is written where, and whether such a step is skipped
 }
 
 
-@every_average
-@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize(("case", "backend"), in_turn(AVERAGING, ("torch", "native")), ids=name_of)
 def test_the_same_gradients_are_too_large_on_every_back_end(case, backend, monkeypatch):
     monkeypatch.setenv("COMPOPT_BACKEND", backend)
     for at in (1, 4):  # dense, sparse

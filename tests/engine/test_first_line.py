@@ -89,13 +89,6 @@ def test_the_fall_of_the_density_is_counted(capsys):
     assert "from step 6 on, falling to their density over 100 steps" in line
 
 
-def test_a_start_longer_than_the_run_is_told(capsys):
-    (line,) = heard(capsys, two(compopt.ScapeAdamS, dense_steps=50, total_steps=120, density_steps=70))
-    assert "The start takes 120 steps and the run 120 (total_steps)" in line
-    (line,) = heard(capsys, two(compopt.ScapeAdamS, dense_steps=50, total_steps=121, density_steps=70))
-    assert "The start takes" not in line
-
-
 def test_that_nothing_will_be_compressed_is_told(capsys):
     ranks = two(compopt.RadiusAdamW, lambda: nn.Linear(8, 8))
     capsys.readouterr()

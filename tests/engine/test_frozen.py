@@ -8,7 +8,9 @@ from collections import defaultdict
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from pairs import name_of
 from sim import Ranks, World
+from slow_rows import in_turn, slow_but
 from table import CASES, FORMS, Case, projecting
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -75,7 +77,12 @@ KINDS = [(case, torch.float32) for case in ALL if not case.averaging]
 KINDS += [(case, torch.bfloat16) for case, _ in KINDS if not case.sends_updates]  # which are refused
 
 
-@pytest.mark.parametrize(("case", "dtype"), KINDS, ids=lambda value: getattr(value, "name", str(value)))
+def is_fast(case: Case, dtype: torch.dtype) -> bool:
+    """Each class in one dtype; in the other with `make slow`."""
+    return dtype == (torch.float32, torch.bfloat16)[ALL.index(case) % 2] or case.sends_updates
+
+
+@pytest.mark.parametrize(("case", "dtype"), slow_but(is_fast, KINDS), ids=name_of)
 def test_a_checkpoint_of_a_phase_goes_on_as_the_run_did(case, dtype):
     """Also with state of layers that are frozen just then, and without state of one that was never trained."""
 
@@ -101,8 +108,10 @@ def test_a_checkpoint_of_a_phase_goes_on_as_the_run_did(case, dtype):
         assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize("moment", ["before the optimizer is made", "before the checkpoint is loaded"])
-@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+MOMENTS = ["before the optimizer is made", "before the checkpoint is loaded"]
+
+
+@pytest.mark.parametrize(("case", "moment"), in_turn(ALL, MOMENTS), ids=name_of)
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_a_distributed_checkpoint_of_a_layer_that_was_frozen_goes_on(case, moment, tmp_path):
     """As torch.optim.AdamW's does. torch leaves out the state of what is frozen when it loads."""

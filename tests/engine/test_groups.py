@@ -10,8 +10,10 @@ import sys
 import pytest
 import torch
 from conformance import Small, every, loss
+from pairs import name_of
 from sim import Ranks
-from table import by_name
+from slow_rows import in_turn
+from table import CASES, FORMS, by_name
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -185,8 +187,7 @@ def assert_trains(ranks: Ranks) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:this state dict of")
-@pytest.mark.parametrize("change", ["replaced", "appended", "removed"])
-@every
+@pytest.mark.parametrize(("case", "change"), in_turn(CASES + FORMS, ("replaced", "appended", "removed")), ids=name_of)
 def test_parameters_of_a_running_optimizer_are_those_of_its_groups(case, change):
     def make(params, process_group):
         shapes = [*params]

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from conformance import Small
 from ranks import run_ranks
+from slow_rows import slow_but
 from table import CASES, FORMS, by_name
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
@@ -59,7 +60,7 @@ def every_class(rank: int, batches: tuple[int, ...]) -> dict[str, tuple[bool, bo
     return results
 
 
-@pytest.mark.parametrize("ranks", BATCHES)
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_every_class_ends_with_equal_replicas_however_much_data_ranks_have(ranks):
     for results in run_ranks(every_class, ranks, BATCHES[ranks]):
         assert results == {case.name: (True, True, 5) for case in [*CASES, *FORMS]}
@@ -130,7 +131,9 @@ def books(rank: int, batches: tuple[int, ...], with_ddp: bool, divide: bool) -> 
 
 
 @pytest.mark.filterwarnings("ignore:.*is incomplete")
-@pytest.mark.parametrize(("with_ddp", "divide"), [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("with_ddp", "divide"), slow_but(lambda ddp, _: ddp, [(True, True), (False, True), (True, False)])
+)
 def test_nothing_that_a_rank_computed_is_lost(with_ddp, divide):
     """The gradients of all ranks have moved the parameters, but for the residuals."""
     for errors in run_ranks(books, 3, BATCHES[3], with_ddp, divide):

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import copy
+import importlib
+from types import ModuleType
 
 import pytest
 import torch
 from table import CASES, Case
 from torch import nn
 
-try:
-    from torch.testing._internal.common_optimizers import (
-        OptimizerInfo,
-        OptimizerInput,
-        _get_optim_inputs_including_global_cliquey_kwargs,
-        get_error_inputs_for_all_optims,
-        optims,  # noqa: F401  (imported to see that the machinery is the installed torch's)
-    )
-except ImportError as error:  # private: other versions have other names
-    pytest.skip(f"this torch has no such description: {error}", allow_module_level=True)
+NAMES = "OptimizerInfo OptimizerInput _get_optim_inputs_including_global_cliquey_kwargs get_error_inputs_for_all_optims"
 
 
-def inputs(device, dtype=None) -> list[OptimizerInput]:
+def find_description() -> ModuleType:
+    """Return torch's module, which takes seconds to import."""
+    return importlib.import_module("torch.testing._internal.common_optimizers")
+
+
+def inputs(device, dtype=None) -> list:
+    OptimizerInput = find_description().OptimizerInput
     return [
         OptimizerInput(None, {}, "default"),
         OptimizerInput(None, {"lr": 0.01}, "non-default lr"),
@@ -31,8 +30,9 @@ def inputs(device, dtype=None) -> list[OptimizerInput]:
     ]
 
 
-def info_of(case: Case) -> OptimizerInfo:
-    return OptimizerInfo(
+def info_of(case: Case):
+    description = find_description()
+    return description.OptimizerInfo(
         case.cls,
         optim_inputs_func=inputs,
         scheduler_inputs=(
@@ -45,27 +45,31 @@ def info_of(case: Case) -> OptimizerInfo:
         ),
         supported_impls=(),
         supports_complex=False,
-        optim_error_inputs_func=get_error_inputs_for_all_optims,
+        optim_error_inputs_func=description.get_error_inputs_for_all_optims,
     )  # fmt: skip
 
 
-every = pytest.mark.parametrize(
-    "info",
-    [info_of(case) for case in CASES if case.build is None],
-    ids=[case.name for case in CASES if case.build is None],
-)
+@pytest.fixture(params=[case for case in CASES if case.build is None], ids=lambda case: case.name)
+def info(request):
+    """The description of a class."""
+    try:
+        missing = [name for name in NAMES.split() if not hasattr(find_description(), name)]
+    except ImportError as error:  # private: other versions have other names
+        missing = [str(error)]
+    if missing:
+        pytest.skip(f"this torch has no such description: {missing}")
+    return info_of(request.param)
 
 
-def configurations(info: OptimizerInfo) -> list[OptimizerInput]:
-    return _get_optim_inputs_including_global_cliquey_kwargs("cpu", torch.float32, info)
+def configurations(info) -> list:
+    return find_description()._get_optim_inputs_including_global_cliquey_kwargs("cpu", torch.float32, info)
 
 
-def lr_of(config: OptimizerInput) -> dict:
+def lr_of(config) -> dict:
     """Its own copy of the options: a scheduler writes into a tensor lr."""
     return copy.deepcopy(config.kwargs)
 
 
-@every
 def test_errors(info):
     for error_input in info.optim_error_inputs_func("cpu", torch.float32):
         given = error_input.optimizer_error_input if hasattr(error_input, "optimizer_error_input") else error_input
@@ -76,7 +80,6 @@ def test_errors(info):
             info.optim_cls(params, **given.kwargs)
 
 
-@every
 def test_goes_in_the_right_direction_with_every_scheduler(info):
     for config in configurations(info):
         for schedulers in info.scheduler_inputs:
@@ -104,7 +107,6 @@ def test_goes_in_the_right_direction_with_every_scheduler(info):
                 assert closure().item() < first
 
 
-@every
 def test_state_dict_round_trip_goes_on_alike(info):
     for config in configurations(info):
         torch.manual_seed(0)
@@ -127,7 +129,6 @@ def test_state_dict_round_trip_goes_on_alike(info):
         assert other.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
 
 
-@every
 def test_hooks_around_step_state_dict_and_loading(info):
     called = []
     optimizer = info.optim_cls([nn.Parameter(torch.randn(64, 64))])
@@ -142,7 +143,6 @@ def test_hooks_around_step_state_dict_and_loading(info):
     assert called == [f"{when} {what}" for what in ("step", "state_dict", "loading") for when in ("before", "after")]
 
 
-@every
 def test_group_options_override_defaults(info):
     p, q = nn.Parameter(torch.ones(64, 64)), nn.Parameter(torch.ones(64, 64))
     optimizer = info.optim_cls([{"params": [p]}, {"params": [q], "lr": 0.0}], lr=0.1)
@@ -151,7 +151,6 @@ def test_group_options_override_defaults(info):
     assert not torch.equal(p, torch.ones(64, 64)) and torch.equal(q, torch.ones(64, 64))
 
 
-@every
 def test_named_parameters_keep_their_names(info):
     model = nn.Linear(64, 64)
     optimizer = info.optim_cls(model.named_parameters())

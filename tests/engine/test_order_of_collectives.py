@@ -8,6 +8,7 @@ import torch.distributed as dist
 from deep import Deep, loss
 from ranks import run_ranks
 from sim import Ranks
+from slow_rows import in_turn
 from table import projecting
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -82,8 +83,7 @@ def deep(monkeypatch, name: str) -> Ranks:
     return Ranks(2, Deep, lambda params, process_group: cls(params, process_group=process_group, **options))
 
 
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("begun", [(1, 3), (0, 8), (2, 1)])
+@pytest.mark.parametrize(("name", "begun"), in_turn(MAKERS, ((1, 3), (0, 8), (2, 1))), ids=str)
 def test_ranks_of_which_one_began_fewer_buckets_in_backward(monkeypatch, name, begun):
     ranks, without = deep(monkeypatch, name), deep(monkeypatch, name)
     for step in range(5):

@@ -12,7 +12,7 @@ from types import FrameType
 
 import pytest
 import torch
-from conformance import Small, assert_same, every_average, loss, make_ranks, snapshot
+from conformance import Small, assert_same, every_average, loss, make_ranks, snapshot, some_average
 from sim import Ranks
 
 import compopt
@@ -127,7 +127,7 @@ class Instructions:
         return self.trace
 
 
-@every_average
+@some_average("SeparateAdam", "ScapeAdamS, sharded", "LocalSteps")
 def test_thirty_interrupted_steps_leave_none_torn(case):
     """At any point of a step: it was taken or not, and is tried again where not."""
     dice = random.Random(0)

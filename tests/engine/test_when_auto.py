@@ -6,7 +6,9 @@ import inspect
 
 import pytest
 import torch
+from pairs import name_of
 from sim import Ranks
+from slow_rows import in_turn
 from table import CASES, by_name
 from torch import nn
 
@@ -46,8 +48,7 @@ def train(case, dense: float, compressed: float, monkeypatch, size: int = 2, **o
     return ranks
 
 
-@pytest.mark.parametrize("seconds", [1.1, 0.97])
-@every
+@pytest.mark.parametrize(("case", "seconds"), in_turn(COMPRESSING, (1.1, 0.97)), ids=name_of)
 def test_it_stays_dense_where_compressed_steps_are_not_clearly_faster(case, seconds, monkeypatch):
     ranks = train(case, 1.0, seconds, monkeypatch, when="auto")
     for _ in range(STEPS):
@@ -101,11 +102,10 @@ def two_groups(case, now: list[float], monkeypatch, **options) -> Ranks:
     return Ranks(2, make_model, make)
 
 
-GROUPED = pytest.mark.parametrize("case", [c for c in COMPRESSING if c.name != "Separate"], ids=lambda case: case.name)
+IN_GROUPS = [case for case in COMPRESSING if case.name != "Separate"]
 
 
-@pytest.mark.parametrize("dense_steps", [0, 5])
-@GROUPED
+@pytest.mark.parametrize(("case", "dense_steps"), in_turn(IN_GROUPS, (0, 5)), ids=name_of)
 def test_only_groups_that_say_auto_are_tried(case, dense_steps, monkeypatch):
     now = [0.0]
     ranks = two_groups(case, now, monkeypatch, dense_steps=dense_steps)

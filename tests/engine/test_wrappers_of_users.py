@@ -7,8 +7,10 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+from pairs import name_of
 from ranks import run_ranks
-from table import CASES, Case
+from slow_rows import in_turn
+from table import CASES, Case, by_name
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, ReduceLROnPlateau, SequentialLR
@@ -52,10 +54,10 @@ def vector(model: nn.Module) -> torch.Tensor:
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-def wrapped(rank: int) -> dict[str, dict[str, float]]:
+def wrapped(rank: int, names: list[str]) -> dict[str, dict[str, float]]:
     """How far each way of running the model takes it from plain DDP, for each class."""
     results = {}
-    for case in CASES:
+    for case in (by_name[name] for name in names):
         far = {}
         plain = DDP(make())
         train(plain, case.make(plain.parameters()), range(7))
@@ -78,8 +80,17 @@ def wrapped(rank: int) -> dict[str, dict[str, float]]:
     return results
 
 
-def test_compile_activation_checkpointing_and_static_graph():
-    for results in run_ranks(wrapped, 2):
+MAIN = ["RadiusAdamW", "LocalSteps"]  # the others with `make slow`
+every_part = pytest.mark.parametrize(
+    "names",
+    [MAIN, pytest.param([case.name for case in CASES if case.name not in MAIN], marks=pytest.mark.slow)],
+    ids=["main", "others"],
+)
+
+
+@every_part
+def test_compile_activation_checkpointing_and_static_graph(names):
+    for results in run_ranks(wrapped, 2, names):
         for name, far in results.items():
             assert far.pop("replicas") == 0, name
             assert len(far) == (5 if name == CASES[0].name else 3)
@@ -96,8 +107,7 @@ SCHEDULERS = {
 }
 
 
-@every
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize(("name", "case"), in_turn(SCHEDULERS, CASES), ids=name_of)
 def test_schedulers_set_the_rate_of_the_step_that_follows(case: Case, name: str):
     """The same rates set by hand give the same parameters; the scheduler's own state goes into a checkpoint."""
     model, by_hand = make(), make()
@@ -128,7 +138,7 @@ def test_ema_follows_the_parameters(case: Case):
     assert not torch.equal(vector(ema.module), vector(model))
 
 
-def scaled_and_autocast(rank: int) -> dict[str, list]:
+def scaled_and_autocast(rank: int, names: list[str]) -> dict[str, list]:
     """A script for one GradScaler, unchanged; rank 1 overflows in step 4. Then FSDP's scaler; then autocast."""
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -137,8 +147,9 @@ def scaled_and_autocast(rank: int) -> dict[str, list]:
         "GradScaler": lambda: torch.amp.GradScaler("cpu", init_scale=1024.0),
         "ShardedGradScaler": lambda: ShardedGradScaler("cpu", init_scale=1024.0),
     }
+    cases = [by_name[name] for name in names]
     for name, make_scaler in scalers.items():
-        for case in CASES:
+        for case in cases:
             model = DDP(make())
             optimizer, scaler = case.make(model.parameters()), make_scaler()
             phases, residuals = [], []
@@ -158,7 +169,7 @@ def scaled_and_autocast(rank: int) -> dict[str, list]:
             theirs = mine.clone()
             dist.broadcast(theirs, 0)
             results[f"{name} {case.name}"] = [phases, torch.equal(mine, theirs), bool(mine.isfinite().all())]
-    for case in CASES:
+    for case in cases:
         model = DDP(make())
         optimizer = case.make(model.parameters())
         losses = []
@@ -175,8 +186,9 @@ def scaled_and_autocast(rank: int) -> dict[str, list]:
     return results
 
 
-def test_scalers_skip_together_and_autocast_trains():
-    for results in run_ranks(scaled_and_autocast, 2):
+@every_part
+def test_scalers_skip_together_and_autocast_trains(names):
+    for results in run_ranks(scaled_and_autocast, 2, names):
         for name, (first, *rest) in results.items():
             assert all(rest), name
             assert first is True if "autocast" in name else first == [step == 4 for step in range(7)], name

@@ -25,7 +25,7 @@ INT8 = Case(
 KINDS = [case for case in [*CASES, *FORMS, TRACKED, INT8] if not case.averaging]
 ROUNDS = next(case for case in FORMS if case.form == "rounds")  # steps of a rank's own, and exchanges after them
 WAYS = [
-    *((case, way) for case in KINDS for way in ("while packing", "in backward")),
+    *((case, ("while packing", "in backward")[n % 2]) for n, case in enumerate(KINDS)),
     *((case, "between two exchanges") for case in (TRACKED, CASES[4])),
     (CASES[0], "sparse gradient"),
 ]

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 from lossy import CASES, Training, announce, attempt, connect, limit_waits, run_lossy, same, state, train
+from slow_rows import slow_but
 
 from compopt._engine.step import Step
 
@@ -110,7 +111,10 @@ def survive(rank: int, trainings: list[Training], file: str, when: str) -> dict:
     return {training.case.name: training.report for training in trainings}
 
 
-@pytest.mark.parametrize("when", ["before the step", "in the exchange", "before the commit", "masks in flight"])
+MOMENTS = ["before the step", "in the exchange", "before the commit", "masks in flight"]
+
+
+@pytest.mark.parametrize("when", slow_but(lambda when: when == "before the commit", MOMENTS))
 def test_a_killed_rank(when):
     answers = run_lossy(survive, 3, when, dying=DYING)
     assert sorted(answers) == [0, 2]

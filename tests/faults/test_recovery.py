@@ -7,8 +7,10 @@ import copy
 
 import pytest
 import torch
-from conformance import assert_same, every, every_average, loss, make_ranks, snapshot
+from conformance import AVERAGING, assert_same, every, every_average, loss, make_ranks, snapshot
+from pairs import name_of
 from sim import Ranks, World
+from slow_rows import in_turn
 from table import by_name
 
 import compopt
@@ -31,8 +33,7 @@ def settled(ranks: Ranks) -> None:
         optimizer.state_dict()  # waits for masks, which the failures to come are not to meet
 
 
-@every_average
-@pytest.mark.parametrize("at", [2, 4, 6])
+@pytest.mark.parametrize(("case", "at"), in_turn(AVERAGING, (2, 4, 6)), ids=name_of)
 def test_ranks_behind_take_the_step_over(case, at):
     """Rank 3 dies; the step is complete on ranks 0 and 2, not on rank 1."""
     ranks = make_ranks(case, 4)

@@ -42,7 +42,7 @@ def all_of(rank: int) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_it_is_fsdp_with_rounded_gradients(ranks):
     for results in run_ranks(all_of, ranks):
         rounded = {name: results.pop(name) for name in ("bfloat16", "int8")}

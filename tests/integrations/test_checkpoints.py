@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conformance import through_a_file
 from ranks import run_ranks
+from slow_rows import selected, slow_but
 from table import CASES, by_name
 from test_fsdp import hsdp, loss, make, train, whole
 from torch import nn
@@ -29,6 +30,7 @@ import compopt
 
 OUTER = "LocalSteps"  # whose outer optimizers' state stands beside the parameters', where DCP does not look
 EVERY = [case.name for case in CASES if case.name != OUTER]
+MAIN = ["RadiusAdamW", "TagcAdamW", "Separate"]  # flattened, sharded, with a base; the others with `make slow`
 
 
 def save(folder: str, model: nn.Module, optimizer, **options) -> None:
@@ -69,11 +71,11 @@ def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
     return [name for name in a if name not in b or not torch.equal(a[name], b[name])]
 
 
-def through_dcp(rank: int, folder: str) -> dict[str, dict[str, list[str]]]:
+def through_dcp(rank: int, folder: str, names: list[str]) -> dict[str, dict[str, list[str]]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     other = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
     results = {}
-    for name in EVERY:
+    for name in names:
         case, place = by_name[name], str(Path(folder) / name)
         flat = {"flatten_optimizer_state_dict": name in ("RadiusAdamW", "Separate")}
         model, optimizer = hsdp(mesh, case.make)
@@ -98,18 +100,21 @@ def through_dcp(rank: int, folder: str) -> dict[str, dict[str, list[str]]]:
     return results
 
 
+every_name = pytest.mark.parametrize("name", slow_but(lambda name: name in MAIN, EVERY))
+
+
 @pytest.fixture(scope="module")
-def sharded(tmp_path_factory):
-    return run_ranks(through_dcp, 4, str(tmp_path_factory.mktemp("dcp")))
+def sharded(request, tmp_path_factory):
+    return run_ranks(through_dcp, 4, str(tmp_path_factory.mktemp("dcp")), selected(request, "name"))
 
 
-@pytest.mark.parametrize("name", EVERY)
+@every_name
 def test_dcp_brings_everything_back_and_training_goes_on_to_the_bit(sharded, name):
     for rank in sharded:
         assert rank[name]["loaded"] == [] and rank[name]["resumed"] == [] and rank[name]["steps"] == 8
 
 
-@pytest.mark.parametrize("name", EVERY)
+@every_name
 def test_dcp_cuts_a_checkpoint_for_another_mesh(sharded, name):
     assert all(rank[name]["cut otherwise"] == [] for rank in sharded)
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from conformance import Small, loss, make_ranks
 from ranks import run_ranks
+from slow_rows import slow_but
 from table import CASES, DERIVED, FORMS, INT8, Case, by_name
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -78,9 +79,15 @@ def tensors_of(optimizer) -> dict:
 # a payload's dtype, which is saved by its name, with every class that has one: not both with each
 PAIRS = [(case, None) for case in [*CASES, *FORMS, *DERIVED, *INT8, *BASES]]
 PAIRS += [(case, "bfloat16" if case.sharded or n % 2 else torch.int8) for n, case in enumerate([*CASES, *FORMS])]
+FAST = ["RadiusAdamW", "SeparateAdam", "TagcAdamW", "Average", "LocalSteps, rounds", "Separate, SGD"]
 
 
-@pytest.mark.parametrize("case, dtype", PAIRS, ids=lambda one: getattr(one, "name", str(one)))
+def is_fast(case: Case, dtype: object) -> bool:
+    """One class of each kind as it is, and two with another payload; the others with `make slow`."""
+    return case.name in FAST if dtype is None else case.name in ("RadiusAdamW", "LocalSteps")
+
+
+@pytest.mark.parametrize("case, dtype", slow_but(is_fast, PAIRS), ids=lambda one: getattr(one, "name", str(one)))
 def test_every_option_brings_everything_back(case, dtype, alone, tmp_path):
     options = {} if dtype is None else {"payload_dtype": dtype}
     try:

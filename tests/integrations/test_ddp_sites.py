@@ -61,7 +61,7 @@ def tracked(params, **options) -> compopt.SeparateAdam:
 
 IN_INT8 = functools.partial(tracked, residual_dtype="int8")
 MAKES = {"tracked": tracked, "residual in int8": IN_INT8, **{case.name: case.make for case in CASES + FORMS}}
-MAIN = ["tracked", "residual in int8", "SeparateAdam", "Separate", "Average", "LocalSteps, rounds"]
+MAIN = ["residual in int8", "Average", "LocalSteps, rounds"]
 
 
 def every_method(rank: int, wanted: dict[str, list[torch.Tensor]]) -> dict[str, dict[str, float]]:
@@ -98,10 +98,6 @@ def beside_hsdp(rank: int) -> dict[str, float]:
     mesh, results = make_mesh(), {}
     for name, make_optimizer in {
         "SeparateAdam": lambda params, **options: tracked(params, dense_steps=9, payload_dtype=None, **options),
-        "Separate": lambda params, **options: compopt.Separate(
-            torch.optim.SGD(params, lr=1e-2, momentum=0.9), dense_steps=9, payload_dtype=None, **options
-        ),
-        "Average": lambda params, **options: compopt.Average(torch.optim.AdamW(params, lr=1e-2), **options),
         "LocalSteps": lambda params, **options: compopt.LocalSteps(
             torch.optim.AdamW(params, lr=1e-2), every=3, growth_steps=0, payload_dtype=None, **options
         ),

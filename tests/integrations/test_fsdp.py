@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from slow_rows import selected, slow_but
 from table import CASES, by_name
 from test_ddp_refusals import catch_message
 from torch import nn
@@ -18,7 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import compopt
 
-EVERY = [case.name for case in CASES]
+MAIN = ["RadiusAdamW", "SeparateAdam", "TagcAdamW"]  # the others with `make slow`
+every_name = pytest.mark.parametrize("name", slow_but(lambda name: name in MAIN, (case.name for case in CASES)))
 
 
 class Net(nn.Module):
@@ -100,7 +102,7 @@ def trained(rank: int, wanted: dict[str, torch.Tensor]) -> dict[str, dict]:
     """For each class: lossless against its reference; the compressed run's replicas, bytes, state, and an inf."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     results = {}
-    for case in CASES:
+    for case in (by_name[name] for name in wanted):
         model, optimizer = hsdp(mesh, case.new, lr=1e-2, **case.lossless)
         train(model, optimizer, range(5), rank)
         far = float((whole(model) - wanted[case.name]).abs().max())
@@ -131,16 +133,16 @@ def trained(rank: int, wanted: dict[str, torch.Tensor]) -> dict[str, dict]:
 
 
 @pytest.fixture(scope="module")
-def runs():
-    return run_ranks(trained, 4, {case.name: reference(case.reference, 5)[0] for case in CASES})
+def runs(request):
+    return run_ranks(trained, 4, {name: reference(by_name[name].reference, 5)[0] for name in selected(request, "name")})
 
 
-@pytest.mark.parametrize("name", EVERY)
+@every_name
 def test_lossless_is_the_reference_on_the_average_of_all_four(runs, name):
     assert all(rank[name]["far"] < 1e-9 for rank in runs)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@every_name
 def test_compressed_replicas_stay_equal_with_empty_shards_too(runs, name):
     assert [rank[name]["empty"] for rank in runs] == [0, 2, 0, 2]
     assert all(rank[name]["apart"] == 0 for rank in runs)
@@ -149,21 +151,21 @@ def test_compressed_replicas_stay_equal_with_empty_shards_too(runs, name):
     )  # control words
 
 
-@pytest.mark.parametrize("name", EVERY)
+@every_name
 def test_an_inf_in_one_shard_makes_every_shard_skip(runs, name):
     assert all(rank[name]["skipped"] for rank in runs)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@every_name
 def test_saved_state_is_laid_out_as_the_parameter(runs, name):
     assert all(rank[name]["laid out"] and rank[name]["state"] for rank in runs)
 
 
-def parted(rank: int) -> dict[str, tuple[int, str]]:
+def parted(rank: int, names: list[str]) -> dict[str, tuple[int, str]]:
     """Rank 3 changes an element of its shard after step 5: what every rank then says, and when."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     results = {}
-    for case in (by_name[name] for name in ("SeparateAdam", "RadiusAdamW", "ScapeAdamS", "Average")):
+    for case in (by_name[name] for name in names):
         model, optimizer = hsdp(mesh, case.make)
         train(model, optimizer, range(5), rank)
         if rank == 3:
@@ -174,8 +176,13 @@ def parted(rank: int) -> dict[str, tuple[int, str]]:
     return results
 
 
-def test_replicas_of_a_shard_that_part_are_found_on_all_ranks():
-    for rank, results in enumerate(run_ranks(parted, 4)):
+@pytest.mark.parametrize(
+    "names",
+    [["SeparateAdam"], pytest.param(["RadiusAdamW", "ScapeAdamS", "Average"], marks=pytest.mark.slow)],
+    ids=["SeparateAdam", "others"],
+)
+def test_replicas_of_a_shard_that_part_are_found_on_all_ranks(names):
+    for rank, results in enumerate(run_ranks(parted, 4, names)):
         for steps, message in results.values():
             assert steps <= 12, "the model is small: every fourth step compares all of it"
             expected = "rank 0 has .*, rank 1 has .* equal before" if rank in (1, 3) else "another shard"

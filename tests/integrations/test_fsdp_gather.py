@@ -303,7 +303,7 @@ def used(rank: int) -> dict[str, object]:
     }
 
 
-@pytest.fixture(scope="module", params=(2, 4))
+@pytest.fixture(scope="module", params=(2, pytest.param(4, marks=pytest.mark.slow)))
 def uses(request):
     return run_ranks(used, request.param)
 
@@ -400,7 +400,7 @@ def loaded(rank: int, path: str) -> tuple[float, float]:
     model, optimizer = load_checkpoint(path, rank)
     total = float(whole(model).sum())
     before = float(loss(model, 6, rank).detach())
-    train(model, optimizer, range(6, 30), rank)
+    train(model, optimizer, range(6, 9), rank)
     return total, float(loss(model, 6, rank).detach()) / before
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from in_place import as_torchrun_would
 from ranks import preload, run_ranks
+from slow_rows import selected, slow_but
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -202,12 +203,13 @@ PLACES = {
     "Lightning, FSDP2": lambda rank, folder: lightning(rank, folder, is_sharded=True),
     "Fabric": fabric,
 }
+SLOW = ["Accelerate", "Lightning, FSDP2", "Fabric"]
 
 
-def everywhere(rank: int, folder: str) -> dict:
+def everywhere(rank: int, folder: str, names: list[str]) -> dict:
     as_torchrun_would(rank, 2)
     results = {}
-    for name, place in PLACES.items():
+    for name, place in ((name, PLACES[name]) for name in names):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
@@ -220,11 +222,11 @@ def everywhere(rank: int, folder: str) -> dict:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return run_ranks(everywhere, 2, str(tmp_path_factory.mktemp("places")))
+def ranks(request, tmp_path_factory):
+    return run_ranks(everywhere, 2, str(tmp_path_factory.mktemp("places")), selected(request, "name"))
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", slow_but(lambda name: name not in SLOW, PLACES))
 def test_the_pages_lines_save_all_of_it(ranks, name):
     for results in ranks:
         same, words = results[name]

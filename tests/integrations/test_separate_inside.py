@@ -236,7 +236,7 @@ def used(rank: int) -> dict[str, object]:
     }
 
 
-@pytest.fixture(scope="module", params=(2, 4))
+@pytest.fixture(scope="module", params=(2, pytest.param(4, marks=pytest.mark.slow)))
 def runs(request):
     return run_ranks(equal, request.param)
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from conformance import Small, data, mean_residual
 from ranks import run_ranks
 from sim import Ranks
+from slow_rows import slow_but
 from snapshot_faults import CLASSES, LOST, Fleet, Saved
 from table import CASES, FORMS, INT8, by_name
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -33,6 +34,8 @@ from compopt.integrations.snapshots import Snapshots
 
 DAMAGES = int(os.environ.get("COMPOPT_DAMAGES", 45))
 SETTINGS = [(name, size, is_shared) for name in CLASSES for size, is_shared in ((1, False), (2, False), (2, True))]
+# in `make test` each class once
+ROWS = [pytest.param(row, marks=() if n % 4 == 0 else pytest.mark.slow) for n, row in enumerate(SETTINGS)]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +50,7 @@ def saved(tmp_path_factory) -> dict[tuple, Saved]:
     return Runs()
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("setting", ROWS, ids=str)
 def test_a_damaged_snapshot_is_passed_over_or_refused(setting, saved):
     rng = random.Random(str(setting))
     for _ in range(-(-DAMAGES // len(SETTINGS))):
@@ -161,7 +164,7 @@ def test_a_write_that_ends_anywhere_leaves_a_whole_snapshot_or_none(function, tm
 # Ranks
 
 
-@pytest.mark.parametrize("case", CASES + FORMS + INT8, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", slow_but(lambda case: case in CASES, CASES + FORMS + INT8), ids=lambda case: case.name)
 def test_every_class_goes_on_to_the_bit(case, tmp_path):
     fleet = Fleet(case, 2, tmp_path, is_shared=False)
     fleet.train(7)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from conformance import Small
 from ranks import run_ranks
+from slow_rows import slow_but
 from table import by_name
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -138,6 +139,7 @@ def resumes(
 
 
 KINDS = [("rounds", OPTIONS[0]), ("rounds", OPTIONS[1]), ("Radius", {})]
+WHOLE = ("rounds", OPTIONS[2])
 
 
 @pytest.fixture(scope="module")
@@ -170,8 +172,11 @@ def is_own(name: str) -> bool:
     return any(part in name for part in ("residual", ".base.exp_avg")) and "outer.optimizer.base" not in name
 
 
-@pytest.mark.parametrize(("kind", "options"), [*KINDS[::2], ("rounds", OPTIONS[2])])
-@pytest.mark.parametrize(("ranks", "is_shared"), [(3, False), (3, True), (1, True)])
+ON_OTHERS = [(*kind, *ranks) for kind in (*KINDS[::2], WHOLE) for ranks in ((3, False), (3, True), (1, True))]
+MAIN = [(*KINDS[0], 3, False), (*KINDS[2], 1, True), (*WHOLE, 3, True)]
+
+
+@pytest.mark.parametrize(("kind", "options", "ranks", "is_shared"), slow_but(lambda *row: row in MAIN, ON_OTHERS))
 def test_other_ranks_go_on_from_the_mean(kind, options, ranks, is_shared, begin, tmp_path):
     """Common state is the same on all ranks, and state of single ranks becomes its mean."""
     before = begin(tmp_path, kind, options, is_shared)
@@ -263,7 +268,7 @@ def begins_elsewhere(rank: int, folder: str, kind: str) -> None:
     run.snapshots.close()
 
 
-@pytest.mark.parametrize("kind", ["rounds", "Radius"])
+@pytest.mark.parametrize("kind", ["rounds", pytest.param("Radius", marks=pytest.mark.slow)])
 def test_snapshots_of_runs_that_parted_are_not_mixed(kind, begin, tmp_path):
     """Node 0 was killed while it wrote the newest one, and node 1, which has its part of it, comes back later."""
     begin(tmp_path, kind, {})
@@ -473,45 +478,43 @@ def make_sharded(mesh: DeviceMesh, folder: str, name: str) -> tuple[torch.nn.Mod
     return model, optimizer, Snapshots(Path(folder) / name, model, optimizer)
 
 
-def saves_shards(rank: int, folder: str) -> dict[str, torch.Tensor]:
+def saves_shards(rank: int, folder: str, name: str) -> torch.Tensor:
     """Two replicas of two ranks save, and go on; the same ranks resume, and go on to the bit. What they saved."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    results = {}
-    for name in ("LocalSteps", "TagcAdamW"):
-        model, optimizer, snapshots = make_sharded(mesh, folder, name)
-        test_fsdp.train(model, optimizer, range(5), rank)
-        snapshots.save()
-        snapshots.close()
-        results[name] = test_fsdp.whole(model)
-        dist.barrier()
-        again, its_optimizer, snapshots = make_sharded(mesh, folder, name)
-        assert snapshots.resume() == 5
-        assert torch.equal(test_fsdp.whole(again), results[name])
-        for one, its in ((model, optimizer), (again, its_optimizer)):
-            test_fsdp.train(one, its, range(5, 7), rank)
-        assert torch.equal(test_fsdp.whole(again), test_fsdp.whole(model))
-    return results
+    model, optimizer, snapshots = make_sharded(mesh, folder, name)
+    test_fsdp.train(model, optimizer, range(5), rank)
+    snapshots.save()
+    snapshots.close()
+    saved = test_fsdp.whole(model)
+    dist.barrier()
+    again, its_optimizer, snapshots = make_sharded(mesh, folder, name)
+    assert snapshots.resume() == 5
+    assert torch.equal(test_fsdp.whole(again), saved)
+    for one, its in ((model, optimizer), (again, its_optimizer)):
+        test_fsdp.train(one, its, range(5, 7), rank)
+    assert torch.equal(test_fsdp.whole(again), test_fsdp.whole(model))
+    return saved
 
 
-def resumes_one_replica(rank: int, folder: str) -> dict[str, torch.Tensor]:
+def resumes_one_replica(rank: int, folder: str, name: str) -> torch.Tensor:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-    results = {}
-    for name in ("LocalSteps", "TagcAdamW"):
-        model, _, snapshots = make_sharded(mesh, folder, name)
-        assert snapshots.resume() == 5
-        results[name] = test_fsdp.whole(model)
+    model, _, snapshots = make_sharded(mesh, folder, name)
+    assert snapshots.resume() == 5
+    values = test_fsdp.whole(model)
+    if name != "TagcAdamW":
+        return values
     whole = DDP(test_fsdp.make(), find_unused_parameters=True)
     snapshots = Snapshots(Path(folder) / "TagcAdamW", whole, by_name["TagcAdamW"].make(whole.parameters()))
     with pytest.raises(RuntimeError, match="are of replicas of 2 ranks, and here a replica has 1: nothing was loaded"):
         snapshots.resume()
-    return results
+    return values
 
 
-def test_each_rank_of_a_sharded_replica_writes_its_shard(tmp_path):
-    before = run_ranks(saves_shards, 4, str(tmp_path))
-    for now in run_ranks(resumes_one_replica, 2, str(tmp_path)):
-        for name, values in now.items():
-            torch.testing.assert_close(values, (before[0][name] + before[2][name]) / 2)
+@pytest.mark.parametrize("name", ["TagcAdamW", pytest.param("LocalSteps", marks=pytest.mark.slow)])
+def test_each_rank_of_a_sharded_replica_writes_its_shard(name, tmp_path):
+    before = run_ranks(saves_shards, 4, str(tmp_path), name)
+    for now in run_ranks(resumes_one_replica, 2, str(tmp_path), name):
+        torch.testing.assert_close(now, (before[0] + before[2]) / 2)
 
 
 def test_what_cannot_be_is_refused():

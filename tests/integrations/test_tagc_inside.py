@@ -136,7 +136,7 @@ def all_of(rank: int) -> dict[str, object]:
     }
 
 
-@pytest.fixture(scope="module", params=(2, 4))
+@pytest.fixture(scope="module", params=(2, pytest.param(4, marks=pytest.mark.slow)))
 def runs(request):
     return run_ranks(all_of, request.param)
 

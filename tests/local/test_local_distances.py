@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
 from local_runs import adamw, copies
+from pairs import pairs
 from problems import gradients, replicas, step, weights
+from slow_rows import slow_but
 
 import compopt
 from compopt._local.rounds import make_sketch, sum_of_products
@@ -23,6 +26,9 @@ def shared_and_own(ranks: int, t: int, opposed: bool) -> list[list[torch.Tensor]
     return [[sign * s + g for s, g in zip(shared, rank, strict=True)] for sign, rank in zip(signs, own, strict=True)]
 
 
+PAYLOADS = [None, "int4", "int2"]
+
+
 def true_distances(before: list[torch.Tensor], moved: list[list[torch.Tensor]]) -> tuple[float, float]:
     """Cosine and spread, from where ranks were when they were equal, and where each has gone."""
     flat = torch.stack([torch.cat([(a - p).view(-1) for a, p in zip(before, rank, strict=True)]) for rank in moved])
@@ -33,9 +39,12 @@ def true_distances(before: list[torch.Tensor], moved: list[list[torch.Tensor]]) 
     return float(products[off].sum() / lengths[off].sum()), ((own - mean) / mean) ** 0.5
 
 
-@pytest.mark.parametrize("opposed", [False, True])
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("payload", [None, "int4", "int2"])
+@pytest.mark.parametrize(
+    ("payload", "ranks", "opposed"),
+    slow_but(
+        lambda *row: row in pairs(PAYLOADS, (2, 4), (False, True)), itertools.product(PAYLOADS, (2, 4), (False, True))
+    ),
+)
 def test_they_are_those_of_the_pseudo_gradients(payload, ranks, opposed):
     moved: list[list[torch.Tensor]] = []
 

@@ -195,8 +195,8 @@ def loads_while_an_exchange_is_on_its_way(rank: int) -> torch.Tensor:
     train_on(range(4))  # the exchange has begun
     torch.distributed.barrier()
     if rank == 1:  # comes further than rank 0: to the second half of the payload
-        communication = optimizer._sync.running.communication
-        while communication._waiting.has_next or "AllGather" in communication._waiting.description:
+        running = optimizer._sync.running
+        while running.waiting and (running.waiting.has_next or "AllGather" in running.waiting.description):
             optimizer.gradients_ready([p])
             time.sleep(0.01)
     torch.distributed.barrier()

@@ -13,6 +13,7 @@ from conformance import through_a_file
 from local_runs import adamw, are_equal, copies, end_round, single, train
 from problems import gradients, replicas, step, weights
 from sim import World
+from slow_rows import in_turn, slow_but
 
 import compopt
 
@@ -21,8 +22,14 @@ def state_of(optimizer) -> dict:
     return through_a_file(optimizer.state_dict())
 
 
-@pytest.mark.parametrize("options", [{}, {"fragments": 2}, {"delay": 2, "fragments": 2}, {"delay": 3}])
-@pytest.mark.parametrize("at", [2, 4, 5, 8])
+WITHIN = [{}, {"fragments": 2}, {"delay": 2, "fragments": 2}, {"delay": 3}]
+AT = [2, 4, 5, 8]
+
+
+@pytest.mark.parametrize(
+    ("at", "options"),
+    slow_but(lambda at, options: (AT.index(at) + WITHIN.index(options)) % 2, itertools.product(AT, WITHIN)),
+)
 def test_a_checkpoint_within_a_round_goes_on_to_the_bit(options, at):
     options = {"every": 4, "payload_dtype": "int8", "dense_steps": 1, "growth_steps": 0, **options}
 
@@ -406,8 +413,7 @@ def test_before_its_first_step_a_state_dict_has_no_rounds_to_load():
     assert all(map(torch.equal, params[0], others[0])) and optimizers[0].stats.round == 1
 
 
-@pytest.mark.parametrize("options", [{}, {"fragments": 2, "delay": 2}, {"delay": 3}])
-@pytest.mark.parametrize("at", [2, 4, 5])
+@pytest.mark.parametrize(("options", "at"), in_turn([{}, {"fragments": 2, "delay": 2}, {"delay": 3}], (2, 4, 5)))
 def test_consolidated_within_a_round_nothing_that_ranks_moved_is_lost(options, at):
     """The mean over ranks of parameters, less residuals, is what it was; an exchange on its way is applied."""
     params, optimizers = train(3, at, payload_dtype="int8", outer_lr=1, outer_momentum=0, **options)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
 from local_runs import adamw, single, train
 from oracles import local as oracle
+from pairs import pairs
 from problems import gradients, replicas, step, weights
+from slow_rows import slow_but
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compopt
@@ -17,9 +20,10 @@ from compopt._local.anchors import assign_to_fragments
 PARTS = [[0, 1, 2], [3, 4]]  # of SHAPES: those whose middle is in the first half of all elements, and the others
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("fragments", [1, 2])
-@pytest.mark.parametrize("delay", [0, 1, 4])
+@pytest.mark.parametrize(
+    ("delay", "fragments", "ranks"),
+    slow_but(lambda *row: row in pairs((0, 1, 4), (1, 2), (2, 4)), itertools.product((0, 1, 4), (1, 2), (2, 4))),
+)
 def test_it_is_the_design(ranks, fragments, delay):
     params, optimizers = train(ranks, 26, every=8, fragments=fragments, delay=delay)
     parts = PARTS if fragments == 2 else None

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from in_place import as_torchrun_would, in_place
 from ranks import HANG_GUARD, preload, run_ranks
+from slow_rows import slow_but
 from test_hf import gpt2, trainer
 from test_saving_places import blocks, loss, net, run
 from torch import nn
@@ -297,6 +298,7 @@ WAYS = {
     "nanoGPT": in_nanogpt,
     "the script in nanoGPT's shape": nanogpt_script,
 }
+SLOW = ["Accelerate", "Fabric", "the script in nanoGPT's shape"]
 
 
 def driven(rank: int, way: str, folder: str) -> dict:
@@ -322,7 +324,7 @@ def ranks(request, tmp_path_factory) -> list[dict]:
 
 
 def on(*ways: str):
-    return pytest.mark.parametrize("ranks", ways, indirect=True)
+    return pytest.mark.parametrize("ranks", slow_but(lambda way: way not in SLOW, ways), indirect=True)
 
 
 @on("Trainer", "Lightning")

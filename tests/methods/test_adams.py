@@ -16,14 +16,13 @@ from compopt._ops.native import build
 SHAPES = [(64, 80), (80,), (3, 300, 90), ()]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("options", [{}, {"maximize": True}, {"betas": (0.0, 0.9)}])
+@pytest.mark.parametrize(("ranks", "options"), [(3, {}), (1, {"maximize": True}), (3, {"betas": (0.0, 0.9)})])
 def test_equals_equation_2(ranks, options):
     hyper = {"lr": 3e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1} | options
     start = [torch.randn(s, generator=torch.Generator().manual_seed(7), dtype=torch.float64) for s in SHAPES]
     world, params, optimizers = replicas(ranks, start, functools.partial(compopt.AdamS, **hyper))
     oracle = AdamSOracle(start, ranks, **hyper)
-    for t in range(50):
+    for t in range(25):
         grads = gradients(ranks, t, SHAPES)
         step(world, params, optimizers, grads)
         oracle.step(grads)

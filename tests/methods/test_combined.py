@@ -10,9 +10,11 @@ import torch
 from conformance import Small, assert_same, loss, through_a_file
 from oracles import AverageOracle
 from oracles import local as oracle
+from pairs import pairs
 from problems import gradients, replicas, step, weights
 from ranks import run_ranks
 from sim import Ranks
+from slow_rows import in_turn
 from torch import nn
 
 import compopt
@@ -67,9 +69,7 @@ class ByHand:
 # Each by hand on its own parameters, in float64; Muon's bfloat16 iteration has the same input to the last bits
 
 
-@pytest.mark.parametrize("inside", [two, muon_and_adamw])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("norm", [None, 3.0])
+@pytest.mark.parametrize(("inside", "ranks", "norm"), pairs((two, muon_and_adamw), (1, 2, 3), (None, 3.0)))
 def test_average_gives_each_its_part_of_the_average(inside, ranks, norm):
     def make(params, process_group):
         return compopt.Average(inside(params), max_grad_norm=norm, process_group=process_group)
@@ -83,9 +83,9 @@ def test_average_gives_each_its_part_of_the_average(inside, ranks, norm):
         torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("inside", [two, muon_and_adamw])
-@pytest.mark.parametrize("options", [{}, {"fragments": 2, "delay": 1}])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("inside", "options", "ranks"), pairs((two, muon_and_adamw), ({}, {"fragments": 2, "delay": 1}), (2, 3))
+)
 def test_local_steps_are_the_design_with_several_inside(inside, ranks, options):
     def make(params, process_group):
         options_of_all = dict(growth_steps=0, payload_dtype=None, outer_momentum=0.9, process_group=process_group)
@@ -361,8 +361,7 @@ def test_a_member_that_loads_by_itself_is_followed(name):
     assert float((model.up.weight - before).norm()) > 1  # a step of .5, orthonormal
 
 
-@every_class
-@pytest.mark.parametrize("at", [0, 2, 4, 7])
+@pytest.mark.parametrize(("name", "at"), in_turn(CLASSES, (0, 2, 4, 7)))
 def test_a_checkpoint_goes_on_to_the_bit(name, at):
     def make(params, process_group):
         return CLASSES[name](muon_and_adamw(params), process_group=process_group)

@@ -7,6 +7,7 @@ import torch
 from conformance import loss as loss_of_small
 from conformance import make_ranks
 from sim import Ranks
+from slow_rows import in_turn
 from table import by_name, in_int8
 from torch import nn
 
@@ -115,7 +116,7 @@ def conserve(make, steps: int = 120) -> tuple[torch.Tensor, float]:
     return torch.cat(missing), square**0.5
 
 
-@pytest.mark.parametrize("backend", ["torch", "native"], indirect=True)
+@pytest.mark.parametrize("backend", [pytest.param("torch", marks=pytest.mark.slow), "native"], indirect=True)
 @pytest.mark.parametrize(
     "make",
     [
@@ -240,9 +241,11 @@ def test_state_takes_a_quarter_and_a_state_dict_has_numbers_in_the_shapes_of_par
     )
 
 
-@every_class
-@pytest.mark.parametrize("saved, loaded", [("int8", None), (None, "int8"), ("int8", "int8")])
-def test_a_checkpoint_of_either_kind_loads_into_either(name, saved, loaded):
+@pytest.mark.parametrize(
+    ("name", "kinds"), in_turn([*RESIDUALS, *WRAPPERS], (("int8", None), (None, "int8"), ("int8", "int8"))), ids=str
+)
+def test_a_checkpoint_of_either_kind_loads_into_either(name, kinds):
+    saved, loaded = kinds
     before, after = trained(name, saved, 7), trained(name, loaded, 1)
     for (_, old, a), (_, new, b) in zip(before, after, strict=True):
         new.load_state_dict(old.state_dict())

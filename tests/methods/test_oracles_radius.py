@@ -6,7 +6,7 @@ import math
 
 import pytest
 from oracles import RadiusOracle
-from oracles.samples import ADAM, assert_close, mean, random_grads, start, tensor, torch_adamw
+from oracles.samples import ADAM, assert_close, random_grads, start, tensor, torch_adamw
 
 
 def radius(ranks: int, **options) -> RadiusOracle:
@@ -52,14 +52,3 @@ def test_radius_three_elements_by_hand():
     assert_close(oracle.params, [w - 0.1 * u])
     assert oracle.residual[0][0].tolist() == [0, 0, 0]
     assert oracle.mask[0].tolist() == [False, True, False]
-
-
-def test_radius_residual_scale():
-    """From m: at a resample step the averaged gradient is mean(g) + scale * mean(residual)."""
-    oracle = radius(2, dense_steps=0, residual_scale=0.25, compress=[True, True, False])
-    for step in range(4):
-        m_before, kept = [m.clone() for m in oracle.m], mean(oracle.residual)
-        oracle.step(random_grads(2, step))
-    assert oracle.phase == "resample" and kept[0].abs().max() > 0
-    average = [(m - 0.9 * before) / 0.1 for m, before in zip(oracle.m, m_before, strict=True)]
-    assert_close(average, [g + 0.25 * e for g, e in zip(mean(random_grads(2, 3)), kept, strict=True)])

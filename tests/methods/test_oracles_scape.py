@@ -64,11 +64,3 @@ def test_scape_three_elements_by_hand():
     oracle.step([[tensor(0, 0, 0)], [tensor(0, 0, 0)]])
     assert_close(oracle.params, [w - tensor(0, 0, (24 / 7) / math.sqrt(9 * 64 / 37))])
     assert oracle.residual[0][0].tolist() == [0.5, 0.5, 0] and oracle.residual[1][0].tolist() == [0.5, 1.5, 0]
-
-
-def test_scape_without_delay_uses_the_owners_mask_of_the_same_step():
-    """t = 1: x0 = (-2, 0, 1) gives the 1st; were rank 1 the owner, x1 = (0, 2, 3) would give the 3rd."""
-    for owner, on in ((0, [True, False, False]), (1, [False, False, True])):
-        oracle = ScapeOracle([tensor(0, 0, 0)], 2, 1.0, (0.5, 0.75), 1e-30, 0.0, [owner], density=1 / 3, mask_delay=0)
-        oracle.step([[tensor(-4, 0, 2)], [tensor(0, 4, 6)]])
-        assert oracle.mask[0].tolist() == on and (oracle.m[0] != 0).tolist() == on and oracle.phase == "sparse"

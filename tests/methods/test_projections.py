@@ -56,7 +56,7 @@ def test_what_is_sent_dense():
     assert plan_projection(torch.Size((64, 64)), False, 1, "gaussian", "auto") is None
 
 
-@pytest.mark.parametrize("shape", [(80, 64), (64, 80)], ids=["columns", "rows"])
+@pytest.mark.parametrize("shape", [(80, 64), pytest.param((64, 80), marks=pytest.mark.slow)], ids=["columns", "rows"])
 def test_the_gaussian_reconstruction_is_unbiased_with_the_variance_it_should_have(shape):
     """Over 2000 seeds: the mean within its standard error, the variance within 5 % of w |g|^2."""
     torch.manual_seed(0)

@@ -27,7 +27,7 @@ def make(ranks: int, **options):
     [
         dict(density=0.4, interval=7, dense_steps=4),
         dict(density=0.1, interval=5, dense_steps=0, max_grad_norm=1.0),
-        dict(density=0.01, interval=4, dense_steps=3, residual_scale=0.5, maximize=True),
+        dict(density=0.01, interval=4, dense_steps=3, maximize=True),
     ],
     ids=["plain", "clipped", "damped"],
 )

@@ -10,6 +10,7 @@ import torch
 from oracles import AdamSOracle, ScapeOracle
 from oracles import kernels as reference
 from problems import COMPRESSED, gradients, replicas, step, weights
+from slow_rows import in_turn
 from torch import nn
 
 import compopt
@@ -36,7 +37,6 @@ OPTIONS = {
     "as printed": dict(density=0.1, density_steps=0, clip="scape", max_grad_norm=10.0),
     "one percent": dict(density=0.01, density_steps=0),
     "dense start": dict(density=0.1, dense_steps=5, density_steps=20, max_grad_norm=20.0, maximize=True),
-    "no delay": dict(density=0.1, mask_delay=0, dense_steps=3, density_steps=5),
 }
 
 
@@ -48,8 +48,7 @@ def test_one_process_equals_the_oracle(name):
     run_against(oracle, world, params, optimizers, 50, SHAPES, COMPRESSED)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("name", "ranks"), in_turn(OPTIONS, (2, 4)))
 def test_ranks_that_own_a_tensor_each_equal_the_oracle(ranks, name):
     """Equal tensors, dealt in the order of the bucket: reverse to that of registration."""
     shapes, options = [(64, 64)] * ranks, OPTIONS[name]
@@ -79,14 +78,12 @@ def run_against(oracle, world, params, optimizers, steps, shapes, compressed) ->
             torch.testing.assert_close(state["residual"], oracle.residual[rank][i], rtol=1e-10, atol=1e-11)
             torch.testing.assert_close(dense_moment(optimizer, p), oracle.m[i], rtol=1e-10, atol=1e-11)
             assert torch.equal(reference.unpack_bits(state["mask"], p.numel()), oracle.mask[i].view(-1))
-            if optimizer.param_groups[0]["mask_delay"]:
-                assert torch.equal(reference.unpack_bits(state["next_mask"], p.numel()), oracle.next_mask[i].view(-1))
+            assert torch.equal(reference.unpack_bits(state["next_mask"], p.numel()), oracle.next_mask[i].view(-1))
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-@pytest.mark.parametrize("delay", [0, 1])
-def test_density_1_equals_adams(ranks, delay):
-    world, start, params, optimizers = make(ranks, density=1.0, mask_delay=delay)
+def test_density_1_equals_adams(ranks):
+    world, start, params, optimizers = make(ranks, density=1.0)
     oracle = AdamSOracle(start, ranks, **HYPER)
     for t in range(20):
         grads = gradients(ranks, t, SHAPES)
@@ -97,7 +94,7 @@ def test_density_1_equals_adams(ranks, delay):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("options", [{}, {"mask_delay": 0}, {"payload_dtype": torch.bfloat16}])
+@pytest.mark.parametrize("options", [{}, {"payload_dtype": torch.bfloat16}])
 def test_replicas_and_masks_are_equal_to_the_bit(ranks, options):
     world, _, params, optimizers = make(ranks, density=0.1, density_steps=6, **options)
     for t in range(15):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from oracles import kernels as reference
 from problems import gradients, replicas, step, weights
+from slow_rows import in_turn
 from torch import Tensor
 
 import compopt
@@ -22,7 +23,8 @@ SHAPES = {  # of float32 sizes above the blocks that passes work in; all are cut
 }
 COMPRESSED = (0, 2, 3)
 
-each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["native", "torch"])
+DTYPES = [torch.float32, torch.float64]  # by the C passes, and by operators
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["native", "torch"])
 
 
 def close(a: Tensor, b: Tensor) -> None:
@@ -97,7 +99,7 @@ class Run:
         cuts = [8 * (total * rank // ranks // 8 * 8) for rank in range(ranks)] + [8 * total]
         for i in sorted(came, reverse=True):
             n = came[i][0].numel()
-            mask = self.bits("next_mask" if self.group.get("mask_delay", 1) else "mask", i)
+            mask = self.bits("next_mask", i)
             assert int(mask.sum()) == round(self.group["density"] * n)
             for rank in range(ranks):
                 part = slice(max(0, min(n, cuts[rank] - at)), max(0, min(n, cuts[rank + 1] - at)))
@@ -111,21 +113,17 @@ OPTIONS = {
     "bits": dict(density=0.3),
     "codes": dict(density=0.02),
     "maximize": dict(maximize=True),
-    "no delay": dict(mask_delay=0),
-    "no delay, maximize": dict(mask_delay=0, maximize=True),
     "int8": dict(payload_dtype=torch.int8, density=0.2),
 }
 
 
-@each_dtype
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("name", "dtype"), in_turn(OPTIONS, DTYPES), ids=str)
 def test_nothing_is_lost_and_masks_are_the_owners(dtype, name):
     run = Run(dtype, **OPTIONS[name])
     for _ in range(4):
         run.step()
     assert run.optimizers[0].stats.phase == "sparse"
-    absent = () if OPTIONS[name].get("mask_delay") == 0 else (2, 2, None, None)  # without delay it gets no mask
-    for i in absent:
+    for i in (2, 2, None, None):
         run.step(i)
     for p, q in zip(*run.params, strict=True):
         assert torch.equal(p, q)

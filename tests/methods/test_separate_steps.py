@@ -156,7 +156,7 @@ def test_columns_of_a_stack_are_those_of_each_tensor():
     reducer = optimizer.reducer(bucket)
     reducer.draw_columns()
     (stack,) = reducer.stacks
-    columns = stack.columns.clone()
+    columns = stack.R.clone()
     drawn = optimizer._draw(bucket, optimizer._plan_next_step(bucket))
     assert columns.shape == (3, 67, 5) and all(map(torch.equal, columns, drawn))
 

@@ -12,6 +12,7 @@ import test_conformance_saving as saving
 import torch
 from problems import gradients, replicas, step, weights
 from sim import Ranks
+from slow_rows import in_turn
 from table import by_name, projecting
 from torch import nn
 
@@ -121,28 +122,33 @@ CASES = [
 ]
 
 
+HOLDS = dict(
+    zip(
+        ["replicas", "nan", "failure", "absent", "resumed", "consolidated", "fewer", "unfrozen", "shapes", "copies"],
+        [
+            lambda case: steps.test_replicas_are_equal_to_the_bit_after_every_step(case, 3),
+            lambda case: faults.test_a_bad_gradient_on_one_rank_makes_all_skip_and_changes_nothing(
+                case, (float("nan"), 4)
+            ),
+            lambda case: faults.test_a_collective_that_fails_changes_nothing(case, 5),
+            lambda case: steps.test_no_gradient_on_one_rank_counts_as_zeros(case),
+            lambda case: saving.test_resumed_on_the_same_ranks_it_continues_to_the_bit(case, 7),
+            lambda case: saving.test_consolidated_it_resumes_on_any_number_of_ranks_with_the_mean_residual(case),
+            lambda case: faults.test_survivors_go_on_over_a_smaller_group_from_memory(case, 4),
+            lambda case: steps.test_a_layer_unfrozen_later_joins(case),
+            lambda case: steps.test_strange_shapes_and_layouts(case),
+            lambda case: saving.test_deepcopy_and_pickle_continue_alike(case),
+        ],
+        strict=True,
+    )
+)
+
+
 @pytest.mark.filterwarnings("ignore:.* ranks are gone")
-@pytest.mark.parametrize(
-    "case", CASES, ids=lambda case: case.name + ("-int8" * (case.compressed["payload_dtype"] is not None))
-)
-@pytest.mark.parametrize(
-    "holds",
-    [
-        lambda case: steps.test_replicas_are_equal_to_the_bit_after_every_step(case, 3),
-        lambda case: faults.test_a_bad_gradient_on_one_rank_makes_all_skip_and_changes_nothing(case, 4, float("nan")),
-        lambda case: faults.test_a_collective_that_fails_changes_nothing(case, 5),
-        lambda case: steps.test_no_gradient_on_one_rank_counts_as_zeros(case),
-        lambda case: saving.test_resumed_on_the_same_ranks_it_continues_to_the_bit(case, 7),
-        lambda case: saving.test_consolidated_it_resumes_on_any_number_of_ranks_with_the_mean_residual(case),
-        lambda case: faults.test_survivors_go_on_over_a_smaller_group_from_memory(case, 4),
-        lambda case: steps.test_a_layer_unfrozen_later_joins(case),
-        lambda case: steps.test_strange_shapes_and_layouts(case),
-        lambda case: saving.test_deepcopy_and_pickle_continue_alike(case),
-    ],
-    ids=["replicas", "nan", "failure", "absent", "resumed", "consolidated", "fewer", "unfrozen", "shapes", "copies"],
-)
-def test_conformance_holds(case, holds):
-    holds(case)
+@pytest.mark.parametrize(("holds", "number"), in_turn(HOLDS, (0, 1)))
+def test_conformance_holds(holds, number):
+    """In float32, and around a base in int8."""
+    HOLDS[holds](CASES[number])
 
 
 def test_a_checkpoint_of_another_rank_begins_its_basis_anew():

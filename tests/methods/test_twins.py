@@ -12,9 +12,11 @@ from unittest import mock
 import pytest
 import torch
 from in_place import in_place
+from pairs import pairs
 from problems import gradients, replicas, step, weights
 from ranks import run_ranks
 from simple import local_steps, radius_adamw, scape_adams, separate_adam, tagc_adamw
+from slow_rows import slow_but
 from torch import Tensor
 from twins import Threads, TwinRanks, start_separate_adam_alike
 
@@ -76,9 +78,14 @@ def residual_of(twin, p: Tensor) -> Tensor | None:
     return twin.state[p].get("residual", twin.state[p].get("e")) if isinstance(twin, torch.optim.Optimizer) else None
 
 
-@pytest.mark.parametrize("dtype", CLOSE, ids=str)
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", TWINS)
+PAIRS = pairs(TWINS, (2, 4), CLOSE)  # the other rows with `make slow`
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "dtype"),
+    slow_but(lambda *row: row in PAIRS, itertools.product(TWINS, (2, 4), CLOSE)),
+    ids=str,
+)
 def test_a_twin_equals_its_class(name, ranks, dtype):
     make, make_twin, module = TWINS[name]
     shapes = EQUAL if name in ("ScapeAdamS", "TagcAdamW") else SHAPES  # selection depends on where tensors are cut

@@ -84,7 +84,7 @@ def test_make_has_every_target_that_is_named(target):
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M)
 
 
-@pytest.mark.parametrize("name", ["links", "activations"])
+@pytest.mark.parametrize("name", ["links", pytest.param("activations", marks=pytest.mark.slow)])
 def test_a_page_shows_what_the_command_prints(name, tmp_path):
     page = (ROOT / f"docs/{name}.md").read_text()
     command = re.search(r"^    (compopt-advise .*)$", page, re.M)[1]

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ranks import run_ranks
+from slow_rows import slow_but
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -106,7 +107,7 @@ def without_times(text: str) -> str:
     return re.sub(r"\n- compopt-advise .*?(?=\n- )", "", text, flags=re.S)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", slow_but(lambda name: name in ("AdamW", "ours"), OPTIMIZERS))
 def test_the_training_is_the_same_to_the_bit(name, capfd):
     """Parameters, state, random numbers; and nobody's hooks see the methods' steps."""
     (plain, calls, _), (watched, records, text) = (once(OPTIMIZERS[name], watched) for watched in (False, True))
@@ -241,7 +242,7 @@ def on_a_rank(rank: int, ours: bool, watched: bool) -> tuple[list, str]:
     return bits([model.state_dict(), optimizer.state_dict()]), str(records)
 
 
-@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("ours", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_two_ranks_train_as_without_it_and_tell_the_same(ours):
     plain, watched = (run_ranks(on_a_rank, 2, ours, how) for how in (False, True))
     assert [one[0] for one in plain] == [one[0] for one in watched]

@@ -7,7 +7,7 @@ import warnings
 
 import fsdp_models
 import pytest
-from conformance import every, loss, make_ranks, through_a_file
+from conformance import every, loss, make_ranks, some_average, through_a_file
 from ranks import run_ranks
 from sim import SimCommunicator
 from test_separate_inside import around, separate
@@ -75,7 +75,7 @@ def test_what_is_missing_is_said_once_by_the_rank_that_saves(case):
     assert state_and_warnings(optimizer)[1] == [] and len(state_and_warnings(ranks.optimizers[0])[1]) == 1
 
 
-@every
+@some_average("ScapeAdamS", "SeparateAdam", "TagcAdamW", "LocalSteps")
 def test_a_state_dict_never_communicates(case, monkeypatch):
     """Whenever it is asked for: also with masks on their way, in a trial, after a consolidation."""
     ranks = make_ranks(case, 2)

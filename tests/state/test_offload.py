@@ -128,7 +128,6 @@ FORMS = {
     "radius": (*RADIUS, "residual", torch.float32),
     "radius, int8": (RADIUS[0], {**RADIUS[1], "payload_dtype": torch.int8}, "residual", torch.float32),
     "scape": (*SCAPE, "residual", torch.float32),
-    "scape, no delay": (SCAPE[0], {**SCAPE[1], "mask_delay": 0}, "residual", torch.float32),
     "scape, bf16": (*SCAPE, "all", torch.bfloat16),
     "scape, sharded": (SCAPE[0], {**SCAPE[1], "sharded": True}, "all", torch.bfloat16),
 }

@@ -44,7 +44,6 @@ def also(name: str, form: str, **options) -> Case:
 
 MORE = [
     also("RadiusAdamW", "int8, clipped", density=0.4, dense_steps=2, payload_dtype="int8", max_grad_norm=0.5),
-    also("ScapeAdamS", "no delay", density=0.1, density_steps=2, mask_delay=0),
     also("ScapeAdamS", "large", density=0.1, density_steps=2),
     also("SeparateAdam", "tracked", rank=4, dense_steps=2, max_grad_norm=0.5),
     also("SeparateAdam", "residual in int8", rank=4, dense_steps=2, residual_dtype="int8", max_grad_norm=0.5),

@@ -59,18 +59,11 @@ TAGC = dict(density=0.1, dense_steps=2)
 
 FORMS = [
     Form("RadiusAdamW", RADIUS),
-    Form("RadiusAdamW", RADIUS | dict(offload="residual", residual_scale=0.5), "offloaded"),
+    Form("RadiusAdamW", RADIUS | dict(offload="residual"), "offloaded"),
     Form("ScapeAdamS", SCAPE, "delayed"),
-    Form("ScapeAdamS", SCAPE | dict(mask_delay=0), "at once"),
     Form("ScapeAdamS", SCAPE | dict(offload="residual"), "offloaded"),
-    Form("ScapeAdamS", SCAPE | dict(offload="all", mask_delay=0), "all offloaded"),
+    Form("ScapeAdamS", SCAPE | dict(offload="all"), "all offloaded"),
     Form("ScapeAdamS", SCAPE | dict(sharded=True), "sharded", payloads=("bfloat16",)),
-    Form(
-        "ScapeAdamS",
-        SCAPE | dict(sharded=True, mask_delay=0),
-        "sharded at once",
-        payloads=("bfloat16",),
-    ),
     Form("AdamS", ADAMS),
     Form("Separate", PROJECT, "over SGD", base="SGD"),
     Form("Separate", PROJECT, "over AdamW", base="AdamW"),

@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import io
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 from sim import Ranks
+from slow_rows import slow_but
 from table import CASES, DERIVED, FORMS, INT8, Case, by_name, in_int8, projecting
 from torch import nn
 
 from compopt._state.residuals import Residuals
 
 every = pytest.mark.parametrize("case", CASES + FORMS, ids=lambda case: case.name)
-every_form = pytest.mark.parametrize("case", CASES + FORMS + INT8 + DERIVED, ids=lambda case: case.name)
+EVERY_FORM = CASES + FORMS + INT8 + DERIVED
+every_form = pytest.mark.parametrize("case", EVERY_FORM, ids=lambda case: case.name)
 # those whose every step averages gradients, and leaves replicas equal; test_local_steps.py: rounds
 AVERAGING = [case for case in CASES + FORMS if not case.averaging]
 every_average = pytest.mark.parametrize("case", AVERAGING, ids=lambda case: case.name)
 
 
+def some_average(*fast: str):
+    """Return ``every_average`` for a long test: the classes that are not named run in `make slow`."""
+    rows = slow_but(lambda case: case.name in fast, AVERAGING)
+    return pytest.mark.parametrize("case", rows, ids=lambda case: case.name)
+
+
 def every_form_at(*at: int):
-    """Every class and form with each of these steps; residuals in 8 bits, and what is made of others, with one."""
-    rows = [(case, n) for case in CASES + FORMS for n in at]
-    rows += [(case, at[n % len(at)]) for n, case in enumerate(INT8 + DERIVED)]
-    names = [f"{n}-{case.name}" for case, n in rows]
+    """Every class with two of these steps, every form with one; some of them with others in `make slow`."""
+    shown = {case.name: {at[n % len(at)], at[(n + (case in CASES)) % len(at)]} for n, case in enumerate(CASES + FORMS)}
+    rows = slow_but(lambda case, n: n in shown[case.name], itertools.product(CASES + FORMS, at))
+    rows += [pytest.param(case, at[n % len(at)]) for n, case in enumerate(INT8 + DERIVED)]
+    names = [f"{row.values[1]}-{row.values[0].name}" for row in rows]
     return pytest.mark.parametrize(("case", "at"), rows, ids=names)
 
 
@@ -41,7 +51,6 @@ def projected(name: str, projection: str, **options) -> Case:
 
 # forms that send otherwise than the lines of the table, for the tests that look at what is sent
 OTHERS = [
-    other("ScapeAdamS", "no delay", mask_delay=0),
     other("TagcAdamW", "sketch", codec="sketch", sketch_ratio=4),
     projected("SeparateAdam", "tracked"),
     projected("Separate", "tracked"),

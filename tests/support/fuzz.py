@@ -30,7 +30,6 @@ OPTIONS: dict[str, list[Any]] = {  # of the classes that know them
     "codec": ["compact", "sketch"],
     "sketch_ratio": [2, 10],
     "update_dtype": [None, None, "int8", "int4", "int2"],
-    "mask_delay": [1, 0],
     "dense_steps": [1, 0, 2],
     "density_steps": [1, 0],
     "ratio": [2, 7.5, 16, 1],

@@ -106,7 +106,7 @@ def sent(generator: Generator[Any, Any, None], answer: object) -> Any:
 def run(device: torch.device, few: bool = False, **options: Any) -> list[Tensor]:
     """Two steps: averaged gradients, and what is owed."""
     group = dict(density=0.1, codec="compact", sketch_ratio=10, payload_dtype=None, step=1, dense_steps=0,
-                 total_steps=None, when="always", compress=None) | options  # fmt: skip
+                 when="always", compress=None) | options  # fmt: skip
     results, ranks = [], [Rank(rank, device, group) for rank in range(RANKS)]
     for _ in range(STEPS):
         rows = [one.rows(few).to(device) for one in ranks]

@@ -9,6 +9,7 @@ import conformance
 import pytest
 import torch
 from pairs import name_of
+from slow_rows import slow_but
 from table import CASES, FORMS
 
 import compopt
@@ -32,7 +33,7 @@ def names_in(optimizer) -> list[object]:
     return [group["payload_dtype"] for group in optimizer._option_groups] + saved
 
 
-@every
+@pytest.mark.parametrize("case", slow_but(lambda case: case in SENDING[::2], SENDING), ids=lambda case: case.name)
 def test_each_name_sends_what_it_says(case):
     bytes_of = {}
     for name in filter(lambda name: takes(case, name), [*NAMES, None]):

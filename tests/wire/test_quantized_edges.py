@@ -47,7 +47,7 @@ def test_ranks_round_with_numbers_of_their_own():
     assert not torch.equal(second.rounding_errors[local], third.rounding_errors[local])
 
 
-@pytest.mark.parametrize(("ranks", "bits"), [(1, 8), (2, 8), (1, 4), (2, 4), (3, 4)])
+@pytest.mark.parametrize(("ranks", "bits"), [(2, 8), pytest.param(1, 4, marks=pytest.mark.slow), (3, 4)])
 def test_the_mean_is_unbiased(ranks, bits):
     """Rounding twice with the same numbers would not be."""
     x = torch.randn(256, generator=torch.Generator().manual_seed(1))

@@ -76,6 +76,7 @@ SIGNATURES = {  # result and arguments of each function: p memory, n a size, d a
     "decode": "n pnppnp",
     "positions": "n pnnp",
     "quantize": "n pnnp",
+    "round_values": "n pnnp",
     "mean_of_codes": "n pnnpp",
     "dequantize": "n pnnn",
     "encode_blocks": "n pnnp",

@@ -43,11 +43,15 @@ class NativeCodec(QuantizedCodec):
         rounding_errors: Tensor,
         seed: Seed,
         scratch: Scratch,
+        addend: Tensor | None = None,
     ) -> None:
         if not can_quantize(self.bits, x):
-            return super().quantize(x, chunks, scales, packed, rounding_errors, seed, scratch)
+            return super().quantize(
+                x, chunks, scales, packed, rounding_errors, seed, scratch, addend
+            )
         library, first = self.library, chunks[0]
         values, errors = address("values", x, len(x)), address("errors", rounding_errors, len(x))
+        added = address("an addend", addend, len(x))
         packed = list(packed)
         unpacked = unpacked_memory(packed, chunks, self.bits, scratch)
         parts = [
@@ -58,6 +62,7 @@ class NativeCodec(QuantizedCodec):
                 out.data_ptr(),
                 errors + 4 * (chunk.start - first.start),
                 chunk.first_row - first.first_row,
+                added and added + 4 * (chunk.start - first.start),
             )
             for chunk, scale, out in zip(chunks, scales, unpacked, strict=True)
         ]
@@ -89,6 +94,18 @@ class NativeMean(QuantizedMean):
     def __init__(self, library: ctypes.CDLL, payload: Payload, rank: int, ranks: int):
         super().__init__(payload, rank, ranks)
         self.library = library
+
+    def round_payload(self) -> None:
+        chunk = self.layout.chunks[0]
+        body, errors = self.payload.body, self.rounding_errors
+        values, to = address("values", body, len(body)), address("errors", errors, len(body))
+        added = address("an addend", self.payload.addend, len(body))
+        rounding = rounding_table((*self.seed, self.rank, 1), self.bits)
+        round_values = self.library.round_values
+        run_over_chunks(
+            [ChunkMemory(chunk, values, 0, 0, to, 0, added)],
+            lambda table, a, b: round_values(table, a, b, rounding),
+        )
 
     def average_own_chunk(self, received: Tensor) -> Tensor:
         received, chunk = received.contiguous(), self.layout.chunks[self.rank]
@@ -122,8 +139,8 @@ class NativeMean(QuantizedMean):
 
 
 class ChunkMemory(NamedTuple):
-    """A chunk, and the addresses of its first value, scale, quantized value and rounding error; 0
-    for what a pass does not use.
+    """A chunk, and the addresses of its first value, scale, quantized value, rounding error and
+    addend; 0 for what a pass does not use.
 
     ``first_row`` is the number of its first row, which determines the random numbers.
     """
@@ -134,6 +151,7 @@ class ChunkMemory(NamedTuple):
     quantized: int
     rounding_errors: int = 0
     first_row: int = 0
+    addend: int = 0
 
 
 def run_over_chunks(chunks: Iterable[ChunkMemory], run: Callable[[Table, int, int], int]) -> None:
@@ -160,6 +178,7 @@ def run_over_chunks(chunks: Iterable[ChunkMemory], run: Callable[[Table, int, in
         row=[memory.first_row + row for memory, _, row, _ in parts],
         n=lengths,
         size=[memory.chunk.stop - memory.chunk.start for memory, *_ in parts],
+        addend=[memory.addend and memory.addend + 4 * at for memory, at, _, _ in parts],
     )
     run_over_rows(lengths, lambda first, last, _: run(table, first, last))
 

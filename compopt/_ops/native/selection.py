@@ -14,7 +14,6 @@ from ..._state.masks import (
     Mask,
     MaskPartition,
     SelectionRange,
-    Tensors,
     bits_by_tensor,
     code_layout,
 )
@@ -99,17 +98,12 @@ class NativeSelection:
         sizes = [piece.k for piece in self.own_range.slices]
         return address_in_turn("positions", self.positions, sizes, torch.int32)
 
-    def select_all(self, grads: Tensors) -> None:
-        """Select by line 10's x of all tensors, before anything is written."""
-        for i in self.slices:
-            self.select_from_gradient(i, grads[i])
-
-    def select_from_gradient(self, i: int, g: Tensor | None) -> None:
-        """Select by line 10's x of tensor i."""
+    def select_absent(self, i: int) -> None:
+        """Select by line 10's x of tensor i, which has no gradient on any rank."""
         if i in self.slices:
             piece, first = self.slices[i], self.first[i]
             out = self.positions[first : first + piece.k]
-            self.ops.select_top_k(compute_x_of_slice(self.bucket, i, piece, g), piece.k, 0.0, out)
+            self.ops.select_top_k(compute_x_of_slice(self.bucket, i, piece), piece.k, 0.0, out)
 
     def encode(self) -> Tensor:
         """Return this rank's message."""

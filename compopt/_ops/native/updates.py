@@ -194,7 +194,7 @@ def update_scape(
     keep_absent_momenta(old, bucket.state["exp_avg"], have_gradients)
     for i, has_gradient in enumerate(have_gradients):
         if not has_gradient and selection:
-            selection.select_from_gradient(i, None)
+            selection.select_absent(i)
     feed_back_rounding(bucket, ops, mean, mask, 1 - bucket.group["betas"][0])
 
 

@@ -182,6 +182,8 @@ class TritonMean(QuantizedMean):
 
     def encode_for_owners(self) -> Tensor:
         flat, body, rounding_errors = self.payload.flat, self.payload.body, self.rounding_errors
+        if self.payload.addend is not None:
+            body.add_(self.payload.addend)
         shape = self.ranks, self.to_owners.nbytes
         out = torch.empty(shape, dtype=torch.uint8, device=flat.device)
         self.to_owners.split(out)[0].copy_(flat[: self.fields])

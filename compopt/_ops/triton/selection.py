@@ -59,10 +59,6 @@ class TritonSelection:
             bucket.cache["selected"] = cached = partition, sizes
         self.sizes = cached[1]
 
-    def select_all(self, grads: Sequence[Tensor | None]) -> None:
-        """Select by line 10's x of all tensors, before anything is written."""
-        select_all([SelectionInputs(self, grads, self.bucket.state["exp_avg"])])
-
     def encode(self) -> Tensor:
         """Return this rank's message."""
         if self.partition.is_elias_fano:

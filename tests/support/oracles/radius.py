@@ -21,7 +21,6 @@ class RadiusOracle:
         density: share of each compressed tensor that is exchanged at a sparse step.
         interval: steps t with t % interval == 0 (t from 1) take a new mask.
         dense_steps: steps t < dense_steps are dense.
-        residual_scale: weight of the residual when it comes back; 1 in the paper.
         max_grad_norm: global norm above which the averaged gradient is scaled down; None is off.
         compress: per tensor, whether it is compressed; the others are always averaged densely.
         maximize: ascend. The averaged gradient is negated; residuals keep the sign of the gradients.
@@ -45,7 +44,6 @@ class RadiusOracle:
         density: float,
         interval: int,
         dense_steps: int,
-        residual_scale: float = 1.0,
         max_grad_norm: float | None = None,
         compress: list[bool] | None = None,
         maximize: bool = False,
@@ -53,7 +51,7 @@ class RadiusOracle:
         self.params = as_float64(params)
         self.ranks, self.lr, self.betas, self.eps, self.weight_decay = ranks, lr, betas, eps, weight_decay
         self.density, self.interval, self.dense_steps = density, interval, dense_steps
-        self.residual_scale, self.max_grad_norm, self.maximize = residual_scale, max_grad_norm, maximize
+        self.max_grad_norm, self.maximize = max_grad_norm, maximize
         self.compress = [True] * len(params) if compress is None else list(compress)
         self.m = [torch.zeros_like(p) for p in self.params]
         self.v = [torch.zeros_like(p) for p in self.params]
@@ -92,7 +90,7 @@ class RadiusOracle:
             if self.phase == "dense" or not self.compress[i]:
                 sent.append(g)
             elif self.phase == "resample":
-                sent.append(self.residual_scale * self.residual[rank][i] + g)  # line 8
+                sent.append(self.residual[rank][i] + g)  # line 8
                 self.residual[rank][i] = torch.zeros_like(g)  # line 10
             else:
                 on = self.mask[i]

@@ -71,7 +71,6 @@ class ScapeOracle(AdamSOracle):
         owner: owner[i] is the rank that selects tensor i's mask, from its own |x|.
         density: share of each compressed tensor that is exchanged, or a function from a step t (from 1) to the density
             of the mask *used* at t, in place of the schedule below.
-        mask_delay: 1 uses the mask selected one step earlier (at t = 1 there is none: all ones); 0 this step's.
         dense_steps: dense steps, t = 1 .. dense_steps.
         density_steps: after them the k-th step, k from 0, has density max(density, density^(k / this)); 0 is
             the final density at once.
@@ -79,7 +78,7 @@ class ScapeOracle(AdamSOracle):
         compress: per tensor, whether it is compressed.
 
     Attributes (beyond AdamSOracle's):
-        residual: residual[rank][i]. mask: mask[i], used at the last step. next_mask: for the next step (delay 1).
+        residual: residual[rank][i]. mask: mask[i], used at the last step. next_mask: for the next step.
         phase: "dense" when the last step's masks were all ones because of the dense start, else "sparse".
         average: the averaged gradient of the last step, ghat, before clipping.
     """
@@ -94,7 +93,6 @@ class ScapeOracle(AdamSOracle):
         weight_decay: float,
         owner: list[int],
         density: float | Callable[[int], float],
-        mask_delay: int = 1,
         dense_steps: int = 0,
         density_steps: int = 0,
         clip: str = "consistent",
@@ -105,9 +103,7 @@ class ScapeOracle(AdamSOracle):
         super().__init__(params, ranks, lr, betas, eps, weight_decay, maximize)
         if clip not in ("consistent", "scape"):
             raise ValueError(f"clip is {clip!r}, it must be 'consistent' or 'scape'")
-        if mask_delay not in (0, 1):
-            raise ValueError(f"mask_delay is {mask_delay}, it must be 0 or 1")
-        self.owner, self.density, self.mask_delay = list(owner), density, mask_delay
+        self.owner, self.density = list(owner), density
         self.dense_steps, self.density_steps = dense_steps, density_steps
         self.clip, self.max_grad_norm = clip, max_grad_norm
         self.compress = [True] * len(params) if compress is None else list(compress)
@@ -136,11 +132,8 @@ class ScapeOracle(AdamSOracle):
             [beta1 * m + (1 - beta1) * g + e for m, g, e in zip(self.m, local, residual, strict=True)]
             for local, residual in zip(self._read(grads), self.residual, strict=True)
         ]
-        if self.mask_delay == 0:
-            self.mask = self._select(x, self.density_at(self.t))
-        else:
-            self.mask = self.next_mask
-            self.next_mask = self._select(x, self.density_at(self.t + 1))  # line 15, before x is taken apart
+        self.mask = self.next_mask
+        self.next_mask = self._select(x, self.density_at(self.t + 1))  # line 15, before x is taken apart
         sparse = any(not on.all() for on in self.mask)
         self.phase = "sparse" if sparse else "dense"
         self.residual = [
