@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._engine.collective_generators import CollectiveGenerator
+from .._engine.exchange import CollectiveGenerator
 from .._engine.handshake import VALUES, checksum_values
 from .._engine.optimizer import CompressedOptimizer
 from .._engine.options import Group, Setting, check_base_group
@@ -28,8 +28,7 @@ from .._engine.resharding import copy_from_rank_ahead, write_tensors
 from .._engine.session import Session
 from .._engine.signals import defer_signals
 from .._ops.backends import choose_backend
-from .._ops.norms import scale_
-from .._ops.operations import Ops
+from .._ops.operations import Ops, scale_
 from .._state.buckets import Bucket, bucket_bytes
 from .._state.layouts import LocalShape
 from .._state.residuals import Residuals, residual_layout
