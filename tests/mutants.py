@@ -56,17 +56,10 @@ def copy_of(folder: Path, mutant: Mutant | None) -> str | None:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     if mutant is None:
         return None
+    if misfit := mutant.find_misfit():
+        return misfit
     path = folder / mutant.file
-    patched = mutant.patched(path.read_text()) if path.is_file() else None
-    if patched is None:
-        return "stale: what it replaces does not occur exactly once"
-    path.write_text(patched)
-    if path.suffix == ".py":
-        try:
-            compile(patched, mutant.file, "exec")
-        except SyntaxError as error:
-            return f"no Python: {error}"
-        return None
+    path.write_text(mutant.patched(path.read_text()))
     words = ["cc", "-fsyntax-only", "-std=gnu11", "-w", str(path)]
     return "no C" if path.suffix == ".c" and subprocess.run(words, capture_output=True).returncode else None
 
@@ -248,7 +241,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     args = arguments()
     mutants = [m for area in args.area for m in read(LISTS / f"{area}.txt") if not args.only or m.number in args.only]
-    stale = [f"{m}: stale, what it replaces does not occur exactly once" for m in mutants if not m.fits()]
+    stale = [f"{m}: {misfit}" for m in mutants if (misfit := m.find_misfit())]
     stale += [f"{m}: stale, there is no test {test}" for m in mutants for test in m.unknown_tests()]
     print(*stale, f"{len(mutants)} patches, {len(stale)} do not fit", sep="\n", flush=True)
     if args.check or stale:

@@ -46,9 +46,18 @@ class Mutant:
         indent = re.match(r"[ \t]*", text[line:]).group()
         return text[:start] + f"\n{indent}".join(self.after) + text[results[0].end() :]
 
-    def fits(self) -> bool:
+    def find_misfit(self) -> str:
+        """Return why the patch cannot be tried: it does not fit its file, or leaves no Python there."""
         path = ROOT / self.file
-        return path.is_file() and self.patched(path.read_text()) is not None
+        patched = self.patched(path.read_text()) if path.is_file() else None
+        if patched is None:
+            return "stale, what it replaces does not occur exactly once"
+        if path.suffix == ".py":
+            try:
+                compile(patched, self.file, "exec")
+            except SyntaxError as error:
+                return f"no Python, {error}"
+        return ""
 
     def unknown_tests(self) -> list[str]:
         """Return the tests that are not there: a file, or a function in it."""
