@@ -283,8 +283,7 @@ class LocalSteps(AnchoredWrapper):
                     self._counts.read_clock()
             norm = yield from self._step_inner(params, options)  # line 1
             try:
-                done = "was taken on rank {rank}, but not the exchange that follows it"
-                with self._explain_failed_sync("step {step} " + done):
+                with self._explain_failed_sync(after_step=True):
                     yield from self._synchronize(options)
             finally:
                 session.ddp_left_gradients = False
@@ -297,7 +296,7 @@ class LocalSteps(AnchoredWrapper):
             raise
 
     @contextmanager
-    def _explain_failed_sync(self, outcome: str) -> Iterator[None]:
+    def _explain_failed_sync(self, after_step: bool) -> Iterator[None]:
         """Say in the error of a sync what has become of the step, on which rank, and what to do."""
         try:
             yield
@@ -308,8 +307,15 @@ class LocalSteps(AnchoredWrapper):
                 advice = "Make a new process group on all ranks and call rebind()"
             else:
                 why = explain_failure(session, error)
-            outcome = outcome.format(step=session.steps, rank=session.comm.rank)
-            raise CommunicationError(f"{outcome}: {error}{why}. {advice}.") from error
+            step, rank = session.steps, session.comm.rank
+            raise CommunicationError(
+                (
+                    f"step {step} was taken on rank {rank}, but not the exchange that follows it"
+                    if after_step
+                    else f"the round was not ended on rank {rank} after step {step}"
+                )
+                + f": {error}{why}. {advice}."
+            ) from error
 
     # Exchanges
 
@@ -393,14 +399,12 @@ class LocalSteps(AnchoredWrapper):
             if math.isfinite(norm):
                 scale_all_(grads, clip_factor(norm, options["max_grad_norm"]))
                 # a frozen parameter may have a gradient left
-                may_be_frozen = params if len(stepped) < len(params) else []
-                frozen = {p: None for p in may_be_frozen if not p.requires_grad}
+                others = {*params}.difference(stepped) if len(stepped) < len(params) else {}
+                frozen = {p: None for p in others if not p.requires_grad}
                 with replace_gradients(frozen) if frozen else nullcontext():
                     self.base.step()
                 for bucket in session.buckets:
-                    bucket.count_steps(
-                        [p.requires_grad and p.grad is not None for p in bucket.params]
-                    )
+                    bucket.count_steps([p not in others for p in bucket.params])
                 if grads and self._sync is not None:
                     self._counts.weight += 1 if self._samples is None else self._samples
             for group in self._wrapper_groups:
@@ -440,7 +444,7 @@ class LocalSteps(AnchoredWrapper):
 
         Raises CommunicationError if the exchange failed; it is tried again after the next step.
         """
-        with self._explain_failed_sync("the round was not ended on rank {rank} after step {step}"):
+        with self._explain_failed_sync(after_step=False):
             for _ in self.end_round_as_generator():
                 pass
 

@@ -45,8 +45,8 @@ from .anchors import (
 from .rounds import RoundCounts, make_sketch, outer_progress, sketch_size, sum_of_products
 
 # The number of float64 fields of a message: the number of syncs, the checksums of the settings
-# and of the anchors, the fields of Contribution, the squared norm, the sum of the replica check.
-# The sketch follows.
+# and of the anchors, the fields of SyncContribution, the squared norm, the sum of the replica
+# check. The sketch follows.
 FIELDS = 9
 ANCHOR_PARTS = 8  # the replica check compares one of these at each sync
 
@@ -410,12 +410,11 @@ class FragmentSync:
             if running.problem is None:
                 payload = bucket.encode(running.factor, running.is_lost)
                 return self.comm.start(AllReduceMean(payload))
-        except EncodeError as error:
-            running.problem = error.__cause__ if isinstance(error.__cause__, Exception) else error
         except CommunicationError:
             raise
         except Exception as error:
-            running.problem = error
+            cause = error.__cause__ if isinstance(error, EncodeError) else None
+            running.problem = cause if isinstance(cause, Exception) else error
         return self.comm.start(AllReduceMean(bucket.encode_failure()))
 
     def _decide(self, running: RunningSync) -> CollectiveGenerator[None]:

@@ -193,7 +193,7 @@ def test_memory_and_launches():
     for label, name in ((r"^AdamS", "AdamS"), (r"^LocalSteps", "LocalSteps, AdamW")):
         for cell, key in zip(list(row_of(rows, label).values())[1:], ("saved", "beside", "most"), strict=True):
             check(cell, kept[name, "2"][key], f"{name}, {key}")
-    rows, counted = table(RESULTS, "tensor by tensor"), {row["row"]: row for row in read("launches.csv")}
+    rows, counted = table(RESULTS, "a steady step"), {row["row"]: row for row in read("launches.csv")}
     for label, name in ((r"^AdamS", "AdamS"), (r"^SeparateAdam rank 16", "tracked 16, int8"), ("Tagc", "TAGC .0125")):
         row = row_of(rows, label)
         for heading, key in (("launches", "launches"), ("host waits", "waits")):

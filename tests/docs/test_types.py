@@ -44,7 +44,11 @@ from compopt.activations import (
     set_compression,
 )
 from compopt.activations.base import Ranks
-from compopt.costmodel import METHODS, Machine, Situation, Workload, advise, fit, rows_of
+from compopt.costmodel import Workload, advise
+from compopt.planning.hardware import Machine
+from compopt.planning.measurement import fit
+from compopt.planning.methods import METHODS
+from compopt.planning.prediction import Situation, predict_rows
 from compopt.integrations.hf import CompoptCallback
 
 
@@ -127,7 +131,7 @@ def costs(model: nn.Module) -> str:
     machine = Machine(ranks=8, link_bytes_per_s=1e9)
     situation = Situation(Workload.of_size(10**9), machine, 0.4, 0.1, 1, None, 0.02)
     found = fit([{"bytes": 1e6}, {"bytes": 2e6}], [0.1, 0.2], weights="absolute")
-    print([row.run for row in rows_of(situation)], list(METHODS), found.coefficients["bytes"])
+    print([row.run for row in predict_rows(situation)], list(METHODS), found.coefficients["bytes"])
     return f"{advice} {advice.method}: {advice.recommendation}"
 
 

@@ -15,10 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import compopt
-from compopt.costmodel import DEVICES, LOSSES, METHODS, Advice, Row, advise
+from compopt.costmodel import Advice, advise
 from compopt.planning.decision import AS_FAST, SAME_LOSS, WORTH_IT, allowed_rows
-from compopt.planning.methods import LOCAL_PEAK
-from compopt.planning.prediction import BASELINE
+from compopt.planning.hardware import DEVICES
+from compopt.planning.losses import LOSSES
+from compopt.planning.methods import LOCAL_PEAK, METHODS
+from compopt.planning.prediction import BASELINE, Row
 
 EXAMPLES = int(os.environ.get("COMPOPT_EXAMPLES", "12"))
 powers = st.floats(0, 1)

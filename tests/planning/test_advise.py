@@ -18,12 +18,13 @@ import torch
 from ranks import run_ranks
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from compopt.costmodel import METHODS, Workload, advise
+from compopt.costmodel import Workload, advise
 from compopt.planning import advice_report, network_probe
 from compopt.planning.advise_command import main
 from compopt.planning.decision import pays_below
 from compopt.planning.formatting import format_count, format_rate, format_seconds, parse_quantity
 from compopt.planning.measurement import measure_local
+from compopt.planning.methods import METHODS
 from compopt.planning.network_probe import collective_device
 from compopt.planning.prediction import BASELINE
 from compopt.planning.scripts import profile_script

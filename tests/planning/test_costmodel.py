@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
-from compopt.costmodel import (
-    METHODS,
-    PAPER,
-    Cost,
-    LayerCosts,
-    Machine,
-    Workload,
-    all_reduce_seconds,
-    fit,
-    fit_communication,
-    layer_flops,
-    layer_seconds,
-    speedup,
-    step_seconds,
-)
-from compopt.planning.prediction import exchange_seconds, sent_bytes
+from compopt import costmodel
+from compopt.costmodel import LayerCosts, Workload, speedup
+from compopt.planning import advise_command
+from compopt.planning.hardware import Machine, all_reduce_seconds
+from compopt.planning.measurement import fit, fit_communication
+from compopt.planning.methods import METHODS, Cost
+from compopt.planning.model_parallel import PAPER, layer_flops, layer_seconds
+from compopt.planning.prediction import exchange_seconds, sent_bytes, step_seconds
 
 # MCBench, Table 8: hidden size, layers, nodes, batch size, speed-up.
 TABLE_8 = [
@@ -287,3 +282,14 @@ def test_fit_communication_finds_the_knee():
 def test_errors_name_the_argument(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def test_what_is_public_is_what_the_pages_use():
+    """With the command's help, and the types of what these functions take and return."""
+    pages = "".join(page.read_text() for page in (Path(__file__).parents[2] / "docs").glob("*.md"))
+    pages += re.sub(r"(compopt\.costmodel\.\w+)", r"`\1", str(advise_command.__doc__))
+    used = set(re.findall(r"`(?:compopt\.costmodel\.)?(\w+)", pages))
+    functions = [x for name in used & {*costmodel.__all__} if inspect.isfunction(x := getattr(costmodel, name))]
+    types = " ".join(str(annotation) for f in functions for annotation in f.__annotations__.values())
+    assert set(costmodel.__all__) - used <= set(re.findall(r"\w+", types))
+    assert set(re.findall(r"compopt\.costmodel\.(\w+)", pages)) <= {*costmodel.__all__}

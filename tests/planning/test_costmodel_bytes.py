@@ -17,9 +17,10 @@ import compopt
 from compopt._local.fragment_sync import message_bytes
 from compopt._wire.codec import QuantizedCodec
 from compopt._wire.payload import Payload
-from compopt.costmodel import METHODS, Cost, Machine, Situation, Workload, rows_of
-from compopt.planning.methods import code_bytes, count_round_lengths
-from compopt.planning.prediction import exchange_seconds
+from compopt.costmodel import Workload
+from compopt.planning.hardware import Machine
+from compopt.planning.methods import METHODS, Cost, code_bytes, count_round_lengths
+from compopt.planning.prediction import Situation, exchange_seconds, predict_rows
 
 WORDS = 1000  # bytes of headers and control words, more or less
 STEADY = 10**9  # steps between masks: a sparse step is compared
@@ -172,7 +173,7 @@ def test_bytes_of_a_run_of_a_class_as_it_is(name):
             assert optimizer.stats.steps_into_round == 0  # rounds of one step: nothing is left to send
     work = Workload.of(ranks.models[0].named_parameters())
     situation = Situation(work, Machine(2, 1e7), 1.0, 0.6, 1, None, 0.02, steps=steps)
-    row = next(r for r in rows_of(situation) if r.method == name)
+    row = next(r for r in predict_rows(situation) if r.method == name)
     assert row.run_bytes * steps * 4 * work.parameters == pytest.approx(sent, rel=0.01)
 
 
@@ -197,7 +198,7 @@ MEASURED = {  # bench/results/quality.jsonl, 2000 steps on 4 ranks: bytes of the
 def test_bytes_of_a_run_are_those_of_the_runs_that_were_measured(name):
     work = Workload(861_312, 0.997, 128.0, 1e4, 0.6)
     situation = Situation(work, Machine(4, 1e7), 1.0, 0.6, 1, None, 0.02, steps=2000)
-    row = next(r for r in rows_of(situation) if r.method == name)
+    row = next(r for r in predict_rows(situation) if r.method == name)
     dense, every = 2000 * 3_445_248, 140 if "140" in name else 30
     # these runs were made before a message with settings and norms went in front of each exchange
     rounds = count_round_lengths(every, 800 if every == 30 else 2000, 2000)

@@ -24,11 +24,12 @@ from compopt.activations import (
     TopK,
     tensor_parallel,
 )
-from compopt.costmodel import DEVICES, PAPER, Layers, speedup
+from compopt.costmodel import Layers, speedup
 from compopt.planning.activation_costs import COMPRESSORS as KINDS
 from compopt.planning.activation_costs import Work, crossing_of, exchange_of
-from compopt.planning.hardware import Speed
+from compopt.planning.hardware import DEVICES, Speed
 from compopt.planning.layer_prediction import order_1f1b, pipeline_seconds
+from compopt.planning.model_parallel import PAPER
 
 
 def on_meta(make):
