@@ -22,7 +22,7 @@ from .elias_fano import (
     encode_table,
 )
 from .factored import FactoredRow, FactoredTypes, factored, factored_table
-from .masks import block_offsets, block_offsets_table, pack_bits, positions, unpack_bits
+from .mask_bits import block_offsets, block_offsets_table, pack_bits, positions, unpack_bits
 from .orthonormalize import MAX_RANK, orthonormalize, prepare_orthonormalize
 from .project import ProjectRow, ProjectTypes, Tiles, project, project_table, project_tiles
 from .quantize import (
@@ -33,7 +33,7 @@ from .quantize import (
     mean_of_headers,
     quantize,
 )
-from .scape import ScapeRow, moment, moment_table, scape, scape_table
+from .scape_updates import ScapeRow, moment, moment_table, scape, scape_table
 from .top_k import TopKRow, top_k, top_k_table
 
 __all__ = [
