@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -172,3 +173,11 @@ def test_every_folder_is_in_the_wheel_and_in_the_picture():
     assert set(listed) - {"compopt_kernels"} == {".".join(path.relative_to(ROOT.parent).parts) for path in folders}
     picture = (ROOT.parent / "CONTRIBUTING.md").read_text().split("## Layout")[1]
     assert [path.name for path in folders if f"{path.name}/" not in picture and path.parent == ROOT] == []
+
+
+def test_a_base_name_is_one_files():
+    """Of the package and the kernels; a C file may be named after what it does beside a Python file that calls it."""
+    kernels = Path(__file__).parents[2] / "kernels"
+    files = [path for root in (ROOT, kernels) for path in root.rglob("*.py") if path.name != "__init__.py"]
+    names = Counter(path.stem for path in files)
+    assert [name for name, count in names.items() if count > 1] == []

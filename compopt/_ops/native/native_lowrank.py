@@ -1,6 +1,6 @@
 """SEPARATE with tracked columns by C passes: the products of ``_lowrank.stacks.multiply`` and
 lines 4 and 5 with AdamW, ``separate.update_tensors`` (kernels/native/lowrank.c), and
-``_lowrank.stacks.orthonormalize_columns`` (kernels/native/orthonormalize.c).
+``_lowrank.stacks.orthonormalize_columns`` (kernels/native/householder.c).
 """
 
 from __future__ import annotations
