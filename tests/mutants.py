@@ -200,6 +200,15 @@ def import_all() -> None:
     sys.modules["torch"].set_num_threads(1)
 
 
+def find_uncollected(mutants: list[Mutant]) -> list[str]:
+    """Return a sentence for every test that the lists name by a row which it has not."""
+    rows = sorted({f"tests/{test}" for mutant in mutants for test in mutant.tests if "[" in test})
+    words = [Path(sys.executable).with_name("pytest"), "--collect-only", "-q", "-p", "no:cacheprovider", *rows]
+    collected = subprocess.run(words, cwd=ROOT, capture_output=True, text=True) if rows else None
+    missing = re.findall(r"not found: .*?/(tests/\S.*)$", collected.stderr + collected.stdout, re.M) if rows else []
+    return [f"stale, there is no row {row}" for row in dict.fromkeys(missing)]
+
+
 class Report:
     """The outcomes of all mutants, by area."""
 
@@ -243,6 +252,7 @@ def main() -> int:
     mutants = [m for area in args.area for m in read(LISTS / f"{area}.txt") if not args.only or m.number in args.only]
     stale = [f"{m}: {misfit}" for m in mutants if (misfit := m.find_misfit())]
     stale += [f"{m}: stale, there is no test {test}" for m in mutants for test in m.unknown_tests()]
+    stale += find_uncollected(mutants)
     print(*stale, f"{len(mutants)} patches, {len(stale)} do not fit", sep="\n", flush=True)
     if args.check or stale:
         return bool(stale)

@@ -185,13 +185,6 @@ class AnchorBucket(Bucket):
         now = self.write_pseudo_gradient(torch.empty_like(self.pseudo_gradient))
         return self.pseudo_gradient - now
 
-    def end_sync(self, keeps_memory: bool) -> None:
-        """End a sync; free its memory, unless the next one reuses it."""
-        vars(self).pop("payload", None)
-        self.pseudo_gradient = None
-        if not keeps_memory:
-            self.release_memory()
-
 
 class Anchors:
     """The anchors of parameters, and the outer optimizer that has them for its parameters.
@@ -418,8 +411,10 @@ class Anchors:
         keeps = size <= KEPT_BYTES and all(b.device.type == "cpu" for b in buckets)
         self._scratch = self._scratch if keeps else Scratch()
         for bucket in buckets:
-            bucket.end_sync(keeps)
-            bucket.scratch = self._scratch
+            vars(bucket).pop("payload", None)
+            bucket.pseudo_gradient, bucket.scratch = None, self._scratch
+            if not keeps:
+                bucket.release_memory()
 
     # Fragments
 
