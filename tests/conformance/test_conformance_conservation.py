@@ -110,7 +110,7 @@ class Audit:
 
 def has_kernels(case: Case) -> bool:
     """Return True if Triton's interpreter, which takes seconds, shows what it does not of another class."""
-    return case in CASES + OTHERS and case.build is None and case.form != "no delay"
+    return case in CASES + OTHERS and case.build is None
 
 
 @pytest.mark.parametrize(
