@@ -42,8 +42,7 @@ import compopt._engine.decision as decision
 import compopt._engine.optimizer as base
 import compopt._engine.step as step
 import compopt._ops.backends as backends
-from compopt._engine.collective_generators import CollectiveGenerator
-from compopt._engine.exchange import BucketExchange
+from compopt._engine.exchange import BucketExchange, CollectiveGenerator
 from compopt._ops.triton import tables as triton_tables
 from compopt._wire.collectives import Communicator
 

@@ -31,8 +31,7 @@ from ._engine.options import (
     read_residual_dtype,
 )
 from ._engine.reducer import AllReduceReducer, step_adams
-from ._ops.norms import clip_factor, scale_
-from ._ops.operations import Ops
+from ._ops.operations import Ops, clip_factor, scale_
 from ._state.buckets import Bucket
 from ._state.layouts import Layout, LocalShape
 from ._state.residuals import residual_layout

@@ -26,12 +26,16 @@ from ._engine.options import (
     check_payload_and_clip,
     read_residual_dtype,
 )
-from ._engine.reducer import AllReduceReducer, Reducer, ReduceScatterReducer, step_by_average
+from ._engine.reducer import (
+    AllReduceReducer,
+    Reducer,
+    ReduceScatterReducer,
+    Update,
+    step_by_average,
+)
 from ._engine.reducing_optimizer import GatherDtype, ReducingOptimizer
-from ._engine.update import Update
 from ._engine.wrapper import Wrapper
-from ._ops.norms import clip_factor
-from ._ops.operations import Ops
+from ._ops.operations import Ops, clip_factor
 from ._state.buckets import Bucket
 from ._state.layouts import Layout
 from ._wire.collectives import ProcessGroup

@@ -39,10 +39,10 @@ import torch
 from torch import Tensor
 
 from ._engine.base_state import average_base, copy_learned_options
-from ._engine.bases import check_mode
-from ._engine.collective_generators import CollectiveGenerator, exchange_one, sum_over_groups
+from ._engine.bases import check_mode, replace_gradients
 from ._engine.combined import OneOrSeveral, combine_optimizers, describe_members
 from ._engine.decision import StepDecision
+from ._engine.exchange import CollectiveGenerator, exchange_one, sum_over_groups
 from ._engine.gradients import (
     GRAD,
     check_gradients,
@@ -67,12 +67,11 @@ from ._engine.session import Handshake, weak_method
 from ._engine.signals import defer_signals
 from ._engine.stats import Stats, show_line
 from ._engine.step import Step
-from ._engine.update import replace_gradients
 from ._local import rounds
 from ._local.anchored import AnchoredWrapper
 from ._local.anchors import GROUP, MakeOuter, reset_moments, sum_squares, write_params
 from ._local.fragment_sync import FragmentSync, RunningSync
-from ._ops.norms import clip_factor, scale_all_, total_norm
+from ._ops.operations import clip_factor, scale_all_, total_norm
 from ._state.buckets import Bucket
 from ._state.layouts import Layout, LocalShape, PaddedVector
 from ._state.residuals import residual_layout

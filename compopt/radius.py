@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ._engine.dense_start import dense_start_of
 from ._engine.optimizer import CompressedOptimizer
 from ._engine.options import (
     Group,
@@ -42,6 +41,7 @@ from ._engine.options import (
     check_adam,
     check_compression,
     check_torch_options,
+    dense_start_of,
     is_count,
     is_numeric,
     read_residual_dtype,
@@ -49,8 +49,7 @@ from ._engine.options import (
     require_option,
 )
 from ._engine.reducer import AllReduceReducer, step_adamw
-from ._ops.norms import clip_factor, scale_
-from ._ops.operations import Ops
+from ._ops.operations import Ops, clip_factor, scale_
 from ._ops.reference import update_magnitudes
 from ._state.buckets import Bucket
 from ._state.layouts import Bits, Layout, LocalShape
@@ -115,7 +114,7 @@ def broadcast_mask(
     A tensor without a gradient on any rank keeps its mask, because its residual is zero at the
     positions of the old mask, but not at those of a new one.
     """
-    state, have_gradients = bucket.state["mask"], bucket.have_gradients(mean)
+    state, have_gradients = bucket.state["mask"], mean.have_gradients
     sizes: list[int | None] = [*sizes_at_density(bucket, bucket.group["density"])]
     new, compressed = [], [i for i, c in enumerate(bucket.compressed) if c]
     for i, bits in zip(compressed, masks, strict=True):

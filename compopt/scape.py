@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ._engine.collective_generators import CollectiveGenerator
 from ._engine.decision import StepDecision
+from ._engine.exchange import CollectiveGenerator
 from ._engine.optimizer import CompressedOptimizer
 from ._engine.options import (
     Group,
@@ -47,8 +47,7 @@ from ._engine.options import (
 )
 from ._engine.session import weak_method
 from ._engine.stats import Stats
-from ._ops.norms import clip_factor, scale_
-from ._ops.operations import Ops
+from ._ops.operations import Ops, clip_factor, scale_
 from ._ops.update_helpers import (
     compute_x_of_slice,
     gradient_weight,
@@ -112,7 +111,7 @@ def update(
     """
     group, state, grads = bucket.group, bucket.state, bucket.grads()
     momentum_positions = bucket.cache["momentum_mask"].positions
-    have_gradients = bucket.have_gradients(mean)
+    have_gradients = mean.have_gradients
     old = resize_momenta(bucket, mean, mask)
     keep_absent_momenta(old, state["exp_avg"], have_gradients)
     residuals, weights = Residuals(bucket).iterate(write=True), bucket.iterate_weights()
@@ -130,7 +129,7 @@ def update(
                 m = accumulate_x(group, e, grads[i], m, momentum_positions[i], index)  # line 10
             if selection and piece:
                 selection.select(i, e[piece.start : piece.stop])  # line 15
-            ops.clear_at([e], [index])  # line 11
+            ops.write_at([e], [index], None)  # line 11
         m = state["exp_avg"][i].copy_(m)
         update_weights(group, ops, w, m, index, mean.parts[i], step, clip_factor_in_v)
         if e is not None and mean.rounding_errors is not None:

@@ -39,9 +39,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._engine.combined import OneOrSeveral
-from ._engine.dense_start import TRIAL_OPTIONS
 from ._engine.fsdp_backward import step_fsdp_shards
 from ._engine.options import (
+    TRIAL_OPTIONS,
     Group,
     ResidualDtype,
     TorchOptions,
@@ -49,15 +49,14 @@ from ._engine.options import (
     check_torch_options,
     read_residual_dtype,
 )
+from ._engine.reducer import AdamWUpdate, Update, write_averages
 from ._engine.reducing_optimizer import GatherDtype
-from ._engine.update import AdamWUpdate, Update, write_averages
 from ._engine.wrapper import Wrapper
 from ._lowrank.options import check_group_sizes, resolve_options
 from ._lowrank.projecting_optimizer import ProjectingOptimizer
 from ._lowrank.reducer import ProjectionReducer
 from ._lowrank.stacks import feed_back, reconstruct
-from ._ops.norms import clip_factor, scale_all_
-from ._ops.operations import Ops
+from ._ops.operations import Ops, clip_factor, scale_all_
 from ._state.buckets import Bucket
 from ._state.layouts import Layout, LocalShape
 from ._wire.collectives import ProcessGroup
@@ -78,7 +77,7 @@ def separate(
     # from here on state changes
     reducer.draw_columns()  # again: R is not kept during the exchange, which would take memory
     factor = clip_factor(norm, bucket.group["max_grad_norm"])
-    have_gradients = bucket.have_gradients(mean)
+    have_gradients = mean.have_gradients
     # fused implementations know AdamW only, and averages that are dense or factored
     if isinstance(update, AdamWUpdate) and reducer.has_factors:
         yield from ops.run_batched(  # lines 4 and 5

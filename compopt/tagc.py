@@ -28,7 +28,6 @@ step is all or nothing.
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from dataclasses import dataclass
@@ -39,7 +38,6 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._engine.decision import StepDecision
-from ._engine.dense_start import dense_start_of
 from ._engine.fsdp_backward import step_fsdp_shards
 from ._engine.options import (
     Group,
@@ -48,20 +46,18 @@ from ._engine.options import (
     check_adam,
     check_compression,
     check_torch_options,
+    dense_start_of,
     is_numeric,
     read_residual_dtype,
     require_option,
 )
-from ._engine.reducer import OwnerReducer, ReduceScatterReducer
+from ._engine.reducer import AdamWUpdate, OwnerReducer, ReduceScatterReducer
 from ._engine.reducing_optimizer import GatherDtype, ReducingOptimizer
 from ._engine.stats import Stats
-from ._engine.update import AdamWUpdate
-from ._ops.norms import gradient_marks
-from ._ops.operations import Ops
+from ._ops.operations import Ops, gradient_marks, squared_norms
 from ._ops.update_helpers import Selected
 from ._sharded.adamw import UpdateDtype, check_gathers, check_updates, step_zero1_shards
-from ._sharded.codecs import CODECS, Codec
-from ._sparse.top_k import select_top_k_of_each
+from ._sharded.sketch import Sketch
 from ._state.bits import make_bits, unpack_bits
 from ._state.buckets import Bucket
 from ._state.layouts import Layout, Sharded
@@ -111,69 +107,57 @@ class DenseStart(ReduceScatterReducer):
 class UnionReducer(OwnerReducer):
     """Lines 1 to 10, all shards of one bucket: sends compressed tensors at the union of the ranks'
     selections, the others dense.
+
+    ``codec="compact"`` sends the values at the union, in its order; "sketch" encodes them.
     """
 
     phase = "sparse"
     selected: Selected  # by this rank's
     union: Tensor  # the positions that any rank has selected, ascending
     counts: list[int]  # how many of them each rank owns
-    codec: Codec
+    sketch: Sketch | None = None
 
     def __init__(self, bucket: Bucket, ops: Ops):
-        super().__init__(bucket, ops, [i for i, c in enumerate(bucket.compressed) if not c])
+        sent_dense = [i for i, c in enumerate(bucket.compressed) if not c]
+        super().__init__(bucket, ops, sent_dense, sends_residuals=False)  # which have none
 
     def reduce(self) -> RequestGenerator[Payload]:
-        bucket, layout = self.bucket, self.layout
-        sizes = [8 * (last - first) for first, last in itertools.pairwise(layout.mask_cuts)]
-        density, counts = bucket.group["density"], layout.compressed_counts
-        pairs = zip(counts, sizes, strict=True)
-        ks = [count_selected(density, n) if density < 1 else size for n, size in pairs]
-        self.selected = self.ops.run(select_largest, bucket, self.grads, ks)  # lines 1 to 3
-        bits = yield BitOr(self.selected.bits)  # line 4
+        group, layout, ops = self.bucket.group, self.layout, self.ops
+        pairs = zip(layout.compressed_counts, layout.bits, strict=True)
+        density = group["density"]
+        ks = [count_selected(density, n) if density < 1 else end - a for n, (a, end) in pairs]
+        self.selected = ops.run(select_largest, self.bucket, self.grads, ks)  # lines 1 to 3
+        positions, values, bits, marks = self.selected
+        union_bits = yield BitOr(bits)  # line 4
         if bits.device.type == "cpu":
-            self.union = self.ops.find_set_bits(bits)
+            self.union, at_union = ops.read_union(union_bits, values, positions)
             self.counts = layout.count_by_rank(self.union)
         else:  # the host needs the counts for the lengths of payloads
-            flags = unpack_bits(bits)
-            sums = [shard.sum() for shard in flags.split(sizes)]
+            flags = unpack_bits(union_bits)
+            sums = [flags[begin:end].sum() for begin, end in layout.bits]
             self.counts = yield ReadToHost(torch.stack(sums))
-            self.union = flags.nonzero_static(size=sum(self.counts)).view(-1)
-        flat = self.encode()  # line 5
-        mean = yield from self.exchange(flat)  # lines 6 and 9
-        *dense, encoded = mean.parts
-        self.values = [*dense, self.codec.decode(encoded)]  # line 10
-        return mean
-
-    def encode(self) -> Tensor:
-        """Do line 5: encode this rank's values at the union, 0 where it has selected none; return
-        the memory of the rows.
-        """
-        group = self.bucket.group
-        seed = 1_000_003 * group["step"] + self.bucket.index  # a new one for every bucket and step
-        codec = CODECS[group["codec"]]
-        self.codec = codec(self.layout, self.union, self.counts, group["sketch_ratio"], seed)
-        dtype = self.bucket.compute_dtype if codec.needs_float32 else group["payload_dtype"]
-        flat = self.fill_payloads(self.selected.marks, dtype, self.codec.sizes)
-        positions, values, *_ = self.selected
-        at_union = self.ops.spread_values(values, positions, self.union, 8 * self.layout.mask_bytes)
-        self.codec.encode([p.unrounded_parts[-1] for p in self.owner_payloads], at_union)
-        return flat
-
-    def read_owned_parts(self, dtype: torch.dtype) -> list[Tensor]:
-        layout, (begin, end) = self.layout, self.layout.own_bits
-        *values, at_union = self.values
+            union = flags.nonzero_static(size=sum(self.counts)).view(-1)
+            self.union, at_union = ops.read_union(union_bits, values, positions, union)
+        encoded, dtype = [*at_union.split(self.counts)], group["payload_dtype"]  # line 5
+        if group["codec"] == "sketch":
+            # a new one for every bucket and step
+            seed = 1_000_003 * group["step"] + self.bucket.index
+            self.sketch = Sketch(layout, self.union, self.counts, group["sketch_ratio"], seed)
+            encoded, dtype = self.sketch.encode(at_union), self.bucket.compute_dtype
+        mean = yield from self.average(marks, dtype, encoded)  # lines 6 and 9
         first = sum(self.counts[: layout.rank])
-        positions = self.union[first : first + len(at_union)] - begin
-        average = self.bucket.get_memory("average", end - begin, dtype).zero_()
-        average.index_copy_(0, positions, at_union.to(dtype))
-        dense = iter(values)
-        parts = layout.own_parts_of_mask
-        return [next(dense).to(dtype) if at is None else average[slice(*at)] for at in parts]
+        self.positions = self.union[first : first + self.counts[layout.rank]] - layout.own_bits[0]
+        self.values = mean.parts
+        if self.sketch is not None:  # line 10
+            self.values = [*mean.parts[:-1], self.sketch.decode(mean.parts[-1])]
+            self.squared_norm = torch.stack(squared_norms(self.values))
+        return mean
 
     def feed_back(self, have_gradients: list[bool]) -> None:
         """Do line 2: the residual is the values that were not sent, and rounding errors."""
         bucket, (positions, sent, *_) = self.bucket, self.selected
-        bucket.cache["union_and_leftovers"] = len(self.union), self.codec.leftovers
+        leftovers = 0 if self.sketch is None else self.sketch.leftovers
+        bucket.cache["union_and_leftovers"] = len(self.union), leftovers
         if self.owner_payloads[0].rounding_errors is not None:
             rest = mask_memory(bucket, self.ops).index_fill_(0, positions, 0)
             errors = [payload.rounding_error_parts[-1] for payload in self.owner_payloads]
@@ -208,8 +192,7 @@ def select_largest(bucket: Bucket, ops: Ops, grads: Tensors, ks: list[int]) -> S
         if pairs:
             torch._foreach_add_([sums for sums, _ in pairs], [g for _, g in pairs])
     marks = gradient_marks(grads, x[:0])
-    shards = [x[8 * first : 8 * last] for first, last in itertools.pairwise(layout.mask_cuts)]
-    positions = select_top_k_of_each(shards, ks, ops)
+    positions = ops.top_k_of_each([x[begin:end] for begin, end in layout.bits], ks)
     values = x.index_select(0, positions)
     wanted = None
     if x.device.type != "cpu":  # without a host wait: zeros stay selected, but set no bit
@@ -374,8 +357,8 @@ class TagcAdamW(ReducingOptimizer):
         ratio = group["sketch_ratio"]
         is_ratio = is_numeric(ratio) and 1 <= ratio < math.inf
         require_option(is_ratio, group, "sketch_ratio", "finite and >= 1")
-        is_known = isinstance(group["codec"], str) and group["codec"] in CODECS
-        require_option(is_known, group, "codec", " or ".join(map(repr, CODECS)))
+        is_known = group["codec"] in ("compact", "sketch")
+        require_option(is_known, group, "codec", "'compact' or 'sketch'")
         select = group["select"]
         try:
             is_pattern = select is None or isinstance(re.compile(select).pattern, str)

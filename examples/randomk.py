@@ -18,13 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compopt._engine.dense_start import dense_start_of
 from compopt._engine.fsdp_backward import step_fsdp_shards
-from compopt._engine.options import check_adam, check_compression, require
-from compopt._engine.reducer import AllReduceReducer, step_by_average
+from compopt._engine.options import check_adam, check_compression, dense_start_of, require
+from compopt._engine.reducer import AdamWUpdate, AllReduceReducer, step_by_average
 from compopt._engine.reducing_optimizer import ReducingOptimizer
-from compopt._engine.update import AdamWUpdate
-from compopt._ops.norms import clip_factor
+from compopt._ops.operations import clip_factor
 from compopt._sharded.adamw import step_zero1_shards
 from compopt._state.buckets import Bucket
 from compopt._state.layouts import Layout

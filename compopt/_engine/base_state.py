@@ -21,7 +21,7 @@ from .._state.buckets import Bucket
 from .._state.tensors import to_local
 from .._wire.collectives import Communicator
 from .._wire.requests import AllGather, AllReduceMean, Broadcast
-from .collective_generators import CollectiveGenerator, exchange_one
+from .exchange import CollectiveGenerator, exchange_one
 from .options import Group, make_comparable
 from .session import Session
 

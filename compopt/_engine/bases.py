@@ -1,5 +1,5 @@
-"""The optimizers that are wrapped: which are refused and why, their options and modes, and the
-random numbers that they draw.
+"""The optimizers that are wrapped: which are refused and why, their options and modes, the random
+numbers that they draw, and their step on averaged gradients.
 """
 
 from __future__ import annotations
@@ -7,13 +7,15 @@ from __future__ import annotations
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from .._state.tensors import is_accelerator
+from .._state.buckets import Bucket
+from .._state.tensors import distribute_like, get_grad_dtype, is_accelerator, to_local
 from .._wire.collectives import get_rank
 from .._wire.warning import warn
 from .combined import describe_members, list_members
@@ -226,3 +228,92 @@ def draw_alike(seed: int, device: torch.device) -> Iterator[None]:
             random.setstate(before[0])
             if numpy:
                 numpy.random.set_state(before[1])
+
+
+# The step on averaged gradients
+
+
+class WrappedUpdate:
+    """The step of a torch optimizer, ``base``, on all averages of a step."""
+
+    def __init__(self, base: Optimizer):
+        self.base = base
+        self._averages: dict[Tensor, Tensor] = {}  # this rank's part of each, of this step
+        self._memory: dict[Tensor, Tensor] = {}
+        self._stacks: dict[Tensor, Tensor] = {}  # memory for neighbours, by the first parameter
+        self._applied: set[Tensor] = set()  # the parameters with an average in this step
+
+    def memory_for(
+        self, bucket: Bucket, indices: Sequence[int], averages: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """Return the memory of averages that the base can read as they are, else memory that lives
+        until the base has stepped; on a CPU, where new pages cost more than copies, as long as this
+        object.
+        """
+        memory: list[Tensor] = []
+        for i, given in zip(indices, averages, strict=True):
+            p = bucket.params[i]
+            if given is not None and given.dtype == get_grad_dtype(p) and not bucket.is_dtensor:
+                self._averages[p] = given.view(p.shape)
+            else:
+                if p not in self._memory:
+                    self._memory[p] = torch.empty_like(
+                        to_local(p.detach()),
+                        dtype=get_grad_dtype(p),
+                        memory_format=torch.contiguous_format,
+                    )
+                self._averages[p] = self._memory[p]
+            memory.append(self._averages[p])
+        return memory
+
+    def memory_for_stack(self, bucket: Bucket, indices: range) -> Tensor:
+        params = [bucket.params[i] for i in indices]
+        first = params[0]
+        shape = (len(params), *to_local(first).shape)
+        if first not in self._stacks or self._stacks[first].shape != shape:
+            dtype = get_grad_dtype(first)
+            self._stacks[first] = torch.empty(shape, dtype=dtype, device=bucket.device)
+        stack = self._stacks[first]
+        self._averages.update(zip(params, stack.unbind(), strict=True))
+        return stack
+
+    def apply(self, bucket: Bucket, indices: list[int], averages: list[Tensor]) -> None:
+        self._applied.update(bucket.params[i] for i in indices)
+
+    def step_base(self) -> None:
+        """Step ``base`` once, on all averages.
+
+        Meanwhile ``p.grad`` is the average, or None if no rank had a gradient.
+        """
+        params = [p for group in self.base.param_groups for p in group["params"]]
+        averages, self._averages = self._averages, {}
+        gradients = {p: as_gradient(averages[p], p) if p in averages else None for p in params}
+        with replace_gradients(gradients):
+            self.base.step()
+        self._averages = {}
+        self._memory = {p: x for p, x in self._memory.items() if p.device.type == "cpu"}
+        self._stacks = {p: x for p, x in self._stacks.items() if p.device.type == "cpu"}
+
+
+def as_gradient(average: Tensor, p: Tensor) -> Tensor:
+    """Return the average of this rank's part of ``p`` as backward would leave it: in the placements
+    of ``p``, and in its strides, because torch's fused steps on CPUs read both in memory order.
+    """
+    param = p.detach()
+    local = to_local(param)
+    if not local.is_contiguous():
+        average = torch.empty_like(local, dtype=average.dtype).copy_(average)
+    return distribute_like(param, average)
+
+
+@contextmanager
+def replace_gradients(gradients: Mapping[Tensor, Tensor | None]) -> Iterator[None]:
+    """Set ``p.grad`` to these gradients in this context; restore the previous ones after it."""
+    previous = {p: p.grad for p in gradients}
+    try:
+        for p, gradient in gradients.items():
+            p.grad = gradient
+        yield
+    finally:
+        for p, gradient in previous.items():
+            p.grad = gradient

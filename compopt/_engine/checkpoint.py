@@ -24,7 +24,7 @@ from .._state.layouts import Layout, TensorInfo
 from .._state.tensors import to_local
 from .._wire.codec import dtype_name
 from .._wire.warning import warn
-from .collective_generators import CollectiveGenerator
+from .exchange import CollectiveGenerator
 from .optimizer_base import OptimizerBase
 from .options import Group, absolute_rates, refuse_unsupported
 from .resharding import average_residuals, average_state, gather_shards
@@ -169,7 +169,7 @@ def _describe_missing_state(optimizer: OptimizerBase, buckets: Sequence[Bucket])
     others = "the other rank" if comm.size == 2 else f"the other {comm.size - 1} ranks"
     sharded = [bucket for bucket in buckets if bucket.sharded_names]
     if sharded and session.steps:
-        elements = sum(sum(bucket.shards.sizes(bucket.shards.rank)) for bucket in sharded)
+        elements = sum(sum(bucket.shards.own_sizes) for bucket in sharded)
         share = elements / max(1, sum(sum(bucket.lengths) for bucket in sharded))
         names = ", ".join(dict.fromkeys(n for bucket in sharded for n in bucket.sharded_names))
         yield (

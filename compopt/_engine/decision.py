@@ -23,12 +23,10 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from .._ops.norms import squared_norms
-from .._state.replicas import checksum_sum
+from .._ops.operations import squared_norms
 from .._wire.collectives import Communicator, profiler_range
 from .._wire.payload import bits_differ
-from .collective_generators import CollectiveGenerator, sum_over_groups
-from .exchange import BucketExchange
+from .exchange import BucketExchange, CollectiveGenerator, sum_over_groups
 
 ELSEWHERE = -1  # the index of a bucket that another rank of the model holds
 
@@ -56,8 +54,8 @@ class StepDecision:
     has_failed_rank: bool = False
     # indices of buckets whose payload met one of another bucket or step
     misplaced: list[int] = field(default_factory=list)
-    # of the part of the parameters that the replica check has summed; 0 if none was due
-    replica_checksum: int = 0
+    # the sum of the replica check, read; None if none was due
+    replica_sum: Tensor | None = None
     early_buckets: int = 0  # buckets whose payload from backward was used
     resent: bool = False  # payloads from backward were stale, and were sent again
 
@@ -96,10 +94,11 @@ def read_decision(
     squares = [sum(islice(numbers, 1 if x is None else x.numel())) for x in norms]
     decision, total = StepDecision(exchanges), 0.0
     if replica_sum is not None:
-        decision.replica_checksum = checksum_sum(host[-1:])
+        decision.replica_sum = host[-1:]
     for exchange, squared in zip(exchanges, squares, strict=True):
         bucket, payload = exchange.bucket, exchange.agreement.payload
-        payload.marks = marks = list(islice(numbers, len(payload.header)))
+        marks = list(islice(numbers, len(payload.header)))
+        payload.have_gradients = [mark > 0 for mark in marks]
         control = exchange.control.split(list(islice(numbers, len(exchange.control.numbers))))
         decision.control_means = control  # at the end the last bucket's, with the step's fields
         pairs = zip(bucket.names, marks, strict=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,8 +21,11 @@ from .._wire.collectives import Communicator, PendingCollective, profiler_range
 from .._wire.payload import ControlFields, FieldValues, Payload, encode_bits, encode_stamp
 from .._wire.requests import (
     Agree,
+    AllGather,
     AllReduceMean,
     Answer,
+    Broadcast,
+    Collective,
     CommunicationError,
     EncodeError,
     ReadToHost,
@@ -30,9 +34,12 @@ from .._wire.requests import (
     RequestGenerator,
     RunBatched,
 )
-from .collective_generators import CollectiveGenerator
 
 Algorithm = Callable[[Bucket], RequestGenerator[None]]
+Result = TypeVar("Result")
+# It yields each collective before it waits for it: there the simulator resumes another rank, and a
+# real step looks for missing ranks.
+CollectiveGenerator = Generator[PendingCollective, None, Result]
 
 
 class StalenessCheck:
@@ -126,7 +133,6 @@ class BucketExchange:
         has_fields = is_last and inputs.fields  # not those that are sent again
         self._last_fields = (inputs.fields, inputs.checksum) if has_fields else None
         self.is_in_flight = self.has_reached_agree = False
-        self.is_ready_to_commit = False  # True once a sharded step has gathered everything
         self.request: Request | None = None
         self.error: Exception | None = None
         self.staleness: StalenessCheck | None = None
@@ -135,6 +141,11 @@ class BucketExchange:
             self._advance([], is_new=True)
         else:
             self._take_part_without_gradients(inputs.problem)
+
+    @property
+    def is_ready_to_commit(self) -> bool:
+        """True once a sharded step has gathered everything."""
+        return isinstance(self.request, ReadyToCommit)
 
     @property
     def has_next_stage(self) -> bool:
@@ -158,7 +169,10 @@ class BucketExchange:
 
     def resume_and_start_next(self, answer: Answer) -> None:
         """Resume the generator up to its next request, and start that."""
-        self._start(self._resume_generator(answer))
+        self.is_in_flight = False
+        request = self._resume_generator(answer)
+        if isinstance(request, Collective):
+            self.in_flight, self.is_in_flight = self.comm.start(request), True
 
     def resume_post_commit(self, answer: Answer) -> None:
         """Resume the generator with the answer to its post-commit request, to its end or to a
@@ -215,8 +229,15 @@ class BucketExchange:
             return
         finally:
             self.bucket.withholds_gradients = False
+        self.is_in_flight = False
+        if isinstance(request, Agree):
+            self.agreement, self.has_reached_agree = request, True
+            return
+        if not isinstance(request, Collective):
+            assert isinstance(request, ReadToHost), f"{request} precedes Agree"
+            return
         try:
-            self._start(request)
+            self.in_flight, self.is_in_flight = self.comm.start(request), True
         except EncodeError as error:
             cause = error.__cause__
             self._take_part_without_gradients(cause if isinstance(cause, Exception) else error)
@@ -267,16 +288,6 @@ class BucketExchange:
             others, checksum = self._last_fields
             fields |= {**others, "settings": encode_bits(checksum, 16)}
         self.control = bucket.control = ControlFields(**fields)
-
-    def _start(self, request: Request) -> None:
-        self.is_ready_to_commit = isinstance(request, ReadyToCommit)
-        self.is_in_flight = False
-        if isinstance(request, Agree):
-            self.agreement, self.has_reached_agree = request, True
-        elif isinstance(request, ReadyToCommit | RunBatched):
-            assert self.has_reached_agree
-        elif not isinstance(request, ReadToHost):
-            self.in_flight, self.is_in_flight = self.comm.start(request), True
 
 
 class ExchangeSchedule:
@@ -387,3 +398,31 @@ def run_batched_requests(
         for (exchange, _), answer in zip(waiting, answers, strict=True):
             exchange.request = None
             resume(exchange, answer)
+
+
+# Other collectives
+
+
+def exchange_one(
+    comm: Communicator, request: AllGather | AllReduceMean | Broadcast
+) -> CollectiveGenerator[Tensor]:
+    """Start one request, and return its answer."""
+    pending = comm.start(request)
+    yield pending
+    answer = pending.wait()
+    assert isinstance(answer, Tensor)
+    return answer
+
+
+def sum_over_groups(
+    comms: Sequence[Communicator], numbers: Sequence[float], device: torch.device
+) -> CollectiveGenerator[list[float]]:
+    """Return the sums over the ranks of all communicators, which are dimensions of a mesh."""
+    if not comms:
+        return [*numbers]
+    message = torch.tensor(numbers, dtype=torch.float64, device=device)
+    for comm in comms:
+        mean = yield from exchange_one(comm, AllReduceMean(message))
+        message = mean * comm.size
+    summed: list[float] = message.tolist()
+    return summed

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._ops.norms import clip_factor, stacked_squared_norms
-from .._ops.operations import Ops
+from .._ops.operations import Ops, clip_factor, stacked_squared_norms
 from .._state.buckets import Bucket
 from .._state.layouts import PaddedVector
 from .._state.residuals import Residuals
@@ -34,9 +33,8 @@ from .._wire.collectives import Communicator, PendingCollective
 from .._wire.payload import Payload
 from .._wire.requests import Agree, AllReduceMean, ReadToHost, ReadyToCommit, RequestGenerator
 from .optimizer import CompressedOptimizer
-from .reducer import Reducer
+from .reducer import Reducer, Update
 from .session import Session
-from .update import Update
 
 # the parameters whose gradients a row holds, in order, and the dimension along which each is cut
 Params = Sequence[tuple[Tensor, int]]
@@ -443,7 +441,7 @@ def step_fsdp_shards(
     norm = yield Agree(mean, fsdp_backward.phase, squared, covers_shard_only=True)
 
     factor = clip_factor(norm, bucket.group["max_grad_norm"])
-    have_gradients = bucket.have_gradients(mean)
+    have_gradients = mean.have_gradients
     yield ReadyToCommit()
     # from here on state changes
     bucket.count_steps(have_gradients)

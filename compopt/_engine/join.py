@@ -13,7 +13,7 @@ import json
 import torch
 from torch import Tensor
 
-from .collective_generators import CollectiveGenerator
+from .exchange import CollectiveGenerator
 from .handshake import gather_json
 from .missing_ranks import run_watching_ranks
 from .optimizer_base import OptimizerBase

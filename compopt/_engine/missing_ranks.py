@@ -22,7 +22,7 @@ from .._wire.collectives import is_launched_by_torchrun
 from .._wire.requests import CommunicationError, RankSilent
 from .._wire.stores import Store
 from .._wire.warning import warn
-from .collective_generators import CollectiveGenerator, Result
+from .exchange import CollectiveGenerator, Result
 from .optimizer_base import OptimizerBase
 from .session import Session
 

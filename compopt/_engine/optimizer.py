@@ -30,10 +30,16 @@ from .._wire.collectives import (
 )
 from .._wire.requests import CommunicationError
 from . import checkpoint, missing_ranks, resharding
-from .dense_start import TRIAL_OPTIONS
 from .join import JoinHook, copy_options_from_ranks_with_data
 from .optimizer_base import OptimizerBase
-from .options import Group, Setting, absolute_rates, check_tensors, refuse_unsupported
+from .options import (
+    TRIAL_OPTIONS,
+    Group,
+    Setting,
+    absolute_rates,
+    check_tensors,
+    refuse_unsupported,
+)
 from .session import Session
 from .stats import Stats
 from .step import exchange_and_commit, start_in_backward

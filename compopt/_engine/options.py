@@ -17,10 +17,10 @@ from typing import Any, Literal, TypeAlias, TypedDict
 import torch
 from torch import Tensor
 
+from .._state.buckets import Bucket
 from .._wire.codec import CODEC_NAMES, dtype_name, find_codec
 from .._wire.collectives import get_rank
 from .._wire.warning import warn
-from .dense_start import TRIAL_OPTIONS
 
 Group = dict[str, Any]  # one of torch's parameter groups: "params", and options by name
 # the name of a group, a class or a base in a message, and its options or its name
@@ -40,6 +40,13 @@ PLAIN = {type(None), bool, int, float, str}
 
 # options of a wrapped optimizer that its class need not check, and that are checked at every step
 RATES_OF_BASE = {"lr", "betas", "eps", "momentum", "weight_decay"}
+
+FOREVER = 2**62  # steps
+# of when="auto", see ``trial``
+TRIAL_OPTIONS = {
+    "pays": None,  # the result of a trial: whether compressed steps are clearly faster
+    "dense_until": 0,  # the step until which a trial keeps the group dense, to time enough steps
+}
 
 # options of torch.optim.AdamW that are not supported, and why
 UNSUPPORTED_OPTIONS = {
@@ -219,6 +226,31 @@ def check_compress(group: dict[str, Any]) -> None:
     """Check a group's ``compress``."""
     is_valid = group["compress"] in (None, True, False)
     require_option(is_valid, group, "compress", "None, True or False")
+
+
+# The dense start
+
+
+def dense_start_of(bucket: Bucket) -> int:
+    """Return the number of steps before compression starts; endless in a single process."""
+    return FOREVER if bucket.is_single_process else count_dense_steps(bucket.group)
+
+
+def count_dense_steps(group: dict[str, Any]) -> int:
+    """Return the number of steps before compression starts: the user's, more if a trial needs them,
+    endless if compression does not pay.
+    """
+    steps = int(group["dense_steps"])
+    if group["when"] != "auto":
+        return steps
+    return FOREVER if group["pays"] is False else max(steps, group["dense_until"])
+
+
+def ramp_of(group: dict[str, Any]) -> int:
+    """Return the number of steps after the dense start over which density falls; 0 for classes
+    without that option.
+    """
+    return int(group.get("density_steps", 0))
 
 
 # The form in which ranks compare options

@@ -1,12 +1,16 @@
-"""Reducers: what is sent for a bucket, and how the average is read back.
+"""Reducers: what is sent for a bucket, and how the average is read back. Updates: what is done with
+it.
 
 A reducer encodes this rank's gradients and residuals, exchanges what it has encoded, decodes the
 average, and feeds back into the residuals what was not sent. It is used wherever gradients are
-averaged: under DistributedDataParallel, with sharded state, and inside FSDP2. What is done with the
-average is an update's business.
+averaged: under DistributedDataParallel, with sharded state, and inside FSDP2.
 
 Where the bucket is cut into shards a reducer may send each rank only what that rank owns; the
 average is then this rank's part of every tensor.
+
+A generator writes averages to the update's memory (``memory_for``), and then calls ``apply``.
+``AdamWUpdate`` and ``AdamSUpdate`` update the tensors there; ``bases.WrappedUpdate`` steps a torch
+optimizer once per step, after all buckets have committed.
 """
 
 from __future__ import annotations
@@ -17,14 +21,90 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .._ops.norms import gradient_marks, scale_all_, squared_norm, stacked_squared_norms
-from .._ops.operations import Ops
+from .._ops.operations import (
+    Ops,
+    gradient_marks,
+    scale_all_,
+    squared_norm,
+)
 from .._state.buckets import Bucket
 from .._state.masks import Mask
 from .._state.residuals import Residuals
 from .._wire.payload import Payload, PayloadDtype
 from .._wire.requests import AllReduceMean, ReduceScatterMean, RequestGenerator
-from .update import AdamSUpdate, AdamWUpdate, Update
+
+# Updates: what is done with the average
+
+
+class Update(Protocol):
+    """An optimizer's update of some tensors of a bucket, by their ``indices``."""
+
+    def memory_for(
+        self, bucket: Bucket, indices: Sequence[int], averages: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """Return the memory for the averages of these tensors, in their shapes.
+
+        ``averages``: the memory that holds each already, if any; it may be returned.
+        """
+
+    def memory_for_stack(self, bucket: Bucket, indices: range) -> Tensor:
+        """Return memory for the averages of neighbours of one shape, as one tensor."""
+
+    def apply(self, bucket: Bucket, indices: list[int], averages: list[Tensor]) -> None:
+        """Update tensors by their averages, which are in the memory for them."""
+
+
+def write_averages(memory: list[Tensor], averages: Sequence[Tensor]) -> list[Tensor]:
+    """Copy averages to the memory for them, where they are not in it already; return the memory."""
+    pairs = [
+        (to, average.view(to.shape))
+        for to, average in zip(memory, averages, strict=True)
+        if to.data_ptr() != average.data_ptr()
+    ]
+    if pairs:
+        torch._foreach_copy_([to for to, _ in pairs], [average for _, average in pairs])
+    return memory
+
+
+class OwnUpdate:
+    """An update whose moments are state of the bucket."""
+
+    def memory_for(
+        self, bucket: Bucket, indices: Sequence[int], averages: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        weights = bucket.weights
+        pairs = [(weights[i], g) for i, g in zip(indices, averages, strict=True)]
+        fits = [g is not None and g.dtype == w.dtype for w, g in pairs]
+        sizes = [0 if fit else w.numel() for (w, _), fit in zip(pairs, fits, strict=True)]
+        dtype, device = weights[0].dtype, weights[0].device
+        new = bucket.scratch("average", sum(sizes), dtype, device).split(sizes)
+        return [
+            (g if g is not None and fit else part).view(w.shape)
+            for (w, g), fit, part in zip(pairs, fits, new, strict=True)
+        ]
+
+    def memory_for_stack(self, bucket: Bucket, indices: range) -> Tensor:
+        w = bucket.weight(indices[0])
+        size = len(indices) * w.numel()
+        memory = bucket.scratch("average", size, w.dtype, w.device)
+        return memory.view(len(indices), *w.shape)
+
+
+class AdamWUpdate(OwnUpdate):
+    """AdamW."""
+
+    def __init__(self, ops: Ops):
+        self.apply = ops.update_adamw
+
+
+class AdamSUpdate(OwnUpdate):
+    """AdamS."""
+
+    def __init__(self, ops: Ops):
+        self.apply = ops.update_adams
+
+
+# Reducers
 
 
 class Reducer(Protocol):
@@ -54,16 +134,19 @@ class Reducer(Protocol):
 
 
 class ShardReducer(Reducer, Protocol):
-    """A reducer whose average can be clipped before a sharded update reads it."""
+    """A reducer whose average a sharded update reads."""
 
-    def squared_norm(self) -> Tensor:
-        """Return this rank's share of |G|^2: the sum over ranks is that of the whole average."""
+    @property
+    def squared_norm(self) -> Tensor | None:
+        """This rank's share of |G|^2, where it is not that of the average message."""
 
-    def clip(self, factor: float) -> None:
-        """Scale the average by ``factor``, which is at most 1."""
+    @property
+    def values(self) -> list[Tensor]:
+        """What this rank owns of the average, as ``Ops.expand_average`` takes it."""
 
-    def read_owned_parts(self, dtype: torch.dtype) -> Sequence[Tensor]:
-        """Return vectors that stay valid until the end of the step."""
+    @property
+    def positions(self) -> Tensor | None:
+        """Where the last of ``values`` are."""
 
 
 class OwnerReducer:
@@ -76,6 +159,9 @@ class OwnerReducer:
     """
 
     owner_payloads: list[Payload]
+    values: list[Tensor]
+    positions: Tensor | None = None
+    squared_norm: Tensor | None = None
 
     def __init__(
         self,
@@ -88,61 +174,55 @@ class OwnerReducer:
         self.grads = bucket.grads()
         self.sent_dense = [*range(len(self.grads))] if sent_dense is None else sent_dense
         self.sends_residuals = bucket.has_residual if sends_residuals is None else sends_residuals
-        self.values: list[Tensor] = []  # the averages that this rank owns, once they are received
 
-    def fill_payloads(
-        self, marks: Tensor, dtype: PayloadDtype, encoded_sizes: Sequence[int] = ()
-    ) -> Tensor:
-        """Write to a payload for every owner what it owns of the tensors that are sent dense; the
-        last ``encoded_sizes[rank]`` numbers are still to be written. Returns the memory of all.
+    def average(
+        self, marks: Tensor, dtype: PayloadDtype, encoded: Sequence[Tensor] = ()
+    ) -> RequestGenerator[Payload]:
+        """Send to every owner what it owns of the tensors that are sent dense, and what is
+        ``encoded`` for it. Returns the mean of this rank's payload.
         """
-        ranks = range(self.layout.ranks)
-        sizes = [self.layout.sizes(rank) for rank in ranks]
-        lengths = [[sizes[rank][i] for i in self.sent_dense] for rank in ranks]
-        for rank_lengths, size in zip(lengths, encoded_sizes, strict=False):
-            rank_lengths.append(size)
+        lengths = [[sizes[i] for i in self.sent_dense] for sizes in self.layout.sizes]
+        parts: dict[int, list[tuple[Tensor, slice]]] = {i: [] for i in self.sent_dense}
+        for of_rank, code in zip(lengths, encoded, strict=False):
+            of_rank.append(len(code))
         self.owner_payloads, flat = self.bucket.make_payloads(lengths, dtype)
         headers = [payload.header for payload in self.owner_payloads]
         torch._foreach_copy_(headers, [marks] * len(headers))
-        absent, to, grads = [], [], []
-        parts: dict[int, list[tuple[Tensor, slice]]] = {i: [] for i in self.sent_dense}
-        for rank, payload in enumerate(self.owner_payloads):
+        absent, to, sent = [], [], []
+        for payload, ranges in zip(self.owner_payloads, self.layout.ranges, strict=True):
             for part, i in zip(payload.unrounded_parts, self.sent_dense, strict=False):
                 if not part.numel():
                     continue
-                g, owned = self.grads[i], slice(*self.layout.ranges[rank][i])
+                g, owned = self.grads[i], slice(*ranges[i])
                 parts[i].append((part, owned))
                 if g is None:
                     absent.append(part)
                 else:
                     to.append(part)
-                    grads.append(g.reshape(-1)[owned])
+                    sent.append(g.reshape(-1)[owned])
+        if encoded:
+            to += [payload.unrounded_parts[-1] for payload in self.owner_payloads]
+            sent += encoded
         if absent:
             torch._foreach_zero_(absent)
         if to:
-            torch._foreach_copy_(to, grads)
-        for batch in Residuals(self.bucket).batches(parts if self.sends_residuals else ()):
+            torch._foreach_copy_(to, sent)
+        if self.sends_residuals:
+            self._add_residuals(parts)
+        for payload in self.owner_payloads:
+            payload.round()
+        received = yield ReduceScatterMean(flat, [x.flat.numel() for x in self.owner_payloads])
+        return self.owner_payloads[self.layout.rank].with_flat(received)
+
+    def _add_residuals(self, parts: dict[int, list[tuple[Tensor, slice]]]) -> None:
+        """Add residuals to ``parts`` of payloads, which have these elements of each tensor."""
+        for batch in Residuals(self.bucket).batches(parts):
             rows = [(part, e.view(-1)[owned]) for i, e in batch for part, owned in parts[i]]
             if rows:
                 torch._foreach_add_([part for part, _ in rows], [e for _, e in rows])
-        return flat
 
-    def exchange(self, flat: Tensor) -> RequestGenerator[Payload]:
-        """Round the payloads, and send each to its owner. Returns the mean of this rank's."""
-        for payload in self.owner_payloads:
-            payload.round()
-        sizes = [payload.flat.numel() for payload in self.owner_payloads]
-        received = yield ReduceScatterMean(flat, sizes)
-        return self.owner_payloads[self.layout.rank].with_flat(received)
-
-    def squared_norm(self) -> Tensor:
-        """Return |G|^2 of this rank's shard, one number for each tensor."""
-        values = [part for part in self.values if part.numel()]
-        return stacked_squared_norms(values or self.values[:1])
-
-    def clip(self, factor: float) -> None:
-        if factor < 1:
-            torch._foreach_mul_(self.values, factor)
+    def read_owned_parts(self, dtype: torch.dtype) -> list[Tensor]:
+        return self.ops.expand_average(self.bucket, self.values, self.positions, dtype)
 
     def next_state(self, i: int) -> dict[str, Tensor]:
         return {}
@@ -161,13 +241,9 @@ class ReduceScatterReducer(OwnerReducer):
     def reduce(self) -> RequestGenerator[Payload]:
         like = torch.empty(0, dtype=self.bucket.compute_dtype, device=self.bucket.device)
         marks = gradient_marks(self.grads, like)
-        flat = self.fill_payloads(marks, self.bucket.group["payload_dtype"])
-        mean = yield from self.exchange(flat)
-        self.values = list(mean.parts)
+        mean = yield from self.average(marks, self.bucket.group["payload_dtype"])
+        self.values = mean.parts
         return mean
-
-    def read_owned_parts(self, dtype: torch.dtype) -> list[Tensor]:
-        return [part.to(dtype) for part in self.values]
 
     def feed_back(self, have_gradients: list[bool]) -> None:
         bucket, is_rounded = self.bucket, self.owner_payloads[0].rounding_errors is not None
@@ -196,6 +272,7 @@ class AllReduceReducer:
     mask: Mask
     mean: Payload
     sends_residuals: bool
+    positions = None  # ``values`` are dense
 
     def __init__(
         self,
@@ -222,24 +299,21 @@ class AllReduceReducer:
         self.mean = yield AllReduceMean(sent)
         return self.mean
 
-    def read_averages(self, indices: list[int], update: Update) -> list[Tensor]:
-        """Return the averaged gradients of these tensors, in the update's memory for them."""
-        parts, positions = self.mean.parts, self.mask.positions
-        dense = [parts[i] if positions[i] is None else None for i in indices]
-        to = update.memory_for(self.bucket, indices, dense)
-        self.ops.decode([parts[i] for i in indices], [positions[i] for i in indices], to)
-        return to
-
+    @property
     def squared_norm(self) -> Tensor:
         return squared_norm(self.mean.body) / self.bucket.shards.ranks
+
+    @property
+    def values(self) -> list[Tensor]:
+        return self.read_owned_parts(self.bucket.compute_dtype)
 
     def clip(self, factor: float) -> None:
         if factor < 1:
             self.mean.body.mul_(factor)
 
-    def read_owned_parts(self, dtype: torch.dtype) -> Sequence[Tensor]:
+    def read_owned_parts(self, dtype: torch.dtype) -> list[Tensor]:
         shards, lengths = self.bucket.shards, self.bucket.lengths
-        sizes = shards.sizes(shards.rank)
+        sizes = shards.own_sizes
         memory = self.bucket.get_memory("average", sum(sizes), dtype)
         owned: list[Tensor] = list(memory.split(sizes))
         whole = self.ops.scratch(memory, sum(lengths), use="whole average").split(lengths)
@@ -257,8 +331,7 @@ class AllReduceReducer:
         elif errors is not None and not self._is_sparse:
             Residuals(self.bucket).set([(i, self.mean.rounding_error_parts[i]) for i in indices])
         elif changes_residual:
-            for batch in Residuals(self.bucket).batches(indices, write=True):
-                self._feed_back(batch)
+            self.ops.feed_back(self.bucket, indices, self.grads, self.mask, self.mean)
 
     @property
     def changes_residual(self) -> bool:
@@ -271,22 +344,6 @@ class AllReduceReducer:
         if self._is_sparse or self.bucket.offload is not None or not all(have_gradients):
             return False
         return self.bucket.flat["residual"].numel() == errors.numel()
-
-    def _feed_back(self, residuals: list[tuple[int, Tensor]]) -> None:
-        mean, positions = self.mean, [self.mask.positions[i] for i, _ in residuals]
-        es = [e for _, e in residuals]
-        unsent = [
-            (e, g)
-            for (i, e), at in zip(residuals, positions, strict=True)
-            if at is not None and (g := self.grads[i]) is not None
-        ]
-        if unsent:
-            torch._foreach_add_([e for e, _ in unsent], [g for _, g in unsent])
-        if mean.rounding_errors is not None:
-            errors = mean.rounding_error_parts
-            self.ops.write_at(es, positions, [errors[i] for i, _ in residuals])
-        else:
-            self.ops.clear_at(es, positions)
 
     def note_residual(self, have_gradients: list[bool]) -> None:
         """Note whether residuals may be non-zero after this step."""
@@ -308,13 +365,17 @@ def step_by_average(
     """Update all tensors with a gradient on any rank by their average, times ``factor``, and set
     their residuals.
     """
-    have_gradients = bucket.have_gradients(reducer.mean)
-    indices = bucket.count_steps(have_gradients)
+    mean, positions = reducer.mean, reducer.mask.positions
+    indices = [i for i, has_gradient in enumerate(mean.have_gradients) if has_gradient]
     if indices:
-        averages = reducer.read_averages(indices, update)
+        parts, at = [mean.parts[i] for i in indices], [positions[i] for i in indices]
+        dense = [part if index is None else None for part, index in zip(parts, at, strict=True)]
+        averages = update.memory_for(bucket, indices, dense)
+        ops.decode(parts, at, averages)
         scale_all_(averages, factor)
+        bucket.count_steps(mean.have_gradients)
         update.apply(bucket, indices, averages)
-    reducer.feed_back(have_gradients)
+    reducer.feed_back(mean.have_gradients)
 
 
 def step_adamw(bucket: Bucket, ops: Ops, reducer: AllReduceReducer) -> None:

@@ -26,7 +26,7 @@ from .._wire.collectives import Communicator, ProcessGroup, connect
 from .._wire.requests import AllGather, AllReduceMean, Broadcast
 from .._wire.warning import warn
 from .base_state import read_base
-from .collective_generators import CollectiveGenerator, exchange_one
+from .exchange import CollectiveGenerator, exchange_one
 from .handshake import gather_json
 from .optimizer_base import OptimizerBase
 from .options import Group

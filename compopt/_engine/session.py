@@ -40,11 +40,11 @@ from .._wire.collectives import (
 )
 from .._wire.warning import warn
 from .decision import StepDecision
-from .dense_start import Trial, begin_trial
 from .optimizer_base import OptimizerBase
 from .options import Group, OptionSnapshot
 from .overlap import BackwardOverlap, PostCommitExchanges
 from .stats import RunTotals, Stats, WaitRecord, show_summary
+from .trial import Trial, begin_trial
 
 OFFLOADED = {"residual": ("residual",), "all": ("residual", "master")}
 requires_grad = attrgetter("requires_grad")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 
 from .._state.buckets import Bucket
 from .._wire.codec import PAYLOAD_CODECS
-from .dense_start import FOREVER, count_dense_steps, ramp_of
+from .options import FOREVER, count_dense_steps, ramp_of
 
 log = logging.getLogger("compopt")
 SHORTEST_RUN = 20  # steps of a run with a summary

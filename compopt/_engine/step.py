@@ -17,17 +17,24 @@ from collections.abc import Iterable
 import torch
 
 from .._state.buckets import Bucket
-from .._state.replicas import find_part, sum_part
 from .._wire.collectives import Communicator, get_rank, profiler_range
 from .._wire.payload import FieldValues
 from .._wire.requests import AllReduceMean, Answer, CommunicationError, RunBatched
-from .collective_generators import CollectiveGenerator, exchange_one
 from .decision import StepDecision, combine_decisions, read_decision
-from .exchange import BucketExchange, ExchangeSchedule, run_batched_requests
+from .exchange import (
+    BucketExchange,
+    CollectiveGenerator,
+    ExchangeSchedule,
+    exchange_one,
+    run_batched_requests,
+)
 from .gradients import check_gradients, drop_scale, restore_scale, unscale_gradients
 from .handshake import (
+    checksum_sum,
+    find_part,
     raise_failure,
     raise_mismatch,
+    sum_part,
     verify_peers,
     warn_if_without_gradients,
 )
@@ -304,7 +311,7 @@ class Step:
         replica_sum = self._sum_replicas()
         yield from schedule.run()
         decision = read_decision(exchanges, replica_sum)
-        session.replica_checksum = decision.replica_checksum
+        session.replica_checksum = checksum_sum(decision.replica_sum)
         if decision.control_means["stale"][0] == 0 or len(exchanges) == 1:
             decision.early_buckets = len(stale)
             return decision
@@ -327,8 +334,8 @@ class Step:
         due = find_part(self.number, optimizer.check_replicas_every)
         if due is None or comm.size == 1 or not optimizer.has_equal_replicas:
             return None
-        params = [p for group in self.session.option_groups for p in group["params"]]
-        return sum_part(params, *due)
+        buckets = [*self.session.buckets, *self.session.frozen_buckets]
+        return sum_part([p for bucket in buckets for p in bucket.local_params], *due)
 
     def _raise_if_failed(self, decision: StepDecision) -> CollectiveGenerator[None]:
         """Raise the same error on all ranks if the step failed."""

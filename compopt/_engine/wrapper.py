@@ -27,6 +27,7 @@ from .._state.tensors import is_accelerator
 from .._wire.collectives import ProcessGroup
 from .base_state import copy_state
 from .bases import (
+    WrappedUpdate,
     check_base,
     check_mode,
     draw_alike,
@@ -34,6 +35,7 @@ from .bases import (
     is_in_eval_mode,
     list_constructor_options,
     may_draw,
+    replace_gradients,
     select_options,
     warn_of_unread_options,
 )
@@ -49,7 +51,6 @@ from .combined import (
 from .optimizer import CompressedOptimizer
 from .options import ComparedGroups, Group, Setting, check_base_group
 from .session import Role
-from .update import WrappedUpdate, replace_gradients
 
 
 class Wrapper(CompressedOptimizer):

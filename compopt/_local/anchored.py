@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .._engine.bases import has_modes
 from .._engine.checkpoint import check_groups, warn_of_missing_state
-from .._engine.collective_generators import CollectiveGenerator
 from .._engine.decision import StepDecision
+from .._engine.exchange import CollectiveGenerator
 from .._engine.handshake import gather_json
 from .._engine.options import Group
 from .._engine.resharding import catch_up, warn_of_lost_residuals

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._engine.collective_generators import CollectiveGenerator
+from .._engine.exchange import CollectiveGenerator
 from .._engine.handshake import VALUES, checksum_values
 from .._engine.optimizer import CompressedOptimizer
 from .._engine.options import Group, Setting, check_base_group
@@ -28,8 +28,7 @@ from .._engine.resharding import copy_from_rank_ahead, write_tensors
 from .._engine.session import Session
 from .._engine.signals import defer_signals
 from .._ops.backends import choose_backend
-from .._ops.norms import scale_
-from .._ops.operations import Ops
+from .._ops.operations import Ops, scale_
 from .._state.buckets import Bucket, bucket_bytes
 from .._state.layouts import LocalShape
 from .._state.residuals import Residuals, residual_layout
@@ -185,13 +184,6 @@ class AnchorBucket(Bucket):
         assert self.pseudo_gradient is not None
         now = self.write_pseudo_gradient(torch.empty_like(self.pseudo_gradient))
         return self.pseudo_gradient - now
-
-    def end_sync(self, keeps_memory: bool) -> None:
-        """End a sync; free its memory, unless the next one reuses it."""
-        vars(self).pop("payload", None)
-        self.pseudo_gradient = None
-        if not keeps_memory:
-            self.release_memory()
 
 
 class Anchors:
@@ -419,8 +411,10 @@ class Anchors:
         keeps = size <= KEPT_BYTES and all(b.device.type == "cpu" for b in buckets)
         self._scratch = self._scratch if keeps else Scratch()
         for bucket in buckets:
-            bucket.end_sync(keeps)
-            bucket.scratch = self._scratch
+            vars(bucket).pop("payload", None)
+            bucket.pseudo_gradient, bucket.scratch = None, self._scratch
+            if not keeps:
+                bucket.release_memory()
 
     # Fragments
 

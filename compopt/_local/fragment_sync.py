@@ -25,13 +25,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._engine.collective_generators import CollectiveGenerator, sum_over_groups
-from .._engine.handshake import raise_failure, raise_mismatch
+from .._engine.exchange import CollectiveGenerator, sum_over_groups
+from .._engine.handshake import raise_failure, raise_mismatch, sum_part
 from .._engine.join import copy_options_from_ranks_with_data
 from .._engine.optimizer_base import OptimizerBase
 from .._engine.signals import defer_signals
-from .._ops.norms import stacked_squared_norms
-from .._state.replicas import sum_part
+from .._ops.operations import stacked_squared_norms
 from .._wire.collectives import Communicator, PendingCollective
 from .._wire.requests import AllGather, AllReduceMean, CommunicationError, EncodeError
 from .anchors import (

@@ -22,9 +22,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from .._engine.dense_start import dense_start_of
 from .._engine.fsdp_backward import PendingResidual
-from .._engine.options import Group, Setting
+from .._engine.options import Group, Setting, dense_start_of
 from .._engine.reducer import ReduceScatterReducer
 from .._engine.reducing_optimizer import ReducingOptimizer
 from .._state.buckets import Bucket

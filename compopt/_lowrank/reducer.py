@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from .._engine.reducer import ReduceScatterReducer
-from .._ops.norms import stacked_squared_norms
-from .._ops.operations import Ops
+from .._ops.operations import Ops, stacked_squared_norms
 from .._ops.update_helpers import Factored
 from .._state.buckets import Bucket
 from .._state.masks import Mask

@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
+from operator import attrgetter
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from .._state.bits import find_positions, make_bits, positions_dtype, unpack_bits
+from .._state.bits import find_positions, make_bits, positions_dtype, select_top_k, unpack_bits
 from .._state.blocks import BlockCodec
 from .._state.buckets import Bucket
 from .._state.masks import Mask, Tensors
@@ -24,8 +26,10 @@ from .._state.residuals import Residuals
 from .._wire.codec import PAYLOAD_CODECS
 from .._wire.payload import CACHE_ELEMENTS, Payload, Scratch, block_size
 from .._wire.requests import RequestGenerator, RunBatched
-from . import norms, reference
+from . import reference
 
+WIDTH = 65536  # elements of a norm that are added up side by side
+DEVICE, DTYPE, KIND = attrgetter("device"), attrgetter("dtype"), attrgetter("device", "dtype")
 HYPER = ("betas", "eps", "weight_decay", "maximize")
 Group = dict[str, Any]
 Positions = Sequence[Tensor | None]  # None: everywhere
@@ -83,7 +87,7 @@ class Ops:
     """The torch backend: PyTorch's operators, ``torch._fused_adamw_`` among them.
 
     The reducer's side: ``encode`` makes a bucket's payload, ``decode`` reads the average, and
-    ``write_at`` and ``clear_at`` change residuals. The update's side: ``adamw``, ``adams``.
+    ``feed_back`` updates residuals. The update's side: ``adamw``, ``adams``.
     Selection: ``top_k_mask``, ``top_k_positions``, ``positions``. Fused implementations: ``run``,
     ``run_batched``.
     """
@@ -159,7 +163,7 @@ class Ops:
         ``Mask(bucket)`` sends all elements.
         """
         like = torch.empty(0, dtype=bucket.compute_dtype, device=bucket.device)
-        marks, positions = norms.gradient_marks(grads, like), mask.positions
+        marks, positions = gradient_marks(grads, like), mask.positions
         payload = bucket.make_payload(mask.sizes, bucket.group.get("payload_dtype"))
         payload.header.copy_(marks)
         parts = payload.unrounded_parts
@@ -186,8 +190,8 @@ class Ops:
         return payload.round()
 
     def write_header(self, payload: Payload, grads: Tensors) -> None:
-        """Write a mark for each tensor into the header (see ``norms.gradient_marks``)."""
-        payload.header.copy_(norms.gradient_marks(grads, payload.header))
+        """Write a mark for each tensor into the header (see ``gradient_marks``)."""
+        payload.header.copy_(gradient_marks(grads, payload.header))
 
     def decode(self, values: Sequence[Tensor], positions: Positions, out: Sequence[Tensor]) -> None:
         """Write averaged values at these positions (None: everywhere) to each ``out``, and 0
@@ -199,29 +203,43 @@ class Ops:
         self.write_at(out, positions, values)
 
     def write_at(
-        self, xs: Sequence[Tensor], positions: Positions, values: Sequence[Tensor]
+        self, xs: Sequence[Tensor], positions: Positions, values: Sequence[Tensor] | None
     ) -> None:
-        """Write to each x its ``values`` at its positions, or everywhere."""
+        """Write to each x its ``values``, None for zeros, at its positions, or everywhere."""
         dense: list[tuple[Tensor, Tensor]] = []
-        for x, index, new in zip(xs, positions, values, strict=True):
+        cleared: list[Tensor] = []
+        new_values: Tensors = [None] * len(xs) if values is None else [*values]
+        for x, index, new in zip(xs, positions, new_values, strict=True):
             x = x.view(-1)
             if index is not None:
-                x.scatter_(0, self.as_int64(index), new.to(x.dtype))
+                index = self.as_int64(index)
+                x.scatter_(0, index, 0 if new is None else new.to(x.dtype))
+            elif new is None:
+                cleared.append(x)
             elif x.data_ptr() != new.data_ptr() or x.dtype != new.dtype:
                 dense.append((x, new))
         if dense:
             torch._foreach_copy_([x for x, _ in dense], [new for _, new in dense])
+        if cleared:
+            torch._foreach_zero_(cleared)
 
-    def clear_at(self, xs: Sequence[Tensor], positions: Positions) -> None:
-        """Set each x to 0 at its positions, or everywhere."""
-        dense: list[Tensor] = []
-        for x, index in zip(xs, positions, strict=True):
-            if index is None:
-                dense.append(x)
-            else:
-                x.view(-1).scatter_(0, self.as_int64(index), 0)
-        if dense:
-            torch._foreach_zero_(dense)
+    def feed_back(
+        self, bucket: Bucket, indices: list[int], grads: Tensors, mask: Mask, mean: Payload
+    ) -> None:
+        """Add gradients to the residuals of these tensors, and set residuals on the mask to the
+        payload's rounding errors, or 0.
+        """
+        for batch in Residuals(bucket).batches(indices, write=True):
+            positions, es = [mask.positions[i] for i, _ in batch], [e for _, e in batch]
+            unsent = [
+                (e, g)
+                for (i, e), index in zip(batch, positions, strict=True)
+                if index is not None and (g := grads[i]) is not None
+            ]
+            if unsent:
+                torch._foreach_add_([e for e, _ in unsent], [g for _, g in unsent])
+            errors = mean.rounding_error_parts
+            self.write_at(es, positions, [errors[i] for i, _ in batch] if errors else None)
 
     def as_int64(self, index: Tensor) -> Tensor:
         """Return positions as int64, which scatter requires, in scratch memory."""
@@ -231,12 +249,58 @@ class Ops:
 
     # Updates
 
-    def compute_adamw(self, group: Group, tensors: AdamWTensors, out: AdamWTensors) -> None:
-        """Write weights, moments and numbers of steps after an AdamW step to ``out``."""
-        for name in ("weights", "exp_avgs", "exp_avg_sqs", "steps"):
-            torch._foreach_copy_(getattr(out, name), getattr(tensors, name))
-        torch._foreach_add_(out.steps, 1)
-        self.adamw(group, out)
+    def update_adamw(self, bucket: Bucket, indices: list[int], averages: list[Tensor]) -> None:
+        """Do one AdamW step of a bucket's tensors, which count it already, by their averages."""
+        state, weights = bucket.state, bucket.weights
+        columns = (weights, state["exp_avg"], state["exp_avg_sq"], state["step"])
+        w, m, v, steps = ([column[i] for i in indices] for column in columns)
+        self.adamw(bucket.group, AdamWTensors(w, averages, m, v, steps))
+        bucket.publish_masters(indices)
+
+    def update_adams(self, bucket: Bucket, indices: list[int], averages: list[Tensor]) -> None:
+        """Do the same with AdamS, of averages that are negated when maximizing."""
+        weights, momenta, steps = bucket.weights, bucket.state["exp_avg"], bucket.state["step"]
+        for i, g in zip(indices, averages, strict=True):
+            self.adams(bucket.group, weights[i], g, momenta[i], steps[i])
+        bucket.publish_masters(indices)
+
+    def expand_average(
+        self, bucket: Bucket, values: list[Tensor], positions: Tensor | None, dtype: torch.dtype
+    ) -> list[Tensor]:
+        """Return what this rank owns of each tensor's average, as vectors for this step.
+
+        ``values``: these vectors; with ``positions`` those of dense tensors, and last what is at
+        these among the rank's own bits of the mask, with 0 elsewhere.
+        """
+        if positions is None:
+            return [x.to(dtype) for x in values]
+        layout, (*dense_values, at_positions) = bucket.shards, values
+        begin, end = layout.own_bits
+        average = bucket.get_memory("average", end - begin, dtype).zero_()
+        average.index_copy_(0, positions, at_positions.to(dtype))
+        dense = iter(dense_values)
+        parts = layout.own_parts_of_mask
+        return [next(dense).to(dtype) if at is None else average[slice(*at)] for at in parts]
+
+    def compute_adamw(
+        self,
+        bucket: Bucket,
+        indices: list[int],
+        weights: list[Tensor],
+        values: list[Tensor],
+        positions: Tensor | None,
+        out: Sequence[list[Tensor]],
+    ) -> None:
+        """Write to ``out`` weights and both moments after an AdamW step of this rank's shards of
+        these tensors, by an average (see ``expand_average``); all else stays as it is.
+        """
+        state, dtype = bucket.state, weights[0].dtype
+        averages = self.expand_average(bucket, values, positions, dtype)
+        for to, column in zip(out, (weights, state["exp_avg"], state["exp_avg_sq"]), strict=True):
+            torch._foreach_copy_(to, [column[i] for i in indices])
+        steps = torch.stack([state["step"][i] for i in indices]).add_(1).unbind()
+        w, m, v = out
+        self.adamw(bucket.group, AdamWTensors(w, [averages[i] for i in indices], m, v, [*steps]))
 
     def adamw(self, group: Group, tensors: AdamWTensors) -> None:
         """Do one AdamW step in place; ``steps`` already count it."""
@@ -249,7 +313,13 @@ class Ops:
                 hyper = {name: group[name] for name in HYPER}
                 reference.adamw_(w, g, m, v, float(step), lr=float(group["lr"]), **hyper)
         if plain:
-            adamw_batched_(group, AdamWTensors.from_rows(plain))
+            hyper = {name: group[name] for name in HYPER}
+            beta1, beta2 = hyper.pop("betas")
+            hyper |= {"lr": float(group["lr"]), "beta1": beta1, "beta2": beta2, "amsgrad": False}
+            hyper["maximize"] = bool(group["maximize"])  # torch's own steps take any value
+            x = AdamWTensors.from_rows(plain)
+            moments = x.exp_avgs, x.exp_avg_sqs
+            torch._fused_adamw_(x.weights, x.grads, *moments, [], x.steps, **hyper)
 
     def adams(
         self,
@@ -291,11 +361,30 @@ class Ops:
         positions = score.reshape(-1).topk(k, sorted=False).indices
         return make_bits(positions, (score.numel() + 7) // 8)
 
-    def top_k_positions(self, x: Tensor, k: int) -> Tensor | None:
-        """Return the positions, ascending, of the k largest |x|, int64; None if the search for a
-        threshold is cheaper.
+    def top_k_positions(self, x: Tensor, k: int) -> Tensor:
+        """Return the positions, ascending, of exactly the k largest |x|, int64; of all nonzero
+        elements where there are fewer.
         """
-        return None
+        return select_top_k(x, k, self._scratch)
+
+    def top_k_of_each(self, parts: Sequence[Tensor], ks: Sequence[int]) -> Tensor:
+        """Return the positions of the k largest of each vector, in vectors that are contiguous in
+        memory.
+
+        On a CPU positions ascend, and zeros are left out where there are fewer nonzero elements. On
+        other devices exactly k of each are selected, in any order: the host does not wait.
+        """
+        starts = [0, *accumulate(len(part) for part in parts)]
+        if parts[0].device.type == "cpu":
+            rows = zip(parts, ks, starts, strict=False)
+            return torch.cat([self.top_k_positions(x, k).add_(start) for x, k, start in rows])
+        magnitudes = torch._foreach_abs(list(parts))
+        selected = [
+            magnitude.topk(min(k, len(magnitude)), sorted=False).indices
+            for magnitude, k in zip(magnitudes, ks, strict=True)
+        ]
+        torch._foreach_add_(selected, starts[:-1])
+        return torch.cat(selected)
 
     def positions(self, bits: Tensor, n: int, size: int | None = None) -> Tensor:
         """Return the selected positions of a packed mask, ascending.
@@ -304,24 +393,147 @@ class Ops:
         """
         return unpack_bits(bits)[:n].nonzero().view(-1).to(positions_dtype([n]))
 
-    def find_set_bits(self, bits: Tensor) -> Tensor:
-        """Return the positions of all set bits, ascending, int64."""
-        return find_positions(bits)
-
-    def spread_values(self, values: Tensor, at: Tensor, positions: Tensor, n: int) -> Tensor:
-        """Return numbers for ``positions`` below n: these values where they are ``at``, which may
-        have zeros elsewhere, and 0.
+    def read_union(
+        self, bits: Tensor, values: Tensor, at: Tensor, union: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the positions of all set bits (``union``, if known), ascending, int64, and a
+        number for each: these values where they are ``at``, with zeros elsewhere or not, and 0.
         """
-        memory = self.scratch(values, n, use="x").index_fill_(0, positions, 0)
-        return memory.scatter_(0, at, values).index_select(0, positions)
+        positions = find_positions(bits) if union is None else union
+        memory = self.scratch(values, 8 * len(bits), use="x").index_fill_(0, positions, 0)
+        return positions, memory.scatter_(0, at, values).index_select(0, positions)
 
 
-def adamw_batched_(group: Group, tensors: AdamWTensors) -> None:
-    """Do one AdamW step in one launch; ``steps`` already count it."""
-    hyper = {name: group[name] for name in HYPER}
-    beta1, beta2 = hyper.pop("betas")
-    hyper |= {"lr": float(group["lr"]), "beta1": beta1, "beta2": beta2, "amsgrad": False}
-    hyper["maximize"] = bool(group["maximize"])  # torch's own steps take any value
-    weights, grads = tensors.weights, tensors.grads
-    moments = tensors.exp_avgs, tensors.exp_avg_sqs
-    torch._fused_adamw_(weights, grads, *moments, [], tensors.steps, **hyper)
+# Whether gradients are finite
+
+
+def gradient_marks(grads: Sequence[Tensor | None], like: Tensor) -> Tensor:
+    """Return for every gradient 1 if it and its squared norm are finite, NaN if they are not (a
+    second moment could not hold it), 0 if there is no gradient.
+
+    All backends skip a step by this rule. The square is of the gradient's dtype, at least float32:
+    one element of 1e20 is too large, 1e18 is not, and many of 1e18 are.
+    """
+    given = [g for g in grads if g is not None]
+    if not given:
+        return like.new_zeros(len(grads))
+    dtype = torch.promote_types(given[0].dtype, torch.float32)
+    norms = torch.stack(torch._foreach_norm(given, 2, dtype=dtype))
+    marks = norms.mul_(0).add_(1).to(like.dtype)
+    if len(given) == len(grads):
+        return marks
+    rest, zero = iter(marks.unbind()), marks.new_zeros(())
+    return torch.stack([zero if g is None else next(rest) for g in grads])
+
+
+# Squared norms
+
+
+def squared_norm(x: Tensor) -> Tensor:
+    """Return |x|^2, in float64."""
+    return stacked_squared_norms([x])[0]
+
+
+def total_norm(xs: Sequence[Tensor]) -> Tensor:
+    """Return the L2 norm of all tensors together, on the device of the first, as
+    ``torch.nn.utils.get_total_norm``; in float32 where the norm of float16 tensors overflows.
+    """
+    kinds = dict.fromkeys(zip(map(DEVICE, xs), map(DTYPE, xs), strict=True))
+    runs = [[*xs]] if len(kinds) == 1 else [[x for x in xs if KIND(x) == kind] for kind in kinds]
+    norms = [norm for run in runs for norm in torch._foreach_norm(run)]
+    if len(kinds) > 1:
+        norms = [norm.to(xs[0].device) for norm in norms]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    # in this order: the host waits for float16 tensors only
+    if all(dtype != torch.float16 for _, dtype in kinds) or norm.isfinite():
+        return norm
+    norms = [
+        torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in xs
+    ]
+    norm = torch.linalg.vector_norm(torch.stack([norm.to(xs[0].device) for norm in norms]))
+    return norm
+
+
+def reproducible_squared_norm(x: Tensor) -> Tensor:
+    """Return |x|^2 with the same bits for any number of threads and any processor, for what scales
+    an update.
+
+    Elements a fixed distance apart are added up in turn, in float32, then halves to halves, in
+    float64: elementwise additions and products, which every machine rounds alike.
+    """
+    if x.device.type != "cpu":
+        return squared_norm(x)
+    for dtype in (torch.promote_types(x.dtype, torch.float32), torch.float64):
+        sums = torch.zeros(min(WIDTH, x.numel()), dtype=dtype, device=x.device)
+        memory = torch.empty_like(sums)
+        for part in x.split(WIDTH):
+            wide, square = part.to(dtype), memory[: part.numel()]
+            # not addcmul: a fused one rounds once, not twice
+            sums[: part.numel()].add_(torch.mul(wide, wide, out=square))
+        sums, n = sums.double(), sums.numel()
+        while n > 1:
+            half = (n + 1) // 2
+            sums[: n - half].add_(sums[half:n])
+            n = half
+        total = sums[:1].sum()
+        if total.isfinite():
+            break
+    return total
+
+
+def squared_norms(xs: Sequence[Tensor], reproducible: bool = False) -> list[Tensor]:
+    """Return |x|^2 of each, in float64; on one device in a few launches for all."""
+    if len({x.device for x in xs}) > 1:
+        return [squared for x in xs for squared in stacked_squared_norms([x], reproducible)]
+    return list(stacked_squared_norms(xs, reproducible).unbind()) if xs else []
+
+
+def stacked_squared_norms(xs: Sequence[Tensor], reproducible: bool = False) -> Tensor:
+    """Return |x|^2 of each tensor, all on one device, as one vector in float64."""
+    if xs[0].device.type != "cpu":  # a look at float32 results would cost more than float64
+        if len(xs) == 1:
+            norm: Tensor = torch.linalg.vector_norm(xs[0], dtype=torch.float64)
+            return norm.square_().view(1)
+        return torch.stack(torch._foreach_norm(list(xs), 2, dtype=torch.float64)).square_()
+    if reproducible:
+        return torch.stack([reproducible_squared_norm(x).double() for x in xs])
+    return squared_norms_on_cpu(xs)
+
+
+def squared_norms_on_cpu(xs: Sequence[Tensor]) -> Tensor:
+    """Return |x|^2 of each: sums of parts in float32, which are added up in float64; all of it in
+    float64 where float32 overflows.
+    """
+    parts = [x.reshape(-1).split(WIDTH) for x in xs]
+    flat = [part for of_one in parts for part in of_one]
+    dtype = torch.promote_types(flat[0].dtype, torch.float32)
+    squares = torch.stack(torch._foreach_norm(flat, 2, dtype=dtype)).double().square_()
+    if not squares.isfinite().all():
+        squares = torch.stack(torch._foreach_norm(flat, 2, dtype=torch.float64)).square_()
+    if len(flat) == len(xs):
+        return squares
+    if len(xs) == 1:
+        return squares.sum().view(1)
+    numbers = [i for i, of_one in enumerate(parts) for _ in of_one]
+    at = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    return squares.new_zeros(len(xs)).index_add_(0, at, squares)
+
+
+# Clipping
+
+
+def clip_factor(norm: float, max_norm: float | None) -> float:
+    """Return the factor on a gradient of this norm, as in ``torch.nn.utils.clip_grad_norm_``."""
+    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+
+
+def scale_(x: Tensor, factor: float) -> None:
+    """Multiply ``x`` by ``factor``, in place."""
+    if factor != 1:
+        x.mul_(factor)
+
+
+def scale_all_(xs: list[Tensor], factor: float) -> None:
+    """Multiply every tensor by ``factor``, in place."""
+    if factor != 1 and xs:
+        torch._foreach_mul_(xs, factor)

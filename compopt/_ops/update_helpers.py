@@ -23,7 +23,7 @@ def feed_back_rounding(
     """
     if mean.rounding_errors is None:
         return
-    for i, has_gradient in enumerate(bucket.have_gradients(mean)):
+    for i, has_gradient in enumerate(mean.have_gradients):
         if has_gradient and bucket.compressed[i]:
             rounding_errors = mean.rounding_error_parts[i]
             rounding_errors = rounding_errors if factor == 1 else rounding_errors.mul_(factor)
@@ -96,7 +96,7 @@ def resize_momenta(bucket: Bucket, mean: Payload, mask: Mask) -> list[Tensor]:
     the mask of the step before.
     """
     old = bucket.state["exp_avg"]
-    rows = zip(bucket.have_gradients(mean), mask.sizes, bucket.sizes["exp_avg"], strict=True)
+    rows = zip(mean.have_gradients, mask.sizes, bucket.sizes["exp_avg"], strict=True)
     bucket.resize_state(
         "exp_avg", [size if has_gradient else old_size for has_gradient, size, old_size in rows]
     )

@@ -16,7 +16,7 @@ further from the unrounded ones than that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -24,12 +24,10 @@ from torch import Tensor
 
 from .._engine.options import require_option
 from .._engine.reducer import ShardReducer
-from .._ops.norms import clip_factor
-from .._ops.operations import AdamWTensors, Ops
+from .._ops.operations import Ops, clip_factor, scale_all_
 from .._state.buckets import Bucket
 from .._state.residuals import Residuals
 from .._state.shards import unshard
-from .._state.tensors import to_local
 from .._wire.codec import GatherCodec, QuantizedCodec, dtype_name
 from .._wire.requests import Agree, AllGather, ReadyToCommit, RequestGenerator
 
@@ -41,17 +39,17 @@ UPDATE_SEED_SALT = 1_000_001  # makes seeds of updates differ from those of payl
 
 def step_zero1_shards(bucket: Bucket, ops: Ops, reducer: ShardReducer) -> RequestGenerator[None]:
     """Average one bucket by ``reducer``; each rank updates its shard of it with AdamW."""
-    update = ShardedAdamW(bucket, ops)
     mean = yield from reducer.reduce()
-    norm = yield Agree(mean, reducer.phase, reducer.squared_norm(), covers_shard_only=True)
+    norm = yield Agree(mean, reducer.phase, reducer.squared_norm, covers_shard_only=True)
 
-    have_gradients = bucket.have_gradients(mean)
-    reducer.clip(clip_factor(norm, bucket.group["max_grad_norm"]))
-    update.compute(reducer.read_owned_parts(update.dtype), have_gradients)
+    values = reducer.values
+    scale_all_(values, clip_factor(norm, bucket.group["max_grad_norm"]))
+    update = ShardedAdamW(bucket, ops)
+    update.compute(values, reducer.positions, mean.have_gradients)
     yield from update.gather()
     # from here on state changes
-    update.commit(have_gradients)
-    reducer.feed_back(have_gradients)
+    update.commit(mean.have_gradients)
+    reducer.feed_back(mean.have_gradients)
 
 
 class ShardedAdamW:
@@ -63,9 +61,8 @@ class ShardedAdamW:
 
     def __init__(self, bucket: Bucket, ops: Ops):
         self.bucket, self.ops, self.shards = bucket, ops, bucket.shards
-        self.weights = bucket.weights
-        self.dtype = self.weights[0].dtype  # to which gradients are converted
-        group, state = bucket.group, bucket.state
+        self.memory: dict[str, Tensor] = {}  # of new state, until the commit
+        group, state, self.codec = bucket.group, bucket.state, None
         rounded_to = None if bucket.is_single_process else group.get("update_dtype")
         if rounded_to is not None and "update_residual" not in state:
             raise ValueError(
@@ -73,9 +70,9 @@ class ShardedAdamW:
                 "without it, and keeps no update_residual: give it to the constructor, or to one "
                 "group of it."
             )
-        codec, self.codec = bucket.codecs[rounded_to], None
+        codec = bucket.codecs[rounded_to]
         if isinstance(codec, QuantizedCodec):
-            sizes = [tuple(self.shards.sizes(rank)) for rank in range(self.shards.ranks)]
+            sizes = [*map(tuple, self.shards.sizes)]
             self.codec = GatherCodec(codec, sizes, bucket.scratch)
         payload = bucket.codecs[group["payload_dtype"]].dtype
         in_half = payload == torch.bfloat16 and bucket.dtype == torch.float32
@@ -83,26 +80,36 @@ class ShardedAdamW:
         self.sends_bfloat16_updates = self.codec is None and in_half and not is_alone
         self.sends_updates = self.codec is not None or self.sends_bfloat16_updates
 
-    def compute(self, grads: Sequence[Tensor], have_gradients: list[bool]) -> None:
-        """Compute from averaged ``grads`` what is gathered; nothing else is written."""
-        bucket, self.grads = self.bucket, grads
-        owned = [i for i, w in enumerate(self.weights) if w.numel()]
+    def compute(
+        self, values: list[Tensor], positions: Tensor | None, have_gradients: list[bool]
+    ) -> None:
+        """Compute what is gathered from an average (see ``Ops.expand_average``); nothing else is
+        written.
+        """
+        bucket, sizes, memory = self.bucket, self.shards.own_sizes, self.bucket.get_memory
+        owned = [i for i, size in enumerate(sizes) if size]
         self.stepped = [i for i in owned if have_gradients[i]]
-        stay = [i for i in owned if not have_gradients[i]]
-        sizes = self.shards.sizes(self.shards.rank)
-        self.gathered = bucket.get_memory("new parameters", self.shards.max_numel, bucket.dtype)
+        stay, weights = [i for i in owned if not have_gradients[i]], bucket.weights
+        self.gathered = memory("new parameters", self.shards.max_numel, bucket.dtype)
         self.gathered[sum(sizes) :].zero_()
         outs = self.gathered[: sum(sizes)].split(sizes)
         if self.stepped:
-            to = [outs[i] for i in self.stepped]
-            self.new = self._make_memory(to)
-            self.ops.compute_adamw(bucket.group, self._list_tensors(), self.new)
-            if bucket.dtype != self.dtype:
-                torch._foreach_copy_(to, self.new.weights)
+            new = [[outs[i] for i in self.stepped]]
+            stepped_sizes = [sizes[i] for i in self.stepped]
+            for name in ("exp_avg", "exp_avg_sq", "master"):
+                if name in bucket.state:
+                    flat = memory(f"new {name}", sum(stepped_sizes), weights[0].dtype)
+                    self.memory[name] = flat
+                    new.append([*flat.split(stepped_sizes)])
+            to, m, v, *masters = new
+            out = [*masters, to][0], m, v  # parameters without a master are gathered
+            self.ops.compute_adamw(bucket, self.stepped, weights, values, positions, out)
+            if masters:
+                torch._foreach_copy_(to, masters[0])
         if stay:
-            torch._foreach_copy_([outs[i] for i in stay], [self.weights[i] for i in stay])
+            torch._foreach_copy_([outs[i] for i in stay], [weights[i] for i in stay])
         if self.sends_updates and owned:
-            torch._foreach_sub_([outs[i] for i in owned], [self.weights[i] for i in owned])
+            torch._foreach_sub_([outs[i] for i in owned], [weights[i] for i in owned])
         if self.codec is not None and self.stepped:
             Residuals(bucket, "update_residual").add_to([(i, outs[i]) for i in self.stepped])
 
@@ -112,7 +119,7 @@ class ShardedAdamW:
         if self.codec is not None:
             message = bucket.get_memory("quantized updates", self.codec.nbytes, torch.uint8)
             seed = (bucket.group["step"], bucket.index, UPDATE_SEED_SALT, self.shards.rank)
-            own_updates = self.gathered[: sum(self.shards.sizes(self.shards.rank))]
+            own_updates = self.gathered[: sum(self.shards.own_sizes)]
             self.codec.encode(own_updates, self.shards.rank, message, seed)
         elif self.sends_bfloat16_updates:
             message = self.gathered.bfloat16()
@@ -132,53 +139,27 @@ class ShardedAdamW:
         yield ReadyToCommit()
 
     def commit(self, have_gradients: list[bool]) -> None:
-        """Write moments and masters of this rank's shard, step counts, and all parameters."""
-        bucket, state = self.bucket, self.bucket.state
-        elsewhere = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
-        elsewhere = [i for i in elsewhere if i not in self.stepped]
-        if elsewhere:
-            torch._foreach_add_([state["step"][i] for i in elsewhere], 1)
-        if self.stepped:
-            torch._foreach_copy_([state["step"][i] for i in self.stepped], self.new.steps)
-            for name, memory in self.memory.items():
-                if memory.numel() == bucket.flat[name].numel():
-                    bucket.store_state(name, memory)
-                else:
-                    parts = memory.split([self.weights[i].numel() for i in self.stepped])
-                    torch._foreach_copy_([state[name][i] for i in self.stepped], list(parts))
-        if self.codec is not None and self.stepped:
-            sizes = self.shards.sizes(self.shards.rank)
+        """Write all parameters, moments and masters of this rank's shard, and step counts."""
+        bucket, sizes = self.bucket, self.shards.own_sizes
+        params, flats = bucket.local_params, list[Tensor | None]()
+        for p in params:
+            flats.append(p.detach().view(-1) if p.is_contiguous() else p.reshape(-1).clone())
+        unshard(self.shards, self.rows, flats, add=self.sends_updates)
+        for p, vector in zip(params, flats, strict=True):
+            if vector is not None and not p.is_contiguous():
+                p.copy_(vector.view(p.shape))
+        bucket.count_steps(have_gradients)
+        if not self.stepped:
+            return
+        for name, flat in self.memory.items():
+            if flat.numel() == bucket.flat[name].numel():
+                bucket.store_state(name, flat)
+            else:
+                parts = flat.split([sizes[i] for i in self.stepped])
+                torch._foreach_copy_([bucket.state[name][i] for i in self.stepped], list(parts))
+        if self.codec is not None:
             errors = self.gathered[: sum(sizes)].split(sizes)  # rounding errors, from ``encode``
             Residuals(bucket, "update_residual").set([(i, errors[i]) for i in self.stepped])
-        params = [to_local(p.detach()) for p in bucket.params]
-        flats: list[Tensor | None] = []
-        for p in params:
-            flats.append(p.view(-1) if p.is_contiguous() else p.reshape(-1).clone())
-        unshard(self.shards, self.rows, flats, add=self.sends_updates)
-        for p, flat in zip(params, flats, strict=True):
-            if flat is not None and not p.is_contiguous():
-                p.copy_(flat.view(p.shape))
-
-    def _list_tensors(self) -> AdamWTensors:
-        """Return the tensors of the shards that are updated here."""
-        state = self.bucket.state
-        columns = (self.weights, self.grads, state["exp_avg"], state["exp_avg_sq"], state["step"])
-        return AdamWTensors(*([column[i] for i in self.stepped] for column in columns))
-
-    def _make_memory(self, to: list[Tensor]) -> AdamWTensors:
-        """Return memory for what this step updates, until the commit: for weights ``to``, or that
-        of masters.
-        """
-        sizes, names = [len(x) for x in to], ["exp_avg", "exp_avg_sq"]
-        if "master" in self.bucket.state:  # parameters without one are gathered
-            names.append("master")
-        self.memory = {
-            name: self.bucket.get_memory(f"new {name}", sum(sizes), self.dtype) for name in names
-        }
-        exp_avgs, exp_avg_sqs, *masters = (list(x.split(sizes)) for x in self.memory.values())
-        steps = list(torch.empty(len(to), dtype=torch.float32, device=to[0].device).unbind())
-        grads = [self.grads[i] for i in self.stepped]
-        return AdamWTensors([*masters, to][0], grads, exp_avgs, exp_avg_sqs, steps)
 
 
 # Quantized updates

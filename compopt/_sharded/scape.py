@@ -26,8 +26,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._ops.norms import clip_factor, stacked_squared_norms
-from .._ops.operations import Ops
+from .._ops.operations import Ops, clip_factor, stacked_squared_norms
 from .._ops.update_helpers import gradient_weight
 from .._sparse.scape_masks import Selection, exchange_masks, mask_to_send, next_mask_partition
 from .._state.buckets import Bucket
@@ -50,7 +49,7 @@ def sharded_scape(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     squared = stacked_squared_norms(average)
     norm = yield Agree(mean, mask.phase, squared, covers_shard_only=True)
 
-    weights, momenta = step_owned(bucket, ops, owned, average, bucket.have_gradients(mean), norm)
+    weights, momenta = step_owned(bucket, ops, owned, average, mean.have_gradients, norm)
     gathered, bucket.parameter_bytes = weights.unsqueeze(0), 0
     if shards.ranks > 1:
         gathered = yield AllGather(weights)  # line 4

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .._engine.dense_start import dense_start_of, ramp_of
+from .._engine.options import dense_start_of, ramp_of
 from .._engine.stats import Stats
 from .._ops.operations import Ops
 from .._state.bits import make_bits, set_all_bits_, split_positions
@@ -33,7 +33,6 @@ from .._state.masks import (
 )
 from .._wire.payload import Payload
 from .._wire.requests import AllGather, RequestGenerator
-from .top_k import select_top_k
 
 # Who selects what
 
@@ -77,7 +76,7 @@ class Selection:
 
     def select(self, i: int, x: Tensor) -> None:
         """Select the largest of ``x``, this rank's slice of tensor i."""
-        self.selected[i] = select_top_k(x, self.slices[i].k, self.ops)
+        self.selected[i] = self.ops.top_k_positions(x, self.slices[i].k)
 
     @cached_property
     def positions(self) -> Tensor:
@@ -132,7 +131,7 @@ def _store_momentum_mask(
     bucket: Bucket, ops: Ops, mask: Mask, mean: Payload
 ) -> RequestGenerator[None]:
     """Note that the momenta of tensors with a gradient on any rank are on this mask now."""
-    have_gradients, momentum_mask = bucket.have_gradients(mean), bucket.cache["momentum_mask"]
+    have_gradients, momentum_mask = mean.have_gradients, bucket.cache["momentum_mask"]
     if all(have_gradients) and mask.is_sparse:
         stored = yield from ops.run_batched(store_mask, bucket, mask, "mask")
         bucket.cache["momentum_mask"] = stored

@@ -54,6 +54,8 @@ class Bucket:
     ``index`` is its place in the order in which buckets are exchanged.
     """
 
+    shards: ShardLayout  # only where state is sharded
+
     def __init__(
         self,
         index: int,
@@ -98,13 +100,14 @@ class Bucket:
         self.flat: dict[str, Tensor] = {}
         self.state: dict[str, list[Tensor]] = {}
         self.sizes: dict[str, list[int]] = {}
+        # What ``store_state`` has replaced: memory, sizes, views, and what entries have shown.
+        self._replaced: dict[str, tuple[Tensor, list[int], list[Tensor], list[Tensor]]] = {}
         # Counts allocations: a change of the version means that addresses have changed.
         self.storage_version = 0
         # The steps each tensor has taken: ``state["step"]`` as a vector.
         self.step_counts: Tensor | None = None
         # The optimizer's state of each tensor, which shows the views.
         self.entries: list[Entry] = []
-        self._shards: ShardLayout | None = None
         self.offload: Offload | None = None
         # Unsharded copies of sharded state, from consolidate_state to the next step.
         self.gathered_state: dict[str, list[Tensor | None]] = {}
@@ -156,18 +159,7 @@ class Bucket:
     @property
     def is_sharded(self) -> bool:
         """True if each rank owns the state of a part of each tensor."""
-        return self._shards is not None
-
-    @property
-    def shards(self) -> ShardLayout:
-        """The layout of the shards."""
-        if self._shards is None:
-            raise RuntimeError("this bucket is not cut into shards: set `shards` first.")
-        return self._shards
-
-    @shards.setter
-    def shards(self, shards: ShardLayout) -> None:
-        self._shards = shards
+        return "shards" in vars(self)
 
     @property
     def sharded_names(self) -> list[str]:
@@ -245,11 +237,20 @@ class Bucket:
         """
         flat = self.flat[name]
         is_plain = name in self.layouts and all(x is not None for x in self.state[name])
-        if self.device.type == "cpu" and values.dtype == flat.dtype and is_plain:
-            self._use_storage(name, values)
-            self._memory.replace(values, flat)
-        else:
+        if self.device.type != "cpu" or values.dtype != flat.dtype or not is_plain:
             flat.copy_(values)
+            return
+        sizes, before = self.sizes[name], self._replaced.get(name)
+        shown = [entry[name] for entry in self.entries]
+        self._replaced[name] = flat, sizes, self.state[name], shown
+        if before is not None and before[0] is values and before[1] == sizes:
+            self.storage_version += 1
+            self.flat[name], _, self.state[name], shown = before
+            for entry, view in zip(self.entries, shown, strict=True):
+                entry[name] = view
+        else:
+            self._use_storage(name, values)
+        self._memory.replace(values, flat)
 
     def _use_storage(self, name: str, flat: Tensor) -> None:
         """Keep a state in this memory; the previous views remain readable."""
@@ -315,9 +316,11 @@ class Bucket:
         """The weights of all tensors."""
         if "master" in self.state:
             return self.state["master"]
-        if self.is_sharded or self.is_dtensor:
-            return [self.weight(i) for i in range(len(self.params))]
-        return [p.detach() for p in self.params]
+        params = self.local_params
+        if not self.is_sharded:
+            return [p.detach() for p in params]
+        rows = zip(params, self.shards.own_ranges, strict=True)
+        return [p.detach().reshape(-1)[start:stop] for p, (start, stop) in rows]
 
     def weight(self, i: int) -> Tensor:
         """Return the weights of tensor i: of the part that this rank owns, flat, if sharded; then a
@@ -426,7 +429,8 @@ class Bucket:
     ) -> tuple[list[Payload], Tensor]:
         """Make an empty payload for each rank, that of rank r with ``lengths[r]`` elements.
 
-        Returns the payloads, and the memory in which they lie one after the other.
+        Returns the payloads, and the memory in which they lie one after the other. The next ones
+        reuse it.
         """
         codec, header, control = (
             self._find_codec(dtype),
@@ -437,7 +441,7 @@ class Bucket:
         fields = self._pin_fields((), sent)
         bodies = [sum(row) for row in lengths]
         sizes = [header + control + body for body in bodies]
-        flat = torch.empty(sum(sizes), dtype=sent, device=self.device)
+        flat = self._memory("messages", sum(sizes), sent, self.device)
         errors: Sequence[Tensor | None] = [None] * len(lengths)
         if self.is_rounded and self._is_narrow(sent):
             memory = self.get_memory("rounding_errors", sum(bodies), self.compute_dtype)
@@ -467,21 +471,13 @@ class Bucket:
         fields = torch.tensor([*marks, *self.control.numbers], dtype=dtype, device="cpu")
         return fields if self.device.type == "cpu" else pin(fields, self.device)
 
-    def have_gradients(self, payload: Payload) -> list[bool]:
-        """Return for each tensor whether any rank had a gradient, from an averaged payload."""
-        marks = payload.header.tolist() if payload.marks is None else payload.marks
-        return [mark > 0 for mark in marks]
-
-    def count_steps(self, have_gradients: list[bool]) -> list[int]:
-        """Add 1 to the step count of each tensor with a gradient on any rank; return their
-        indices.
-        """
+    def count_steps(self, have_gradients: list[bool]) -> None:
+        """Add 1 to the step count of each tensor with a gradient on any rank."""
         indices = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
         if self.step_counts is not None and len(indices) == len(self.params):
             self.step_counts.add_(1)
         elif indices:
             torch._foreach_add_([self.state["step"][i] for i in indices], 1)
-        return indices
 
     # Memory of a step
 

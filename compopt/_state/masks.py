@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -71,12 +71,15 @@ class Mask:
         given = positions if bits is None else bits
         self.is_sparse = given is not None and any(one is not None for one in given)
         self.lengths = bucket.lengths
-        nothing: Tensors = [None] * len(self.lengths)
-        self._bits = bits if self.is_sparse else nothing
-        self._positions = positions if self.is_sparse else nothing
         self._given_sizes = sizes  # None where they are not known
-        self._sizes = None if self.is_sparse else self.lengths
         self._decode = decode
+        if not self.is_sparse:
+            self.bits = self.positions = [None] * len(self.lengths)
+            self.sizes = self.lengths
+        elif bits is not None:
+            self.bits = bits
+        if self.is_sparse and positions is not None:
+            self.positions = positions
         # For kernels: the number of elements of its tensor that are selected before each block.
         self.block_offsets: Tensor | None = None
         # The offsets of all masks in one launch, this one's index, and the number of masks.
@@ -90,53 +93,45 @@ class Mask:
     @property
     def has_bits(self) -> bool:
         """True if the bits need not be computed from positions."""
-        return self._bits is not None
+        return "bits" in vars(self)
 
-    @property
+    @cached_property
     def bits(self) -> Sequence[Tensor | None]:
-        if self._bits is None:
-            pairs = zip(self.positions, self.lengths, strict=True)
-            self._bits = [None if p is None else make_bits(p, (n + 7) // 8) for p, n in pairs]
-        return self._bits
+        pairs = zip(self.positions, self.lengths, strict=True)
+        return [None if p is None else make_bits(p, (n + 7) // 8) for p, n in pairs]
 
-    @property
+    @cached_property
     def positions(self) -> Sequence[Tensor | None]:
-        if self._positions is None:
-            sizes = self._given_sizes or [None] * len(self.lengths)
-            decoded: Tensors = []
-            for bits, n, size in zip(self.bits, self.lengths, sizes, strict=True):
-                if bits is None:
-                    decoded.append(None)
-                    continue
-                if self._decode is None:
-                    positions = find_positions(bits).to(positions_dtype([n]))
-                else:
-                    positions = self._decode(bits, n, size)
-                if size is not None and positions.numel() != size:
-                    raise RuntimeError(
-                        f"a mask has {positions.numel()} of {n} elements, and {size} were "
-                        "selected: the optimizer's state was changed from outside. Load a "
-                        "checkpoint."
-                    )
-                decoded.append(positions)
-            self._positions = decoded
-        return self._positions
+        sizes = self._given_sizes or [None] * len(self.lengths)
+        decoded: Tensors = []
+        for bits, n, size in zip(self.bits, self.lengths, sizes, strict=True):
+            if bits is None:
+                decoded.append(None)
+                continue
+            if self._decode is None:
+                positions = find_positions(bits).to(positions_dtype([n]))
+            else:
+                positions = self._decode(bits, n, size)
+            if size is not None and positions.numel() != size:
+                raise RuntimeError(
+                    f"a mask has {positions.numel()} of {n} elements, and {size} were selected: "
+                    "the optimizer's state was changed from outside. Load a checkpoint."
+                )
+            decoded.append(positions)
+        return decoded
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
-        if self._sizes is None:
-            # assigned in one statement: an interrupt must not leave a partial list
-            sizes = [size for size in self._given_sizes or () if size is not None]
-            if len(sizes) < len(self.lengths):
-                pairs = zip(self.positions, self.lengths, strict=True)
-                sizes = [n if p is None else p.numel() for p, n in pairs]
-            self._sizes = sizes
-        return self._sizes
+        sizes = [size for size in self._given_sizes or () if size is not None]
+        if len(sizes) == len(self.lengths):
+            return sizes
+        pairs = zip(self.positions, self.lengths, strict=True)
+        return [n if p is None else p.numel() for p, n in pairs]
 
     def with_bits(self, bits: Sequence[Tensor | None]) -> Mask:
         """Return the same mask with its bits in other memory, ``bits``."""
         mask = copy.copy(self)
-        mask._bits = bits
+        mask.bits = bits
         return mask
 
 

@@ -86,35 +86,23 @@ class ShardLayout:
     gaps: list[Strided]
     compressed_counts: list[int]
     rank: int
+    _own_edges: Tensor | None = None
     _segments_on: dict[torch.device, Segments] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.ranks = len(self.ranges)
-
-    @property
-    def own_ranges(self) -> list[Range]:
-        """The elements of each tensor that this rank owns."""
-        return self.ranges[self.rank]
-
-    def sizes(self, rank: int) -> list[int]:
-        """Return the number of elements of each tensor that ``rank`` owns."""
-        return [stop - start for start, stop in self.ranges[rank]]
-
-    @property
-    def max_numel(self) -> int:
-        """Elements of the largest shard, to which an all-gather pads every rank's."""
-        return max(sum(self.sizes(rank)) for rank in range(self.ranks))
+        self.own_ranges = self.ranges[self.rank]
+        # the number of elements of each tensor that a rank owns, for every rank
+        self.sizes = [[stop - start for start, stop in of_rank] for of_rank in self.ranges]
+        self.own_sizes = self.sizes[self.rank]
+        # elements of the largest shard, to which an all-gather pads every rank's
+        self.max_numel = max(map(sum, self.sizes))
+        self.mask_bytes = self.mask_cuts[-1]
+        cuts = [8 * cut for cut in self.mask_cuts]
+        self.bits = [*itertools.pairwise(cuts)]  # of the mask, of every rank
+        self.own_bits = self.bits[self.rank]
 
     # The mask
-
-    @property
-    def mask_bytes(self) -> int:
-        return self.mask_cuts[-1]
-
-    @property
-    def own_bits(self) -> Range:
-        """This rank's bits of the mask."""
-        return 8 * self.mask_cuts[self.rank], 8 * self.mask_cuts[self.rank + 1]
 
     def views_in_mask_order(self, x: Tensor) -> list[Tensor | None]:
         """Return a view of each compressed tensor in ``x``, which has one element for each bit of
@@ -122,7 +110,7 @@ class ShardLayout:
         """
         return [None if strided is None else strided.view_in(x) for strided in self.strided_bits]
 
-    @property
+    @cached_property
     def own_parts_of_mask(self) -> list[Range | None]:
         """The range of this rank's part of each compressed tensor among the rank's own bits."""
         parts: list[Range | None] = []
@@ -145,7 +133,7 @@ class ShardLayout:
             for row in range(strided.rows)
         ]
         of_ranks: list[list[Run]] = []
-        for begin, end in itertools.pairwise(8 * cut for cut in self.mask_cuts):
+        for begin, end in self.bits:
             runs = []
             for first, size, tensor, at in sorted(of_tensors):
                 start, stop = max(first, begin), min(first + size, end)
@@ -159,6 +147,15 @@ class ShardLayout:
         edges = 8 * torch.tensor(self.mask_cuts, dtype=torch.int64, device=positions.device)
         bounds = torch.searchsorted(positions, edges).tolist()
         return [b - a for a, b in itertools.pairwise(bounds)]
+
+    def bounds_in_own_mask(self, positions: Tensor) -> list[Range]:
+        """Return the range of each tensor among ascending ``positions`` in this rank's own bits, an
+        empty one for a tensor that is not compressed.
+        """
+        if self._own_edges is None:
+            edges = [part or (0, 0) for part in self.own_parts_of_mask]
+            self._own_edges = torch.tensor(edges, dtype=torch.int64, device=positions.device)
+        return [(a, b) for a, b in torch.searchsorted(positions, self._own_edges).tolist()]
 
     def map_to_tensors(self, positions: Tensor) -> Tensor:
         """Convert positions in the mask to positions in the concatenation of all compressed

@@ -151,6 +151,7 @@ class PendingCollective:
         # nobody will wait for it: ``_release_ended`` sees when it has ended
         if self.work is not None and _in_flight and self.work in _in_flight:
             _unowned.add(self.work)
+            _release_in_collections()
 
 
 # The process group of each collective in flight, and those of them whose optimizer is gone.
@@ -183,6 +184,12 @@ def _release_ended(phase: str = "start", *_: object) -> None:
             with contextlib.suppress(ValueError):  # another thread has removed it
                 _abandoned.remove(entry)
                 _destroy(entry.group)
+
+
+def _release_in_collections() -> None:
+    """Let Python's collector call ``_release_ended``, from the first time that there is a need."""
+    if _release_ended not in gc.callbacks:
+        gc.callbacks.append(_release_ended)
 
 
 @atexit.register
@@ -370,7 +377,7 @@ class Communicator:
         moves as many as an all-reduce.
         """
         if self.size == 1:
-            return PendingCollective(description, None, lambda: tensor.clone())
+            return PendingCollective(description, None, lambda: tensor)
         received = tensor.new_empty(self.size * sizes[self.rank])
         counts = [sizes[self.rank]] * self.size
         work = self._call(dist.all_to_all_single, description, received, tensor, counts, sizes)
@@ -500,6 +507,7 @@ _abandoned: list[AbandonedGroup] = []
 
 def _abandon(group: ProcessGroup) -> None:
     _abandoned.append(AbandonedGroup(group, time.monotonic()))
+    _release_in_collections()
 
 
 def _destroy(group: ProcessGroup) -> None:
@@ -611,7 +619,3 @@ def get_replicate_size(p: Tensor, shards: list[Communicator]) -> int:
     return math.prod(
         comm.size for comm in shards if comm.group is None or comm.group.group_name not in sharded
     )
-
-
-# Last: the collector may run while this module is imported.
-gc.callbacks.append(_release_ended)

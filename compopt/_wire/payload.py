@@ -136,8 +136,6 @@ class Payload:
         self.addend: Tensor | None = None
         if rounding_errors is not None and self.is_rounded_later:
             self.unrounded_body = rounding_errors
-        # The averaged header, once the host has read it.
-        self.marks: list[float] | None = None
 
     # Views are made lazily: kernels use the body as it is.
 
@@ -152,6 +150,13 @@ class Payload:
         return (
             [] if self.rounding_errors is None else list(self.rounding_errors.split(self.lengths))
         )
+
+    @cached_property
+    def have_gradients(self) -> list[bool]:
+        """For each tensor of an average whether any rank had a gradient. ``read_decision`` sets it,
+        with all that the host reads.
+        """
+        return [mark > 0 for mark in self.header.tolist()]
 
     @property
     def unrounded_parts(self) -> list[Tensor]:

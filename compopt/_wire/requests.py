@@ -61,8 +61,7 @@ class Broadcast:
 
 @dataclass(slots=True)
 class ReduceScatterMean:
-    """Mean over ranks of consecutive rows, row r for rank r; answered with this rank's row, in new
-    memory.
+    """Mean over ranks of consecutive rows, row r for rank r; answered with this rank's row.
 
     ``sizes[r]`` is the number of elements of row r, the same on all ranks.
     """

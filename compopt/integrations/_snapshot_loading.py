@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._engine.collective_generators import CollectiveGenerator, exchange_one
+from .._engine.exchange import CollectiveGenerator, exchange_one
 from .._engine.handshake import gather_json
 from .._engine.optimizer import CompressedOptimizer
 from .._state.tensors import HOST

@@ -28,7 +28,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from .._engine.collective_generators import CollectiveGenerator
+from .._engine.exchange import CollectiveGenerator
 from .._engine.optimizer import CompressedOptimizer
 from .._wire.collectives import Communicator
 from .._wire.trust import Untrusted

@@ -9,8 +9,8 @@ typedef struct {
     float *w, *m, *v, *step;  // step: steps before this one; NULL: this tensor takes no step
     const float *mean;        // the averaged gradient
     const uint8_t *mask;      // given at these bits,
-    const int32_t *index;     // or at these positions; neither: everywhere
-    int64_t k;
+    const int32_t *index;     // or at these positions, counted from `base`; neither: everywhere
+    int64_t base, k;
     float *residual;          // NULL for a tensor that is not compressed, or in a dense step
     const float *g;           // this rank's gradient
     const float *errors;      // NULL, or what the residual becomes where the averaged gradient is given
@@ -27,7 +27,8 @@ static int64_t averaged(const AdamW *row, const float *values, int64_t a, int64_
     int64_t i = 0;
     if (row->index) {
         memset(out, 0, size * sizeof(float));
-        for (; count < row->k && within(row->index[count], a, size); count++) out[row->index[count] - a] = values[count];
+        const int64_t begin = row->base + a;
+        for (; count < row->k && within(row->index[count], begin, size); count++) out[row->index[count] - begin] = values[count];
         return count;
     }
     for (; i + LANES <= size && count + LANES <= row->k; i += LANES) {

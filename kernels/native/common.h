@@ -33,3 +33,14 @@ static inline uint32_t magnitude(float x) {  // as an integer that grows with |x
 static inline int within(int64_t i, int64_t a, int64_t size) { return i >= a && i < a + size; }
 
 static inline int on(const uint8_t *mask, int64_t i) { return mask[i / 8] >> i % 8 & 1; }
+
+// Runs the body for the position i of every set bit.
+#define EACH_BIT(bits, bytes, i, ...)                                    \
+    for (int64_t byte_ = 0; byte_ < (bytes); byte_ += 8) {               \
+        uint64_t word_ = 0;                                              \
+        memcpy(&word_, (bits) + byte_, smaller(8, (bytes) - byte_));     \
+        for (; word_; word_ &= word_ - 1) {                              \
+            const int64_t i = 8 * byte_ + __builtin_ctzll(word_);        \
+            __VA_ARGS__                                                  \
+        }                                                                \
+    }

@@ -35,17 +35,6 @@ int64_t encode(const Chosen *pieces, int64_t many, const Code *code, uint8_t *me
     return -1;
 }
 
-// Runs the body for the position i of every set bit.
-#define EACH_BIT(bits, bytes, i, ...)                                    \
-    for (int64_t byte_ = 0; byte_ < (bytes); byte_ += 8) {               \
-        uint64_t word_ = 0;                                              \
-        memcpy(&word_, (bits) + byte_, smaller(8, (bytes) - byte_));     \
-        for (; word_; word_ &= word_ - 1) {                              \
-            const int64_t i = 8 * byte_ + __builtin_ctzll(word_);        \
-            __VA_ARGS__                                                  \
-        }                                                                \
-    }
-
 // Writes the positions of a mask's set bits among the first n to `out`, if there is one, at most `room`. Returns how many.
 int64_t positions(const uint8_t *mask, int64_t n, int64_t room, int32_t *out) {
     int64_t count = 0;

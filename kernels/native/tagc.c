@@ -112,11 +112,24 @@ int64_t hold_back(const Piece *pieces, int64_t first, int64_t last, const int64_
     return -1;
 }
 
-// Writes the values of some positions to where these are among all positions, both ascending, and 0 for the others.
-int64_t spread_values(const int64_t *all, int64_t n, const int64_t *some, const float *values, int64_t many, float *out) {
-    int64_t j = 0;
-    for (int64_t i = 0; i < n; i++) out[i] = j < many && some[j] == all[i] ? values[j++] : 0;
-    return j == many ? -1 : 0;
+// Writes the positions of a mask's set bits, ascending, and for each the value that is at this one of some ascending positions, or
+// 0; to nowhere, it counts. Returns how many.
+int64_t read_union(const uint8_t *mask, int64_t bytes, const int64_t *some, const float *values, int64_t many, int64_t *positions,
+                   float *out) {
+    int64_t count = 0, j = 0;
+    if (!positions) {
+        for (int64_t i = 0; i < bytes; i += 8) {
+            uint64_t word = 0;
+            memcpy(&word, mask + i, smaller(8, bytes - i));
+            count += __builtin_popcountll(word);
+        }
+        return count;
+    }
+    EACH_BIT(mask, bytes, i, {
+        positions[count] = i;
+        out[count++] = j < many && some[j] == i ? values[j++] : 0;
+    })
+    return count;
 }
 
 // Sets the bits at these positions.

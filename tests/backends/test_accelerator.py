@@ -27,7 +27,7 @@ TOGETHER = 7  # cases a process
 LOOKS = {
     # in every step
     "_engine.decision read_numbers": ("AdamS", "the decision: whether the step is applied, its norm"),
-    "_engine.collective_generators sum_over_groups": ("TagcAdamW", "sharded: the norm and the facts of all shards"),
+    "_engine.exchange sum_over_groups": ("TagcAdamW", "sharded: the norm and the facts of all shards"),
     # in compressed steps of some classes
     "_engine.exchange _read_together": ("TagcAdamW", "how much of each bucket any rank has left: payloads' lengths"),
     "local_steps _gradient_norm": ("LocalSteps, rounds", "a rank's own step: the norm of its gradients"),
@@ -42,12 +42,12 @@ LOOKS = {
     "radius broadcast_mask": ("RadiusAdamW", "a resample: whether an absent tensor has an old mask"),
     "_engine.step _finish_post_commit": ("RadiusAdamW", "after a resample: whether all ranks have the mask"),
     "_ops.operations positions": ("RadiusAdamW", "a new mask, or a loaded one: how many are selected"),
-    "_sparse.top_k select_above": ("ScapeAdamS, large", "how many a threshold lets through"),
-    "_sparse.top_k _threshold_of_sample": ("ScapeAdamS, large", "a threshold, from a sample"),
-    "_sharded.codecs __init__": ("TagcAdamW, sketch", "how many elements of each shard are left to peel"),
-    "_sharded.codecs peel": ("TagcAdamW, sketch", "whether a round of peeling found any"),
-    "_sharded.codecs encode": ("TagcAdamW, sketch", "which elements no table can hold"),
-    "_sharded.codecs decode": ("TagcAdamW, sketch", "how many elements a round of peeling gives"),
+    "_state.bits select_above": ("ScapeAdamS, large", "how many a threshold lets through"),
+    "_state.bits _threshold_of_sample": ("ScapeAdamS, large", "a threshold, from a sample"),
+    "_sharded.sketch __init__": ("TagcAdamW, sketch", "how many elements of each shard are left to peel"),
+    "_sharded.sketch peel": ("TagcAdamW, sketch", "whether a round of peeling found any"),
+    "_sharded.sketch encode": ("TagcAdamW, sketch", "which elements no table can hold"),
+    "_sharded.sketch decode": ("TagcAdamW, sketch", "how many elements a round of peeling gives"),
     "_sharded.scape __init__": ("ScapeAdamS, sharded", "where each owner's elements begin"),
     "_state.masks _check_positions": ("RandomK", "positions that are the writer's of an algorithm are checked"),
     # of state in host memory

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compopt
-from compopt._ops import backends, norms, operations, reference
+from compopt._ops import backends, operations, reference
 from compopt._ops.native import build
 from compopt._ops.operations import AdamWTensors, Ops
 
@@ -247,7 +247,7 @@ def test_a_compressed_step_waits_for_the_device_once(monkeypatch, device, name):
     options = {"RadiusAdamW": {"dense_steps": 0}, "ScapeAdamS": {"density": 0.1, "density_steps": 0}}
     optimizer = getattr(compopt, name)(model.parameters(), simulate=True, **options[name])
     monkeypatch.setattr(
-        norms, "squared_norms_on_cpu", lambda xs: torch.stack(torch._foreach_norm(xs, dtype=torch.float64))
+        operations, "squared_norms_on_cpu", lambda xs: torch.stack(torch._foreach_norm(xs, dtype=torch.float64))
     )
     lists, brought = [], torch.Tensor.tolist  # the norm as on a GPU: on the CPU it looks whether float32 overflowed
     for step in range(4):

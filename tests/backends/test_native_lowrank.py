@@ -9,7 +9,7 @@ from table import projecting
 from torch import nn
 
 import compopt
-from compopt._engine.update import AdamWUpdate
+from compopt._engine.reducer import AdamWUpdate
 from compopt._lowrank.projections import Projection
 from compopt._lowrank.reducer import ProjectionReducer, ReducerInputs, write_dense
 from compopt._lowrank.stacks import ProjectedStack, multiply

@@ -18,7 +18,6 @@ from table import CASES, FORMS, projecting
 from torch import nn
 
 import compopt
-from compopt._sparse.top_k import select_top_k
 from compopt.tagc import count_selected
 
 # Compressed at all; topk in place of a threshold; the table of rounding; a block of a pass; pages of a block.
@@ -154,7 +153,7 @@ def test_the_largest_are_exactly_as_many(what, share, backend, monkeypatch):
         "two sizes": torch.where(x > 0, 1.0, -1e-6),
     }[what]
     k = max(1, round(share * n))
-    results = select_top_k(x, k, compopt.AdamS([nn.Parameter(torch.zeros(1))]).ops)
+    results = compopt.AdamS([nn.Parameter(torch.zeros(1))]).ops.top_k_positions(x, k)
     assert torch.equal(results, results.unique())
     assert len(results) == k or (len(results) < k and len(results) >= int(x.count_nonzero()))
     chosen = x.abs()[results].sort(descending=True).values

@@ -122,9 +122,9 @@ def test_a_cycle_is_found(tmp_path, file, line):
     [
         ("_wire/collectives.py", "from .._state.buckets import Bucket"),
         ("_state/masks.py", "from .._ops import reference"),
-        ("_ops/native/backend.py", "from ..._engine import dense_start"),
-        ("_engine/optimizer.py", "import compopt._sparse.top_k"),
-        ("_sparse/top_k.py", "from ..radius import radius"),
+        ("_ops/native/backend.py", "from ..._engine import trial"),
+        ("_engine/optimizer.py", "import compopt._sparse.scape_masks"),
+        ("_sparse/scape_masks.py", "from ..radius import radius"),
         ("_sharded/scape.py", "def f():\n    from .._lowrank.projections import project"),
         ("radius.py", "from . import scape"),
         ("scape.py", "import torch.distributed as dist"),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import compopt
-from compopt._ops.norms import clip_factor
+from compopt._ops.operations import clip_factor
 
 INT8 = {"payload_dtype": torch.int8}
 TRACKED = projecting("tracked")

@@ -56,11 +56,10 @@ def test_a_step_calls_nothing_that_determinism_refuses(case, payload_dtype, monk
 
 def test_selection_by_a_sample_calls_nothing_that_determinism_refuses():
     from compopt._ops.operations import Ops
-    from compopt._sparse.top_k import select_top_k
 
     x, called = torch.randn(200_000, generator=torch.Generator().manual_seed(0)), Called()
     with called:
-        select_top_k(x, 2000, Ops())
+        Ops().top_k_positions(x, 2000)
     assert not called.found
 
 

@@ -9,8 +9,8 @@ from sim import Ranks
 from torch import nn
 
 import compopt
-from compopt._state import replicas
-from compopt._state.replicas import checksum_sum, find_part, sum_part
+from compopt._engine import handshake
+from compopt._engine.handshake import checksum_sum, find_part, sum_part
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 7, 24, 25, 50, 99, 100, 101, 1000])
@@ -26,8 +26,8 @@ def test_all_parts_are_due_within_the_interval(every):
 
 def test_all_bytes_are_in_one_part(monkeypatch):
     """A change of any element, of whatever dtype and layout, changes the sum of its part only."""
-    monkeypatch.setattr(replicas, "PART_BYTES", 1)
-    monkeypatch.setattr(replicas, "TENSOR_BYTES", 1)
+    monkeypatch.setattr(handshake, "PART_BYTES", 1)
+    monkeypatch.setattr(handshake, "TENSOR_BYTES", 1)
     tensors = [
         torch.randn(7),
         torch.randn(3, 5).t(),
@@ -71,7 +71,7 @@ def make(size: int = 2, **options) -> Ranks:
 
 @pytest.mark.parametrize(("at", "in_parts"), [(5, False), (6, False), (5, True), (40, True)])
 def test_it_is_on_by_default(at, in_parts, monkeypatch):
-    monkeypatch.setattr(replicas, "PART_BYTES", 1 if in_parts else replicas.PART_BYTES)
+    monkeypatch.setattr(handshake, "PART_BYTES", 1 if in_parts else handshake.PART_BYTES)
     ranks = make()
     assert ranks.optimizers[0].check_replicas_every == 100
     ranks.train(loss, at)

@@ -10,7 +10,7 @@ from ranks import run_ranks
 from torch import nn
 
 import compopt
-from compopt._ops.norms import reproducible_squared_norm, squared_norm
+from compopt._ops.operations import reproducible_squared_norm, squared_norm
 
 SHAPE = (50, 7001)
 MAKES = {

@@ -13,7 +13,8 @@ from table import CASES, by_name
 from torch import nn
 
 import compopt
-from compopt._engine import dense_start as _when
+from compopt._engine import options as _options
+from compopt._engine import trial as _when
 
 COMPRESSING = [case for case in CASES if "when" in inspect.signature(case.cls).parameters]
 every = pytest.mark.parametrize("case", COMPRESSING, ids=lambda case: case.name)
@@ -39,7 +40,7 @@ def train(case, dense: float, compressed: float, monkeypatch, size: int = 2, **o
     def one_step() -> None:
         group = ranks.optimizers[0]._option_groups[0]
         ahead = group["step"] + (case.cls is compopt.RadiusAdamW)  # which counts its dense steps from 1
-        now[0] += dense if ahead < _when.count_dense_steps(group) else compressed
+        now[0] += dense if ahead < _options.count_dense_steps(group) else compressed
         ranks.train(loss, 1)
         ranks.phases.append(ranks.optimizers[0].stats.phase)
 
@@ -111,7 +112,7 @@ def test_only_groups_that_say_auto_are_tried(case, dense_steps, monkeypatch):
     for _ in range(STEPS + 1):
         always, auto = ranks.optimizers[0].param_groups
         ahead = auto["step"] + (case.cls is compopt.RadiusAdamW)
-        now[0] += 1.0 if ahead < _when.count_dense_steps(auto) else 1.1
+        now[0] += 1.0 if ahead < _options.count_dense_steps(auto) else 1.1
         ranks.train(loss, 1)
     for optimizer in ranks.optimizers:
         assert optimizer.stats.when.startswith("dense: a compressed step took 1100.0 ms, a dense one 1000.0 ms")

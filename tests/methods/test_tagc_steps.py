@@ -12,7 +12,7 @@ from test_radius_steps import COMPRESSED, SHAPES, each_dtype
 from torch import Tensor
 
 import compopt
-from compopt._sharded import codecs
+from compopt import tagc
 from compopt.tagc import count_selected
 
 
@@ -124,12 +124,12 @@ def test_a_sketch_draws_other_cells_in_every_step_and_bucket_and_the_same_on_all
     """Cells that repeat would leave the same elements over in every step."""
     drawn = []
 
-    class Recorded(codecs.Sketch):
+    class Recorded(tagc.Sketch):
         def __init__(self, layout, index, counts, ratio, seed):
             drawn.append((layout.rank, seed))
             super().__init__(layout, index, counts, ratio, seed)
 
-    monkeypatch.setitem(codecs.CODECS, "sketch", Recorded)
+    monkeypatch.setattr(tagc, "Sketch", Recorded)
 
     def make(params, **options):
         groups = [{"params": params[:2]}, {"params": params[2:]}]

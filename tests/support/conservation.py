@@ -22,7 +22,7 @@ from table import Case
 from torch import Tensor
 
 from compopt._lowrank.options import is_reset_step
-from compopt._ops.norms import clip_factor
+from compopt._ops.operations import clip_factor
 from compopt._wire.codec import dtype_name
 
 Optimizers = list[torch.optim.Optimizer]

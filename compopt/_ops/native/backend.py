@@ -66,18 +66,20 @@ class NativeOps(NativeUpdates, NativeTopK):
         place = address("positions", out, room, torch.int32)
         return out[: self.library.positions(mask, n, room, place)]
 
-    def find_set_bits(self, bits: Tensor) -> Tensor:
-        return self.positions(bits, 8 * bits.numel()).long()
-
-    def spread_values(self, values: Tensor, at: Tensor, positions: Tensor, n: int) -> Tensor:
-        if not is_plain(values):
-            return super().spread_values(values, at, positions, n)
-        out, many = torch.empty(len(positions), dtype=torch.float32, device="cpu"), len(values)
-        places = [address("positions", x, len(x), torch.int64) for x in (positions, at)]
-        numbers, to = address("values", values, many), address("values", out, len(out))
-        all_at, some_at = places
-        self.library.spread_values(all_at, len(out), some_at, numbers, many, to)
-        return out
+    def read_union(
+        self, bits: Tensor, values: Tensor, at: Tensor, union: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if not is_plain(values) or not fits(bits, 0, torch.uint8):
+            return super().read_union(bits, values, at, union)
+        many, size, read = len(values), len(bits), self.library.read_union
+        mask = address("a mask", bits, size, torch.uint8)
+        some = address("positions", at, many, torch.int64), address("values", values, many), many
+        count = read(mask, size, *some, None, None)
+        union = torch.empty(count, dtype=torch.int64, device="cpu")
+        out = torch.empty(count, dtype=torch.float32, device="cpu")
+        to = address("positions", union, count, torch.int64), address("values", out, count)
+        read(mask, size, *some, *to)
+        return union, out
 
     def encode(
         self,

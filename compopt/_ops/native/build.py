@@ -69,7 +69,7 @@ SIGNATURES = {  # result and arguments of each function: p memory, n a size, d a
     "select_sums": "n pnnpp",
     "hold_back": "n pnnppn",
     "set_bits": "n pnp",
-    "spread_values": "n pnppnp",
+    "read_union": "n pnppnpp",
     "largest": "d pnndpp",
     "room_for": "n n",
     "encode": "n pnppn",

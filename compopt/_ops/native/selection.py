@@ -39,9 +39,9 @@ class NativeTopK(Ops):
         next_guess: float = self.library.largest(values, x.numel(), k, guess, scratch, positions)
         return next_guess
 
-    def top_k_positions(self, x: Tensor, k: int) -> Tensor | None:
-        if not is_plain(x) or x.numel() >= 2**31:
-            return None
+    def top_k_positions(self, x: Tensor, k: int) -> Tensor:
+        if not is_plain(x) or not k < x.numel() < 2**31:
+            return super().top_k_positions(x, k)
         out = torch.empty(k, dtype=torch.int32, device="cpu")
         self.select_top_k(x, k, 0.0, out)
         return out.long()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,36 +28,59 @@ from .selection import NativeTopK
 from .updates import residual_addresses
 
 
+class Pieces(NamedTuple):
+    """The runs of a bucket's mask, shard by shard, then its dense tensors, a run each."""
+
+    counts: list[int]  # how many runs each shard has, and how many dense tensors there are
+    tensors: Tensor  # of each run
+    runs: list[Run]
+
+    def table(self, g: Sequence[int], e: Sequence[int], squares: Sequence[int] | int) -> Table:
+        """Return a table of the runs, from the addresses of gradients and residuals (0: none)."""
+        columns = [
+            [places[tensor] and places[tensor] + 4 * at for _, _, tensor, at in self.runs]
+            for places in (g, e)
+        ]
+        first, n, *_ = zip(*self.runs, strict=True)
+        return PIECE.table(len(n), n=n, first=first, g=columns[0], e=columns[1], squares=squares)
+
+
+def list_pieces(bucket: Bucket) -> Pieces:
+    """Return the pieces of a bucket, computed once."""
+    if "pieces" not in bucket.cache:
+        rows = enumerate(zip(bucket.lengths, bucket.compressed, strict=True))
+        dense = [Run(0, n, i, 0) for i, (n, compressed) in rows if not compressed]
+        shards = [*bucket.shards.runs_by_shard, dense]
+        runs = [*chain(*shards)]
+        tensors = torch.tensor([run.tensor for run in runs], dtype=torch.int64, device="cpu")
+        bucket.cache["pieces"] = Pieces([*map(len, shards)], tensors, runs)
+    pieces: Pieces = bucket.cache["pieces"]
+    return pieces
+
+
 def select_largest(bucket: Bucket, ops: NativeTopK, grads: Tensors, ks: list[int]) -> Selected:
     """Do ``tagc.select_largest``; called by ``Ops.run`` for TAGC.
 
     Gradients and residuals are read once, if the threshold of the step before serves again.
     """
     lengths, wide, residuals = bucket.lengths, as_float32(grads), Residuals(bucket).read_all()
-    dense = [Run(0, n, i, 0) for i, n in enumerate(lengths) if not bucket.compressed[i]]
-    shards, ks = (
-        [*bucket.shards.runs_by_shard, dense],
-        [*ks, 0],
-    )  # of dense tensors only the squares
-    runs, counts = [*chain(*shards)], [len(of_shard) for of_shard in shards]
-    squares = torch.empty(len(runs), dtype=torch.float32, device="cpu")
-    columns = {
-        "g": addresses("a gradient", wide, lengths),
-        "e": addresses("a residual", residuals, lengths),
-    }
-    places = address_in_turn("sums of squares", squares, [1] * len(runs))
-    pieces = _piece_table(runs, **columns, squares=places)
+    pieces, ks = list_pieces(bucket), [*ks, 0]  # of dense tensors only the squares
+    squares = torch.empty(len(pieces.runs), dtype=torch.float32, device="cpu")
+    rows = pieces.table(
+        addresses("a gradient", wide, lengths),
+        addresses("a residual", residuals, lengths),
+        address_in_turn("sums of squares", squares, [1] * len(squares)),
+    )
     positions = torch.empty(sum(ks), dtype=torch.int64, device="cpu")
     values = torch.empty(sum(ks), dtype=torch.float32, device="cpu")
-    row = 8 * pieces.width
-    first_pieces = [pieces.address + row * first for first in accumulate(counts, initial=0)]
-    cuts = [8 * cut for cut in bucket.shards.mask_cuts]
+    firsts = accumulate(pieces.counts, initial=0)
+    bits = [*bucket.shards.bits, (0, 0)]
     table = SHARD.table(
         len(ks),
-        pieces=first_pieces[:-1],
-        many=counts,
-        begin=cuts,
-        size=[*(b - a for a, b in pairwise(cuts)), 0],
+        pieces=[rows.address + 8 * rows.width * first for first in firsts][:-1],
+        many=pieces.counts,
+        begin=[begin for begin, _ in bits],
+        size=[end - begin for begin, end in bits],
         k=ks,
         guess=_guess_addresses(bucket, len(ks)),
         positions=address_in_turn("positions", positions, ks, torch.int64),
@@ -68,11 +92,12 @@ def select_largest(bucket: Bucket, ops: NativeTopK, grads: Tensors, ks: list[int
         parts = zip(positions.split(ks), values.split(ks), selected, strict=True)
         kept = [(at[:n], of[:n]) for at, of, n in parts]
         positions, values = (torch.cat(column) for column in zip(*kept, strict=True))
-    bits = torch.zeros(bucket.shards.mask_bytes, dtype=torch.uint8, device="cpu")
+    packed = torch.zeros(bucket.shards.mask_bytes, dtype=torch.uint8, device="cpu")
     at = address("positions", positions, len(positions), torch.int64)
-    mask = address("a mask", bits, len(bits), torch.uint8)
-    ops.library.set_bits(at, len(positions), mask)
-    return Selected(positions, values, bits, _marks_of(grads, runs, squares))
+    ops.library.set_bits(at, len(positions), address("a mask", packed, len(packed), torch.uint8))
+    marks = squares.new_zeros(len(grads)).index_add_(0, pieces.tensors, squares).mul_(0)
+    given = torch.tensor([float(g is not None) for g in grads], dtype=torch.float32, device="cpu")
+    return Selected(positions, values, packed, marks.add_(given))
 
 
 def hold_back(
@@ -80,37 +105,15 @@ def hold_back(
 ) -> None:
     """Do ``tagc.hold_back``; called by ``Ops.run`` for TAGC."""
     lengths, wide, many = bucket.lengths, as_float32(grads), len(positions)
-    runs = [*chain(*bucket.shards.runs_by_shard)]
+    pieces, shards = list_pieces(bucket), bucket.shards.runs_by_shard
     at, values = address("positions", positions, many, torch.int64), address("values", sent, many)
     with Residuals(bucket).open() as opened:
-        pieces = _piece_table(
-            runs,
-            g=addresses("a gradient", wide, lengths),
-            e=residual_addresses(bucket, opened),
-            squares=[0] * len(runs),
-        )
+        g = addresses("a gradient", wide, lengths)
+        rows = pieces.table(g, residual_addresses(bucket, opened), 0)
         run_over_rows(
-            [run.size for run in runs],
-            lambda a, b, _: ops.library.hold_back(pieces, a, b, at, values, many),
+            [run.size for of_shard in shards for run in of_shard],  # dense tensors stay
+            lambda a, b, _: ops.library.hold_back(rows, a, b, at, values, many),
         )
-
-
-def _piece_table(
-    runs: Sequence[Run], g: Sequence[int], e: Sequence[int], squares: Sequence[int]
-) -> Table:
-    """Return a table of these runs, from the addresses of gradients and residuals (0: none)."""
-    columns = [
-        [places[run.tensor] and places[run.tensor] + 4 * run.at for run in runs]
-        for places in (g, e)
-    ]
-    return PIECE.table(
-        len(runs),
-        n=[run.size for run in runs],
-        first=[run.first for run in runs],
-        g=columns[0],
-        e=columns[1],
-        squares=squares,
-    )
 
 
 def _guess_addresses(bucket: Bucket, shards: int) -> list[int]:
@@ -143,11 +146,3 @@ def _run_selection(ops: NativeTopK, table: Table, like: Tensor) -> None:
         return rejected
 
     run_over_rows(sizes, run)
-
-
-def _marks_of(grads: Tensors, runs: Sequence[Run], squares: Tensor) -> Tensor:
-    """Return the marks of all gradients, from the sums of squares of their parts."""
-    tensors = torch.tensor([run.tensor for run in runs], dtype=torch.int64, device="cpu")
-    sums = squares.new_zeros(len(grads)).index_add_(0, tensors, squares)
-    given = torch.tensor([float(g is not None) for g in grads], dtype=torch.float32, device="cpu")
-    return sums.mul_(0).add_(given)

@@ -16,7 +16,7 @@ from ..._state.masks import Mask
 from ..._state.residuals import Opened, Residuals
 from ..._state.tensors import to_local
 from ..._wire.payload import Payload
-from ..operations import AdamWTensors, Group, Ops
+from ..operations import Group, Ops
 from ..update_helpers import (
     MaskedAverage,
     feed_back_rounding,
@@ -40,28 +40,42 @@ from .passes import (
 )
 from .selection import NativeSelection
 
-UPDATED = {"weights": "w", "exp_avgs": "m", "exp_avg_sqs": "v"}
-
 
 class NativeUpdates(Ops):
     """AdamS of single tensors; AdamW into other memory."""
 
     library: ctypes.CDLL
 
-    def compute_adamw(self, group: Group, tensors: AdamWTensors, out: AdamWTensors) -> None:
-        columns = {name: (getattr(tensors, name), getattr(out, name)) for name in UPDATED}
-        both = [x for pair in columns.values() for xs in pair for x in xs]
-        if not is_plain(*both, *tensors.grads):
-            return super().compute_adamw(group, tensors, out)
-        torch._foreach_copy_(out.steps, tensors.steps)  # the pass counts this step
-        lengths, hyper = sizes_of(tensors.weights), adamw_options(group)
+    def compute_adamw(
+        self,
+        bucket: Bucket,
+        indices: list[int],
+        weights: list[Tensor],
+        values: list[Tensor],
+        positions: Tensor | None,
+        out: Sequence[list[Tensor]],
+    ) -> None:
+        state = bucket.state
+        moments = state["exp_avg"], state["exp_avg_sq"]
+        old = [[column[i] for i in indices] for column in (weights, *moments)]
+        begin, end = bucket.shards.own_bits
+        firsts = (column[0] for column in (*old, *out))  # columns are of one memory each
+        if not is_plain(*firsts, *values) or end - begin >= 2**31:
+            return super().compute_adamw(bucket, indices, weights, values, positions, out)
+        lengths, hyper = sizes_of(old[0]), adamw_options(bucket.group)
+        steps = torch.stack([state["step"][i] for i in indices])  # a copy, which the pass counts
+        w, m, v, new_w, new_m, new_v = (Memory(column, lengths) for column in (*old, *out))
         table = ADAMW.table(
             len(lengths),
             n=lengths,
-            mean=Memory(tensors.grads, lengths),
-            step=Memory(out.steps, [1] * len(lengths)),
-            **{UPDATED[name]: Memory(old, lengths) for name, (old, _) in columns.items()},
-            **{"new_" + UPDATED[name]: Memory(new, lengths) for name, (_, new) in columns.items()},
+            w=w,
+            m=m,
+            v=v,
+            step=address_in_turn("a number of steps", steps, [1] * len(lengths)),
+            new_w=new_w,
+            new_m=new_m,
+            new_v=new_v,
+            **average_columns(bucket, indices, values, positions),
         )
         run_over_rows(lengths, lambda a, b, _: self.library.adamw(table, a, b, hyper))
 
@@ -84,6 +98,27 @@ class NativeUpdates(Ops):
         self.library.adams(table, adams_options(group, clip, decay))
 
 
+def average_columns(
+    bucket: Bucket, indices: list[int], values: list[Tensor], positions: Tensor | None
+) -> dict[str, Column]:
+    """Return where a pass finds what this rank owns of these tensors' averages (see
+    ``Ops.expand_average``).
+    """
+    parts, sizes = bucket.shards.own_parts_of_mask, [bucket.shards.own_sizes[i] for i in indices]
+    if positions is None:
+        return {"mean": Memory([values[i] for i in indices], sizes)}
+    bounds, places = bucket.shards.bounds_in_own_mask(positions), positions.int()
+    dense, owned = iter(values[:-1]), list[tuple[Tensor, Tensor | None]]()
+    for part, (first, end) in zip(parts, bounds, strict=True):
+        pair = values[-1][first:end], places[first:end]
+        owned.append((next(dense), None) if part is None else pair)
+    means, index = ([owned[i][n] for i in indices] for n in (0, 1))
+    counts, kept = sizes_of(means), [parts[i] for i in indices]
+    firsts = [0 if part is None else part[0] for part in kept]
+    mean, at = Memory(means, counts), Memory(index, counts)
+    return {"mean": mean, "index": at, "base": firsts, "k": counts}
+
+
 def adamw_options(group: Group) -> Options:
     (beta1, beta2), sign = group["betas"], -1.0 if group["maximize"] else 1.0
     return Options(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], sign)
@@ -99,7 +134,7 @@ def adams_options(group: Group, clip: float, decay: bool = True) -> Options:
 def update_adamw(bucket: Bucket, ops: NativeUpdates, reducer: MaskedAverage) -> None:
     """Do ``_engine.reducer.step_adamw`` for all tensors; called by ``Ops.run`` for Radius."""
     mean, mask, lengths = reducer.mean, reducer.mask, bucket.lengths
-    have_gradients = bucket.have_gradients(mean)
+    have_gradients = mean.have_gradients
     errors, hyper, library = mean.rounding_errors, adamw_options(bucket.group), ops.library
     with Residuals(bucket).open(None if reducer.changes_residual else ()) as residuals:
         table = ADAMW.table(
@@ -132,7 +167,7 @@ def update_scape(
     """Do SCAPE's lines 10, 11 and 16 to 21 for all tensors, and line 15 with a selection."""
     lengths, have_gradients, momentum_mask = (
         bucket.lengths,
-        bucket.have_gradients(mean),
+        mean.have_gradients,
         bucket.cache["momentum_mask"],
     )
     old = resize_momenta(bucket, mean, mask)
@@ -166,7 +201,7 @@ def update_scape(
 def update_adams(bucket: Bucket, ops: NativeUpdates, reducer: MaskedAverage) -> None:
     """Do ``_engine.reducer.step_adams`` for all tensors; called by ``Ops.run`` for AdamS."""
     _run_scape(bucket, ops, reducer.mean, reducer.mask, {"old": state_addresses(bucket, "exp_avg")})
-    reducer.feed_back(bucket.have_gradients(reducer.mean))
+    reducer.feed_back(reducer.mean.have_gradients)
 
 
 def _run_scape(
@@ -183,7 +218,7 @@ def _run_scape(
 
     A thread has memory for ``room`` candidates, and for the ``longest`` list of exchanged elements.
     """
-    state, lengths, have_gradients = bucket.state, bucket.lengths, bucket.have_gradients(mean)
+    state, lengths, have_gradients = bucket.state, bucket.lengths, mean.have_gradients
     rows = zip(lengths, mask.positions, state["exp_avg"], have_gradients, strict=True)
     sizes = [
         m.numel() if not has_gradient else n if index is None else index.numel()

@@ -53,7 +53,7 @@ class LaunchGroup:
         self.buckets: list[Bucket] = [call.bucket for call in calls]
         self.group = self.buckets[0].group
         self.blocks = blocks_of_all(self.buckets)
-        self.have_gradients = [call.bucket.have_gradients(call.mean) for call in calls]
+        self.have_gradients = [call.mean.have_gradients for call in calls]
 
     def launch(
         self,

@@ -1,9 +1,9 @@
-"""TAGC's codecs: encode values at an index that all ranks know. ``CODECS`` lists them.
+"""TAGC's count sketch: encodes values at an index that all ranks know.
 
-A codec is made for all shards of a bucket at once. Codes are linear, so the mean of codes is the
-code of the mean.
+It is made for all shards of a bucket at once. Codes are linear, so the mean of codes is the code of
+the mean.
 
-The count sketch (Li et al. 2024, section 2.2 of TAGC) adds an element, with a sign, to three cells
+The sketch (Li et al. 2024, section 2.2 of TAGC) adds an element, with a sign, to three cells
 of its shard's table. A cell with a single element reveals its value. Peeling subtracts that value
 from the element's two other cells, which may leave new cells with a single element, and so on.
 Which elements come out depends on the index alone, not on values. So every rank knows beforehand
@@ -14,8 +14,6 @@ second round. Nothing is ever estimated.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,55 +25,13 @@ from .._state.tensors import upload
 GOLDEN, ODD = -0x61C8864680B583EB, -0x40A7B892E31B1A47
 
 
-class Codec(Protocol):
-    """Encodes values at an ``index``, ascending, in a bucket's mask.
-
-    ``counts``: how many of it each rank owns. ``ratio``: compressed elements per number sent, for
-    codecs whose size can be chosen. ``seed``: of the codec's random choices, equal on all ranks.
-    """
-
-    needs_float32: bool  # codes must be sent in float32 or wider
-    counts: list[int]
-    sizes: list[int]  # how many numbers go to each rank
-    leftovers: int  # elements, over all shards, that could not be decoded and are sent unencoded
-
-    def __init__(
-        self, layout: ShardLayout, index: Tensor, counts: list[int], ratio: float, seed: int
-    ): ...
-
-    def encode(self, parts: list[Tensor], values: Tensor) -> None:
-        """Write for every owner its part of ``values``, this rank's at the index."""
-
-    def decode(self, code: Tensor) -> Tensor:
-        """Return values at the index of this rank's shard, from the mean of the codes for it."""
-        ...
-
-
-class Compact:
-    """The values themselves, in the order of the index."""
-
-    needs_float32 = False
-    leftovers = 0
-
-    def __init__(
-        self, layout: ShardLayout, index: Tensor, counts: list[int], ratio: float, seed: int
-    ):
-        self.counts = self.sizes = counts
-
-    def encode(self, parts: list[Tensor], values: Tensor) -> None:
-        torch._foreach_copy_(parts, list(values.split(self.sizes)))
-
-    def decode(self, code: Tensor) -> Tensor:
-        return code
-
-
 class Sketch:
     """A table for each shard, with one cell per ``ratio`` compressed elements, and the leftovers.
 
-    ``seed`` draws the cells; it must be the same on all ranks.
+    Values are at an ``index``, ascending, in a bucket's mask, of which each rank owns ``counts``.
+    ``seed`` draws the cells; it must be the same on all ranks. Codes must be sent in float32 or
+    wider, because peeling adds and subtracts.
     """
-
-    needs_float32 = True  # peeling adds and subtracts
 
     def __init__(
         self, layout: ShardLayout, index: Tensor, counts: list[int], ratio: float, seed: int
@@ -105,23 +61,17 @@ class Sketch:
         self.leftover_mask = leftover_mask
         self.leftover_counts = [int(part.sum()) for part in leftover_mask.split(self.counts)]
         self.leftovers = sum(self.leftover_counts)
-        self.sizes = [
-            cells + count for cells, count in zip(self.tables, self.leftover_counts, strict=True)
-        ]
 
-    def encode(self, parts: list[Tensor], values: Tensor) -> None:
-        """Write for every owner the table and the leftovers of ``values``, this rank's at the
+    def encode(self, values: Tensor) -> list[Tensor]:
+        """Return for every owner the table and the leftovers of ``values``, this rank's at the
         index.
         """
         tables = values.new_zeros(sum(self.tables))
         in_table = values.masked_fill(self.leftover_mask, 0)
         tables.index_add_(0, self.cells.reshape(-1), (in_table * self.signs).reshape(-1))
         leftover_values = values[self.leftover_mask].split(self.leftover_counts)
-        for part, table, leftovers in zip(
-            parts, tables.split(self.tables), leftover_values, strict=True
-        ):
-            part[: len(table)].copy_(table)
-            part[len(table) :].copy_(leftovers)
+        pairs = zip(tables.split(self.tables), leftover_values, strict=True)
+        return [torch.cat(pair) for pair in pairs]
 
     def decode(self, code: Tensor) -> Tensor:
         """Return values at the index of this rank's shard, peeled out of its table in the order
@@ -176,6 +126,3 @@ def peel(cells: Tensor, total: int) -> tuple[list[tuple[Tensor, Tensor]], Tensor
         touched = cells[:, element].reshape(-1)
         degree.index_add_(0, touched, torch.full_like(touched, -1))
         id_sums.index_add_(0, touched, -element.repeat(3))
-
-
-CODECS: Mapping[str, type[Codec]] = {"compact": Compact, "sketch": Sketch}

@@ -1,4 +1,4 @@
-"""The dense start, and ``when="auto"``: stay dense where compression does not pay.
+"""``when="auto"``: stay dense where compression does not pay.
 
 With "auto" the last steps of the dense start are timed, from the end of one ``step()`` to the end
 of the next, and so are the first compressed ones. The next step's handshake compares the medians of
@@ -17,41 +17,14 @@ import torch
 
 from .._state.buckets import Bucket
 from .._state.tensors import synchronize
+from .options import FOREVER, count_dense_steps, ramp_of
 
 # steps of each kind: not timed (they allocate buffers, hooks and masks), and timed
 UNTIMED_STEPS, TIMED_STEPS = 3, 8
 # A compressed step must take less than this share of a dense one: a smaller gain is not worth
 # approximate gradients.
 WORTHWHILE_RATIO = 0.95
-FOREVER = 2**62  # steps
 UNTIMED_PHASES = {"resample"}  # phases that are not timed: dense, and rare
-
-TRIAL_OPTIONS = {
-    "pays": None,  # the result of a trial: whether compressed steps are clearly faster
-    "dense_until": 0,  # the step until which a trial keeps the group dense, to time enough steps
-}
-
-
-def dense_start_of(bucket: Bucket) -> int:
-    """Return the number of steps before compression starts; endless in a single process."""
-    return FOREVER if bucket.is_single_process else count_dense_steps(bucket.group)
-
-
-def count_dense_steps(group: dict[str, Any]) -> int:
-    """Return the number of steps before compression starts: the user's, more if a trial needs them,
-    endless if compression does not pay.
-    """
-    steps = int(group["dense_steps"])
-    if group["when"] != "auto":
-        return steps
-    return FOREVER if group["pays"] is False else max(steps, group["dense_until"])
-
-
-def ramp_of(group: dict[str, Any]) -> int:
-    """Return the number of steps after the dense start over which density falls; 0 for classes
-    without that option.
-    """
-    return int(group.get("density_steps", 0))
 
 
 def begin_trial(groups: list[dict[str, Any]], buckets: list[Bucket]) -> Trial | None:
