@@ -40,7 +40,7 @@ from .._state.residuals import ResidualStack
 from .._wire.payload import Payload
 from .projections import Projection, orthonormalize
 
-UNSET = torch.empty(0, device="cpu")
+UNSET = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 @dataclass

@@ -152,7 +152,6 @@ WAITS = {  # of the host in a compressed step: least and most
     "RadiusAdamW, residual in int8": (1, 5),
     "ScapeAdamS": (1, 1),
     "ScapeAdamS, large": (4, 4),
-    "ScapeAdamS, no delay": (7, 8),
     "ScapeAdamS, sharded": (5, 5),
     "TagcAdamW": (3, 3),
     "TagcAdamW, large": (3, 3),

@@ -32,7 +32,7 @@ OPTIONS = {
     },
 }
 
-SLOW = ["ScapeAdamS, rounded", "ScapeAdamS, no delay", "SeparateAdam", "SeparateAdam, rounded"]
+SLOW = ["ScapeAdamS, rounded", "SeparateAdam", "SeparateAdam, rounded"]
 
 
 SHAPES = [*((64, 70 + k) for k in range(4)), (37,)]  # a bucket a matrix
