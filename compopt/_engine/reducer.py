@@ -173,6 +173,7 @@ class OwnerReducer:
         self.bucket, self.ops, self.layout = bucket, ops, bucket.shards
         self.grads = bucket.grads()
         self.sent_dense = [*range(len(self.grads))] if sent_dense is None else sent_dense
+        self.values = []  # of this rank, received; nothing may be sent dense, inside FSDP2
         self.sends_residuals = bucket.has_residual if sends_residuals is None else sends_residuals
 
     def average(
