@@ -190,7 +190,7 @@ def run_kernel(kernel: triton.JITFunction, *args: Any, **options: Any) -> None:
         Counts.running.launch(kernel.fn.__name__)
 
 
-read_numbers = decision.read_numbers
+read_scalars = decision.read_scalars
 
 
 def _read_numbers(exchanges: list[BucketExchange], replica_sum: Tensor | None) -> Tensor:
@@ -199,7 +199,7 @@ def _read_numbers(exchanges: list[BucketExchange], replica_sum: Tensor | None) -
     report = [1.0] * sum(1 if norm is None else norm.numel() for norm in norms)
     for exchange in exchanges:
         report.extend([*[1.0] * len(exchange.agreement.payload.header), *exchange.control.numbers])
-    assert len(read_numbers(exchanges, replica_sum)) == len(report) + (replica_sum is not None)
+    assert len(read_scalars(exchanges, replica_sum)) == len(report) + (replica_sum is not None)
     return torch.tensor(report + [0.0] * (replica_sum is not None), dtype=torch.float64, device="cpu")
 
 
@@ -265,7 +265,7 @@ def counting_device(backend: str) -> Iterator[None]:
             (torchs, "_get_foreach_kernels_supported_devices", lambda: [DEVICE.type]),
             (base, "check_tensors", lambda group: None),  # which refuses tensors without memory
             (step, "verify_peers", _greet),
-            (decision, "read_numbers", _read_numbers),
+            (decision, "read_scalars", _read_numbers),
             (triton.JITFunction, "run", run_kernel),
             (backends, "has_triton_driver", lambda: True),
             (triton_tables, "triton_device", lambda: DEVICE.type),

@@ -42,9 +42,9 @@ import compopt  # noqa: E402
 from compopt.costmodel import Workload, advise  # noqa: E402
 from compopt.planning.candidates import ADAMS_BETAS, Candidate, construct_silently  # noqa: E402
 from compopt.planning.diagnosis import Diagnosis  # noqa: E402
+from compopt.planning.link_probe import read_probe  # noqa: E402
 from compopt.planning.methods import METHODS, Cost  # noqa: E402
 from compopt.planning.prediction import step_seconds  # noqa: E402
-from compopt.planning.probe import read_probe  # noqa: E402
 
 RANKS = 2
 

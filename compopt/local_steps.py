@@ -271,7 +271,7 @@ class LocalSteps(AnchoredWrapper):
             self._check_own_params()
             self._see_ranks_and_groups()
             self.check_changed_options()
-            if session.handshake is not Handshake.VERIFIED and not session.is_single_process:
+            if session.handshake is not Handshake.VERIFIED and not session.sends_nothing:
                 yield from copy_options_from_ranks_with_data(self)
                 yield from Step(self, session.comm, session.steps + 1).verify_peers()
             self._ensure_anchors()
@@ -569,7 +569,7 @@ class LocalSteps(AnchoredWrapper):
     def _report(self, norm: float, is_step: bool = True) -> None:
         """Update ``stats`` after a step or the end of a round."""
         session, is_applied = self._session, self._is_exchanged
-        phase = "exchanged" if is_applied else "dense" if session.is_single_process else "local"
+        phase = "exchanged" if is_applied else "dense" if session.sends_nothing else "local"
         non_finite = [] if math.isfinite(norm) else ["of this rank"]
         decision = StepDecision(norm=norm, phase_of={0: phase}, non_finite=non_finite)
         session.update_stats(self, decision, session.take_bytes_sent(), is_step)

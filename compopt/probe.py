@@ -1,6 +1,6 @@
 """`python -m compopt.probe`: measures the network and the machines that will train."""
 
-from .planning.probe import main
+from .planning.link_probe import main
 
 __all__ = ["main"]
 

@@ -242,7 +242,7 @@ class RadiusAdamW(CompressedOptimizer):
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         return radius(bucket, self.ops)
 
-    def values_sent(self, bucket: Bucket, ranks: int) -> float:
+    def estimate_values_sent(self, bucket: Bucket, ranks: int) -> float:
         """Return the average over an interval: its resample step is dense."""
         interval: int = bucket.group["interval"]
         sparse = sum(sizes_at_density(bucket, bucket.group["density"]))

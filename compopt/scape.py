@@ -54,7 +54,7 @@ from ._ops.update_helpers import (
     keep_absent_momenta,
     resize_momenta,
 )
-from ._sharded.scape import add_common_residual, sharded_scape
+from ._sharded.sharded_scape import add_common_residual, sharded_scape
 from ._sparse.scape_masks import (
     ScapeStats,
     Selection,
@@ -346,7 +346,7 @@ class ScapeAdamS(CompressedOptimizer):
             return sharded_scape(bucket, self.ops)
         return scape(bucket, self.ops, self.comm.rank, self.comm.size)
 
-    def values_sent(self, bucket: Bucket, ranks: int) -> float:
+    def estimate_values_sent(self, bucket: Bucket, ranks: int) -> float:
         values = sum(sizes_at_density(bucket, bucket.group["density"]))
         gathered = values / ranks if self.sharded else 0  # updated parameters
         return values + gathered + mask_size_in_values(bucket, ranks)

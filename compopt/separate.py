@@ -52,9 +52,9 @@ from ._engine.options import (
 from ._engine.reducer import AdamWUpdate, Update, write_averages
 from ._engine.reducing_optimizer import GatherDtype
 from ._engine.wrapper import Wrapper
-from ._lowrank.options import check_group_sizes, resolve_options
 from ._lowrank.projecting_optimizer import ProjectingOptimizer
-from ._lowrank.reducer import ProjectionReducer
+from ._lowrank.projection_options import check_group_sizes, resolve_options
+from ._lowrank.projection_reducer import ProjectionReducer
 from ._lowrank.stacks import feed_back, reconstruct
 from ._ops.operations import Ops, clip_factor, scale_all_
 from ._state.buckets import Bucket

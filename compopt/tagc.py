@@ -56,8 +56,8 @@ from ._engine.reducing_optimizer import GatherDtype, ReducingOptimizer
 from ._engine.stats import Stats
 from ._ops.operations import Ops, gradient_marks, squared_norms
 from ._ops.update_helpers import Selected
-from ._sharded.adamw import UpdateDtype, check_gathers, check_updates, step_zero1_shards
 from ._sharded.sketch import Sketch
+from ._sharded.zero1_adamw import UpdateDtype, check_gathers, check_updates, step_zero1_shards
 from ._state.bits import make_bits, unpack_bits
 from ._state.buckets import Bucket
 from ._state.layouts import Layout, Sharded
@@ -395,7 +395,7 @@ class TagcAdamW(ReducingOptimizer):
             return step_fsdp_shards(bucket, self.ops, self.fsdp_backward, AdamWUpdate(self.ops))
         return tagc(bucket, self.ops)
 
-    def values_sent(self, bucket: Bucket, ranks: int) -> float:
+    def estimate_values_sent(self, bucket: Bucket, ranks: int) -> float:
         gathered = bucket.numel / ranks if self.sharded else 0.0  # otherwise FSDP2 gathers them
         if update_dtype := bucket.group["update_dtype"]:
             payload = PAYLOAD_CODECS[bucket.group["payload_dtype"]].bytes_per_value(

@@ -12,6 +12,7 @@ is imported.
 
 from ._blocks import INTERPRETED, Blocks, Table, addresses_in_turn, make_blocks, upload
 from .adamw import AdamWRow, AdamWTypes, adamw, adamw_table
+from .cholesky_qr import MAX_RANK, orthonormalize, prepare_orthonormalize
 from .compact import compact, compact_table, compact_with_table
 from .elias_fano import (
     DecodeRow,
@@ -22,8 +23,7 @@ from .elias_fano import (
     encode_table,
 )
 from .factored import FactoredRow, FactoredTypes, factored, factored_table
-from .masks import block_offsets, block_offsets_table, pack_bits, positions, unpack_bits
-from .orthonormalize import MAX_RANK, orthonormalize, prepare_orthonormalize
+from .mask_bits import block_offsets, block_offsets_table, pack_bits, positions, unpack_bits
 from .project import ProjectRow, ProjectTypes, Tiles, project, project_table, project_tiles
 from .quantize import (
     Programs,
@@ -33,7 +33,7 @@ from .quantize import (
     mean_of_headers,
     quantize,
 )
-from .scape import ScapeRow, moment, moment_table, scape, scape_table
+from .scape_updates import ScapeRow, moment, moment_table, scape, scape_table
 from .top_k import TopKRow, top_k, top_k_table
 
 __all__ = [

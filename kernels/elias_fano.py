@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._blocks import Blocks, Table, inlined, load_block, load_field, load_mask, selected_before
-from .masks import block_offsets
+from .mask_bits import block_offsets
 
 BITS = tl.constexpr(1)
 

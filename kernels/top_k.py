@@ -30,7 +30,7 @@ from ._blocks import (
     on,
     store_field,
 )
-from .masks import to_bytes
+from .mask_bits import to_bytes
 
 # of a magnitude's 31 bits: the lowest that a pass counts, and how many
 PASSES = ((23, 8), (15, 8), (7, 8), (0, 7))

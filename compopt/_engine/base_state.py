@@ -79,7 +79,7 @@ class Leaves:
                 if is_plain_number(group[name]) or isinstance(group[name], Tensor):
                     self.add_value(group[name], f"{number}.{name}", group, name)
 
-    def read_numbers(self) -> list[float]:
+    def read_scalars(self) -> list[float]:
         return [float(container[key]) for container, key in self.numbers]
 
     def write_numbers(self, numbers: Sequence[float]) -> None:
@@ -276,7 +276,7 @@ def copy_from_rank_0(
     """Replace tensors and numbers by rank 0's, which are sent as bytes."""
     if not leaves.tensors and not leaves.numbers:
         return
-    numbers = torch.tensor(leaves.read_numbers(), dtype=torch.float64, device="cpu")
+    numbers = torch.tensor(leaves.read_scalars(), dtype=torch.float64, device="cpu")
     values = [*leaves.tensors, numbers]
     raw = [value.detach().reshape(-1).view(torch.uint8).to(device) for value in values]
     flat = yield from exchange_one(comm, Broadcast(torch.cat(raw)))

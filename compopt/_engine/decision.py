@@ -88,7 +88,7 @@ def read_decision(
     ``replica_sum``: of the replica check, which is read too.
     """
     with profiler_range("compopt::decide"):
-        host = read_numbers(exchanges, replica_sum)
+        host = read_scalars(exchanges, replica_sum)
     numbers: Iterator[float] = iter(host.tolist())
     norms = [exchange.agreement.squared_norm for exchange in exchanges]
     squares = [sum(islice(numbers, 1 if x is None else x.numel())) for x in norms]
@@ -135,7 +135,7 @@ def combine_decisions(
         decision.misplaced = decision.misplaced or [ELSEWHERE]
 
 
-def read_numbers(exchanges: list[BucketExchange], replica_sum: Tensor | None) -> Tensor:
+def read_scalars(exchanges: list[BucketExchange], replica_sum: Tensor | None) -> Tensor:
     """Read all numbers of the decision from the device: the squared norms of all averages, then the
     header and the control fields of each payload, then ``replica_sum``.
     """

@@ -173,7 +173,7 @@ class ReduceScatterBucket(Bucket):
         element becomes NaN: a reducer that sends a part of the elements may not have sent that one.
         """
         shards: list[Tensor] = []
-        parts = reducer.read_owned_parts(out.dtype)
+        parts = reducer.read_owned_averages(out.dtype)
         for piece, matrix, part in zip(self.pieces, self.as_matrix, parts, strict=True):
             if matrix and piece.dim:
                 part = piece.select_part(part.view(piece.p.shape), self.rank)
@@ -195,7 +195,7 @@ class ReduceScatterBucket(Bucket):
             else:
                 stored = residuals.stored[number]
                 pending_residuals[p] = PendingResidual(residuals.pack(number, rest), stored)
-            pending_residuals[p].state.update(reducer.next_state(i))
+            pending_residuals[p].state.update(reducer.state_to_commit(i))
         for p in self.params:
             p.grad = None
         self.flat, self.state = {}, {}

@@ -154,13 +154,13 @@ class OptimizerBase(Optimizer):
     def rebuild_cache(self, bucket: Bucket) -> None:
         """Rebuild ``bucket.cache`` from the bucket's state, which was just laid out or loaded."""
 
-    def values_sent(self, bucket: Bucket, ranks: int) -> float | None:
+    def estimate_values_sent(self, bucket: Bucket, ranks: int) -> float | None:
         """Estimate how many values a compressed step sends of a bucket; None if unknown."""
         return None
 
     def values_in_payload(self, bucket: Bucket, ranks: int) -> float | None:
         """Estimate the same without parameters that are gathered after the decision."""
-        return self.values_sent(bucket, ranks)
+        return self.estimate_values_sent(bucket, ranks)
 
     def before_exchange(self) -> None:
         """Called at the start of a step, after gradients are unscaled."""

@@ -233,7 +233,7 @@ def check_compress(group: dict[str, Any]) -> None:
 
 def dense_start_of(bucket: Bucket) -> int:
     """Return the number of steps before compression starts; endless in a single process."""
-    return FOREVER if bucket.is_single_process else count_dense_steps(bucket.group)
+    return FOREVER if bucket.sends_nothing else count_dense_steps(bucket.group)
 
 
 def count_dense_steps(group: dict[str, Any]) -> int:

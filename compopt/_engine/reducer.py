@@ -119,7 +119,7 @@ class Reducer(Protocol):
         gradients there are.
         """
 
-    def read_owned_parts(self, dtype: torch.dtype) -> Iterable[Tensor]:
+    def read_owned_averages(self, dtype: torch.dtype) -> Iterable[Tensor]:
         """The averaged gradient of what this rank owns of every tensor, as vectors."""
 
     def feed_back(self, have_gradients: list[bool]) -> None:
@@ -127,7 +127,7 @@ class Reducer(Protocol):
         part of gradient plus residual that was not sent. The other residuals stay.
         """
 
-    def next_state(self, i: int) -> dict[str, Tensor]:
+    def state_to_commit(self, i: int) -> dict[str, Tensor]:
         """Return state of tensor i beside its residual, by name: the values to commit if the step
         is applied.
         """
@@ -221,10 +221,10 @@ class OwnerReducer:
             if rows:
                 torch._foreach_add_([part for part, _ in rows], [e for _, e in rows])
 
-    def read_owned_parts(self, dtype: torch.dtype) -> list[Tensor]:
+    def read_owned_averages(self, dtype: torch.dtype) -> list[Tensor]:
         return self.ops.expand_average(self.bucket, self.values, self.positions, dtype)
 
-    def next_state(self, i: int) -> dict[str, Tensor]:
+    def state_to_commit(self, i: int) -> dict[str, Tensor]:
         return {}
 
 
@@ -305,13 +305,13 @@ class AllReduceReducer:
 
     @property
     def values(self) -> list[Tensor]:
-        return self.read_owned_parts(self.bucket.compute_dtype)
+        return self.read_owned_averages(self.bucket.compute_dtype)
 
     def clip(self, factor: float) -> None:
         if factor < 1:
             self.mean.body.mul_(factor)
 
-    def read_owned_parts(self, dtype: torch.dtype) -> list[Tensor]:
+    def read_owned_averages(self, dtype: torch.dtype) -> list[Tensor]:
         shards, lengths = self.bucket.shards, self.bucket.lengths
         sizes = shards.own_sizes
         memory = self.bucket.get_memory("average", sum(sizes), dtype)
@@ -352,7 +352,7 @@ class AllReduceReducer:
             self.sends_residuals and not all(have_gradients)
         )
 
-    def next_state(self, i: int) -> dict[str, Tensor]:
+    def state_to_commit(self, i: int) -> dict[str, Tensor]:
         return {}
 
 

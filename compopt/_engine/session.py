@@ -103,7 +103,7 @@ class Session:
         self.group = group
         self.connection: Communicator | None = None
         # no other ranks, and no ``simulate``: steps are the base optimizer's
-        self.is_single_process = False
+        self.sends_nothing = False
         self.handshake = Handshake.UNVERIFIED
         # why parameters and state are inconsistent (a step was applied in part), or empty
         self.damage = ""
@@ -249,7 +249,7 @@ class Session:
         stats = Stats(
             applied_steps=self.steps,
             phase=phases if applied else "skipped",
-            bytes_sent=0 if self.is_single_process else bytes_sent,
+            bytes_sent=0 if self.sends_nothing else bytes_sent,
             bytes_dense=self.dense_bytes,
             parameter_bytes=applied * sum(map(attrgetter("parameter_bytes"), self.buckets)),
             grad_norm=decision.norm,
@@ -281,7 +281,7 @@ class Session:
     def count_save(self) -> None:
         """Add to the run's totals what a ``consolidate_state()`` that ends now has sent."""
         sent = self.take_bytes_sent()
-        if not self.is_single_process:
+        if not self.sends_nothing:
             self.totals.add_save(sent, self.waits.take_seconds())
             self.stats.run = replace(self.totals)
 
@@ -340,9 +340,9 @@ class Session:
             self.shard_communicators.append(self.site)
         self.is_built = True
         has_one_rank = connection is not None and connection.size == 1
-        self.is_single_process = has_one_rank and not optimizer.simulate
+        self.sends_nothing = has_one_rank and not optimizer.simulate
         for bucket in self.buckets:
-            bucket.is_single_process = self.is_single_process
+            bucket.sends_nothing = self.sends_nothing
             bucket.replicate_size = get_replicate_size(bucket.params[0], self.shard_communicators)
             bucket.offload = self.offload if self.offload.names else None
             if optimizer.sharded:
@@ -459,11 +459,11 @@ class Session:
         comm = self.refresh_ranks(optimizer)
         if comm.size == 1 and self.group is None and self.role is not Role.WRAPPED:
             self._warn_if_not_connected()
-        is_single_process = comm.size == 1 and not optimizer.simulate
-        if is_single_process != self.is_single_process:
-            self.is_single_process = is_single_process
+        sends_nothing = comm.size == 1 and not optimizer.simulate
+        if sends_nothing != self.sends_nothing:
+            self.sends_nothing = sends_nothing
             for bucket in self.buckets:
-                bucket.is_single_process = is_single_process
+                bucket.sends_nothing = sends_nothing
                 # Recompute: residuals may hold rounding errors from when there were other ranks.
                 bucket.cache.pop("has_residual", None)
         return comm

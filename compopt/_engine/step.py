@@ -402,7 +402,7 @@ class Step:
             self._show_first_line()
         session.waits.note_field(self.number, comm.size, decision.control_means["waits"][0])
         session.update_stats(self.optimizer, decision, session.take_bytes_sent())
-        trial = None if session.is_single_process else session.trial
+        trial = None if session.sends_nothing else session.trial
         if trial and trial.time_step(decision.phase_of, applied, session.device):
             session.unverify()  # ranks compare their times in the next step's handshake
         if not applied or session.consecutive_skips:
@@ -420,10 +420,10 @@ class Step:
             "there are no other ranks, so every step is the base's and nothing is sent "
             "(simulate=True compresses all the same)."
         )
-        if not session.is_single_process:
-            values_sent = [optimizer.values_sent(bucket, comm.size) for bucket in session.buckets]
+        if not session.sends_nothing:
+            values = [optimizer.estimate_values_sent(b, comm.size) for b in session.buckets]
             in_fsdp = optimizer.replaces_reduce_scatter
-            text = describe_compression(session.buckets, values_sent, in_fsdp)
+            text = describe_compression(session.buckets, values, in_fsdp)
         show_line(f"{session.name}: {text}")
 
 

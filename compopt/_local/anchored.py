@@ -87,7 +87,7 @@ class AnchoredWrapper(Wrapper):
                 "backend for those: init_process_group('cpu:gloo,cuda:nccl'), or without a "
                 "backend, has one."
             )
-        if session.is_single_process:
+        if session.sends_nothing:
             self._drop_anchors()
         elif self._sync is None:
             counts.begun = options["step"]
@@ -317,7 +317,7 @@ class AnchoredWrapper(Wrapper):
                 return None
             self._session.connect_ranks(self)
             # a single process without a group may meet others before the next step
-            if self._session.is_single_process and self._session.group is not None:
+            if self._session.sends_nothing and self._session.group is not None:
                 return saved
             if (sync := self._make_sync(options, saved.fragments)) is not None:
                 sync.connect()

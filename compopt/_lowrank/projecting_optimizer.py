@@ -33,9 +33,9 @@ from .._state.tensors import to_local
 from .._wire.collectives import connect
 from .._wire.warning import warn
 from .matrices import MatrixSource, RandomMatrices, checksum_projection
-from .options import check_options, is_reset_step
+from .projection_options import check_options, is_reset_step
+from .projection_reducer import ProjectionReducer, ReducerInputs
 from .projections import Projection, is_dtensor, plan_projection
-from .reducer import ProjectionReducer, ReducerInputs
 from .stacks import ProjectedStack
 
 Plan = list[Projection | None]  # one for each tensor of a bucket; None: sent dense
@@ -131,7 +131,7 @@ class ProjectingOptimizer(ReducingOptimizer):
         }
         return [*super()._settings(), ("random matrices", checksums)]
 
-    def values_sent(self, bucket: Bucket, ranks: int) -> float:
+    def estimate_values_sent(self, bucket: Bucket, ranks: int) -> float:
         # Inside FSDP2 lengths are those of shards, a ``ranks``-th of the global tensor's.
         parts = ranks if self.replaces_reduce_scatter else 1
         total = 0.0

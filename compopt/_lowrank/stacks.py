@@ -40,7 +40,7 @@ from .._state.residuals import ResidualStack
 from .._wire.payload import Payload
 from .projections import Projection, orthonormalize
 
-EMPTY = torch.empty(0, device="cpu")
+UNSET = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 @dataclass
@@ -59,12 +59,12 @@ class ProjectedStack:
     projection: Projection
     grads: list[Tensor | None]
     residual: ResidualStack
-    Q: Tensor = EMPTY
+    Q: Tensor = UNSET
     Q_is_state: bool = False
-    next_Q: Tensor = EMPTY
-    R: Tensor = EMPTY
-    sent: Tensor = EMPTY
-    mean: Tensor = EMPTY
+    next_Q: Tensor = UNSET
+    R: Tensor = UNSET
+    sent: Tensor = UNSET
+    mean: Tensor = UNSET
 
     def select(self, at: slice) -> ProjectedStack:
         """Return the stack of some of its tensors."""

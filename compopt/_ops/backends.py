@@ -152,11 +152,11 @@ def has_triton_driver() -> bool:
 def make_backend(name: str) -> Ops:
     """Import a backend and make it. (Triton need not be installed, and imports for a second.)"""
     if name == "triton":
-        from .triton.backend import TritonOps
+        from .triton.triton_ops import TritonOps
 
         return TritonOps()
     if name == "native":
-        from .native.backend import NativeOps
+        from .native.native_ops import NativeOps
 
         return NativeOps()
     return ApexOps() if name == "apex" else Ops()

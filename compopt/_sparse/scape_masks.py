@@ -102,7 +102,7 @@ class Selection:
 
 def mask_to_send(bucket: Bucket) -> Mask:
     """Return the mask that was selected one step ago; all ones, where there is none."""
-    selected = None if bucket.is_single_process else bucket.cache.get("next_mask")
+    selected = None if bucket.sends_nothing else bucket.cache.get("next_mask")
     return selected or Mask(bucket)
 
 

@@ -81,7 +81,7 @@ class Bucket:
         self.grad_dtype = get_grad_dtype(params[0])
         self.compute_dtype = torch.promote_types(self.dtype, torch.float32)
         # True without other ranks, unless ``simulate``: nothing is compressed or rounded.
-        self.is_single_process = False
+        self.sends_nothing = False
         # The number of ranks of one sharded model that hold the same part of these tensors. A sum
         # over the mesh counts the part that often, so its squared norm is divided by this number
         # first.
@@ -390,7 +390,7 @@ class Bucket:
         """True if payloads round the values of tensors with a residual. The residual keeps the
         rounding error.
         """
-        if self.is_single_process or all(e is None for e in self.state.get("residual", ())):
+        if self.sends_nothing or all(e is None for e in self.state.get("residual", ())):
             return False
         codec = self.codecs[self.group.get("payload_dtype")]
         return codec.bits is not None or self._is_narrow(codec.dtype or self.grad_dtype)
@@ -462,7 +462,7 @@ class Bucket:
         A single process does not round: its payload has the gradients' dtype (None), or that of the
         residuals while some are left.
         """
-        if self.is_single_process:
+        if self.sends_nothing:
             dtype = self.compute_dtype if self.has_residual else None
         return self.codecs[dtype]
 

@@ -305,10 +305,10 @@ class ParamColumns(NamedTuple):
         return min(self.size, max(0, self.p.numel() - rank * self.size))
 
     def range_of(self, rank: int, matrix: bool) -> tuple[int, int]:
-        """Return the elements that ``rank`` owns, in shard order.
+        """Return the elements that ``rank`` decodes, in shard order: those that it owns.
 
-        With ``matrix`` the tensor has the parameter's shape: the rank owns its rows, or all
-        elements if FSDP cuts along another dimension.
+        With ``matrix`` the tensor has the parameter's shape: the rank decodes its rows, or all
+        elements if FSDP cuts along another dimension; ``select_part`` takes its own from them.
         """
         if matrix and self.dim:
             return 0, self.p.numel()

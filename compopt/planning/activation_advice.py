@@ -13,7 +13,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from .activation_costs import COMPRESSORS, MEASURED_ON, UNCOMPRESSED
-from .decision import WORTH_IT
+from .advice_decision import WORTH_IT
 from .formatting import align_columns, format_advice, format_rate, format_seconds
 from .hardware import LAYER_SHARE, Machine, Speed, find_device, source_of
 from .layer_prediction import (

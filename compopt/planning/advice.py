@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from . import advice_report as report
-from .decision import choose_row
+from .advice_decision import choose_row
 from .formatting import format_advice
 from .hardware import Machine, check_positive, find_device, source_of
 from .losses import TOKENS_PER_PARAMETER

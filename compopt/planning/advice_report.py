@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from .decision import WORTH_IT, at_link_rate, choose_alternative, choose_row, pays_below
+from .advice_decision import WORTH_IT, at_link_rate, choose_alternative, choose_row, pays_below
 from .formatting import (
     align_columns,
     format_count,

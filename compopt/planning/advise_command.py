@@ -32,7 +32,7 @@ from .formatting import (
     print_report,
 )
 from .hardware import DEVICES, find_device
-from .probe import read_probe
+from .link_probe import read_probe
 from .scripts import profile_script
 from .workload import Workload
 

@@ -43,7 +43,7 @@ class Diagnosis:
     Attributes:
         rows: the methods, those with the largest ``kept`` first, each with ``method``, ``line``
             (the constructor call), ``kept``, ``residual`` and ``share`` (of the bytes).
-        findings: every number, by its name.
+        findings: every finite number, by its key, a tuple of texts.
         steps: steps that were recorded.
         skipped: steps that were left out, because a gradient or a weight was not finite.
         seconds: time that the diagnosis took in this process.

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from .advice_decision import at_link_rate, choose_row
 from .candidates import Candidate
-from .decision import at_link_rate, choose_row
 from .formatting import align_columns, format_number_of, format_rate, format_seconds
 from .gradient_statistics import DENSITIES, LAGS, SampledTensor
 from .prediction import Situation, predict_rows

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .decision import at_link_rate
+from .advice_decision import at_link_rate
 from .diagnosis_report import Findings, Row
 from .formatting import format_count, format_seconds
 from .gradient_statistics import DENSITIES, LAGS

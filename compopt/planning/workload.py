@@ -120,7 +120,7 @@ class Workload:
         """The elements of the matrices that a rank makes smaller by this factor, and those of their
         factors.
 
-        Others are too narrow: they are sent whole, as SeparateAdam does.
+        Others are too narrow to become smaller: they are not projected.
         """
         if not self.matrices:
             return self.parameters * self.compressed, rank * self.perimeter

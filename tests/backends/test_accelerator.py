@@ -26,7 +26,7 @@ TOGETHER = 7  # cases a process
 # Where the host may wait for the device: module and function of compopt, a case that shows it, and why it does.
 LOOKS = {
     # in every step
-    "_engine.decision read_numbers": ("AdamS", "the decision: whether the step is applied, its norm"),
+    "_engine.decision read_scalars": ("AdamS", "the decision: whether the step is applied, its norm"),
     "_engine.exchange sum_over_groups": ("TagcAdamW", "sharded: the norm and the facts of all shards"),
     # in compressed steps of some classes
     "_engine.exchange _read_together": ("TagcAdamW", "how much of each bucket any rank has left: payloads' lengths"),
@@ -38,7 +38,7 @@ LOOKS = {
     "_engine.base_state copy_from_rank_0": ("LocalSteps, rounds", "consolidate_state(): inner state that is no mean"),
     "_engine.base_state copy_learned_options": ("LocalSteps, rounds", "consolidate_state(): numbers of inner groups"),
     "_state.residuals norm": ("RadiusAdamW", "ranks are lost: the warning says how much the others still owe"),
-    "_lowrank.reducer commit_state": ("SeparateAdam, adaptive", "every adapt_interval steps: what sets ratio and beta"),
+    "_lowrank.projection_reducer commit_state": ("SeparateAdam, adaptive", "each adapt_interval steps: ratio, beta"),
     "radius broadcast_mask": ("RadiusAdamW", "a resample: whether an absent tensor has an old mask"),
     "_engine.step _finish_post_commit": ("RadiusAdamW", "after a resample: whether all ranks have the mask"),
     "_ops.operations positions": ("RadiusAdamW", "a new mask, or a loaded one: how many are selected"),
@@ -48,7 +48,7 @@ LOOKS = {
     "_sharded.sketch peel": ("TagcAdamW, sketch", "whether a round of peeling found any"),
     "_sharded.sketch encode": ("TagcAdamW, sketch", "which elements no table can hold"),
     "_sharded.sketch decode": ("TagcAdamW, sketch", "how many elements a round of peeling gives"),
-    "_sharded.scape __init__": ("ScapeAdamS, sharded", "where each owner's elements begin"),
+    "_sharded.sharded_scape __init__": ("ScapeAdamS, sharded", "where each owner's elements begin"),
     "_state.masks _check_positions": ("RandomK", "positions that are the writer's of an algorithm are checked"),
     # of state in host memory
     "_state.buckets update_masters": ("ScapeAdamS", "offload='all': parameters are compared with masters"),
@@ -152,7 +152,6 @@ WAITS = {  # of the host in a compressed step: least and most
     "RadiusAdamW, residual in int8": (1, 5),
     "ScapeAdamS": (1, 1),
     "ScapeAdamS, large": (4, 4),
-    "ScapeAdamS, no delay": (7, 8),
     "ScapeAdamS, sharded": (5, 5),
     "TagcAdamW": (3, 3),
     "TagcAdamW, large": (3, 3),

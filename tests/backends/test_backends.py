@@ -194,7 +194,7 @@ def test_a_back_end_that_is_installed_but_does_not_run_gives_way(monkeypatch):
 def test_a_fused_implementation_has_its_references_place_and_arguments(backend):
     if backend == "triton":
         pytest.importorskip("triton")
-    module = importlib.import_module(f"compopt._ops.{backend}.backend")
+    module = importlib.import_module(f"compopt._ops.{backend}.{backend}_ops")
     fused = {"native": "NativeOps", "triton": "TritonOps"}[backend]
     for key, implementation in getattr(module, fused).fused.items():
         place, _, name = key.rpartition(".")
@@ -209,13 +209,13 @@ def test_a_batched_implementation_names_the_arguments_of_its_reference():
     pytest.importorskip("triton")
     from compopt import scape, separate
     from compopt._engine import reducer
-    from compopt._ops.triton import lowrank, updates
+    from compopt._ops.triton import triton_lowrank, triton_updates
 
     calls = {
-        reducer.step_adamw: updates.AverageCall,
-        reducer.step_adams: updates.AverageCall,
-        scape.update: updates.ScapeCall,
-        separate.update_tensors: lowrank.SeparateCall,
+        reducer.step_adamw: triton_updates.AverageCall,
+        reducer.step_adams: triton_updates.AverageCall,
+        scape.update: triton_updates.ScapeCall,
+        separate.update_tensors: triton_lowrank.SeparateCall,
     }
     for reference_function, call in calls.items():
         names = [name for name in inspect.signature(reference_function).parameters if name != "ops"]

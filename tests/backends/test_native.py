@@ -13,9 +13,9 @@ from torch import nn
 import compopt
 from compopt import tagc
 from compopt._ops.native import build
-from compopt._ops.native.backend import NativeOps
+from compopt._ops.native.native_ops import NativeOps
+from compopt._ops.native.native_selection import NativeSelection, code_table
 from compopt._ops.native.passes import Table
-from compopt._ops.native.selection import NativeSelection, code_table
 from compopt._ops.operations import Ops
 from compopt._state import bits as _bits
 from compopt._state.masks import Mask, code_layout, encode_mask, partition_mask

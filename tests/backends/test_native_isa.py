@@ -14,7 +14,7 @@ from torch import nn
 
 import compopt
 from compopt._ops.native import build
-from compopt._ops.native.backend import NativeOps
+from compopt._ops.native.native_ops import NativeOps
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="needs a C compiler")
 BLOCKS = (16, 512, 4096, 16384, 131072)  # sixteens, the passes' blocks, and what else the package cuts tensors by

@@ -10,13 +10,13 @@ from torch import nn
 
 import compopt
 from compopt._engine.reducer import AdamWUpdate
+from compopt._lowrank.projection_reducer import ProjectionReducer, ReducerInputs, write_dense
 from compopt._lowrank.projections import Projection
-from compopt._lowrank.reducer import ProjectionReducer, ReducerInputs, write_dense
 from compopt._lowrank.stacks import ProjectedStack, multiply
 from compopt._ops.native import build
-from compopt._ops.native.backend import NativeOps
-from compopt._ops.native.lowrank import multiply_stacks, orthonormalize_columns, update_separate
-from compopt._ops.native.lowrank import write_dense as native_write_dense
+from compopt._ops.native.native_lowrank import multiply_stacks, orthonormalize_columns, update_separate
+from compopt._ops.native.native_lowrank import write_dense as native_write_dense
+from compopt._ops.native.native_ops import NativeOps
 from compopt._ops.operations import Ops
 from compopt._state.residuals import Residuals
 from compopt._wire.payload import Payload

@@ -11,7 +11,7 @@ from torch import nn
 
 import compopt
 from compopt._ops.native import build, passes
-from compopt._ops.native.backend import NativeOps
+from compopt._ops.native.native_ops import NativeOps
 from compopt._ops.operations import Ops
 from compopt._state import bits as _bits
 from compopt._state.masks import Mask

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -122,10 +123,10 @@ def test_a_cycle_is_found(tmp_path, file, line):
     [
         ("_wire/collectives.py", "from .._state.buckets import Bucket"),
         ("_state/masks.py", "from .._ops import reference"),
-        ("_ops/native/backend.py", "from ..._engine import trial"),
+        ("_ops/native/native_ops.py", "from ..._engine import trial"),
         ("_engine/optimizer.py", "import compopt._sparse.scape_masks"),
         ("_sparse/scape_masks.py", "from ..radius import radius"),
-        ("_sharded/scape.py", "def f():\n    from .._lowrank.projections import project"),
+        ("_sharded/sharded_scape.py", "def f():\n    from .._lowrank.projections import project"),
         ("radius.py", "from . import scape"),
         ("scape.py", "import torch.distributed as dist"),
         ("stray.py", ""),
@@ -172,3 +173,11 @@ def test_every_folder_is_in_the_wheel_and_in_the_picture():
     assert set(listed) - {"compopt_kernels"} == {".".join(path.relative_to(ROOT.parent).parts) for path in folders}
     picture = (ROOT.parent / "CONTRIBUTING.md").read_text().split("## Layout")[1]
     assert [path.name for path in folders if f"{path.name}/" not in picture and path.parent == ROOT] == []
+
+
+def test_a_base_name_is_one_files():
+    """Of the package and the kernels; a C file may be named after what it does beside a Python file that calls it."""
+    kernels = Path(__file__).parents[2] / "kernels"
+    files = [path for root in (ROOT, kernels) for path in root.rglob("*.py") if path.name != "__init__.py"]
+    names = Counter(path.stem for path in files)
+    assert [name for name, count in names.items() if count > 1] == []

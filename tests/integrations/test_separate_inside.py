@@ -50,7 +50,7 @@ def beside_ddp(who: int, kind=separate, backwards: int = 1, **options) -> dict[s
     train(fsdp, inside, range(5), who, backwards=backwards)
     train(ddp, outside, range(5), who, backwards=backwards)
     assert inside.stats.phase == outside.stats.phase == "projected"
-    values = sum(inside.values_sent(bucket, dist.get_world_size()) for bucket in inside._buckets)
+    values = sum(inside.estimate_values_sent(bucket, dist.get_world_size()) for bucket in inside._buckets)
     ours, theirs = mean_residuals(inside, fsdp), mean_residuals(outside, ddp)
     return {
         "apart": apart(fsdp, ddp),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compopt._lowrank.matrices import MatrixSource, gaussian_quantiles
-from compopt._lowrank.options import RESET_INTERVALS
+from compopt._lowrank.projection_options import RESET_INTERVALS
 from compopt._lowrank.projections import is_dtensor, plan_projection
 from compopt._state.buckets import Bucket
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import compopt
 from compopt.costmodel import Advice, advise
-from compopt.planning.decision import AS_FAST, SAME_LOSS, WORTH_IT, allowed_rows
+from compopt.planning.advice_decision import AS_FAST, SAME_LOSS, WORTH_IT, allowed_rows
 from compopt.planning.hardware import DEVICES
 from compopt.planning.losses import LOSSES
 from compopt.planning.methods import LOCAL_PEAK, METHODS

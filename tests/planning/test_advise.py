@@ -20,8 +20,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from compopt.costmodel import Workload, advise
 from compopt.planning import advice_report, network_probe
+from compopt.planning.advice_decision import pays_below
 from compopt.planning.advise_command import main
-from compopt.planning.decision import pays_below
 from compopt.planning.formatting import format_count, format_rate, format_seconds, parse_quantity
 from compopt.planning.measurement import measure_local
 from compopt.planning.methods import METHODS

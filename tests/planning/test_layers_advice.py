@@ -19,7 +19,7 @@ from compopt import activations
 from compopt.costmodel import Layers, advise_layers
 from compopt.planning.activation_advice import AS_FAST, layers_pay_below, make_lines
 from compopt.planning.activation_costs import COMPRESSORS, UNCOMPRESSED
-from compopt.planning.decision import WORTH_IT
+from compopt.planning.advice_decision import WORTH_IT
 from compopt.planning.hardware import DEVICES
 from compopt.planning.layer_prediction import (
     NONE,

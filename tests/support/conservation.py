@@ -21,7 +21,7 @@ import torch
 from table import Case
 from torch import Tensor
 
-from compopt._lowrank.options import is_reset_step
+from compopt._lowrank.projection_options import is_reset_step
 from compopt._ops.operations import clip_factor
 from compopt._wire.codec import dtype_name
 

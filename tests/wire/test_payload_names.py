@@ -13,7 +13,7 @@ from slow_rows import slow_but
 from table import CASES, FORMS
 
 import compopt
-from compopt._sharded.adamw import UPDATE_DTYPES, UpdateDtype
+from compopt._sharded.zero1_adamw import UPDATE_DTYPES, UpdateDtype
 from compopt._wire.codec import PAYLOAD_CODECS
 
 SENDING = [case for case in CASES + FORMS if "payload_dtype" in inspect.signature(case.cls).parameters]

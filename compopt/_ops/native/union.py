@@ -14,6 +14,8 @@ from ..._state.masks import Tensors
 from ..._state.residuals import Residuals
 from ..._state.shards import Run
 from ..update_helpers import Selected
+from .native_selection import NativeTopK
+from .native_updates import residual_addresses
 from .passes import (
     PIECE,
     SHARD,
@@ -24,8 +26,6 @@ from .passes import (
     as_float32,
     run_over_rows,
 )
-from .selection import NativeTopK
-from .updates import residual_addresses
 
 
 class Pieces(NamedTuple):

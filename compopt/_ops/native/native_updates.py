@@ -24,6 +24,7 @@ from ..update_helpers import (
     keep_absent_momenta,
     resize_momenta,
 )
+from .native_selection import NativeSelection
 from .passes import (
     ADAMW,
     SCAPE,
@@ -38,7 +39,6 @@ from .passes import (
     run_over_rows,
     sizes_of,
 )
-from .selection import NativeSelection
 
 
 class NativeUpdates(Ops):

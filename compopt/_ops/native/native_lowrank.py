@@ -1,6 +1,6 @@
 """SEPARATE with tracked columns by C passes: the products of ``_lowrank.stacks.multiply`` and
 lines 4 and 5 with AdamW, ``separate.update_tensors`` (kernels/native/lowrank.c), and
-``_lowrank.stacks.orthonormalize_columns`` (kernels/native/orthonormalize.c).
+``_lowrank.stacks.orthonormalize_columns`` (kernels/native/householder.c).
 """
 
 from __future__ import annotations
@@ -15,6 +15,13 @@ from ..._state.buckets import Bucket
 from ..._state.residuals import Opened, Residuals
 from ..._wire.payload import Payload
 from ..update_helpers import FactoredAverages
+from .native_updates import (
+    NativeUpdates,
+    adamw_options,
+    averages_in_float32,
+    residual_addresses,
+    state_addresses,
+)
 from .passes import (
     ADAMW,
     EMPTY,
@@ -29,13 +36,6 @@ from .passes import (
     as_float32,
     per_thread_scratch,
     run_over_rows,
-)
-from .updates import (
-    NativeUpdates,
-    adamw_options,
-    averages_in_float32,
-    residual_addresses,
-    state_addresses,
 )
 
 MOST_ROWS = 8  # of a tensor, that the update expands at a time
@@ -74,7 +74,7 @@ class StackRows:
         self.table.write(name, places)
 
 
-def find_rows(
+def cached_rows(
     bucket: Bucket, name: str, key: Sequence[object], make: Callable[[], StackRows]
 ) -> StackRows:
     """Return the rows of the last step if nothing that they depend on has changed, else new ones.
@@ -107,7 +107,7 @@ def multiply_stacks(
         (len(x.indices), x.projection.rows, x.projection.columns, x.projection.r) for x in stacks
     ]
     chosen = range(sum(k for k, *_ in sizes))
-    rows = find_rows(bucket, "products", sizes, lambda: StackRows(PRODUCT, sizes, chosen))
+    rows = cached_rows(bucket, "products", sizes, lambda: StackRows(PRODUCT, sizes, chosen))
     # alive until the pass has read them
     grads = as_float32([g for stack in stacks for g in stack.grads])
     narrow = [x.contiguous() for x in right]
@@ -236,7 +236,7 @@ def _update_factored(
         state = _state_columns(bucket, numbers, m="exp_avg", v="exp_avg_sq")
         return StackRows(FACTORED, sizes, chosen, **state)
 
-    rows = find_rows(bucket, "factors", (numbers, sizes), make_rows)
+    rows = cached_rows(bucket, "factors", (numbers, sizes), make_rows)
     group, grads, weights = bucket.group, bucket.grads(), bucket.weights
     # alive until the pass has read them
     factors = [(x.R.contiguous(), x.p.float(), x.sent.float()) for x in stacks]

@@ -23,7 +23,6 @@ from ..update_helpers import (
     keep_absent_momenta,
     resize_momenta,
 )
-from .selection import SelectionInputs, TritonSelection, select_all
 from .tables import (
     KernelOps,
     Key,
@@ -40,6 +39,7 @@ from .tables import (
     payload_key,
     published_parameter,
 )
+from .triton_selection import SelectionInputs, TritonSelection, select_all
 
 Row = Any  # kernels.AdamWRow or kernels.ScapeRow
 Calls = list[tuple[Any, ...]]  # the arguments of each bucket

@@ -24,7 +24,7 @@ from .._state.residuals import Residuals
 from .._state.tensors import upload
 from .._wire.payload import Payload
 from .._wire.requests import AllReduceMean, RequestGenerator
-from .options import is_reset_step
+from .projection_options import is_reset_step
 from .stacks import (
     ProjectedStack,
     compute_cosines,
@@ -229,11 +229,11 @@ class ProjectionReducer:
 
     # Inside FSDP2: this rank's shard of the average
 
-    def read_owned_parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
+    def read_owned_averages(self, dtype: torch.dtype) -> Iterator[Tensor]:
         """Do line 4 for the rows that this rank owns."""
         self.draw_columns()
         reducer = self.inputs.dense_reducer
-        dense_parts = iter(() if reducer is None else reducer.read_owned_parts(dtype))
+        dense_parts = iter(() if reducer is None else reducer.read_owned_averages(dtype))
         for i in range(len(self.bucket.params)):
             if i not in self.stack_of:
                 yield next(dense_parts)
@@ -253,7 +253,7 @@ class ProjectionReducer:
         for stack in self.stacks_with_gradients(have_gradients):
             feed_back(stack, 1.0)
 
-    def next_state(self, i: int) -> dict[str, Tensor]:
+    def state_to_commit(self, i: int) -> dict[str, Tensor]:
         stack = self.stack_of.get(i)
         if stack is None or not self.is_tracked:
             return {}

@@ -26,7 +26,7 @@ from .tables import (
     flatten,
     published_parameter,
 )
-from .updates import Calls, LaunchGroup, launch_groups_of
+from .triton_updates import Calls, LaunchGroup, launch_groups_of
 
 
 def can_project(ops: KernelOps, bucket: Bucket) -> bool:

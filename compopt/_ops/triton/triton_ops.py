@@ -21,14 +21,6 @@ from ..._wire.codec import QuantizedCodec, QuantizedMean, make_codecs
 from ..._wire.payload import Payload
 from ..._wire.quantization import noise_offset, noise_table
 from ..operations import Fused, Group
-from .lowrank import (
-    can_orthonormalize,
-    can_project,
-    multiply_stacks,
-    orthonormalize_columns,
-    update_separate,
-)
-from .selection import TritonSelection, clear_masks, store_masks, store_next_masks
 from .tables import (
     KernelOps,
     addresses,
@@ -40,7 +32,15 @@ from .tables import (
     mask_key,
     payload_key,
 )
-from .updates import update_adams, update_adamw, update_scape
+from .triton_lowrank import (
+    can_orthonormalize,
+    can_project,
+    multiply_stacks,
+    orthonormalize_columns,
+    update_separate,
+)
+from .triton_selection import TritonSelection, clear_masks, store_masks, store_next_masks
+from .triton_updates import update_adams, update_adamw, update_scape
 
 MAX_MESSAGE_BYTES = 2**31  # kernels count the bytes of messages in 32 bits
 

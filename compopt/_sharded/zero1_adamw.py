@@ -63,7 +63,7 @@ class ShardedAdamW:
         self.bucket, self.ops, self.shards = bucket, ops, bucket.shards
         self.memory: dict[str, Tensor] = {}  # of new state, until the commit
         group, state, self.codec = bucket.group, bucket.state, None
-        rounded_to = None if bucket.is_single_process else group.get("update_dtype")
+        rounded_to = None if bucket.sends_nothing else group.get("update_dtype")
         if rounded_to is not None and "update_residual" not in state:
             raise ValueError(
                 f"update_dtype={rounded_to!r} was set in a group of an optimizer that was made "
@@ -76,7 +76,7 @@ class ShardedAdamW:
             self.codec = GatherCodec(codec, sizes, bucket.scratch)
         payload = bucket.codecs[group["payload_dtype"]].dtype
         in_half = payload == torch.bfloat16 and bucket.dtype == torch.float32
-        is_alone = bucket.is_single_process
+        is_alone = bucket.sends_nothing
         self.sends_bfloat16_updates = self.codec is None and in_half and not is_alone
         self.sends_updates = self.codec is not None or self.sends_bfloat16_updates
 

@@ -69,8 +69,10 @@ def _square(number, R: tl.constexpr):
 
 
 @inlined
-def _input(row, FIRST: tl.constexpr):
-    """Return the field of the matrix that a pass reads, and the strides of its elements."""
+def _locate_input(row, FIRST: tl.constexpr):
+    """Return the address of the matrix that a pass reads, X or Q, the distances between its rows and
+    between its columns, and r.
+    """
     r = tl.load(row + RANK)
     if FIRST:
         return tl.load(row + X), tl.load(row + DOWN), tl.load(row + ACROSS), r
@@ -94,7 +96,7 @@ def _gram(
         tl.load(chunks + 2 * tl.program_id(0) + 1),
     )
     row, gram = table + HEAD_ + number * FIELDS, tl.zeros([R, R], tl.float64)
-    address, down, across, r = _input(row, FIRST)
+    address, down, across, r = _locate_input(row, FIRST)
     x, j, last = address.to(tl.pointer_type(XT)), tl.arange(0, R), tl.load(row)
     for start in range(first, tl.minimum(first + CHUNK, last), ROWS):
         i = (start + tl.arange(0, ROWS))[:, None, None]
@@ -178,7 +180,7 @@ def _apply(
         tl.load(chunks + 2 * tl.program_id(0) + 1),
     )
     row, j = table + HEAD_ + number * FIELDS, tl.arange(0, R)
-    address, down, across, r = _input(row, FIRST)
+    address, down, across, r = _locate_input(row, FIRST)
     x, i = address.to(tl.pointer_type(XT)), first + tl.arange(0, CHUNK)
     triangle, in_range = triangles + 2 * number * R * R, i < tl.load(row)
     q = tl.zeros([CHUNK, R], tl.float64)

@@ -21,9 +21,12 @@ from ..._wire.codec import make_codecs
 from ..._wire.payload import Payload
 from ..operations import Fused, Ops
 from ..update_helpers import is_tracked
-from .blocks import NativeBlocks
 from .build import isa_of_library, load_library
-from .lowrank import multiply_stacks, orthonormalize_columns, update_separate, write_dense
+from .native_blocks import NativeBlocks
+from .native_lowrank import multiply_stacks, orthonormalize_columns, update_separate, write_dense
+from .native_quantization import NativeCodec
+from .native_selection import NativeSelection, NativeTopK
+from .native_updates import NativeUpdates, raise_bad_row, update_adams, update_adamw, update_scape
 from .passes import (
     PACK,
     Memory,
@@ -35,10 +38,7 @@ from .passes import (
     mask_sizes,
     run_over_rows,
 )
-from .quantization import NativeCodec
-from .selection import NativeSelection, NativeTopK
 from .union import hold_back, select_largest
-from .updates import NativeUpdates, raise_bad_row, update_adams, update_adamw, update_scape
 
 MAX_DECODED = 2**22  # elements of residuals that a pass reads decoded
 SPARSE = 16  # with fewer than one in so many selected, positions are read faster than bits
@@ -183,7 +183,7 @@ NativeOps.fused = {
     "tagc.select_largest": Fused(can_select, select_largest),
     "tagc.hold_back": Fused(can_select, hold_back),
     "_lowrank.stacks.multiply": Fused(can_project, multiply_stacks),
-    "_lowrank.reducer.write_dense": Fused(can_write_dense, write_dense),
+    "_lowrank.projection_reducer.write_dense": Fused(can_write_dense, write_dense),
     "_lowrank.stacks.orthonormalize_columns": Fused(can_project, orthonormalize_columns),
     "separate.update_tensors": Fused(can_update_factored, update_separate),
     "_engine.reducer.step_adamw": Fused(can_write, update_adamw),
