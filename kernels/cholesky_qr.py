@@ -70,8 +70,8 @@ def _square(number, R: tl.constexpr):
 
 @inlined
 def _locate_input(row, FIRST: tl.constexpr):
-    """Return the address of the matrix that a pass reads, X or Q, the distances between its rows and
-    between its columns, and r.
+    """Return the address of the matrix that a pass reads, X or Q, the distances between rows and
+    between columns, and r.
     """
     r = tl.load(row + RANK)
     if FIRST:

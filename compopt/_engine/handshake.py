@@ -353,7 +353,8 @@ def _cut_part(tensors: Sequence[Tensor], turn: int, parts: int) -> Iterator[list
     rooms = [-(-max(size, TENSOR_BYTES) // WORD) * WORD for size in sizes]
     words = sum(rooms) // WORD
     parts = min(parts, max(1, words * WORD // PART_BYTES))
-    first, last = (WORD * (words * n // parts) for n in (turn % parts, turn % parts + 1))
+    n = turn % parts
+    first, last = WORD * (words * n // parts), WORD * (words * (n + 1) // parts)
     views: list[Tensor] = []
     start = copied = 0
     for p, size, room in zip(tensors, sizes, rooms, strict=True):

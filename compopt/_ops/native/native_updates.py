@@ -77,7 +77,8 @@ class NativeUpdates(Ops):
             new_v=new_v,
             **average_columns(bucket, indices, values, positions),
         )
-        run_over_rows(lengths, lambda a, b, _: self.library.adamw(table, a, b, hyper))
+        bad_row = run_over_rows(lengths, lambda a, b, _: self.library.adamw(table, a, b, hyper))
+        raise_bad_row(bucket, indices[bad_row] if bad_row >= 0 else -1)
 
     def adams(
         self,
