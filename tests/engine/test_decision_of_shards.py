@@ -42,16 +42,16 @@ def test_what_only_one_rank_finds_too_late_to_say_keeps_all_from_stepping(monkey
     """Its own part of the average cannot be decoded at first: everything has been sent by then."""
     world, params, optimizers = make()
     step(world, params, optimizers, gradients(3, 0, SHAPES, torch.float32))
-    before, exchange, raised = snapshot(params, optimizers), UnionReducer.exchange, []
+    before, reduce, raised = snapshot(params, optimizers), UnionReducer.reduce, []
 
-    def broken(reducer, flat):
-        mean = yield from exchange(reducer, flat)
+    def broken(reducer):
+        mean = yield from reduce(reducer)
         if reducer.layout.rank == 1 and not raised:
             raised.append(reducer)
             raise OverflowError("of rank 1")
         return mean
 
-    monkeypatch.setattr(UnionReducer, "exchange", broken)
+    monkeypatch.setattr(UnionReducer, "reduce", broken)
     for local, mine in zip(params, gradients(3, 1, SHAPES, torch.float32), strict=True):
         for p, g in zip(local, mine, strict=True):
             p.grad = g

@@ -8,13 +8,11 @@ import pytest
 import torch
 from oracles import kernels as reference
 
-from compopt._ops import operations
-from compopt._sparse import top_k
 from compopt._state import bits as _bits
 from compopt._state import masks
+from compopt._wire.payload import Scratch
 
-OPS = operations.Ops()
-select_above = top_k.select_above
+select_above = _bits.select_above
 LENGTHS = (4096, 0, 70 * 80 + 3, 100_003, 17)
 
 
@@ -123,7 +121,7 @@ DISTRIBUTIONS = {
 def test_the_largest_are_selected_and_none_of_the_zeros_where_fewer_are_nonzero(name, density):
     x = DISTRIBUTIONS[name](generator(3))
     k, nonzero = round(density * len(x)), int(x.count_nonzero())
-    chosen = top_k.select_top_k(x, k, OPS)
+    chosen = _bits.select_top_k(x, k, Scratch())
     assert len(chosen) == k or (len(chosen) == nonzero < k and density < 0.25) or density > 0.25
     assert torch.equal(chosen, chosen.unique())
     rest = torch.ones(len(x), dtype=torch.bool).index_fill_(0, chosen, False)
@@ -134,7 +132,7 @@ def test_small_tensors_and_large_ones_give_k():
     for n in (5000, 16_384, 16_385, 100_000):
         x = torch.randn(n, generator=generator(1))
         for k in (77, 1001, 2500, 4 * n // 5):  # of many a sample would tell the threshold well enough
-            assert top_k.select_top_k(x, k, OPS).tolist() == sorted(x.abs().topk(k).indices.tolist())
+            assert _bits.select_top_k(x, k, Scratch()).tolist() == sorted(x.abs().topk(k).indices.tolist())
 
 
 def only_where_sampled(g: torch.Generator) -> torch.Tensor:
@@ -158,11 +156,11 @@ def test_few_looks_are_enough(name, monkeypatch):
         assert len(self) < len(x), "no threshold told, and topk decided over all elements"
         return topk(self, *rest, **options)
 
-    monkeypatch.setattr(top_k, "select_above", lambda x, *rest: looks.append(len(x)) or select_above(x, *rest))
+    monkeypatch.setattr(_bits, "select_above", lambda x, *rest: looks.append(len(x)) or select_above(x, *rest))
     monkeypatch.setattr(torch.Tensor, "topk", of_few)  # of a sample it finds the threshold to look at
     for k in (300, 3000, 10_000):
         looks.clear()
-        assert len(top_k.select_top_k(x, k, OPS)) == k
+        assert len(_bits.select_top_k(x, k, Scratch())) == k
         assert looks.count(len(x)) <= (10 if name == "only where sampled" else 3)
 
 
@@ -183,4 +181,4 @@ def test_gradients_that_are_not_finite_select_something_all_the_same():
     for bad in (math.nan, math.inf):
         x = torch.randn(50_000, generator=generator(2))
         x[:40_000] = bad
-        assert len(top_k.select_top_k(x, 500, OPS)) == 500
+        assert len(_bits.select_top_k(x, 500, Scratch())) == 500
