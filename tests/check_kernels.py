@@ -42,17 +42,17 @@ LAUNCHES = {  # the options of launches that have other than the compiler's
 PROJECT = dict(ST=F32, NT=F32, OT=F32, HT=F32, R=16, OUTPUTS=64, DEPTH=64, CHUNK=1024, PRECISION="tf32x3")
 CASES = {
     "_blocks._starts": [dict(PART=2048)],
-    "masks._count": [dict(FIELDS=2), dict(FIELDS=5)],
-    "masks._positions": [dict(TYPE=tl.int32), dict(TYPE=tl.int64)],
-    "masks._pack": [{}],
-    "masks._unpack": [{}],
+    "mask_bits._count": [dict(FIELDS=2), dict(FIELDS=5)],
+    "mask_bits._positions": [dict(TYPE=tl.int32), dict(TYPE=tl.int64)],
+    "mask_bits._pack": [{}],
+    "mask_bits._unpack": [{}],
     "compact._compact": [
         dict(GT=BF16, ST=F32, OT=BF16, HT=BF16, ALIGN=1),
         dict(GT=F32, ST=F32, OT=F32, HT=F32, ALIGN=16),
     ],
     "adamw._adamw": [WIDE | {"ROUNDS": False}, WIDE | {"ROUNDS": True}, LOW | {"ROUNDS": True}],
-    "scape._moment": [dict(ST=F32, GT=BF16)],
-    "scape._scape": [
+    "scape_updates._moment": [dict(ST=F32, GT=BF16)],
+    "scape_updates._scape": [
         WIDE | {"ROUNDS": False},
         WIDE | {"ROUNDS": True},
         LOW | {"ROUNDS": True},
@@ -77,9 +77,9 @@ CASES = {
         PROJECT | dict(GT=BF16, TRANSPOSED=True, MARKS=True, ALIGN=1),
     ],
     "project._add_up": [dict(ST=F32, OT=F32, TRANSPOSED=True, CHUNK=1024, PART=1024)],
-    "orthonormalize._gram": [dict(FIRST=first, XT=F32, R=16, CHUNK=128, ROWS=1) for first in (True, False)],
-    "orthonormalize._factorize": [dict(FIRST=first, XT=F32, R=16, PART=8) for first in (True, False)],
-    "orthonormalize._apply": [dict(FIRST=first, XT=F32, R=16, CHUNK=128) for first in (True, False)],
+    "cholesky_qr._gram": [dict(FIRST=first, XT=F32, R=16, CHUNK=128, ROWS=1) for first in (True, False)],
+    "cholesky_qr._factorize": [dict(FIRST=first, XT=F32, R=16, PART=8) for first in (True, False)],
+    "cholesky_qr._apply": [dict(FIRST=first, XT=F32, R=16, CHUNK=128) for first in (True, False)],
     "quantize._quantize": [dict(BITS=8, ROWS=8), dict(BITS=4, ROWS=8)],
     "quantize._mean": [dict(BITS=8, ROWS=8), dict(BITS=4, ROWS=8)],
     "quantize._dequantize": [dict(BITS=8, ROWS=8), dict(BITS=4, ROWS=8)],
@@ -137,22 +137,22 @@ for name, cases in CASES.items():
 kernels = {
     f"{module}.{name}"
     for module in (
-        "masks",
+        "mask_bits",
         "compact",
         "adamw",
-        "scape",
+        "scape_updates",
         "top_k",
         "elias_fano",
         "quantize",
         "factored",
         "project",
-        "orthonormalize",
+        "cholesky_qr",
     )
     for name, value in vars(sys.modules[f"{compopt_kernels.__name__}.{module}"]).items()
     if isinstance(value, triton.JITFunction)
     and value.fn.__module__.endswith(module)
     and {"BLOCK", "COLUMNS"} & {*value.arg_names}
 }
-inlined = {"masks.to_bytes"}
+inlined = {"mask_bits.to_bytes"}
 assert kernels - inlined <= set(CASES), f"not compiled: {kernels - inlined - set(CASES)}"
 print(f"{done} compiled")

@@ -17,12 +17,11 @@ from ranks import run_ranks
 from table import CASES, FORMS
 from torch import Tensor, nn
 
-import compopt
-import compopt.tagc
+from compopt._ops.operations import Ops
 
 INSIDE = {case.name: case for case in CASES + FORMS + OTHERS if case.works_inside}
 BACKENDS = ("torch", "native")
-SELECT = "select_top_k_of_each"
+SELECT = "top_k_of_each"
 FILLS = {  # which elements of one rank's gradient are replaced, and by what
     "the first is NaN": ((0, 0), math.nan),
     "the last is NaN": ((-1, -1), math.nan),
@@ -62,7 +61,7 @@ class FilledNet(Net):
 
 def select_finite_top_k(select):
     """A selection that never takes what is not finite, however a backend orders NaN."""
-    return lambda parts, ks, ops: select([part.nan_to_num(0.0, 0.0, 0.0) for part in parts], ks, ops)
+    return lambda ops, parts, ks: select(ops, [part.nan_to_num(0.0, 0.0, 0.0) for part in parts], ks)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, rank: int) -> None:
@@ -107,7 +106,7 @@ def find_mistakes(rank: int) -> dict[str, str]:
     for backend in BACKENDS:
         os.environ["COMPOPT_BACKEND"] = backend
         answers |= {f"{name}, {backend}": mistakes_of(rank, name) for name in INSIDE}
-        with mock.patch.object(compopt.tagc, SELECT, select_finite_top_k(getattr(compopt.tagc, SELECT))):
+        with mock.patch.object(Ops, SELECT, select_finite_top_k(getattr(Ops, SELECT))):
             answers[f"TagcAdamW without NaN among the largest, {backend}"] = mistakes_of(rank, "TagcAdamW")
     return {f"{name}, {what}": mistake for name, of in answers.items() for what, mistake in of.items() if mistake}
 

@@ -63,7 +63,7 @@ def test_of_a_tensor_without_a_gradient_nothing_changes(monkeypatch, backend):
     assert torch.equal(params[1], torch.ones(5)) and not optimizer.state[params[1]]["exp_avg"].any()
 
 
-@pytest.mark.parametrize("backend", ["torch", "native", "triton"])
+@pytest.mark.parametrize("backend", ["torch", "native", pytest.param("triton", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("payload_dtype", ["int8", "bfloat16"])
 def test_rounded_it_is_average_around_it(monkeypatch, backend, payload_dtype):
     """Bytes, clip, residuals and parameters; with maximize against negated gradients."""

@@ -155,7 +155,7 @@ import compopt
 from transformers import AutoModelForCausalLM, GPT2Config, Trainer, TrainingArguments, default_data_collator, set_seed
 
 training_args = TrainingArguments(
-    output_dir=FOLDER, max_steps=80, per_device_train_batch_size=8, learning_rate=3e-3, dense_steps=4,
+    output_dir=FOLDER, max_steps=80, per_device_train_batch_size=8, learning_rate=3e-3, warmup_steps=4,
     save_strategy="no", logging_steps=1, seed=0, report_to=[], disable_tqdm=True, use_cpu=True,
     ddp_find_unused_parameters=False,
 )
