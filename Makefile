@@ -40,7 +40,7 @@ demo:  ## the same small GPT with DDP + AdamW and with each of compopt's optimiz
 # tests start some hundred processes.
 TEST := env PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q -n 3 --dist worksteal
 
-test: .venv/ready  ## all tests but the slow ones, in about eight minutes on two cores; what each costs: runs/processor_times.txt
+test: .venv/ready  ## all tests but the slow ones, in about five minutes on two cores; what each costs: runs/processor_times.txt
 	COMPOPT_PROCESSOR_TIMES=runs/processor_times.txt $(TEST) -m "not slow"
 
 slow: .venv/ready  ## the slow tests: killed torchrun agents, scripts on sockets, kernels for GPUs, a simulated device, benchmarks

@@ -178,14 +178,23 @@ STEPS = {
     r"^SeparateAdam 16, Gaussian$": "SeparateAdam 16",
     r"^AdamW, foreach$": "AdamW, foreach",
 }
+NEW_STEPS = {
+    r"^RadiusAdamW 0\.4, int8$": "RadiusAdamW 0.4, int8, sparse",
+    r"^SeparateAdam, the default$": "SeparateAdam",
+    r"^TagcAdamW$": "TagcAdamW",
+    r"^Average": "Average(AdamW), int8",
+    r"^LocalSteps": "LocalSteps(AdamW), a sync each step",
+}
 
 
 def test_step_alone():
-    rows = table(RESULTS, "10 M, later", "AVX2")
+    rows = table(RESULTS, "10 M, earlier, AVX2")
     kept = {(row["isa"], row["row"]): row for row in read("step.csv") if row["parameters"] == "10M"}
     for label, name in STEPS.items():
-        for heading, isa in (("10 M, later", "avx512"), ("10 M, later, AVX2", "avx2")):
+        for heading, isa in (("10 M", "avx512"), ("10 M, earlier, AVX2", "avx2")):
             check(row_of(rows, label)[heading], kept[isa, name]["to_adamw"], f"{name}, {heading}")
+    for label, name in NEW_STEPS.items():
+        check(row_of(rows, label)["10 M"], kept["avx512", name]["to_adamw"], name)
 
 
 def test_memory_and_launches():
