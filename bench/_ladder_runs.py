@@ -64,7 +64,7 @@ Make = Callable[[Run, int, Views, Any], torch.optim.Optimizer]  # of a run, its 
 
 @dataclass(frozen=True)
 class Row:
-    """How a method is made and stepped. ``momentum`` is None where there is no outer optimizer."""
+    """The making and stepping of a method. ``momentum`` is None where there is no outer optimizer."""
 
     make: Make
     ranks: type[Ranks]

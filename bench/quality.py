@@ -349,7 +349,7 @@ def put_on(rows: list[dict], rate: str) -> None:
 
 
 def reached(level: float, evals: list[dict], key: str) -> float | None:
-    """Where (in seconds, bytes or steps) the validation loss first is at `level`, between evaluations in a line.
+    """The seconds, bytes or steps at which the validation loss first is at `level`, between evaluations in a line.
 
     None if it never is; the first evaluation's place if it is there already.
     """

@@ -142,11 +142,11 @@ class ShardReducer(Reducer, Protocol):
 
     @property
     def values(self) -> list[Tensor]:
-        """What this rank owns of the average, as ``Ops.expand_average`` takes it."""
+        """The part of the average that this rank owns, as ``Ops.expand_average`` takes it."""
 
     @property
     def positions(self) -> Tensor | None:
-        """Where the last of ``values`` are."""
+        """The positions of the last of ``values``; None: all."""
 
 
 class OwnerReducer:

@@ -110,7 +110,7 @@ class ProjectionReducer:
         dtype = self.bucket.group["payload_dtype"]
         payload = self.bucket.make_payload(lengths, dtype, use=1)
         bases = [stack.Q for stack in self.stacks]
-        parts = self._parts_of(payload, self._unrounded(payload))
+        parts = self._parts_of(payload, payload.unrounded_body)
         out = [stack.view_as_P(part) for stack, part in zip(self.stacks, parts, strict=True)]
         self._multiply(bases, out, transposed=True, header=payload)
         mean: Payload = yield AllReduceMean(payload.round(), has_next=True)  # line 1
@@ -160,13 +160,6 @@ class ProjectionReducer:
         starts = [0, *accumulate(payload.lengths)]
         return [memory[starts[x.indices.start] : starts[x.indices.stop]] for x in self.stacks]
 
-    @staticmethod
-    def _unrounded(payload: Payload) -> Tensor:
-        """Return the memory to which values are written before ``round``."""
-        if payload.is_rounded_later and payload.rounding_errors is not None:
-            return payload.rounding_errors
-        return payload.body
-
     def _encode(self, mean_of_P: Payload | None) -> Payload:
         """Do lines 1 and 2: make the bucket's payload.
 
@@ -187,7 +180,7 @@ class ProjectionReducer:
         else:
             header_length = len(payload.flat) - len(payload.body)
             payload.flat[:header_length].copy_(mean_of_P.flat[:header_length])
-        unrounded = self._unrounded(payload)
+        unrounded = payload.unrounded_body
         parts = self._parts_of(payload, unrounded)
         out = [x.view_as_projected(part) for x, part in zip(self.stacks, parts, strict=True)]
         self._multiply([stack.R for stack in self.stacks], out)

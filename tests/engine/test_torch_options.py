@@ -36,7 +36,7 @@ def test_every_class_but_the_wrapper_is_looked_at():
 
 @classes
 def test_signature_and_defaults_are_torchs(cls):
-    """What says how to compute is in ``torch_options``."""
+    """Options of how to compute are taken by ``torch_options``."""
     torchs = inspect.signature(torch.optim.AdamW).parameters
     ours = inspect.signature(cls).parameters
     positional = [name for name, p in torchs.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
