@@ -39,6 +39,7 @@ from .passes import (
 )
 
 MOST_ROWS = 8  # of a tensor, that the update expands at a time
+DEEP = 16  # rows of a tensor that a product reads at a time
 LANES = 16  # as in vectors.h: narrow matrices are copied to rows of whole steps
 PRODUCT = Struct("height width r g e right out mark")
 COLUMNS = Struct("height r x out")
@@ -120,7 +121,8 @@ def multiply_stacks(
     rows.write("out", [product.mT for product in out])
     first = address("marks", marks, len(marks))
     table.write("mark", [first + 4 * i for stack in stacks for i in stack.indices])
-    room = max(max(n, m) * (r + LANES) for n, m, r in rows.sizes)
+    # a narrow matrix and sums, rounded up to whole steps, and two buffers of rows
+    room = max((n + m + 64) * (r + LANES) + 2 * (DEEP * m + 64) for n, m, r in rows.sizes)
     scratch = per_thread_scratch(ops, out[0], room)
     library = ops.library
     run_over_rows(
