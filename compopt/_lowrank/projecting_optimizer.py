@@ -223,8 +223,10 @@ class ProjectingOptimizer(ReducingOptimizer):
             None if q is None or has else replace(q, m=q.d, d=q.m)
             for q, has in zip(plan, has_basis, strict=True)
         ]
-        random = self._draw(bucket, drawn)
-        if not any(drawn) and {g["projection"] for g in self._option_groups} == {"tracked"}:
+        random: RandomMatrices = []
+        if any(drawn):
+            random = self._draw(bucket, drawn)
+        elif all(group["projection"] == "tracked" for group in self._option_groups):
             self._matrices.release_memory()  # the first step has drawn
         for stack in stacks:
             flags, m = [has_basis[i] for i in stack.indices], stack.projection.m

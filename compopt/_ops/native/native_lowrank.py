@@ -67,9 +67,11 @@ class StackRows:
 
     def write(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Write the addresses of the parts of one tensor for each stack."""
-        what, places = NAMES.get(name, "a factor"), []
-        for k, x in zip(self.counts, tensors, strict=True):
-            places += address_in_turn(what, x, [x.numel() // k] * k)
+        numels = [x.numel() for x in tensors]
+        firsts = addresses(NAMES.get(name, "a factor"), tensors, numels)
+        places: list[int] = []
+        for k, first, n in zip(self.counts, firsts, numels, strict=True):
+            places += range(first, first + 4 * n, 4 * (n // k))
         if len(places) != len(self.chosen):
             places = [places[i] for i in self.chosen]
         self.table.write(name, places)
