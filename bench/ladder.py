@@ -58,8 +58,7 @@ from _ladder_runs import (
     train,
 )
 from _net import bits_per_second
-from _table import RESULTS, color, drawing, print_rows, write_rows
-from quality import RATE
+from _table import RESULTS, color, drawing, make_parser, print_rows, write_rows
 
 
 def tune(args: argparse.Namespace, others: dict[str, Any], until: float) -> None:
@@ -99,10 +98,9 @@ def choose_products(device: str) -> str:
 
 
 def parse() -> argparse.Namespace:
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli = make_parser(__doc__, "--rows", ROWS, list(MAIN))
     cli.add_argument("what", choices=["tune", "run", "seconds"], nargs="?")
     cli.add_argument("--size", choices=SIZES, default="0.2M")
-    cli.add_argument("--rows", nargs="+", choices=ROWS, default=list(MAIN), metavar="ROW", help=", ".join(ROWS))
     cli.add_argument("--outer", action="store_true", help="tune the outer rate and momentum too")
     cli.add_argument("--lr", type=float)
     cli.add_argument("--outer-lr", type=float)
@@ -110,13 +108,11 @@ def parse() -> argparse.Namespace:
     cli.add_argument("--seed", type=int, default=0)
     cli.add_argument("--ranks", type=int, nargs="+", help="default: 4; to show, all that there are")
     cli.add_argument("--tokens", type=float, default=20, help="per parameter")
-    cli.add_argument("--products", choices=["bfloat16", "float32"], default=None, help="default: what is faster here")
+    cli.add_argument("--products", choices=["bfloat16", "float32"], help="default: what is faster here")
     cli.add_argument("--device", default="cpu")
     cli.add_argument("--data", help="a text to train on (default: the source of Python's standard library)")
     cli.add_argument("--minutes", type=float, default=math.inf, help="end after these, with a checkpoint")
-    cli.add_argument(
-        "--rates", nargs="+", default=["10mbit", "100mbit", "1gbit"], help="of `seconds`, as tc writes them"
-    )
+    cli.add_argument("--rates", nargs="+", default=["10mbit", "100mbit", "1gbit"], help="of `seconds`, as in tc")
     cli.add_argument("--blocks", type=int, default=3, help="of timed steps, for each row")
     cli.add_argument("--steps", type=int, default=14, help="timed steps of a block; a round has one more")
     cli.add_argument("--show", action="store_true", help="train and time nothing")
@@ -373,7 +369,7 @@ def readme_lines() -> list[dict[str, Any]]:
     for size, products in product(reversed(SIZES), ("bfloat16", "float32")):
         others = {"ranks": 4, "tokens": 20, "products": products}
         seconds = _ladder_seconds.tabulate(runs, timings, size, **others)
-        lines = {line["row"]: line for line in seconds if line["rate"] == RATE}
+        lines = {line["row"]: line for line in seconds if line["rate"] == _ladder_seconds.RATE}
         if README_ROWS.keys() <= lines.keys():
             table = [line for line in tabulate(runs, **others) if line["size"] == size]
             return [line | {"evals": lines[line["row"]]["evals"]} for line in table if line["row"] in lines]
