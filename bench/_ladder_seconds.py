@@ -87,7 +87,7 @@ def compose(line: dict[str, Any], seconds: dict[str, float]) -> list[dict[str, A
 
 
 def seconds_to(level: float, evals: list[dict[str, Any]]) -> float | None:
-    """The seconds at which the validation loss first is at `level`, between evaluations in a line; None: it never is."""
+    """The seconds at which the validation loss first is at `level`, evaluations joined by lines; None: it never is."""
     for before, now in zip([None, *evals], evals, strict=False):
         if now["val_loss"] <= level:
             if before is None:

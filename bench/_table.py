@@ -1,7 +1,7 @@
 """Arguments, tables and pictures of all scripts: rows are dicts, printed in columns, kept as CSV in results/.
 
-    python bench/_table.py                              # the names of the tables that are kept
-    python bench/_table.py quality run steps loss       # one of them, these columns (default: all)
+python bench/_table.py                              # the names of the tables that are kept
+python bench/_table.py quality run steps loss       # one of them, these columns (default: all)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One prepared run on one GPU, of at most nine minutes: correctness, tests, kernels, steps, training, the ladder.
+"""Is everything right on a GPU, and what does it cost there? One prepared run of at most nine minutes.
 
     bash bench/gpu.sh [FOLDER]        # default: runs/gpu. Needs torch, triton, pytest, pytest-xdist
     bash bench/gpu.sh FOLDER --dry    # the same parts, small, on a CPU: in a minute

@@ -49,6 +49,7 @@ from _ladder_runs import (
     OUTER_LRS,
     ROWS,
     Lines,
+    Run,
     best_of,
     claimed,
     kept,
@@ -197,15 +198,20 @@ def tabulate(runs: Lines, **others: Any) -> list[dict[str, Any]]:
     table = []
     for size in SIZES:
         firsts = {name: _seeds(runs, size, name, others) for name in BASELINES}
-        for row in ROWS:
+        for row in list_rows(runs):
             if seeds := _seeds(runs, size, row, others):
                 table.append(_line(runs, size, row, seeds, firsts, others))
     return table
 
 
+def list_rows(runs: Lines) -> list[str]:
+    """The names of rows, in order; last those of runs whose code is gone."""
+    return list(dict.fromkeys([*ROWS, *(run.row for run in runs)]))
+
+
 def _seeds(runs: Lines, size: str, row: str, others: dict[str, Any]) -> dict[int, dict[str, Any]]:
     """By seed, the runs with the best settings of seed 0."""
-    best = best_of(runs, ROWS[row].start(size, **others))
+    best = best_of(runs, Run(row, size, 0.0, **others))
     if best is None or loss_of(runs[best]) == float("inf"):
         return {}
     return {run.seed: line for run, line in runs.items() if run._replace(seed=0) == best}
@@ -214,7 +220,7 @@ def _seeds(runs: Lines, size: str, row: str, others: dict[str, Any]) -> dict[int
 def _line(runs: Lines, size: str, row: str, seeds: dict, firsts: dict, others: dict[str, Any]) -> dict[str, Any]:
     losses, first = {seed: loss_of(line) for seed, line in seeds.items()}, seeds[0]
     tuned = {name: first[name] for name in ("lr", "outer_lr", "momentum")}
-    start = ROWS[row].start(size, **others)
+    start = Run(row, size, 0.0, **others)
     ratios: dict[str, float | None] = {}
     for baseline, name in NAMES.items():
         common = sorted(losses.keys() & firsts[baseline].keys())
@@ -249,9 +255,10 @@ def _range(values: Collection[float]) -> float | None:
 def tabulate_outer(runs: Lines, **others: Any) -> list[dict[str, Any]]:
     """A line for each outer setting of each row that has been tried on the seed, at the best of its learning rates."""
     table = []
-    for size, (row, made) in itertools.product(SIZES, ROWS.items()):
-        start = made.start(size, **others)
-        if made.momentum is None or (best := best_of(runs, start)) is None:
+    for size, row in itertools.product(SIZES, list_rows(runs)):
+        start = Run(row, size, 0.0, **others)
+        best = best_of(runs, start)
+        if best is None or best.momentum is None:
             continue
         for momentum, outer_lr in itertools.product(MOMENTA, OUTER_LRS):
             like = start._replace(momentum=momentum, outer_lr=outer_lr)
