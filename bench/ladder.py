@@ -1,4 +1,4 @@
-"""The scaling ladder: loss after 20 tokens per parameter at several sizes of a model, every row at its tuned rate.
+"""Which loss does a method reach after 20 tokens per parameter, as models grow, every row at its tuned rate?
 
     python bench/ladder.py tune --size 0.2M                        # learning rates, row by row
     python bench/ladder.py tune --size 0.2M --outer                # and the outer rate and momentum of local steps
@@ -12,13 +12,13 @@ The ranks, four or ``--ranks``, are of one process (_ladder_ranks.py) and train 
 rank and step. Finished runs are lines of results/ladder.jsonl. An unfinished one goes on from its checkpoint in
 runs/ladder. Processes side by side share the work: a run belongs to the one that holds its lock. Sizes of 3M, 35M and
 124M are for ``--device cuda``, in batches of 32 x 256 bytes, with a text of their own (``--data``); only 3M has run.
-Ratios are to DDP of the same size on as many ranks: those have the same steps.
+Tables of losses: the mean over seeds and its range, over DDP + AdamW's and DDP + Muon's of the same size on as many
+ranks, bytes of the whole run in percent of DDP's, the settings, and the numbers of settings and seeds that ran.
 
 ``seconds`` multiplies step times (_ladder_seconds.py; kept in results/time_to_loss-ladder.jsonl) with the steps of each
 row's best run on seed 0. "Compute" is a step of the same optimizer without communication, while all ranks take one:
 where ranks share a core, as four do on two cores, it takes longer than on machines of their own, and the network's part
-is smaller. Losses of local steps within the run are those of one replica. Saves results/time_to_loss-SIZE.csv, and
-readme.png, the picture of README.md.
+is smaller. "s to loss" is until DDP + AdamW's last loss. Saves results/time_to_loss-SIZE.csv, and readme.png.
 """
 
 from __future__ import annotations
