@@ -19,12 +19,11 @@ Row = dict[str, Any]
 Columns = Mapping[str, tuple[str, str]]  # key: heading, format of the number, which begins with its width
 
 
-def make_parser(doc: str, option: str = "", rows: Iterable[str] = (), default: Sequence[str] = ()) -> Any:
-    """A parser of a script's options that shows its docstring. ``option`` chooses rows, by default all of them."""
+def make_parser(doc: str, option: str, rows: Iterable[str], default: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """A parser that shows the script's docstring, and whose ``option`` chooses rows, by default all of them."""
     cli = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    if option:
-        help = "a wrong name lists them"
-        cli.add_argument(option, nargs="+", metavar="ROW", choices=rows, default=list(default or rows), help=help)
+    listed = dict(metavar="ROW", choices=rows, default=list(default or rows))
+    cli.add_argument(option, nargs="+", help="a wrong name lists them", **listed)
     return cli
 
 
