@@ -40,7 +40,10 @@ def make_table() -> str:
     names = dict.fromkeys(name for row in defaults.values() for name in row)
     classes = {name: tuple(cls for cls, row in defaults.items() if name in row) for name in names}
     differing = {name for name in names if len({defaults[cls][name] for cls in classes[name]}) > 1}
-    shared = [*COMMON, *(name for name in names if name not in COMMON and (len(classes[name]) > 2 or name in differing))]
+    shared = [
+        *COMMON,
+        *(name for name in names if name not in COMMON and (len(classes[name]) > 2 or name in differing)),
+    ]
     lines = [["keyword", *(f"`{name}`" for name in CLASSES)], ["---"] * (len(CLASSES) + 1)]
     lines += [[f"`{name}`", *(row.get(name, "") for row in defaults.values())] for name in shared]
     table = [re.sub(" +", " ", f"| {' | '.join(line)} |") for line in lines]
