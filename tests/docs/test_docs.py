@@ -35,7 +35,6 @@ SAY_IT_ALL = [  # they name the argument or the call, and what to write instead:
     "was replaced: an optimizer made later",
     "LocalSteps averages what all ranks have moved",
     "Snapshots are of whole replicas",
-    "keep must be an integer >= 1",
     "optimizers of compopt share a module that fully_shard wraps",
     "model holds no DistributedDataParallel",
     ": pass one of them",
