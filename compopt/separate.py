@@ -27,7 +27,7 @@ times fewer. But the error lies in the gradient's column space, so Lemma 4.2 doe
 gradient of rank 1, 16 x 128 at ratio 16, the squared error along one direction of the same column
 space is .125 |g|^2; with one vector per number it is .008, and the lemma's bound is 3 / 128 = .023.
 ``block_rows`` is between the two: blocks of rows with an R of their own. With b blocks that error
-is .125 / b, so the lemma holds from 6 blocks on, and the training loss is lower (docs/choosing.md).
+is .125 / b, so the lemma holds from 6 blocks on, and the training loss is lower (bench/RESULTS.md).
 """
 
 from __future__ import annotations
