@@ -5,7 +5,6 @@ far.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,9 +25,9 @@ from ._snapshot_files import (
     Manifest,
     Packed,
     Snapshot,
-    decode_header,
     is_complete,
     list_snapshots,
+    make_empty,
     pack,
     read_manifest,
     read_state,
@@ -36,7 +35,6 @@ from ._snapshot_files import (
 )
 from ._snapshot_parts import (
     Choice,
-    Combine,
     RankParts,
     State,
     assign_snapshots,
@@ -92,18 +90,11 @@ class Meeting:
 
     def gather(self, value: object) -> CollectiveGenerator[list[Any]]:
         """Return the value of every rank of ``world``."""
-        return (yield from gather(value, self.world, self.device))
+        return (yield from gather_json(value, self.device, self.world))
 
     def raise_problems(self, problem: str, what: str) -> CollectiveGenerator[None]:
         """Raise RuntimeError on all ranks if any has a problem."""
         raise_told((yield from self.gather(problem)), what)
-
-
-def gather(value: object, comm: Communicator, on: torch.device) -> CollectiveGenerator[list[Any]]:
-    """Return the value of every rank of ``comm``."""
-    if comm.size == 1:
-        return [json.loads(json.dumps(value))]
-    return (yield from gather_json(value, on, comm))
 
 
 def raise_told(problems: Iterable[str], what: str) -> None:
@@ -254,7 +245,7 @@ class Resume:
         assert state is not None
         parts = [self._rank_parts.list_parts(one) for one in states]
         of_all = [weight for rank in meeting.peers for weight in rows[rank][0]]
-        self._rank_parts.combine(state, parts, weights, Combine(meeting.comm.size, of_all))
+        self._rank_parts.combine(state, parts, weights, meeting.comm.size, of_all)
         for group in state["optimizer"]["param_groups"]:
             if "residuals" in group:
                 group["residuals"] = "mean"
@@ -264,15 +255,10 @@ class Resume:
         """Send what ranks have in common from rank ``source`` to those without a snapshot."""
         comm, device = self._meeting.comm, self._meeting.device
         packed = pack(state) if comm.rank == source else Packed(None, [])
-        header = torch.frombuffer(bytearray(packed.encode_header()), dtype=torch.uint8)
-        sizes = [header.numel(), sum(t.numel() * t.element_size() for t in packed.tensors)]
-        message = torch.tensor(sizes, dtype=torch.int64, device=HOST).to(device)
-        length, limit = (yield from exchange_one(comm, Broadcast(message, source))).tolist()
+        size = sum(tensor.nbytes for tensor in packed.tensors)
+        rows = yield from gather_json([*packed.describe(), size], device, comm)
         if comm.rank != source:
-            header = header.new_empty(length)
-        message = yield from exchange_one(comm, Broadcast(header.to(device), source))
-        if comm.rank != source:
-            packed = decode_header(bytes(message.tolist()), limit)
+            packed = make_empty(*rows[source])
         leaves = iterate_leaves(unpack(packed))
         own = {id(value) for path, value in leaves if self._rank_parts.is_rank_part(path, value)}
         for tensor in packed.tensors:
@@ -289,9 +275,8 @@ class Resume:
         """
         meeting = self._meeting
         rows = yield from meeting.gather(hash_replica(state, self._rank_parts))
-        peers = meeting.peers
-        differing = [n for n, rank in enumerate(peers) if rows[rank] != rows[peers[0]]]
-        numbers = sorted({n for row in (yield from meeting.gather(differing)) for n in row})
+        hashes = [[rows[rank] for rank in ranks] for ranks in meeting.members]
+        numbers = [n for n, shards in enumerate(hashes) if shards != hashes[0]]
         if not numbers:
             return False
         why = f"replica {', '.join(map(str, numbers))} had other values than replica 0"

@@ -120,45 +120,33 @@ class RankParts:
         return parts
 
     def combine(
-        self, state: State, parts: list[dict[Path_, Tensor]], weights: list[float], rule: Combine
+        self,
+        state: State,
+        parts: list[dict[Path_, Tensor]],
+        weights: list[float],
+        ranks: int,
+        all_weights: list[float],
     ) -> None:
-        """Set the own parts of ``state`` to this rank's share of the means over all snapshots.
+        """Set the own parts of ``state`` to this rank's share of those of all snapshots. The mean
+        of the shares of all ``ranks`` is the mean of the parts.
 
-        ``parts`` and ``weights``: of the snapshots that this rank has read.
+        ``parts`` and ``weights`` are of the snapshots that this rank has read, ``all_weights`` of
+        all.
         """
+        factor, total = ranks / len(all_weights), sum(all_weights)
         for path, value in iterate_leaves(state):
             if self.is_rank_part(path, value):
                 value.zero_()
                 for part in parts:
-                    value.add_(part[path], alpha=rule.factor)
+                    value.add_(part[path], alpha=factor)
+        factors = [ranks * w / total if self._is_weighted and total else factor for w in weights]
         for name, outer in iterate_anchored(state):
             moved = torch.zeros_like(outer["anchor"])
-            for part, weight in zip(parts, weights, strict=True):
-                factor = rule.weigh(weight) if self._is_weighted else rule.factor
+            for part, factor in zip(parts, factors, strict=True):
                 moved += part["moved", name] * factor
             state["model"][name].copy_(outer["anchor"] + moved)
-            outer["weight"].fill_(rule.mean_weight)  # the next exchange weighs what was moved
-
-
-class Combine(NamedTuple):
-    """How the own parts of ``weights`` many snapshots become those of ``ranks``: each rank has a
-    share, and the mean of the shares is the mean of the parts.
-    """
-
-    ranks: int
-    weights: list[float]
-
-    @property
-    def factor(self) -> float:
-        return self.ranks / len(self.weights)
-
-    @property
-    def mean_weight(self) -> float:
-        return sum(self.weights) / len(self.weights)
-
-    def weigh(self, weight: float) -> float:
-        """Return the factor of what a rank of this weight has moved in a round."""
-        return self.ranks * weight / total if (total := sum(self.weights)) else self.factor
+            # the next exchange weighs what was moved
+            outer["weight"].fill_(total / len(all_weights))
 
 
 def read_weight(state: State) -> float:

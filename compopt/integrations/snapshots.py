@@ -29,11 +29,13 @@ import torch
 from torch import nn
 
 from .._engine.exchange import CollectiveGenerator
+from .._engine.handshake import gather_json
 from .._engine.optimizer import CompressedOptimizer
 from .._wire.collectives import Communicator
 from .._wire.trust import Untrusted
 from .._wire.warning import warn
 from ._snapshot_files import (
+    Manifest,
     Packed,
     Snapshot,
     check_trust,
@@ -43,7 +45,7 @@ from ._snapshot_files import (
     remove_snapshot,
     write_snapshot,
 )
-from ._snapshot_loading import Meeting, Resume, describe, gather, raise_told
+from ._snapshot_loading import Meeting, Resume, describe, raise_told
 from ._snapshot_parts import State, distribute_state, read_weight
 
 Result = TypeVar("Result")
@@ -141,7 +143,8 @@ class Snapshots:
                 "go-w), or name a folder of your own"
             )
         stamp = max([time.time_ns(), self._stamp, *(s.stamp for s in snapshots)])
-        rows = yield from gather([comm.rank, stamp, secrets.token_hex(8), problem], world, device)
+        told = [comm.rank, stamp, secrets.token_hex(8), problem]
+        rows = yield from gather_json(told, device, world)
         numbers, stamps, tokens, problems = zip(*rows, strict=True)
         raise_told(problems, f"snapshots cannot be in {self.folder}")
         self._meeting = Meeting(
@@ -185,8 +188,10 @@ class Snapshots:
         if isinstance(copied, Exception):  # now that ranks have told each other
             raise copied
         snapshot = meeting.name_snapshot(self._optimizer._session.steps, self._stamp)
+        packed, weight = copied
+        manifest = Manifest(snapshot, [*meeting.lineage], weight)
         executor = ThreadPoolExecutor(1, "compopt snapshot")
-        future = executor.submit(write_snapshot, self.folder, snapshot, *copied, meeting.lineage)
+        future = executor.submit(write_snapshot, self.folder, packed, manifest)
         executor.shutdown(wait=False)  # the thread ends with the file
         self._pending = snapshot, future
 
