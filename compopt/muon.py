@@ -103,28 +103,15 @@ class MuonAdamW(CombinedOptimizer):
     ):
         if isinstance(params, Tensor):
             raise TypeError("params must be named parameters or groups, got a Tensor.")
-        check_options(
-            dict(
-                lr=lr,
-                weight_decay=weight_decay,
-                momentum=momentum,
-                ns_steps=ns_steps,
-                betas=betas,
-                eps=eps,
-            )
-        )
+        options: Group = dict(lr=lr, weight_decay=weight_decay)
+        of_muon: Group = dict(momentum=momentum, nesterov=nesterov, ns_steps=ns_steps)
+        of_adamw: Group = dict(betas=betas, eps=eps)
+        muon = Muon([{"params": []}], **options, **of_muon)
+        check_options({**muon.defaults, **of_adamw})
         given: list[Any] = list(params)
         if not given:
             raise ValueError("params is empty: pass model.named_parameters().")
-        muon = Muon(
-            [{"params": []}],
-            lr=lr,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            nesterov=nesterov,
-            ns_steps=ns_steps,
-        )
-        adamw = torch.optim.AdamW([{"params": []}], lr, betas, eps, weight_decay)
+        adamw = torch.optim.AdamW([{"params": []}], **options, **of_adamw)
         for member in (muon, adamw):
             member.param_groups.clear()
         super().__init__([muon, adamw])
@@ -199,12 +186,11 @@ class MuonAdamW(CombinedOptimizer):
         return listed
 
     def __repr__(self) -> str:
-        counts = "".join(
-            f"\n  {type(member).__name__}: {len(params)} tensors, "
-            f"{sum(p.numel() for p in params):,} elements"
-            for member in self.members
-            for params in [[p for group in member.param_groups for p in group["params"]]]
-        )
+        counts = ""
+        for member in self.members:
+            sizes = [p.numel() for group in member.param_groups for p in group["params"]]
+            name = type(member).__name__
+            counts += f"\n  {name}: {len(sizes)} tensors, {sum(sizes):,} elements"
         return f"{type(self).__name__} ({counts}\n  list_parameters() has their names\n)"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -215,11 +201,13 @@ class MuonAdamW(CombinedOptimizer):
 def check_options(group: Group) -> None:
     """Raise ValueError where an option of a group is out of its range."""
     check_adam(group)
-    momentum, steps = group["momentum"], group["ns_steps"]
+    momentum, steps, rule = group["momentum"], group["ns_steps"], group["adjust_lr_fn"]
     is_factor = is_numeric(momentum) and 0 <= momentum < 1
     require_option(is_factor, group, "momentum", "in [0, 1)")
     is_good = is_count(steps) and steps < 100
     require_option(is_good, group, "ns_steps", "an integer from 1 to 99")
+    is_known = rule in (None, "original", "match_rms_adamw")
+    require_option(is_known, group, "adjust_lr_fn", "'match_rms_adamw' or 'original'")
 
 
 def is_hidden(name: str, has_layers: bool) -> bool:
@@ -286,25 +274,16 @@ class Muon(Optimizer):
         given = {"ns_coefficients": COEFFICIENTS, "eps": 1e-7, "adjust_lr_fn": "match_rms_adamw"}
         super().__init__(params, given | options)
 
-    def add_param_group(self, param_group: Group) -> None:
-        check_muon_group(self.defaults | param_group)
-        super().add_param_group(param_group)
-
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "parts": self.parts}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Step all tensors that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None and p.numel()]
             for batch in make_batches(params, self._shape_of):
                 self._step_batch(batch, group)
-        return loss
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -355,17 +334,6 @@ class Muon(Optimizer):
             gather_whole(p, update) if cuts_matrices(p) else update
             for p, update in zip(params, updates, strict=True)
         ]
-
-
-def check_muon_group(group: Group) -> None:
-    """Raise ValueError if an option of Muon's is out of range."""
-    for name in ("lr", "weight_decay", "momentum"):
-        if not group[name] >= 0:
-            raise ValueError(f"{name} must be at least 0, got {group[name]}.")
-    if not 0 <= group["ns_steps"] < 100:
-        raise ValueError(f"ns_steps must be from 0 to 99, got {group['ns_steps']}.")
-    if (rule := group["adjust_lr_fn"]) not in (None, "original", "match_rms_adamw"):
-        raise ValueError(f'adjust_lr_fn must be "match_rms_adamw" or "original", got {rule!r}.')
 
 
 def make_batches(
