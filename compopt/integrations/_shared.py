@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .._engine.optimizer import CompressedOptimizer
@@ -23,6 +23,26 @@ from .._wire.requests import Broadcast
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the running backward has ended, after earlier callbacks."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+class Backward:
+    """The running backward, as hooks of its gradients see it."""
+
+    def __init__(self) -> None:
+        self._number = -1  # given by autograd
+
+    def is_new(self, at_end: Callable[[], None]) -> bool:
+        """Return True in the first call in a backward; ``at_end`` is then called at its end."""
+        before, self._number = self._number, torch._C._current_graph_task_id()
+        if self._number == before:
+            return False
+        # queued again by itself, to run after those of DDP and FSDP2, which write p.grad
+        call_after_backward(lambda: call_after_backward(at_end))
+        return True
+
+
+def list_parameters(optimizer: CompressedOptimizer) -> set[Tensor]:
+    return {p for group in optimizer.param_groups for p in group["params"]}
 
 
 def list_group_ranks(group: dist.ProcessGroup) -> list[int] | None:
@@ -67,9 +87,7 @@ class ModuleWatch:
         self._optimizer, self._integrate = weakref.ref(optimizer), integrate
         self._expects_more = expects_more
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._remaining = {
-            p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
-        }
+        self._remaining = {p for p in list_parameters(optimizer) if p.requires_grad}
         self._remove_parameters_of(integrated)
         self.is_active = bool(self._remaining) or expects_more(optimizer)
         if self.is_active:

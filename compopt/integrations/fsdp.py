@@ -34,7 +34,13 @@ from .._engine.session import Role
 from .._state.shards import longest_part_numel
 from .._wire.collectives import list_mesh_groups
 from ._fsdp_gather import FSDPAllGather, TorchAllocation
-from ._shared import ModuleWatch, call_after_backward, copy_first_parameters
+from ._shared import (
+    Backward,
+    ModuleWatch,
+    call_after_backward,
+    copy_first_parameters,
+    list_parameters,
+)
 
 HOOKS = "_post_accumulate_grad_hooks"  # torch's attribute of a parameter
 ADVICE = (
@@ -47,7 +53,7 @@ def _on_construction(optimizer: CompressedOptimizer) -> None:
     """Check a new optimizer's DTensors, copy those of the first rank of its group to the others,
     and connect it to FSDP2.
     """
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = list_parameters(optimizer)
     if isinstance(optimizer, ReducingOptimizer) and optimizer.replaces_reduce_scatter:
         replace_reduce_scatter(optimizer)
         return
@@ -138,22 +144,15 @@ class GradientHook:
     """
 
     def __init__(self, optimizer: CompressedOptimizer):
-        self._optimizer, self._backward = weakref.ref(optimizer), -1
+        self._optimizer, self._backward = weakref.ref(optimizer), Backward()
 
     def __call__(self, p: Tensor) -> None:
-        optimizer = self._optimizer()
-        if optimizer is None:
-            return
-        backward = torch._C._current_graph_task_id()
-        if backward != self._backward:
-            self._backward = backward
-            # after FSDP2's own callback, which reduces the last gradients
-            call_after_backward(lambda: call_after_backward(self._on_backward_end))
-        optimizer.gradients_ready([p])
+        if (optimizer := self._optimizer()) is not None:
+            self._backward.is_new(self._on_backward_end)
+            optimizer.gradients_ready([p])
 
     def _on_backward_end(self) -> None:
-        optimizer = self._optimizer()
-        if optimizer is not None:
+        if (optimizer := self._optimizer()) is not None:
             optimizer.backward_done()
 
 
@@ -164,7 +163,7 @@ def register_gradient_hooks(optimizer: CompressedOptimizer) -> None:
     start exchanges there that the others do not join.
     """
     hook = GradientHook(optimizer)
-    for p in (p for group in optimizer.param_groups for p in group["params"]):
+    for p in list_parameters(optimizer):
         hooks = getattr(p, HOOKS, None) or {}
         for key in [key for key, other in hooks.items() if isinstance(other, GradientHook)]:
             del hooks[key]
@@ -203,7 +202,7 @@ def _integrate_modules(
 ) -> Sequence[nn.Module]:
     """Replace the reduce-scatter of the FSDP2 modules that hold parameters of ``optimizer``."""
     assert isinstance(optimizer, ReducingOptimizer)
-    params = {p for group in optimizer.param_groups for p in group["params"]}
+    params = list_parameters(optimizer)
     integrated = []
     for module in modules:
         for group in list_param_groups(module):
@@ -222,7 +221,7 @@ def set_gathers(modules: list[nn.Module], optimizer: ReducingOptimizer) -> None:
 
     An earlier optimizer's is replaced. Raises ValueError if this PyTorch has no hook for that.
     """
-    params = {p for group in optimizer.param_groups for p in group["params"]}
+    params = list_parameters(optimizer)
     for module in modules:
         if not hasattr(module, "_get_fsdp_state"):
             continue
@@ -251,8 +250,8 @@ def _warn_if_shared(group: Any, optimizer: CompressedOptimizer, params: set[Tens
     other = previous._optimizer() if isinstance(previous, OptimizerReduceScatter) else None
     if other is None or other is optimizer:
         return
-    others = {p for other_group in other.param_groups for p in other_group["params"]}
-    if any(one.sharded_param in others - params for one in group.fsdp_params):
+    others = list_parameters(other) - params
+    if any(one.sharded_param in others for one in group.fsdp_params):
         optimizer._session.warn_once(
             "shared module",
             "two optimizers of compopt share a module that fully_shard wraps. "
