@@ -239,13 +239,6 @@ class AnchoredWrapper(Wrapper):
 
     # Checkpoints
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as torch does, without communication. The entry of a parameter has the
-        inner optimizer's state under "base". Under "outer" it has the anchor, the outer optimizer's
-        state of the anchor, and the running round.
-        """
-        return super().state_dict()
-
     def _make_state_dict(self) -> dict[str, Any]:
         saved = self._saved()
         if not self._options["dense_steps"]:
@@ -275,14 +268,6 @@ class AnchoredWrapper(Wrapper):
         super()._show_base_in_state()
         for entry in self.state.values():
             entry["outer"] = {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint of this class. One without "base" is taken for the inner optimizer's
-        own: rounds then begin anew.
-
-        Raises ValueError, with nothing loaded, if it does not fit. All ranks must load.
-        """
-        super().load_state_dict(state_dict)
 
     @torch.no_grad()
     def _load_without_hooks(self, state_dict: dict[str, Any]) -> None:

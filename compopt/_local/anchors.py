@@ -426,10 +426,10 @@ class Anchors:
         """Return what had moved when a sync began, if it is delayed and in flight."""
         found: dict[Anchored, Tensor] = {}
         for bucket in self.buckets:
-            if bucket.pseudo_gradient is not None:
+            if (flat := bucket.pseudo_gradient) is not None:
                 sent = [t for t in bucket.tensors if t.is_sent]
-                pairs = zip(sent, bucket.view_sent(bucket.pseudo_gradient), strict=True)
-                found.update((t, distribute_like(t.anchor.detach(), d)) for t, d in pairs)
+                for t, d in zip(sent, bucket.view_sent(flat), strict=True):
+                    found[t] = distribute_like(t.anchor.detach(), d)
         return found
 
     @property

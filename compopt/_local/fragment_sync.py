@@ -33,14 +33,7 @@ from .._engine.signals import defer_signals
 from .._ops.operations import stacked_squared_norms
 from .._wire.collectives import Communicator, PendingCollective
 from .._wire.requests import AllGather, AllReduceMean, CommunicationError, EncodeError
-from .anchors import (
-    AnchorBucket,
-    Anchored,
-    Anchors,
-    check_outer_rates,
-    sum_squares,
-    write_params,
-)
+from .anchors import AnchorBucket, Anchored, Anchors, check_outer_rates, sum_squares, write_params
 from .rounds import RoundCounts, make_sketch, outer_progress, sketch_size, sum_of_products
 
 # The number of float64 fields of a message: the number of syncs, the checksums of the settings
@@ -71,10 +64,9 @@ class RunningSync:
 
     When messages have arrived: ``is_lost``, this rank's parameters are not finite, so it sends
     zeros and takes the average; ``mean`` of all contributions, whose ``is_last`` is 1 if every rank
-    waits in ``end_round()``; ``factor`` on what this rank sends, and ``rank_weight``, its weight
-    over the sum of all weights; ``distances``, as ``measure_distances`` returned them. When it is
-    decided: ``is_finite``, of the average. ``received``: the parameters that have new anchors; None
-    if the sync was not applied.
+    waits in ``end_round()``; ``factor`` on what this rank sends: its weight over their mean;
+    ``distances``, as ``measure_distances`` returned them. When it is decided: ``is_finite``, of the
+    average. ``received``: the parameters that have new anchors; None if the sync was not applied.
     """
 
     fragments: frozenset[int]
@@ -90,7 +82,6 @@ class RunningSync:
     is_lost: bool = False
     mean: SyncContribution = field(default_factory=SyncContribution)
     factor: float = 1.0
-    rank_weight: float = 1.0
     distances: dict[str, float] = field(default_factory=dict)
     is_finite: bool = True
     received: list[Anchored] | None = None
@@ -397,7 +388,6 @@ class FragmentSync:
         weights = contributions[0] if mean.weight else torch.ones_like(contributions[0])
         running.mean = mean
         running.factor = running.contribution.weight / mean.weight if mean.weight else 1.0
-        running.rank_weight = running.factor / comm.size
         running.is_lost = not bool(squares[comm.rank].isfinite())
         running.distances = measure_distances(weights, squares, sketches)
 

@@ -52,28 +52,26 @@ def save_rounds(
             "has_moved": t.has_moved,
             "is_sent": t.is_sent,
             "is_due": t.fragment in sync.due,
-            "exchanges": anchors.groups[t.fragment]["step"] if t.fragment >= 0 else 0,
         }
-        anchor, count = t.anchor.detach(), float(numbers["exchanges"])
+        anchor = t.anchor.detach()
+        syncs = anchors.groups[t.fragment]["step"] if t.fragment >= 0 else 0
         entry = {
             "anchor": anchor,
             "optimizer": {
-                "step": torch.tensor(count, dtype=torch.float32, device="cpu"),
+                "step": torch.tensor(syncs, dtype=torch.float32, device="cpu"),
                 "residual": distribute_like(anchor, residual_of[t]),
                 "base": states[t.anchor],
             },
         }
         if options["delay"] or exchange is not None:
-            underway: dict[str, float] = dict(is_underway=False, apply_at=0, steps=0, squared=0.0)
+            underway: tuple[float, ...] = 0, 0, 0.0
             if exchange is not None and t.fragment in exchange.fragments:
-                steps, squared = exchange.contribution.steps, float(exchange.squared)
-                underway = dict(
-                    is_underway=True, apply_at=exchange.apply_at, steps=steps, squared=squared
-                )
+                steps = exchange.contribution.steps
+                underway = exchange.apply_at, steps, float(exchange.squared)
             d = pseudo_gradients.get(t)
             entry["exchange"] = {
                 "pseudo_gradient": torch.zeros_like(anchor) if d is None else d,
-                **_as_tensors(underway),
+                **_as_tensors(dict(zip(("apply_at", "steps", "squared"), underway, strict=True))),
             }
         entries[t.param] = {**entry, **_as_tensors(numbers)}
     return [entries.get(p) for p in params]
@@ -159,7 +157,7 @@ class SavedRounds:
         for t, entry in entries.items():
             to_local(t.anchor.detach()).copy_(to_local(entry["anchor"]))
             t.has_moved, t.is_sent = bool(entry["has_moved"]), bool(entry["is_sent"])
-            anchors.groups[t.fragment]["step"] = _read_number(entry, "exchanges")
+            anchors.groups[t.fragment]["step"] = _read_number(entry["optimizer"], "step")
         saved_residuals = {t: to_local(entries[t]["optimizer"]["residual"]) for t in entries}
         for bucket in anchors.buckets:
             new = [saved_residuals[t] for t in bucket.tensors]
@@ -202,7 +200,7 @@ def read_rounds(entries: Sequence[Entry | None]) -> SavedRounds | None:
     anchored = [entry for _, entry in sorted(pairs, key=lambda pair: pair[0])]
     due = frozenset(_read_number(e, "fragment") for e in anchored if bool(e["is_due"]))
     exchange: dict[str, Any] | None = None
-    if parts := [e for e in anchored if "exchange" in e and bool(e["exchange"]["is_underway"])]:
+    if parts := [e for e in anchored if "exchange" in e and bool(e["exchange"]["apply_at"])]:
         first = parts[0]["exchange"]
         exchange = {
             "fragments": frozenset(_read_number(e, "fragment") for e in parts),
@@ -218,10 +216,8 @@ def _read_counts(entry: Entry) -> tuple[int, RoundCounts]:
     step, begun = _read_number(entry, "step"), _read_number(entry, "begun")
     if begun > step:
         raise ValueError(f"begun is {begun}, and step {step}")
-    _read_number(entry, "exchanges")
-    others = [
-        _read_number(entry, name, is_whole=False) for name in ("mean_step", "weight", "seconds")
-    ]
+    names = "mean_step", "weight", "seconds"
+    others = [_read_number(entry, name, is_whole=False) for name in names]
     return step, RoundCounts(_read_number(entry, "round"), begun, *others)
 
 

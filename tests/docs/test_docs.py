@@ -61,7 +61,6 @@ SAY_IT_ALL = [  # they name the argument or the call, and what to write instead:
     "base has optimizers that share",
     "cannot tell which of",
     "has cut its state into shards, and the parameters of a group have",
-    "samples= weighs ranks",
     "leave use_anchors() first",
     "outer must make an optimizer of torch",
     "and the process group has no backend for those",
