@@ -164,26 +164,17 @@ class LocalSteps(AnchoredWrapper):
         inner = combine_optimizers(inner)
         if outer_momentum is None:  # these gave the lowest loss (docs/local_settings.md)
             outer_momentum = 0.6 if "Muon" in describe_members(inner) else 0.9
-        if every is not None and round_seconds is not None:
-            raise ValueError(
-                f"a round has every={every} steps or round_seconds={round_seconds}: pass one of "
-                "them."
-            )
-        options: dict[str, Any] = dict(
-            every=30 if every is None else every,
-            round_seconds=round_seconds,
-            weighted=weighted or round_seconds is not None,
-            outer_lr=outer_lr,
-            outer_momentum=outer_momentum,
-            fragments=fragments,
-            delay=delay,
-            dense_steps=dense_steps,
-            growth_steps=growth_steps,
-            payload_dtype=payload_dtype,
-            max_grad_norm=max_grad_norm,
-        )
+        is_one = every is None or round_seconds is None
+        require(is_one, "every", every, "left out beside round_seconds= (pass one of them)")
         self.residual_dtype = read_residual_dtype(residual_dtype)
         self._make_outer, self.offload, self._counts = outer, offload, rounds.RoundCounts()
+        every = 30 if every is None else every
+        weighted = weighted or round_seconds is not None
+        lengths = dict(every=every, round_seconds=round_seconds, growth_steps=growth_steps)
+        schedule = dict(dense_steps=dense_steps, fragments=fragments, delay=delay)
+        averaging = dict(weighted=weighted, outer_lr=outer_lr, outer_momentum=outer_momentum)
+        sending = dict(payload_dtype=payload_dtype, max_grad_norm=max_grad_norm)
+        options = {**lengths, **schedule, **averaging, **sending}
         super().__init__(inner, options, process_group, simulate)
         if outer is not None:  # refuse here what cannot be made, not in the first local step
             self._make_sync(self._options)
@@ -344,13 +335,14 @@ class LocalSteps(AnchoredWrapper):
         self._is_exchanged |= result.received is not None
         if result.received is not None and result.is_lost:
             reset_moments(self.base, result.received)
-            text = (
+            session.warn_once(
+                "lost",
                 f"rank {session.comm.rank} had parameters that are not finite after step "
                 f"{session.steps}: it took the average, in which what it moved counts as zero, and "
                 "zeroed its moments that are not finite. Lower the learning rate, or clip "
-                "(max_grad_norm=)."
+                "(max_grad_norm=).",
+                0,  # on this rank, whichever it is
             )
-            session.warn_once("lost", text, 0)  # on this rank, whichever it is
         return result
 
     # Line 1: a rank's own step

@@ -118,13 +118,8 @@ class MuonAdamW(CombinedOptimizer):
         self._use_muon = use_muon
         groups = given if isinstance(given[0], dict) else [{"params": given}]
         parts = [read_group(group) for group in groups]
-        self._has_layers = any(
-            p.ndim == 2 and is_hidden(name, has_layers=True)
-            for part in parts
-            for p, names in part.items()
-            if isinstance(p, Tensor)
-            for name in names
-        )
+        of_matrices = [n for part in parts for p, n in part.items() if getattr(p, "ndim", 0) == 2]
+        self._has_layers = any(is_hidden(name, True) for names in of_matrices for name in names)
         for group, part in zip(groups, parts, strict=True):
             self._divide(group, part)
 
@@ -330,10 +325,8 @@ class Muon(Optimizer):
         updates: Sequence[Tensor] = momenta
         if group["nesterov"]:
             updates = torch._foreach_lerp(grads, momenta, group["momentum"])
-        return [
-            gather_whole(p, update) if cuts_matrices(p) else update
-            for p, update in zip(params, updates, strict=True)
-        ]
+        pairs = zip(params, updates, strict=True)
+        return [gather_whole(p, x) if cuts_matrices(p) else x for p, x in pairs]
 
 
 def make_batches(
@@ -388,10 +381,8 @@ def unstack(stack: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
     shapes = [p.shape if cuts_matrices(p) else to_local(p).shape for p in params]
     sizes = [shape.numel() // stack[0].numel() if len(stack) else 0 for shape in shapes]
     wholes = [part.view(s) for part, s in zip(stack.split(sizes), shapes, strict=True)]
-    return [
-        take_local_part(p, whole) if cuts_matrices(p) else whole
-        for p, whole in zip(params, wholes, strict=True)
-    ]
+    pairs = zip(params, wholes, strict=True)
+    return [take_local_part(p, x) if cuts_matrices(p) else x for p, x in pairs]
 
 
 def orthogonalize(
@@ -419,7 +410,5 @@ def scale(shape: tuple[int, int], rule: str | None) -> float:
 
 def cuts_matrices(p: Tensor) -> bool:
     """Return True if this rank has a part only of some matrices of a sharded tensor."""
-    return any(
-        not one.is_replicate() and not (one.is_shard() and one.dim < p.ndim - 2)
-        for one in getattr(p, "placements", ())
-    )
+    cuts = [one for one in getattr(p, "placements", ()) if not one.is_replicate()]
+    return any(not (one.is_shard() and one.dim < p.ndim - 2) for one in cuts)

@@ -84,8 +84,7 @@ class AnchoredWrapper(Wrapper):
         if self.offload and not session.comm.can_exchange(HOST):
             raise ValueError(
                 "offload='outer' exchanges tensors in host memory, and the process group has no "
-                "backend for those: init_process_group('cpu:gloo,cuda:nccl'), or without a "
-                "backend, has one."
+                "backend for those: make it by init_process_group('cpu:gloo,cuda:nccl')."
             )
         if session.sends_nothing:
             self._drop_anchors()

@@ -237,11 +237,9 @@ class Anchors:
                 Anchored(p, number, nn.Parameter(distribute_like(p.detach(), part)), part)
                 for p, part in zip(run, parts, strict=True)
             ]
-            dtype = self._residual_dtype
-            bucket = AnchorBucket(len(self.buckets), group, flat, tensors, dtype)
+            bucket = AnchorBucket(len(self.buckets), group, flat, tensors, self._residual_dtype)
             added.update((id(t.param), t) for t in tensors)
-            bucket.codecs = self.ops.codecs
-            bucket.blocks = self.ops.blocks
+            bucket.codecs, bucket.blocks = self.ops.codecs, self.ops.blocks
             bucket.scratch = self._scratch
             bucket.replicate_size = get_replicate_size(run[0], self._shards)
             self.buckets.append(bucket)
@@ -372,12 +370,10 @@ class Anchors:
 
         ``tolerance``: relative to the largest value of the anchor.
         """
-        pairs = ((to_local(t.param.detach()), to_local(t.anchor.detach())) for t in self.tensors)
-        for p, anchor in pairs:
-            start = anchor.to(p.device, p.dtype)
-            if not torch.equal(p, start) and not bool(
-                (p - start).abs().amax() <= tolerance * start.abs().amax()
-            ):
+        for t in self.tensors:
+            p = to_local(t.param.detach())
+            start = t.part.to(p.device, p.dtype)
+            if p.numel() and not (p - start).abs().amax() <= tolerance * start.abs().amax():
                 return True
         return False
 
@@ -528,20 +524,18 @@ def call_make_outer(make_outer: MakeOuter, anchors: list[Tensor]) -> Optimizer:
     Raises TypeError or ValueError, which names ``outer``, where that is no function of a list of
     anchors, raises one, or returns what cannot step them.
     """
-    example = "torch.optim.SGD(anchors, lr=0.7)"
     try:
         outer = make_outer(anchors)
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(
             f"outer must make an optimizer over a list of anchors, and it failed: {error}. E.g. "
-            f"outer=lambda anchors: {example}."
+            "outer=lambda anchors: torch.optim.SGD(anchors, lr=0.7)."
         ) from error
     if isinstance(outer, CompressedOptimizer) or not isinstance(outer, Optimizer):
         raise TypeError(
-            f"outer must make an optimizer of torch, got {type(outer).__name__}: return e.g. "
-            f"{example}. LocalSteps itself averages what ranks have moved: pass payload_dtype= to "
-            "it."
+            f"outer must make an optimizer of torch, got {type(outer).__name__}: LocalSteps itself "
+            "averages what ranks have moved. Pass payload_dtype= to it."
         )
     stepped = [p for group in outer.param_groups for p in group["params"]]
     if len(stepped) != len(anchors) or any(map(is_not, stepped, anchors)):

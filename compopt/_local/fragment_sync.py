@@ -418,9 +418,7 @@ class FragmentSync:
             bucket.is_averaged = max([next(rest) for _ in bucket.tensors]) > 0
             has_failed |= next(rest) > 0
         facts = [float(not math.isfinite(sum(squared))), float(has_failed)]
-        if self.shards:
-            facts = yield from sum_over_groups(self.shards, facts, device)
-        non_finite, failed = facts
+        non_finite, failed = yield from sum_over_groups(self.shards, facts, device)
         if failed:
             yield from self._raise_failure(running)
         running.is_finite = non_finite == 0

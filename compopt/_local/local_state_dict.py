@@ -48,9 +48,7 @@ def save_rounds(
         numbers = {
             "step": options["step"],
             **asdict(counts),
-            "fragment": t.fragment,
-            "has_moved": t.has_moved,
-            "is_sent": t.is_sent,
+            **{name: getattr(t, name) for name in ("fragment", "has_moved", "is_sent")},
             "is_due": t.fragment in sync.due,
         }
         anchor = t.anchor.detach()

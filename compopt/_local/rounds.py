@@ -33,6 +33,7 @@ from .._engine.options import (
     is_number,
     is_numeric,
     require,
+    require_option,
 )
 from .._engine.stats import Stats, format_bytes
 from .._state.tensors import pin
@@ -82,21 +83,20 @@ def check_options(group: Group, offload: str | None) -> None:
     check_payload_and_clip(group, keeps_all_errors=True)
     check_compress(group)
     for name, least in MINIMUMS.items():
-        given = group[name]
-        is_good = is_number(given) and is_count(given, least)
-        require(is_good, name, given, f"an integer >= {least}")
-    momentum, lr = group["outer_momentum"], group["outer_lr"]
-    require(is_numeric(momentum) and 0 <= momentum < 1, "outer_momentum", momentum, "in [0, 1)")
-    require(is_numeric(lr) and 0 < lr < math.inf, "outer_lr", lr, "finite and > 0")
-    seconds = group["round_seconds"]
+        is_good = is_number(group[name]) and is_count(group[name], least)
+        require_option(is_good, group, name, f"an integer >= {least}")
+    momentum, lr, seconds = (group[n] for n in ("outer_momentum", "outer_lr", "round_seconds"))
+    is_factor = is_numeric(momentum) and 0 <= momentum < 1
+    require_option(is_factor, group, "outer_momentum", "in [0, 1)")
+    require_option(is_numeric(lr) and 0 < lr < math.inf, group, "outer_lr", "finite and > 0")
     is_time = seconds is None or (is_numeric(seconds) and 0 < seconds < math.inf)
-    require(is_time, "round_seconds", seconds, "None or finite and > 0")
+    require_option(is_time, group, "round_seconds", "None or finite and > 0")
     if group["weighted"]:  # a payload is made when the weights of all ranks are known
         for name, least in (("delay", 0), ("fragments", 1)):
-            require(group[name] == least, name, group[name], f"{least} where ranks are weighted")
+            require_option(group[name] == least, group, name, f"{least} where ranks are weighted")
     has_dtensors = any(hasattr(p, "device_mesh") for p in group["params"])
-    delay, limit = group["delay"], group["every"] // group["fragments"]
-    require(delay <= limit, "delay", delay, f"at most every / fragments, {limit}")
+    limit = group["every"] // group["fragments"]
+    require_option(group["delay"] <= limit, group, "delay", f"at most every / fragments, {limit}")
     require(offload in (None, "outer"), "offload", offload, "None or 'outer'")
     # a DTensor's part is on the device of its mesh
     require(not (has_dtensors and offload), "offload", offload, "None where parameters are sharded")

@@ -6,7 +6,7 @@ before an evaluation or a save.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -45,10 +45,10 @@ def list_parameters(optimizer: CompressedOptimizer) -> set[Tensor]:
     return {p for group in optimizer.param_groups for p in group["params"]}
 
 
-def list_group_ranks(group: dist.ProcessGroup) -> list[int] | None:
-    """Return the global ranks of a process group; None if it was destroyed."""
+def list_group_ranks(group: dist.ProcessGroup | None) -> list[int] | None:
+    """Return the global ranks of a process group; None without one, or if it was destroyed."""
     try:
-        return dist.get_process_group_ranks(group)
+        return None if group is None else dist.get_process_group_ranks(group)
     except KeyError:
         return None
 
@@ -88,7 +88,7 @@ class ModuleWatch:
         self._expects_more = expects_more
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._remaining = {p for p in list_parameters(optimizer) if p.requires_grad}
-        self._remove_parameters_of(integrated)
+        self._remaining -= {p for module in integrated for p in module.parameters()}
         self.is_active = bool(self._remaining) or expects_more(optimizer)
         if self.is_active:
             self._hook = register_module_forward_pre_hook(self.on_forward)
@@ -102,8 +102,10 @@ class ModuleWatch:
             return
         optimizer.lay_out_new_parameters()
         if module not in self._seen:
-            new = list(self._iterate_unseen(module))
-            self._remove_parameters_of(self._integrate(new, optimizer))
+            new = [one for one in module.modules() if one not in self._seen]
+            self._seen.update(new)
+            for integrated in self._integrate(new, optimizer):
+                self._remaining.difference_update(integrated.parameters())
             self._end_if_complete()
 
     def on_step(self) -> None:
@@ -112,17 +114,6 @@ class ModuleWatch:
         params = frozenset() if optimizer is None else optimizer._session.parameters
         self._remaining = {p for p in self._remaining if p.grad is None and p in params}
         self._end_if_complete()
-
-    def _iterate_unseen(self, module: nn.Module) -> Iterator[nn.Module]:
-        if module not in self._seen:
-            self._seen.add(module)
-            yield module
-            for child in module.children():
-                yield from self._iterate_unseen(child)
-
-    def _remove_parameters_of(self, modules: Sequence[nn.Module]) -> None:
-        for module in modules:
-            self._remaining.difference_update(module.parameters())
 
     def _end_if_complete(self) -> None:
         optimizer = self._optimizer()

@@ -34,13 +34,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from .._engine.optimizer import CompressedOptimizer, construction_callbacks, join_callbacks
 from .._engine.session import Role
 from .._wire.collectives import Communicator
-from ._shared import (
-    Backward,
-    ModuleWatch,
-    copy_first_parameters,
-    list_group_ranks,
-    list_parameters,
-)
+from ._shared import Backward, ModuleWatch, copy_first_parameters, list_group_ranks, list_parameters
 
 _ddps: weakref.WeakSet[DDP] = weakref.WeakSet()  # all that were made
 _handovers: weakref.WeakKeyDictionary[DDP, Handover] = weakref.WeakKeyDictionary()
@@ -96,7 +90,6 @@ class Handover:
         self._required_grad: list[bool] = []
         self._hooked: set[Tensor] = set()  # parameters with a hook of ours
         self._is_idle = False  # DDP does not collect gradients: ranks take local steps
-        advice = "compopt needs its own: remove the other hook, or train with torch.optim."
         # a copy of a DDP has a hook of ours
         ddp._comm_hooks[:] = [(hook, state) for hook, state in ddp._comm_hooks if hook is not _hook]
         if getattr(ddp, "mixed_precision", None) is not None:
@@ -105,16 +98,13 @@ class Handover:
                 "compopt needs its own: leave mixed_precision out, and call the model within "
                 "torch.autocast(device_type, dtype=torch.bfloat16)."
             )
-        if ddp._comm_hooks:
-            raise RuntimeError(
-                "this DistributedDataParallel has a comm hook already "
-                f"({ddp._comm_hooks[0][0].__qualname__}); {advice}"
-            )
+        others = ", ".join(hook.__qualname__ for hook, _ in ddp._comm_hooks)
         try:
             ddp.register_comm_hook(self, _hook)
         except RuntimeError as error:
             raise RuntimeError(
-                f"this DistributedDataParallel has a comm hook already; {advice}"
+                f"this DistributedDataParallel has a comm hook already ({others}), and compopt "
+                "needs its own: remove the other hook, or train with torch.optim."
             ) from error
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -182,18 +172,16 @@ class Handover:
         ref = weakref.ref(self)
 
         def on_gradient(p: Tensor) -> None:
-            handover = ref()
-            ddp = None if handover is None else handover._ddp()
-            if handover is None or ddp is None:
-                return
-            collects = ddp.require_backward_grad_sync or handover._is_idle
-            if handover.is_by_parameter and collects:
-                handover.on_gradients_ready([p])
+            _call_if_alive(ref, lambda handover: handover.on_gradient(p))
 
         for p in self.ddp.parameters():
             if p.requires_grad and p not in self._hooked:
                 self._hooked.add(p)
                 p.register_post_accumulate_grad_hook(on_gradient)
+
+    def on_gradient(self, p: Tensor) -> None:
+        if self.is_by_parameter and (self.ddp.require_backward_grad_sync or self._is_idle):
+            self.on_gradients_ready([p])
 
     def on_gradients_ready(self, params: list[Tensor]) -> None:
         """Tell the optimizers that backward has finished ``params``."""
@@ -218,11 +206,9 @@ class Handover:
         """Raise RuntimeError if a trainable parameter belongs to no optimizer of compopt."""
         ddp = self.ddp
         owned = {p for optimizer in self.iterate_optimizers() for p in list_parameters(optimizer)}
-        unowned = [
-            name
-            for name, p in ddp.module.named_parameters()
-            if p.requires_grad and p not in owned and name not in ddp.parameters_to_ignore
-        ]
+        trainable = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
+        unowned = [name for name, p in trainable.items() if p not in owned]
+        unowned = [name for name in unowned if name not in ddp.parameters_to_ignore]
         if unowned:
             raise RuntimeError(
                 f"{len(unowned)} parameters of this DistributedDataParallel belong to no compopt "
@@ -238,8 +224,7 @@ class Handover:
         """Make DDP idle if the next step is local: it then copies no gradients into its buckets and
         back, as within its ``no_sync()``.
         """
-        averages = any(optimizer.averages_gradients for optimizer in self.iterate_optimizers())
-        if averages:
+        if any(optimizer.averages_gradients for optimizer in self.iterate_optimizers()):
             self.collect_gradients()
         elif self.is_by_parameter:
             self._is_idle, self.ddp.require_backward_grad_sync = True, False
@@ -256,10 +241,11 @@ def _hook(state, bucket):  # type: ignore[no-untyped-def]
     inside a site.
     """
     handover: Handover | None = state
-    optimizers = [] if handover is None else list(handover.iterate_optimizers())
-    if handover is None or not optimizers:
-        group = _get_default_group() if handover is None else handover.ddp.process_group
-        return allreduce_hook(group, bucket)
+    if handover is None:  # in a copy of a DDP
+        return allreduce_hook(_get_default_group(), bucket)
+    optimizers = list(handover.iterate_optimizers())
+    if not optimizers:
+        return allreduce_hook(handover.ddp.process_group, bucket)
     is_in_backward = torch._C._current_graph_task_id() >= 0  # not on a rank without data
     if is_in_backward and not handover.is_by_parameter:
         handover.on_gradients_ready(bucket.parameters())
@@ -299,9 +285,8 @@ def _check_handover(ddp: DDP, optimizer: CompressedOptimizer) -> None:
         raise RuntimeError(
             "the process group of this DistributedDataParallel was destroyed: wrap the model anew."
         )
-    group = optimizer.comm.group
-    # without a group, or with a destroyed one, which the next step reports
-    ranks = (None if group is None else list_group_ranks(group)) or ddp_ranks
+    # the optimizer may have no group, or a destroyed one, which the next step reports
+    ranks = list_group_ranks(optimizer.comm.group) or ddp_ranks
     if set(ranks) != set(ddp_ranks) and not groups_form_site(ddp, optimizer):
         raise ValueError(
             f"process_group of the optimizer has ranks {ranks}, DistributedDataParallel's has "
@@ -317,8 +302,7 @@ def groups_form_site(ddp: DDP, optimizer: CompressedOptimizer) -> bool:
     """Return True if DDP's ranks are a site, of which the optimizer's group has this rank only, and
     others of other sites.
     """
-    group = optimizer.comm.group
-    ranks = {*((group and list_group_ranks(group)) or ())}
+    ranks = {*(list_group_ranks(optimizer.comm.group) or ())}
     site = {*(list_group_ranks(ddp.process_group) or ())}
     return len(ranks) > 1 and ranks != site and len(ranks & site) == 1
 

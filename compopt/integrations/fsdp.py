@@ -85,8 +85,7 @@ def list_param_groups(module: nn.Module) -> list[Any]:
         return []
     # private: torch has no public access to the order of parameters in a message
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
-    has_groups = hasattr(state, "_fsdp_param_groups")
-    groups = state._fsdp_param_groups if has_groups else [state._fsdp_param_group]
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group]
 
 
@@ -100,12 +99,8 @@ def check_meshes(optimizer: CompressedOptimizer) -> None:
     session = optimizer._session
     group = session.refresh_ranks(optimizer).group
     ranks = set(dist.get_process_group_ranks(group)) if group is not None else set()
-    named = (
-        (p, name)
-        for bucket in [*session.buckets, *session.frozen_buckets]
-        for p, name in zip(bucket.params, bucket.names, strict=True)
-    )
-    for p, name in named:
+    buckets = [*session.buckets, *session.frozen_buckets]
+    for p, name in (pair for b in buckets for pair in zip(b.params, b.names, strict=True)):
         if _is_flat_parameter(p):
             raise ValueError(
                 f"{name} belongs to a FullyShardedDataParallel, whose flat shards cannot be "
@@ -118,14 +113,12 @@ def check_meshes(optimizer: CompressedOptimizer) -> None:
             shared = sorted(ranks.intersection(dist.get_process_group_ranks(mesh_group)))
             if len(shared) < 2:
                 continue
-            label = repr(mesh.mesh_dim_names[dim]) if mesh.mesh_dim_names else str(dim)
-            where = f"mesh dimension {label}"
+            where = f"mesh dimension {mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else dim!r}"
             if placement.is_replicate():
                 raise ValueError(
                     f"the gradient of {name} is averaged over {where} before the optimizer sees "
-                    f"it, and process_group holds ranks {shared} of it as well, so nothing would "
-                    f"be saved: {ADVICE} If torch's replicate() has made the mesh, use "
-                    "DistributedDataParallel in place of replicate()."
+                    f"it, and process_group holds ranks {shared} of it as well: {ADVICE} In place "
+                    "of torch's replicate() use DistributedDataParallel."
                 )
             raise ValueError(
                 f"process_group holds ranks {shared}, which have different shards of {name} "
