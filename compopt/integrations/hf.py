@@ -149,8 +149,8 @@ class CompoptCallback(TrainerCallback):
         contents += [f"the residuals of {owner} only"] if owner != "mean" else []
         for content in contents:
             warn(
-                f"the checkpoint of step {state.global_step} holds {content}, because another "
-                "one asked for it after CompoptCallback did: put CompoptCallback last in callbacks.",
+                f"the checkpoint of step {state.global_step} holds {content}, as a callback "
+                "requested it after CompoptCallback ran: put CompoptCallback last in callbacks.",
                 int(not state.is_world_process_zero),
             )
 
