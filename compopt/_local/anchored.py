@@ -1,4 +1,4 @@
-"""A wrapper with anchors: it makes them, saves and loads them, and goes on with other ranks."""
+"""A wrapper with anchors: it makes, saves and loads them, and continues with other ranks."""
 
 from __future__ import annotations
 
@@ -125,8 +125,8 @@ class AnchoredWrapper(Wrapper):
 
     @torch.no_grad()
     def restart_from_loaded_weights(self) -> None:
-        """Begin anew with the model's weights if others were loaded since the last round ended. All
-        ranks must have loaded them.
+        """Begin anew with the model's weights if new ones were loaded since the last round ended.
+        All ranks must have loaded them.
         """
         if self._anchors is None or self.round_is_open:
             return

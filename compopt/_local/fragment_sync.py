@@ -1,12 +1,12 @@
 """The sync of fragments: lines 2 to 5 of the module ``local_steps``, and the message before its
 payloads.
 
-It goes as a step does: read, exchange, agree, commit. Up to the commit nothing is written that
-outlives the sync. All ranks decide on numbers that each of them holds alike: it is applied on
-all of them, or on none.
+A sync has the stages of a step: read, exchange, agree, commit. Nothing that outlives the sync is
+written before the commit. All ranks decide on the same numbers, so a sync is applied on all of them
+or on none.
 
-In the message every rank sends what must be equal on all ranks, its weight in the average, the norm
-of its pseudo-gradient, and a sketch of it.
+The message of a rank has what must be equal on all ranks, its weight in the average, and the norm
+and a sketch of its pseudo-gradient.
 
 Ranks of unequal weights send their pseudo-gradients times ``ranks * weight / sum of weights``. The
 plain mean of these is the weighted mean, so payloads need no weights.
@@ -225,7 +225,7 @@ class FragmentSync:
     ) -> None:
         """Put a sync in flight, whose pseudo-gradients are in the payloads.
 
-        ``is_as_before``: of the same tensors as the last sync.
+        ``is_as_before``: the last sync was of the same tensors.
         """
         buckets = self.anchors.list_buckets(fragments)
         if apply_at:
@@ -313,10 +313,6 @@ class FragmentSync:
         """
         started: list[PendingCollective] = []
         try:
-            check_outer_rates(self.anchors.outer)
-        except ValueError as error:
-            running.problem = error
-        try:
             message = yield from self._make_message(running)
             gathering = self.comm.start(AllGather(message))
             if starts_at_once:
@@ -396,9 +392,9 @@ class FragmentSync:
         says so; otherwise the others would wait until their timeout.
         """
         try:
-            if running.problem is None:
-                payload = bucket.encode(running.factor, running.is_lost)
-                return self.comm.start(AllReduceMean(payload))
+            check_outer_rates(self.anchors.outer)
+            payload = bucket.encode(running.factor, running.is_lost)
+            return self.comm.start(AllReduceMean(payload))
         except CommunicationError:
             raise
         except Exception as error:

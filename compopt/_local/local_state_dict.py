@@ -39,12 +39,7 @@ def save_rounds(
     """Return the entry of every parameter, None of those without an anchor."""
     anchors, exchange, entries = sync.anchors, sync.running, {}
     states, pseudo_gradients = _save_states(anchors), anchors.list_pseudo_gradients()
-    residual_of = {
-        t: Residuals(bucket).read(i)
-        for bucket in anchors.buckets
-        for i, t in enumerate(bucket.tensors)
-    }
-    for t in anchors.tensors:
+    for bucket, i, t in ((b, i, t) for b in anchors.buckets for i, t in enumerate(b.tensors)):
         numbers = {
             "step": options["step"],
             **asdict(counts),
@@ -57,7 +52,7 @@ def save_rounds(
             "anchor": anchor,
             "optimizer": {
                 "step": torch.tensor(syncs, dtype=torch.float32, device="cpu"),
-                "residual": distribute_like(anchor, residual_of[t]),
+                "residual": distribute_like(anchor, Residuals(bucket).read(i)),
                 "base": states[t.anchor],
             },
         }
@@ -118,7 +113,7 @@ def split_rounds(saved: dict[str, Any], name: str) -> tuple[dict[str, Any], list
 
 @dataclass
 class SavedRounds:
-    """The content of such entries.
+    """The content of the entries under "outer".
 
     ``fragments``: of every parameter, -1 where it has no anchor. ``anchored``: the entries of those
     that have one, in the order of ``Anchors.tensors``. ``due``: the fragments that wait for a
@@ -162,10 +157,9 @@ class SavedRounds:
             Residuals(bucket).set(list(enumerate(new)))
         warn_of_lost_residuals(sync.optimizer, residuals, saved_residuals.values())
         for bucket in anchors.list_buckets((self.exchange or {}).get("fragments", ())):
-            sent = [entries[t]["exchange"]["pseudo_gradient"] for t in bucket.tensors if t.is_sent]
             parts = bucket.view_sent(bucket.begin_sync())
-            for part, d in zip(parts, sent, strict=True):
-                part.copy_(to_local(d))
+            for part, t in zip(parts, bucket.sent, strict=True):
+                part.copy_(to_local(entries[t]["exchange"]["pseudo_gradient"]))
         sync.due, self.sync = self.due, sync
 
 

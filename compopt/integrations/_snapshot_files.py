@@ -208,13 +208,11 @@ class Snapshot(NamedTuple):
 class Manifest(NamedTuple):
     """A complete snapshot, without its state.
 
-    ``lineage``: its run, and those that it continued. ``weight``: the rank's weight in the running
-    round of ``LocalSteps``.
+    ``lineage``: its run, and those that it continued.
     """
 
     snapshot: Snapshot
     lineage: list[str]
-    weight: float
     size: int = 0
     sha256: str = ""
 

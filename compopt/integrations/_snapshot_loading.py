@@ -1,6 +1,5 @@
-"""The ranks that save and resume together, and a resume: snapshots are chosen by all ranks alike,
-read into memory, combined for these ranks, compared, and put in place when all ranks have come so
-far.
+"""The ranks that save and resume together, and the course of a resume: all ranks choose the same
+snapshots, read them into memory, combine and compare them, and load the result when all are ready.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from ._snapshot_parts import (
     explain_misfit,
     hash_replica,
     iterate_leaves,
+    read_weight,
 )
 
 # The ranks, and what they tell each other
@@ -37,7 +37,7 @@ from ._snapshot_parts import (
 
 @dataclass
 class Meeting:
-    """The ranks that save together, since they met.
+    """The ranks that save together, and what they have agreed on.
 
     ``comm``: the optimizer's ranks. ``world``: those of all shards. ``ranks``: the number of each
     rank of ``world`` in its ``comm``. ``lineage``: this run, and those that it went on from.
@@ -84,7 +84,7 @@ class Meeting:
 
 
 def raise_told(problems: Iterable[str], what: str) -> None:
-    """Raise RuntimeError if any rank has told a problem; all ranks call it with the same ones."""
+    """Raise RuntimeError if any rank has a problem. All ranks call this with the same list."""
     told = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
     if told:
         raise RuntimeError(f"{what}, and nothing was loaded. {'; '.join(told)}.")
@@ -205,7 +205,7 @@ class Resume:
     def _combine(self, loaded: Loaded) -> CollectiveGenerator[State]:
         """Return what ranks have in common, with this rank's share of their own parts."""
         meeting, states = self.meeting, [state for _, state in loaded.read]
-        told = [(manifest.weight, manifest.lineage) for manifest, _ in loaded.read]
+        told = [(read_weight(state), manifest.lineage) for manifest, state in loaded.read]
         rows = yield from meeting.gather(told)
         lineage = next(lineage for row in rows for _, lineage in row)
         meeting.lineage += [run for run in lineage if run not in meeting.lineage]

@@ -1,6 +1,6 @@
 """The parts of a snapshot's state, and the snapshots that a run may resume from.
 
-A state is ``{"model": ..., "optimizer": ..., "stateful": ...}``. Most of it ranks have in common.
+A state is ``{"model": ..., "optimizer": ..., "stateful": ...}``. Ranks have most of it in common.
 The rest is a rank's own part: its residual and, in ``LocalSteps``, the moments of the inner
 optimizer, and what the rank has moved in the running round, with its weight there.
 """
@@ -89,7 +89,7 @@ def assign_snapshots(
 
 
 class RankParts:
-    """The parts of a state that differ between ranks, and of which only the mean counts."""
+    """The parts of a state that differ between ranks. Only their mean counts."""
 
     def __init__(self, optimizer: CompressedOptimizer):
         self._names = {*optimizer.rank_local_state, "residual", "pseudo_gradient"}

@@ -38,7 +38,7 @@ from .._wire.warning import warn
 from . import _snapshot_files as files
 from ._snapshot_files import Manifest, Snapshot
 from ._snapshot_loading import Meeting, Resume, describe, raise_told
-from ._snapshot_parts import RankParts, State, distribute_state, read_weight
+from ._snapshot_parts import RankParts, State, distribute_state
 
 Result = TypeVar("Result")
 
@@ -164,11 +164,8 @@ class Snapshots:
         problem = self._finish_writing()
         if self._optimizer.sharded:  # with all ranks, also if this one has to raise
             yield from self._optimizer.consolidate_as_generator()
-        snapshot = meeting.name_snapshot(self._optimizer._session.steps, self._stamp)
         try:
-            state = self._read_state()
-            packed = files.pack(state)  # a copy in host memory
-            manifest = Manifest(snapshot, [*meeting.lineage], read_weight(state))
+            packed = files.pack(self._read_state())  # a copy in host memory
         except Exception as error:
             problem = problem or error
         rows = yield from meeting.gather(meeting.written)
@@ -176,6 +173,8 @@ class Snapshots:
         self._warn_of_other_runs(meeting)
         if problem is not None:  # now that ranks have told each other
             raise problem
+        snapshot = meeting.name_snapshot(self._optimizer._session.steps, self._stamp)
+        manifest = Manifest(snapshot, [*meeting.lineage])
         executor = ThreadPoolExecutor(1, "compopt snapshot")
         future = executor.submit(files.write_snapshot, self.folder, packed, manifest)
         executor.shutdown(wait=False)  # the thread ends with the file

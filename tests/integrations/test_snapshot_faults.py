@@ -148,7 +148,7 @@ def test_a_write_that_ends_anywhere_leaves_a_whole_snapshot_or_none(function, tm
         with monkeypatch.context() as patch:
             patch.setattr(files.os, function, call)
             try:
-                files.write_snapshot(tmp_path, packed, Manifest(snapshot, ["0" * 16], 0.0))
+                files.write_snapshot(tmp_path, packed, Manifest(snapshot, ["0" * 16]))
                 is_killed = False
             except Killed:
                 is_killed = True
@@ -305,7 +305,7 @@ def test_a_crafted_folder_runs_nothing(number, flag, tmp_path):
         def encode(self) -> list[bytes]:
             return [content]
 
-    files.write_snapshot(node, Crafted(None, []), Manifest(snapshot, ["0" * 16], 0.0))
+    files.write_snapshot(node, Crafted(None, []), Manifest(snapshot, ["0" * 16]))
     for is_manifest in (False, True):
         if is_manifest:
             (node / snapshot.name / MANIFEST).write_bytes(content)
@@ -319,9 +319,9 @@ def test_a_crafted_folder_runs_nothing(number, flag, tmp_path):
 
 @pytest.mark.parametrize("content", CRAFTED, ids=str)
 def test_a_crafted_message_of_a_peer_runs_nothing(content, flag, saved, tmp_path, monkeypatch):
-    monkeypatch.setattr(Packed, "describe", lambda packed: content)
     run = saved["SeparateAdam", 1, False]
     shutil.copytree(run.folder, tmp_path, dirs_exist_ok=True)
+    monkeypatch.setattr(Packed, "describe", lambda packed: content)
     fleet = Fleet(run.case, 2, tmp_path, is_shared=False)
     with pytest.raises(Exception):  # noqa: B017 -- whatever the bytes lead to
         fleet.resume()
