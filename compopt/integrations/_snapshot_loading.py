@@ -217,10 +217,9 @@ class Resume:
             received = yield from self._share(state, source)
             state = state or received
         assert state is not None
-        parts = [self.rank_parts.list_parts(one) for one in states]
-        weights = [[weight for weight, _ in rows[rank]] for rank in meeting.peers]
-        own, of_all = weights[meeting.comm.rank], [w for one in weights for w in one]
-        self.rank_parts.combine(state, parts, own, meeting.comm.size, of_all)
+        read = [(self.rank_parts.list_parts(one), read_weight(one)) for one in states]
+        weights = [weight for rank in meeting.peers for weight, _ in rows[rank]]
+        self.rank_parts.combine(state, read, meeting.comm.size, weights)
         for group in state["optimizer"]["param_groups"]:
             if "residuals" in group:
                 group["residuals"] = "mean"

@@ -20,6 +20,7 @@ from ._snapshot_files import Snapshot, memory_of
 
 State = dict[str, Any]
 Path_ = tuple[Any, ...]  # the keys of a value in nested dicts
+Parts = dict[Path_, Tensor]
 
 
 # Which snapshots are loaded
@@ -105,7 +106,7 @@ class RankParts:
             is_moment and value.is_floating_point() and value.dim() > 0
         )
 
-    def list_parts(self, state: State) -> dict[Path_, Tensor]:
+    def list_parts(self, state: State) -> Parts:
         """Return a rank's own parts, among them what its parameters have moved from their anchors.
 
         They are copies.
@@ -120,33 +121,27 @@ class RankParts:
         return parts
 
     def combine(
-        self,
-        state: State,
-        parts: list[dict[Path_, Tensor]],
-        weights: list[float],
-        ranks: int,
-        all_weights: list[float],
+        self, state: State, read: list[tuple[Parts, float]], ranks: int, weights: list[float]
     ) -> None:
         """Set the own parts of ``state`` to this rank's share of those of all snapshots. The mean
         of the shares of all ``ranks`` is the mean of the parts.
 
-        ``parts`` and ``weights`` are of the snapshots that this rank has read, ``all_weights`` of
-        all.
+        ``read``: the parts and weights of the snapshots that this rank has read. ``weights``: those
+        of all snapshots.
         """
-        factor, total = ranks / len(all_weights), sum(all_weights)
+        factor, total = ranks / len(weights), sum(weights)
         for path, value in iterate_leaves(state):
             if self.is_rank_part(path, value):
                 value.zero_()
-                for part in parts:
-                    value.add_(part[path], alpha=factor)
-        factors = [ranks * w / total if self._is_weighted and total else factor for w in weights]
+                for parts, _ in read:
+                    value.add_(parts[path], alpha=factor)
         for name, outer in iterate_anchored(state):
             moved = torch.zeros_like(outer["anchor"])
-            for part, factor in zip(parts, factors, strict=True):
-                moved += part["moved", name] * factor
+            for parts, weight in read:
+                is_weighted = self._is_weighted and total
+                moved += parts["moved", name] * (ranks * weight / total if is_weighted else factor)
             state["model"][name].copy_(outer["anchor"] + moved)
-            # the next exchange weighs what was moved
-            outer["weight"].fill_(total / len(all_weights))
+            outer["weight"].fill_(total / len(weights))  # the next exchange weighs what was moved
 
 
 def read_weight(state: State) -> float:

@@ -23,7 +23,7 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -41,14 +41,6 @@ from ._snapshot_loading import Meeting, Resume, describe, raise_told
 from ._snapshot_parts import RankParts, State, distribute_state
 
 Result = TypeVar("Result")
-
-
-class Stateful(Protocol):
-    """An object with a state to save: a scheduler, a sampler."""
-
-    def state_dict(self) -> State: ...
-
-    def load_state_dict(self, state_dict: Any) -> object: ...
 
 
 class Snapshots:
@@ -84,7 +76,7 @@ class Snapshots:
         optimizer: CompressedOptimizer,
         *,
         keep: int = 2,
-        **stateful: Stateful,
+        **stateful: Any,
     ):
         require(keep >= 1, "keep", keep, "an integer >= 1")
         others = [name for name, s in stateful.items() if isinstance(s, CompressedOptimizer)]
