@@ -42,15 +42,9 @@ from ._engine.base_state import average_base, copy_learned_options
 from ._engine.bases import check_mode, replace_gradients
 from ._engine.combined import OneOrSeveral, combine_optimizers, describe_members
 from ._engine.decision import StepDecision
-from ._engine.exchange import CollectiveGenerator, exchange_one, sum_over_groups
-from ._engine.gradients import (
-    GRAD,
-    check_gradients,
-    drop_scale,
-    restore_scale,
-    unscale_gradients,
-)
-from ._engine.handshake import warn_without_gradients
+from ._engine.exchange import CollectiveGenerator, sum_over_groups
+from ._engine.gradients import GRAD, check_gradients, drop_scale, restore_scale, unscale_gradients
+from ._engine.handshake import gather_json, warn_without_gradients
 from ._engine.join import JoinHook, copy_options_from_ranks_with_data
 from ._engine.missing_ranks import RankLeft, explain_failure
 from ._engine.options import (
@@ -78,7 +72,7 @@ from ._state.residuals import residual_layout
 from ._state.tensors import to_local
 from ._wire.collectives import PendingCollective, ProcessGroup, get_rank, get_replicate_size
 from ._wire.payload import PayloadDtype
-from ._wire.requests import AllGather, CommunicationError, RequestGenerator
+from ._wire.requests import CommunicationError, RequestGenerator
 from .average import average
 
 
@@ -130,7 +124,9 @@ class LocalSteps(AnchoredWrapper):
 
     State beside the inner optimizer's: the anchors, the outer momentum and the outer ``residual``,
     each as large as the parameters; during the averaged start its ``residual``. During an exchange
-    the pseudo-gradient takes as much again.
+    the pseudo-gradient takes as much again. In a state dict the entry of a parameter has the inner
+    optimizer's state under "base". Under "outer" it has the anchor with its state, and the running
+    round.
 
     Raises:
         TypeError: inner is no optimizer, or one that evaluates the model more than once per step
@@ -168,26 +164,17 @@ class LocalSteps(AnchoredWrapper):
         inner = combine_optimizers(inner)
         if outer_momentum is None:  # these gave the lowest loss (docs/local_settings.md)
             outer_momentum = 0.6 if "Muon" in describe_members(inner) else 0.9
-        if every is not None and round_seconds is not None:
-            raise ValueError(
-                f"a round has every={every} steps or round_seconds={round_seconds}: pass one of "
-                "them."
-            )
-        options: dict[str, Any] = dict(
-            every=30 if every is None else every,
-            round_seconds=round_seconds,
-            weighted=weighted or round_seconds is not None,
-            outer_lr=outer_lr,
-            outer_momentum=outer_momentum,
-            fragments=fragments,
-            delay=delay,
-            dense_steps=dense_steps,
-            growth_steps=growth_steps,
-            payload_dtype=payload_dtype,
-            max_grad_norm=max_grad_norm,
-        )
+        is_one = every is None or round_seconds is None
+        require(is_one, "every", every, "left out beside round_seconds= (pass one of them)")
         self.residual_dtype = read_residual_dtype(residual_dtype)
         self._make_outer, self.offload, self._counts = outer, offload, rounds.RoundCounts()
+        every = 30 if every is None else every
+        weighted = weighted or round_seconds is not None
+        lengths = dict(every=every, round_seconds=round_seconds, growth_steps=growth_steps)
+        schedule = dict(dense_steps=dense_steps, fragments=fragments, delay=delay)
+        averaging = dict(weighted=weighted, outer_lr=outer_lr, outer_momentum=outer_momentum)
+        sending = dict(payload_dtype=payload_dtype, max_grad_norm=max_grad_norm)
+        options = {**lengths, **schedule, **averaging, **sending}
         super().__init__(inner, options, process_group, simulate)
         if outer is not None:  # refuse here what cannot be made, not in the first local step
             self._make_sync(self._options)
@@ -209,10 +196,9 @@ class LocalSteps(AnchoredWrapper):
 
     @property
     def _compared_groups(self) -> list[ComparedGroups]:
-        compared, anchors = super()._compared_groups, self._anchors
-        if anchors is None:
-            return compared
-        return [*compared, (GROUP, anchors.outer.param_groups, anchors.outer.defaults)]
+        outer = [] if self._anchors is None else [self._anchors.outer]
+        of_outer = [(GROUP, one.param_groups, one.defaults) for one in outer]
+        return [*super()._compared_groups, *of_outer]
 
     def _settings(self) -> list[Setting]:
         settings, anchors = super()._settings(), self._anchors
@@ -251,11 +237,8 @@ class LocalSteps(AnchoredWrapper):
         if samples is not None:
             is_good = is_number(samples) and 0 <= samples < math.inf
             require(is_good, "samples", samples, "a number >= 0")
-            if not self._options["weighted"]:
-                raise ValueError(
-                    "samples= weighs ranks, and these have equal weights: make the optimizer with "
-                    "weighted=True or round_seconds=."
-                )
+            is_used = bool(self._options["weighted"])
+            require(is_used, "samples", samples, "left out without weighted=True or round_seconds=")
         self._samples = samples
         return super().step(closure)
 
@@ -282,7 +265,7 @@ class LocalSteps(AnchoredWrapper):
                     self._counts.read_clock()
             norm = yield from self._step_inner(params, options)  # line 1
             try:
-                with self._explain_failed_sync(after_step=True):
+                with self._explain_failed_sync():
                     yield from self._synchronize(options)
             finally:
                 session.ddp_left_gradients = False
@@ -295,25 +278,19 @@ class LocalSteps(AnchoredWrapper):
             raise
 
     @contextmanager
-    def _explain_failed_sync(self, after_step: bool) -> Iterator[None]:
+    def _explain_failed_sync(self) -> Iterator[None]:
         """Say in the error of a sync what has become of the step, on which rank, and what to do."""
+        session = self._session
         try:
             yield
         except (CommunicationError, RankLeft) as error:
-            session, why = self._session, ""
-            advice = "The exchange is tried again after the next step, and by end_round()"
-            if isinstance(error, RankLeft):
-                advice = "Make a new process group on all ranks and call rebind()"
-            else:
+            why, advice = "", "Make a new process group on all ranks and call rebind()"
+            if not isinstance(error, RankLeft):
                 why = explain_failure(session, error)
-            step, rank = session.steps, session.comm.rank
+                advice = "The exchange is tried again after the next step, and by end_round()"
             raise CommunicationError(
-                (
-                    f"step {step} was taken on rank {rank}, but not the exchange that follows it"
-                    if after_step
-                    else f"the round was not ended on rank {rank} after step {step}"
-                )
-                + f": {error}{why}. {advice}."
+                f"step {session.steps} was taken on rank {session.comm.rank}, but not the exchange "
+                f"that follows it: {error}{why}. {advice}."
             ) from error
 
     # Exchanges
@@ -351,7 +328,7 @@ class LocalSteps(AnchoredWrapper):
         self._sync_stats = {
             **self._sync_stats,
             **result.distances,
-            "weight": result.rank_weight,
+            "weight": result.factor / session.comm.size,
             "round_steps": int(result.contribution.steps),
             "round_wait_seconds": session.waits.seconds - waited,
         }
@@ -417,14 +394,13 @@ class LocalSteps(AnchoredWrapper):
         In the same message shards agree on the time of the round. ``copies``: see ``sum_squares``.
         """
         shards = self._session.shard_communicators
+        squared = 0.0
         if getattr(self, "found_inf", None):
             squared = math.nan
         elif not shards:
             return float(total_norm(grads)) if grads else 0.0
-        else:
-            squared = (
-                float(sum_squares(list(map(total_norm, zip(grads))), copies)) if grads else 0.0
-            )
+        elif grads:
+            squared = float(sum_squares([total_norm([g]) for g in grads], copies))
         numbers = [squared, self._counts.seconds]
         total, seconds = yield from sum_over_groups(shards, numbers, self._session.device)
         self._counts.seconds = seconds / math.prod(comm.size for comm in shards)
@@ -443,7 +419,7 @@ class LocalSteps(AnchoredWrapper):
 
         Raises CommunicationError if the exchange failed; it is tried again after the next step.
         """
-        with self._explain_failed_sync(after_step=False):
+        with self._explain_failed_sync():
             for _ in self.end_round_as_generator():
                 pass
 
@@ -489,15 +465,11 @@ class LocalSteps(AnchoredWrapper):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         if self._options["round_seconds"] is not None:
             raise ValueError(
-                "rounds of LocalSteps(round_seconds=) end on every rank at a time of its own, so "
-                "ranks cannot meet in every step, as Join has them do: leave Join out, and call "
-                "end_round() after the loop, which waits for the ranks that go on."
+                "Join has ranks meet in every step, and LocalSteps(round_seconds=) does not: leave "
+                "Join out, and call end_round() after the loop, which waits for other ranks."
             )
-        if not kwargs.get("divide_by_initial_world_size", True):
-            raise ValueError(
-                "LocalSteps averages what all ranks have moved: pass "
-                "divide_by_initial_world_size=True to Join."
-            )
+        divides = kwargs.get("divide_by_initial_world_size", True)
+        require(divides, "divide_by_initial_world_size", divides, "True with LocalSteps")
         return super().join_hook(**kwargs)
 
     def end_join(self) -> None:
@@ -523,8 +495,7 @@ class LocalSteps(AnchoredWrapper):
     @property
     def averages_gradients(self) -> bool:
         """True if the coming step belongs to ``dense_steps``, where gradients are averaged."""
-        options = self._options
-        return bool(options["step"] < options["dense_steps"])
+        return bool(self._options["step"] < self._options["dense_steps"])
 
     @torch.no_grad()
     def gradients_ready(self, params: Iterable[Tensor]) -> None:
@@ -592,11 +563,9 @@ class LocalSteps(AnchoredWrapper):
         if sync is not None and self.round_is_open:
             weight = 1.0
             if self._options["weighted"]:  # this rank's weight over the mean of all weights
-                message = torch.tensor([self._counts.weight], dtype=torch.float64, device="cpu")
-                request = AllGather(message.to(session.device))
-                rows = yield from exchange_one(session.comm, request)
-                mean = float(rows.mean())
-                weight = self._counts.weight / mean if mean else 1.0
+                counted = self._counts.weight
+                weights = yield from gather_json(counted, session.device, session.comm)
+                weight = counted / (sum(weights) / len(weights)) if any(weights) else 1.0
             for t in sync.anchors.tensors:
                 if not bool(to_local(t.param.detach()).isfinite().all()):
                     write_params([t])

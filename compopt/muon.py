@@ -103,41 +103,23 @@ class MuonAdamW(CombinedOptimizer):
     ):
         if isinstance(params, Tensor):
             raise TypeError("params must be named parameters or groups, got a Tensor.")
-        check_options(
-            dict(
-                lr=lr,
-                weight_decay=weight_decay,
-                momentum=momentum,
-                ns_steps=ns_steps,
-                betas=betas,
-                eps=eps,
-            )
-        )
+        options: Group = dict(lr=lr, weight_decay=weight_decay)
+        of_muon: Group = dict(momentum=momentum, nesterov=nesterov, ns_steps=ns_steps)
+        of_adamw: Group = dict(betas=betas, eps=eps)
+        muon = Muon([{"params": []}], **options, **of_muon)
+        check_options({**muon.defaults, **of_adamw})
         given: list[Any] = list(params)
         if not given:
             raise ValueError("params is empty: pass model.named_parameters().")
-        muon = Muon(
-            [{"params": []}],
-            lr=lr,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            nesterov=nesterov,
-            ns_steps=ns_steps,
-        )
-        adamw = torch.optim.AdamW([{"params": []}], lr, betas, eps, weight_decay)
+        adamw = torch.optim.AdamW([{"params": []}], **options, **of_adamw)
         for member in (muon, adamw):
             member.param_groups.clear()
         super().__init__([muon, adamw])
         self._use_muon = use_muon
         groups = given if isinstance(given[0], dict) else [{"params": given}]
         parts = [read_group(group) for group in groups]
-        self._has_layers = any(
-            p.ndim == 2 and is_hidden(name, has_layers=True)
-            for part in parts
-            for p, names in part.items()
-            if isinstance(p, Tensor)
-            for name in names
-        )
+        of_matrices = [n for part in parts for p, n in part.items() if getattr(p, "ndim", 0) == 2]
+        self._has_layers = any(is_hidden(name, True) for names in of_matrices for name in names)
         for group, part in zip(groups, parts, strict=True):
             self._divide(group, part)
 
@@ -199,12 +181,11 @@ class MuonAdamW(CombinedOptimizer):
         return listed
 
     def __repr__(self) -> str:
-        counts = "".join(
-            f"\n  {type(member).__name__}: {len(params)} tensors, "
-            f"{sum(p.numel() for p in params):,} elements"
-            for member in self.members
-            for params in [[p for group in member.param_groups for p in group["params"]]]
-        )
+        counts = ""
+        for member in self.members:
+            sizes = [p.numel() for group in member.param_groups for p in group["params"]]
+            name = type(member).__name__
+            counts += f"\n  {name}: {len(sizes)} tensors, {sum(sizes):,} elements"
         return f"{type(self).__name__} ({counts}\n  list_parameters() has their names\n)"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -215,11 +196,13 @@ class MuonAdamW(CombinedOptimizer):
 def check_options(group: Group) -> None:
     """Raise ValueError where an option of a group is out of its range."""
     check_adam(group)
-    momentum, steps = group["momentum"], group["ns_steps"]
+    momentum, steps, rule = group["momentum"], group["ns_steps"], group["adjust_lr_fn"]
     is_factor = is_numeric(momentum) and 0 <= momentum < 1
     require_option(is_factor, group, "momentum", "in [0, 1)")
     is_good = is_count(steps) and steps < 100
     require_option(is_good, group, "ns_steps", "an integer from 1 to 99")
+    is_known = rule in (None, "original", "match_rms_adamw")
+    require_option(is_known, group, "adjust_lr_fn", "'match_rms_adamw' or 'original'")
 
 
 def is_hidden(name: str, has_layers: bool) -> bool:
@@ -286,25 +269,16 @@ class Muon(Optimizer):
         given = {"ns_coefficients": COEFFICIENTS, "eps": 1e-7, "adjust_lr_fn": "match_rms_adamw"}
         super().__init__(params, given | options)
 
-    def add_param_group(self, param_group: Group) -> None:
-        check_muon_group(self.defaults | param_group)
-        super().add_param_group(param_group)
-
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "parts": self.parts}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Step all tensors that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None and p.numel()]
             for batch in make_batches(params, self._shape_of):
                 self._step_batch(batch, group)
-        return loss
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -351,21 +325,8 @@ class Muon(Optimizer):
         updates: Sequence[Tensor] = momenta
         if group["nesterov"]:
             updates = torch._foreach_lerp(grads, momenta, group["momentum"])
-        return [
-            gather_whole(p, update) if cuts_matrices(p) else update
-            for p, update in zip(params, updates, strict=True)
-        ]
-
-
-def check_muon_group(group: Group) -> None:
-    """Raise ValueError if an option of Muon's is out of range."""
-    for name in ("lr", "weight_decay", "momentum"):
-        if not group[name] >= 0:
-            raise ValueError(f"{name} must be at least 0, got {group[name]}.")
-    if not 0 <= group["ns_steps"] < 100:
-        raise ValueError(f"ns_steps must be from 0 to 99, got {group['ns_steps']}.")
-    if (rule := group["adjust_lr_fn"]) not in (None, "original", "match_rms_adamw"):
-        raise ValueError(f'adjust_lr_fn must be "match_rms_adamw" or "original", got {rule!r}.')
+        pairs = zip(params, updates, strict=True)
+        return [gather_whole(p, x) if cuts_matrices(p) else x for p, x in pairs]
 
 
 def make_batches(
@@ -420,10 +381,8 @@ def unstack(stack: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
     shapes = [p.shape if cuts_matrices(p) else to_local(p).shape for p in params]
     sizes = [shape.numel() // stack[0].numel() if len(stack) else 0 for shape in shapes]
     wholes = [part.view(s) for part, s in zip(stack.split(sizes), shapes, strict=True)]
-    return [
-        take_local_part(p, whole) if cuts_matrices(p) else whole
-        for p, whole in zip(params, wholes, strict=True)
-    ]
+    pairs = zip(params, wholes, strict=True)
+    return [take_local_part(p, x) if cuts_matrices(p) else x for p, x in pairs]
 
 
 def orthogonalize(
@@ -451,7 +410,5 @@ def scale(shape: tuple[int, int], rule: str | None) -> float:
 
 def cuts_matrices(p: Tensor) -> bool:
     """Return True if this rank has a part only of some matrices of a sharded tensor."""
-    return any(
-        not one.is_replicate() and not (one.is_shard() and one.dim < p.ndim - 2)
-        for one in getattr(p, "placements", ())
-    )
+    cuts = [one for one in getattr(p, "placements", ()) if not one.is_replicate()]
+    return any(not (one.is_shard() and one.dim < p.ndim - 2) for one in cuts)

@@ -1,4 +1,4 @@
-"""A wrapper with anchors: it makes them, saves and loads them, and goes on with other ranks."""
+"""A wrapper with anchors: it makes, saves and loads them, and continues with other ranks."""
 
 from __future__ import annotations
 
@@ -84,8 +84,7 @@ class AnchoredWrapper(Wrapper):
         if self.offload and not session.comm.can_exchange(HOST):
             raise ValueError(
                 "offload='outer' exchanges tensors in host memory, and the process group has no "
-                "backend for those: init_process_group('cpu:gloo,cuda:nccl'), or without a "
-                "backend, has one."
+                "backend for those: make it by init_process_group('cpu:gloo,cuda:nccl')."
             )
         if session.sends_nothing:
             self._drop_anchors()
@@ -126,8 +125,8 @@ class AnchoredWrapper(Wrapper):
 
     @torch.no_grad()
     def restart_from_loaded_weights(self) -> None:
-        """Begin anew with the model's weights if others were loaded since the last round ended. All
-        ranks must have loaded them.
+        """Begin anew with the model's weights if new ones were loaded since the last round ended.
+        All ranks must have loaded them.
         """
         if self._anchors is None or self.round_is_open:
             return
@@ -239,13 +238,6 @@ class AnchoredWrapper(Wrapper):
 
     # Checkpoints
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as torch does, without communication. The entry of a parameter has the
-        inner optimizer's state under "base". Under "outer" it has the anchor, the outer optimizer's
-        state of the anchor, and the running round.
-        """
-        return super().state_dict()
-
     def _make_state_dict(self) -> dict[str, Any]:
         saved = self._saved()
         if not self._options["dense_steps"]:
@@ -275,14 +267,6 @@ class AnchoredWrapper(Wrapper):
         super()._show_base_in_state()
         for entry in self.state.values():
             entry["outer"] = {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint of this class. One without "base" is taken for the inner optimizer's
-        own: rounds then begin anew.
-
-        Raises ValueError, with nothing loaded, if it does not fit. All ranks must load.
-        """
-        super().load_state_dict(state_dict)
 
     @torch.no_grad()
     def _load_without_hooks(self, state_dict: dict[str, Any]) -> None:

@@ -47,11 +47,11 @@ KEPT_BYTES = 128 * 2**20
 
 @dataclass(eq=False, slots=True)
 class Anchored:
-    """A parameter, its anchor, this rank's ``part`` of that, and the fragment in which it is
+    """A parameter, its anchor, this rank's ``part`` of the anchor, and the fragment in which it is
     exchanged.
 
-    ``has_moved``: it has, or may have, since its last sync. ``is_sent``: it is part of the
-    sync in flight, or was part of the last one.
+    ``has_moved`` is true if the parameter has moved since its last sync, or may have. ``is_sent``
+    is true if it is part of the sync in flight, or was part of the last one.
     """
 
     param: Tensor
@@ -65,8 +65,8 @@ class Anchored:
 class AnchorBucket(Bucket):
     """Anchors of one fragment, whose parameters have one dtype and device, and their residuals.
 
-    ``anchors``: all of them as one vector. During a sync there is a ``payload``; if it is delayed
-    also ``pseudo_gradient``, what the rank had moved when it began.
+    ``anchors`` has all of them as one vector. ``payload`` exists during a sync. During a delayed
+    one ``pseudo_gradient`` is what the rank had moved when the sync began.
     """
 
     payload: Payload
@@ -88,25 +88,19 @@ class AnchorBucket(Bucket):
         self.allocate("residual", layout, [{}] * len(tensors))
 
     @property
-    def model_parts(self) -> list[Tensor]:
-        """This rank's parts of the parameters that have these anchors."""
-        params = [t.param.detach() for t in self.tensors]
-        return [to_local(p) for p in params] if self.is_dtensor else params
+    def sent(self) -> list[Anchored]:
+        """The tensors that are part of the sync."""
+        return [t for t in self.tensors if t.is_sent]
 
     @property
     def sent_indices(self) -> list[int]:
-        """The indices of the tensors that are part of the sync."""
         return [i for i, t in enumerate(self.tensors) if t.is_sent]
-
-    def select_sent(self, values: Iterable[Tensor]) -> list[Tensor]:
-        """Return the values of the tensors that are part of the sync."""
-        return [value for t, value in zip(self.tensors, values, strict=True) if t.is_sent]
 
     def view_sent(self, flat: Tensor) -> list[Tensor]:
         """Cut a vector into the tensors that are part of the sync."""
-        shapes = [shape for t, shape in zip(self.tensors, self.shapes, strict=True) if t.is_sent]
-        parts = flat.split([shape.numel() for shape in shapes])
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]
+        parts = [t.part for t in self.sent]
+        pieces = flat.split([part.numel() for part in parts])
+        return [piece.view_as(part) for piece, part in zip(pieces, parts, strict=False)]
 
     # A sync
 
@@ -119,17 +113,17 @@ class AnchorBucket(Bucket):
         return self.payload.unrounded_body
 
     def write_pseudo_gradient(self, out: Tensor) -> Tensor:
-        """Write line 2 of the module ``local_steps`` to a vector; return it. The rank began at the
-        anchors in the parameters' dtype.
+        """Write the pseudo-gradient (line 2 of the module ``local_steps``) to a vector; return it.
+        The rank began at the anchors in the parameters' dtype.
         """
-        if params := self.select_sent(self.model_parts):
-            start, values = self.anchors.to(params[0].dtype), self.view_sent(out)
-            if len(params) == len(self.tensors):
-                out.copy_(start)
+        if sent := self.sent:
+            values, dtype = self.view_sent(out), sent[0].param.dtype
+            if len(sent) == len(self.tensors):
+                out.copy_(self.anchors.to(dtype))
             else:
-                parts = self.select_sent(start.split(self.lengths))
-                torch._foreach_copy_([value.view(-1) for value in values], parts)
-            torch._foreach_sub_(values, [p.to(out.device) for p in params])
+                torch._foreach_copy_(values, [t.part.to(dtype) for t in sent])
+            params = [to_local(t.param.detach()).to(out.device) for t in sent]
+            torch._foreach_sub_(values, params)
         return out
 
     def encode(self, weight: float, is_lost: bool) -> Payload:
@@ -160,8 +154,8 @@ class AnchorBucket(Bucket):
         """Set the anchors' ``grad`` to the average."""
         if self.is_averaged:
             mean = self.view_sent(self.payload.body.to(self.dtype))
-            for anchor, g in zip(self.select_sent(self.params), mean, strict=True):
-                anchor.grad = distribute_like(anchor, g)
+            for t, g in zip(self.sent, mean, strict=True):
+                t.anchor.grad = distribute_like(t.anchor, g)
 
     def feed_back(self) -> None:
         """Set residuals to what rounding has taken off."""
@@ -178,8 +172,8 @@ class AnchorBucket(Bucket):
         self.cache.pop("has_residual", None)
 
     def moved_since(self) -> Tensor:
-        """Return what the rank has moved since the sync began: the pseudo-gradient of then,
-        less the present one.
+        """Return what the rank has moved since the sync began: the pseudo-gradient at that time
+        minus the present one.
         """
         assert self.pseudo_gradient is not None
         now = self.write_pseudo_gradient(torch.empty_like(self.pseudo_gradient))
@@ -237,11 +231,9 @@ class Anchors:
                 Anchored(p, number, nn.Parameter(distribute_like(p.detach(), part)), part)
                 for p, part in zip(run, parts, strict=True)
             ]
-            dtype = self._residual_dtype
-            bucket = AnchorBucket(len(self.buckets), group, flat, tensors, dtype)
+            bucket = AnchorBucket(len(self.buckets), group, flat, tensors, self._residual_dtype)
             added.update((id(t.param), t) for t in tensors)
-            bucket.codecs = self.ops.codecs
-            bucket.blocks = self.ops.blocks
+            bucket.codecs, bucket.blocks = self.ops.codecs, self.ops.blocks
             bucket.scratch = self._scratch
             bucket.replicate_size = get_replicate_size(run[0], self._shards)
             self.buckets.append(bucket)
@@ -287,8 +279,8 @@ class Anchors:
 
     @torch.no_grad()
     def note_training(self, params: Sequence[Tensor]) -> None:
-        """Note that the trainable ones of all ``params`` may move. Those without an anchor become a
-        new fragment.
+        """Note that trainable parameters among ``params`` may move. Those without an anchor become
+        a new fragment.
         """
         if not self._known.issuperset(map(id, params)) and (
             new := [p for p in params if p.requires_grad and id(p) not in self._known]
@@ -313,7 +305,7 @@ class Anchors:
         return [(name, {VALUES: checksum_values(to_local(x.detach()))}) for name, x in values]
 
     def list_equal_tensors(self, session: Session) -> list[Tensor]:
-        """Return what is equal on all ranks within a round, too."""
+        """Return the tensors that are equal on all ranks even within a round."""
         return [*(b.anchors for b in self.buckets), *(p for _, p in self._list_untrained(session))]
 
     def _list_untrained(self, session: Session) -> list[tuple[str, Tensor]]:
@@ -372,12 +364,10 @@ class Anchors:
 
         ``tolerance``: relative to the largest value of the anchor.
         """
-        pairs = ((to_local(t.param.detach()), to_local(t.anchor.detach())) for t in self.tensors)
-        for p, anchor in pairs:
-            start = anchor.to(p.device, p.dtype)
-            if not torch.equal(p, start) and not bool(
-                (p - start).abs().amax() <= tolerance * start.abs().amax()
-            ):
+        for t in self.tensors:
+            p = to_local(t.param.detach())
+            start = t.part.to(p.device, p.dtype)
+            if p.numel() and not (p - start).abs().amax() <= tolerance * start.abs().amax():
                 return True
         return False
 
@@ -426,10 +416,9 @@ class Anchors:
         """Return what had moved when a sync began, if it is delayed and in flight."""
         found: dict[Anchored, Tensor] = {}
         for bucket in self.buckets:
-            if bucket.pseudo_gradient is not None:
-                sent = [t for t in bucket.tensors if t.is_sent]
-                pairs = zip(sent, bucket.view_sent(bucket.pseudo_gradient), strict=True)
-                found.update((t, distribute_like(t.anchor.detach(), d)) for t, d in pairs)
+            if (flat := bucket.pseudo_gradient) is not None:
+                for t, d in zip(bucket.sent, bucket.view_sent(flat), strict=True):
+                    found[t] = distribute_like(t.anchor.detach(), d)
         return found
 
     @property
@@ -454,8 +443,8 @@ class Anchors:
 
 @torch.no_grad()
 def write_params(tensors: Sequence[Anchored], moved: Sequence[Tensor] = ()) -> None:
-    """Write line 5 to parameters: their anchors, plus what the rank ``moved`` since, if it is
-    given, memory of this sync.
+    """Write line 5 to parameters: their anchors, plus what the rank ``moved`` since. The memory of
+    ``moved`` is overwritten.
     """
     params = [to_local(t.param.detach()) for t in tensors]
     values = [t.part for t in tensors]
@@ -528,20 +517,18 @@ def call_make_outer(make_outer: MakeOuter, anchors: list[Tensor]) -> Optimizer:
     Raises TypeError or ValueError, which names ``outer``, where that is no function of a list of
     anchors, raises one, or returns what cannot step them.
     """
-    example = "torch.optim.SGD(anchors, lr=0.7)"
     try:
         outer = make_outer(anchors)
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(
             f"outer must make an optimizer over a list of anchors, and it failed: {error}. E.g. "
-            f"outer=lambda anchors: {example}."
+            "outer=lambda anchors: torch.optim.SGD(anchors, lr=0.7)."
         ) from error
     if isinstance(outer, CompressedOptimizer) or not isinstance(outer, Optimizer):
         raise TypeError(
-            f"outer must make an optimizer of torch, got {type(outer).__name__}: return e.g. "
-            f"{example}. LocalSteps itself averages what ranks have moved: pass payload_dtype= to "
-            "it."
+            f"outer must make an optimizer of torch, got {type(outer).__name__}. LocalSteps itself "
+            "averages what ranks have moved: pass payload_dtype= to it."
         )
     stepped = [p for group in outer.param_groups for p in group["params"]]
     if len(stepped) != len(anchors) or any(map(is_not, stepped, anchors)):

@@ -1,12 +1,12 @@
 """The sync of fragments: lines 2 to 5 of the module ``local_steps``, and the message before its
 payloads.
 
-It goes as a step does: read, exchange, agree, commit. Up to the commit nothing is written that
-outlives the sync. All ranks decide on numbers that each of them holds alike: it is applied on
-all of them, or on none.
+A sync has the stages of a step: read, exchange, agree, commit. Nothing that outlives the sync is
+written before the commit. All ranks decide on the same numbers, so a sync is applied on all of them
+or on none.
 
-In the message every rank sends what must be equal on all ranks, its weight in the average, the norm
-of its pseudo-gradient, and a sketch of it.
+The message of a rank has what must be equal on all ranks, its weight in the average, and the norm
+and a sketch of its pseudo-gradient.
 
 Ranks of unequal weights send their pseudo-gradients times ``ranks * weight / sum of weights``. The
 plain mean of these is the weighted mean, so payloads need no weights.
@@ -33,14 +33,7 @@ from .._engine.signals import defer_signals
 from .._ops.operations import stacked_squared_norms
 from .._wire.collectives import Communicator, PendingCollective
 from .._wire.requests import AllGather, AllReduceMean, CommunicationError, EncodeError
-from .anchors import (
-    AnchorBucket,
-    Anchored,
-    Anchors,
-    check_outer_rates,
-    sum_squares,
-    write_params,
-)
+from .anchors import AnchorBucket, Anchored, Anchors, check_outer_rates, sum_squares, write_params
 from .rounds import RoundCounts, make_sketch, outer_progress, sketch_size, sum_of_products
 
 # The number of float64 fields of a message: the number of syncs, the checksums of the settings
@@ -71,10 +64,9 @@ class RunningSync:
 
     When messages have arrived: ``is_lost``, this rank's parameters are not finite, so it sends
     zeros and takes the average; ``mean`` of all contributions, whose ``is_last`` is 1 if every rank
-    waits in ``end_round()``; ``factor`` on what this rank sends, and ``rank_weight``, its weight
-    over the sum of all weights; ``distances``, as ``measure_distances`` returned them. When it is
-    decided: ``is_finite``, of the average. ``received``: the parameters that have new anchors; None
-    if the sync was not applied.
+    waits in ``end_round()``; ``factor`` on what this rank sends: its weight over their mean;
+    ``distances``, as ``measure_distances`` returned them. When it is decided: ``is_finite``, of the
+    average. ``received``: the parameters that have new anchors; None if the sync was not applied.
     """
 
     fragments: frozenset[int]
@@ -90,7 +82,6 @@ class RunningSync:
     is_lost: bool = False
     mean: SyncContribution = field(default_factory=SyncContribution)
     factor: float = 1.0
-    rank_weight: float = 1.0
     distances: dict[str, float] = field(default_factory=dict)
     is_finite: bool = True
     received: list[Anchored] | None = None
@@ -234,7 +225,7 @@ class FragmentSync:
     ) -> None:
         """Put a sync in flight, whose pseudo-gradients are in the payloads.
 
-        ``is_as_before``: of the same tensors as the last sync.
+        ``is_as_before``: the last sync was of the same tensors.
         """
         buckets = self.anchors.list_buckets(fragments)
         if apply_at:
@@ -322,10 +313,6 @@ class FragmentSync:
         """
         started: list[PendingCollective] = []
         try:
-            check_outer_rates(self.anchors.outer)
-        except ValueError as error:
-            running.problem = error
-        try:
             message = yield from self._make_message(running)
             gathering = self.comm.start(AllGather(message))
             if starts_at_once:
@@ -397,7 +384,6 @@ class FragmentSync:
         weights = contributions[0] if mean.weight else torch.ones_like(contributions[0])
         running.mean = mean
         running.factor = running.contribution.weight / mean.weight if mean.weight else 1.0
-        running.rank_weight = running.factor / comm.size
         running.is_lost = not bool(squares[comm.rank].isfinite())
         running.distances = measure_distances(weights, squares, sketches)
 
@@ -406,9 +392,9 @@ class FragmentSync:
         says so; otherwise the others would wait until their timeout.
         """
         try:
-            if running.problem is None:
-                payload = bucket.encode(running.factor, running.is_lost)
-                return self.comm.start(AllReduceMean(payload))
+            check_outer_rates(self.anchors.outer)
+            payload = bucket.encode(running.factor, running.is_lost)
+            return self.comm.start(AllReduceMean(payload))
         except CommunicationError:
             raise
         except Exception as error:
@@ -428,9 +414,7 @@ class FragmentSync:
             bucket.is_averaged = max([next(rest) for _ in bucket.tensors]) > 0
             has_failed |= next(rest) > 0
         facts = [float(not math.isfinite(sum(squared))), float(has_failed)]
-        if self.shards:
-            facts = yield from sum_over_groups(self.shards, facts, device)
-        non_finite, failed = facts
+        non_finite, failed = yield from sum_over_groups(self.shards, facts, device)
         if failed:
             yield from self._raise_failure(running)
         running.is_finite = non_finite == 0

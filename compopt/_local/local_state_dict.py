@@ -39,41 +39,32 @@ def save_rounds(
     """Return the entry of every parameter, None of those without an anchor."""
     anchors, exchange, entries = sync.anchors, sync.running, {}
     states, pseudo_gradients = _save_states(anchors), anchors.list_pseudo_gradients()
-    residual_of = {
-        t: Residuals(bucket).read(i)
-        for bucket in anchors.buckets
-        for i, t in enumerate(bucket.tensors)
-    }
-    for t in anchors.tensors:
+    for bucket, i, t in ((b, i, t) for b in anchors.buckets for i, t in enumerate(b.tensors)):
         numbers = {
             "step": options["step"],
             **asdict(counts),
-            "fragment": t.fragment,
-            "has_moved": t.has_moved,
-            "is_sent": t.is_sent,
+            **{name: getattr(t, name) for name in ("fragment", "has_moved", "is_sent")},
             "is_due": t.fragment in sync.due,
-            "exchanges": anchors.groups[t.fragment]["step"] if t.fragment >= 0 else 0,
         }
-        anchor, count = t.anchor.detach(), float(numbers["exchanges"])
+        anchor = t.anchor.detach()
+        syncs = anchors.groups[t.fragment]["step"] if t.fragment >= 0 else 0
         entry = {
             "anchor": anchor,
             "optimizer": {
-                "step": torch.tensor(count, dtype=torch.float32, device="cpu"),
-                "residual": distribute_like(anchor, residual_of[t]),
+                "step": torch.tensor(syncs, dtype=torch.float32, device="cpu"),
+                "residual": distribute_like(anchor, Residuals(bucket).read(i)),
                 "base": states[t.anchor],
             },
         }
         if options["delay"] or exchange is not None:
-            underway: dict[str, float] = dict(is_underway=False, apply_at=0, steps=0, squared=0.0)
+            underway: tuple[float, ...] = 0, 0, 0.0
             if exchange is not None and t.fragment in exchange.fragments:
-                steps, squared = exchange.contribution.steps, float(exchange.squared)
-                underway = dict(
-                    is_underway=True, apply_at=exchange.apply_at, steps=steps, squared=squared
-                )
+                steps = exchange.contribution.steps
+                underway = exchange.apply_at, steps, float(exchange.squared)
             d = pseudo_gradients.get(t)
             entry["exchange"] = {
                 "pseudo_gradient": torch.zeros_like(anchor) if d is None else d,
-                **_as_tensors(underway),
+                **_as_tensors(dict(zip(("apply_at", "steps", "squared"), underway, strict=True))),
             }
         entries[t.param] = {**entry, **_as_tensors(numbers)}
     return [entries.get(p) for p in params]
@@ -122,7 +113,7 @@ def split_rounds(saved: dict[str, Any], name: str) -> tuple[dict[str, Any], list
 
 @dataclass
 class SavedRounds:
-    """The content of such entries.
+    """The content of the entries under "outer".
 
     ``fragments``: of every parameter, -1 where it has no anchor. ``anchored``: the entries of those
     that have one, in the order of ``Anchors.tensors``. ``due``: the fragments that wait for a
@@ -159,17 +150,16 @@ class SavedRounds:
         for t, entry in entries.items():
             to_local(t.anchor.detach()).copy_(to_local(entry["anchor"]))
             t.has_moved, t.is_sent = bool(entry["has_moved"]), bool(entry["is_sent"])
-            anchors.groups[t.fragment]["step"] = _read_number(entry, "exchanges")
+            anchors.groups[t.fragment]["step"] = _read_number(entry["optimizer"], "step")
         saved_residuals = {t: to_local(entries[t]["optimizer"]["residual"]) for t in entries}
         for bucket in anchors.buckets:
             new = [saved_residuals[t] for t in bucket.tensors]
             Residuals(bucket).set(list(enumerate(new)))
         warn_of_lost_residuals(sync.optimizer, residuals, saved_residuals.values())
         for bucket in anchors.list_buckets((self.exchange or {}).get("fragments", ())):
-            sent = [entries[t]["exchange"]["pseudo_gradient"] for t in bucket.tensors if t.is_sent]
             parts = bucket.view_sent(bucket.begin_sync())
-            for part, d in zip(parts, sent, strict=True):
-                part.copy_(to_local(d))
+            for part, t in zip(parts, bucket.sent, strict=True):
+                part.copy_(to_local(entries[t]["exchange"]["pseudo_gradient"]))
         sync.due, self.sync = self.due, sync
 
 
@@ -202,7 +192,7 @@ def read_rounds(entries: Sequence[Entry | None]) -> SavedRounds | None:
     anchored = [entry for _, entry in sorted(pairs, key=lambda pair: pair[0])]
     due = frozenset(_read_number(e, "fragment") for e in anchored if bool(e["is_due"]))
     exchange: dict[str, Any] | None = None
-    if parts := [e for e in anchored if "exchange" in e and bool(e["exchange"]["is_underway"])]:
+    if parts := [e for e in anchored if "exchange" in e and bool(e["exchange"]["apply_at"])]:
         first = parts[0]["exchange"]
         exchange = {
             "fragments": frozenset(_read_number(e, "fragment") for e in parts),
@@ -218,10 +208,8 @@ def _read_counts(entry: Entry) -> tuple[int, RoundCounts]:
     step, begun = _read_number(entry, "step"), _read_number(entry, "begun")
     if begun > step:
         raise ValueError(f"begun is {begun}, and step {step}")
-    _read_number(entry, "exchanges")
-    others = [
-        _read_number(entry, name, is_whole=False) for name in ("mean_step", "weight", "seconds")
-    ]
+    names = "mean_step", "weight", "seconds"
+    others = [_read_number(entry, name, is_whole=False) for name in names]
     return step, RoundCounts(_read_number(entry, "round"), begun, *others)
 
 

@@ -33,6 +33,7 @@ from .._engine.options import (
     is_number,
     is_numeric,
     require,
+    require_option,
 )
 from .._engine.stats import Stats, format_bytes
 from .._state.tensors import pin
@@ -82,21 +83,20 @@ def check_options(group: Group, offload: str | None) -> None:
     check_payload_and_clip(group, keeps_all_errors=True)
     check_compress(group)
     for name, least in MINIMUMS.items():
-        given = group[name]
-        is_good = is_number(given) and is_count(given, least)
-        require(is_good, name, given, f"an integer >= {least}")
-    momentum, lr = group["outer_momentum"], group["outer_lr"]
-    require(is_numeric(momentum) and 0 <= momentum < 1, "outer_momentum", momentum, "in [0, 1)")
-    require(is_numeric(lr) and 0 < lr < math.inf, "outer_lr", lr, "finite and > 0")
-    seconds = group["round_seconds"]
+        is_good = is_number(group[name]) and is_count(group[name], least)
+        require_option(is_good, group, name, f"an integer >= {least}")
+    momentum, lr, seconds = (group[n] for n in ("outer_momentum", "outer_lr", "round_seconds"))
+    is_factor = is_numeric(momentum) and 0 <= momentum < 1
+    require_option(is_factor, group, "outer_momentum", "in [0, 1)")
+    require_option(is_numeric(lr) and 0 < lr < math.inf, group, "outer_lr", "finite and > 0")
     is_time = seconds is None or (is_numeric(seconds) and 0 < seconds < math.inf)
-    require(is_time, "round_seconds", seconds, "None or finite and > 0")
+    require_option(is_time, group, "round_seconds", "None or finite and > 0")
     if group["weighted"]:  # a payload is made when the weights of all ranks are known
         for name, least in (("delay", 0), ("fragments", 1)):
-            require(group[name] == least, name, group[name], f"{least} where ranks are weighted")
+            require_option(group[name] == least, group, name, f"{least} where ranks are weighted")
     has_dtensors = any(hasattr(p, "device_mesh") for p in group["params"])
-    delay, limit = group["delay"], group["every"] // group["fragments"]
-    require(delay <= limit, "delay", delay, f"at most every / fragments, {limit}")
+    limit = group["every"] // group["fragments"]
+    require_option(group["delay"] <= limit, group, "delay", f"at most every / fragments, {limit}")
     require(offload in (None, "outer"), "offload", offload, "None or 'outer'")
     # a DTensor's part is on the device of its mesh
     require(not (has_dtensors and offload), "offload", offload, "None where parameters are sharded")
@@ -104,15 +104,13 @@ def check_options(group: Group, offload: str | None) -> None:
 
 def round_length(options: Group, since: int) -> int:
     """Return the steps of the round that begins ``since`` steps after the averaged start."""
-    every: int = options["every"]
-    growth: int = options["growth_steps"]
+    every, growth = int(options["every"]), int(options["growth_steps"])
     return every if since >= growth else 1 + (every - 1) * since // growth
 
 
 def round_duration(options: Group, mean_step: float) -> float:
     """Return the seconds of the round that begins when ranks have taken ``mean_step`` steps."""
-    seconds: float = options["round_seconds"]
-    growth: int = options["growth_steps"]
+    seconds, growth = float(options["round_seconds"]), int(options["growth_steps"])
     return seconds * min(1.0, mean_step / growth) if growth else seconds
 
 
@@ -122,18 +120,17 @@ def describe_rounds(options: Group, sent: float, dense: float) -> str:
     """
     every, growth, seconds = (options[n] for n in ("every", "growth_steps", "round_seconds"))
     sent *= options["fragments"]  # the sync was of one of them
-    share = sent / dense
-    of_time = seconds is not None
-    duration = f"steps of their own for {seconds:g} s" if of_time else f"{every} steps of their own"
+    duration, per_step = f"{every} steps of their own", f", {sent / dense / every:.2%} per step"
+    if seconds is not None:
+        duration, per_step = f"steps of their own for {seconds:g} s", ""
     grown = f" once rounds have grown, over {growth} steps" if growth else ""
-    per_step = "" if of_time else f", {share / every:.2%} per step"
     text = f"ranks take {duration} between exchanges{grown}. An exchange sends "
-    if share > 1:  # a message with sketches goes in front of it
+    if sent > dense:  # a message with sketches goes in front of it
         return (
             f"{text}{format_bytes(sent)}, the gradients of a step have {format_bytes(dense)}: this "
             "model is too small to save bytes in an exchange."
         )
-    return f"{text}{share:.1%} of the bytes of an all-reduce of the gradients{per_step}."
+    return f"{text}{sent / dense:.1%} of the bytes of an all-reduce of the gradients{per_step}."
 
 
 def outer_progress(options: Group, steps: float, seconds: float) -> float:
@@ -254,10 +251,8 @@ class OpenRound:
 
     def __init__(self, optimizer: Optimizer, equal_at: int):
         self._equal_at = equal_at  # the last step after which parameters were equal
-        self._steps = 0  # local steps since then
-        self._warns = False
-        self._name = type(optimizer).__name__
-        self._location = user_location()
+        self._steps, self._warns = 0, False  # local steps since then
+        self._name, self._location = type(optimizer).__name__, user_location()
         weakref.finalize(optimizer, self._on_end)
 
     def update(self, is_open: bool, step: int, comm: Communicator) -> None:

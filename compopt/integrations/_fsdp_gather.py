@@ -76,10 +76,9 @@ class FSDPAllGather(TorchAllocation):
         params = self._group.fsdp_params
         if not isinstance(self._codec, QuantizedCodec) or self._group.is_sharded_post_forward:
             return None
-        if any(hasattr(one._sharded_local_tensor, "fsdp_pre_all_gather") for one in params):
-            return None
         shards = tuple(map(Shard.of, params))
-        if not any(shard.is_rounded for shard in shards):
+        encode = [hasattr(one._sharded_local_tensor, "fsdp_pre_all_gather") for one in params]
+        if any(encode) or not any(shard.is_rounded for shard in shards):
             return None
         if shards not in self._layouts:
             self._layouts = {shards: GatherLayout(shards, ranks, self._codec)}

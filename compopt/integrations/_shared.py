@@ -6,12 +6,12 @@ before an evaluation or a save.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .._engine.optimizer import CompressedOptimizer
@@ -25,10 +25,30 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def list_group_ranks(group: dist.ProcessGroup) -> list[int] | None:
-    """Return the global ranks of a process group; None if it was destroyed."""
+class Backward:
+    """The running backward, as hooks of its gradients see it."""
+
+    def __init__(self) -> None:
+        self._number = -1  # given by autograd
+
+    def is_new(self, at_end: Callable[[], None]) -> bool:
+        """Return True in the first call in a backward; ``at_end`` is then called at its end."""
+        before, self._number = self._number, torch._C._current_graph_task_id()
+        if self._number == before:
+            return False
+        # queued again by itself, to run after those of DDP and FSDP2, which write p.grad
+        call_after_backward(lambda: call_after_backward(at_end))
+        return True
+
+
+def list_parameters(optimizer: CompressedOptimizer) -> set[Tensor]:
+    return {p for group in optimizer.param_groups for p in group["params"]}
+
+
+def list_group_ranks(group: dist.ProcessGroup | None) -> list[int] | None:
+    """Return the global ranks of a process group; None without one, or if it was destroyed."""
     try:
-        return dist.get_process_group_ranks(group)
+        return None if group is None else dist.get_process_group_ranks(group)
     except KeyError:
         return None
 
@@ -67,10 +87,8 @@ class ModuleWatch:
         self._optimizer, self._integrate = weakref.ref(optimizer), integrate
         self._expects_more = expects_more
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._remaining = {
-            p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
-        }
-        self._remove_parameters_of(integrated)
+        self._remaining = {p for p in list_parameters(optimizer) if p.requires_grad}
+        self._remaining -= {p for module in integrated for p in module.parameters()}
         self.is_active = bool(self._remaining) or expects_more(optimizer)
         if self.is_active:
             self._hook = register_module_forward_pre_hook(self.on_forward)
@@ -84,8 +102,10 @@ class ModuleWatch:
             return
         optimizer.lay_out_new_parameters()
         if module not in self._seen:
-            new = list(self._iterate_unseen(module))
-            self._remove_parameters_of(self._integrate(new, optimizer))
+            new = [one for one in module.modules() if one not in self._seen]
+            self._seen.update(new)
+            for integrated in self._integrate(new, optimizer):
+                self._remaining.difference_update(integrated.parameters())
             self._end_if_complete()
 
     def on_step(self) -> None:
@@ -94,17 +114,6 @@ class ModuleWatch:
         params = frozenset() if optimizer is None else optimizer._session.parameters
         self._remaining = {p for p in self._remaining if p.grad is None and p in params}
         self._end_if_complete()
-
-    def _iterate_unseen(self, module: nn.Module) -> Iterator[nn.Module]:
-        if module not in self._seen:
-            self._seen.add(module)
-            yield module
-            for child in module.children():
-                yield from self._iterate_unseen(child)
-
-    def _remove_parameters_of(self, modules: Sequence[nn.Module]) -> None:
-        for module in modules:
-            self._remaining.difference_update(module.parameters())
 
     def _end_if_complete(self) -> None:
         optimizer = self._optimizer()

@@ -1,11 +1,9 @@
-"""The ranks that save and resume together, and a resume: snapshots are chosen by all ranks alike,
-read into memory, combined for these ranks, compared, and put in place when all ranks have come so
-far.
+"""The ranks that save and resume together, and the course of a resume: all ranks choose the same
+snapshots, read them into memory, combine and compare them, and load the result when all are ready.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,27 +14,14 @@ import torch
 
 from .._engine.exchange import CollectiveGenerator, exchange_one
 from .._engine.handshake import gather_json
-from .._engine.optimizer import CompressedOptimizer
 from .._state.tensors import HOST
 from .._wire.collectives import Communicator
 from .._wire.requests import Broadcast
 from .._wire.warning import warn
-from ._snapshot_files import (
-    Damaged,
-    Manifest,
-    Packed,
-    Snapshot,
-    decode_header,
-    is_complete,
-    list_snapshots,
-    pack,
-    read_manifest,
-    read_state,
-    unpack,
-)
+from . import _snapshot_files as files
+from ._snapshot_files import Damaged, Manifest, Packed, Snapshot
 from ._snapshot_parts import (
     Choice,
-    Combine,
     RankParts,
     State,
     assign_snapshots,
@@ -44,6 +29,7 @@ from ._snapshot_parts import (
     explain_misfit,
     hash_replica,
     iterate_leaves,
+    read_weight,
 )
 
 # The ranks, and what they tell each other
@@ -51,7 +37,7 @@ from ._snapshot_parts import (
 
 @dataclass
 class Meeting:
-    """The ranks that save together, since they met.
+    """The ranks that save together, and what they have agreed on.
 
     ``comm``: the optimizer's ranks. ``world``: those of all shards. ``ranks``: the number of each
     rank of ``world`` in its ``comm``. ``lineage``: this run, and those that it went on from.
@@ -65,16 +51,14 @@ class Meeting:
     ranks: list[int]
     lineage: list[str]
     resumed: int
-    known: set[str] = field(default_factory=set)
+    known: set[str]
     written: list[int] = field(default_factory=list)
 
     @property
     def members(self) -> list[list[int]]:
         """The ranks of ``world`` that hold each replica, one for each shard."""
-        members: dict[int, list[int]] = {}
-        for rank, number in enumerate(self.ranks):
-            members.setdefault(number, []).append(rank)
-        return [members[number] for number in sorted(members)]
+        numbers = sorted({*self.ranks})
+        return [[r for r, n in enumerate(self.ranks) if n == number] for number in numbers]
 
     @property
     def place(self) -> tuple[int, int]:
@@ -92,22 +76,15 @@ class Meeting:
 
     def gather(self, value: object) -> CollectiveGenerator[list[Any]]:
         """Return the value of every rank of ``world``."""
-        return (yield from gather(value, self.world, self.device))
+        return (yield from gather_json(value, self.device, self.world))
 
     def raise_problems(self, problem: str, what: str) -> CollectiveGenerator[None]:
         """Raise RuntimeError on all ranks if any has a problem."""
         raise_told((yield from self.gather(problem)), what)
 
 
-def gather(value: object, comm: Communicator, on: torch.device) -> CollectiveGenerator[list[Any]]:
-    """Return the value of every rank of ``comm``."""
-    if comm.size == 1:
-        return [json.loads(json.dumps(value))]
-    return (yield from gather_json(value, on, comm))
-
-
 def raise_told(problems: Iterable[str], what: str) -> None:
-    """Raise RuntimeError if any rank has told a problem; all ranks call it with the same ones."""
+    """Raise RuntimeError if any rank has a problem. All ranks call this with the same list."""
     told = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
     if told:
         raise RuntimeError(f"{what}, and nothing was loaded. {'; '.join(told)}.")
@@ -124,8 +101,7 @@ def describe(error: BaseException) -> str:
 class Loaded(NamedTuple):
     """The snapshots that this rank has read, and which each rank was to read."""
 
-    states: list[State]
-    manifests: list[Manifest]
+    read: list[tuple[Manifest, State]]
     assignment: list[list[Snapshot]]
 
     def are_own(self) -> bool:
@@ -135,32 +111,27 @@ class Loaded(NamedTuple):
         return read == [[(rank, size)] for rank in range(size)]
 
 
+@dataclass
 class Resume:
     """One call of ``Snapshots.resume()``.
 
     ``read_present`` returns the state of the model, the optimizer and further objects, and
-    ``write`` loads one into them.
+    ``write`` loads one into them. ``refused``: the snapshots that this rank cannot use, and why.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        meeting: Meeting,
-        optimizer: CompressedOptimizer,
-        read_present: Callable[[], State],
-        write: Callable[[State], None],
-    ):
-        self._folder, self._meeting = folder, meeting
-        self._read_present, self._write = read_present, write
-        self._rank_parts = RankParts(optimizer)
-        self._refused: dict[Snapshot, str] = {}  # those that this rank cannot use, and why
+    folder: Path
+    meeting: Meeting
+    rank_parts: RankParts
+    read_present: Callable[[], State]
+    write: Callable[[State], None]
+    refused: dict[Snapshot, str] = field(default_factory=dict)
 
     def run(self) -> CollectiveGenerator[bool | None]:
         """Load the newest snapshots that can be used. Return whether each rank has its own part
         back; None if there are no snapshots.
         """
         while True:
-            rows = yield from self._meeting.gather(self._list_intact())
+            rows = yield from self.meeting.gather(self._list_intact())
             seen = [[Snapshot(*fields) for fields in row] for row in rows]
             choice = choose_snapshots(s for snapshots in seen for s in snapshots)
             if choice is None:
@@ -174,7 +145,7 @@ class Resume:
                 break
         self._warn_of_lost_parts(choice)
         yield from self._put_in_place(choice, state)
-        self._meeting.resumed = choice.snapshots[0].stamp
+        self.meeting.resumed = choice.snapshots[0].stamp
         return loaded.are_own()
 
     # Reading
@@ -182,30 +153,26 @@ class Resume:
     def _list_intact(self) -> list[Snapshot]:
         """Return the complete snapshots that this rank sees, whose manifests are right."""
         intact = []
-        for snapshot in list_snapshots(self._folder):
-            if is_complete(self._folder, snapshot) and snapshot not in self._refused:
+        for snapshot in files.list_snapshots(self.folder):
+            if files.is_complete(self.folder, snapshot) and snapshot not in self.refused:
                 try:
-                    read_manifest(self._folder, snapshot)
+                    files.read_manifest(self.folder, snapshot)
                     intact.append(snapshot)
                 except Damaged as error:
                     self._refuse(snapshot, error)
         return intact
 
     def _refuse(self, snapshot: Snapshot, error: Damaged) -> None:
-        self._refused[snapshot] = str(error)
-        if is_complete(self._folder, snapshot):  # else another rank has removed it meanwhile
-            warn(
-                f"the snapshot {self._folder / snapshot.name} is damaged, and is passed over: "
-                f"{error}.",
-                0,  # warn on this rank, whatever its number
-            )
+        self.refused[snapshot] = str(error)
+        if files.is_complete(self.folder, snapshot):  # else another rank has removed it meanwhile
+            path = self.folder / snapshot.name
+            warn(f"the snapshot {path} is damaged, and is passed over: {error}.", 0)  # on this rank
 
     def _raise_if_refused(self) -> CollectiveGenerator[None]:
         """Raise on all ranks if any has complete snapshots, none of which can be used."""
-        told = "; ".join(f"{self._folder / s.name}: {why}" for s, why in self._refused.items())
-        yield from self._meeting.raise_problems(
-            told,
-            f"no snapshot in {self._folder} can be loaded (move it away to begin anew)",
+        told = "; ".join(f"{self.folder / s.name}: {why}" for s, why in self.refused.items())
+        yield from self.meeting.raise_problems(
+            told, f"no snapshot in {self.folder} can be loaded (move it away to begin anew)"
         )
 
     def _read_assigned(
@@ -214,47 +181,45 @@ class Resume:
         """Read the snapshots that are assigned to this rank into memory; None if any rank could not
         read one of its own.
         """
-        meeting = self._meeting
+        meeting = self.meeting
         shard, shards = meeting.place
         if choice.shards != shards:
             raise RuntimeError(
-                f"{choice} in {self._folder} are of replicas of {choice.shards} ranks, and here a "
-                f"replica has {shards}: nothing was loaded. Resume with as many shards, or save "
-                "with torch.distributed.checkpoint."
+                f"{choice} in {self.folder} are of replicas of {choice.shards} ranks, and here a "
+                f"replica has {shards}: nothing was loaded. Resume with as many shards."
             )
         chosen = [s for s in choice.snapshots if s.shard == shard]
         assignment = assign_snapshots(chosen, [seen[rank] for rank in meeting.peers])
-        loaded = Loaded([], [], assignment)
+        loaded = Loaded([], assignment)
         for snapshot in assignment[meeting.comm.rank]:
             try:
-                manifest = read_manifest(self._folder, snapshot)
-                loaded.states.append(read_state(self._folder, manifest))
-                loaded.manifests.append(manifest)
+                manifest = files.read_manifest(self.folder, snapshot)
+                loaded.read.append((manifest, files.read_state(self.folder, manifest)))
             except Damaged as error:
                 self._refuse(snapshot, error)
-        is_read = len(loaded.states) == len(assignment[meeting.comm.rank])
+        is_read = len(loaded.read) == len(assignment[meeting.comm.rank])
         return loaded if all((yield from meeting.gather(is_read))) else None
 
     # Combining
 
     def _combine(self, loaded: Loaded) -> CollectiveGenerator[State]:
         """Return what ranks have in common, with this rank's share of their own parts."""
-        meeting, states, manifests = self._meeting, loaded.states, loaded.manifests
-        weights = [manifest.weight for manifest in manifests]
-        rows = yield from meeting.gather([weights, manifests[0].lineage if manifests else []])
-        lineage = next(lineage for _, lineage in rows if lineage)
+        meeting, states = self.meeting, [state for _, state in loaded.read]
+        told = [(read_weight(state), manifest.lineage) for manifest, state in loaded.read]
+        rows = yield from meeting.gather(told)
+        lineage = next(lineage for row in rows for _, lineage in row)
         meeting.lineage += [run for run in lineage if run not in meeting.lineage]
+        state = states[0] if states else None
         if loaded.are_own():
             return states[0]
-        state = states[0] if states else None
         if not all(loaded.assignment):
             source = next(rank for rank, one in enumerate(loaded.assignment) if one)
             received = yield from self._share(state, source)
             state = state or received
         assert state is not None
-        parts = [self._rank_parts.list_parts(one) for one in states]
-        of_all = [weight for rank in meeting.peers for weight in rows[rank][0]]
-        self._rank_parts.combine(state, parts, weights, Combine(meeting.comm.size, of_all))
+        read = [(self.rank_parts.list_parts(one), read_weight(one)) for one in states]
+        weights = [weight for rank in meeting.peers for weight, _ in rows[rank]]
+        self.rank_parts.combine(state, read, meeting.comm.size, weights)
         for group in state["optimizer"]["param_groups"]:
             if "residuals" in group:
                 group["residuals"] = "mean"
@@ -262,45 +227,39 @@ class Resume:
 
     def _share(self, state: State | None, source: int) -> CollectiveGenerator[State]:
         """Send what ranks have in common from rank ``source`` to those without a snapshot."""
-        comm, device = self._meeting.comm, self._meeting.device
-        packed = pack(state) if comm.rank == source else Packed(None, [])
-        header = torch.frombuffer(bytearray(packed.encode_header()), dtype=torch.uint8)
-        sizes = [header.numel(), sum(t.numel() * t.element_size() for t in packed.tensors)]
-        message = torch.tensor(sizes, dtype=torch.int64, device=HOST).to(device)
-        length, limit = (yield from exchange_one(comm, Broadcast(message, source))).tolist()
+        comm, device = self.meeting.comm, self.meeting.device
+        packed = files.pack(state) if comm.rank == source else Packed(None, [])
+        size = sum(tensor.nbytes for tensor in packed.tensors)
+        rows = yield from gather_json([*packed.describe(), size], device, comm)
         if comm.rank != source:
-            header = header.new_empty(length)
-        message = yield from exchange_one(comm, Broadcast(header.to(device), source))
-        if comm.rank != source:
-            packed = decode_header(bytes(message.tolist()), limit)
-        leaves = iterate_leaves(unpack(packed))
-        own = {id(value) for path, value in leaves if self._rank_parts.is_rank_part(path, value)}
+            packed = files.make_empty(*rows[source])
+        leaves = iterate_leaves(files.unpack(packed))
+        own = {id(value) for path, value in leaves if self.rank_parts.is_rank_part(path, value)}
         for tensor in packed.tensors:
             if id(tensor) not in own:
                 raw = tensor.view(-1).view(torch.uint8).to(device)
                 raw = (yield from exchange_one(comm, Broadcast(raw, source))).to(HOST)
                 tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
-        shared: State = unpack(packed)
+        shared: State = files.unpack(packed)
         return shared
 
     def _refuse_if_different(self, choice: Choice, state: State) -> CollectiveGenerator[bool]:
         """Return whether replicas differ in what they have in common; these snapshots are then
         passed over on all ranks.
         """
-        meeting = self._meeting
-        rows = yield from meeting.gather(hash_replica(state, self._rank_parts))
-        peers = meeting.peers
-        differing = [n for n, rank in enumerate(peers) if rows[rank] != rows[peers[0]]]
-        numbers = sorted({n for row in (yield from meeting.gather(differing)) for n in row})
+        meeting = self.meeting
+        rows = yield from meeting.gather(hash_replica(state, self.rank_parts))
+        hashes = [[rows[rank] for rank in ranks] for ranks in meeting.members]
+        numbers = [n for n, shards in enumerate(hashes) if shards != hashes[0]]
         if not numbers:
             return False
         why = f"replica {', '.join(map(str, numbers))} had other values than replica 0"
-        self._refused.update(dict.fromkeys(choice.snapshots, why))
-        warn(f"{choice} in {self._folder} are passed over: {why}.", meeting.world.rank)
+        self.refused.update(dict.fromkeys(choice.snapshots, why))
+        warn(f"{choice} in {self.folder} are passed over: {why}.", meeting.world.rank)
         return True
 
     def _warn_of_lost_parts(self, choice: Choice) -> None:
-        rank = self._meeting.world.rank
+        rank = self.meeting.world.rank
         if missing := ", ".join(map(str, choice.missing_replicas)):
             warn(
                 f"{choice} are not there of replica {missing} of {choice.snapshots[0].replicas}: "
@@ -308,8 +267,7 @@ class Resume:
                 "LocalSteps.",
                 rank,
             )
-        if choice.passed_over:
-            steps = ", ".join(map(str, choice.passed_over))
+        if steps := ", ".join(map(str, choice.passed_over)):
             warn(
                 f"{choice} are loaded. Those of step {steps} were saved later, but are not there "
                 "of all replicas, complete and intact.",
@@ -320,20 +278,20 @@ class Resume:
 
     def _put_in_place(self, choice: Choice, state: State) -> CollectiveGenerator[None]:
         """Load a state on all ranks, or on none."""
-        meeting, problem, before = self._meeting, "", None
-        what = f"{choice} in {self._folder}"
+        meeting, problem, before = self.meeting, "", None
+        what = f"{choice} in {self.folder}"
         try:
-            before = unpack(pack(self._read_present()))
+            before = files.unpack(files.pack(self.read_present()))
             problem = explain_misfit(state, before)
         except Exception as error:
             problem = describe(error)
         yield from meeting.raise_problems(problem, f"{what} cannot be loaded")
         try:
-            self._write(state)
+            self.write(state)
         except Exception as error:
             problem = describe(error)
         problems = yield from meeting.gather(problem)
         if any(problems) and before is not None:
             with suppress(Exception):  # what failed in loading may fail again
-                self._write(before)
+                self.write(before)
         yield from meeting.raise_problems(problem, f"{what} cannot be loaded")

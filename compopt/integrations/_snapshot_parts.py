@@ -1,6 +1,6 @@
 """The parts of a snapshot's state, and the snapshots that a run may resume from.
 
-A state is ``{"model": ..., "optimizer": ..., "stateful": ...}``. Most of it ranks have in common.
+A state is ``{"model": ..., "optimizer": ..., "stateful": ...}``. Ranks have most of it in common.
 The rest is a rank's own part: its residual and, in ``LocalSteps``, the moments of the inner
 optimizer, and what the rank has moved in the running round, with its weight there.
 """
@@ -20,6 +20,7 @@ from ._snapshot_files import Snapshot, memory_of
 
 State = dict[str, Any]
 Path_ = tuple[Any, ...]  # the keys of a value in nested dicts
+Parts = dict[Path_, Tensor]
 
 
 # Which snapshots are loaded
@@ -89,7 +90,7 @@ def assign_snapshots(
 
 
 class RankParts:
-    """The parts of a state that differ between ranks, and of which only the mean counts."""
+    """The parts of a state that differ between ranks. Only their mean counts."""
 
     def __init__(self, optimizer: CompressedOptimizer):
         self._names = {*optimizer.rank_local_state, "residual", "pseudo_gradient"}
@@ -105,7 +106,7 @@ class RankParts:
             is_moment and value.is_floating_point() and value.dim() > 0
         )
 
-    def list_parts(self, state: State) -> dict[Path_, Tensor]:
+    def list_parts(self, state: State) -> Parts:
         """Return a rank's own parts, among them what its parameters have moved from their anchors.
 
         They are copies.
@@ -120,45 +121,27 @@ class RankParts:
         return parts
 
     def combine(
-        self, state: State, parts: list[dict[Path_, Tensor]], weights: list[float], rule: Combine
+        self, state: State, read: list[tuple[Parts, float]], ranks: int, weights: list[float]
     ) -> None:
-        """Set the own parts of ``state`` to this rank's share of the means over all snapshots.
+        """Set the own parts of ``state`` to this rank's share of those of all snapshots. The mean
+        of the shares of all ``ranks`` is the mean of the parts.
 
-        ``parts`` and ``weights``: of the snapshots that this rank has read.
+        ``read``: the parts and weights of the snapshots that this rank has read. ``weights``: those
+        of all snapshots.
         """
+        factor, total = ranks / len(weights), sum(weights)
         for path, value in iterate_leaves(state):
             if self.is_rank_part(path, value):
                 value.zero_()
-                for part in parts:
-                    value.add_(part[path], alpha=rule.factor)
+                for parts, _ in read:
+                    value.add_(parts[path], alpha=factor)
         for name, outer in iterate_anchored(state):
             moved = torch.zeros_like(outer["anchor"])
-            for part, weight in zip(parts, weights, strict=True):
-                factor = rule.weigh(weight) if self._is_weighted else rule.factor
-                moved += part["moved", name] * factor
+            for parts, weight in read:
+                is_weighted = self._is_weighted and total
+                moved += parts["moved", name] * (ranks * weight / total if is_weighted else factor)
             state["model"][name].copy_(outer["anchor"] + moved)
-            outer["weight"].fill_(rule.mean_weight)  # the next exchange weighs what was moved
-
-
-class Combine(NamedTuple):
-    """How the own parts of ``weights`` many snapshots become those of ``ranks``: each rank has a
-    share, and the mean of the shares is the mean of the parts.
-    """
-
-    ranks: int
-    weights: list[float]
-
-    @property
-    def factor(self) -> float:
-        return self.ranks / len(self.weights)
-
-    @property
-    def mean_weight(self) -> float:
-        return sum(self.weights) / len(self.weights)
-
-    def weigh(self, weight: float) -> float:
-        """Return the factor of what a rank of this weight has moved in a round."""
-        return self.ranks * weight / total if (total := sum(self.weights)) else self.factor
+            outer["weight"].fill_(total / len(weights))  # the next exchange weighs what was moved
 
 
 def read_weight(state: State) -> float:

@@ -17,7 +17,6 @@ still be alive on some ranks only. Optimizers over different parameters share a 
 
 from __future__ import annotations
 
-import functools
 import gc
 import time
 import types
@@ -35,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from .._engine.optimizer import CompressedOptimizer, construction_callbacks, join_callbacks
 from .._engine.session import Role
 from .._wire.collectives import Communicator
-from ._shared import ModuleWatch, call_after_backward, copy_first_parameters, list_group_ranks
+from ._shared import Backward, ModuleWatch, copy_first_parameters, list_group_ranks, list_parameters
 
 _ddps: weakref.WeakSet[DDP] = weakref.WeakSet()  # all that were made
 _handovers: weakref.WeakKeyDictionary[DDP, Handover] = weakref.WeakKeyDictionary()
@@ -58,20 +57,17 @@ def attach(model: nn.Module, optimizer: CompressedOptimizer) -> None:
         RuntimeError: DDP has another comm hook already, wraps another DDP, or is in its
             ``join()``.
     """
-    if not hand_over_gradients(model.modules(), optimizer, time.monotonic_ns()):
+    _since_of[optimizer] = time.monotonic_ns()
+    if not hand_over_gradients(model.modules(), optimizer):
         raise ValueError(
             "model holds no DistributedDataParallel with parameters of this optimizer: wrap it "
             "first, or pass the wrapped model."
         )
 
 
-def hand_over_gradients(
-    modules: Iterable[nn.Module], optimizer: CompressedOptimizer, since: int
-) -> list[DDP]:
+def hand_over_gradients(modules: Iterable[nn.Module], optimizer: CompressedOptimizer) -> list[DDP]:
     """Give ``optimizer`` the gradients of those DDPs among ``modules`` that hold its parameters;
-    return them.
-
-    ``since``: the time of the request. Of optimizers over the same parameters the latest wins.
+    return them. Of optimizers over the same parameters the latest wins.
     """
     params = list_parameters(optimizer)
     ddps = [m for m in modules if isinstance(m, DDP) and not params.isdisjoint(m.parameters())]
@@ -79,12 +75,8 @@ def hand_over_gradients(
         _check_handover(ddp, optimizer)
         if ddp not in _handovers:
             _handovers[ddp] = Handover(ddp)
-        _handovers[ddp].add_optimizer(optimizer, since)
+        _handovers[ddp].add_optimizer(optimizer)
     return ddps
-
-
-def list_parameters(optimizer: CompressedOptimizer) -> set[Tensor]:
-    return {p for group in optimizer.param_groups for p in group["params"]}
 
 
 class Handover:
@@ -92,13 +84,12 @@ class Handover:
 
     def __init__(self, ddp: DDP):
         self._ddp = weakref.ref(ddp)
-        self._since: dict[weakref.ref[CompressedOptimizer], int] = {}
-        self._backward = -1  # the number that autograd gave the last backward
+        self._optimizers: list[weakref.ref[CompressedOptimizer]] = []
+        self._backward = Backward()
         # whether each parameter required a gradient in the last backward
         self._required_grad: list[bool] = []
         self._hooked: set[Tensor] = set()  # parameters with a hook of ours
         self._is_idle = False  # DDP does not collect gradients: ranks take local steps
-        advice = "compopt needs its own: remove the other hook, or train with torch.optim."
         # a copy of a DDP has a hook of ours
         ddp._comm_hooks[:] = [(hook, state) for hook, state in ddp._comm_hooks if hook is not _hook]
         if getattr(ddp, "mixed_precision", None) is not None:
@@ -107,16 +98,13 @@ class Handover:
                 "compopt needs its own: leave mixed_precision out, and call the model within "
                 "torch.autocast(device_type, dtype=torch.bfloat16)."
             )
-        if ddp._comm_hooks:
-            raise RuntimeError(
-                "this DistributedDataParallel has a comm hook already "
-                f"({ddp._comm_hooks[0][0].__qualname__}); {advice}"
-            )
+        others = ", ".join(hook.__qualname__ for hook, _ in ddp._comm_hooks)
         try:
             ddp.register_comm_hook(self, _hook)
         except RuntimeError as error:
             raise RuntimeError(
-                f"this DistributedDataParallel has a comm hook already; {advice}"
+                f"this DistributedDataParallel has a comm hook already ({others}), and compopt "
+                "needs its own: remove the other hook, or train with torch.optim."
             ) from error
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -132,34 +120,34 @@ class Handover:
 
     # Optimizers
 
-    def add_optimizer(self, optimizer: CompressedOptimizer, since: int) -> None:
+    def add_optimizer(self, optimizer: CompressedOptimizer) -> None:
         """Give ``optimizer`` the gradients, in place of earlier ones over the same parameters."""
         if optimizer._session.role is Role.WRAPPED:
             return
         params = list_parameters(optimizer)
-        for ref, since_then in list(self._since.items()):
+        for ref in [*self._optimizers]:
             other = ref()
             if other is None or other._session.role is Role.WRAPPED:
-                del self._since[ref]
+                self._optimizers.remove(ref)
             elif other is not optimizer and not params.isdisjoint(list_parameters(other)):
-                if since_then > since:
+                if _since_of[other] > _since_of[optimizer]:
                     optimizer._session.mark_replaced()
                     return
-                del self._since[ref]
+                self._optimizers.remove(ref)
                 other._session.mark_replaced()
         if groups_form_site(self.ddp, optimizer):
             join_site(self.ddp, optimizer)
-        this = weakref.ref(self)
-        if not any(ref() is optimizer for ref in self._since):
+        if all(ref() is not optimizer for ref in self._optimizers):
+            this = weakref.ref(self)
             optimizer.step_callbacks.append(lambda: _call_if_alive(this, Handover.on_step))
-        ref = weakref.ref(optimizer, lambda _: _call_if_alive(this, Handover.collect_gradients))
-        self._since[ref] = _since_of[optimizer] = since
+            ref = weakref.ref(optimizer, lambda _: _call_if_alive(this, Handover.collect_gradients))
+            self._optimizers.append(ref)
         self._required_grad = []
         self.register_parameter_hooks()
         optimizer._session.role = Role.ACTIVE
 
     def iterate_optimizers(self) -> Iterator[CompressedOptimizer]:
-        return (optimizer for ref in list(self._since) if (optimizer := ref()) is not None)
+        return (optimizer for ref in [*self._optimizers] if (optimizer := ref()) is not None)
 
     # Backward
 
@@ -184,32 +172,26 @@ class Handover:
         ref = weakref.ref(self)
 
         def on_gradient(p: Tensor) -> None:
-            handover = ref()
-            ddp = None if handover is None else handover._ddp()
-            if handover is None or ddp is None:
-                return
-            collects = ddp.require_backward_grad_sync or handover._is_idle
-            if handover.is_by_parameter and collects:
-                handover.on_gradients_ready([p])
+            _call_if_alive(ref, lambda handover: handover.on_gradient(p))
 
         for p in self.ddp.parameters():
             if p.requires_grad and p not in self._hooked:
                 self._hooked.add(p)
                 p.register_post_accumulate_grad_hook(on_gradient)
 
+    def on_gradient(self, p: Tensor) -> None:
+        if self.is_by_parameter and (self.ddp.require_backward_grad_sync or self._is_idle):
+            self.on_gradients_ready([p])
+
     def on_gradients_ready(self, params: list[Tensor]) -> None:
         """Tell the optimizers that backward has finished ``params``."""
-        backward = torch._C._current_graph_task_id()
-        if backward != self._backward:
-            self._backward = backward
+        if self._backward.is_new(self._on_backward_end):
             _check_join(self.ddp, self.iterate_optimizers())
             required_grad = [p.requires_grad for p in self.ddp.parameters()]
             if required_grad != self._required_grad:
                 self._check_all_owned()
                 self.register_parameter_hooks()
                 self._required_grad = required_grad
-            # queued again by itself, to run after DDP's last callback, which writes p.grad
-            call_after_backward(lambda: call_after_backward(self._on_backward_end))
         for optimizer in self.iterate_optimizers():
             if self._is_idle:
                 optimizer._session.ddp_left_gradients = True
@@ -224,11 +206,9 @@ class Handover:
         """Raise RuntimeError if a trainable parameter belongs to no optimizer of compopt."""
         ddp = self.ddp
         owned = {p for optimizer in self.iterate_optimizers() for p in list_parameters(optimizer)}
-        unowned = [
-            name
-            for name, p in ddp.module.named_parameters()
-            if p.requires_grad and p not in owned and name not in ddp.parameters_to_ignore
-        ]
+        trainable = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
+        unowned = [name for name, p in trainable.items() if p not in owned]
+        unowned = [name for name in unowned if name not in ddp.parameters_to_ignore]
         if unowned:
             raise RuntimeError(
                 f"{len(unowned)} parameters of this DistributedDataParallel belong to no compopt "
@@ -244,8 +224,7 @@ class Handover:
         """Make DDP idle if the next step is local: it then copies no gradients into its buckets and
         back, as within its ``no_sync()``.
         """
-        averages = any(optimizer.averages_gradients for optimizer in self.iterate_optimizers())
-        if averages:
+        if any(optimizer.averages_gradients for optimizer in self.iterate_optimizers()):
             self.collect_gradients()
         elif self.is_by_parameter:
             self._is_idle, self.ddp.require_backward_grad_sync = True, False
@@ -262,10 +241,11 @@ def _hook(state, bucket):  # type: ignore[no-untyped-def]
     inside a site.
     """
     handover: Handover | None = state
-    optimizers = [] if handover is None else list(handover.iterate_optimizers())
-    if handover is None or not optimizers:
-        group = _get_default_group() if handover is None else handover.ddp.process_group
-        return allreduce_hook(group, bucket)
+    if handover is None:  # in a copy of a DDP
+        return allreduce_hook(_get_default_group(), bucket)
+    optimizers = list(handover.iterate_optimizers())
+    if not optimizers:
+        return allreduce_hook(handover.ddp.process_group, bucket)
     is_in_backward = torch._C._current_graph_task_id() >= 0  # not on a rank without data
     if is_in_backward and not handover.is_by_parameter:
         handover.on_gradients_ready(bucket.parameters())
@@ -305,9 +285,8 @@ def _check_handover(ddp: DDP, optimizer: CompressedOptimizer) -> None:
         raise RuntimeError(
             "the process group of this DistributedDataParallel was destroyed: wrap the model anew."
         )
-    group = optimizer.comm.group
-    # without a group, or with a destroyed one, which the next step reports
-    ranks = (None if group is None else list_group_ranks(group)) or ddp_ranks
+    # the optimizer may have no group, or a destroyed one, which the next step reports
+    ranks = list_group_ranks(optimizer.comm.group) or ddp_ranks
     if set(ranks) != set(ddp_ranks) and not groups_form_site(ddp, optimizer):
         raise ValueError(
             f"process_group of the optimizer has ranks {ranks}, DistributedDataParallel's has "
@@ -323,8 +302,7 @@ def groups_form_site(ddp: DDP, optimizer: CompressedOptimizer) -> bool:
     """Return True if DDP's ranks are a site, of which the optimizer's group has this rank only, and
     others of other sites.
     """
-    group = optimizer.comm.group
-    ranks = {*((group and list_group_ranks(group)) or ())}
+    ranks = {*(list_group_ranks(optimizer.comm.group) or ())}
     site = {*(list_group_ranks(ddp.process_group) or ())}
     return len(ranks) > 1 and ranks != site and len(ranks & site) == 1
 
@@ -375,7 +353,8 @@ def _on_join(optimizer: CompressedOptimizer) -> None:
     for its join to end before DDP copies the parameters of one rank to all.
     """
     models = _list_alive(thing for thing in gc.get_objects() if issubclass(type(thing), DDP))
-    for ddp in hand_over_gradients(models, optimizer, time.monotonic_ns()):
+    _since_of[optimizer] = time.monotonic_ns()
+    for ddp in hand_over_gradients(models, optimizer):
         ddp.__dict__["_sync_final_model"] = types.MethodType(_end_join, ddp)
 
 
@@ -390,10 +369,10 @@ def _end_join(ddp: DDP, is_last_joiner: bool) -> None:
 
 def _on_construction(optimizer: CompressedOptimizer) -> None:
     """Take the gradients of DDPs that are known already; find all others at their first forward."""
-    _since_of[optimizer] = now = time.monotonic_ns()
-    integrated = hand_over_gradients(_list_alive(list(_handovers)), optimizer, now)
-    integrate = functools.partial(hand_over_gradients, since=now)
-    _watch_of[optimizer] = ModuleWatch(optimizer, integrate, integrated, _has_ddp_to_find)
+    _since_of[optimizer] = time.monotonic_ns()
+    integrated = hand_over_gradients(_list_alive([*_handovers]), optimizer)
+    watch = ModuleWatch(optimizer, hand_over_gradients, integrated, _has_ddp_to_find)
+    _watch_of[optimizer] = watch
 
 
 def _has_ddp_to_find(optimizer: CompressedOptimizer) -> bool:
@@ -410,13 +389,10 @@ def _on_registration(module: nn.Module, name: str, child: nn.Module | None) -> N
     if isinstance(module, DDP) and name == "module" and child is not None:
         _ddps.add(module)
         params = set(child.parameters())
-        for optimizer, since in list(_since_of.items()):
-            is_waiting = optimizer in _watch_of and _watch_of[optimizer].is_active
-            if optimizer._session.role is not Role.ACTIVE or is_waiting:
-                continue
-            if not params.isdisjoint(list_parameters(optimizer)):
-                integrate = functools.partial(hand_over_gradients, since=since)
-                _watch_of[optimizer] = ModuleWatch(optimizer, integrate)
+        for optimizer, watch in [*_watch_of.items()]:
+            is_found = optimizer._session.role is Role.ACTIVE and not watch.is_active
+            if is_found and not params.isdisjoint(list_parameters(optimizer)):
+                _watch_of[optimizer] = ModuleWatch(optimizer, hand_over_gradients)
 
 
 construction_callbacks.append(_on_construction)

@@ -34,7 +34,13 @@ from .._engine.session import Role
 from .._state.shards import longest_part_numel
 from .._wire.collectives import list_mesh_groups
 from ._fsdp_gather import FSDPAllGather, TorchAllocation
-from ._shared import ModuleWatch, call_after_backward, copy_first_parameters
+from ._shared import (
+    Backward,
+    ModuleWatch,
+    call_after_backward,
+    copy_first_parameters,
+    list_parameters,
+)
 
 HOOKS = "_post_accumulate_grad_hooks"  # torch's attribute of a parameter
 ADVICE = (
@@ -47,7 +53,7 @@ def _on_construction(optimizer: CompressedOptimizer) -> None:
     """Check a new optimizer's DTensors, copy those of the first rank of its group to the others,
     and connect it to FSDP2.
     """
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = list_parameters(optimizer)
     if isinstance(optimizer, ReducingOptimizer) and optimizer.replaces_reduce_scatter:
         replace_reduce_scatter(optimizer)
         return
@@ -79,8 +85,7 @@ def list_param_groups(module: nn.Module) -> list[Any]:
         return []
     # private: torch has no public access to the order of parameters in a message
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
-    has_groups = hasattr(state, "_fsdp_param_groups")
-    groups = state._fsdp_param_groups if has_groups else [state._fsdp_param_group]
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group]
 
 
@@ -94,12 +99,8 @@ def check_meshes(optimizer: CompressedOptimizer) -> None:
     session = optimizer._session
     group = session.refresh_ranks(optimizer).group
     ranks = set(dist.get_process_group_ranks(group)) if group is not None else set()
-    named = (
-        (p, name)
-        for bucket in [*session.buckets, *session.frozen_buckets]
-        for p, name in zip(bucket.params, bucket.names, strict=True)
-    )
-    for p, name in named:
+    buckets = [*session.buckets, *session.frozen_buckets]
+    for p, name in (pair for b in buckets for pair in zip(b.params, b.names, strict=True)):
         if _is_flat_parameter(p):
             raise ValueError(
                 f"{name} belongs to a FullyShardedDataParallel, whose flat shards cannot be "
@@ -112,14 +113,12 @@ def check_meshes(optimizer: CompressedOptimizer) -> None:
             shared = sorted(ranks.intersection(dist.get_process_group_ranks(mesh_group)))
             if len(shared) < 2:
                 continue
-            label = repr(mesh.mesh_dim_names[dim]) if mesh.mesh_dim_names else str(dim)
-            where = f"mesh dimension {label}"
+            where = f"mesh dimension {mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else dim!r}"
             if placement.is_replicate():
                 raise ValueError(
                     f"the gradient of {name} is averaged over {where} before the optimizer sees "
-                    f"it, and process_group holds ranks {shared} of it as well, so nothing would "
-                    f"be saved: {ADVICE} If torch's replicate() has made the mesh, use "
-                    "DistributedDataParallel in place of replicate()."
+                    f"it, and process_group holds ranks {shared} of it as well: {ADVICE} In place "
+                    "of torch's replicate() use DistributedDataParallel."
                 )
             raise ValueError(
                 f"process_group holds ranks {shared}, which have different shards of {name} "
@@ -138,22 +137,15 @@ class GradientHook:
     """
 
     def __init__(self, optimizer: CompressedOptimizer):
-        self._optimizer, self._backward = weakref.ref(optimizer), -1
+        self._optimizer, self._backward = weakref.ref(optimizer), Backward()
 
     def __call__(self, p: Tensor) -> None:
-        optimizer = self._optimizer()
-        if optimizer is None:
-            return
-        backward = torch._C._current_graph_task_id()
-        if backward != self._backward:
-            self._backward = backward
-            # after FSDP2's own callback, which reduces the last gradients
-            call_after_backward(lambda: call_after_backward(self._on_backward_end))
-        optimizer.gradients_ready([p])
+        if (optimizer := self._optimizer()) is not None:
+            self._backward.is_new(self._on_backward_end)
+            optimizer.gradients_ready([p])
 
     def _on_backward_end(self) -> None:
-        optimizer = self._optimizer()
-        if optimizer is not None:
+        if (optimizer := self._optimizer()) is not None:
             optimizer.backward_done()
 
 
@@ -164,7 +156,7 @@ def register_gradient_hooks(optimizer: CompressedOptimizer) -> None:
     start exchanges there that the others do not join.
     """
     hook = GradientHook(optimizer)
-    for p in (p for group in optimizer.param_groups for p in group["params"]):
+    for p in list_parameters(optimizer):
         hooks = getattr(p, HOOKS, None) or {}
         for key in [key for key, other in hooks.items() if isinstance(other, GradientHook)]:
             del hooks[key]
@@ -203,7 +195,7 @@ def _integrate_modules(
 ) -> Sequence[nn.Module]:
     """Replace the reduce-scatter of the FSDP2 modules that hold parameters of ``optimizer``."""
     assert isinstance(optimizer, ReducingOptimizer)
-    params = {p for group in optimizer.param_groups for p in group["params"]}
+    params = list_parameters(optimizer)
     integrated = []
     for module in modules:
         for group in list_param_groups(module):
@@ -222,7 +214,7 @@ def set_gathers(modules: list[nn.Module], optimizer: ReducingOptimizer) -> None:
 
     An earlier optimizer's is replaced. Raises ValueError if this PyTorch has no hook for that.
     """
-    params = {p for group in optimizer.param_groups for p in group["params"]}
+    params = list_parameters(optimizer)
     for module in modules:
         if not hasattr(module, "_get_fsdp_state"):
             continue
@@ -251,8 +243,8 @@ def _warn_if_shared(group: Any, optimizer: CompressedOptimizer, params: set[Tens
     other = previous._optimizer() if isinstance(previous, OptimizerReduceScatter) else None
     if other is None or other is optimizer:
         return
-    others = {p for other_group in other.param_groups for p in other_group["params"]}
-    if any(one.sharded_param in others - params for one in group.fsdp_params):
+    others = list_parameters(other) - params
+    if any(one.sharded_param in others for one in group.fsdp_params):
         optimizer._session.warn_once(
             "shared module",
             "two optimizers of compopt share a module that fully_shard wraps. "

@@ -70,11 +70,9 @@ class CompoptCallback(TrainerCallback):
         self._count, self._last = 0, Stats()
         self._sums = dict.fromkeys(AVERAGED, 0.0)
 
-    def on_train_begin(
-        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.on_train_end(args, state, control)  # an earlier training that raised did not end
-        ours = unwrap_optimizer(optimizer)
+        ours = unwrap_optimizer(kwargs["optimizer"])
         self._move_clip(args, ours)
         if isinstance(ours, LocalSteps):  # an earlier training may have loaded its best model
             ours.restart_from_loaded_weights()
@@ -112,19 +110,15 @@ class CompoptCallback(TrainerCallback):
             args.max_grad_norm = args._max_grad_norm
             del args._max_grad_norm
 
-    def on_step_end(
-        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
-    ) -> None:
-        ours = unwrap_optimizer(optimizer)
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        ours = unwrap_optimizer(kwargs["optimizer"])
         self._prepare_events(ours, control)
         self._count, self._last = self._count + 1, ours.stats
         for name in AVERAGED:
             self._sums[name] += getattr(ours.stats, name)
 
-    def on_epoch_end(
-        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
-    ) -> None:
-        ours = unwrap_optimizer(optimizer)
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        ours = unwrap_optimizer(kwargs["optimizer"])
         step = ours.stats
         self._prepare_events(ours, control)
         if ours.stats is not step:  # a round has ended: its stats include the bytes of the step
@@ -141,28 +135,22 @@ class CompoptCallback(TrainerCallback):
         if control.should_save:
             ours.consolidate_state()
 
-    def on_evaluate(
-        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
-    ) -> None:
-        if args.save_strategy == "best" and isinstance(
-            getattr(optimizer, "optimizer", optimizer), CompressedOptimizer
-        ):
-            # the Trainer decides after this event if the model is the best
-            unwrap_optimizer(optimizer).consolidate_state()
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        ours = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
+        # the Trainer decides after this event if the model is the best
+        if args.save_strategy == "best" and isinstance(ours, CompressedOptimizer):
+            ours.consolidate_state()
 
-    def on_save(
-        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
-    ) -> None:
-        ours = unwrap_optimizer(optimizer)
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        ours = unwrap_optimizer(kwargs["optimizer"])
         owner = describe_residual_source(ours)
         is_open = getattr(ours, "round_is_open", False)
         contents = ["the model of rank 0 within a round"] if is_open else []
         contents += [f"the residuals of {owner} only"] if owner != "mean" else []
         for content in contents:
             warn(
-                f"the checkpoint of step {state.global_step} holds {content}, because another "
-                "callback requested it after CompoptCallback ran: put CompoptCallback last in "
-                "callbacks.",
+                f"the checkpoint of step {state.global_step} holds {content}, as a callback "
+                "requested it after CompoptCallback ran: put CompoptCallback last in callbacks.",
                 int(not state.is_world_process_zero),
             )
 
@@ -179,13 +167,10 @@ class LogStats(TrainerCallback):
             return
         stats, means = source._last, {name: s / source._count for name, s in source._sums.items()}
         ours = {
-            "grad_norm": stats.grad_norm,
+            **{name: getattr(stats, name) for name in ("grad_norm", "bytes_dense", "phase")},
+            **means,
             "bytes_sent": round(means["bytes_sent"]),
-            "bytes_dense": stats.bytes_dense,
             "share": stats.run.share,
-            "wait_seconds": means["wait_seconds"],
-            "straggler_seconds": means["straggler_seconds"],
-            "phase": stats.phase,
             "skipped_steps": stats.skipped,
             "residual_norm": stats.residual_norm(),
         }

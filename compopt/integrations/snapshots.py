@@ -23,38 +23,24 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from .._engine.exchange import CollectiveGenerator
+from .._engine.handshake import gather_json
 from .._engine.optimizer import CompressedOptimizer
+from .._engine.options import require
 from .._wire.collectives import Communicator
 from .._wire.trust import Untrusted
 from .._wire.warning import warn
-from ._snapshot_files import (
-    Packed,
-    Snapshot,
-    check_trust,
-    is_complete,
-    list_snapshots,
-    pack,
-    remove_snapshot,
-    write_snapshot,
-)
-from ._snapshot_loading import Meeting, Resume, describe, gather, raise_told
-from ._snapshot_parts import State, distribute_state, read_weight
+from . import _snapshot_files as files
+from ._snapshot_files import Manifest, Snapshot
+from ._snapshot_loading import Meeting, Resume, describe, raise_told
+from ._snapshot_parts import RankParts, State, distribute_state
 
 Result = TypeVar("Result")
-
-
-class Stateful(Protocol):
-    """An object with a state to save: a scheduler, a sampler."""
-
-    def state_dict(self) -> State: ...
-
-    def load_state_dict(self, state_dict: Any) -> object: ...
 
 
 class Snapshots:
@@ -90,17 +76,15 @@ class Snapshots:
         optimizer: CompressedOptimizer,
         *,
         keep: int = 2,
-        **stateful: Stateful,
+        **stateful: Any,
     ):
-        if keep < 1:
-            raise ValueError(f"keep must be an integer >= 1, got {keep!r}.")
+        require(keep >= 1, "keep", keep, "an integer >= 1")
         others = [name for name, s in stateful.items() if isinstance(s, CompressedOptimizer)]
         if not isinstance(optimizer, CompressedOptimizer) or others:
+            got = f"{', '.join(others)} as well" if others else type(optimizer).__name__
             raise TypeError(
-                "Snapshots are of one optimizer of compopt, got "
-                f"{', '.join(others) or type(optimizer).__name__}{' as well' * bool(others)}: give "
-                "every optimizer Snapshots in a folder of its own, or wrap several of torch in one "
-                "of compopt."
+                f"Snapshots are of one optimizer of compopt, got {got}: give every optimizer "
+                "Snapshots in a folder of its own, or wrap several of torch in one of compopt."
             )
         if optimizer.replaces_reduce_scatter:
             raise ValueError(
@@ -110,12 +94,12 @@ class Snapshots:
         self.folder, self._keep = Path(folder), keep
         self._model, self._optimizer, self._stateful = model, optimizer, stateful
         self._meeting: Meeting | None = None
-        self._pending: tuple[Snapshot, Future[None]] | None = None
+        self._pending: tuple[Meeting, Snapshot, Future[None]] | None = None
         self._stamp = 0  # of the last save
 
     def find(self) -> list[Snapshot]:
         """Return the complete snapshots in the folder, in the order in which they were saved."""
-        return [s for s in list_snapshots(self.folder) if is_complete(self.folder, s)]
+        return [s for s in files.list_snapshots(self.folder) if files.is_complete(self.folder, s)]
 
     # Ranks
 
@@ -126,13 +110,12 @@ class Snapshots:
         comm, before = self._optimizer.comm, self._meeting
         if before is not None and before.comm is comm:
             return before
-        world, device = comm, self._optimizer._session.device
-        if comm.group is not None:
-            world = Communicator()
+        world = comm if comm.group is None else Communicator()
+        device = self._optimizer._session.device
         problem, snapshots = "", []
         try:
-            check_trust(self.folder)
-            snapshots = list_snapshots(self.folder)
+            files.check_trust(self.folder)
+            snapshots = files.list_snapshots(self.folder)
         except OSError as error:
             problem = describe(error)
         except Untrusted as error:
@@ -141,18 +124,13 @@ class Snapshots:
                 "go-w), or name a folder of your own"
             )
         stamp = max([time.time_ns(), self._stamp, *(s.stamp for s in snapshots)])
-        rows = yield from gather([comm.rank, stamp, secrets.token_hex(8), problem], world, device)
+        told = [comm.rank, stamp, secrets.token_hex(8), problem]
+        rows = yield from gather_json(told, device, world)
         numbers, stamps, tokens, problems = zip(*rows, strict=True)
         raise_told(problems, f"snapshots cannot be in {self.folder}")
-        self._meeting = Meeting(
-            comm,
-            world,
-            device,
-            ranks=[*numbers],
-            lineage=[tokens[0], *(before.lineage if before else [])],
-            resumed=self._stamp,
-            known={s.run for s in snapshots},
-        )
+        lineage = [tokens[0], *(before.lineage if before else [])]
+        known = {s.run for s in snapshots}
+        self._meeting = Meeting(comm, world, device, [*numbers], lineage, self._stamp, known)
         self._stamp = max(stamps)
         return self._meeting
 
@@ -175,20 +153,24 @@ class Snapshots:
         """Return ``save()`` as a generator, which yields each collective before it waits for it."""
         meeting = yield from self._meet()
         self._stamp += 1  # also if this rank could not write the last one: stamps are alike on all
-        outcome = self._finish_writing()
+        problem = self._finish_writing()
         if self._optimizer.sharded:  # with all ranks, also if this one has to raise
             yield from self._optimizer.consolidate_as_generator()
-        copied = outcome or self._pack_state()
+        try:
+            packed = files.pack(self._read_state())  # a copy in host memory
+        except Exception as error:
+            problem = problem or error
         rows = yield from meeting.gather(meeting.written)
         self._remove_old(meeting, sorted(set.intersection(*map(set, rows)))[-self._keep :])
         self._warn_of_other_runs(meeting)
-        if isinstance(copied, Exception):  # now that ranks have told each other
-            raise copied
+        if problem is not None:  # now that ranks have told each other
+            raise problem
         snapshot = meeting.name_snapshot(self._optimizer._session.steps, self._stamp)
+        manifest = Manifest(snapshot, [*meeting.lineage])
         executor = ThreadPoolExecutor(1, "compopt snapshot")
-        future = executor.submit(write_snapshot, self.folder, snapshot, *copied, meeting.lineage)
+        future = executor.submit(files.write_snapshot, self.folder, packed, manifest)
         executor.shutdown(wait=False)  # the thread ends with the file
-        self._pending = snapshot, future
+        self._pending = meeting, snapshot, future
 
     def wait(self) -> None:
         """Wait until the last snapshot is written. It sends nothing.
@@ -206,14 +188,12 @@ class Snapshots:
         pending, self._pending = self._pending, None
         if pending is None:
             return None
-        snapshot, future = pending
-        error = future.exception()
-        if error is None:
-            if self._meeting is not None and snapshot.run == self._meeting.lineage[0]:
-                self._meeting.written.append(snapshot.stamp)
+        meeting, snapshot, future = pending
+        if (error := future.exception()) is None:
+            meeting.written.append(snapshot.stamp)
             return None
-        if not is_complete(self.folder, snapshot):  # free its part of a disk that may be full
-            remove_snapshot(self.folder, snapshot)
+        if not files.is_complete(self.folder, snapshot):  # free its part of a disk that may be full
+            files.remove_snapshot(self.folder, snapshot)
         failure = RuntimeError(
             f"the snapshot {self.folder / snapshot.name} could not be written on rank "
             f"{snapshot.replica} ({describe(error)})."
@@ -229,7 +209,7 @@ class Snapshots:
         from, as many as are lacking in ``common``, up to the one that was resumed.
         """
         own = meeting.name_snapshot(0, 0)
-        snapshots = list_snapshots(self.folder)
+        snapshots = files.list_snapshots(self.folder)
         mine = [s for s in snapshots if s._replace(step=0, stamp=0) == own]
         older = [s for s in snapshots if s.run in meeting.lineage[1:] and common]
         before = sorted({s.stamp for s in older if s.stamp <= meeting.resumed}, reverse=True)
@@ -237,12 +217,12 @@ class Snapshots:
         needed = {*common, *meeting.written[-self._keep :], *before[:lacking]}
         for snapshot in [*mine, *older]:
             if snapshot.stamp not in needed:
-                remove_snapshot(self.folder, snapshot)
+                files.remove_snapshot(self.folder, snapshot)
         meeting.written = [stamp for stamp in meeting.written if stamp in needed]
 
     def _warn_of_other_runs(self, meeting: Meeting) -> None:
         known = {*meeting.lineage, *meeting.known}
-        others = {s.run for s in list_snapshots(self.folder)} - known
+        others = {s.run for s in files.list_snapshots(self.folder)} - known
         meeting.known |= others
         if others:
             warn(
@@ -251,16 +231,6 @@ class Snapshots:
                 "folder of its own.",
                 0,  # on this rank: others may not see that folder
             )
-
-    def _pack_state(self) -> tuple[Packed, float] | Exception:
-        """Return a copy of all state in host memory, and the rank's weight in the running round; or
-        why there is none.
-        """
-        try:
-            state = self._read_state()
-            return pack(state), read_weight(state)
-        except Exception as error:
-            return error
 
     def _read_state(self) -> State:
         from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -289,7 +259,8 @@ class Snapshots:
         """Return ``resume()`` as a generator, which yields each collective before it waits."""
         meeting = yield from self._meet()
         self._finish_writing()  # what could not be written is incomplete, and passed over
-        resume = Resume(self.folder, meeting, self._optimizer, self._read_state, self._write_state)
+        parts = RankParts(self._optimizer)
+        resume = Resume(self.folder, meeting, parts, self._read_state, self._write_state)
         are_own = yield from resume.run()
         if are_own is None:
             return 0
@@ -302,15 +273,11 @@ class Snapshots:
 
         with _without_warning(self._optimizer):
             present = self._read_state()
-            weights, optimizer_state = (
-                distribute_state(state[part], present[part]) for part in ("model", "optimizer")
+            model, optimizer = (
+                distribute_state(state[n], present[n]) for n in ("model", "optimizer")
             )
-            set_state_dict(
-                self._model,
-                self._optimizer,
-                model_state_dict=weights,
-                optim_state_dict=optimizer_state,
-            )
+            parts: State = {"model_state_dict": model, "optim_state_dict": optimizer}
+            set_state_dict(self._model, self._optimizer, **parts)
         for name, thing in self._stateful.items():
             thing.load_state_dict(state["stateful"][name])
 

@@ -251,7 +251,7 @@ def test_what_does_not_work_is_refused_with_the_line_to_write():
     for rank, results in enumerate(run_ranks(refusals, 2)):
         assert "write `with Join([ddp_model, optimizer]):`" in results["alone"]
         assert "has to come before its optimizer" in results["order"]
-        assert "divide_by_initial_world_size=True" in results["rounds"]
+        assert "divide_by_initial_world_size must be True with LocalSteps" in results["rounds"]
         assert "leave Join out, and call end_round() after the loop" in results["timed"]
         assert ("exhausted all inputs" if rank == 0 else "Detected at least one rank") in results["early"]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import os
 import pickle
 import random
@@ -29,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
 from compopt.integrations import _snapshot_files as files
-from compopt.integrations._snapshot_files import MANIFEST, STATE, Packed, Snapshot, decode_header, pack, unpack
+from compopt.integrations._snapshot_files import MANIFEST, STATE, Manifest, Packed, Snapshot, make_empty, pack, unpack
 from compopt.integrations.snapshots import Snapshots
 
 DAMAGES = int(os.environ.get("COMPOPT_DAMAGES", 45))
@@ -106,12 +107,11 @@ def test_a_damaged_snapshot_is_passed_over_or_refused_by_real_ranks(name, tmp_pa
 
 
 def test_every_byte_of_every_file_counts(saved, tmp_path):
-    """Also those between tensors, which nothing reads."""
     source = saved["SeparateAdam", 1, False].folder / "node 0"
     (snapshot, *_) = files.list_snapshots(source)
     manifest = files.read_manifest(source, snapshot)
     small = Packed({"tensor": 1}, [torch.arange(3, dtype=torch.uint8)])
-    files.write_snapshot(tmp_path, snapshot, small, 0.0, manifest.lineage)
+    files.write_snapshot(tmp_path, small, manifest)
     for path in (tmp_path / snapshot.name / name for name in (STATE, MANIFEST)):
         raw = path.read_bytes()
         for place in range(len(raw)):
@@ -148,7 +148,7 @@ def test_a_write_that_ends_anywhere_leaves_a_whole_snapshot_or_none(function, tm
         with monkeypatch.context() as patch:
             patch.setattr(files.os, function, call)
             try:
-                files.write_snapshot(tmp_path, snapshot, packed, 0.0, ["0" * 16])
+                files.write_snapshot(tmp_path, packed, Manifest(snapshot, ["0" * 16]))
                 is_killed = False
             except Killed:
                 is_killed = True
@@ -275,14 +275,19 @@ def flag(tmp_path, monkeypatch) -> Path:
     return tmp_path / "code ran"
 
 
+CRAFTED = [
+    [{"tensor": 1}, [["float32", [1099511627776]]]],
+    [{"__reduce__": ["os.system", "touch x"]}, []],
+    [{"tensor": 1}, [["load", [1]]]],
+    [{"tensor": 1}, [["uint8", [-1, -8]]]],
+]
+
+
 def crafted() -> list[bytes]:
     """Files that run code where they are unpickled, or that no reader should trust."""
     pickled = pickle.dumps(Evil())
-    huge = b'[{"tensor": 1}, [["float32", [1099511627776]]]]'
-    deep = b"[" * 100_000
-    other = b'[{"__reduce__": ["os.system", "touch x"]}, []]'
-    names = b'[{"tensor": 1}, [["load", [1]]]]'
-    headers = [len(raw).to_bytes(8, "little") + raw for raw in (huge, deep, other, names)]
+    described = [json.dumps(content).encode() for content in CRAFTED]
+    headers = [len(raw).to_bytes(8, "little") + raw for raw in (*described, b"[" * 100_000)]
     return [pickled, *headers, b"", b"\xff" * 100]
 
 
@@ -297,11 +302,10 @@ def test_a_crafted_folder_runs_nothing(number, flag, tmp_path):
     (snapshot,) = files.list_snapshots(node)
 
     class Crafted(Packed):
-        def write(self, write) -> int:
-            write(content)
-            return len(content)
+        def encode(self) -> list[bytes]:
+            return [content]
 
-    files.write_snapshot(node, snapshot, Crafted(None, []), 0.0, ["0" * 16])
+    files.write_snapshot(node, Crafted(None, []), Manifest(snapshot, ["0" * 16]))
     for is_manifest in (False, True):
         if is_manifest:
             (node / snapshot.name / MANIFEST).write_bytes(content)
@@ -313,13 +317,11 @@ def test_a_crafted_folder_runs_nothing(number, flag, tmp_path):
     assert not flag.exists()
 
 
-@pytest.mark.parametrize("number", range(len(crafted())))
-def test_a_crafted_message_of_a_peer_runs_nothing(number, flag, saved, tmp_path, monkeypatch):
-    content = crafted()[number]
-    header = content[8:] if content[8:9] == b"[" else content
-    monkeypatch.setattr(Packed, "encode_header", lambda packed: header or b" ")
+@pytest.mark.parametrize("content", CRAFTED, ids=str)
+def test_a_crafted_message_of_a_peer_runs_nothing(content, flag, saved, tmp_path, monkeypatch):
     run = saved["SeparateAdam", 1, False]
     shutil.copytree(run.folder, tmp_path, dirs_exist_ok=True)
+    monkeypatch.setattr(Packed, "describe", lambda packed: content)
     fleet = Fleet(run.case, 2, tmp_path, is_shared=False)
     with pytest.raises(Exception):  # noqa: B017 -- whatever the bytes lead to
         fleet.resume()
@@ -419,9 +421,10 @@ def test_objects_of_the_user_reach_a_rank_that_joins(tmp_path):
         fleet.save()
 
 
-def test_a_header_promises_no_more_than_there_is():
-    with pytest.raises(ValueError, match="4 bytes where 3 are"):
-        decode_header(b'[{"tensor": 1}, [["float32", []]]]', 3)
+def test_a_header_promises_as_much_as_there_is():
+    for bytes_there in (3, 5):
+        with pytest.raises(ValueError, match=f"4 bytes where {bytes_there} are"):
+            make_empty({"tensor": 1}, [["float32", []]], bytes_there)
     with pytest.raises(ValueError, match="unknown kind"):
         unpack(Packed({"code": []}, []))
 

@@ -290,7 +290,7 @@ def make_alone(folder: Path, keep: int) -> tuple[Snapshots, torch.optim.Optimize
 def save_in_vain(snapshots: Snapshots, monkeypatch) -> None:
     """Begin a snapshot that is never written: the process is killed."""
     with monkeypatch.context() as patch:
-        patch.setattr(module, "write_snapshot", lambda *a: None)
+        patch.setattr(module.files, "write_snapshot", lambda *a: None)
         snapshots.save()
     snapshots._pending = None
 

@@ -93,7 +93,7 @@ def test_what_is_on_its_way_is_all_that_is_exchanged_where_nothing_has_moved_sin
     _, params, optimizers = train(2, 8, every=4, delay=2)
 
     def exchanges() -> int:
-        return int(optimizers[0].state_dict()["state"][0]["outer"]["exchanges"])
+        return int(optimizers[0].state_dict()["state"][0]["outer"]["optimizer"]["step"])
 
     assert exchanges() == 1
     end_round(optimizers)

@@ -195,8 +195,8 @@ DAMAGES = {
     "fragment": lambda saved: saved["state"][0]["outer"].update(fragment=torch.tensor(-2)),
     "another fragment": lambda saved: saved["state"][0]["outer"].update(fragment=torch.tensor(0.5)),
     "begun": lambda saved: saved["state"][0]["outer"].update(begun=torch.tensor(-5)),
-    "exchanges": lambda saved: saved["state"][0]["outer"].update(exchanges="x"),
-    "exchange": lambda saved: saved["state"][0]["outer"].update(exchange={"is_underway": 1, "apply_at": "x"}),
+    "syncs": lambda saved: saved["state"][0]["outer"]["optimizer"].update(step="x"),
+    "exchange": lambda saved: saved["state"][0]["outer"].update(exchange={"apply_at": "x"}),
     "step of the base": lambda saved: saved["base"]["state"][0].update(step="abc"),
 }
 
@@ -440,7 +440,7 @@ def test_consolidated_within_a_round_an_exchange_on_its_way_is_applied():
     _, optimizers = train(2, 5, torch.float32, delay=2)
     optimizers[0].comm.world.consolidate(optimizers)
     entry = optimizers[0].state_dict()["state"][0]["outer"]
-    assert int(entry["exchanges"]) == 1 and not entry["exchange"]["is_underway"] and not entry["is_due"]
+    assert int(entry["optimizer"]["step"]) == 1 and not entry["exchange"]["apply_at"] and not entry["is_due"]
 
 
 def test_an_exchange_ends_what_was_consolidated():
@@ -473,7 +473,7 @@ def advance(world, params, optimizers, t: int) -> bool:
     """Take step t, the first time all before it; whether an exchange is on its way then."""
     for at in range(optimizers[0].stats.applied_steps, t + 1):
         step(world, params, optimizers, single(2, at))
-    return bool(quiet_state(optimizers[0])[0]["outer"]["exchange"]["is_underway"])
+    return bool(quiet_state(optimizers[0])[0]["outer"]["exchange"]["apply_at"])
 
 
 def test_a_rank_whose_parameters_are_not_finite_spoils_no_mean():

@@ -44,9 +44,7 @@ class Position:
 
 def state_of(snapshots: Snapshots) -> bytes:
     """Return a rank's state, as a snapshot would hold it."""
-    parts: list[bytes] = []
-    pack(snapshots._read_state()).write(lambda part: parts.append(bytes(part)))
-    return b"".join(parts)
+    return b"".join(pack(snapshots._read_state()).encode())
 
 
 class Fleet:
