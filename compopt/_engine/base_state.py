@@ -174,7 +174,8 @@ def average_base(
     State stays the rank's own if its form differs between ranks, or if it holds objects that are no
     tensors or numbers; that is said once.
     """
-    entries = {p: read_leaves(base.state.get(p, {})) for bucket in buckets for p in bucket.params}
+    state = base.state
+    entries = {p: read_leaves(state.get(p, {})) for bucket in buckets for p in bucket.params}
     alike = yield from _find_alike(entries, buckets, comm)
     for p in entries.keys() - alike:
         _say_kept(session, entries[p])

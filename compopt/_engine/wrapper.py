@@ -163,7 +163,8 @@ class Wrapper(CompressedOptimizer):
     def _replace_parameters(self) -> None:
         params = {p for group in self.param_groups for p in group["params"]}
         for p in self._session.parameters - params:
-            self.base.state.pop(p, None)
+            for member in list_members(self.base):
+                member.state.pop(p, None)
         # groups share their lists with the base's; if there are too many, some of the unshared go
         shared = {id(group["params"]) for group in self.param_groups}
         unshared = [
@@ -292,8 +293,9 @@ class Wrapper(CompressedOptimizer):
 
     def _show_base_in_state(self) -> None:
         """Add the base's to ``state``, where torch.distributed.checkpoint looks for names."""
+        base_state = self.base.state
         for p, entry in self.state.items():
-            entry["base"] = self.base.state.get(p, {})
+            entry["base"] = base_state.get(p, {})
 
     def after_layout(self) -> None:
         super().after_layout()

@@ -566,7 +566,8 @@ def sum_squares(norms: Sequence[Tensor], copies: Sequence[int]) -> Tensor:
 
 def reset_moments(inner: Optimizer, tensors: Iterable[Anchored]) -> None:
     """Zero the state of these parameters in ``inner`` that is not finite."""
+    state = inner.state
     for t in tensors:
-        for value in inner.state.get(t.param, {}).values():
+        for value in state.get(t.param, {}).values():
             if isinstance(value, Tensor) and not bool(to_local(value).isfinite().all()):
                 value.zero_()
