@@ -63,7 +63,7 @@ from ._engine.options import (
     require,
 )
 from ._engine.resharding import average_residuals, average_state
-from ._engine.session import Handshake, weak_method
+from ._engine.session import weak_method
 from ._engine.signals import defer_signals
 from ._engine.stats import Stats, show_line
 from ._engine.step import Step
@@ -271,7 +271,7 @@ class LocalSteps(AnchoredWrapper):
             self._check_own_params()
             self._see_ranks_and_groups()
             self.check_changed_options()
-            if session.handshake is not Handshake.VERIFIED and not session.sends_nothing:
+            if not session.peers_verified and not session.sends_nothing:
                 yield from copy_options_from_ranks_with_data(self)
                 yield from Step(self, session.comm, session.steps + 1).verify_peers()
             self._ensure_anchors()

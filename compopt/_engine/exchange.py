@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .._state.buckets import Bucket
 from .._wire.collectives import Communicator, PendingCollective, profiler_range
-from .._wire.payload import ControlFields, FieldValues, Payload, encode_bits, encode_stamp
+from .._wire.payload import ControlFields, FieldValues, Payload, encode_stamp
 from .._wire.requests import (
     Agree,
     AllGather,
@@ -102,9 +102,8 @@ class ExchangeInputs:
     algorithm: Algorithm
     comm: Communicator
     in_backward: bool = False
-    # control fields of the last bucket's payload, and the checksum of the settings in another
-    fields: dict[str, FieldValues] = field(default_factory=dict)
-    checksum: int = 0
+    # control fields that only the last bucket's payload has; not when payloads are sent again
+    last_fields: dict[str, FieldValues] = field(default_factory=dict)
     # why this rank cannot send its gradients
     problem: Exception | None = None
 
@@ -130,8 +129,7 @@ class BucketExchange:
         self.bucket, self.algorithm, self.comm = bucket, inputs.algorithm, inputs.comm
         self.in_backward = inputs.in_backward
         # not ``inputs`` itself, whose problem has a traceback that refers to this object
-        has_fields = is_last and inputs.fields  # not those that are sent again
-        self._last_fields = (inputs.fields, inputs.checksum) if has_fields else None
+        self._last_fields = inputs.last_fields if is_last else {}
         self.is_in_flight = self.has_reached_agree = False
         self.request: Request | None = None
         self.error: Exception | None = None
@@ -279,15 +277,11 @@ class BucketExchange:
         bucket = self.bucket
         if self.in_backward and self.error is None:
             self.staleness = StalenessCheck(bucket)
-        stamp = encode_stamp(bucket.index, bucket.group["step"] + 1)
-        fields: dict[str, FieldValues] = {
-            "failed": [float(self.error is not None)],
-            "stamp": stamp,
-        }
-        if self._last_fields is not None:
-            others, checksum = self._last_fields
-            fields |= {**others, "settings": encode_bits(checksum, 16)}
-        self.control = bucket.control = ControlFields(**fields)
+        self.control = bucket.control = ControlFields(
+            failed=[float(self.error is not None)],
+            stamp=encode_stamp(bucket.index, bucket.group["step"] + 1),
+            **self._last_fields,
+        )
 
 
 class ExchangeSchedule:

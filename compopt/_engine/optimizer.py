@@ -448,7 +448,7 @@ class CompressedOptimizer(OptimizerBase):
         session.consolidated_at = None
         session.rebuild_buckets(self)
         session.consecutive_skips, session.damage = 0, ""
-        session.unverify()
+        session.peers_verified = False
 
     @torch.inference_mode(False)  # its memory is used in later steps
     @torch.no_grad()

@@ -187,11 +187,6 @@ class OptimizerBase(Optimizer):
         return self.param_groups
 
     @property
-    def _known_options(self) -> set[str]:
-        """The names of the options of this class; other entries of a group are the user's."""
-        return set(self.defaults)
-
-    @property
     def _compared_groups(self) -> list[ComparedGroups]:
         """The groups whose options ranks compare, first those of ``_option_groups``."""
         return [("group", self.param_groups, self.defaults)]

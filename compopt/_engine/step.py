@@ -18,7 +18,7 @@ import torch
 
 from .._state.buckets import Bucket
 from .._wire.collectives import Communicator, get_rank, profiler_range
-from .._wire.payload import FieldValues
+from .._wire.payload import FieldValues, encode_bits
 from .._wire.requests import AllReduceMean, Answer, CommunicationError, RunBatched
 from .decision import StepDecision, combine_decisions, read_decision
 from .exchange import (
@@ -42,7 +42,7 @@ from .join import copy_options_from_ranks_with_data
 from .missing_ranks import RankLeft, explain_failure, post_lost_masks
 from .optimizer_base import OptimizerBase
 from .resharding import lay_out_trainable_parameters
-from .session import Handshake, Session
+from .session import Session
 from .signals import defer_signals
 from .stats import describe_compression, show_line
 
@@ -109,7 +109,7 @@ class Step:
         session = self.session
         self.problem = self._apply_changed_options() or self._prepare_gradients()
         yield from self._finish_post_commit()
-        if session.handshake is not Handshake.VERIFIED:
+        if not session.peers_verified:
             yield from self.verify_peers()
         if not self.buckets:
             return None
@@ -170,7 +170,7 @@ class Step:
             return
         if self.scale is not None:
             restore_scale(self.session, self.scale)
-        self.session.unverify()  # ranks may be a step apart now
+        self.session.peers_verified = False  # ranks may be a step apart now
 
     # Before the exchange
 
@@ -227,7 +227,7 @@ class Step:
         is_unfrozen = not self.buckets and session.trainable_has_changed
         if post_commit.lost or is_unfrozen or session.has_new_options:
             post_commit.lost = False
-            session.unverify()
+            session.peers_verified = False
 
     def verify_peers(self) -> CollectiveGenerator[None]:
         """Run the handshake, and lay out the parameters that require a gradient now."""
@@ -240,8 +240,7 @@ class Step:
             yield from lay_out_trainable_parameters(optimizer, self.comm)
             optimizer.before_exchange()
         # without gradients to compare, the next step begins with a handshake too
-        is_verified = had_gradients or optimizer.replaces_reduce_scatter
-        session.handshake = Handshake.VERIFIED if is_verified else Handshake.UNVERIFIED
+        session.peers_verified = had_gradients or optimizer.replaces_reduce_scatter
 
     # The exchange
 
@@ -302,11 +301,11 @@ class Step:
             schedule.inputs.problem = RuntimeError(
                 "other parameters require a gradient than before"
             )
-        schedule.inputs.checksum = self._checksum_settings()
-        schedule.inputs.fields = {
+        schedule.inputs.last_fields = {
             "stale": any_stale,
             "waits": session.waits.make_field(self.number, comm.rank, comm.size),
             "unfrozen": [float(is_unfrozen)],
+            "settings": encode_bits(self._checksum_settings(), 16),
         }
         replica_sum = self._sum_replicas()
         yield from schedule.run()
@@ -404,7 +403,7 @@ class Step:
         session.update_stats(self.optimizer, decision, session.take_bytes_sent())
         trial = None if session.sends_nothing else session.trial
         if trial and trial.time_step(decision.phase_of, applied, session.device):
-            session.unverify()  # ranks compare their times in the next step's handshake
+            session.peers_verified = False  # the next step's handshake compares ranks' times
         if not applied or session.consecutive_skips:
             session.count_skips(applied, self.optimizer.max_skipped)
 
@@ -448,12 +447,7 @@ def start_in_backward(optimizer: OptimizerBase, params: Iterable[torch.Tensor]) 
     """
     session: Session = optimizer._session
     comm = session.refresh_ranks(optimizer)
-    if (
-        session.handshake is not Handshake.VERIFIED
-        or session.damage
-        or session.has_grad_scaler
-        or comm.size == 1
-    ):
+    if not session.peers_verified or session.damage or session.has_grad_scaler or comm.size == 1:
         return
     if optimizer.is_joining:  # a rank without data has no backward
         return

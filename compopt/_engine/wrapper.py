@@ -95,10 +95,6 @@ class Wrapper(CompressedOptimizer):
     def _option_groups(self) -> list[Group]:
         return self._wrapper_groups
 
-    @property
-    def _known_options(self) -> set[str]:
-        return set(self._wrapper_defaults)
-
     def add_param_group(self, param_group: Group) -> None:
         """Add a group to the base, and the wrapper's options for it.
 
@@ -275,7 +271,7 @@ class Wrapper(CompressedOptimizer):
         for merged, group, wrapper_group in zip(
             saved["param_groups"], base_saved["param_groups"], self._wrapper_groups, strict=True
         ):
-            options = {n: wrapper_group[n] for n in self._known_options if n in wrapper_group}
+            options = {n: wrapper_group[n] for n in self._wrapper_defaults if n in wrapper_group}
             options |= describe_group(self, wrapper_group)
             shared = group.keys() & options.keys() - {"params"}
             hidden = {PREFIX + name: group[name] for name in shared}
@@ -312,7 +308,7 @@ class Wrapper(CompressedOptimizer):
     def _load_without_hooks(self, state_dict: dict[str, Any]) -> None:
         groups = check_groups(self._session, state_dict)
         wrapper_saved, base_saved = split_state_dict(
-            state_dict, self._known_options, self.param_groups
+            state_dict, set(self._wrapper_defaults), self.param_groups
         )
         if base_saved is None:
             check_base_checkpoint(state_dict, groups, describe_members(self.base))

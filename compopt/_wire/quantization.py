@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -322,13 +322,6 @@ def unpack_int2(packed: Tensor, out: Tensor) -> Tensor:
 PACKING = {4: (pack_int4, unpack_int4), 2: (pack_int2, unpack_int2)}
 
 
-def find_packing(bits: int) -> tuple[Callable[..., None], Callable[..., Tensor]]:
-    """Return the functions that pack and unpack values of so many bits."""
-    if bits not in PACKING:
-        raise ValueError(f"values of {bits} bits cannot be packed: add their functions to PACKING.")
-    return PACKING[bits]
-
-
 # A chunk of rows in a message
 
 
@@ -342,7 +335,7 @@ def write_chunk(rows: Tensor, chunk: Chunk, out: Tensor, scratch: Scratch, bits:
     if len(chunk.spans) > 1:  # with gaps between them
         values = scratch("quantized chunk", n, torch.int8, rows.device)
         rows_to_values(rows, chunk.spans, values)
-    pack, _ = find_packing(bits)
+    pack, _ = PACKING[bits]
     pack(values, out[: packed_bytes(n, bits)])
 
 
@@ -352,6 +345,6 @@ def read_chunk(message: Tensor, chunk: Chunk, scratch: Scratch, bits: int) -> Te
     values = message[: packed_bytes(n, bits)]
     if bits < 8:
         out = scratch("quantized chunk", n, torch.int8, message.device)
-        _, unpack = find_packing(bits)
+        _, unpack = PACKING[bits]
         values = unpack(values, out)
     return values_to_rows(values, chunk.spans, chunk.rows, "quantized", scratch)
