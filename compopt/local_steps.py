@@ -47,7 +47,7 @@ from ._engine.gradients import (
     GRAD,
     check_gradients,
     drop_scale,
-    restore_scale,
+    scale_gradients,
     unscale_gradients,
 )
 from ._engine.handshake import warn_without_gradients
@@ -59,7 +59,7 @@ from ._engine.options import (
     ResidualDtype,
     Setting,
     is_number,
-    read_residual_dtype,
+    read_int8,
     require,
 )
 from ._engine.resharding import average_residuals, average_state
@@ -186,7 +186,7 @@ class LocalSteps(AnchoredWrapper):
             payload_dtype=payload_dtype,
             max_grad_norm=max_grad_norm,
         )
-        self.residual_dtype = read_residual_dtype(residual_dtype)
+        self.residual_dtype = read_int8("residual_dtype", residual_dtype)
         self._make_outer, self.offload, self._counts = outer, offload, rounds.RoundCounts()
         super().__init__(inner, options, process_group, simulate)
         if outer is not None:  # refuse here what cannot be made, not in the first local step
@@ -392,7 +392,7 @@ class LocalSteps(AnchoredWrapper):
             norm = yield from self._gradient_norm(grads, copies)
         except BaseException:
             if scale is not None:
-                restore_scale(session, scale)
+                scale_gradients(session, scale)
             raise
         with defer_signals():
             if math.isfinite(norm):

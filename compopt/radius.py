@@ -44,7 +44,7 @@ from ._engine.options import (
     dense_start_of,
     is_count,
     is_numeric,
-    read_residual_dtype,
+    read_int8,
     require,
     require_option,
 )
@@ -205,7 +205,7 @@ class RadiusAdamW(CompressedOptimizer):
     ):
         check_torch_options(type(self), amsgrad, torch_options)
         require(offload in (None, "residual"), "offload", offload, "None or 'residual'")
-        self.offload, self.residual_dtype = offload, read_residual_dtype(residual_dtype)
+        self.offload, self.residual_dtype = offload, read_int8("residual_dtype", residual_dtype)
         defaults = dict(
             lr=lr,
             betas=betas,

@@ -48,7 +48,7 @@ from ._engine.options import (
     check_torch_options,
     dense_start_of,
     is_numeric,
-    read_residual_dtype,
+    read_int8,
     require_option,
 )
 from ._engine.reducer import AdamWUpdate, OwnerReducer, ReduceScatterReducer
@@ -320,7 +320,7 @@ class TagcAdamW(ReducingOptimizer):
         **torch_options: Unpack[TorchOptions],
     ):
         check_torch_options(type(self), amsgrad, torch_options)
-        self.residual_dtype = read_residual_dtype(residual_dtype)
+        self.residual_dtype = read_int8("residual_dtype", residual_dtype)
         defaults = dict(
             lr=lr,
             betas=betas,
@@ -337,7 +337,7 @@ class TagcAdamW(ReducingOptimizer):
             when=when,
             maximize=maximize,
         )
-        self.set_gather_dtype(gather_dtype)
+        self.gather_dtype = read_int8("gather_dtype", gather_dtype)
         super().__init__(params, defaults, process_group, simulate)
 
     def check_group(self, group: Group) -> None:

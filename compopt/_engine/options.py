@@ -63,8 +63,7 @@ def require(good: bool, argument: str, value: object, wanted: str) -> None:
 
 def require_option(is_valid: bool, group: Group, name: str, wanted: str) -> None:
     """Raise a ValueError that names the option of ``group`` and its value."""
-    if not is_valid:
-        require(False, name, group[name], wanted)
+    require(is_valid, name, group[name], wanted)
 
 
 def is_numeric(value: object) -> bool:
@@ -215,10 +214,10 @@ def check_payload_and_clip(group: dict[str, Any], keeps_all_errors: bool = False
         )
 
 
-def read_residual_dtype(dtype: object) -> str | None:
-    """Return the name of ``residual_dtype``; raise ValueError if it is neither None nor int8."""
+def read_int8(argument: str, dtype: object) -> str | None:
+    """Return the name of a dtype; raise ValueError if it is neither None nor int8."""
     name = dtype_name(dtype)
-    require(name in (None, "int8"), "residual_dtype", dtype, "None or 'int8'")
+    require(name in (None, "int8"), argument, dtype, "None or 'int8'")
     return None if name is None else "int8"
 
 

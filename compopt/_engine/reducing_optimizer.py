@@ -9,11 +9,10 @@ import torch
 from .._state.buckets import Bucket
 from .._state.layouts import GlobalShape, Layout, LocalShape, Sharded
 from .._state.residuals import Residuals, residual_layout
-from .._wire.codec import dtype_name
 from .._wire.collectives import connect, is_sharded_over
 from .fsdp_backward import FSDPBackward, PendingResidual
 from .optimizer import CompressedOptimizer
-from .options import Setting, require
+from .options import Setting
 from .reducer import Reducer
 from .session import weak_method
 
@@ -31,15 +30,6 @@ class ReducingOptimizer(CompressedOptimizer):
     # the dtype of FSDP2's parameter gathers (None: its own), and whether an integration has set it
     gather_dtype: str | None = None
     has_gathers = False
-
-    def set_gather_dtype(self, dtype: GatherDtype) -> None:
-        """Set the option ``gather_dtype``; for constructors, before the base's.
-
-        Raises ValueError for an unknown dtype.
-        """
-        name = dtype_name(dtype)
-        require(name in (None, "int8"), "gather_dtype", dtype, "None or 'int8'")
-        self.gather_dtype = None if name is None else "int8"
 
     def reducer(self, bucket: Bucket) -> Reducer:
         """Return the reducer of a bucket for the coming step."""

@@ -148,7 +148,7 @@ def rebind_optimizer(
         before = session.buckets_to_reshard or session.buckets
         yield from reshard_state(before, session.buckets, session.comm)
     session.end_rebind()
-    warn_of_lost_residuals(optimizer, size_before, session.comm.size)
+    warn_of_lost_ranks(optimizer, size_before, session.comm.size)
 
 
 def catch_up(optimizer: OptimizerBase, comm: Communicator) -> CollectiveGenerator[None]:
@@ -220,8 +220,7 @@ def copy_from_rank_ahead(
         )
     source, received = counts.index(latest), []
     for tensor in tensors:
-        raw = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
-        message = raw.to(device, copy=True).contiguous()
+        message = _without_bools(tensor).to(device, copy=True).contiguous()
         message = yield from exchange_one(comm, Broadcast(message, source))
         received += [message.to(HOST)] if count < latest else []
     if late := ", ".join(f"rank {rank}" for rank, n in enumerate(counts) if 0 <= n < latest):
@@ -236,8 +235,12 @@ def copy_from_rank_ahead(
 def write_tensors(tensors: Sequence[Tensor], messages: Sequence[Tensor]) -> None:
     """Write what ``copy_from_rank_ahead`` has received."""
     for tensor, message in zip(tensors, messages, strict=True):
-        raw = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
-        raw.copy_(message)
+        _without_bools(tensor).copy_(message)
+
+
+def _without_bools(tensor: Tensor) -> Tensor:
+    """Return a view that can be sent."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
 def _load_without_residuals(
@@ -265,7 +268,7 @@ def _to_tuples(value: Any) -> Any:
     return tuple(map(_to_tuples, value)) if isinstance(value, list) else value
 
 
-def warn_of_lost_residuals(
+def warn_of_lost_ranks(
     optimizer: OptimizerBase,
     size_before: int,
     size: int,

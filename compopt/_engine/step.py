@@ -28,7 +28,7 @@ from .exchange import (
     exchange_one,
     run_batched_requests,
 )
-from .gradients import check_gradients, drop_scale, restore_scale, unscale_gradients
+from .gradients import check_gradients, drop_scale, scale_gradients, unscale_gradients
 from .handshake import (
     checksum_sum,
     find_part,
@@ -169,7 +169,7 @@ class Step:
         if self.is_complete:
             return
         if self.scale is not None:
-            restore_scale(self.session, self.scale)
+            scale_gradients(self.session, self.scale)
         self.session.peers_verified = False  # ranks may be a step apart now
 
     # Before the exchange

@@ -413,8 +413,6 @@ def split_state_dict(
     state, saved_groups = saved["state"], saved["param_groups"]
     wrapper_state = {
         key: {name: value for name, value in entry.items() if name != "base"}
-        if isinstance(entry, dict)
-        else entry
         for key, entry in state.items()
     }
     wrapper_groups = [
@@ -424,7 +422,7 @@ def split_state_dict(
     wrapper_saved = {"state": wrapper_state, "param_groups": wrapper_groups}
     if "base" in saved:
         return wrapper_saved, saved["base"]
-    if not any(isinstance(entry, dict) and "base" in entry for entry in state.values()):
+    if not any("base" in entry for entry in state.values()):
         return saved, None
 
     base_state = {}
