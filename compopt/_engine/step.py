@@ -20,6 +20,7 @@ from .._state.buckets import Bucket
 from .._wire.collectives import Communicator, get_rank, profiler_range
 from .._wire.payload import FieldValues, encode_bits
 from .._wire.requests import AllReduceMean, Answer, CommunicationError, RunBatched
+from . import handshake
 from .decision import StepDecision, combine_decisions, read_decision
 from .exchange import (
     BucketExchange,
@@ -29,15 +30,6 @@ from .exchange import (
     run_batched_requests,
 )
 from .gradients import check_gradients, drop_scale, scale_gradients, unscale_gradients
-from .handshake import (
-    checksum_sum,
-    find_part,
-    raise_failure,
-    raise_mismatch,
-    sum_part,
-    verify_peers,
-    warn_if_without_gradients,
-)
 from .join import copy_options_from_ranks_with_data
 from .missing_ranks import RankLeft, explain_failure, post_lost_masks
 from .optimizer_base import OptimizerBase
@@ -161,7 +153,7 @@ class Step:
             self.is_complete = True
         is_read = self.optimizer.fsdp_backward is None
         if decision.applied and is_read and session.has_data and self.comm.size > 1:
-            warn_if_without_gradients(session, decision)
+            handshake.warn_if_without_gradients(session, decision)
         self._report(decision)
 
     def undo(self) -> None:
@@ -234,7 +226,7 @@ class Step:
         session = self.session
         session.overlap.discard()
         optimizer, has_problem = self.optimizer, self.problem is not None
-        had_gradients = yield from verify_peers(optimizer, self.comm, has_problem)
+        had_gradients = yield from handshake.verify_peers(optimizer, self.comm, has_problem)
         session.replica_checksum = 0  # the handshake has compared all parameters
         if session.trainable_has_changed:  # the same on all ranks: the handshake has compared it
             yield from lay_out_trainable_parameters(optimizer, self.comm)
@@ -310,7 +302,7 @@ class Step:
         replica_sum = self._sum_replicas()
         yield from schedule.run()
         decision = read_decision(exchanges, replica_sum)
-        session.replica_checksum = checksum_sum(decision.replica_sum)
+        session.replica_checksum = handshake.checksum_sum(decision.replica_sum)
         if decision.control_means["stale"][0] == 0 or len(exchanges) == 1:
             decision.early_buckets = len(stale)
             return decision
@@ -330,11 +322,11 @@ class Step:
     def _sum_replicas(self) -> torch.Tensor | None:
         """Sum the part of the parameters that ranks compare in this step, if one is due."""
         optimizer, comm = self.optimizer, self.comm
-        due = find_part(self.number, optimizer.check_replicas_every)
+        due = handshake.find_part(self.number, optimizer.check_replicas_every)
         if due is None or comm.size == 1 or not optimizer.has_equal_replicas:
             return None
         buckets = [*self.session.buckets, *self.session.frozen_buckets]
-        return sum_part([p for bucket in buckets for p in bucket.local_params], *due)
+        return handshake.sum_part([p for bucket in buckets for p in bucket.local_params], *due)
 
     def _raise_if_failed(self, decision: StepDecision) -> CollectiveGenerator[None]:
         """Raise the same error on all ranks if the step failed."""
@@ -354,13 +346,13 @@ class Step:
             failure = "" if problem is None else f"{type(problem).__name__}: {problem}"
             del problem  # its traceback refers to this frame (a reference cycle)
             try:
-                yield from raise_failure(session, self.comm, failure)
+                yield from handshake.raise_failure(session, self.comm, failure)
             except CommunicationError:
                 if self.problem is None:
                     raise
                 raise self.problem from None
         if decision.mismatched:
-            yield from raise_mismatch(self.optimizer, self.comm, in_step=True)
+            yield from handshake.raise_mismatch(self.optimizer, self.comm, in_step=True)
 
     # After it
 

@@ -25,29 +25,10 @@ from .._state.buckets import Bucket
 from .._state.layouts import Layout
 from .._state.tensors import is_accelerator
 from .._wire.collectives import ProcessGroup
+from . import bases, combined
 from .base_state import copy_state
-from .bases import (
-    WrappedUpdate,
-    check_base,
-    check_mode,
-    draw_alike,
-    find_switch,
-    is_in_eval_mode,
-    list_constructor_options,
-    may_draw,
-    replace_gradients,
-    select_options,
-    warn_of_unread_options,
-)
 from .checkpoint import NOT_OPTIONS, check_groups, describe_group
-from .combined import (
-    OneOrSeveral,
-    check_disjoint,
-    combine_optimizers,
-    describe_members,
-    find_owner,
-    list_members,
-)
+from .combined import OneOrSeveral
 from .optimizer import CompressedOptimizer
 from .options import ComparedGroups, Group, Setting, check_base_group
 from .session import Role
@@ -71,8 +52,8 @@ class Wrapper(CompressedOptimizer):
         process_group: ProcessGroup | None,
         simulate: bool = False,
     ):
-        base = combine_optimizers(base)
-        check_base(base)
+        base = combined.combine_optimizers(base)
+        bases.check_base(base)
         self.base = base
         self._wrapper_groups: list[Group] = []
         self._wrapper_defaults = {**options, "compress": None, "step": 0}
@@ -108,7 +89,7 @@ class Wrapper(CompressedOptimizer):
         except (TypeError, ValueError):
             if is_new:
                 for group in self.param_groups[len(self._wrapper_groups) :]:
-                    owner = find_owner(self.base, group)
+                    owner = combined.find_owner(self.base, group)
                     owner.param_groups.pop()
                     if isinstance(owner, CompressedOptimizer):
                         owner.forget_group(group)
@@ -118,8 +99,8 @@ class Wrapper(CompressedOptimizer):
         """Return the checked options of the wrapper for a group of the base."""
         check_base_group(group)
         if not self._has_unread_options:
-            owner = find_owner(self.base, group)
-            self._has_unread_options = warn_of_unread_options(
+            owner = combined.find_owner(self.base, group)
+            self._has_unread_options = bases.warn_of_unread_options(
                 group, owner, self.options_in_base, type(self).__name__
             )
         given = self._select_options(group)
@@ -130,7 +111,7 @@ class Wrapper(CompressedOptimizer):
     def _select_options(self, group: Group) -> Group:
         """Return the wrapper's options that a group of the base has."""
         names = {"param_names": group["param_names"]} if "param_names" in group else {}
-        return {**names, **select_options(group, self.options_in_base)}
+        return {**names, **bases.select_options(group, self.options_in_base)}
 
     def read_options(self) -> None:
         for options, group in zip(self._wrapper_groups, self.param_groups, strict=False):
@@ -145,7 +126,7 @@ class Wrapper(CompressedOptimizer):
     def add_groups_of_base(self) -> None:
         """Add the wrapper's options for groups that were added to the base."""
         if groups := self.base.param_groups[len(self._wrapper_groups) :]:
-            check_disjoint(list_members(self.base))
+            combined.check_disjoint(combined.list_members(self.base))
             added = [self._options_for(group) for group in groups]
             self._wrapper_groups += added
             try:
@@ -159,7 +140,7 @@ class Wrapper(CompressedOptimizer):
     def _replace_parameters(self) -> None:
         params = {p for group in self.param_groups for p in group["params"]}
         for p in self._session.parameters - params:
-            for member in list_members(self.base):
+            for member in combined.list_members(self.base):
                 member.state.pop(p, None)
         # groups share their lists with the base's; if there are too many, some of the unshared go
         shared = {id(group["params"]) for group in self.param_groups}
@@ -175,7 +156,7 @@ class Wrapper(CompressedOptimizer):
         super()._replace_parameters()
 
     def before_exchange(self) -> None:
-        check_mode(self.base)
+        bases.check_mode(self.base)
         self.add_groups_of_base()
         super().before_exchange()
 
@@ -193,10 +174,10 @@ class Wrapper(CompressedOptimizer):
         (subject, name), *others = super()._settings()
         members = [
             (type(member).__name__, member.settings)
-            for member in list_members(self.base)
+            for member in combined.list_members(self.base)
             if hasattr(member, "settings") and self.steps_alike
         ]
-        name = f"{name} around {describe_members(self.base)}"
+        name = f"{name} around {combined.describe_members(self.base)}"
         return [(subject, name), *others, *members]
 
     # State
@@ -204,17 +185,17 @@ class Wrapper(CompressedOptimizer):
     @property
     def _compressed_members(self) -> list[CompressedOptimizer]:
         """The optimizers of this package that the base is, or consists of."""
-        return [m for m in list_members(self.base) if isinstance(m, CompressedOptimizer)]
+        return [m for m in combined.list_members(self.base) if isinstance(m, CompressedOptimizer)]
 
     def before_layout(self) -> None:
         super().before_layout()
         for inner in self._compressed_members:
             inner._session.role, inner._session.connection = Role.WRAPPED, None
-        self._update = WrappedUpdate(self.base)
-        members = list_members(self.base)
+        self._update = bases.WrappedUpdate(self.base)
+        members = combined.list_members(self.base)
         self._base_options = {name for member in members for name in member.defaults}
-        self.given_options = list_constructor_options(self.base)
-        self._may_draw = may_draw(self.base)
+        self.given_options = bases.list_constructor_options(self.base)
+        self._may_draw = bases.may_draw(self.base)
 
     def _bucket_layouts(self, bucket: Bucket) -> dict[str, Layout]:
         layouts = super()._bucket_layouts(bucket)
@@ -230,19 +211,19 @@ class Wrapper(CompressedOptimizer):
     @property
     def train(self) -> Callable[[], None]:
         """Put the base into train mode, where it has one; others have no such attribute."""
-        return find_switch(self.base, "train")
+        return bases.find_switch(self.base, "train")
 
     @property
     def eval(self) -> Callable[[], None]:
         """Put the base into eval mode, where it has one: the model gets the parameters to evaluate
         and to save.
         """
-        return find_switch(self.base, "eval")
+        return bases.find_switch(self.base, "eval")
 
     @contextlib.contextmanager
     def _in_train_mode(self) -> Iterator[None]:
         """Put the base into train mode within the block."""
-        if not is_in_eval_mode(self.base):
+        if not bases.is_in_eval_mode(self.base):
             yield
             return
         self.train()
@@ -257,7 +238,7 @@ class Wrapper(CompressedOptimizer):
         """Step the base on the averaged gradients."""
         super().after_commit()
         session = self._session
-        are_drawn = draw_alike(session.steps, session.device)
+        are_drawn = bases.draw_alike(session.steps, session.device)
         with are_drawn if self._may_draw else contextlib.nullcontext():
             self._update.step_base()
         self._show_base_in_state()
@@ -280,7 +261,7 @@ class Wrapper(CompressedOptimizer):
             merged.update({**group, **hidden, **options, "params": numbers})
         params = [(p, group) for group in self.base.param_groups for p in group["params"]]
         # a base may step another optimizer, which its copies have in common with it
-        with replace_gradients({p: None for p, _ in params}):
+        with bases.replace_gradients({p: None for p, _ in params}):
             for number, (p, group) in enumerate(params):
                 if number in saved["state"]:
                     base_entry = save_entry(self.base, p, group, base_saved["state"].get(number))
@@ -311,7 +292,7 @@ class Wrapper(CompressedOptimizer):
             state_dict, set(self._wrapper_defaults), self.param_groups
         )
         if base_saved is None:
-            check_base_checkpoint(state_dict, groups, describe_members(self.base))
+            check_base_checkpoint(state_dict, groups, combined.describe_members(self.base))
         check_groups(self._session, base_saved or state_dict)
         before = self.base.state_dict()
         try:
@@ -321,7 +302,7 @@ class Wrapper(CompressedOptimizer):
             except (TypeError, ValueError) as error:
                 raise ValueError(
                     f"loaded state dict does not fit the base optimizer "
-                    f"{describe_members(self.base)} ({error}): it is damaged, or of another class."
+                    f"{combined.describe_members(self.base)} ({error}): it is damaged, or of another class."
                 ) from error
             if base_saved is not None:
                 super()._load_without_hooks(wrapper_saved)
@@ -384,7 +365,7 @@ def _make_first_state(base: Optimizer, p: Tensor, group: Group) -> dict[str, Any
     A copy of ``base``, or of its member, steps a stand-in for this tensor only. One of this package
     would step its own buckets instead, and has state before its first step.
     """
-    base = find_owner(base, group)
+    base = combined.find_owner(base, group)
     if not p.requires_grad or isinstance(base, CompressedOptimizer):
         return {}
     stand_in = torch.nn.Parameter(torch.zeros_like(p))
