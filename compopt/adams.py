@@ -123,7 +123,7 @@ class AdamS(CompressedOptimizer):
         return ("residual",) if is_rounded else ()
 
     @property
-    def has_new_layout(self) -> bool:
+    def has_new_layout(self) -> bool:  # type: ignore[override]
         return any(name not in b.state for b in self._buckets for name in self.rank_local_state)
 
     def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:

@@ -200,7 +200,7 @@ class LocalSteps(AnchoredWrapper):
         rounds.check_options(group, self.offload)
 
     @property
-    def steps_alike(self) -> bool:
+    def steps_alike(self) -> bool:  # type: ignore[override]
         return bool(self._options["dense_steps"] > 0)
 
     @property
@@ -521,7 +521,7 @@ class LocalSteps(AnchoredWrapper):
         return {"residual": PaddedVector(bucket.compute_dtype, lambda p: 0, optional=True)}
 
     @property
-    def averages_gradients(self) -> bool:
+    def averages_gradients(self) -> bool:  # type: ignore[override]
         """True if the coming step belongs to ``dense_steps``, where gradients are averaged."""
         options = self._options
         return bool(options["step"] < options["dense_steps"])

@@ -29,7 +29,6 @@ from .._wire.requests import (
     CommunicationError,
     EncodeError,
     ReadToHost,
-    ReadyToCommit,
     Request,
     RequestGenerator,
     RunBatched,
@@ -139,11 +138,6 @@ class BucketExchange:
             self._advance([], is_new=True)
         else:
             self._take_part_without_gradients(inputs.problem)
-
-    @property
-    def is_ready_to_commit(self) -> bool:
-        """True once a sharded step has gathered everything."""
-        return isinstance(self.request, ReadyToCommit)
 
     @property
     def has_next_stage(self) -> bool:

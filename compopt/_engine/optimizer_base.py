@@ -8,7 +8,7 @@ the rest (``CompressedOptimizer``, ``Wrapper``).
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,22 +22,6 @@ from .._wire.requests import RequestGenerator
 from .decision import StepDecision
 from .options import ComparedGroups, Group, Setting
 from .stats import Stats
-
-
-class BackwardReduction(Protocol):
-    """Averages gradients in backward, in place of FSDP2's reduce-scatter (see
-    ``fsdp_backward``).
-    """
-
-    @property
-    def dense_bytes(self) -> int:
-        """The bytes that FSDP2 would send in a step."""
-
-    def check(self) -> None:
-        """Raise if the step cannot use the gradients that backward averaged."""
-
-    def end_step(self) -> None:
-        """Forget what the step has committed or skipped."""
 
 
 class OptimizerBase(Optimizer):
@@ -58,8 +42,12 @@ class OptimizerBase(Optimizer):
     # FSDP2 shards the parameters over this optimizer's ranks, and the optimizer replaces its
     # reduce-scatter
     replaces_reduce_scatter = False
-    # averages gradients in backward if replaces_reduce_scatter
-    fsdp_backward: BackwardReduction | None = None
+    # the ``FSDPBackward``, which then averages gradients in backward; its file imports this one
+    fsdp_backward: Any = None
+    # the coming step averages gradients over ranks
+    averages_gradients = True
+    # options were changed such that state has to be laid out again
+    has_new_layout = False
     # every rank updates all masters, although other state is sharded
     whole_masters = False
     # set by torch's Join: whether it is enabled, and whether this optimizer is the first in it
@@ -77,11 +65,6 @@ class OptimizerBase(Optimizer):
     patience: float | None = None
     # steps within which ranks compare all parameters, a part at a time; 0: never. Users may set it
     check_replicas_every = 100
-
-    @property
-    def averages_gradients(self) -> bool:
-        """True if the coming step averages gradients over ranks."""
-        return True
 
     @property
     def has_equal_replicas(self) -> bool:
@@ -114,11 +97,6 @@ class OptimizerBase(Optimizer):
     def checksum_settings(self) -> int:
         """Return a number that is equal on ranks with equal settings."""
         raise NotImplementedError
-
-    @property
-    def has_new_layout(self) -> bool:
-        """True if options were changed such that the state has to be laid out again."""
-        return False
 
     def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:
         """Return the layout of each state, by name; ``dtype`` is that of the computation."""

@@ -275,7 +275,8 @@ class GroupSnapshot:
             if value is self.values[i]:
                 continue
             # no value is this object: what may change in place is compared anew every time
-            self.values[i] = value if is_immutable(value) else self
+            is_tuple_of_plain = type(value) is tuple and PLAIN.issuperset(map(type, value))
+            self.values[i] = value if type(value) in PLAIN or is_tuple_of_plain else self
             plain = make_comparable(value)
             if name in RATES:
                 self.rates[name] = plain
@@ -319,11 +320,6 @@ class OptionSnapshot:
             own = self.groups[: len(compared[0][1])]
             self.message_options = repr([seen.fixed for seen in own])
             self.checksum = None
-
-
-def is_immutable(value: object) -> bool:
-    """True for a value of a type that most options have, which cannot change in place."""
-    return type(value) in PLAIN or (type(value) is tuple and PLAIN.issuperset(map(type, value)))
 
 
 def make_comparable(value: object) -> object:

@@ -19,7 +19,7 @@ import torch
 from .._state.buckets import Bucket
 from .._wire.collectives import Communicator, get_rank, profiler_range
 from .._wire.payload import FieldValues, encode_bits
-from .._wire.requests import AllReduceMean, Answer, CommunicationError, RunBatched
+from .._wire.requests import AllReduceMean, Answer, CommunicationError, ReadyToCommit, RunBatched
 from . import handshake
 from .decision import StepDecision, combine_decisions, read_decision
 from .exchange import (
@@ -293,11 +293,13 @@ class Step:
             schedule.inputs.problem = RuntimeError(
                 "other parameters require a gradient than before"
             )
+        # the settings, and what the last step has summed
+        checksum = self.optimizer.checksum_settings() ^ session.replica_checksum
         schedule.inputs.last_fields = {
             "stale": any_stale,
             "waits": session.waits.make_field(self.number, comm.rank, comm.size),
             "unfrozen": [float(is_unfrozen)],
-            "settings": encode_bits(self._checksum_settings(), 16),
+            "settings": encode_bits(checksum, 16),
         }
         replica_sum = self._sum_replicas()
         yield from schedule.run()
@@ -314,10 +316,6 @@ class Step:
         decision = read_decision([*again.exchanges, exchanges[-1]])
         decision.resent = True
         return decision
-
-    def _checksum_settings(self) -> int:
-        """Return a checksum of the settings, and of what the last step has summed."""
-        return self.optimizer.checksum_settings() ^ self.session.replica_checksum
 
     def _sum_replicas(self) -> torch.Tensor | None:
         """Sum the part of the parameters that ranks compare in this step, if one is due."""
@@ -425,7 +423,7 @@ def _run_to_commit(decision: StepDecision) -> CollectiveGenerator[None]:
     exchanges: list[BucketExchange] = decision.exchanges
     for exchange in exchanges:
         exchange.resume_and_start_next(decision.norm)
-    while waiting := [exchange for exchange in exchanges if not exchange.is_ready_to_commit]:
+    while waiting := [e for e in exchanges if not isinstance(e.request, ReadyToCommit)]:
         for exchange in waiting:
             yield exchange.in_flight
             exchange.resume_and_start_next(exchange.in_flight.wait())

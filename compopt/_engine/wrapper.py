@@ -44,6 +44,8 @@ class Wrapper(CompressedOptimizer):
     # options of the wrapper that a group of the base may have, as "compopt_NAME", for its tensors
     options_in_base: tuple[str, ...] = ("compress",)
     _has_unread_options = False
+    # all ranks step ``base`` on the same averages, at first or always
+    steps_alike = True
 
     def __init__(
         self,
@@ -159,11 +161,6 @@ class Wrapper(CompressedOptimizer):
         bases.check_mode(self.base)
         self.add_groups_of_base()
         super().before_exchange()
-
-    @property
-    def steps_alike(self) -> bool:
-        """True if all ranks step ``base`` on the same averages, at first or always."""
-        return True
 
     @property
     def _compared_groups(self) -> list[ComparedGroups]:
@@ -300,9 +297,10 @@ class Wrapper(CompressedOptimizer):
                 # a copy: torch's would share its tensors
                 self.base.load_state_dict(copy_state(base_saved or state_dict))
             except (TypeError, ValueError) as error:
+                name = combined.describe_members(self.base)
                 raise ValueError(
-                    f"loaded state dict does not fit the base optimizer "
-                    f"{combined.describe_members(self.base)} ({error}): it is damaged, or of another class."
+                    f"loaded state dict does not fit the base optimizer {name} ({error}): it is "
+                    "damaged, or of another class."
                 ) from error
             if base_saved is not None:
                 super()._load_without_hooks(wrapper_saved)

@@ -103,7 +103,7 @@ class ProjectingOptimizer(ReducingOptimizer):
         return {**layouts, "basis": basis}
 
     @property
-    def has_new_layout(self) -> bool:
+    def has_new_layout(self) -> bool:  # type: ignore[override]
         """True if ``projection`` or ``rank`` was changed: bases have another size, or none."""
         for bucket in self._buckets:
             layout, stored = self._bucket_layouts(bucket).get("basis"), bucket.state.get("basis")
