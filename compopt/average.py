@@ -115,7 +115,7 @@ class Average(Wrapper, ReducingOptimizer):
     def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:
         return {"residual": self.choose_residual_layout(dtype)}
 
-    def reducer(self, bucket: Bucket) -> Reducer:
+    def make_reducer(self, bucket: Bucket) -> Reducer:
         """Return the reducer that is used inside FSDP2.
 
         A reduce-scatter carries floats only; quantized values use an all-reduce, of which each rank

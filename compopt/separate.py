@@ -119,7 +119,7 @@ def choose_generator(
     """Return the generator that steps a bucket: Algorithm 1, or the step inside FSDP2."""
     ops, fsdp_backward = optimizer.ops, optimizer.fsdp_backward
     if fsdp_backward is None:
-        return separate(bucket, ops, optimizer.reducer(bucket), update)
+        return separate(bucket, ops, optimizer.make_reducer(bucket), update)
     norm_factors = optimizer.squared_norm_factors(bucket)
     return step_fsdp_shards(bucket, ops, fsdp_backward, update, norm_factors)
 

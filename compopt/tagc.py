@@ -387,7 +387,7 @@ class TagcAdamW(ReducingOptimizer):
             layouts["update_residual"] = Sharded(dtype, optional=True)
         return layouts
 
-    def reducer(self, bucket: Bucket) -> DenseStart | UnionReducer:
+    def make_reducer(self, bucket: Bucket) -> DenseStart | UnionReducer:
         return choose_reducer(bucket, self.ops)
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:

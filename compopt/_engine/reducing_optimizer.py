@@ -31,7 +31,7 @@ class ReducingOptimizer(CompressedOptimizer):
     gather_dtype: str | None = None
     has_gathers = False
 
-    def reducer(self, bucket: Bucket) -> Reducer:
+    def make_reducer(self, bucket: Bucket) -> Reducer:
         """Return the reducer of a bucket for the coming step."""
         raise NotImplementedError
 
@@ -105,7 +105,7 @@ class ReducingOptimizer(CompressedOptimizer):
         super().after_layout()
         if self.replaces_reduce_scatter and self.fsdp_backward is None:
             self.fsdp_backward = FSDPBackward(
-                self, weak_method(self.reducer), weak_method(self.write_residual)
+                self, weak_method(self.make_reducer), weak_method(self.write_residual)
             )
         if self.fsdp_backward is not None:
             self.fsdp_backward.forget_units()

@@ -171,7 +171,7 @@ class ProjectingOptimizer(ReducingOptimizer):
 
     # The reducer of the coming step
 
-    def reducer(self, bucket: Bucket) -> ProjectionReducer:
+    def make_reducer(self, bucket: Bucket) -> ProjectionReducer:
         group, plan = bucket.group, self._plan_next_step(bucket)
         # the residual of a Gaussian projection is noise; that of a contraction is due
         has_due_residual = bucket.has_residual and group["projection"] != "gaussian"
