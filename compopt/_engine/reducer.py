@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .._ops.operations import (
     Ops,
-    gradient_marks,
+    flag_gradients,
     scale_all_,
     squared_norm,
 )
@@ -177,7 +177,7 @@ class OwnerReducer:
         self.sends_residuals = bucket.has_residual if sends_residuals is None else sends_residuals
 
     def average(
-        self, marks: Tensor, dtype: PayloadDtype, encoded: Sequence[Tensor] = ()
+        self, gradient_flags: Tensor, dtype: PayloadDtype, encoded: Sequence[Tensor] = ()
     ) -> RequestGenerator[Payload]:
         """Send to every owner what it owns of the tensors that are sent dense, and what is
         ``encoded`` for it. Returns the mean of this rank's payload.
@@ -188,7 +188,7 @@ class OwnerReducer:
             of_rank.append(len(code))
         self.owner_payloads, flat = self.bucket.make_payloads(lengths, dtype)
         headers = [payload.header for payload in self.owner_payloads]
-        torch._foreach_copy_(headers, [marks] * len(headers))
+        torch._foreach_copy_(headers, [gradient_flags] * len(headers))
         absent, to, sent = [], [], []
         for payload, ranges in zip(self.owner_payloads, self.layout.ranges, strict=True):
             for part, i in zip(payload.unrounded_parts, self.sent_dense, strict=False):
@@ -241,8 +241,8 @@ class ReduceScatterReducer(OwnerReducer):
 
     def reduce(self) -> RequestGenerator[Payload]:
         like = torch.empty(0, dtype=self.bucket.compute_dtype, device=self.bucket.device)
-        marks = gradient_marks(self.grads, like)
-        mean = yield from self.average(marks, self.bucket.group["payload_dtype"])
+        gradient_flags = flag_gradients(self.grads, like)
+        mean = yield from self.average(gradient_flags, self.bucket.group["payload_dtype"])
         self.values = mean.parts
         return mean
 

@@ -113,9 +113,9 @@ class AnchorBucket(Bucket):
     def begin_sync(self) -> Tensor:
         """Make the payload of a sync. Returns the vector to which values are written."""
         lengths = [n * t.is_sent for t, n in zip(self.tensors, self.lengths, strict=True)]
-        marks = [float(t.is_sent) for t in self.tensors]
+        flags = [float(t.is_sent) for t in self.tensors]
         self.control = ControlFields(failed=[0.0])
-        self.payload = self.make_payload(lengths, self.group["payload_dtype"], marks=marks)
+        self.payload = self.make_payload(lengths, self.group["payload_dtype"], gradient_flags=flags)
         return self.payload.unrounded_body
 
     def write_pseudo_gradient(self, out: Tensor) -> Tensor:

@@ -156,7 +156,7 @@ class Payload:
         """For each tensor of an average whether any rank had a gradient. ``read_decision`` sets it,
         with all that the host reads.
         """
-        return [mark > 0 for mark in self.header.tolist()]
+        return [flag > 0 for flag in self.header.tolist()]
 
     @property
     def unrounded_parts(self) -> list[Tensor]:
