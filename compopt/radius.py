@@ -57,7 +57,7 @@ from ._state.masks import Mask, selection_size, sizes_at_density
 from ._state.residuals import residual_layout
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype
-from ._wire.requests import Agree, Broadcast, RequestGenerator
+from ._wire.requests import Agree, Broadcast, Phase, RequestGenerator
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -80,7 +80,7 @@ def radius(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
         yield from broadcast_mask(bucket, ops, mean, masks)  # line 23
 
 
-def choose_phase(bucket: Bucket) -> str:
+def choose_phase(bucket: Bucket) -> Phase:
     """Return "dense", "resample" or "sparse", the phase of the coming step (lines 3, 7 and 12).
 
     Step ``dense_steps`` is the first resample step.

@@ -66,7 +66,7 @@ from ._state.residuals import Residuals
 from ._wire.codec import PAYLOAD_CODECS
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype
-from ._wire.requests import BitOr, ReadToHost, RequestGenerator
+from ._wire.requests import BitOr, Phase, ReadToHost, RequestGenerator
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -97,7 +97,7 @@ def choose_reducer(bucket: Bucket, ops: Ops) -> DenseStart | UnionReducer:
 class DenseStart(ReduceScatterReducer):
     """All tensors dense."""
 
-    phase = "dense"
+    phase: Phase = "dense"
 
     def feed_back(self, have_gradients: list[bool]) -> None:
         self.bucket.cache["union_and_leftovers"] = None, 0
@@ -111,7 +111,7 @@ class UnionReducer(OwnerReducer):
     ``codec="compact"`` sends the values at the union, in its order; "sketch" encodes them.
     """
 
-    phase = "sparse"
+    phase: Phase = "sparse"
     selected: Selected  # by this rank's
     union: Tensor  # the positions that any rank has selected, ascending
     counts: list[int]  # how many of them each rank owns

@@ -166,11 +166,11 @@ def _describe_missing_state(optimizer: OptimizerBase, buckets: Sequence[Bucket])
     session: Session = optimizer._session
     comm = session.comm
     others = "the other rank" if comm.size == 2 else f"the other {comm.size - 1} ranks"
-    sharded = [bucket for bucket in buckets if bucket.sharded_names]
-    if sharded and session.steps:
-        elements = sum(sum(bucket.shards.own_sizes) for bucket in sharded)
-        share = elements / max(1, sum(sum(bucket.lengths) for bucket in sharded))
-        names = ", ".join(dict.fromkeys(n for bucket in sharded for n in bucket.sharded_names))
+    cut = [bucket for bucket in buckets if bucket.sharded_names]
+    if cut and session.steps:
+        elements = sum(sum(bucket.shards.own_sizes) for bucket in cut)
+        share = elements / max(1, sum(bucket.numel for bucket in cut))
+        names = ", ".join(dict.fromkeys(n for bucket in cut for n in bucket.sharded_names))
         yield (
             f"it holds rank {comm.rank}'s {share:.0%} of the moments ({names}) and zeros for the "
             "rest"
@@ -323,9 +323,7 @@ def check_groups(session: Session, state_dict: dict[str, Any]) -> list[Group]:
         if other.get("format", FORMAT) != FORMAT:
             raise ValueError(
                 f"loaded state dict has format {other['format']!r}, and this compopt reads format "
-                f"{FORMAT}: load it with the compopt that wrote it. In format 1 dense_steps, "
-                "growth_steps and density_steps were warmup_steps, every_warmup_steps and "
-                "density_warmup_steps, and TagcAdamW had sparsity, 1 - density."
+                f"{FORMAT}: load it with the compopt that wrote it."
             )
     return saved
 

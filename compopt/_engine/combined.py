@@ -84,17 +84,17 @@ class CombinedOptimizer(Optimizer):
         self._note_new_groups()
         parts = [member.state_dict() for member in self.members]
         groups: list[Group] = []
-        numbers: list[dict[Any, int]] = [{} for _ in parts]  # for each member: its number to ours
+        number_of: list[dict[Any, int]] = [{} for _ in parts]  # by member: its number to ours
         count = 0
         for m, n in self._positions:
             group = parts[m]["param_groups"][n]
             new = list(range(count, count + len(group["params"])))
-            numbers[m].update(zip(group["params"], new, strict=True))
+            number_of[m].update(zip(group["params"], new, strict=True))
             groups.append({**group, "params": new})
             count += len(new)
         state = {
             number.get(key, key): entry
-            for number, part in zip(numbers, parts, strict=True)
+            for number, part in zip(number_of, parts, strict=True)
             for key, entry in part["state"].items()
         }
         saved: dict[str, Any] = {"state": state, "param_groups": groups}

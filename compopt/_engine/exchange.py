@@ -74,23 +74,25 @@ class StalenessCheck:
         return [p.grad is not None for p in self.bucket.params]
 
     def _sum_gradients(self) -> tuple[list[bool], Tensor]:
-        integers = [torch.zeros((), dtype=torch.int64, device=self.bucket.device)]
-        numbers = [torch.zeros((), dtype=torch.float64, device=self.bucket.device)]
+        bit_sums = [torch.zeros((), dtype=torch.int64, device=self.bucket.device)]
+        value_sums = [torch.zeros((), dtype=torch.float64, device=self.bucket.device)]
         for g in self.bucket.grads():
             flat = (
-                integers[0].view(1)
+                bit_sums[0].view(1)
                 if g is None or not g.numel()
                 else g.detach().contiguous().view(-1)
             )
-            numbers.append(flat.sum(dtype=torch.promote_types(flat.dtype, torch.float32)).double())
+            value_sums.append(
+                flat.sum(dtype=torch.promote_types(flat.dtype, torch.float32)).double()
+            )
             # the bits as integers of the elements' width, at least 32
             size = flat.itemsize
             if size < 4 and (len(flat) * size % 4 or flat.storage_offset() * size % 4):
                 flat = torch.nn.functional.pad(flat, (0, -len(flat) % (4 // size))).clone()
             dtype = torch.int64 if size == 8 else torch.int32
-            integers.append(flat.view(dtype).sum(dtype=dtype).long())
+            bit_sums.append(flat.view(dtype).sum(dtype=dtype).long())
         return self._list_with_grad(), torch.stack(
-            [torch.stack(integers), torch.stack(numbers).view(torch.int64)]
+            [torch.stack(bit_sums), torch.stack(value_sums).view(torch.int64)]
         )
 
 
@@ -362,12 +364,12 @@ def _read_together(exchanges: list[BucketExchange]) -> None:
     by_device: dict[torch.device, list[tuple[BucketExchange, Tensor]]] = {}
     for exchange in exchanges:
         assert isinstance(exchange.request, ReadToHost)
-        numbers = exchange.request.tensor
-        by_device.setdefault(numbers.device, []).append((exchange, numbers))
+        scalars = exchange.request.tensor
+        by_device.setdefault(scalars.device, []).append((exchange, scalars))
     for pairs in by_device.values():
-        values = iter(torch.cat([numbers for _, numbers in pairs]).tolist())
-        for exchange, numbers in pairs:
-            exchange.resume_before_agree(list(islice(values, len(numbers))))
+        values = iter(torch.cat([scalars for _, scalars in pairs]).tolist())
+        for exchange, scalars in pairs:
+            exchange.resume_before_agree(list(islice(values, len(scalars))))
 
 
 # After the decision

@@ -74,8 +74,8 @@ def verify_peers(
         dense_time=dense_time,
         compressed_time=compressed_time,
     )
-    numbers = torch.tensor(local_checksums, dtype=torch.int64, device="cpu").to(session.device)
-    gathered = yield from exchange_one(comm, AllGather(numbers))
+    checksums = torch.tensor(local_checksums, dtype=torch.int64, device="cpu").to(session.device)
+    gathered = yield from exchange_one(comm, AllGather(checksums))
     rows = [Checksums(*row) for row in gathered.tolist()]
     if _differ(row.backend for row in rows) and all(row.is_backend_automatic for row in rows):
         session.use_pytorch(optimizer)
@@ -92,8 +92,8 @@ def verify_peers(
     return comm.size == 1 or any(row.gradients for row in rows)
 
 
-def _differ(numbers: Iterator[int]) -> bool:
-    return len(set(numbers)) > 1
+def _differ(checksums: Iterator[int]) -> bool:
+    return len(set(checksums)) > 1
 
 
 def _report_equal_gradients(session: Session, comm: Communicator) -> None:

@@ -79,12 +79,12 @@ def wait_for_all_to_consolidate(optimizer: OptimizerBase, patience: float | None
     if store is None or not (names or optimizer.sharded):
         return
     averaged = sum(bucket.flat[name].numel() for bucket in session.buckets for name in names)
-    sharded = sum(
+    in_shards = sum(
         bucket.shards.max_numel * len(bucket.sharded_names)
         for bucket in session.buckets
         if bucket.is_sharded
     )
-    state = f"{averaged} elements of {', '.join(names) or 'nothing'}, {sharded} in shards"
+    state = f"{averaged} elements of {', '.join(names) or 'nothing'}, {in_shards} in shards"
     if patience is None:
         patience = PATIENCE if comm.rank == 0 else PATIENCE_WITH_RANK_0
     try:

@@ -31,7 +31,7 @@ from .._state.buckets import Bucket
 from .._state.masks import Mask
 from .._state.residuals import Residuals
 from .._wire.payload import Payload, PayloadDtype
-from .._wire.requests import AllReduceMean, ReduceScatterMean, RequestGenerator
+from .._wire.requests import AllReduceMean, Phase, ReduceScatterMean, RequestGenerator
 
 # Updates: what is done with the average
 
@@ -111,7 +111,7 @@ class Reducer(Protocol):
     """Averages the gradients of one bucket, once."""
 
     @property
-    def phase(self) -> str:
+    def phase(self) -> Phase:
         """The name that ``stats`` give a step that sends this."""
 
     def reduce(self) -> RequestGenerator[Payload]:
@@ -236,7 +236,7 @@ class ReduceScatterReducer(OwnerReducer):
     """
 
     @property
-    def phase(self) -> str:
+    def phase(self) -> Phase:
         return "rounded" if self.bucket.is_rounded else "dense"
 
     def reduce(self) -> RequestGenerator[Payload]:
@@ -286,7 +286,7 @@ class AllReduceReducer:
         self._given, self._is_sparse = mask, mask is not None and mask.is_sparse
 
     @property
-    def phase(self) -> str:
+    def phase(self) -> Phase:
         if self._is_sparse:
             return "sparse"
         return "rounded" if self.bucket.is_rounded else "dense"

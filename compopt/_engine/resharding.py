@@ -186,7 +186,7 @@ def catch_up(optimizer: OptimizerBase, comm: Communicator) -> CollectiveGenerato
         with defer_signals():
             session.damage = "rebind() was interrupted while it wrote a step of another rank"
             write_tensors(tensors, messages)
-            of_base.write_numbers(counts.tolist())
+            of_base.write_scalars(counts.tolist())
             _load_without_residuals(optimizer, saved, int(step), learned)
 
 

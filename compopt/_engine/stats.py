@@ -208,23 +208,20 @@ def describe_compression(
         when = "but stay dense, as a trial has found"
     text = f"{compressed} of {tensors} tensors are compressed, {when}."
 
-    dense = sum(bucket.numel * bucket.grad_dtype.itemsize for bucket in buckets)
-    counts = [count for count in values_sent if count is not None]
-    if len(counts) == len(buckets) and dense:
-        codecs = [PAYLOAD_CODECS[b.group["payload_dtype"]] for b in buckets]
-        sizes = [
-            codec.bytes_per_value(b.grad_dtype) for codec, b in zip(codecs, buckets, strict=True)
-        ]
-        sent = sum(count * size for count, size in zip(counts, sizes, strict=True))
-        first = sum(
-            b.numel * (b.grad_dtype.itemsize if in_fsdp and codec.bits else size)
-            for b, codec, size in zip(buckets, codecs, sizes, strict=True)
-        )
-        collective = "FSDP2's reduce-scatter" if in_fsdp else "an all-reduce"
-        text += (
-            f" A step then sends {sent / dense:.1%} of the bytes of {collective} of the "
-            f"gradients, a dense one before it {first / dense:.0%}."
-        )
-        if in_fsdp:
-            text += " The parameters that FSDP2 gathers are not counted."
+    dense = sum(bucket.dense_bytes for bucket in buckets)
+    if None in values_sent or not dense:
+        return text
+    sent = first = 0.0
+    for bucket, count in zip(buckets, values_sent, strict=True):
+        codec = PAYLOAD_CODECS[bucket.group["payload_dtype"]]
+        size = codec.bytes_per_value(bucket.grad_dtype)
+        sent += size * (count or 0)
+        first += bucket.dense_bytes if in_fsdp and codec.bits else size * bucket.numel
+    collective = "FSDP2's reduce-scatter" if in_fsdp else "an all-reduce"
+    text += (
+        f" A step then sends {sent / dense:.1%} of the bytes of {collective} of the "
+        f"gradients, a dense one before it {first / dense:.0%}."
+    )
+    if in_fsdp:
+        text += " The parameters that FSDP2 gathers are not counted."
     return text

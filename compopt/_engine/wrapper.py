@@ -395,7 +395,7 @@ def split_state_dict(
         for key, entry in state.items()
     }
     wrapper_groups = [
-        {name: group[name] for name in group if name in known or name in NOT_OPTIONS}
+        {name: value for name, value in group.items() if name in known or name in NOT_OPTIONS}
         for group in saved_groups
     ]
     wrapper_saved = {"state": wrapper_state, "param_groups": wrapper_groups}
@@ -404,25 +404,17 @@ def split_state_dict(
     if not any("base" in entry for entry in state.values()):
         return saved, None
 
-    base_state = {}
-    for key, entry in state.items():
-        if base_entry := read_entry(entry.get("base", {})):
-            base_state[key] = base_entry
+    base_state = {key: read_entry(entry.get("base", {})) for key, entry in state.items()}
+    base_state = {key: entry for key, entry in base_state.items() if entry}
     # entries of a group that are not the wrapper's are the base's or the user's
     not_of_base = known | NOT_OPTIONS - {"params", "param_names"}
     base_groups = []
     for group, current in zip(saved_groups, groups, strict=True):
-        options = {
-            name: value
-            for name, value in group.items()
-            if name not in not_of_base and not name.startswith(PREFIX)
-        }
         hidden = {n.removeprefix(PREFIX): n for n in group if n.startswith(PREFIX)}
-        options.update({name: group[key] for name, key in hidden.items()})
-        for name in current:
-            if name not in options and name in group:  # flattened: only the base's are left
-                options[name] = group[name]
-        base_groups.append(options)
+        names = {n: n for n in group if n not in not_of_base and not n.startswith(PREFIX)}
+        # flattened: only the base's are left
+        flat = {n: n for n in current if n in group and n not in hidden}
+        base_groups.append({n: group[key] for n, key in {**flat, **names, **hidden}.items()})
     return wrapper_saved, {"state": base_state, "param_groups": base_groups}
 
 

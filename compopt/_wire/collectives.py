@@ -581,7 +581,7 @@ def make_shard_communicators(params: Iterable[Tensor]) -> list[Communicator]:
 
 def get_replicate_size(p: Tensor, shards: list[Communicator]) -> int:
     """Return how many of the ranks that hold one model have the same part of ``p``."""
-    sharded = {group.group_name for group, where in list_mesh_groups(p) if not where.is_replicate()}
+    cutting = {group.group_name for group, where in list_mesh_groups(p) if not where.is_replicate()}
     return math.prod(
-        comm.size for comm in shards if comm.group is None or comm.group.group_name not in sharded
+        comm.size for comm in shards if comm.group is None or comm.group.group_name not in cutting
     )
