@@ -238,8 +238,7 @@ class BucketExchange:
 
     def _take_part_without_gradients(self, error: Exception) -> None:
         """Repeat the requests so far without gradients, and send what comes next."""
-        if self.error is not None:
-            # it failed without gradients too: nothing can be sent, and other ranks time out
+        if self.error is not None:  # without gradients it failed too: there is nothing to send
             raise self.error from error
         self.error = error
         answers = [

@@ -56,9 +56,10 @@ class Note(Enum):
     """The kind of a note."""
 
     LEFT = "left"  # the rank will not finish the running step
-    LOST_MASKS = "lost masks"  # nor will it without its masks, unless all ranks have lost theirs
+    # the rank sends payloads of another length until all ranks have dropped their masks
+    LOST_MASKS = "lost masks"
     CONSOLIDATES = "consolidates"  # the rank waited in consolidate_state(), and gave up
-    FAILED = "failed"  # the rank raised an error, of which collectives may not have told the others
+    FAILED = "failed"  # the rank raised an error, which collectives may not have told the others
 
 
 class RankLeft(BaseException):

@@ -344,7 +344,7 @@ class CompressedOptimizer(OptimizerBase):
                 on_construction(self)
 
     def _replace_parameters(self) -> None:
-        """Lay out state for other parameters; those that stay keep theirs.
+        """Rebuild buckets where groups hold new tensors; the tensors that stay keep their state.
 
         Raises ValueError if their state is cut into shards, which would have to be cut anew.
         """

@@ -48,7 +48,7 @@ class OptimizerBase(Optimizer):
     averages_gradients = True
     # options were changed such that state has to be laid out again
     has_new_layout = False
-    # every rank updates all masters, although other state is sharded
+    # float32 masters are not sharded with other state: weights off the mask decay on every rank
     whole_masters = False
     # set by torch's Join: whether it is enabled, and whether this optimizer is the first in it
     _join_config: Any = None

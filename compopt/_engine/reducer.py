@@ -55,7 +55,7 @@ class Update(Protocol):
 
 
 def write_averages(memory: list[Tensor], averages: Sequence[Tensor]) -> list[Tensor]:
-    """Copy averages to the memory for them, where they are not in it already; return the memory."""
+    """Copy those averages to their memory that are elsewhere; return the memory."""
     pairs = [
         (to, average.view(to.shape))
         for to, average in zip(memory, averages, strict=True)
@@ -138,7 +138,7 @@ class ShardReducer(Reducer, Protocol):
 
     @property
     def squared_norm(self) -> Tensor | None:
-        """This rank's share of |G|^2, where it is not that of the average message."""
+        """This rank's share of |G|^2; None if the averaged message has it."""
 
     @property
     def values(self) -> list[Tensor]:

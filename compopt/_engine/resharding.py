@@ -198,12 +198,12 @@ def copy_from_rank_ahead(
     limit: int = 1,
     unit: str = "step",
 ) -> CollectiveGenerator[tuple[int, list[Tensor]] | None]:
-    """Send ``tensors`` from the rank that has applied most steps, ``count`` here, to the others; -1
-    on a rank that is new.
+    """Send ``tensors`` from the rank that has applied most steps to all others.
 
-    Returns that rank, and what this one received; nothing if it is not behind; None if no rank is.
-    Nothing is written before all of it has arrived: the rank that sends it may die, and the others
-    go on as they were. Raises ValueError if a rank is more than ``limit`` behind.
+    ``count``: how many this rank has applied; -1 if it is new. Returns None if no rank is behind,
+    else the rank that sends and what this rank received, which is nothing unless it is behind. The
+    caller writes it, after all has arrived: the sender may die, and the others go on as they were.
+    Raises ValueError if a rank is more than ``limit`` behind.
     """
     numbers = torch.tensor([count, len(tensors)], dtype=torch.int64, device=device)
     rows = (yield from exchange_one(comm, AllGather(numbers))).tolist()

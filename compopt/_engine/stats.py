@@ -66,8 +66,9 @@ class Stats:
     ``applied_steps`` is the number of steps applied so far, also before a checkpoint was loaded.
     ``bytes_sent`` is what this rank handed to collectives in the step, ``bytes_dense`` what DDP
     would have, or FSDP2 to its reduce-scatter; what ``consolidate_state()`` sends is in ``run``
-    alone. The network carries an all-reduce twice, a reduce-scatter once, and a gather from one
-    rank to all others: where state is sharded its share is another, over many ranks a larger one.
+    alone. An all-reduce crosses each link twice, a reduce-scatter and a gather once each: so bytes
+    of sharded state, of which each of N ranks gathers N - 1 parts, weigh otherwise than an
+    all-reduce's.
     ``parameter_bytes`` is the part of ``bytes_sent`` that went into gathering updated parameters,
     where the optimizer shards state; what FSDP2 gathers is in neither number. ``grad_norm`` is the
     number that ``max_grad_norm`` clips by: of the average over ranks, before the clip. ``skipped``
@@ -159,7 +160,7 @@ def show_line(text: str) -> None:
 
 
 def show_summary(name: str, run: RunTotals, baseline: str) -> None:
-    """Show a line about the whole run, unless it was only a trial of a few steps.
+    """Show a line about the whole run, unless it had a few steps only.
 
     ``baseline``: who averages gradients without this optimizer, "DDP" or "FSDP2".
     """

@@ -164,8 +164,8 @@ class Payload:
         return self.rounding_error_parts if self.is_rounded_later else self.parts
 
     def round(self, addend: Tensor | None = None) -> Payload:
-        """Round ``unrounded_body``, plus ``addend``, to the message; its rounding error takes its
-        place.
+        """Write ``unrounded_body`` plus ``addend``, rounded, to the message, and leave the rounding
+        errors in ``unrounded_body``.
         """
         if self.codec.bits:
             self.addend = addend

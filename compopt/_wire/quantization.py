@@ -1,9 +1,8 @@
 """Quantization of flat values to 8, 4 or 2 bits: rows of 128 values share a scale.
 
 With 8 and 4 bits the unit is the largest magnitude of the row / 127 or / 7, and x becomes
-floor(x / unit + u), u uniform in [0, 1): stochastic rounding, which is unbiased. u comes from a
-table that is entered at an offset derived from a seed, so a run rounds the same way on every
-machine.
+floor(x / unit + u), u uniform in [0, 1): stochastic rounding, which is unbiased. u is read from a
+fixed table, from a position that hashes the seed, so a run rounds the same way on every machine.
 
 Without a seed u is 1/2: rounding to the nearest, where no error feedback needs an unbiased error.
 
@@ -245,7 +244,7 @@ def dequantize_rows(quantized: Tensor, scales: Tensor, out: Tensor) -> Tensor:
 
 
 def noise_offset(seed: tuple[int, ...] | None) -> int:
-    """Return where the table of numbers u is entered."""
+    """Return the position in the table of u from which a seed's numbers are read."""
     if seed is None:
         return 0
     digest = hashlib.blake2b(repr(seed).encode(), digest_size=4).digest()
