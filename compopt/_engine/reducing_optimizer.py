@@ -75,18 +75,17 @@ class ReducingOptimizer(CompressedOptimizer):
     def before_layout(self) -> None:
         super().before_layout()
         params = [p for group in self._option_groups for p in group["params"]]
-        fsdp_shards_params = False  # True if FSDP2 shards the parameters over the optimizer's ranks
+        flags = [False]  # of each parameter: whether FSDP2 shards it over the optimizer's ranks
         if any(hasattr(p, "device_mesh") for p in params):
             comm = connect(self._session.group)
             flags = [is_sharded_over(p, comm) for p in params]
-            fsdp_shards_params = all(flags)
-            if any(flags) and not fsdp_shards_params:
-                raise ValueError(
-                    f"{flags.count(False)} of {len(flags)} parameters are not among those that "
-                    "FSDP2 shards over the ranks of this optimizer: call fully_shard on the whole "
-                    "model before the optimizer is made, or give the others an optimizer of their "
-                    "own."
-                )
+        fsdp_shards_params = all(flags)
+        if any(flags) and not fsdp_shards_params:
+            raise ValueError(
+                f"{flags.count(False)} of {len(flags)} parameters are not among those that FSDP2 "
+                "shards over the ranks of this optimizer: call fully_shard on the whole model "
+                "before the optimizer is made, or give the others an optimizer of their own."
+            )
         if fsdp_shards_params and any(group.get("when") == "auto" for group in self._option_groups):
             raise ValueError(
                 "when='auto' compares compressed steps with dense ones of its own, and inside "

@@ -144,13 +144,9 @@ class Wrapper(CompressedOptimizer):
         for p in self._session.parameters - params:
             for member in combined.list_members(self.base):
                 member.state.pop(p, None)
-        # groups share their lists with the base's; if there are too many, some of the unshared go
-        shared = {id(group["params"]) for group in self.param_groups}
-        unshared = [
-            id(group) for group in self._wrapper_groups if id(group["params"]) not in shared
-        ]
-        removed = unshared[: max(0, len(self._wrapper_groups) - len(self.param_groups))]
-        self._wrapper_groups = [g for g in self._wrapper_groups if id(g) not in removed]
+        if len(self._wrapper_groups) > len(self.param_groups):  # the base's have been removed
+            kept = {id(group["params"]) for group in self.param_groups}
+            self._wrapper_groups = [g for g in self._wrapper_groups if id(g["params"]) in kept]
         for options, group in zip(self._wrapper_groups, self.param_groups, strict=False):
             options["params"] = group["params"]
         for inner in self._compressed_members:
