@@ -28,7 +28,7 @@ from ._engine.options import (
     check_compress,
     check_payload_and_clip,
     check_torch_options,
-    read_residual_dtype,
+    read_int8,
 )
 from ._engine.reducer import AllReduceReducer, step_adams
 from ._ops.operations import Ops, clip_factor, scale_
@@ -108,7 +108,7 @@ class AdamS(CompressedOptimizer):
             payload_dtype=payload_dtype,
             maximize=maximize,
         )
-        self.residual_dtype = read_residual_dtype(residual_dtype)
+        self.residual_dtype = read_int8("residual_dtype", residual_dtype)
         super().__init__(params, defaults, process_group, simulate)
 
     def check_group(self, group: Group) -> None:
@@ -123,7 +123,7 @@ class AdamS(CompressedOptimizer):
         return ("residual",) if is_rounded else ()
 
     @property
-    def has_new_layout(self) -> bool:
+    def has_new_layout(self) -> bool:  # type: ignore[override]
         return any(name not in b.state for b in self._buckets for name in self.rank_local_state)
 
     def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:

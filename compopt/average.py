@@ -24,7 +24,7 @@ from ._engine.options import (
     ResidualDtype,
     check_compress,
     check_payload_and_clip,
-    read_residual_dtype,
+    read_int8,
 )
 from ._engine.reducer import (
     AllReduceReducer,
@@ -103,9 +103,9 @@ class Average(Wrapper, ReducingOptimizer):
         process_group: ProcessGroup | None = None,
         simulate: bool = False,
     ):
-        self.residual_dtype = read_residual_dtype(residual_dtype)
+        self.residual_dtype = read_int8("residual_dtype", residual_dtype)
         options: dict[str, Any] = dict(payload_dtype=payload_dtype, max_grad_norm=max_grad_norm)
-        self.set_gather_dtype(gather_dtype)
+        self.gather_dtype = read_int8("gather_dtype", gather_dtype)
         super().__init__(base, options, process_group, simulate)
 
     def check_group(self, group: Group) -> None:
@@ -115,7 +115,7 @@ class Average(Wrapper, ReducingOptimizer):
     def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:
         return {"residual": self.choose_residual_layout(dtype)}
 
-    def reducer(self, bucket: Bucket) -> Reducer:
+    def make_reducer(self, bucket: Bucket) -> Reducer:
         """Return the reducer that is used inside FSDP2.
 
         A reduce-scatter carries floats only; quantized values use an all-reduce, of which each rank

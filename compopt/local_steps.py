@@ -43,7 +43,7 @@ from ._engine.bases import check_mode, replace_gradients
 from ._engine.combined import OneOrSeveral, combine_optimizers, describe_members
 from ._engine.decision import StepDecision
 from ._engine.exchange import CollectiveGenerator, sum_over_groups
-from ._engine.gradients import GRAD, check_gradients, drop_scale, restore_scale, unscale_gradients
+from ._engine.gradients import GRAD, check_gradients, drop_scale, scale_gradients, unscale_gradients
 from ._engine.handshake import gather_json, warn_without_gradients
 from ._engine.join import JoinHook, copy_options_from_ranks_with_data
 from ._engine.missing_ranks import RankLeft, explain_failure
@@ -53,11 +53,11 @@ from ._engine.options import (
     ResidualDtype,
     Setting,
     is_number,
-    read_residual_dtype,
+    read_int8,
     require,
 )
 from ._engine.resharding import average_residuals, average_state
-from ._engine.session import Handshake, weak_method
+from ._engine.session import weak_method
 from ._engine.signals import defer_signals
 from ._engine.stats import Stats, show_line
 from ._engine.step import Step
@@ -166,7 +166,7 @@ class LocalSteps(AnchoredWrapper):
             outer_momentum = 0.6 if "Muon" in describe_members(inner) else 0.9
         is_one = every is None or round_seconds is None
         require(is_one, "every", every, "left out beside round_seconds= (pass one of them)")
-        self.residual_dtype = read_residual_dtype(residual_dtype)
+        self.residual_dtype = read_int8("residual_dtype", residual_dtype)
         self._make_outer, self.offload, self._counts = outer, offload, rounds.RoundCounts()
         every = 30 if every is None else every
         weighted = weighted or round_seconds is not None
@@ -187,7 +187,7 @@ class LocalSteps(AnchoredWrapper):
         rounds.check_options(group, self.offload)
 
     @property
-    def steps_alike(self) -> bool:
+    def steps_alike(self) -> bool:  # type: ignore[override]
         return bool(self._options["dense_steps"] > 0)
 
     @property
@@ -254,7 +254,7 @@ class LocalSteps(AnchoredWrapper):
             self._check_own_params()
             self._see_ranks_and_groups()
             self.check_changed_options()
-            if session.handshake is not Handshake.VERIFIED and not session.sends_nothing:
+            if not session.peers_verified and not session.sends_nothing:
                 yield from copy_options_from_ranks_with_data(self)
                 yield from Step(self, session.comm, session.steps + 1).verify_peers()
             self._ensure_anchors()
@@ -369,7 +369,7 @@ class LocalSteps(AnchoredWrapper):
             norm = yield from self._gradient_norm(grads, copies)
         except BaseException:
             if scale is not None:
-                restore_scale(session, scale)
+                scale_gradients(session, scale)
             raise
         with defer_signals():
             if math.isfinite(norm):
@@ -493,7 +493,7 @@ class LocalSteps(AnchoredWrapper):
         return {"residual": PaddedVector(bucket.compute_dtype, lambda p: 0, optional=True)}
 
     @property
-    def averages_gradients(self) -> bool:
+    def averages_gradients(self) -> bool:  # type: ignore[override]
         """True if the coming step belongs to ``dense_steps``, where gradients are averaged."""
         return bool(self._options["step"] < self._options["dense_steps"])
 

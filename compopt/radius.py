@@ -44,7 +44,7 @@ from ._engine.options import (
     dense_start_of,
     is_count,
     is_numeric,
-    read_residual_dtype,
+    read_int8,
     require,
     require_option,
 )
@@ -57,7 +57,7 @@ from ._state.masks import Mask, selection_size, sizes_at_density
 from ._state.residuals import residual_layout
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype
-from ._wire.requests import Agree, Broadcast, RequestGenerator
+from ._wire.requests import Agree, Broadcast, Phase, RequestGenerator
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -80,7 +80,7 @@ def radius(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
         yield from broadcast_mask(bucket, ops, mean, masks)  # line 23
 
 
-def choose_phase(bucket: Bucket) -> str:
+def choose_phase(bucket: Bucket) -> Phase:
     """Return "dense", "resample" or "sparse", the phase of the coming step (lines 3, 7 and 12).
 
     Step ``dense_steps`` is the first resample step.
@@ -205,7 +205,7 @@ class RadiusAdamW(CompressedOptimizer):
     ):
         check_torch_options(type(self), amsgrad, torch_options)
         require(offload in (None, "residual"), "offload", offload, "None or 'residual'")
-        self.offload, self.residual_dtype = offload, read_residual_dtype(residual_dtype)
+        self.offload, self.residual_dtype = offload, read_int8("residual_dtype", residual_dtype)
         defaults = dict(
             lr=lr,
             betas=betas,

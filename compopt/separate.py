@@ -47,7 +47,7 @@ from ._engine.options import (
     TorchOptions,
     check_adam,
     check_torch_options,
-    read_residual_dtype,
+    read_int8,
 )
 from ._engine.reducer import AdamWUpdate, Update, write_averages
 from ._engine.reducing_optimizer import GatherDtype
@@ -115,7 +115,7 @@ def choose_generator(optimizer: SeparateAdam | Separate, bucket: Bucket) -> Requ
     """Return the generator that steps a bucket: Algorithm 1, or the step inside FSDP2."""
     ops, fsdp_backward, update = optimizer.ops, optimizer.fsdp_backward, optimizer._update
     if fsdp_backward is None:
-        return separate(bucket, ops, optimizer.reducer(bucket), update)
+        return separate(bucket, ops, optimizer.make_reducer(bucket), update)
     norm_factors = optimizer.squared_norm_factors(bucket)
     return step_fsdp_shards(bucket, ops, fsdp_backward, update, norm_factors)
 
@@ -215,7 +215,7 @@ class SeparateAdam(ProjectingOptimizer):
         **torch_options: Unpack[TorchOptions],
     ):
         check_torch_options(type(self), amsgrad, torch_options)
-        self.residual_dtype = read_residual_dtype(residual_dtype)
+        self.residual_dtype = read_int8("residual_dtype", residual_dtype)
         defaults = dict(
             lr=lr,
             betas=betas,
@@ -233,7 +233,7 @@ class SeparateAdam(ProjectingOptimizer):
             max_grad_norm=max_grad_norm,
             when=when,
         )
-        self.set_gather_dtype(gather_dtype)
+        self.gather_dtype = read_int8("gather_dtype", gather_dtype)
         super().__init__(params, defaults, process_group, simulate)
 
     def add_param_group(self, param_group: Group) -> None:
@@ -310,7 +310,7 @@ class Separate(Wrapper, ProjectingOptimizer):
         process_group: ProcessGroup | None = None,
         simulate: bool = False,
     ):
-        self.residual_dtype = read_residual_dtype(residual_dtype)
+        self.residual_dtype = read_int8("residual_dtype", residual_dtype)
         options = dict(
             **resolve_options(projection, ratio, rank, payload_dtype, dense_steps),
             ef_beta=ef_beta,
@@ -322,7 +322,7 @@ class Separate(Wrapper, ProjectingOptimizer):
             max_grad_norm=max_grad_norm,
             when=when,
         )
-        self.set_gather_dtype(gather_dtype)
+        self.gather_dtype = read_int8("gather_dtype", gather_dtype)
         super().__init__(
             base, {**options, "adapted": None, **TRIAL_OPTIONS}, process_group, simulate
         )

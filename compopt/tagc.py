@@ -48,13 +48,13 @@ from ._engine.options import (
     check_torch_options,
     dense_start_of,
     is_numeric,
-    read_residual_dtype,
+    read_int8,
     require_option,
 )
 from ._engine.reducer import AdamWUpdate, OwnerReducer, ReduceScatterReducer
 from ._engine.reducing_optimizer import GatherDtype, ReducingOptimizer
 from ._engine.stats import Stats
-from ._ops.operations import Ops, gradient_marks, squared_norms
+from ._ops.operations import Ops, flag_gradients, squared_norms
 from ._ops.update_helpers import Selected
 from ._sharded.sketch import Sketch
 from ._sharded.zero1_adamw import UpdateDtype, check_gathers, check_updates, step_zero1_shards
@@ -66,7 +66,7 @@ from ._state.residuals import Residuals
 from ._wire.codec import PAYLOAD_CODECS
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype
-from ._wire.requests import BitOr, ReadToHost, RequestGenerator
+from ._wire.requests import BitOr, Phase, ReadToHost, RequestGenerator
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -97,7 +97,7 @@ def choose_reducer(bucket: Bucket, ops: Ops) -> DenseStart | UnionReducer:
 class DenseStart(ReduceScatterReducer):
     """All tensors dense."""
 
-    phase = "dense"
+    phase: Phase = "dense"
 
     def feed_back(self, have_gradients: list[bool]) -> None:
         self.bucket.cache["union_and_leftovers"] = None, 0
@@ -111,7 +111,7 @@ class UnionReducer(OwnerReducer):
     ``codec="compact"`` sends the values at the union, in its order; "sketch" encodes them.
     """
 
-    phase = "sparse"
+    phase: Phase = "sparse"
     selected: Selected  # by this rank's
     union: Tensor  # the positions that any rank has selected, ascending
     counts: list[int]  # how many of them each rank owns
@@ -127,7 +127,7 @@ class UnionReducer(OwnerReducer):
         density = group["density"]
         ks = [count_selected(density, n) if density < 1 else end - a for n, (a, end) in pairs]
         self.selected = ops.run(select_largest, self.bucket, self.grads, ks)  # lines 1 to 3
-        positions, values, bits, marks = self.selected
+        positions, values, bits, gradient_flags = self.selected
         union_bits = yield BitOr(bits)  # line 4
         if bits.device.type == "cpu":
             self.union, at_union = ops.read_union(union_bits, values, positions)
@@ -144,7 +144,7 @@ class UnionReducer(OwnerReducer):
             seed = 1_000_003 * group["step"] + self.bucket.index
             self.sketch = Sketch(layout, self.union, self.counts, group["sketch_ratio"], seed)
             encoded, dtype = self.sketch.encode(at_union), self.bucket.compute_dtype
-        mean = yield from self.average(marks, dtype, encoded)  # lines 6 and 9
+        mean = yield from self.average(gradient_flags, dtype, encoded)  # lines 6 and 9
         first = sum(self.counts[: layout.rank])
         self.positions = self.union[first : first + self.counts[layout.rank]] - layout.own_bits[0]
         self.values = mean.parts
@@ -191,7 +191,7 @@ def select_largest(bucket: Bucket, ops: Ops, grads: Tensors, ks: list[int]) -> S
         pairs = [(sums, g.reshape(sums.shape)) for sums, _, g in batch if g is not None]
         if pairs:
             torch._foreach_add_([sums for sums, _ in pairs], [g for _, g in pairs])
-    marks = gradient_marks(grads, x[:0])
+    gradient_flags = flag_gradients(grads, x[:0])
     positions = ops.top_k_of_each([x[begin:end] for begin, end in layout.bits], ks)
     values = x.index_select(0, positions)
     wanted = None
@@ -199,7 +199,9 @@ def select_largest(bucket: Bucket, ops: Ops, grads: Tensors, ks: list[int]) -> S
         wanted = values != 0
     elif not values.all():
         positions, values = positions[values != 0], values[values != 0]
-    return Selected(positions, values, make_bits(positions, layout.mask_bytes, wanted), marks)
+    return Selected(
+        positions, values, make_bits(positions, layout.mask_bytes, wanted), gradient_flags
+    )
 
 
 def hold_back(bucket: Bucket, ops: Ops, grads: Tensors, positions: Tensor, sent: Tensor) -> None:
@@ -320,7 +322,7 @@ class TagcAdamW(ReducingOptimizer):
         **torch_options: Unpack[TorchOptions],
     ):
         check_torch_options(type(self), amsgrad, torch_options)
-        self.residual_dtype = read_residual_dtype(residual_dtype)
+        self.residual_dtype = read_int8("residual_dtype", residual_dtype)
         defaults = dict(
             lr=lr,
             betas=betas,
@@ -337,7 +339,7 @@ class TagcAdamW(ReducingOptimizer):
             when=when,
             maximize=maximize,
         )
-        self.set_gather_dtype(gather_dtype)
+        self.gather_dtype = read_int8("gather_dtype", gather_dtype)
         super().__init__(params, defaults, process_group, simulate)
 
     def check_group(self, group: Group) -> None:
@@ -387,7 +389,7 @@ class TagcAdamW(ReducingOptimizer):
             layouts["update_residual"] = Sharded(dtype, optional=True)
         return layouts
 
-    def reducer(self, bucket: Bucket) -> DenseStart | UnionReducer:
+    def make_reducer(self, bucket: Bucket) -> DenseStart | UnionReducer:
         return choose_reducer(bucket, self.ops)
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:

@@ -98,7 +98,7 @@ class RandomK(ReducingOptimizer):
     def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:
         return self.list_adamw_state(dtype)
 
-    def reducer(self, bucket: Bucket) -> AllReduceReducer:
+    def make_reducer(self, bucket: Bucket) -> AllReduceReducer:
         t = bucket.group["step"] + 1
         dense = t <= dense_start_of(bucket) or not any(bucket.compressed)
         return AllReduceReducer(bucket, self.ops, Mask(bucket) if dense else draw(bucket, t))  # line 1
@@ -107,8 +107,8 @@ class RandomK(ReducingOptimizer):
         if self.fsdp_backward is not None:
             return step_fsdp_shards(bucket, self.ops, self.fsdp_backward, AdamWUpdate(self.ops))
         if self.sharded:
-            return step_zero1_shards(bucket, self.ops, self.reducer(bucket))
-        return randomk(bucket, self.reducer(bucket), AdamWUpdate(self.ops))
+            return step_zero1_shards(bucket, self.ops, self.make_reducer(bucket))
+        return randomk(bucket, self.make_reducer(bucket), AdamWUpdate(self.ops))
 
 
 if __name__ == "__main__":

@@ -33,13 +33,13 @@ class Leaves:
     """The tensors and numbers that an entry consists of.
 
     ``tensors``: plain ones, of a tensor that consists of others its parts; ``paths``: their names.
-    ``numbers``: a container and a key of each. ``kinds``: descriptions, which are equal on ranks
-    whose entries have the same form. ``unknown``: the types of objects that cannot be sent.
+    ``scalars``: a container and a key of each number. ``kinds``: descriptions, which are equal on
+    ranks whose entries have the same form. ``unknown``: the types of objects that cannot be sent.
     """
 
     tensors: list[Tensor] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
-    numbers: list[tuple[Any, Any]] = field(default_factory=list)
+    scalars: list[tuple[Any, Any]] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
     unknown: set[str] = field(default_factory=set)
     _seen: set[int] = field(default_factory=set)
@@ -51,7 +51,7 @@ class Leaves:
         elif isinstance(value, Tensor):
             self._add_tensor(to_local(value), path)
         elif is_plain_number(value):
-            self.numbers.append((container, key))
+            self.scalars.append((container, key))
             self.kinds.append(f"{path} {type(value).__name__}")
         elif isinstance(value, CONSTANTS):
             self.kinds.append(f"{path} {value!r}")
@@ -80,11 +80,11 @@ class Leaves:
                     self.add_value(group[name], f"{number}.{name}", group, name)
 
     def read_scalars(self) -> list[float]:
-        return [float(container[key]) for container, key in self.numbers]
+        return [float(container[key]) for container, key in self.scalars]
 
-    def write_numbers(self, numbers: Sequence[float]) -> None:
+    def write_scalars(self, values: Sequence[float]) -> None:
         """Replace numbers, which keep their types."""
-        for (container, key), number in zip(self.numbers, numbers, strict=True):
+        for (container, key), number in zip(self.scalars, values, strict=True):
             container[key] = type(container[key])(number)
 
     def _add_items(
@@ -174,7 +174,8 @@ def average_base(
     State stays the rank's own if its form differs between ranks, or if it holds objects that are no
     tensors or numbers; that is said once.
     """
-    entries = {p: read_leaves(base.state.get(p, {})) for bucket in buckets for p in bucket.params}
+    state = base.state
+    entries = {p: read_leaves(state.get(p, {})) for bucket in buckets for p in bucket.params}
     alike = yield from _find_alike(entries, buckets, comm)
     for p in entries.keys() - alike:
         _say_kept(session, entries[p])
@@ -197,7 +198,7 @@ def average_base(
                     means.setdefault(value.dtype, []).append(value)
                 else:
                     of_rank_0.tensors.append(value)
-            of_rank_0.numbers += entry.numbers
+            of_rank_0.scalars += entry.scalars
         for values in means.values():
             flat = torch.cat([value.to(bucket.device).reshape(-1) for value in values])
             flat = yield from exchange_one(comm, AllReduceMean(flat))
@@ -274,10 +275,10 @@ def copy_from_rank_0(
     leaves: Leaves, device: torch.device, comm: Communicator
 ) -> CollectiveGenerator[None]:
     """Replace tensors and numbers by rank 0's, which are sent as bytes."""
-    if not leaves.tensors and not leaves.numbers:
+    if not leaves.tensors and not leaves.scalars:
         return
-    numbers = torch.tensor(leaves.read_scalars(), dtype=torch.float64, device="cpu")
-    values = [*leaves.tensors, numbers]
+    scalars = torch.tensor(leaves.read_scalars(), dtype=torch.float64, device="cpu")
+    values = [*leaves.tensors, scalars]
     raw = [value.detach().reshape(-1).view(torch.uint8).to(device) for value in values]
     flat = yield from exchange_one(comm, Broadcast(torch.cat(raw)))
     parts = flat.split([part.numel() for part in raw])
@@ -285,4 +286,4 @@ def copy_from_rank_0(
     answers = [p.clone().view(v.dtype).view(v.shape) for p, v in zip(parts, values, strict=True)]
     for value, answer in zip(leaves.tensors, answers, strict=False):
         value.copy_(answer)
-    leaves.write_numbers(answers[-1].tolist())
+    leaves.write_scalars(answers[-1].tolist())

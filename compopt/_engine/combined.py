@@ -6,7 +6,7 @@ checkpoint of a member goes on working, and nothing has to be kept equal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,8 +63,9 @@ class CombinedOptimizer(Optimizer):
     # State
 
     @property
-    def state(self) -> CombinedState:  # type: ignore[override]
-        return CombinedState(self.members)
+    def state(self) -> dict[Any, Any]:  # type: ignore[override]
+        """A new dict of the members' entries: change an entry here, replace one in its member."""
+        return {p: entry for member in self.members for p, entry in member.state.items()}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -83,17 +84,17 @@ class CombinedOptimizer(Optimizer):
         self._note_new_groups()
         parts = [member.state_dict() for member in self.members]
         groups: list[Group] = []
-        numbers: list[dict[Any, int]] = [{} for _ in parts]  # for each member: its number to ours
+        number_of: list[dict[Any, int]] = [{} for _ in parts]  # by member: its number to ours
         count = 0
         for m, n in self._positions:
             group = parts[m]["param_groups"][n]
             new = list(range(count, count + len(group["params"])))
-            numbers[m].update(zip(group["params"], new, strict=True))
+            number_of[m].update(zip(group["params"], new, strict=True))
             groups.append({**group, "params": new})
             count += len(new)
         state = {
             number.get(key, key): entry
-            for number, part in zip(numbers, parts, strict=True)
+            for number, part in zip(number_of, parts, strict=True)
             for key, entry in part["state"].items()
         }
         saved: dict[str, Any] = {"state": state, "param_groups": groups}
@@ -129,49 +130,6 @@ class CombinedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {"members": self.members, "_positions": self._positions, "defaults": self.defaults}
-
-
-class CombinedState(MutableMapping[Any, Any]):
-    """The members' ``state``, looked up and changed where it is."""
-
-    def __init__(self, members: Sequence[Optimizer]):
-        self._members = members
-
-    def _find(self, key: Any) -> Optimizer | None:
-        return next((member for member in self._members if key in member.state), None)
-
-    def _owner(self, key: Any) -> Optimizer:
-        """Return the member that has the state, or the parameter."""
-        if (member := self._find(key)) is not None:
-            return member
-        for member in self._members:
-            if any(p is key for group in member.param_groups for p in group["params"]):
-                return member
-        raise KeyError(key)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._owner(key).state[key]
-
-    def __setitem__(self, key: Any, entry: Any) -> None:
-        self._owner(key).state[key] = entry
-
-    def __delitem__(self, key: Any) -> None:
-        del self._owner(key).state[key]
-
-    def __contains__(self, key: object) -> bool:
-        return self._find(key) is not None
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        """Return an entry; unlike ``[]`` this makes none."""
-        member = self._find(key)
-        return default if member is None else member.state[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        for member in self._members:
-            yield from member.state
-
-    def __len__(self) -> int:
-        return sum(len(member.state) for member in self._members)
 
 
 def combine_optimizers(base: OneOrSeveral) -> Optimizer:

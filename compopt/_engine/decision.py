@@ -89,20 +89,20 @@ def read_decision(
     """
     with profiler_range("compopt::decide"):
         host = read_scalars(exchanges, replica_sum)
-    numbers: Iterator[float] = iter(host.tolist())
+    scalars: Iterator[float] = iter(host.tolist())
     norms = [exchange.agreement.squared_norm for exchange in exchanges]
-    squares = [sum(islice(numbers, 1 if x is None else x.numel())) for x in norms]
+    squares = [sum(islice(scalars, 1 if x is None else x.numel())) for x in norms]
     decision, total = StepDecision(exchanges), 0.0
     if replica_sum is not None:
         decision.replica_sum = host[-1:]
     for exchange, squared in zip(exchanges, squares, strict=True):
         bucket, payload = exchange.bucket, exchange.agreement.payload
-        marks = list(islice(numbers, len(payload.header)))
-        payload.have_gradients = [mark > 0 for mark in marks]
-        control = exchange.control.split(list(islice(numbers, len(exchange.control.numbers))))
+        gradient_flags = list(islice(scalars, len(payload.header)))
+        payload.have_gradients = [flag > 0 for flag in gradient_flags]
+        control = exchange.control.split(list(islice(scalars, len(exchange.control.numbers))))
         decision.control_means = control  # at the end the last bucket's, with the step's fields
-        pairs = zip(bucket.names, marks, strict=True)
-        decision.non_finite += [name for name, mark in pairs if mark != mark]
+        pairs = zip(bucket.names, gradient_flags, strict=True)
+        decision.non_finite += [name for name, flag in pairs if flag != flag]
         decision.has_failed_rank |= control["failed"][0] > 0
         decision.misplaced += [bucket.index] if bits_differ(control["stamp"]) else []
         total += squared / bucket.replicate_size

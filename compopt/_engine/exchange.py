@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .._state.buckets import Bucket
 from .._wire.collectives import Communicator, PendingCollective, profiler_range
-from .._wire.payload import ControlFields, FieldValues, Payload, encode_bits, encode_stamp
+from .._wire.payload import ControlFields, FieldValues, Payload, encode_stamp
 from .._wire.requests import (
     Agree,
     AllGather,
@@ -29,7 +29,6 @@ from .._wire.requests import (
     CommunicationError,
     EncodeError,
     ReadToHost,
-    ReadyToCommit,
     Request,
     RequestGenerator,
     RunBatched,
@@ -75,23 +74,25 @@ class StalenessCheck:
         return [p.grad is not None for p in self.bucket.params]
 
     def _sum_gradients(self) -> tuple[list[bool], Tensor]:
-        integers = [torch.zeros((), dtype=torch.int64, device=self.bucket.device)]
-        numbers = [torch.zeros((), dtype=torch.float64, device=self.bucket.device)]
+        bit_sums = [torch.zeros((), dtype=torch.int64, device=self.bucket.device)]
+        value_sums = [torch.zeros((), dtype=torch.float64, device=self.bucket.device)]
         for g in self.bucket.grads():
             flat = (
-                integers[0].view(1)
+                bit_sums[0].view(1)
                 if g is None or not g.numel()
                 else g.detach().contiguous().view(-1)
             )
-            numbers.append(flat.sum(dtype=torch.promote_types(flat.dtype, torch.float32)).double())
+            value_sums.append(
+                flat.sum(dtype=torch.promote_types(flat.dtype, torch.float32)).double()
+            )
             # the bits as integers of the elements' width, at least 32
             size = flat.itemsize
             if size < 4 and (len(flat) * size % 4 or flat.storage_offset() * size % 4):
                 flat = torch.nn.functional.pad(flat, (0, -len(flat) % (4 // size))).clone()
             dtype = torch.int64 if size == 8 else torch.int32
-            integers.append(flat.view(dtype).sum(dtype=dtype).long())
+            bit_sums.append(flat.view(dtype).sum(dtype=dtype).long())
         return self._list_with_grad(), torch.stack(
-            [torch.stack(integers), torch.stack(numbers).view(torch.int64)]
+            [torch.stack(bit_sums), torch.stack(value_sums).view(torch.int64)]
         )
 
 
@@ -102,9 +103,8 @@ class ExchangeInputs:
     algorithm: Algorithm
     comm: Communicator
     in_backward: bool = False
-    # control fields of the last bucket's payload, and the checksum of the settings in another
-    fields: dict[str, FieldValues] = field(default_factory=dict)
-    checksum: int = 0
+    # control fields that only the last bucket's payload has; not when payloads are sent again
+    last_fields: dict[str, FieldValues] = field(default_factory=dict)
     # why this rank cannot send its gradients
     problem: Exception | None = None
 
@@ -130,8 +130,7 @@ class BucketExchange:
         self.bucket, self.algorithm, self.comm = bucket, inputs.algorithm, inputs.comm
         self.in_backward = inputs.in_backward
         # not ``inputs`` itself, whose problem has a traceback that refers to this object
-        has_fields = is_last and inputs.fields  # not those that are sent again
-        self._last_fields = (inputs.fields, inputs.checksum) if has_fields else None
+        self._last_fields = inputs.last_fields if is_last else {}
         self.is_in_flight = self.has_reached_agree = False
         self.request: Request | None = None
         self.error: Exception | None = None
@@ -141,11 +140,6 @@ class BucketExchange:
             self._advance([], is_new=True)
         else:
             self._take_part_without_gradients(inputs.problem)
-
-    @property
-    def is_ready_to_commit(self) -> bool:
-        """True once a sharded step has gathered everything."""
-        return isinstance(self.request, ReadyToCommit)
 
     @property
     def has_next_stage(self) -> bool:
@@ -244,8 +238,7 @@ class BucketExchange:
 
     def _take_part_without_gradients(self, error: Exception) -> None:
         """Repeat the requests so far without gradients, and send what comes next."""
-        if self.error is not None:
-            # it failed without gradients too: nothing can be sent, and other ranks time out
+        if self.error is not None:  # without gradients it failed too: there is nothing to send
             raise self.error from error
         self.error = error
         answers = [
@@ -279,15 +272,11 @@ class BucketExchange:
         bucket = self.bucket
         if self.in_backward and self.error is None:
             self.staleness = StalenessCheck(bucket)
-        stamp = encode_stamp(bucket.index, bucket.group["step"] + 1)
-        fields: dict[str, FieldValues] = {
-            "failed": [float(self.error is not None)],
-            "stamp": stamp,
-        }
-        if self._last_fields is not None:
-            others, checksum = self._last_fields
-            fields |= {**others, "settings": encode_bits(checksum, 16)}
-        self.control = bucket.control = ControlFields(**fields)
+        self.control = bucket.control = ControlFields(
+            failed=[float(self.error is not None)],
+            stamp=encode_stamp(bucket.index, bucket.group["step"] + 1),
+            **self._last_fields,
+        )
 
 
 class ExchangeSchedule:
@@ -374,12 +363,12 @@ def _read_together(exchanges: list[BucketExchange]) -> None:
     by_device: dict[torch.device, list[tuple[BucketExchange, Tensor]]] = {}
     for exchange in exchanges:
         assert isinstance(exchange.request, ReadToHost)
-        numbers = exchange.request.tensor
-        by_device.setdefault(numbers.device, []).append((exchange, numbers))
+        scalars = exchange.request.tensor
+        by_device.setdefault(scalars.device, []).append((exchange, scalars))
     for pairs in by_device.values():
-        values = iter(torch.cat([numbers for _, numbers in pairs]).tolist())
-        for exchange, numbers in pairs:
-            exchange.resume_before_agree(list(islice(values, len(numbers))))
+        values = iter(torch.cat([scalars for _, scalars in pairs]).tolist())
+        for exchange, scalars in pairs:
+            exchange.resume_before_agree(list(islice(values, len(scalars))))
 
 
 # After the decision

@@ -31,7 +31,14 @@ from .._state.shards import ParamColumns, cut_by_rows, place_in_rows
 from .._state.tensors import to_local, upload
 from .._wire.collectives import Communicator, PendingCollective
 from .._wire.payload import Payload
-from .._wire.requests import Agree, AllReduceMean, ReadToHost, ReadyToCommit, RequestGenerator
+from .._wire.requests import (
+    Agree,
+    AllReduceMean,
+    Phase,
+    ReadToHost,
+    ReadyToCommit,
+    RequestGenerator,
+)
 from .optimizer import CompressedOptimizer
 from .reducer import Reducer, Update
 from .session import Session
@@ -231,14 +238,14 @@ class FSDPBackward:
         # kept when state is laid out again between backward and step(), which has to commit it
         self.pending_residuals: PendingResiduals = {}
         # the buckets that backward has reduced since the last step, with their phases
-        self.buckets_since_step: dict[int, tuple[Bucket, str]] = {}
+        self.buckets_since_step: dict[int, tuple[Bucket, Phase]] = {}
         self.in_flight: list[PendingReduction] = []
         self._units: dict[tuple[Tensor, ...], FSDPUnit] = {}
         self._bucket_count = 0
         self._backward_number = -1  # of the running backward
 
     @property
-    def phase(self) -> str:
+    def phase(self) -> Phase:
         """The phase of the coming step."""
         phases = [phase for _, phase in self.buckets_since_step.values()]
         return next((phase for phase in phases if phase != "dense"), "dense")
@@ -329,12 +336,12 @@ class FSDPBackward:
                 ReduceScatterBucket(
                     first + number,
                     self.session,
-                    [unit.pieces[n] for n in numbers],
-                    [positions[n] for n in numbers],
-                    [as_matrix[n] for n in numbers],
+                    [unit.pieces[n] for n in indices],
+                    [positions[n] for n in indices],
+                    [as_matrix[n] for n in indices],
                     dtype,
                 )
-                for number, numbers in enumerate(by_group.values())
+                for number, indices in enumerate(by_group.values())
             ]
             self._bucket_count = max(self._bucket_count, first + len(unit.buckets))
         return unit.buckets

@@ -60,13 +60,16 @@ def unscale_gradients(optimizer: OptimizerBase) -> float | None:
     scale = getattr(optimizer, "grad_scale", None)
     if scale is None:
         return None
-    _scale_gradients(optimizer._session, float(scale.double().reciprocal()))
+    scale_gradients(optimizer._session, float(scale.double().reciprocal()))
     return float(scale)
 
 
-def restore_scale(session: Session, scale: float) -> None:
-    """Multiply the gradients by ``scale`` again, so that the step can be repeated."""
-    _scale_gradients(session, scale)
+def scale_gradients(session: Session, factor: float) -> None:
+    """Multiply the gradients, after an error by the scale again: the step can be repeated."""
+    params = [p for group in session.option_groups for p in group["params"]]
+    grads = [to_local(p.grad) for p in params if p.requires_grad and p.grad is not None]
+    if grads:
+        torch._foreach_mul_(grads, factor)
 
 
 def drop_scale(optimizer: OptimizerBase) -> None:
@@ -76,10 +79,3 @@ def drop_scale(optimizer: OptimizerBase) -> None:
     for name in ("grad_scale", "found_inf"):
         if hasattr(optimizer, name):
             delattr(optimizer, name)
-
-
-def _scale_gradients(session: Session, factor: float) -> None:
-    params = [p for group in session.option_groups for p in group["params"]]
-    grads = [to_local(p.grad) for p in params if p.requires_grad and p.grad is not None]
-    if grads:
-        torch._foreach_mul_(grads, factor)

@@ -74,8 +74,8 @@ def verify_peers(
         dense_time=dense_time,
         compressed_time=compressed_time,
     )
-    numbers = torch.tensor(local_checksums, dtype=torch.int64, device="cpu").to(session.device)
-    gathered = yield from exchange_one(comm, AllGather(numbers))
+    checksums = torch.tensor(local_checksums, dtype=torch.int64, device="cpu").to(session.device)
+    gathered = yield from exchange_one(comm, AllGather(checksums))
     rows = [Checksums(*row) for row in gathered.tolist()]
     if _differ(row.backend for row in rows) and all(row.is_backend_automatic for row in rows):
         session.use_pytorch(optimizer)
@@ -92,8 +92,8 @@ def verify_peers(
     return comm.size == 1 or any(row.gradients for row in rows)
 
 
-def _differ(numbers: Iterator[int]) -> bool:
-    return len(set(numbers)) > 1
+def _differ(checksums: Iterator[int]) -> bool:
+    return len(set(checksums)) > 1
 
 
 def _report_equal_gradients(session: Session, comm: Communicator) -> None:
@@ -106,9 +106,8 @@ def _report_equal_gradients(session: Session, comm: Communicator) -> None:
             "all ranks train on the same data. If DistributedDataParallel wraps the model, call "
             "compopt.attach(ddp_model, optimizer) before the first backward; if FSDP reduces over "
             "this group, pass process_group= the group it does not reduce over; if torch's "
-            "replicate() does, use DistributedDataParallel in its place; if the data is "
-            "the same, give each rank its own. On CPUs Accelerate and the Trainer give all ranks "
-            "the same data unless told Accelerator(cpu=True) or use_cpu=True."
+            "replicate() does, use DistributedDataParallel in its place; if the data is the same, "
+            "give each rank its own (on CPUs by Accelerator(cpu=True), or the Trainer's use_cpu)."
         )
     session.warn_once(
         "same data",
@@ -169,13 +168,10 @@ def describe_optimizer(optimizer: OptimizerBase) -> Description:
     for i, p in enumerate(params):
         name, is_compressed = located[p]
         description[f"parameter {i}"] = name
-        layout = dict(
-            shape=tuple(p.shape),
-            dtype=p.dtype,
-            requires_grad=p.requires_grad,
-            compress=is_compressed,
-        )
-        layouts |= {f"{name}, {what}": str(value) for what, value in layout.items()}
+        layouts[f"{name}, shape"] = str(tuple(p.shape))
+        layouts[f"{name}, dtype"] = str(p.dtype)
+        layouts[f"{name}, requires_grad"] = str(p.requires_grad)
+        layouts[f"{name}, compress"] = str(is_compressed)
         if optimizer.has_equal_replicas:
             checksums[f"{name}, {VALUES}"] = str(checksum_values(to_local(p.detach())))
     return description | layouts | checksums
@@ -187,9 +183,7 @@ def checksum_text(text: object) -> int:
 
 def checksum_values(tensor: Tensor) -> int:
     """Compute a number that is equal for tensors with equal bits."""
-    # the strides of a tensor of one element or none may be anything
-    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
-    raw = flat.view(torch.uint8)
+    raw = _view_bytes(tensor)
     return int((raw.view(torch.int16) if raw.numel() % 2 == 0 else raw).sum(dtype=torch.int64))
 
 
@@ -246,13 +240,11 @@ def _explain_difference(what: str, first: str, other: str, rank: int, in_step: b
     advice = "Make them equal."
     if name == VALUES and in_step:
         advice = (
-            "They were equal before, so since then something has changed parameters on one rank "
-            "only, or on each rank in its own way: code after step() that reads p.grad, which "
-            "stays the rank's own gradient (PEFT's AdaLoRA: broadcast its lora_E from rank 0 after "
-            "update_and_allocate()); a base optimizer that evaluates the model again or counts on "
-            "the rank's own data; its train() and eval() on some ranks; or other hardware on some "
-            "ranks. Load a checkpoint on all of them. compopt's check_replicas_every = 0 switches "
-            "this check off."
+            "They were equal before, so code has changed parameters on one rank, or on each by its "
+            "own p.grad (PEFT's AdaLoRA: broadcast its lora_E from rank 0 after "
+            "update_and_allocate()); or a base optimizer that evaluates the model again or counts "
+            "on the rank's own data; or its train() and eval() on some ranks; or other hardware. "
+            "Load a checkpoint on all ranks. check_replicas_every = 0 switches this check off."
         )
     elif name == VALUES:
         advice = (
@@ -362,9 +354,7 @@ def _cut_part(tensors: Sequence[Tensor], turn: int, parts: int) -> Iterator[list
         start += room
         if begin >= end:
             continue
-        flat = p.detach().contiguous()
-        # the strides of a tensor of one element may be anything
-        view = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)[begin:end]
+        view = _view_bytes(p)[begin:end]
         if views and (view.device != views[0].device or copied + end - begin > CAT_BYTES):
             yield views
             views, copied = [], 0
@@ -372,6 +362,13 @@ def _cut_part(tensors: Sequence[Tensor], turn: int, parts: int) -> Iterator[list
         copied += end - begin
     if views:
         yield views
+
+
+def _view_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, as a vector."""
+    flat = tensor.detach().contiguous()
+    # the strides of a tensor of one element or none may be anything
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def _sum_words(views: list[Tensor]) -> Tensor:

@@ -56,9 +56,10 @@ class Note(Enum):
     """The kind of a note."""
 
     LEFT = "left"  # the rank will not finish the running step
-    LOST_MASKS = "lost masks"  # nor will it without its masks, unless all ranks have lost theirs
+    # the rank sends payloads of another length until all ranks have dropped their masks
+    LOST_MASKS = "lost masks"
     CONSOLIDATES = "consolidates"  # the rank waited in consolidate_state(), and gave up
-    FAILED = "failed"  # the rank raised an error, of which collectives may not have told the others
+    FAILED = "failed"  # the rank raised an error, which collectives may not have told the others
 
 
 class RankLeft(BaseException):
@@ -79,12 +80,12 @@ def wait_for_all_to_consolidate(optimizer: OptimizerBase, patience: float | None
     if store is None or not (names or optimizer.sharded):
         return
     averaged = sum(bucket.flat[name].numel() for bucket in session.buckets for name in names)
-    sharded = sum(
+    in_shards = sum(
         bucket.shards.max_numel * len(bucket.sharded_names)
         for bucket in session.buckets
         if bucket.is_sharded
     )
-    state = f"{averaged} elements of {', '.join(names) or 'nothing'}, {sharded} in shards"
+    state = f"{averaged} elements of {', '.join(names) or 'nothing'}, {in_shards} in shards"
     if patience is None:
         patience = PATIENCE if comm.rank == 0 else PATIENCE_WITH_RANK_0
     try:

@@ -7,8 +7,7 @@ Classes override the methods of ``OptimizerBase``. The data between steps is in 
 from __future__ import annotations
 
 import copy
-import zlib
-from collections.abc import Callable, Container, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import chain
@@ -35,8 +34,6 @@ from .optimizer_base import OptimizerBase
 from .options import (
     TRIAL_OPTIONS,
     Group,
-    Setting,
-    absolute_rates,
     check_tensors,
     refuse_unsupported,
 )
@@ -244,68 +241,6 @@ class CompressedOptimizer(OptimizerBase):
 
     # Groups
 
-    def _settings(self) -> list[Setting]:
-        sharded = " (sharded)" if self.sharded else ""
-        # backends round differently, and select differently among equal values
-        return [
-            ("class", type(self).__name__ + sharded),
-            ("backend", self.backend),
-            # so do PyTorch's operators on two kinds of devices
-            ("device", self._session.device.type),
-        ]
-
-    def list_settings(self) -> list[Setting]:
-        snapshot, compared = self._session.options, self._compared_groups
-        snapshot.refresh(compared)
-        options: list[Setting] = []
-        groups = chain.from_iterable(map(itemgetter(1), compared))
-        for seen, group in zip(snapshot.groups, groups, strict=True):
-            steps = {"step": group["step"]} if "step" in group else {}
-            running = {**seen.rates, **steps} if self._is_in_step else {}
-            options.append((seen.name, {**seen.fixed, **running}))
-        first, *others = self._settings()  # the class, which explains differences of the others
-        return [first, *options, *others, *self._running_settings()]
-
-    def checksum_settings(self) -> int:
-        snapshot = self._session.options
-        if snapshot.checksum is None:
-            fixed = [seen.fixed for seen in snapshot.groups]
-            snapshot.checksum = zlib.crc32(repr([*self._settings(), *fixed]).encode())
-        running: list[object] = [*self._running_settings()]
-        if self._is_in_step:
-            running += [*map(itemgetter("step"), self._session.option_groups), snapshot.rates]
-        return zlib.crc32(repr(running).encode(), snapshot.checksum)
-
-    def check_changed_options(self) -> None:
-        snapshot = self._session.options
-        snapshot.refresh(self._compared_groups)
-        if not snapshot.unchecked:
-            return
-        self.read_options()
-        snapshot.refresh(self._compared_groups)
-        self.check_groups(snapshot.unchecked)
-        snapshot.unchecked.clear()
-
-    def check_groups(self, numbers: Container[int]) -> None:
-        """Check the options of the groups of these numbers."""
-        for number, group in enumerate(self._option_groups):
-            if number in numbers:
-                self.check_group({**group, **absolute_rates(group), "params": []})
-
-    def lay_out_changed_state(self) -> None:
-        session = self._session
-        session.option_groups = self._option_groups
-        has_new_layout = session.has_new_options and self.has_new_layout
-        if has_new_layout or session.has_foreign_state(self.state):
-            session.rebuild_buckets(self)
-
-    def apply_changed_options(self) -> None:
-        """Lay out state again where parameters or options were changed; check nothing."""
-        self.lay_out_new_parameters()
-        self.read_options()
-        self._session.options.refresh(self._compared_groups)
-        self.lay_out_changed_state()
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its options are checked, its state created.
 
@@ -344,7 +279,7 @@ class CompressedOptimizer(OptimizerBase):
                 on_construction(self)
 
     def _replace_parameters(self) -> None:
-        """Lay out state for other parameters; those that stay keep theirs.
+        """Rebuild buckets where groups hold new tensors; the tensors that stay keep their state.
 
         Raises ValueError if their state is cut into shards, which would have to be cut anew.
         """
@@ -448,7 +383,7 @@ class CompressedOptimizer(OptimizerBase):
         session.consolidated_at = None
         session.rebuild_buckets(self)
         session.consecutive_skips, session.damage = 0, ""
-        session.unverify()
+        session.peers_verified = False
 
     @torch.inference_mode(False)  # its memory is used in later steps
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The hooks through which a session drives its optimizer.
+"""The hooks through which a session drives its optimizer, and the options that ranks compare.
 
 A class must define its state (``state_layouts``), the step of one bucket (``algorithm``) and the
 checks of its options (``check_group``). Most other hooks have a default; the base classes define
@@ -7,8 +7,11 @@ the rest (``CompressedOptimizer``, ``Wrapper``).
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Any, Protocol
+import zlib
+from collections.abc import Container, Generator
+from itertools import chain
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,24 +23,8 @@ from .._state.tensors import is_compressed
 from .._wire.collectives import PendingCollective
 from .._wire.requests import RequestGenerator
 from .decision import StepDecision
-from .options import ComparedGroups, Group, Setting
+from .options import ComparedGroups, Group, Setting, absolute_rates
 from .stats import Stats
-
-
-class BackwardReduction(Protocol):
-    """Averages gradients in backward, in place of FSDP2's reduce-scatter (see
-    ``fsdp_backward``).
-    """
-
-    @property
-    def dense_bytes(self) -> int:
-        """The bytes that FSDP2 would send in a step."""
-
-    def check(self) -> None:
-        """Raise if the step cannot use the gradients that backward averaged."""
-
-    def end_step(self) -> None:
-        """Forget what the step has committed or skipped."""
 
 
 class OptimizerBase(Optimizer):
@@ -58,9 +45,13 @@ class OptimizerBase(Optimizer):
     # FSDP2 shards the parameters over this optimizer's ranks, and the optimizer replaces its
     # reduce-scatter
     replaces_reduce_scatter = False
-    # averages gradients in backward if replaces_reduce_scatter
-    fsdp_backward: BackwardReduction | None = None
-    # every rank updates all masters, although other state is sharded
+    # the ``FSDPBackward``, which then averages gradients in backward; its file imports this one
+    fsdp_backward: Any = None
+    # the coming step averages gradients over ranks
+    averages_gradients = True
+    # options were changed such that state has to be laid out again
+    has_new_layout = False
+    # float32 masters are not sharded with other state: weights off the mask decay on every rank
     whole_masters = False
     # set by torch's Join: whether it is enabled, and whether this optimizer is the first in it
     _join_config: Any = None
@@ -79,11 +70,6 @@ class OptimizerBase(Optimizer):
     check_replicas_every = 100
 
     @property
-    def averages_gradients(self) -> bool:
-        """True if the coming step averages gradients over ranks."""
-        return True
-
-    @property
     def has_equal_replicas(self) -> bool:
         """True if parameters are equal on all ranks between steps."""
         return not self.replaces_reduce_scatter
@@ -98,27 +84,6 @@ class OptimizerBase(Optimizer):
 
     def lay_out_new_parameters(self) -> None:
         """Lay out state anew if ``param_groups`` hold other parameters by now."""
-
-    def check_changed_options(self) -> None:
-        """Check the options of groups that have changed since their last check."""
-        raise NotImplementedError
-
-    def lay_out_changed_state(self) -> None:
-        """Lay out state again if new options need state of another kind or size (``rank``)."""
-        raise NotImplementedError
-
-    def list_settings(self) -> list[Setting]:
-        """Return all that must be equal on all ranks in every step."""
-        raise NotImplementedError
-
-    def checksum_settings(self) -> int:
-        """Return a number that is equal on ranks with equal settings."""
-        raise NotImplementedError
-
-    @property
-    def has_new_layout(self) -> bool:
-        """True if options were changed such that the state has to be laid out again."""
-        return False
 
     def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:
         """Return the layout of each state, by name; ``dtype`` is that of the computation."""
@@ -187,11 +152,6 @@ class OptimizerBase(Optimizer):
         return self.param_groups
 
     @property
-    def _known_options(self) -> set[str]:
-        """The names of the options of this class; other entries of a group are the user's."""
-        return set(self.defaults)
-
-    @property
     def _compared_groups(self) -> list[ComparedGroups]:
         """The groups whose options ranks compare, first those of ``_option_groups``."""
         return [("group", self.param_groups, self.defaults)]
@@ -199,13 +159,76 @@ class OptimizerBase(Optimizer):
     # ranks have taken equally many steps, at equal rates
     _is_in_step = True
 
-    def _settings(self) -> list[Setting]:
-        """Return what ranks compare beside options. It changes only with options and layout."""
-        raise NotImplementedError
-
     def _running_settings(self) -> list[Setting]:
         """Return what ranks compare beside options, and may change from step to step."""
         return []
+
+    def _settings(self) -> list[Setting]:
+        """Return what ranks compare beside options. It changes only with options and layout."""
+        sharded = " (sharded)" if self.sharded else ""
+        # backends round differently, and select differently among equal values
+        return [
+            ("class", type(self).__name__ + sharded),
+            ("backend", self._session.ops.name),
+            # so do PyTorch's operators on two kinds of devices
+            ("device", self._session.device.type),
+        ]
+
+    def list_settings(self) -> list[Setting]:
+        """Return all that must be equal on all ranks in every step."""
+        snapshot, compared = self._session.options, self._compared_groups
+        snapshot.refresh(compared)
+        options: list[Setting] = []
+        groups = chain.from_iterable(map(itemgetter(1), compared))
+        for seen, group in zip(snapshot.groups, groups, strict=True):
+            steps = {"step": group["step"]} if "step" in group else {}
+            running = {**seen.rates, **steps} if self._is_in_step else {}
+            options.append((seen.name, {**seen.fixed, **running}))
+        first, *others = self._settings()  # the class, which explains differences of the others
+        return [first, *options, *others, *self._running_settings()]
+
+    def checksum_settings(self) -> int:
+        """Return a number that is equal on ranks with equal settings."""
+        snapshot = self._session.options
+        if snapshot.checksum is None:
+            fixed = [seen.fixed for seen in snapshot.groups]
+            snapshot.checksum = zlib.crc32(repr([*self._settings(), *fixed]).encode())
+        running: list[object] = [*self._running_settings()]
+        if self._is_in_step:
+            running += [*map(itemgetter("step"), self._session.option_groups), snapshot.rates]
+        return zlib.crc32(repr(running).encode(), snapshot.checksum)
+
+    def check_changed_options(self) -> None:
+        """Check the options of groups that have changed since their last check."""
+        snapshot = self._session.options
+        snapshot.refresh(self._compared_groups)
+        if not snapshot.unchecked:
+            return
+        self.read_options()
+        snapshot.refresh(self._compared_groups)
+        self.check_groups(snapshot.unchecked)
+        snapshot.unchecked.clear()
+
+    def check_groups(self, numbers: Container[int]) -> None:
+        """Check the options of the groups of these numbers."""
+        for number, group in enumerate(self._option_groups):
+            if number in numbers:
+                self.check_group({**group, **absolute_rates(group), "params": []})
+
+    def lay_out_changed_state(self) -> None:
+        """Lay out state again if new options need state of another kind or size (``rank``)."""
+        session = self._session
+        session.option_groups = self._option_groups
+        has_new_layout = session.has_new_options and self.has_new_layout
+        if has_new_layout or session.has_foreign_state(self.state):
+            session.rebuild_buckets(self)
+
+    def apply_changed_options(self) -> None:
+        """Lay out state again where parameters or options were changed; check nothing."""
+        self.lay_out_new_parameters()
+        self.read_options()
+        self._session.options.refresh(self._compared_groups)
+        self.lay_out_changed_state()
 
     def _bucket_layouts(self, bucket: Bucket) -> dict[str, Layout]:
         """Return the layouts of a bucket's state: the class's, and masters for low precision."""

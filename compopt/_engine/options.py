@@ -63,8 +63,7 @@ def require(good: bool, argument: str, value: object, wanted: str) -> None:
 
 def require_option(is_valid: bool, group: Group, name: str, wanted: str) -> None:
     """Raise a ValueError that names the option of ``group`` and its value."""
-    if not is_valid:
-        require(False, name, group[name], wanted)
+    require(is_valid, name, group[name], wanted)
 
 
 def is_numeric(value: object) -> bool:
@@ -215,10 +214,10 @@ def check_payload_and_clip(group: dict[str, Any], keeps_all_errors: bool = False
         )
 
 
-def read_residual_dtype(dtype: object) -> str | None:
-    """Return the name of ``residual_dtype``; raise ValueError if it is neither None nor int8."""
+def read_int8(argument: str, dtype: object) -> str | None:
+    """Return the name of a dtype; raise ValueError if it is neither None nor int8."""
     name = dtype_name(dtype)
-    require(name in (None, "int8"), "residual_dtype", dtype, "None or 'int8'")
+    require(name in (None, "int8"), argument, dtype, "None or 'int8'")
     return None if name is None else "int8"
 
 
@@ -276,7 +275,8 @@ class GroupSnapshot:
             if value is self.values[i]:
                 continue
             # no value is this object: what may change in place is compared anew every time
-            self.values[i] = value if is_immutable(value) else self
+            is_tuple_of_plain = type(value) is tuple and PLAIN.issuperset(map(type, value))
+            self.values[i] = value if type(value) in PLAIN or is_tuple_of_plain else self
             plain = make_comparable(value)
             if name in RATES:
                 self.rates[name] = plain
@@ -320,11 +320,6 @@ class OptionSnapshot:
             own = self.groups[: len(compared[0][1])]
             self.message_options = repr([seen.fixed for seen in own])
             self.checksum = None
-
-
-def is_immutable(value: object) -> bool:
-    """True for a value of a type that most options have, which cannot change in place."""
-    return type(value) in PLAIN or (type(value) is tuple and PLAIN.issuperset(map(type, value)))
 
 
 def make_comparable(value: object) -> object:

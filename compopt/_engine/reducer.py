@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .._ops.operations import (
     Ops,
-    gradient_marks,
+    flag_gradients,
     scale_all_,
     squared_norm,
 )
@@ -31,7 +31,7 @@ from .._state.buckets import Bucket
 from .._state.masks import Mask
 from .._state.residuals import Residuals
 from .._wire.payload import Payload, PayloadDtype
-from .._wire.requests import AllReduceMean, ReduceScatterMean, RequestGenerator
+from .._wire.requests import AllReduceMean, Phase, ReduceScatterMean, RequestGenerator
 
 # Updates: what is done with the average
 
@@ -55,7 +55,7 @@ class Update(Protocol):
 
 
 def write_averages(memory: list[Tensor], averages: Sequence[Tensor]) -> list[Tensor]:
-    """Copy averages to the memory for them, where they are not in it already; return the memory."""
+    """Copy those averages to their memory that are elsewhere; return the memory."""
     pairs = [
         (to, average.view(to.shape))
         for to, average in zip(memory, averages, strict=True)
@@ -111,7 +111,7 @@ class Reducer(Protocol):
     """Averages the gradients of one bucket, once."""
 
     @property
-    def phase(self) -> str:
+    def phase(self) -> Phase:
         """The name that ``stats`` give a step that sends this."""
 
     def reduce(self) -> RequestGenerator[Payload]:
@@ -138,7 +138,7 @@ class ShardReducer(Reducer, Protocol):
 
     @property
     def squared_norm(self) -> Tensor | None:
-        """This rank's share of |G|^2, where it is not that of the average message."""
+        """This rank's share of |G|^2; None if the averaged message has it."""
 
     @property
     def values(self) -> list[Tensor]:
@@ -177,7 +177,7 @@ class OwnerReducer:
         self.sends_residuals = bucket.has_residual if sends_residuals is None else sends_residuals
 
     def average(
-        self, marks: Tensor, dtype: PayloadDtype, encoded: Sequence[Tensor] = ()
+        self, gradient_flags: Tensor, dtype: PayloadDtype, encoded: Sequence[Tensor] = ()
     ) -> RequestGenerator[Payload]:
         """Send to every owner what it owns of the tensors that are sent dense, and what is
         ``encoded`` for it. Returns the mean of this rank's payload.
@@ -188,7 +188,7 @@ class OwnerReducer:
             of_rank.append(len(code))
         self.owner_payloads, flat = self.bucket.make_payloads(lengths, dtype)
         headers = [payload.header for payload in self.owner_payloads]
-        torch._foreach_copy_(headers, [marks] * len(headers))
+        torch._foreach_copy_(headers, [gradient_flags] * len(headers))
         absent, to, sent = [], [], []
         for payload, ranges in zip(self.owner_payloads, self.layout.ranges, strict=True):
             for part, i in zip(payload.unrounded_parts, self.sent_dense, strict=False):
@@ -236,13 +236,13 @@ class ReduceScatterReducer(OwnerReducer):
     """
 
     @property
-    def phase(self) -> str:
+    def phase(self) -> Phase:
         return "rounded" if self.bucket.is_rounded else "dense"
 
     def reduce(self) -> RequestGenerator[Payload]:
         like = torch.empty(0, dtype=self.bucket.compute_dtype, device=self.bucket.device)
-        marks = gradient_marks(self.grads, like)
-        mean = yield from self.average(marks, self.bucket.group["payload_dtype"])
+        gradient_flags = flag_gradients(self.grads, like)
+        mean = yield from self.average(gradient_flags, self.bucket.group["payload_dtype"])
         self.values = mean.parts
         return mean
 
@@ -286,7 +286,7 @@ class AllReduceReducer:
         self._given, self._is_sparse = mask, mask is not None and mask.is_sparse
 
     @property
-    def phase(self) -> str:
+    def phase(self) -> Phase:
         if self._is_sparse:
             return "sparse"
         return "rounded" if self.bucket.is_rounded else "dense"

@@ -9,11 +9,10 @@ import torch
 from .._state.buckets import Bucket
 from .._state.layouts import GlobalShape, Layout, LocalShape, Sharded
 from .._state.residuals import Residuals, residual_layout
-from .._wire.codec import dtype_name
 from .._wire.collectives import connect, is_sharded_over
 from .fsdp_backward import FSDPBackward, PendingResidual
 from .optimizer import CompressedOptimizer
-from .options import Setting, require
+from .options import Setting
 from .reducer import Reducer
 from .session import weak_method
 
@@ -32,16 +31,7 @@ class ReducingOptimizer(CompressedOptimizer):
     gather_dtype: str | None = None
     has_gathers = False
 
-    def set_gather_dtype(self, dtype: GatherDtype) -> None:
-        """Set the option ``gather_dtype``; for constructors, before the base's.
-
-        Raises ValueError for an unknown dtype.
-        """
-        name = dtype_name(dtype)
-        require(name in (None, "int8"), "gather_dtype", dtype, "None or 'int8'")
-        self.gather_dtype = None if name is None else "int8"
-
-    def reducer(self, bucket: Bucket) -> Reducer:
+    def make_reducer(self, bucket: Bucket) -> Reducer:
         """Return the reducer of a bucket for the coming step."""
         raise NotImplementedError
 
@@ -85,18 +75,17 @@ class ReducingOptimizer(CompressedOptimizer):
     def before_layout(self) -> None:
         super().before_layout()
         params = [p for group in self._option_groups for p in group["params"]]
-        fsdp_shards_params = False  # True if FSDP2 shards the parameters over the optimizer's ranks
+        flags = [False]  # of each parameter: whether FSDP2 shards it over the optimizer's ranks
         if any(hasattr(p, "device_mesh") for p in params):
             comm = connect(self._session.group)
             flags = [is_sharded_over(p, comm) for p in params]
-            fsdp_shards_params = all(flags)
-            if any(flags) and not fsdp_shards_params:
-                raise ValueError(
-                    f"{flags.count(False)} of {len(flags)} parameters are not among those that "
-                    "FSDP2 shards over the ranks of this optimizer: call fully_shard on the whole "
-                    "model before the optimizer is made, or give the others an optimizer of their "
-                    "own."
-                )
+        fsdp_shards_params = all(flags)
+        if any(flags) and not fsdp_shards_params:
+            raise ValueError(
+                f"{flags.count(False)} of {len(flags)} parameters are not among those that FSDP2 "
+                "shards over the ranks of this optimizer: call fully_shard on the whole model "
+                "before the optimizer is made, or give the others an optimizer of their own."
+            )
         if fsdp_shards_params and any(group.get("when") == "auto" for group in self._option_groups):
             raise ValueError(
                 "when='auto' compares compressed steps with dense ones of its own, and inside "
@@ -115,7 +104,7 @@ class ReducingOptimizer(CompressedOptimizer):
         super().after_layout()
         if self.replaces_reduce_scatter and self.fsdp_backward is None:
             self.fsdp_backward = FSDPBackward(
-                self, weak_method(self.reducer), weak_method(self.write_residual)
+                self, weak_method(self.make_reducer), weak_method(self.write_residual)
             )
         if self.fsdp_backward is not None:
             self.fsdp_backward.forget_units()

@@ -148,7 +148,7 @@ def rebind_optimizer(
         before = session.buckets_to_reshard or session.buckets
         yield from reshard_state(before, session.buckets, session.comm)
     session.end_rebind()
-    warn_of_lost_residuals(optimizer, size_before, session.comm.size)
+    warn_of_lost_ranks(optimizer, size_before, session.comm.size)
 
 
 def catch_up(optimizer: OptimizerBase, comm: Communicator) -> CollectiveGenerator[None]:
@@ -186,7 +186,7 @@ def catch_up(optimizer: OptimizerBase, comm: Communicator) -> CollectiveGenerato
         with defer_signals():
             session.damage = "rebind() was interrupted while it wrote a step of another rank"
             write_tensors(tensors, messages)
-            of_base.write_numbers(counts.tolist())
+            of_base.write_scalars(counts.tolist())
             _load_without_residuals(optimizer, saved, int(step), learned)
 
 
@@ -198,12 +198,12 @@ def copy_from_rank_ahead(
     limit: int = 1,
     unit: str = "step",
 ) -> CollectiveGenerator[tuple[int, list[Tensor]] | None]:
-    """Send ``tensors`` from the rank that has applied most steps, ``count`` here, to the others; -1
-    on a rank that is new.
+    """Send ``tensors`` from the rank that has applied most steps to all others.
 
-    Returns that rank, and what this one received; nothing if it is not behind; None if no rank is.
-    Nothing is written before all of it has arrived: the rank that sends it may die, and the others
-    go on as they were. Raises ValueError if a rank is more than ``limit`` behind.
+    ``count``: how many this rank has applied; -1 if it is new. Returns None if no rank is behind,
+    else the rank that sends and what this rank received, which is nothing unless it is behind. The
+    caller writes it, after all has arrived: the sender may die, and the others go on as they were.
+    Raises ValueError if a rank is more than ``limit`` behind.
     """
     numbers = torch.tensor([count, len(tensors)], dtype=torch.int64, device=device)
     rows = (yield from exchange_one(comm, AllGather(numbers))).tolist()
@@ -220,8 +220,7 @@ def copy_from_rank_ahead(
         )
     source, received = counts.index(latest), []
     for tensor in tensors:
-        raw = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
-        message = raw.to(device, copy=True).contiguous()
+        message = _without_bools(tensor).to(device, copy=True).contiguous()
         message = yield from exchange_one(comm, Broadcast(message, source))
         received += [message.to(HOST)] if count < latest else []
     if late := ", ".join(f"rank {rank}" for rank, n in enumerate(counts) if 0 <= n < latest):
@@ -236,8 +235,12 @@ def copy_from_rank_ahead(
 def write_tensors(tensors: Sequence[Tensor], messages: Sequence[Tensor]) -> None:
     """Write what ``copy_from_rank_ahead`` has received."""
     for tensor, message in zip(tensors, messages, strict=True):
-        raw = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
-        raw.copy_(message)
+        _without_bools(tensor).copy_(message)
+
+
+def _without_bools(tensor: Tensor) -> Tensor:
+    """Return a view that can be sent."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
 def _load_without_residuals(
@@ -265,7 +268,7 @@ def _to_tuples(value: Any) -> Any:
     return tuple(map(_to_tuples, value)) if isinstance(value, list) else value
 
 
-def warn_of_lost_residuals(
+def warn_of_lost_ranks(
     optimizer: OptimizerBase,
     size_before: int,
     size: int,

@@ -58,13 +58,6 @@ class Role(Enum):
     REPLACED = auto()  # a later optimizer holds them
 
 
-class Handshake(Enum):
-    """The result of the last handshake."""
-
-    UNVERIFIED = auto()  # the next step begins with a handshake
-    VERIFIED = auto()  # ranks agree, and nothing has changed since
-
-
 def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a callable that refers weakly to the object of ``method``; once that is deleted, a
     call raises ReferenceError.
@@ -104,7 +97,7 @@ class Session:
         self.connection: Communicator | None = None
         # no other ranks, and no ``simulate``: steps are the base optimizer's
         self.sends_nothing = False
-        self.handshake = Handshake.UNVERIFIED
+        self.peers_verified = False  # else the next step begins with a handshake
         # why parameters and state are inconsistent (a step was applied in part), or empty
         self.damage = ""
         # the groups that hold the options of the class, and the options as last read
@@ -197,10 +190,6 @@ class Session:
         """Warn at the first call with ``key``, if ``rank`` is 0."""
         if self.claim_first(key):
             warn(message, rank)
-
-    def unverify(self) -> None:
-        """Begin the next step with a handshake."""
-        self.handshake = Handshake.UNVERIFIED
 
     def check_has_shards(self) -> None:
         """Raise RuntimeError if a ``rebind`` failed before this rank had its shards."""
@@ -309,7 +298,7 @@ class Session:
             residual_norm=self._weak_residual_norm,
         )
         self.bytes_reported = connection.bytes_sent if connection else 0
-        self.unverify()
+        self.peers_verified = False
         self.verified_message_options = ""
         self.options.checksum = None
         self.post_commit = PostCommitExchanges()

@@ -66,8 +66,9 @@ class Stats:
     ``applied_steps`` is the number of steps applied so far, also before a checkpoint was loaded.
     ``bytes_sent`` is what this rank handed to collectives in the step, ``bytes_dense`` what DDP
     would have, or FSDP2 to its reduce-scatter; what ``consolidate_state()`` sends is in ``run``
-    alone. The network carries an all-reduce twice, a reduce-scatter once, and a gather from one
-    rank to all others: where state is sharded its share is another, over many ranks a larger one.
+    alone. An all-reduce crosses each link twice, a reduce-scatter and a gather once each: so bytes
+    of sharded state, of which each of N ranks gathers N - 1 parts, weigh otherwise than an
+    all-reduce's.
     ``parameter_bytes`` is the part of ``bytes_sent`` that went into gathering updated parameters,
     where the optimizer shards state; what FSDP2 gathers is in neither number. ``grad_norm`` is the
     number that ``max_grad_norm`` clips by: of the average over ranks, before the clip. ``skipped``
@@ -159,7 +160,7 @@ def show_line(text: str) -> None:
 
 
 def show_summary(name: str, run: RunTotals, baseline: str) -> None:
-    """Show a line about the whole run, unless it was only a trial of a few steps.
+    """Show a line about the whole run, unless it had a few steps only.
 
     ``baseline``: who averages gradients without this optimizer, "DDP" or "FSDP2".
     """
@@ -208,23 +209,20 @@ def describe_compression(
         when = "but stay dense, as a trial has found"
     text = f"{compressed} of {tensors} tensors are compressed, {when}."
 
-    dense = sum(bucket.numel * bucket.grad_dtype.itemsize for bucket in buckets)
-    counts = [count for count in values_sent if count is not None]
-    if len(counts) == len(buckets) and dense:
-        codecs = [PAYLOAD_CODECS[b.group["payload_dtype"]] for b in buckets]
-        sizes = [
-            codec.bytes_per_value(b.grad_dtype) for codec, b in zip(codecs, buckets, strict=True)
-        ]
-        sent = sum(count * size for count, size in zip(counts, sizes, strict=True))
-        first = sum(
-            b.numel * (b.grad_dtype.itemsize if in_fsdp and codec.bits else size)
-            for b, codec, size in zip(buckets, codecs, sizes, strict=True)
-        )
-        collective = "FSDP2's reduce-scatter" if in_fsdp else "an all-reduce"
-        text += (
-            f" A step then sends {sent / dense:.1%} of the bytes of {collective} of the "
-            f"gradients, a dense one before it {first / dense:.0%}."
-        )
-        if in_fsdp:
-            text += " The parameters that FSDP2 gathers are not counted."
+    dense = sum(bucket.dense_bytes for bucket in buckets)
+    if None in values_sent or not dense:
+        return text
+    sent = first = 0.0
+    for bucket, count in zip(buckets, values_sent, strict=True):
+        codec = PAYLOAD_CODECS[bucket.group["payload_dtype"]]
+        size = codec.bytes_per_value(bucket.grad_dtype)
+        sent += size * (count or 0)
+        first += bucket.dense_bytes if in_fsdp and codec.bits else size * bucket.numel
+    collective = "FSDP2's reduce-scatter" if in_fsdp else "an all-reduce"
+    text += (
+        f" A step then sends {sent / dense:.1%} of the bytes of {collective} of the "
+        f"gradients, a dense one before it {first / dense:.0%}."
+    )
+    if in_fsdp:
+        text += " The parameters that FSDP2 gathers are not counted."
     return text

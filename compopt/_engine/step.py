@@ -18,8 +18,9 @@ import torch
 
 from .._state.buckets import Bucket
 from .._wire.collectives import Communicator, get_rank, profiler_range
-from .._wire.payload import FieldValues
-from .._wire.requests import AllReduceMean, Answer, CommunicationError, RunBatched
+from .._wire.payload import FieldValues, encode_bits
+from .._wire.requests import AllReduceMean, Answer, CommunicationError, ReadyToCommit, RunBatched
+from . import handshake
 from .decision import StepDecision, combine_decisions, read_decision
 from .exchange import (
     BucketExchange,
@@ -28,21 +29,12 @@ from .exchange import (
     exchange_one,
     run_batched_requests,
 )
-from .gradients import check_gradients, drop_scale, restore_scale, unscale_gradients
-from .handshake import (
-    checksum_sum,
-    find_part,
-    raise_failure,
-    raise_mismatch,
-    sum_part,
-    verify_peers,
-    warn_if_without_gradients,
-)
+from .gradients import check_gradients, drop_scale, scale_gradients, unscale_gradients
 from .join import copy_options_from_ranks_with_data
 from .missing_ranks import RankLeft, explain_failure, post_lost_masks
 from .optimizer_base import OptimizerBase
 from .resharding import lay_out_trainable_parameters
-from .session import Handshake, Session
+from .session import Session
 from .signals import defer_signals
 from .stats import describe_compression, show_line
 
@@ -109,7 +101,7 @@ class Step:
         session = self.session
         self.problem = self._apply_changed_options() or self._prepare_gradients()
         yield from self._finish_post_commit()
-        if session.handshake is not Handshake.VERIFIED:
+        if not session.peers_verified:
             yield from self.verify_peers()
         if not self.buckets:
             return None
@@ -161,7 +153,7 @@ class Step:
             self.is_complete = True
         is_read = self.optimizer.fsdp_backward is None
         if decision.applied and is_read and session.has_data and self.comm.size > 1:
-            warn_if_without_gradients(session, decision)
+            handshake.warn_if_without_gradients(session, decision)
         self._report(decision)
 
     def undo(self) -> None:
@@ -169,8 +161,8 @@ class Step:
         if self.is_complete:
             return
         if self.scale is not None:
-            restore_scale(self.session, self.scale)
-        self.session.unverify()  # ranks may be a step apart now
+            scale_gradients(self.session, self.scale)
+        self.session.peers_verified = False  # ranks may be a step apart now
 
     # Before the exchange
 
@@ -227,21 +219,20 @@ class Step:
         is_unfrozen = not self.buckets and session.trainable_has_changed
         if post_commit.lost or is_unfrozen or session.has_new_options:
             post_commit.lost = False
-            session.unverify()
+            session.peers_verified = False
 
     def verify_peers(self) -> CollectiveGenerator[None]:
         """Run the handshake, and lay out the parameters that require a gradient now."""
         session = self.session
         session.overlap.discard()
         optimizer, has_problem = self.optimizer, self.problem is not None
-        had_gradients = yield from verify_peers(optimizer, self.comm, has_problem)
+        had_gradients = yield from handshake.verify_peers(optimizer, self.comm, has_problem)
         session.replica_checksum = 0  # the handshake has compared all parameters
         if session.trainable_has_changed:  # the same on all ranks: the handshake has compared it
             yield from lay_out_trainable_parameters(optimizer, self.comm)
             optimizer.before_exchange()
         # without gradients to compare, the next step begins with a handshake too
-        is_verified = had_gradients or optimizer.replaces_reduce_scatter
-        session.handshake = Handshake.VERIFIED if is_verified else Handshake.UNVERIFIED
+        session.peers_verified = had_gradients or optimizer.replaces_reduce_scatter
 
     # The exchange
 
@@ -302,16 +293,18 @@ class Step:
             schedule.inputs.problem = RuntimeError(
                 "other parameters require a gradient than before"
             )
-        schedule.inputs.checksum = self._checksum_settings()
-        schedule.inputs.fields = {
+        # the settings, and what the last step has summed
+        checksum = self.optimizer.checksum_settings() ^ session.replica_checksum
+        schedule.inputs.last_fields = {
             "stale": any_stale,
             "waits": session.waits.make_field(self.number, comm.rank, comm.size),
             "unfrozen": [float(is_unfrozen)],
+            "settings": encode_bits(checksum, 16),
         }
         replica_sum = self._sum_replicas()
         yield from schedule.run()
         decision = read_decision(exchanges, replica_sum)
-        session.replica_checksum = checksum_sum(decision.replica_sum)
+        session.replica_checksum = handshake.checksum_sum(decision.replica_sum)
         if decision.control_means["stale"][0] == 0 or len(exchanges) == 1:
             decision.early_buckets = len(stale)
             return decision
@@ -324,18 +317,14 @@ class Step:
         decision.resent = True
         return decision
 
-    def _checksum_settings(self) -> int:
-        """Return a checksum of the settings, and of what the last step has summed."""
-        return self.optimizer.checksum_settings() ^ self.session.replica_checksum
-
     def _sum_replicas(self) -> torch.Tensor | None:
         """Sum the part of the parameters that ranks compare in this step, if one is due."""
         optimizer, comm = self.optimizer, self.comm
-        due = find_part(self.number, optimizer.check_replicas_every)
+        due = handshake.find_part(self.number, optimizer.check_replicas_every)
         if due is None or comm.size == 1 or not optimizer.has_equal_replicas:
             return None
         buckets = [*self.session.buckets, *self.session.frozen_buckets]
-        return sum_part([p for bucket in buckets for p in bucket.local_params], *due)
+        return handshake.sum_part([p for bucket in buckets for p in bucket.local_params], *due)
 
     def _raise_if_failed(self, decision: StepDecision) -> CollectiveGenerator[None]:
         """Raise the same error on all ranks if the step failed."""
@@ -355,13 +344,13 @@ class Step:
             failure = "" if problem is None else f"{type(problem).__name__}: {problem}"
             del problem  # its traceback refers to this frame (a reference cycle)
             try:
-                yield from raise_failure(session, self.comm, failure)
+                yield from handshake.raise_failure(session, self.comm, failure)
             except CommunicationError:
                 if self.problem is None:
                     raise
                 raise self.problem from None
         if decision.mismatched:
-            yield from raise_mismatch(self.optimizer, self.comm, in_step=True)
+            yield from handshake.raise_mismatch(self.optimizer, self.comm, in_step=True)
 
     # After it
 
@@ -404,7 +393,7 @@ class Step:
         session.update_stats(self.optimizer, decision, session.take_bytes_sent())
         trial = None if session.sends_nothing else session.trial
         if trial and trial.time_step(decision.phase_of, applied, session.device):
-            session.unverify()  # ranks compare their times in the next step's handshake
+            session.peers_verified = False  # the next step's handshake compares ranks' times
         if not applied or session.consecutive_skips:
             session.count_skips(applied, self.optimizer.max_skipped)
 
@@ -434,7 +423,7 @@ def _run_to_commit(decision: StepDecision) -> CollectiveGenerator[None]:
     exchanges: list[BucketExchange] = decision.exchanges
     for exchange in exchanges:
         exchange.resume_and_start_next(decision.norm)
-    while waiting := [exchange for exchange in exchanges if not exchange.is_ready_to_commit]:
+    while waiting := [e for e in exchanges if not isinstance(e.request, ReadyToCommit)]:
         for exchange in waiting:
             yield exchange.in_flight
             exchange.resume_and_start_next(exchange.in_flight.wait())
@@ -448,12 +437,7 @@ def start_in_backward(optimizer: OptimizerBase, params: Iterable[torch.Tensor]) 
     """
     session: Session = optimizer._session
     comm = session.refresh_ranks(optimizer)
-    if (
-        session.handshake is not Handshake.VERIFIED
-        or session.damage
-        or session.has_grad_scaler
-        or comm.size == 1
-    ):
+    if not session.peers_verified or session.damage or session.has_grad_scaler or comm.size == 1:
         return
     if optimizer.is_joining:  # a rank without data has no backward
         return

@@ -40,8 +40,8 @@ def begin_trial(groups: list[dict[str, Any]], buckets: list[Bucket]) -> Trial | 
 class Trial:
     """The times of dense and of compressed steps, until all ranks have compared them.
 
-    ``tried``: the groups of the trial, dense until it has timed enough dense steps. The ``others``
-    must be past their dense start and ramp, so that timed steps differ in nothing else.
+    ``tried``: the groups of the trial, dense until it has timed enough dense steps. Timing waits
+    until each of the ``others`` has reached its final density.
     """
 
     def __init__(

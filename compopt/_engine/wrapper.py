@@ -25,29 +25,10 @@ from .._state.buckets import Bucket
 from .._state.layouts import Layout
 from .._state.tensors import is_accelerator
 from .._wire.collectives import ProcessGroup
+from . import bases, combined
 from .base_state import copy_state
-from .bases import (
-    WrappedUpdate,
-    check_base,
-    check_mode,
-    draw_alike,
-    find_switch,
-    is_in_eval_mode,
-    list_constructor_options,
-    may_draw,
-    replace_gradients,
-    select_options,
-    warn_of_unread_options,
-)
 from .checkpoint import NOT_OPTIONS, check_groups, describe_group
-from .combined import (
-    OneOrSeveral,
-    check_disjoint,
-    combine_optimizers,
-    describe_members,
-    find_owner,
-    list_members,
-)
+from .combined import OneOrSeveral
 from .optimizer import CompressedOptimizer
 from .options import ComparedGroups, Group, Setting, check_base_group
 from .session import Role
@@ -63,6 +44,8 @@ class Wrapper(CompressedOptimizer):
     # options of the wrapper that a group of the base may have, as "compopt_NAME", for its tensors
     options_in_base: tuple[str, ...] = ("compress",)
     _has_unread_options = False
+    # all ranks step ``base`` on the same averages, at first or always
+    steps_alike = True
 
     def __init__(
         self,
@@ -71,8 +54,8 @@ class Wrapper(CompressedOptimizer):
         process_group: ProcessGroup | None,
         simulate: bool = False,
     ):
-        base = combine_optimizers(base)
-        check_base(base)
+        base = combined.combine_optimizers(base)
+        bases.check_base(base)
         self.base = base
         self._wrapper_groups: list[Group] = []
         self._wrapper_defaults = {**options, "compress": None, "step": 0}
@@ -95,10 +78,6 @@ class Wrapper(CompressedOptimizer):
     def _option_groups(self) -> list[Group]:
         return self._wrapper_groups
 
-    @property
-    def _known_options(self) -> set[str]:
-        return set(self._wrapper_defaults)
-
     def add_param_group(self, param_group: Group) -> None:
         """Add a group to the base, and the wrapper's options for it.
 
@@ -112,7 +91,7 @@ class Wrapper(CompressedOptimizer):
         except (TypeError, ValueError):
             if is_new:
                 for group in self.param_groups[len(self._wrapper_groups) :]:
-                    owner = find_owner(self.base, group)
+                    owner = combined.find_owner(self.base, group)
                     owner.param_groups.pop()
                     if isinstance(owner, CompressedOptimizer):
                         owner.forget_group(group)
@@ -122,8 +101,8 @@ class Wrapper(CompressedOptimizer):
         """Return the checked options of the wrapper for a group of the base."""
         check_base_group(group)
         if not self._has_unread_options:
-            owner = find_owner(self.base, group)
-            self._has_unread_options = warn_of_unread_options(
+            owner = combined.find_owner(self.base, group)
+            self._has_unread_options = bases.warn_of_unread_options(
                 group, owner, self.options_in_base, type(self).__name__
             )
         given = self._select_options(group)
@@ -134,7 +113,7 @@ class Wrapper(CompressedOptimizer):
     def _select_options(self, group: Group) -> Group:
         """Return the wrapper's options that a group of the base has."""
         names = {"param_names": group["param_names"]} if "param_names" in group else {}
-        return {**names, **select_options(group, self.options_in_base)}
+        return {**names, **bases.select_options(group, self.options_in_base)}
 
     def read_options(self) -> None:
         for options, group in zip(self._wrapper_groups, self.param_groups, strict=False):
@@ -149,7 +128,7 @@ class Wrapper(CompressedOptimizer):
     def add_groups_of_base(self) -> None:
         """Add the wrapper's options for groups that were added to the base."""
         if groups := self.base.param_groups[len(self._wrapper_groups) :]:
-            check_disjoint(list_members(self.base))
+            combined.check_disjoint(combined.list_members(self.base))
             added = [self._options_for(group) for group in groups]
             self._wrapper_groups += added
             try:
@@ -163,14 +142,11 @@ class Wrapper(CompressedOptimizer):
     def _replace_parameters(self) -> None:
         params = {p for group in self.param_groups for p in group["params"]}
         for p in self._session.parameters - params:
-            self.base.state.pop(p, None)
-        # groups share their lists with the base's; if there are too many, some of the unshared go
-        shared = {id(group["params"]) for group in self.param_groups}
-        unshared = [
-            id(group) for group in self._wrapper_groups if id(group["params"]) not in shared
-        ]
-        removed = unshared[: max(0, len(self._wrapper_groups) - len(self.param_groups))]
-        self._wrapper_groups = [g for g in self._wrapper_groups if id(g) not in removed]
+            for member in combined.list_members(self.base):
+                member.state.pop(p, None)
+        if len(self._wrapper_groups) > len(self.param_groups):  # the base's have been removed
+            kept = {id(group["params"]) for group in self.param_groups}
+            self._wrapper_groups = [g for g in self._wrapper_groups if id(g["params"]) in kept]
         for options, group in zip(self._wrapper_groups, self.param_groups, strict=False):
             options["params"] = group["params"]
         for inner in self._compressed_members:
@@ -178,14 +154,9 @@ class Wrapper(CompressedOptimizer):
         super()._replace_parameters()
 
     def before_exchange(self) -> None:
-        check_mode(self.base)
+        bases.check_mode(self.base)
         self.add_groups_of_base()
         super().before_exchange()
-
-    @property
-    def steps_alike(self) -> bool:
-        """True if all ranks step ``base`` on the same averages, at first or always."""
-        return True
 
     @property
     def _compared_groups(self) -> list[ComparedGroups]:
@@ -196,10 +167,10 @@ class Wrapper(CompressedOptimizer):
         (subject, name), *others = super()._settings()
         members = [
             (type(member).__name__, member.settings)
-            for member in list_members(self.base)
+            for member in combined.list_members(self.base)
             if hasattr(member, "settings") and self.steps_alike
         ]
-        name = f"{name} around {describe_members(self.base)}"
+        name = f"{name} around {combined.describe_members(self.base)}"
         return [(subject, name), *others, *members]
 
     # State
@@ -207,17 +178,17 @@ class Wrapper(CompressedOptimizer):
     @property
     def _compressed_members(self) -> list[CompressedOptimizer]:
         """The optimizers of this package that the base is, or consists of."""
-        return [m for m in list_members(self.base) if isinstance(m, CompressedOptimizer)]
+        return [m for m in combined.list_members(self.base) if isinstance(m, CompressedOptimizer)]
 
     def before_layout(self) -> None:
         super().before_layout()
         for inner in self._compressed_members:
             inner._session.role, inner._session.connection = Role.WRAPPED, None
-        self._update = WrappedUpdate(self.base)
-        members = list_members(self.base)
+        self._update = bases.WrappedUpdate(self.base)
+        members = combined.list_members(self.base)
         self._base_options = {name for member in members for name in member.defaults}
-        self.given_options = list_constructor_options(self.base)
-        self._may_draw = may_draw(self.base)
+        self.given_options = bases.list_constructor_options(self.base)
+        self._may_draw = bases.may_draw(self.base)
 
     def _bucket_layouts(self, bucket: Bucket) -> dict[str, Layout]:
         layouts = super()._bucket_layouts(bucket)
@@ -233,19 +204,19 @@ class Wrapper(CompressedOptimizer):
     @property
     def train(self) -> Callable[[], None]:
         """Put the base into train mode, where it has one; others have no such attribute."""
-        return find_switch(self.base, "train")
+        return bases.find_switch(self.base, "train")
 
     @property
     def eval(self) -> Callable[[], None]:
         """Put the base into eval mode, where it has one: the model gets the parameters to evaluate
         and to save.
         """
-        return find_switch(self.base, "eval")
+        return bases.find_switch(self.base, "eval")
 
     @contextlib.contextmanager
     def _in_train_mode(self) -> Iterator[None]:
         """Put the base into train mode within the block."""
-        if not is_in_eval_mode(self.base):
+        if not bases.is_in_eval_mode(self.base):
             yield
             return
         self.train()
@@ -260,7 +231,7 @@ class Wrapper(CompressedOptimizer):
         """Step the base on the averaged gradients."""
         super().after_commit()
         session = self._session
-        are_drawn = draw_alike(session.steps, session.device)
+        are_drawn = bases.draw_alike(session.steps, session.device)
         with are_drawn if self._may_draw else contextlib.nullcontext():
             self._update.step_base()
         self._show_base_in_state()
@@ -274,7 +245,7 @@ class Wrapper(CompressedOptimizer):
         for merged, group, wrapper_group in zip(
             saved["param_groups"], base_saved["param_groups"], self._wrapper_groups, strict=True
         ):
-            options = {n: wrapper_group[n] for n in self._known_options if n in wrapper_group}
+            options = {n: wrapper_group[n] for n in self._wrapper_defaults if n in wrapper_group}
             options |= describe_group(self, wrapper_group)
             shared = group.keys() & options.keys() - {"params"}
             hidden = {PREFIX + name: group[name] for name in shared}
@@ -283,7 +254,7 @@ class Wrapper(CompressedOptimizer):
             merged.update({**group, **hidden, **options, "params": numbers})
         params = [(p, group) for group in self.base.param_groups for p in group["params"]]
         # a base may step another optimizer, which its copies have in common with it
-        with replace_gradients({p: None for p, _ in params}):
+        with bases.replace_gradients({p: None for p, _ in params}):
             for number, (p, group) in enumerate(params):
                 if number in saved["state"]:
                     base_entry = save_entry(self.base, p, group, base_saved["state"].get(number))
@@ -292,8 +263,9 @@ class Wrapper(CompressedOptimizer):
 
     def _show_base_in_state(self) -> None:
         """Add the base's to ``state``, where torch.distributed.checkpoint looks for names."""
+        base_state = self.base.state
         for p, entry in self.state.items():
-            entry["base"] = self.base.state.get(p, {})
+            entry["base"] = base_state.get(p, {})
 
     def after_layout(self) -> None:
         super().after_layout()
@@ -310,10 +282,10 @@ class Wrapper(CompressedOptimizer):
     def _load_without_hooks(self, state_dict: dict[str, Any]) -> None:
         groups = check_groups(self._session, state_dict)
         wrapper_saved, base_saved = split_state_dict(
-            state_dict, self._known_options, self.param_groups
+            state_dict, set(self._wrapper_defaults), self.param_groups
         )
         if base_saved is None:
-            check_base_checkpoint(state_dict, groups, describe_members(self.base))
+            check_base_checkpoint(state_dict, groups, combined.describe_members(self.base))
         check_groups(self._session, base_saved or state_dict)
         before = self.base.state_dict()
         try:
@@ -321,9 +293,10 @@ class Wrapper(CompressedOptimizer):
                 # a copy: torch's would share its tensors
                 self.base.load_state_dict(copy_state(base_saved or state_dict))
             except (TypeError, ValueError) as error:
+                name = combined.describe_members(self.base)
                 raise ValueError(
-                    f"loaded state dict does not fit the base optimizer "
-                    f"{describe_members(self.base)} ({error}): it is damaged, or of another class."
+                    f"loaded state dict does not fit the base optimizer {name} ({error}): it is "
+                    "damaged, or of another class."
                 ) from error
             if base_saved is not None:
                 super()._load_without_hooks(wrapper_saved)
@@ -386,7 +359,7 @@ def _make_first_state(base: Optimizer, p: Tensor, group: Group) -> dict[str, Any
     A copy of ``base``, or of its member, steps a stand-in for this tensor only. One of this package
     would step its own buckets instead, and has state before its first step.
     """
-    base = find_owner(base, group)
+    base = combined.find_owner(base, group)
     if not p.requires_grad or isinstance(base, CompressedOptimizer):
         return {}
     stand_in = torch.nn.Parameter(torch.zeros_like(p))
@@ -415,39 +388,29 @@ def split_state_dict(
     state, saved_groups = saved["state"], saved["param_groups"]
     wrapper_state = {
         key: {name: value for name, value in entry.items() if name != "base"}
-        if isinstance(entry, dict)
-        else entry
         for key, entry in state.items()
     }
     wrapper_groups = [
-        {name: group[name] for name in group if name in known or name in NOT_OPTIONS}
+        {name: value for name, value in group.items() if name in known or name in NOT_OPTIONS}
         for group in saved_groups
     ]
     wrapper_saved = {"state": wrapper_state, "param_groups": wrapper_groups}
     if "base" in saved:
         return wrapper_saved, saved["base"]
-    if not any(isinstance(entry, dict) and "base" in entry for entry in state.values()):
+    if not any("base" in entry for entry in state.values()):
         return saved, None
 
-    base_state = {}
-    for key, entry in state.items():
-        if base_entry := read_entry(entry.get("base", {})):
-            base_state[key] = base_entry
+    base_state = {key: read_entry(entry.get("base", {})) for key, entry in state.items()}
+    base_state = {key: entry for key, entry in base_state.items() if entry}
     # entries of a group that are not the wrapper's are the base's or the user's
     not_of_base = known | NOT_OPTIONS - {"params", "param_names"}
     base_groups = []
     for group, current in zip(saved_groups, groups, strict=True):
-        options = {
-            name: value
-            for name, value in group.items()
-            if name not in not_of_base and not name.startswith(PREFIX)
-        }
         hidden = {n.removeprefix(PREFIX): n for n in group if n.startswith(PREFIX)}
-        options.update({name: group[key] for name, key in hidden.items()})
-        for name in current:
-            if name not in options and name in group:  # flattened: only the base's are left
-                options[name] = group[name]
-        base_groups.append(options)
+        names = {n: n for n in group if n not in not_of_base and not n.startswith(PREFIX)}
+        # flattened: only the base's are left
+        flat = {n: n for n in current if n in group and n not in hidden}
+        base_groups.append({n: group[key] for n, key in {**flat, **names, **hidden}.items()})
     return wrapper_saved, {"state": base_state, "param_groups": base_groups}
 
 

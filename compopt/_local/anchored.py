@@ -18,7 +18,7 @@ from .._engine.decision import StepDecision
 from .._engine.exchange import CollectiveGenerator
 from .._engine.handshake import gather_json
 from .._engine.options import Group
-from .._engine.resharding import catch_up, warn_of_lost_residuals
+from .._engine.resharding import catch_up, warn_of_lost_ranks
 from .._engine.session import weak_method
 from .._engine.wrapper import Wrapper
 from .._state.tensors import HOST
@@ -199,7 +199,7 @@ class AnchoredWrapper(Wrapper):
         residual_norm = (self._anchors or session).residual_norm
         session.stats.residual_norm = weak_method(residual_norm)
         session.end_rebind()
-        warn_of_lost_residuals(self, before, session.comm.size, residual_norm)
+        warn_of_lost_ranks(self, before, session.comm.size, residual_norm)
 
     def _adopt_counts(self) -> CollectiveGenerator[tuple[list[int], frozenset[int]]]:
         """Adopt the counts of the rank that is furthest, of those with anchors. Returns the

@@ -107,9 +107,9 @@ class AnchorBucket(Bucket):
     def begin_sync(self) -> Tensor:
         """Make the payload of a sync. Returns the vector to which values are written."""
         lengths = [n * t.is_sent for t, n in zip(self.tensors, self.lengths, strict=True)]
-        marks = [float(t.is_sent) for t in self.tensors]
+        flags = [float(t.is_sent) for t in self.tensors]
         self.control = ControlFields(failed=[0.0])
-        self.payload = self.make_payload(lengths, self.group["payload_dtype"], marks=marks)
+        self.payload = self.make_payload(lengths, self.group["payload_dtype"], gradient_flags=flags)
         return self.payload.unrounded_body
 
     def write_pseudo_gradient(self, out: Tensor) -> Tensor:
@@ -553,7 +553,8 @@ def sum_squares(norms: Sequence[Tensor], copies: Sequence[int]) -> Tensor:
 
 def reset_moments(inner: Optimizer, tensors: Iterable[Anchored]) -> None:
     """Zero the state of these parameters in ``inner`` that is not finite."""
+    state = inner.state
     for t in tensors:
-        for value in inner.state.get(t.param, {}).values():
+        for value in state.get(t.param, {}).values():
             if isinstance(value, Tensor) and not bool(to_local(value).isfinite().all()):
                 value.zero_()

@@ -406,8 +406,8 @@ class FragmentSync:
         """Note whether the average is finite, on all shards. Raises if a rank has failed."""
         payloads, device = [bucket.payload for bucket in running.buckets], self.session.device
         squares = stacked_squared_norms([payload.body for payload in payloads])
-        marks = torch.cat([p.flat[: len(p.header) + 1] for p in payloads]).double()
-        numbers = torch.cat([squares, marks]).tolist()  # the host waits for the device
+        flags = torch.cat([p.flat[: len(p.header) + 1] for p in payloads]).double()
+        numbers = torch.cat([squares, flags]).tolist()  # the host waits for the device
         squared, rest = numbers[: len(payloads)], iter(numbers[len(payloads) :])
         has_failed = False
         for bucket in running.buckets:

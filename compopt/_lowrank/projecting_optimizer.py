@@ -103,7 +103,7 @@ class ProjectingOptimizer(ReducingOptimizer):
         return {**layouts, "basis": basis}
 
     @property
-    def has_new_layout(self) -> bool:
+    def has_new_layout(self) -> bool:  # type: ignore[override]
         """True if ``projection`` or ``rank`` was changed: bases have another size, or none."""
         for bucket in self._buckets:
             layout, stored = self._bucket_layouts(bucket).get("basis"), bucket.state.get("basis")
@@ -171,7 +171,7 @@ class ProjectingOptimizer(ReducingOptimizer):
 
     # The reducer of the coming step
 
-    def reducer(self, bucket: Bucket) -> ProjectionReducer:
+    def make_reducer(self, bucket: Bucket) -> ProjectionReducer:
         group, plan = bucket.group, self._plan_next_step(bucket)
         stacks = self._make_stacks(bucket, plan)
         t = group["step"] + 1

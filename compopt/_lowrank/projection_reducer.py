@@ -23,7 +23,7 @@ from .._state.masks import Mask
 from .._state.residuals import Residuals
 from .._state.tensors import upload
 from .._wire.payload import Payload
-from .._wire.requests import AllReduceMean, RequestGenerator
+from .._wire.requests import AllReduceMean, Phase, RequestGenerator
 from .projection_options import is_reset_step
 from .stacks import (
     ProjectedStack,
@@ -71,7 +71,7 @@ class ProjectionReducer:
             self.dense_reducer = ReduceScatterReducer(bucket, ops, self.dense, self.sends_residuals)
 
     @property
-    def phase(self) -> str:
+    def phase(self) -> Phase:
         return "projected" if self.stacks else "dense"
 
     def reduce(self) -> RequestGenerator[Payload]:

@@ -167,9 +167,9 @@ class Ops:
         ``Mask(bucket)`` sends all elements.
         """
         like = torch.empty(0, dtype=bucket.compute_dtype, device=bucket.device)
-        marks, positions = gradient_marks(grads, like), mask.positions
+        gradient_flags, positions = flag_gradients(grads, like), mask.positions
         payload = bucket.make_payload(mask.sizes, bucket.group.get("payload_dtype"))
-        payload.header.copy_(marks)
+        payload.header.copy_(gradient_flags)
         parts = payload.unrounded_parts
         absent: list[Tensor] = []
         to: list[Tensor] = []
@@ -194,8 +194,8 @@ class Ops:
         return payload.round()
 
     def write_header(self, payload: Payload, grads: Tensors) -> None:
-        """Write a mark for each tensor into the header (see ``gradient_marks``)."""
-        payload.header.copy_(gradient_marks(grads, payload.header))
+        """Write a flag for each tensor into the header (see ``flag_gradients``)."""
+        payload.header.copy_(flag_gradients(grads, payload.header))
 
     def decode(self, values: Sequence[Tensor], positions: Positions, out: Sequence[Tensor]) -> None:
         """Write averaged values at these positions (None: everywhere) to each ``out``, and 0
@@ -411,7 +411,7 @@ class Ops:
 # Whether gradients are finite
 
 
-def gradient_marks(grads: Sequence[Tensor | None], like: Tensor) -> Tensor:
+def flag_gradients(grads: Sequence[Tensor | None], like: Tensor) -> Tensor:
     """Return for every gradient 1 if it and its squared norm are finite, NaN if they are not (a
     second moment could not hold it), 0 if there is no gradient.
 
@@ -423,10 +423,10 @@ def gradient_marks(grads: Sequence[Tensor | None], like: Tensor) -> Tensor:
         return like.new_zeros(len(grads))
     dtype = torch.promote_types(given[0].dtype, torch.float32)
     norms = torch.stack(torch._foreach_norm(given, 2, dtype=dtype))
-    marks = norms.mul_(0).add_(1).to(like.dtype)
+    gradient_flags = norms.mul_(0).add_(1).to(like.dtype)
     if len(given) == len(grads):
-        return marks
-    rest, zero = iter(marks.unbind()), marks.new_zeros(())
+        return gradient_flags
+    rest, zero = iter(gradient_flags.unbind()), gradient_flags.new_zeros(())
     return torch.stack([zero if g is None else next(rest) for g in grads])
 
 

@@ -38,13 +38,13 @@ class Selected(NamedTuple):
     """A rank's selection: the ``values`` at ``positions`` in the mask, and their ``bits``.
 
     On an accelerator the positions of a shard are in no order, and some values may be 0, which have
-    no bit. ``marks``: of all gradients.
+    no bit. ``gradient_flags``: of all gradients.
     """
 
     positions: Tensor
     values: Tensor
     bits: Tensor
-    marks: Tensor
+    gradient_flags: Tensor
 
 
 # Averages that were sent on a mask

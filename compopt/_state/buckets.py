@@ -413,10 +413,10 @@ class Bucket:
         lengths: list[int],
         dtype: PayloadDtype,
         use: int = 0,
-        marks: Sequence[float] = (),
+        gradient_flags: Sequence[float] = (),
     ) -> Payload:
-        """Make an empty payload with ``lengths[i]`` elements for tensor i, and these ``marks`` in
-        its header, if any.
+        """Make an empty payload with ``lengths[i]`` elements for tensor i, and the
+        ``gradient_flags`` in its header, if any.
 
         ``dtype`` is that on the network; None is that of the gradients. On a CPU the next payload
         for this ``use`` reuses the memory.
@@ -424,7 +424,7 @@ class Bucket:
         codec, body = self._find_codec(dtype), sum(lengths)
         tensors, control = len(self.params), len(self.control.numbers)
         dtype = self.compute_dtype if codec.bits else codec.dtype or self.grad_dtype
-        fields = self._pin_fields(marks, dtype)
+        fields = self._pin_fields(gradient_flags, dtype)
         message = self.get_memory(f"message {use}", tensors + control + body, dtype)
         errors = None
         if codec.bits or self.is_rounded:
@@ -476,9 +476,9 @@ class Bucket:
             dtype = self.compute_dtype if self.has_residual else None
         return self.codecs[dtype]
 
-    def _pin_fields(self, marks: Sequence[float], dtype: torch.dtype) -> Tensor:
-        """Return ``marks`` and the control fields on the host, for ``Payload.write_fields``."""
-        fields = torch.tensor([*marks, *self.control.numbers], dtype=dtype, device="cpu")
+    def _pin_fields(self, gradient_flags: Sequence[float], dtype: torch.dtype) -> Tensor:
+        """Return the flags and the control fields on the host, for ``Payload.write_fields``."""
+        fields = torch.tensor([*gradient_flags, *self.control.numbers], dtype=dtype, device="cpu")
         return fields if self.device.type == "cpu" else pin(fields, self.device)
 
     def count_steps(self, have_gradients: list[bool]) -> None:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._wire.requests import Phase
 from .bits import (
     byte_offsets,
     find_positions,
@@ -86,7 +87,7 @@ class Mask:
         self.batch_offsets: tuple[Tensor, int, int] | None = None
 
     @property
-    def phase(self) -> str:
+    def phase(self) -> Phase:
         """The phase, in ``stats``, of a step that sends this."""
         return "sparse" if self.is_sparse else "dense"
 

@@ -18,9 +18,8 @@ import re
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -46,8 +45,9 @@ from .stores import BoundedStore
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
-# An alias, because torch may be built without torch.distributed.
+# Aliases, because torch may be built without torch.distributed.
 ProcessGroup: TypeAlias = "dist.ProcessGroup"
+Work: TypeAlias = "dist.Work"
 
 # Backends that compute a mean, and those that gather into one tensor without copies.
 AVERAGING, GATHERING = ("nccl",), ("nccl", "xccl")
@@ -56,14 +56,6 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own, for a group whose timeou
 
 
 # Collectives in flight
-
-
-class Work(Protocol):
-    """The handle that torch.distributed returns for a collective."""
-
-    def wait(self, timeout: timedelta = ..., /) -> object: ...
-
-    def is_completed(self) -> bool: ...
 
 
 class PendingCollective:
@@ -157,6 +149,9 @@ class PendingCollective:
 # The process group of each collective in flight, and those of them whose optimizer is gone.
 _in_flight: dict[Work, ProcessGroup | None] = {}
 _unowned: set[Work] = set()
+# Groups to destroy once their collectives, for which nobody waits, have ended: gloo would wait for
+# those that other ranks may have given up. By group, since when it has had none.
+_abandoned: dict[ProcessGroup, float] = {}
 # Seconds after its end in which gloo frees the tensors of a collective.
 FREED_WITHIN = 0.05
 # Seconds without a collective after which a group is destroyed. That joins gloo's threads with the
@@ -177,13 +172,15 @@ def _release_ended(phase: str = "start", *_: object) -> None:
         if work.is_completed():
             _unowned.discard(work)
             _in_flight.pop(work, None)
-    for entry in list(_abandoned):
-        if _is_in_use(entry.group):
-            entry.quiet_since = now
-        elif now > entry.quiet_since + QUIET:
-            with contextlib.suppress(ValueError):  # another thread has removed it
-                _abandoned.remove(entry)
-                _destroy(entry.group)
+    groups_in_use = list(_in_flight.values())
+    for group, quiet_since in list(_abandoned.items()):
+        if group in groups_in_use:
+            _abandoned[group] = now
+        elif now > quiet_since + QUIET:
+            is_left = _abandoned.pop(group, None) is not None  # else another thread destroys it
+            with contextlib.suppress(ValueError):  # all groups have been destroyed already
+                if is_left and dist.is_initialized():
+                    dist.destroy_process_group(group)
 
 
 def _release_in_collections() -> None:
@@ -240,10 +237,6 @@ class Communicator:
         self.group = None if single_process else group or dist.group.WORLD
         self.rank = 0 if single_process else dist.get_rank(self.group)
         self.size = 1 if single_process else dist.get_world_size(self.group)
-        if self.rank < 0:
-            raise ValueError(
-                "process_group does not contain this rank: give every rank the group it belongs to."
-            )
         self._bytes_sent = 0
         # called with the seconds that a collective blocked the host
         self.on_wait: Callable[[float], None] | None = None
@@ -286,13 +279,14 @@ class Communicator:
 
     def start(self, request: Request) -> PendingCollective:
         """Start the collective that answers ``request``, and count its bytes."""
-        if not isinstance(request, Collective):
-            name = type(request).__name__
-            raise TypeError(f"{name} is not a request a communicator can answer.")
+        assert isinstance(request, Collective), f"{request} needs no other rank"
         _release_ended()
         size = count_bytes(request)
         self._bytes_sent += size
         description = f"{type(request).__name__} of {size} bytes over {self.size} ranks"
+        if self.size == 1:
+            answer = _answer_alone(request)
+            return PendingCollective(description, None, lambda: answer)
         match request:
             case AllReduceMean():
                 pending = self._all_reduce_mean(request, description)
@@ -313,8 +307,6 @@ class Communicator:
             mean = message.codec.make_mean(message, self.rank, self.size)
             return self._quantized_mean(mean, description, request.has_next)
         tensor = request.tensor
-        if self.size == 1:
-            return PendingCollective(description, None, lambda: request.message)
         if self.get_backend(tensor.device) in AVERAGING:
             work = self._call(dist.all_reduce, description, tensor, dist.ReduceOp.AVG)
             return PendingCollective(description, work, lambda: request.message, request.has_next)
@@ -330,9 +322,6 @@ class Communicator:
         self, mean: QuantizedMean, description: str, has_next: bool
     ) -> PendingCollective:
         """Send every rank its chunk, which it averages; then gather the averages."""
-        if self.size == 1:
-            mean.round_payload()
-            return PendingCollective(description, None, lambda: mean.payload)
         try:
             with profiler_range("compopt::encode"):
                 sent = mean.encode_for_owners()
@@ -357,17 +346,12 @@ class Communicator:
     def _all_gather(
         self, tensor: Tensor, into: Tensor | None, description: str
     ) -> PendingCollective:
-        if self.size == 1:
-            return PendingCollective(description, None, lambda: tensor.unsqueeze(0))
         rows = tensor.new_empty((self.size, *tensor.shape)) if into is None else into
         work = self._gather(description, rows, tensor.contiguous())
         return PendingCollective(description, work, lambda: rows)
 
     def _broadcast(self, tensor: Tensor, source: int, description: str) -> PendingCollective:
-        if self.group is None or self.size == 1:
-            return PendingCollective(description, None, lambda: tensor)
-        source = dist.get_global_rank(self.group, source)
-        work = self._call(dist.broadcast, description, tensor, source)
+        work = self._call(dist.broadcast, description, tensor, self.ranks[source])
         return PendingCollective(description, work, lambda: tensor)
 
     def _reduce_scatter_mean(
@@ -376,8 +360,6 @@ class Communicator:
         """Use all_to_all and a sum, which move (N-1)/N of the tensor's bytes; gloo's reduce_scatter
         moves as many as an all-reduce.
         """
-        if self.size == 1:
-            return PendingCollective(description, None, lambda: tensor)
         received = tensor.new_empty(self.size * sizes[self.rank])
         counts = [sizes[self.rank]] * self.size
         work = self._call(dist.all_to_all_single, description, received, tensor, counts, sizes)
@@ -386,8 +368,6 @@ class Communicator:
 
     def _bit_or(self, tensor: Tensor, description: str) -> PendingCollective:
         """All-reduce, where the backend has bitwise or; otherwise every rank combines a segment."""
-        if self.size == 1:
-            return PendingCollective(description, None, lambda: tensor)
         if self.has_bitwise_or(tensor.device):
             work = self._call(dist.all_reduce, description, tensor, dist.ReduceOp.BOR)
             return PendingCollective(description, work, lambda: tensor, has_next=True)
@@ -460,6 +440,16 @@ class Communicator:
         return self.get_backend(device) in ("gloo", "mpi")
 
 
+def _answer_alone(request: Collective) -> object:
+    """Return the answer of a collective of one rank."""
+    if not isinstance(request, AllReduceMean):
+        return request.tensor.unsqueeze(0) if isinstance(request, AllGather) else request.tensor
+    message = request.message
+    if isinstance(message, Payload) and isinstance(message.codec, QuantizedCodec):
+        message.codec.make_mean(message, 0, 1).round_payload()
+    return message
+
+
 def count_bytes(request: Collective) -> int:
     """Return the bytes that this rank passes to the collective for ``request``."""
     message = request.message if isinstance(request, AllReduceMean) else request.tensor
@@ -492,33 +482,9 @@ def connect(group: ProcessGroup | Communicator | None) -> Communicator:
     return group if isinstance(group, Communicator) else Communicator(group)
 
 
-@dataclass(eq=False)
-class AbandonedGroup:
-    """A group to destroy once its collectives, for which nobody waits, have ended: gloo would wait
-    for those that other ranks may have given up.
-    """
-
-    group: ProcessGroup
-    quiet_since: float
-
-
-_abandoned: list[AbandonedGroup] = []
-
-
 def _abandon(group: ProcessGroup) -> None:
-    _abandoned.append(AbandonedGroup(group, time.monotonic()))
+    _abandoned[group] = time.monotonic()
     _release_in_collections()
-
-
-def _destroy(group: ProcessGroup) -> None:
-    with contextlib.suppress(ValueError):  # all groups have been destroyed already
-        if dist.is_initialized():
-            dist.destroy_process_group(group)
-
-
-def _is_in_use(group: ProcessGroup) -> bool:
-    """True if a collective of this group is in flight, or has just ended."""
-    return any(one is group for one in list(_in_flight.values()))
 
 
 def bitwise_or_rows(rows: Tensor) -> Tensor:
@@ -615,7 +581,7 @@ def make_shard_communicators(params: Iterable[Tensor]) -> list[Communicator]:
 
 def get_replicate_size(p: Tensor, shards: list[Communicator]) -> int:
     """Return how many of the ranks that hold one model have the same part of ``p``."""
-    sharded = {group.group_name for group, where in list_mesh_groups(p) if not where.is_replicate()}
+    cutting = {group.group_name for group, where in list_mesh_groups(p) if not where.is_replicate()}
     return math.prod(
-        comm.size for comm in shards if comm.group is None or comm.group.group_name not in sharded
+        comm.size for comm in shards if comm.group is None or comm.group.group_name not in cutting
     )

@@ -156,7 +156,7 @@ class Payload:
         """For each tensor of an average whether any rank had a gradient. ``read_decision`` sets it,
         with all that the host reads.
         """
-        return [mark > 0 for mark in self.header.tolist()]
+        return [flag > 0 for flag in self.header.tolist()]
 
     @property
     def unrounded_parts(self) -> list[Tensor]:
@@ -164,8 +164,8 @@ class Payload:
         return self.rounding_error_parts if self.is_rounded_later else self.parts
 
     def round(self, addend: Tensor | None = None) -> Payload:
-        """Round ``unrounded_body``, plus ``addend``, to the message; its rounding error takes its
-        place.
+        """Write ``unrounded_body`` plus ``addend``, rounded, to the message, and leave the rounding
+        errors in ``unrounded_body``.
         """
         if self.codec.bits:
             self.addend = addend
@@ -182,9 +182,9 @@ class Payload:
         if len(fields):
             end = len(self.header) + len(self.control)
             self.flat[end - len(fields) : end].copy_(fields, non_blocking=True)
-        for (_, at), values in zip(control.slices, control.fields.values(), strict=True):
+        for name, values in control.fields.items():
             if isinstance(values, Tensor):
-                self.control[at].copy_(values)
+                self.control[control.slices[name]].copy_(values)
 
     def with_flat(self, flat: Tensor) -> Payload:
         """Return a payload of the same layout in other memory."""
@@ -210,17 +210,15 @@ class ControlFields:
 
     def __init__(self, **fields: FieldValues):
         self.fields = fields
-        self.slices: list[
-            tuple[str, slice]
-        ] = []  # the names, and where each lies in the control part
+        self.slices: dict[str, slice] = {}  # where each lies in the control part
         self.numbers: list[float] = []  # all fields, with 0 for those on the device
         for name, values in fields.items():
-            self.slices.append((name, slice(len(self.numbers), len(self.numbers) + len(values))))
+            self.slices[name] = slice(len(self.numbers), len(self.numbers) + len(values))
             self.numbers += [0.0] * len(values) if isinstance(values, Tensor) else values
 
     def split(self, mean: list[float]) -> dict[str, list[float]]:
         """Return the mean over ranks of all fields by name."""
-        return {name: mean[at] for name, at in self.slices}
+        return {name: mean[at] for name, at in self.slices.items()}
 
 
 def encode_bits(number: int, count: int) -> list[float]:

@@ -1,9 +1,8 @@
 """Quantization of flat values to 8, 4 or 2 bits: rows of 128 values share a scale.
 
 With 8 and 4 bits the unit is the largest magnitude of the row / 127 or / 7, and x becomes
-floor(x / unit + u), u uniform in [0, 1): stochastic rounding, which is unbiased. u comes from a
-table that is entered at an offset derived from a seed, so a run rounds the same way on every
-machine.
+floor(x / unit + u), u uniform in [0, 1): stochastic rounding, which is unbiased. u is read from a
+fixed table, from a position that hashes the seed, so a run rounds the same way on every machine.
 
 Without a seed u is 1/2: rounding to the nearest, where no error feedback needs an unbiased error.
 
@@ -23,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -245,7 +244,7 @@ def dequantize_rows(quantized: Tensor, scales: Tensor, out: Tensor) -> Tensor:
 
 
 def noise_offset(seed: tuple[int, ...] | None) -> int:
-    """Return where the table of numbers u is entered."""
+    """Return the position in the table of u from which a seed's numbers are read."""
     if seed is None:
         return 0
     digest = hashlib.blake2b(repr(seed).encode(), digest_size=4).digest()
@@ -322,13 +321,6 @@ def unpack_int2(packed: Tensor, out: Tensor) -> Tensor:
 PACKING = {4: (pack_int4, unpack_int4), 2: (pack_int2, unpack_int2)}
 
 
-def find_packing(bits: int) -> tuple[Callable[..., None], Callable[..., Tensor]]:
-    """Return the functions that pack and unpack values of so many bits."""
-    if bits not in PACKING:
-        raise ValueError(f"values of {bits} bits cannot be packed: add their functions to PACKING.")
-    return PACKING[bits]
-
-
 # A chunk of rows in a message
 
 
@@ -342,7 +334,7 @@ def write_chunk(rows: Tensor, chunk: Chunk, out: Tensor, scratch: Scratch, bits:
     if len(chunk.spans) > 1:  # with gaps between them
         values = scratch("quantized chunk", n, torch.int8, rows.device)
         rows_to_values(rows, chunk.spans, values)
-    pack, _ = find_packing(bits)
+    pack, _ = PACKING[bits]
     pack(values, out[: packed_bytes(n, bits)])
 
 
@@ -352,6 +344,6 @@ def read_chunk(message: Tensor, chunk: Chunk, scratch: Scratch, bits: int) -> Te
     values = message[: packed_bytes(n, bits)]
     if bits < 8:
         out = scratch("quantized chunk", n, torch.int8, message.device)
-        _, unpack = find_packing(bits)
+        _, unpack = PACKING[bits]
         values = unpack(values, out)
     return values_to_rows(values, chunk.spans, chunk.rows, "quantized", scratch)

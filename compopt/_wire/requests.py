@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from .payload import Payload
+
+# What a step sends of compressed tensors: everything; everything, rounded with error feedback; the
+# elements on a mask; everything, to select a new mask; or a projection. ``stats.phase`` shows it.
+Phase: TypeAlias = Literal["dense", "rounded", "sparse", "resample", "projected"]
 
 
 @dataclass(slots=True)
@@ -106,7 +110,7 @@ class Agree:
     """
 
     payload: Payload
-    phase: str
+    phase: Phase
     squared_norm: Tensor | None = None
     covers_shard_only: bool = False
 

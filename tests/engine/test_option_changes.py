@@ -9,7 +9,7 @@ from sim import Ranks
 from table import by_name
 
 import compopt
-from compopt._engine import options, step
+from compopt._engine import handshake, options
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def counted(monkeypatch):
         return found
 
     count(options, "make_comparable", "rendered")
-    count(step, "verify_peers", "compared")
+    count(handshake, "verify_peers", "compared")
     reset.count = count
     return reset
 

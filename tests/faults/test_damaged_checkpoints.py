@@ -52,21 +52,12 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "no state": (lambda s, at: s.pop("state"), "has no 'state'"),
     "no groups": (lambda s, at: s.pop("param_groups"), "has no 'param_groups'"),
     "groups cut": (lambda s, at: s["param_groups"].clear(), "0 parameter groups"),
-    "group without parameters": (lambda s, at: s["param_groups"][0].pop("params"), "no list of parameters"),
     "parameters cut": (lambda s, at: s["param_groups"][0]["params"].pop(), "parameters in group 0"),
     "a parameter's state cut": (lambda s, at: s["state"].pop(at), "lacks"),
     "one state cut": (tensors(lambda e, n, t: e.pop(n)), "lacks"),
     "count cut": (lambda s, at: entry_of(s, at).pop("step"), "lacks step"),
-    "count tampered": (lambda s, at: entry_of(s, at).update(step=torch.tensor(-4.0)), "'step' of parameter {at}"),
-    "count no number": (lambda s, at: entry_of(s, at).update(step="4"), "'step' of parameter {at}"),
     "elements cut": (tensors(lambda e, n, t: e.update({n: t.reshape(-1)[:-1].clone()})), "elements"),
     "other shape": (tensors(lambda e, n, t: e.update({n: torch.zeros(7, 7)})), "elements"),
-    "no tensor": (tensors(lambda e, n, t: e.update({n: [1.0]})), "no tensor"),
-    "not finite": (tensors(lambda e, n, t: e.update({n: torch.full_like(t, float("nan"))})), "not finite"),
-    "other dtype": (tensors(lambda e, n, t: e.update({n: t.to(torch.complex64)})), "complex64"),
-    "state no dict": (lambda s, at: s["state"].update({at: 3}), "is no dict"),
-    "steps tampered": (first_group("step", -1), "step -1"),
-    "steps no number": (first_group("step", "many"), "step 'many'"),
     "newer format": (first_group("format", 99), "format 99"),
     "tampered format": (first_group("format", None), "format None"),
     "another class": (first_group("class", "ScapeSGD"), "of ScapeSGD"),
@@ -113,7 +104,7 @@ def test_damage_of_every_kind_is_refused_and_told(case):
         if option in optimizer._option_groups[0]:  # a base's own are read by it alone
             state = copy.deepcopy(saved)
             state["param_groups"][0][option] = value
-            assert_refused(optimizer, state, "must be|[Ii]nvalid|wrong type|could not convert")
+            assert_refused(optimizer, state, "must be|[Ii]nvalid|could not convert")
     other.load_state_dict(saved)  # it is whole itself
     assert_refused(optimizer, [saved], "has no 'state'")
 
@@ -137,7 +128,6 @@ def test_the_base_of_a_wrapper_is_not_half_loaded(case):
     for damage, words in (
         (lambda s: s["base"].pop("state"), "has no 'state'"),
         (lambda s: s["base"]["param_groups"][0]["params"].pop(), "parameters in group 0"),
-        (lambda s: s.update(base=3), "has no 'state'"),
     ):
         state = copy.deepcopy(saved)
         damage(state)

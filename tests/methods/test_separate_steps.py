@@ -153,7 +153,7 @@ def test_columns_of_a_stack_are_those_of_each_tensor():
     params = [nn.Parameter(torch.zeros(67, 81)) for _ in range(3)]
     optimizer = compopt.SeparateAdam(params, projection="gaussian", ratio=16, simulate=True)
     (bucket,) = optimizer._buckets
-    reducer = optimizer.reducer(bucket)
+    reducer = optimizer.make_reducer(bucket)
     reducer.draw_columns()
     (stack,) = reducer.stacks
     columns = stack.R.clone()

@@ -219,8 +219,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_loaded():
     older["param_groups"][0]["format"] = 1
     short["state"][0]["residual"] = torch.zeros(3)
     flat["state"][2]["exp_avg"] = torch.zeros(64, 64)
-    old_names = "format 1, .* warmup_steps, every_warmup_steps"
-    for bad, report in ((newer, "format 3"), (older, old_names), (short, "3 elements"), (flat, "4096 elements")):
+    for bad, report in ((newer, "format 3"), (older, "format 1"), (short, "3 elements"), (flat, "4096 elements")):
         with pytest.raises(ValueError, match=f"loaded state.*{report}"):
             optimizer.load_state_dict(bad)
     for i, entry in optimizer.state_dict()["state"].items():

@@ -106,7 +106,7 @@ def start_separate_adam_alike(ranks: TwinRanks, optimizer: torch.optim.Optimizer
     """Give all twins the random Q with which the optimizer's first step after the dense ones begins."""
     (bucket,), (group,) = optimizer._buckets, optimizer.param_groups
     group["step"] = group["dense_steps"]
-    stacks, group["step"] = optimizer.reducer(bucket).stacks, 0
+    stacks, group["step"] = optimizer.make_reducer(bucket).stacks, 0
     number = {p: i for i, p in enumerate(group["params"])}
     bases = {number[bucket.params[i]]: Q for x in stacks for i, Q in zip(x.indices, x.Q, strict=True)}
     for twin, params in zip(ranks.twins, ranks.all_params, strict=True):

@@ -120,8 +120,8 @@ class TritonOps(KernelOps):
         can_read = updates_residuals if adds_residuals else is_supported
         if not can_read(self, bucket):
             return super().encode(bucket, grads, mask, adds_residuals, scale, negate)
-        marks, dtype = [float(g is not None) for g in grads], bucket.group.get("payload_dtype")
-        payload = bucket.make_payload(mask.sizes, dtype, marks=marks)
+        flags, dtype = [float(g is not None) for g in grads], bucket.group.get("payload_dtype")
+        payload = bucket.make_payload(mask.sizes, dtype, gradient_flags=flags)
         blocks, offsets = blocks_of(bucket), block_offsets(bucket, mask)
         to_add = Residuals(bucket).stored if adds_residuals else [None] * len(grads)
         flat: list[Tensor | None] = []  # copies in it have to live until the kernel was launched
