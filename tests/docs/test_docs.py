@@ -77,6 +77,20 @@ SAY_IT_ALL = [  # they name the argument or the call, and what to write instead:
     "Snapshots are of one optimizer of compopt",
     "which a snapshot does not hold",
     "another run writes snapshots into",
+    "had parameters that are not finite after step",
+    "leave Join out, and call end_round() after",
+    "use_muon chooses ",
+    "rows are not so many matrices of equal size",
+    " must be ",  # and what it is
+    "its payload must be exact",
+    "no snapshot in",
+    "are of replicas of",
+    "process_group of the optimizer has ranks",
+    "averages by a comm hook of its own",
+    "lets ranks end at different steps",
+    "has to come before its optimizer in Join",
+    " the parameters over the ranks",
+    "before the optimizer sees it",
 ]
 TELLS = ("warn", "warn_once", "post_note", "raise_told", "raise_problems")
 
