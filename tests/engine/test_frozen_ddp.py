@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
+from ddp_models import Net, apart, plain, radius, vector
 from ranks import run_ranks
-from test_ddp import Net, plain, radius
-from test_ddp_lifecycle import apart, vector
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 

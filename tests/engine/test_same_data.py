@@ -7,10 +7,10 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_models import Net
 from ranks import run_ranks
 from sim import Ranks
 from table import CASES
-from test_ddp import Net
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 

@@ -277,7 +277,7 @@ def test_a_plain_loop_writes_event_files(tmp_path):
 
 
 def trainer_loop(rank: int, folder: str) -> None:
-    from test_hf import gpt2, trainer
+    from hf_models import gpt2, trainer
 
     from compopt.integrations.hf import CompoptCallback
 

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conformance import through_a_file
+from fsdp_models import loss, whole
+from hsdp_models import hsdp, make, train
 from ranks import run_ranks
 from slow_rows import selected, slow_but
 from table import CASES, by_name
-from test_fsdp import hsdp, loss, make, train, whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,

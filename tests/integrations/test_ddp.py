@@ -8,6 +8,7 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_models import Net, batch, plain, radius
 from ranks import run_ranks
 from slow_rows import selected, slow_but
 from torch import nn
@@ -15,29 +16,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
 from compopt._state import buckets as _buckets
-
-
-class Net(nn.Module):
-    """Six 96 x 96 layers, a norm, and a branch that only some inputs take."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(96, 96) for _ in range(6))
-        self.norm, self.branch = nn.LayerNorm(96), nn.Linear(96, 96)
-
-    def forward(self, x: torch.Tensor, branch: bool = True) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x).tanh()
-        return self.norm(x + self.branch(x) if branch else x)
-
-
-def batch(step: int, micro: int = 0) -> torch.Tensor:
-    seed = 1000 * step + 10 * micro + dist.get_rank()
-    return torch.randn(8, 96, generator=torch.Generator().manual_seed(seed), dtype=torch.get_default_dtype())
-
-
-def radius(params, **options):
-    return compopt.RadiusAdamW(params, **{"lr": 1e-2, "density": 0.4, "interval": 4, "dense_steps": 2, **options})
 
 
 def lossless(params):
@@ -49,12 +27,6 @@ def adamw(params):
 
 
 # The scripts: each is what a user wrote for torch.optim.AdamW.
-
-
-def plain(model, optimizer, step, made):
-    model(batch(step)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def accumulated(model, optimizer, step, made):

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch._dynamo
-from ranks import run_ranks
-from test_ddp import Net, batch, radius
+from ddp_models import Net, batch, radius
+from ranks import catch_message, run_ranks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
-
-
-def catch_message(error: type[Exception], function) -> str:
-    """Return what ``function`` raised; the ranks stay in step because all raise."""
-    try:
-        function()
-    except error as caught:
-        return str(caught)
-    return f"no {error.__name__}"
 
 
 def refusals(rank: int) -> dict[str, str]:

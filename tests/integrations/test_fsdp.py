@@ -7,13 +7,13 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import run_ranks
+from fsdp_models import loss, whole
+from hsdp_models import Net, differences, hsdp, make, train
+from ranks import catch_message, run_ranks
 from slow_rows import selected, slow_but
 from table import CASES, by_name
-from test_ddp_refusals import catch_message
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -21,54 +21,6 @@ import compopt
 
 MAIN = ["RadiusAdamW", "SeparateAdam", "TagcAdamW"]  # the others with `make slow`
 every_name = pytest.mark.parametrize("name", slow_but(lambda name: name in MAIN, (case.name for case in CASES)))
-
-
-class Net(nn.Module):
-    """Two matrices that are compressed, with an odd number of rows; one, and its bias, whose second shard is empty."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(64, 99), nn.LayerNorm(99), nn.Linear(99, 64)
-        self.flat = nn.Linear(4096, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.down(self.norm(self.up(x)).tanh())
-        return self.flat((x.unsqueeze(1) * x.unsqueeze(2)).flatten(1).tanh())
-
-
-def make(dtype: torch.dtype = torch.float64) -> nn.Module:
-    torch.manual_seed(0)
-    return Net().to(dtype)
-
-
-def loss(model: nn.Module, step: int, who: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + who)
-    x = torch.randn(4, 64, generator=generator, dtype=dtype)
-    return (model(x) - x.sum(1, keepdim=True)).square().mean()
-
-
-def hsdp(mesh: DeviceMesh, make_optimizer, model: nn.Module | None = None, **options):
-    model = fully_shard(model or make(), mesh=mesh["shard"])
-    return model, make_optimizer(model.parameters(), process_group=mesh.get_group("replicate"), **options)
-
-
-def train(model: nn.Module, optimizer, steps, who: int, dtype: torch.dtype = torch.float64) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        loss(model, step, who, dtype).backward()
-        optimizer.step()
-
-
-def whole(model: nn.Module) -> torch.Tensor:
-    """All parameters, gathered from the shards."""
-    full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
-    return torch.cat([p.detach().reshape(-1) for p in full])
-
-
-def differences(mine: torch.Tensor) -> float:
-    first = mine.clone()
-    dist.broadcast(first, 0)
-    return float((mine - first).abs().max())
 
 
 def reference(make_optimizer, steps: int, clip: float | None = None) -> tuple[torch.Tensor, float]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fsdp_models import loss, whole
+from hsdp_models import differences, make
 from ranks import run_ranks
 from table import CASES, by_name
-from test_fsdp import differences, loss, make, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

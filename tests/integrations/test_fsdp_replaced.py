@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from fsdp_models import cut, loss, make, train, whole
-from ranks import run_ranks
+from ranks import catch_message, run_ranks
 from slow_rows import selected, slow_but
-from test_ddp_refusals import catch_message
 from torch import nn
 
 import compopt

@@ -13,10 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from hf_models import AT, STEPS, dataset, gpt2, trainer
+from in_place import as_torchrun_would
 from ranks import preload, run_ranks
 from slow_rows import selected, slow_but
 from table import CASES, Case, by_name
-from test_scripts import as_torchrun_would
 from torch.nn.utils import parameters_to_vector
 
 import compopt
@@ -28,35 +29,7 @@ SAMPLED = dataclasses.replace(by_name["ScapeAdamS"], compressed=dict(density=0.1
 CASE = {case.name: case for case in CASES} | {"ScapeAdamS, sampled": SAMPLED}  # that one on tensors worth a sample
 MAIN = ["SeparateAdam", "AdamS", "LocalSteps"]  # the others with `make slow`
 every_name = pytest.mark.parametrize("name", slow_but(lambda name: name in MAIN, CASE))
-STEPS, AT = 9, 5
 EVENTS = "should_evaluate", "should_save", "should_training_stop"
-
-
-def gpt2(width: int = 64):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=64, n_positions=16, n_embd=width, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
-    )
-    return GPT2LMHeadModel(config)
-
-
-def dataset():
-    tokens = torch.randint(64, (64, 16), generator=torch.Generator().manual_seed(1))
-    return [{"input_ids": row, "labels": row} for row in tokens]
-
-
-def trainer(folder: Path, model, callbacks=(), steps: int = STEPS, report_to=(), **options):
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    args = transformers.TrainingArguments(
-        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=4, save_steps=AT, logging_steps=2,
-        use_cpu=True, report_to=list(report_to), disable_tqdm=True, seed=0, learning_rate=1e-2, max_grad_norm=0.5,
-        lr_scheduler_type="linear",
-    )  # fmt: skip
-    return transformers.Trainer(model=model, args=args, train_dataset=dataset(), callbacks=list(callbacks), **options)
 
 
 def given(case: Case, model) -> dict:

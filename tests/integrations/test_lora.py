@@ -54,8 +54,8 @@ def differs(model: nn.Module) -> float:
 def fine_tune(rank: int, folder: str) -> dict:
     as_torchrun_would(rank, 2)
     import transformers
+    from hf_models import dataset, gpt2
     from peft import AdaLoraConfig, get_peft_model
-    from test_hf import dataset, gpt2
 
     transformers.logging.set_verbosity_error()
     base = gpt2(256)

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import Two, apart, cut, loss, make, train, whole
-from ranks import run_ranks
-from test_ddp_refusals import catch_message
+from ranks import catch_message, run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import apart, cut, loss, make, train
-from ranks import run_ranks
-from test_ddp_refusals import catch_message
+from ranks import catch_message, run_ranks
 from test_tagc_inside import tagc
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

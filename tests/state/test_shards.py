@@ -6,8 +6,8 @@ import functools
 
 import torch
 import torch.distributed as dist
+from ddp_models import Net, batch
 from ranks import run_ranks
-from test_ddp import Net, batch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
