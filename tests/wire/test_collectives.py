@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+
 from _fake_ranks import fake_ranks
 
 from compopt._wire.codec import PAYLOAD_CODECS
