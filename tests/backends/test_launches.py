@@ -14,8 +14,7 @@ from ranks import HANG_GUARD
 
 from compopt._state.buckets import bucket_bytes
 
-pytest.importorskip("triton")
-pytestmark = pytest.mark.long  # so that one worker makes the run
+pytestmark = pytest.mark.long
 HERE = Path(__file__).parents[1] / "support"
 # of a step of 28 tensors in one bucket: launches at most, as they were counted, and waits of the host
 MOST = {
@@ -34,7 +33,8 @@ MOST = {
 
 @pytest.fixture(scope="module")
 def measured_run() -> dict[str, dict]:
-    """By a process in which Triton is not interpreted."""
+    """By a process in which Triton is not interpreted. Tests of it are long, so that one worker makes the run."""
+    pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(HERE / "launches_run.py")]
     child = subprocess.run(
