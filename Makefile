@@ -49,7 +49,7 @@ slow: .venv/ready  ## the slow tests: killed torchrun agents, scripts on sockets
 properties: .venv/ready  ## 2000 new examples of models, options and faults, 500 of advice; every toy problem on 1 and 4 ranks
 	COMPOPT_EXAMPLES=2000 $(BIN)/pytest -q tests/faults/test_properties.py
 	COMPOPT_EXAMPLES=500 $(BIN)/pytest -q tests/planning/test_advice.py tests/planning/test_layers_advice.py -k impossible
-	COMPOPT_EXAMPLES=1 $(BIN)/pytest -q tests/conformance/test_problems.py
+	COMPOPT_EXAMPLES=1 $(BIN)/pytest -q tests/conformance/test_training.py
 
 fuzz: .venv/ready  ## 3000 new examples of shapes, layouts, dtypes and options, for every class and back end here
 	COMPOPT_FUZZ=3000 $(BIN)/pytest -q tests/conformance/test_fuzz.py

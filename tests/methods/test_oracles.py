@@ -178,7 +178,7 @@ def test_missing_gradients_are_zeros_and_wrong_counts_are_told(make):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_stated_loss_tells_adamw_from_sgd(name: str):
-    """That the methods reach it too: test_problems.py."""
+    """That the methods reach it too: test_training.py."""
     toy = problem(name)
     loss = train_dense(toy, lambda ps: torch.optim.AdamW(ps, lr=toy.lr, weight_decay=0.0), toy.lr, ranks=1)
     assert loss < toy.limit("adamw") <= toy.budget

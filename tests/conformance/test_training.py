@@ -1,25 +1,62 @@
-"""torch-optimizer 0.3's own test-suite, run over our classes: each has to do at least as well as torch.optim.AdamW.
-
-Ported from https://github.com/jettify/pytorch-optimizer, tests/ (Apache License 2.0): the same functions, model, data,
-cases and tolerances, as functions that say whether they passed instead of raising. Each class gets an entry in the
-table of the suite (options and iterations for a function of two variables, for a small network), as every optimizer
-there has its own; AdamW gets the best of the entries that ours were given.
-"""
+"""Training to a loss, for every class: toy problems, and torch-optimizer 0.3's own test-suite."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import itertools
+import os
 from collections.abc import Callable
 
 import numpy as np
+import problems
 import pytest
 import torch
-from table import CASES
+from sim import Ranks
+from table import CASES, Case
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
 
 import compopt
+
+EVERY_RUN = "COMPOPT_EXAMPLES" in os.environ  # in `make properties`
+RANKS = {"quadratic": 1, "rosenbrock": 4, "logistic": 1, "mlp": 4}
+
+
+def is_selected(case: Case, name: str, ranks: int) -> bool:
+    """Separate around AdamW and SeparateAdam take the same steps: one problem shows that."""
+    if not case.problems or (case.cls is compopt.Separate and name != "mlp"):
+        return False
+    return EVERY_RUN or ranks == RANKS[name]
+
+
+RUNS = [
+    pytest.param(case, name, ranks, id=f"{case.name}-{name}-{ranks}")
+    for case, name, ranks in itertools.product(CASES, problems.NAMES, [1, 4])
+    if is_selected(case, name, ranks)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "name", "ranks"), RUNS)
+def test_reaches_the_stated_loss(case: Case, name: str, ranks: int):
+    toy = problems.problem(name)
+    options = {**case.problems, **({"dense_steps": round(0.15 * toy.steps)} if case.compressed else {})}
+    world = Ranks(
+        ranks,
+        lambda: toy.make_model(0).double(),
+        lambda params, process_group: case.new(
+            params, lr=toy.lr, weight_decay=0.0, process_group=process_group, **options
+        ),
+    )
+    for step in range(toy.steps):
+        for optimizer in world.optimizers:
+            optimizer.param_groups[0]["lr"] = toy.lr_at(step)
+        world.train(lambda model, rank, step: toy.loss(model, rank, ranks, step), 1)
+    world.assert_replicas_equal()
+    limit = case.limits.get(name, toy.limit(case.method))
+    assert toy.evaluate(world.models[0]) < limit < toy.reached["sgd"]
+
 
 # What fails for both: torch's zero_grad sets gradients to None since 2.0, so the suite's sparse gradient is gone before
 # step() and nothing can refuse it.
@@ -49,9 +86,6 @@ def make(name: str) -> Callable[..., torch.optim.Optimizer]:
     if name in AROUND_ADAMW:  # takes an optimizer: a bad option is refused by that
         return lambda params, **options: new(torch.optim.AdamW(params, **options))
     return new
-
-
-# test_basic.py
 
 
 def rosenbrock(p: torch.Tensor) -> torch.Tensor:
@@ -84,9 +118,6 @@ def finds_the_minimum(name: str, function: Callable) -> bool:
     return printed and torch.allclose(x, torch.tensor(MINIMA[function]), atol=0.001)
 
 
-# test_optimizer_with_nn.py
-
-
 def clusters() -> tuple[torch.Tensor, torch.Tensor]:
     x = np.random.RandomState(42).randn(100, 2) * 2
     x[:50] -= 2
@@ -109,9 +140,6 @@ def trains_a_network(name: str) -> bool:
     return losses[0].item() > 2.0 * losses[-1].item()
 
 
-# test_param_validation.py
-
-
 def refuses_sparse(name: str) -> bool:
     param = torch.randn(1, 1).to_sparse().requires_grad_(True)
     param.grad = torch.randn(1, 1).to_sparse()
@@ -131,8 +159,6 @@ def refuses(message: str, name: str, **options: object) -> bool:
         return message in str(error)
     return False
 
-
-# test_optimizer.py
 
 SCHEDULERS: list[list[Callable]] = [
     [],
