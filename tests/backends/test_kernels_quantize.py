@@ -20,7 +20,7 @@ from compopt._wire.quantization import BLOCK_ROWS, row_layout
 
 LENGTHS = [(), (0,), (1,), (5, 0, 3), (ROW,), (ROW - 1, ROW + 1), (300, 0, 128, 4000, 1), (BLOCK_ROWS * ROW + 129, 70)]
 WORDS = 3, 2  # of header and control
-NATIVE = ("native", "portable")  # all that this processor has, and none; what is between, test_native_isa.py has
+NATIVE = ("native", "portable")  # all that this processor has, and none; what is between, test_native.py has
 MEANS = ("triton", *NATIVE)
 
 
