@@ -9,7 +9,7 @@ from oracles import kernels as reference
 from sim import Ranks
 from slow_rows import slow_but
 from table import CASES, by_name
-from test_backends import assert_same, trained
+from test_choice import assert_same, trained
 from torch import nn
 
 import compopt

@@ -1,7 +1,4 @@
-"""Tensors and shards beside every size at which the code takes another way, in float32, on the backends there are.
-
-Where nothing is dropped a class must equal its reference, whatever the size; where TAGC drops, it drops what it says.
-"""
+"""Shapes and sizes, for every class: empty models, every size at which the code takes another way, absent tensors."""
 
 from __future__ import annotations
 
@@ -11,10 +8,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from conformance import every_average
 from pairs import name_of, pairs
+from problems import gradients, replicas, weights
+from problems import step as take_step
+from ranks import run_ranks
 from sim import Ranks
 from slow_rows import slow_but
-from table import CASES, FORMS, projecting
+from table import CASES, FORMS, Case, projecting
 from torch import nn
 
 import compopt
@@ -158,3 +159,123 @@ def test_the_largest_are_exactly_as_many(what, share, backend, monkeypatch):
     assert len(results) == k or (len(results) < k and len(results) >= int(x.count_nonzero()))
     chosen = x.abs()[results].sort(descending=True).values
     assert torch.equal(chosen, x.abs().sort(descending=True).values[: len(results)])
+
+
+MODELS = {
+    "nothing": [(0,), (0, 5)],
+    "one empty matrix": [(0, 5)],
+    "a scalar": [()],
+    "some": [(64, 1), (5, 0), (64, 64), (3,), ()],
+    "odd": [(1,), (0, 7), (5,), (65, 63)],
+}
+TRACKED = [
+    dataclasses.replace(case, compressed=projecting("tracked", dense_steps=2), form="tracked")
+    for case in CASES
+    if case.cls in (compopt.Separate, compopt.SeparateAdam)
+]
+DTYPES = [None, torch.int8, "int4", "int2", torch.bfloat16, torch.float16]
+
+
+def takes(case: Case, dtype: torch.dtype | str | None) -> bool:
+    if dtype is None or case.cls is compopt.AdamS:
+        return dtype is None
+    if dtype == "int2":
+        return case.cls in (compopt.Average, compopt.LocalSteps)
+    return dtype not in (torch.int8, "int4") or not (case.cls is compopt.TagcAdamW or case.compressed.get("sharded"))
+
+
+class Shapes(nn.Module):
+    def __init__(self, shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.tensors = nn.ParameterList(torch.ones(shape, dtype=dtype) for shape in shapes)
+
+
+def slope_of_model(model: Shapes, rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return sum((p * torch.randn(p.shape, generator=generator).to(p.dtype)).sum() for p in model.tensors)
+
+
+@pytest.mark.parametrize(
+    ("case", "model", "dtype"),
+    pairs(CASES + FORMS + TRACKED, MODELS, DTYPES, where=lambda case, model, dtype: takes(case, dtype)),
+    ids=name_of,
+)
+def test_payloads_without_values_are_averaged_all_the_same(case, model, dtype):
+    options = {} if dtype is None else {"payload_dtype": dtype}
+    for size, compress in ((1, None), (2, True), (3, None)) if dtype is None else ((2, True),):
+        ours = Ranks(
+            size,
+            lambda: Shapes(MODELS[model]),
+            lambda params, process_group: case.make(
+                [{"params": list(params), "compress": compress}],  # noqa: B023
+                process_group=process_group,
+                **options,
+            ),
+        )
+        ours.train(slope_of_model, 5)
+        ours.assert_replicas_equal()
+        assert ours.optimizers[0].stats.skipped == 0 and ours.optimizers[0].stats.applied_steps == 5
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_rounds_of_local_steps_end(model):
+    """Their first exchange is shown with what gradients have, which may be 0 bytes."""
+
+    def make(params, process_group):
+        adamw = torch.optim.AdamW(list(params))
+        return compopt.LocalSteps(adamw, every=2, growth_steps=0, process_group=process_group)
+
+    ours = Ranks(2, lambda: Shapes(MODELS[model]), make)
+    ours.train(slope_of_model, 4)
+    ours.assert_replicas_equal()
+    assert ours.optimizers[0].stats.round == 2
+
+
+def train(rank: int) -> list[float]:
+    results = []
+    for shapes in MODELS.values():
+        for projection in ("gaussian", "tracked"):
+            model = Shapes(shapes)
+            optimizer = compopt.SeparateAdam(model.parameters(), **projecting(projection, payload_dtype=torch.int8))
+            for step in range(2):
+                optimizer.zero_grad()
+                slope_of_model(model, rank, step).backward()
+                optimizer.step()
+            results += [float(p.detach().double().sum()) for p in model.tensors]
+    return results
+
+
+def test_real_ranks_take_them_too():
+    one, other = run_ranks(train, 2)
+    assert one == other
+
+
+SHAPES = [(64, 80), (80,), (260, 520)]
+
+
+@every_average
+@pytest.mark.parametrize("payload", [None, torch.bfloat16], ids=["exact", "bfloat16"])
+def test_none_is_as_good_as_zeros(case, payload):
+    if payload is not None and "payload_dtype" not in case.bad:
+        pytest.skip("sends what the gradients are")
+    message = {} if payload is None else {"payload_dtype": payload}
+
+    def make(params, process_group):
+        return case.make(params, process_group=process_group, **message)
+
+    runs = [replicas(2, weights(SHAPES, torch.float32), make) for _ in range(2)]
+    for t in range(8):
+        for zeros, (world, params, optimizers) in zip((False, True), runs, strict=True):
+            grads = gradients(2, t, SHAPES, torch.float32)
+            if t % 2:
+                grads[1][2] = torch.zeros(SHAPES[2]) if zeros else None
+            if t % 3 == 1:
+                grads[0][0] = torch.zeros(SHAPES[0]) if zeros else None
+            take_step(world, params, optimizers, grads)
+    (_, ours, mine), (_, theirs, others) = runs
+    for a, b in zip([p for local in ours for p in local], [p for local in theirs for p in local], strict=True):
+        assert torch.equal(a, b)
+    for one, other in zip(mine, others, strict=True):
+        for mine_, theirs_ in zip(one._buckets, other._buckets, strict=True):
+            for name in set(mine_.flat) & {"residual"}:
+                assert torch.equal(mine_.flat[name], theirs_.flat[name])

@@ -1,6 +1,4 @@
-"""int8 and int4 means by Triton kernels and by C passes, against PyTorch's operators: the same messages, the same mean,
-to the bit.
-"""
+"""int8 and int4 means by Triton kernels and C passes, against PyTorch's operators: the same bits."""
 
 from __future__ import annotations
 
