@@ -57,14 +57,14 @@ fuzz: .venv/ready  ## 3000 new examples of shapes, layouts, dtypes and options, 
 soak: .venv/ready  ## 20,000 steps with random faults; optimizers made and dropped; 2,000 damaged snapshots, 100 kills of real ranks
 	COMPOPT_SOAK=20000 $(BIN)/pytest -q tests/faults/test_soak.py tests/faults/test_soak.py
 	COMPOPT_DAMAGES=2000 $(BIN)/pytest -q tests/integrations/test_snapshot_faults.py -k damaged
-	COMPOPT_KILLS=100 $(BIN)/pytest -q tests/integrations/test_snapshot_kills.py
+	COMPOPT_KILLS=100 $(BIN)/pytest -q tests/integrations/test_snapshot_faults.py
 
 elastic: .venv/ready  ## torchrun agents on this machine that are killed and added during a run, in about ten minutes
 	$(BIN)/python tests/elastic_run.py
 
 sites: .venv/ready  ## DDP inside a site, compression between sites: 2 x 2 processes train, then are compared; two minutes
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 --standalone examples/hsdp.py --ddp --optimizer separate --steps 40
-	$(BIN)/pytest -q tests/integrations/test_ddp_sites.py
+	$(BIN)/pytest -q tests/integrations/test_ddp.py
 
 mutants: .venv/ready  ## deliberate faults, each put into a copy of the package: the tests must see every one
 	$(BIN)/python tests/mutants.py
