@@ -14,7 +14,7 @@ from conformance import every, loss, make_ranks, some_average, through_a_file
 from problems import gradients, replicas, step, weights
 from ranks import run_ranks
 from sim import SimCommunicator, SimPending, World
-from test_separate_inside import around, separate
+from test_fsdp_inside import around, separate
 from torch import Tensor, nn
 
 import compopt

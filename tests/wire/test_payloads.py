@@ -1,14 +1,18 @@
-"""Payloads: ``payload_dtype`` as people write it, and what every rank sends and owes in 16 bits."""
+"""Payloads: ``payload_dtype`` as people write it, what every rank sends and owes, calls to a backend as NCCL."""
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 from functools import partial
+from pathlib import Path
 from typing import Any, get_args
 
 import conformance
 import pytest
 import torch
+import torch.distributed as dist
 from pairs import name_of
 from sim import Ranks
 from slow_rows import slow_but
@@ -18,6 +22,14 @@ from torch import nn
 import compopt
 from compopt._sharded.zero1_adamw import UPDATE_DTYPES, UpdateDtype
 from compopt._wire.codec import PAYLOAD_CODECS
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+
+from _fake_ranks import fake_ranks
+
+from compopt._wire.collectives import Communicator, bitwise_or_rows
+from compopt._wire.payload import Payload
+from compopt._wire.requests import AllGather, AllReduceMean
 
 SENDING = [case for case in CASES + FORMS if "payload_dtype" in inspect.signature(case.cls).parameters]
 every = pytest.mark.parametrize("case", SENDING, ids=lambda case: case.name)
@@ -173,3 +185,53 @@ def test_a_float32_gradient_of_a_bfloat16_parameter_is_sent_as_it_is():
         kinds = {t.dtype for kind, sent in ranks.world.log if "Mean" in kind for t in sent}
         assert kinds - {torch.float64} == {torch.float32, torch.bfloat16}  # TAGC agrees on a norm
         assert ranks.optimizers[0].stats.bytes_dense == 64 * 64 * (4 + 2)
+
+
+SINGLE = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+
+
+@pytest.fixture
+def called(monkeypatch) -> list:
+    results = []
+
+    def noted(name: str, call):
+        @functools.wraps(call)
+        def note(*args, **options):
+            results.append((name, *[a for a in args if not isinstance(a, torch.Tensor | list)]))
+            return call(*args, **options)
+
+        return note
+
+    for name in ("all_reduce", "all_gather", SINGLE):
+        monkeypatch.setattr(dist, name, noted(name, getattr(dist, name)))
+    return results
+
+
+@pytest.mark.parametrize("backend, mean", [("nccl", 8.0), ("gloo", 2.0), ("xccl", 2.0)])
+def test_a_mean_is_the_backends_where_it_has_one(monkeypatch, backend, mean, called):
+    monkeypatch.setattr(Communicator, "get_backend", lambda comm, device: backend)
+    with fake_ranks(4):
+        answer = Communicator().start(AllReduceMean(torch.full((3,), 8.0))).wait()  # a sum leaves this rank's numbers
+    assert answer.tolist() == [mean] * 3
+    assert called == [("all_reduce", dist.ReduceOp.AVG)] if backend == "nccl" else [("all_reduce",)]
+
+
+@pytest.mark.parametrize("backend, name", [("nccl", SINGLE), ("xccl", SINGLE), ("gloo", "all_gather")])
+def test_a_gather_is_into_one_tensor_where_the_backend_can(monkeypatch, backend, name, called):
+    monkeypatch.setattr(Communicator, "get_backend", lambda comm, device: backend)
+    payload = Payload(torch.ones(300), 1, 0, [299], PAYLOAD_CODECS["int8"], torch.empty(299), (1,))
+    with fake_ranks(4):
+        rows = Communicator().start(AllGather(torch.arange(6.0).view(2, 3))).wait()
+        answer = Communicator().start(AllReduceMean(payload)).wait()
+        while answer is not payload:
+            answer = answer.wait()
+    assert rows.shape == (4, 2, 3) and called == [(name,)] * 2
+    if name == SINGLE:
+        assert torch.equal(rows, torch.arange(6.0).view(2, 3).expand(4, 2, 3))
+
+
+@pytest.mark.parametrize("ranks", range(1, 10))
+def test_the_or_of_rows_leaves_none_out(ranks):
+    rows = torch.zeros(ranks, 12, dtype=torch.uint8)
+    rows[torch.arange(ranks), torch.arange(ranks)] = 1 << torch.arange(ranks).to(torch.uint8) % 8
+    assert torch.equal(bitwise_or_rows(rows), rows.sum(0, dtype=torch.uint8))
