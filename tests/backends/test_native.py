@@ -6,6 +6,7 @@ import check_neon
 import pytest
 import torch
 from oracles import kernels as reference
+from pairs import pairs
 from sim import Ranks
 from slow_rows import slow_but
 from table import CASES, by_name
@@ -534,9 +535,10 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("steps", [0, 4])
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", ["RadiusAdamW", "ScapeAdamS", "AdamS", "SeparateAdam", "TagcAdamW"])
+@pytest.mark.parametrize(
+    ("name", "change", "steps"),
+    pairs(["RadiusAdamW", "ScapeAdamS", "AdamS", "SeparateAdam", "TagcAdamW"], CHANGES, [0, 4]),
+)
 def test_parameters_that_were_converted_afterwards_are_refused_in_words(monkeypatch, name, change, steps):
     monkeypatch.delenv("COMPOPT_BACKEND", raising=False)
     torch.manual_seed(0)

@@ -11,7 +11,6 @@ from typing import Any
 import conformance
 import pytest
 import torch
-from conformance import every
 from conservation import everywhere, mean_residuals, moments
 from oracles import AdamSOracle, AverageOracle, RadiusOracle, ScapeOracle, SeparateOracle, TagcOracle
 from oracles.common import as_float64
@@ -181,7 +180,8 @@ def test_equals_the_oracle(name, backend, ranks):
             assert far(got, local_part) < CLOSE
 
 
-LOW = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+# of the others, parameters of low precision are the inner optimizer's, or refused
+WITH_MASTERS = [case for case in CASES + FORMS if case.keeps_masters]
 
 
 def train(case, ranks, steps: int, dtype) -> None:
@@ -199,12 +199,9 @@ def masters(optimizer) -> list[torch.Tensor]:
     return [value for entry in optimizer.state.values() for name, value in entry.items() if name == "master"]
 
 
-@every
-@LOW
+@pytest.mark.parametrize(("case", "dtype"), in_turn(WITH_MASTERS, (torch.bfloat16, torch.float16)), ids=name_of)
 def test_a_clamp_between_steps_holds(case, dtype):
     """In place, by ``.data``, which no version counter sees, and by load_state_dict: the next step begins there."""
-    if not case.keeps_masters:
-        pytest.skip("parameters of low precision are the inner optimizer's, or refused")
     ranks = conformance.make_ranks(case, 2, dtype)
     train(case, ranks, 3, dtype)
     kept = [m.clone() for m in masters(ranks.optimizers[0])]
@@ -225,10 +222,8 @@ def test_a_clamp_between_steps_holds(case, dtype):
             assert float((p.detach().float() - old.float()).abs().max()) < 0.1, "a step of lr 1e-2 at most"
 
 
-@every
+@pytest.mark.parametrize("case", WITH_MASTERS, ids=name_of)
 def test_what_was_not_touched_keeps_its_digits(case):
-    if not case.keeps_masters:
-        pytest.skip("parameters of low precision are the inner optimizer's, or refused")
     runs = []
     for touched in (False, True):
         ranks = conformance.make_ranks(case, 1, torch.bfloat16, lr=1e-5)

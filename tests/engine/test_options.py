@@ -14,6 +14,7 @@ import pytest
 import torch
 from conformance import Small, every_average, loss
 from sim import Ranks, World
+from slow_rows import in_turn
 from table import CASES, Case, by_name
 from torch import nn
 
@@ -264,8 +265,13 @@ def trained(**options) -> torch.optim.AdamW:
     return adamw
 
 
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}, {"capturable": True}, {"foreach": False}])
-@pytest.mark.parametrize("cls", [compopt.RadiusAdamW, compopt.TagcAdamW])
+@pytest.mark.parametrize(
+    ("options", "cls"),
+    in_turn(
+        [{}, {"foreach": True}, {"fused": True}, {"capturable": True}, {"foreach": False}],
+        (compopt.RadiusAdamW, compopt.TagcAdamW, compopt.AdamS),
+    ),
+)
 def test_a_checkpoint_of_adamw_loads_whatever_it_says(cls, options):
     saved = trained().state_dict()
     saved["param_groups"][0] |= options  # capturable wants a GPU

@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from conformance import AVERAGING, assert_same, every_average, loss, make_ranks, snapshot, some_average
+from pairs import name_of
 from ranks import FOREVER, run_ranks
 from sim import Ranks, World
-from slow_rows import slow_but
+from slow_rows import in_turn, slow_but
 from table import CASES, FORMS, Case
 from test_lifetime import TRACKED
 from torch import nn
@@ -77,8 +78,7 @@ def test_a_sparse_gradient_on_one_rank_is_refused_by_name_and_all_hear_of_it(cas
     ranks.assert_replicas_equal()
 
 
-@every_average
-@pytest.mark.parametrize("form", ["another size", "the same size"])
+@pytest.mark.parametrize(("case", "form"), in_turn(AVERAGING, ("another size", "the same size")), ids=name_of)
 def test_a_parameter_that_is_resized_on_one_rank_is_refused_by_name_and_all_hear_of_it(case, form):
     ranks = make_ranks(case, 2)
     ranks.train(loss, 5)

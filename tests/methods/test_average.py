@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 
 import pytest
@@ -59,17 +58,6 @@ def test_int8_stays_near_and_owes_what_it_drops():
     assert optimizers[0].stats.bytes_sent < 0.3 * optimizers[0].stats.bytes_dense * 4 / 8
 
 
-def test_a_checkpoint_of_separate_is_not_taken():
-    params = [torch.nn.Parameter(w) for w in weights()]
-    separate = compopt.Separate(torch.optim.SGD(params, lr=0.1), projection="tracked")
-    for p in params:
-        p.grad = torch.ones_like(p)
-    separate.step()
-    average = compopt.Average(torch.optim.SGD(params, lr=0.1))
-    with pytest.raises(ValueError, match="is of Separate"):
-        average.load_state_dict(copy.deepcopy(separate.state_dict()))
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_base_gets_the_average_in_the_order_of_the_parameters_memory(fused):
     start = torch.randn(8, 4, 3, 3, dtype=torch.float64).to(memory_format=torch.channels_last)
@@ -113,16 +101,6 @@ def test_one_state_buffer():
         name: t.numel() * t.element_size() / p.numel() for name, t in compopt.AdamS([p]).state[p].items() if t.dim()
     }
     assert held == {"exp_avg": 4}
-
-
-def test_a_checkpoint_of_adamw_is_taken_over():
-    p = nn.Parameter(torch.ones(64, 80))
-    dense = torch.optim.AdamW([p])
-    p.grad = torch.randn(64, 80)
-    dense.step()
-    ours = compopt.AdamS([p])
-    ours.load_state_dict(dense.state_dict())
-    assert torch.equal(ours.state[p]["exp_avg"], dense.state[p]["exp_avg"]) and ours.param_groups[0]["step"] == 1
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
