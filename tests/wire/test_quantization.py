@@ -489,7 +489,7 @@ def test_little_of_a_normal_row_is_taken_off_and_never_more_than_there_is():
     assert rounding_errors[4].abs().max() < 1e-5, "equal values are exact"
 
 
-def test_rows_out_of_the_ordinary_int2():
+def test_rows_out_of_the_ordinary_in_int2():
     tiny = torch.finfo(torch.float32).tiny
     x = torch.zeros(6, ROW)
     x[1, 5], x[1, 6] = 3e38, 1.0
