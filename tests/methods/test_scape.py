@@ -95,22 +95,6 @@ def test_density_1_equals_adams(ranks):
         torch.testing.assert_close(p.detach(), wanted, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("options", [{}, {"payload_dtype": torch.bfloat16}])
-def test_replicas_and_masks_are_equal_to_the_bit(ranks, options):
-    world, _, params, optimizers = make(ranks, density=0.1, density_steps=6, **options)
-    for t in range(15):
-        step(world, params, optimizers, gradients(ranks, t, SHAPES))
-        for local, optimizer in zip(params[1:], optimizers[1:], strict=True):
-            optimizer.state_dict()
-            optimizers[0].state_dict()
-            for p, q in zip(params[0], local, strict=True):
-                assert torch.equal(p, q)
-                for name in ("exp_avg", "mask", "next_mask"):
-                    if name in optimizer.state[q]:
-                        assert torch.equal(optimizers[0].state[p][name], optimizer.state[q][name])
-
-
 def test_a_bf16_payload_rounds_the_gradient_only():
     """Also of the tensors that are not compressed, and of dense steps."""
     shapes = [(96, 64), (200,), (70, 70)]

@@ -41,31 +41,6 @@ def adamw(params):
     return torch.optim.AdamW(params, lr=1e-2)
 
 
-def external(name: str):
-    return lambda params: getattr(pytest.importorskip("torch_optimizer"), name)(params, lr=1e-2)
-
-
-@pytest.mark.parametrize(
-    "base",
-    [
-        external("Lamb"),
-        external("AdaBelief"),
-        external("RAdam"),
-        adamw,
-        lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
-    ],
-    ids=["Lamb", "AdaBelief", "RAdam", "AdamW", "SGD"],
-)
-def test_any_base_trains_and_replicas_stay_equal_to_the_bit(base):
-    ranks = wrapped(base)
-    history = []
-    for _ in range(40):
-        history += ranks.train(loss, 1)
-        ranks.assert_replicas_equal()
-    assert history[-1] < 0.95 * history[0]
-    assert ranks.optimizers[0].stats.phase == "projected"
-
-
 def test_our_own_adams_as_a_base_does_not_average_again():
     """It has a process group of its own at hand, and must not use it."""
 
