@@ -1,10 +1,9 @@
-"""Counts of the benchmarks, tables of their runs, composed seconds, a small GPU run on the CPU; shaped links."""
+"""Counts of the benchmarks, tables that are kept, the prepared run on a GPU, small, on the CPU; shaped links."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import os
 import shutil
 import signal
@@ -24,9 +23,9 @@ import compopt
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 import gpu
-import quality
 from _fake_ranks import fake_ranks
-from _table import print_rows, read_rows, write_rows
+from _ladder_seconds import seconds_to
+from _table import print_rows, read_rows, show_kept, write_rows
 from memory import Allocations, bytes_in
 
 
@@ -121,52 +120,6 @@ def test_what_grows_with_ranks():
     assert many.handed["header"] == 16 * few.handed["header"]
 
 
-DENSE, OURS = "AdamW (DDP)", "SeparateAdam tracked 16, int8"
-
-
-def kept(name: str, loss: float, **others) -> dict:
-    """A line of results/quality.jsonl."""
-    evals = [{"step": 800 * k // 8, "bytes": 1e6 * k, "train_loss": loss, "val_loss": loss} for k in range(1, 9)]
-    line = {"run": name, "lr": 2e-3, "steps": 800, "ranks": 2, "seed": 0, "parameters": 1000, **others}
-    return line | {"bytes_per_step": {"dense": 4000, "compressed": 2000}, "phases": {}, "evals": evals}
-
-
-@pytest.fixture
-def runs(tmp_path, monkeypatch) -> dict:
-    """One of each method to compare, seeds, and runs that are wider, or in bfloat16, and end lower."""
-    lines = [kept(DENSE, 2.0), kept(OURS, 2.2), kept(OURS, 2.1, lr=4e-3), kept(OURS, 1.0, lr=2e-3, seed=1)]
-    lines += [kept(DENSE, 3.0, seed=1), kept(OURS, 3.3, lr=4e-3, seed=1)]
-    lines += [kept(name, 1.0, **other) for name in (DENSE, OURS) for other in ({"bf16": True}, {"width": 512})]
-    path = tmp_path / "quality.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    monkeypatch.setattr(quality, "KEPT", path)
-    return quality.kept()
-
-
-def test_runs_are_compared_with_those_that_differ_in_method_rate_and_seed_only(runs):
-    assert len(runs) == 10
-    rows = {(row["run"], row["width"], row["bf16"]): row for row in quality.tabulate(runs)}
-    assert len(rows) == 6
-    dense, ours = rows[DENSE, 128, False], rows[OURS, 128, False]
-    assert (dense["loss"], dense["to_adamw"], dense["seeds"]) == (2.5, 1.0, 2)
-    assert (ours["lr"], ours["loss"], ours["low"], ours["high"]) == (4e-3, pytest.approx(2.7), 2.1, 3.3)
-    assert ours["to_adamw"] == pytest.approx(2.7 / 2.5) and ours["by_seed"] == "1.050 1.100"
-    assert ours["at_rates"] == "0.002:2.2 0.004:2.1" and ours["to_adamw_same_lr"] is None
-    assert ours["step_share"] == 0.5 and ours["run_share"] == pytest.approx(8e6 / (4 * 1000 * 800))
-
-
-def test_the_runs_that_are_kept_make_every_table():
-    """An empty one was noticed late: runs had got another field."""
-    runs = quality.kept()
-    rows, kinds = quality.tabulate(runs), {}
-    for row in rows:
-        kinds.setdefault((row["width"], row["bf16"], row["ranks"], row["steps"]), set()).add(row["run"])
-    assert len(kinds[128, False, 2, 800]) > 40 and len(kinds[128, False, 2, 8000]) > 10
-    assert len(kinds[128, False, 4, 2000]) > 10 and len(kinds[512, True, 2, 1500]) > 10
-    assert all(row["run"] in {*quality.METHODS, *quality.REMOVED} for row in rows)
-    assert len(quality.seconds_rows(runs)) > 10
-
-
 def test_rows_of_other_names_stay_in_a_file(tmp_path, capsys):
     path = tmp_path / "rows.csv"
     write_rows(path, [{"name": "a", "x": 1.2345}, {"name": "b", "x": None}], digits={"x": 2})
@@ -181,44 +134,19 @@ def test_rows_of_other_names_stay_in_a_file(tmp_path, capsys):
     ]
 
 
-# 100 steps: 10 dense, then 9 blocks of 9 sparse steps and a resampling one.
-PHASES = {"dense": 10, "resample": 9, "sparse": 81}
-SECONDS = {"dense": 3.0, "resample": 5.0, "sparse": 1.0}
+def test_a_kept_table_is_shown_as_it_is(capsys):
+    show_kept("quality", "run", "steps", "loss")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["run", "steps", "loss"] and lines[1].split() == ["AdamW", "(DDP)", "200", "2.3308"]
+    assert len(lines) == 144
 
 
-def test_seconds_are_those_of_the_dense_start_and_of_the_mean_step_after_it():
-    at = [quality.seconds_at(step, PHASES, SECONDS) for step in (0, 4, 10, 20, 100)]
-    assert at == pytest.approx([0, 12, 30, 30 + 5 + 9, 10 * 3 + 9 * 5 + 81 * 1])
-
-
-def test_a_run_of_one_kind_of_steps_needs_no_time_of_the_other():
-    assert quality.seconds_at(7, {"dense": 100}, {"dense": 3.0}) == 21
-    assert quality.seconds_at(7, {"sparse": 100}, {"sparse": 0.5}) == 3.5
-    dense, after = quality.per_step({"dense": 100}, {"dense": 3.0})
-    assert dense == 3 and math.isnan(after)
-
-
-def test_a_run_with_a_phase_that_was_not_timed_gets_no_seconds(tmp_path, monkeypatch):
-    lines = [
-        {"run": "A", "rate": "100mbit", "ranks": 2, "seconds": {"dense": 9.0}},
-        {"run": "A", "rate": "100mbit", "ranks": 2, "seconds": {"dense": 3.0}},  # the later one holds
-        {"run": "A", "rate": "1gbit", "ranks": 2, "seconds": {"dense": 1.0, "sparse": 1.0}},
-    ]
-    kept = tmp_path / "kept.jsonl"
-    kept.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    monkeypatch.setattr(quality, "TIMED", kept)
-    rows = [{"run": "A", "phases": phases, "evals": [{"step": 5}]} for phases in ({"dense": 5}, PHASES)]
-    quality.put_on(rows, "100mbit")
-    assert rows[0]["evals"] == [{"step": 5, "seconds": 15.0}]
-    assert rows[1]["evals"] == [{"step": 5}]
-
-
-def test_a_level_is_reached_between_two_evaluations():
+def test_a_loss_is_reached_between_two_evaluations():
     evals = [{"seconds": s, "val_loss": v} for s, v in ((10, 2.0), (20, 1.5), (30, 1.6), (40, 1.2))]
-    assert quality.reached(1.6, evals, "seconds") == pytest.approx(18)
-    assert quality.reached(1.4, evals, "seconds") == pytest.approx(35)
-    assert quality.reached(2.5, evals, "seconds") == 10
-    assert quality.reached(1.1, evals, "seconds") is None
+    assert seconds_to(1.6, evals) == pytest.approx(18)
+    assert seconds_to(1.4, evals) == pytest.approx(35)
+    assert seconds_to(2.5, evals) == 10
+    assert seconds_to(1.1, evals) is None
 
 
 def test_all_parts_fit_in_nine_minutes():
