@@ -5,12 +5,12 @@ from __future__ import annotations
 import check_neon
 import pytest
 import torch
+from backend_runs import assert_same, trained
 from oracles import kernels as reference
 from pairs import pairs
 from sim import Ranks
 from slow_rows import slow_but
 from table import CASES, by_name
-from test_choice import assert_same, trained
 from torch import nn
 
 import compopt
@@ -39,7 +39,7 @@ class Net(nn.Module):
         self.unused = nn.Parameter(torch.randn(64, 65))
 
 
-def loss(model: Net, rank: int, step: int) -> torch.Tensor:
+def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     random = torch.Generator().manual_seed(1 + 10 * step + rank)
     return sum(((p - torch.randn(p.shape, generator=random)) ** 2).sum() for p in model.many)
 
@@ -62,9 +62,7 @@ RUNS = [
 def run(monkeypatch, name: str, backend: str, options: dict, steps: int = 6) -> Ranks:
     options = {"density_steps": 0, "dense_steps": 1} | options if name == "ScapeAdamS" else options
     with monkeypatch.context() as patch:
-        patch.setattr("test_backends.Net", Net)
-        patch.setattr("test_backends.loss", loss)
-        return trained(backend, patch, name, lr=1e-2, steps=steps, **options)
+        return trained(backend, patch, name, steps=steps, model=Net, loss=loss, lr=1e-2, **options)
 
 
 @pytest.mark.parametrize("name, options", RUNS)
@@ -318,17 +316,12 @@ class Sizes(nn.Module):
         self.many = nn.ParameterList(nn.Parameter(torch.randn(n)) for n in SIZES)
 
 
-def loss_of_sizes(model: Sizes, rank: int, step: int) -> torch.Tensor:
-    random = torch.Generator().manual_seed(1 + 10 * step + rank)
-    return sum(((p - torch.randn(p.shape, generator=random)) ** 2).sum() for p in model.many)
-
-
 def trained_by(name: str, options: dict) -> Ranks:
     def make(params, **more):
         return by_name[name].make([{"params": list(params), "compress": True}], **options, **more)
 
     world = Ranks(2, Sizes, make)
-    world.train(loss_of_sizes, 4)
+    world.train(loss, 4)
     world.assert_replicas_equal()
     return world
 
