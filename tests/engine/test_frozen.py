@@ -8,12 +8,13 @@ from collections import defaultdict
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from conformance import TRACKED
 from ddp_models import Net, apart, plain, radius, vector
 from pairs import name_of
 from ranks import run_ranks
 from sim import Ranks, World
 from slow_rows import in_turn, slow_but
-from table import CASES, FORMS, Case, projecting
+from table import CASES, FORMS, Case
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -21,13 +22,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import compopt
 from compopt._state import buckets
 
-TRACKED = Case(
-    compopt.SeparateAdam,
-    compressed=projecting("tracked", rank=2),
-    lossless=dict(projection="gaussian", ratio=1),
-    reference=torch.optim.AdamW,
-    form="tracked",
-)
 ALL = [*CASES, *FORMS, TRACKED]
 
 

@@ -11,27 +11,19 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from conformance import TRACKED
 from pairs import name_of
 from ranks import run_ranks
 from sim import World
 from slow_rows import in_turn
-from table import CASES, FORMS, Case, by_name, projecting
+from table import CASES, FORMS, Case, by_name
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, ReduceLROnPlateau, SequentialLR
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-import compopt
 from compopt._state import buckets
-
-TRACKED = Case(
-    compopt.SeparateAdam,
-    compressed=projecting("tracked", rank=2),
-    lossless={},
-    reference=torch.optim.AdamW,
-    form="tracked",
-)
 
 
 @pytest.fixture

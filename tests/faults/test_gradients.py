@@ -11,13 +11,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from conformance import AVERAGING, assert_same, every_average, loss, make_ranks, snapshot, some_average
+from conformance import AVERAGING, TRACKED, assert_same, every_average, loss, make_ranks, snapshot, some_average
 from pairs import name_of
 from ranks import FOREVER, run_ranks
 from sim import Ranks, World
 from slow_rows import in_turn, slow_but
 from table import CASES, FORMS, Case
-from test_lifetime import TRACKED
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
