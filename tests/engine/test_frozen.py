@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conformance import TRACKED
+from conformance import TRACKED, some_average
 from ddp_models import Net, apart, plain, radius, vector
 from pairs import name_of
 from ranks import run_ranks
@@ -178,7 +178,7 @@ def test_what_was_held_back_is_kept_while_frozen():
     assert set(map(len, (optimizer.state, copied.state))) == {6}
 
 
-@pytest.mark.parametrize("case", [case for case in ALL if not case.averaging], ids=lambda case: case.name)
+@some_average("RadiusAdamW", "SeparateAdam", "TagcAdamW", "Separate")
 def test_ranks_that_freeze_other_layers_are_told(case):
     for first in (False, True):
         ranks = Ranks(2, Model, case.make)
