@@ -160,7 +160,7 @@ def averaging_muon(params: Any, **options: Any):
 
 
 def adams(params: Any, **options: Any) -> torch.optim.Optimizer:
-    return compopt.AdamS(params, **SCAPES | options)  # itself held against its equation in test_average.py
+    return compopt.AdamS(params, **SCAPES | options)  # itself held against its equation in test_adams.py
 
 
 ADAM_BAD = {"lr": [-1.0], "eps": [-1e-8], "betas": [(1.0, 0.9), (0.9, -0.1)], "weight_decay": [-0.1]}
