@@ -2,7 +2,7 @@
 
 The tasks, digits and text that come with Python packages, measure what compression does to quality. One process
 computes what tensor parallelism of 2 and a pipeline of 2 stages compute: two partial products added through the
-compressor, and a stage boundary in the middle. test_activations_ranks.py holds ranks to these formulas.
+compressor, and a stage boundary in the middle. test_activations.py holds ranks to these formulas.
 """
 
 from __future__ import annotations

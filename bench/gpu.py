@@ -353,7 +353,7 @@ def run_tests(limit: float, folder: Path, is_dry: bool) -> dict[str, Any]:
     paths = sorted((ROOT / "tests").rglob("test_*.py"))
     files = [str(path) for path in paths if re.search(r"mark\.gpu|\bdevice\b", path.read_text())]
     if is_dry:
-        files = [file for file in files if "test_kernels_quantize" in file]
+        files = [file for file in files if "test_quantized_means" in file]
     # pytest by its own entry: "-m pytest" would put this folder's kernels/ on the path
     command = [sys.executable, "-c", "import pytest, sys; sys.exit(pytest.main())", "-q", "-m", "gpu", "-rfE"]
     command += ["-n", str(2 if is_dry else WORKERS), "--dist", "worksteal"]

@@ -129,10 +129,9 @@ def begin_with_long_tests(items: list[pytest.Item], workers: int) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that share come first: workers are given parts of the list and take from each other's end, and what
+    """Tests that share come first: workers are given parts of the list and take from each other's end, and what
     two of them have tests of is made twice."""
-    sharing = {item.path for item in items if shares(item)}
-    items.sort(key=lambda item: item.path not in sharing)
+    items.sort(key=lambda item: not shares(item))
     if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
         begin_with_long_tests(items, workers)
 

@@ -1,6 +1,6 @@
 """Costs of the methods: bytes, state and computation of a step, one formula and one row each.
 
-tests/planning/test_costmodel_bytes.py compares bytes and state with the classes themselves.
+tests/planning/test_costmodel.py compares bytes and state with the classes themselves.
 """
 
 from __future__ import annotations

@@ -7,11 +7,14 @@ what is run on it stands in accelerator_run.py. It shows what is asked of a devi
 from __future__ import annotations
 
 import functools
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from ranks import run_ranks
+from ranks import HANG_GUARD, run_ranks
 from torch.utils import backend_registration
 
 if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
@@ -19,6 +22,7 @@ if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
 
 import accelerator_run
 from accelerator_run import RUNS, SIZE, STEADY
+from inside_device_run import CASES as CASES_INSIDE
 
 HERE = Path(__file__).parents[1] / "support"
 TOGETHER = 7  # cases a process
@@ -192,3 +196,19 @@ def test_the_docs_say_how_often(name, found):
     steps = [sum(looks.values()) / SIZE for phase, looks in found["looks"].items() if phase.startswith("steady")]
     least, most = WAITS[name]
     assert len(steps) == STEADY and min(steps) >= least and max(steps) <= most, steps
+
+
+@functools.cache
+def ran_inside() -> dict[str, dict]:
+    command = [sys.executable, str(HERE / "inside_device_run.py")]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=HANG_GUARD, cwd=HERE.parents[1])
+    assert child.returncode == 0, child.stderr
+    return json.loads(child.stdout)
+
+
+@pytest.mark.parametrize("name", CASES_INSIDE)
+def test_a_reduce_scatter_has_the_bits_of_the_cpu_and_the_host_reads_only_how_large_the_union_is(name):
+    results = ran_inside()[name]
+    assert results["differs"] == [] and results["mixed"] == {}
+    assert results["looks"] == {} and results["reads"] == 2 * results["steps"]
+    assert results["owed"] == (name in ("float32", "rounded"))

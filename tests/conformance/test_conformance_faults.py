@@ -15,7 +15,7 @@ from torch import nn
 import compopt
 
 
-# all kinds, at ten steps in a row: faults/test_nonfinite.py
+# all kinds, at ten steps in a row: faults/test_gradients.py
 @pytest.mark.parametrize(
     ("case", "bad_at"), in_turn(CASES + FORMS, ((float("inf"), 4), (float("nan"), 8))), ids=name_of
 )

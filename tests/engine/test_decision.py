@@ -1,21 +1,34 @@
-"""The decision of all ranks about a step exchanged in several buckets, and how they notice changed gradients."""
+"""The decision of all ranks about a step, over buckets and shards, by when="auto", and on ranks that come late."""
 
 from __future__ import annotations
 
+import copy
+import functools
+import inspect
 import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from deep import Deep, loss
+from pairs import name_of
+from problems import gradients, replicas, weights
+from problems import step as take_step
+from ranks import FOREVER, run_ranks
 from sim import Ranks, World
+from slow_rows import in_turn
+from table import CASES, by_name
 from torch import nn
 
 import compopt
+from compopt._engine import options as _options
+from compopt._engine import trial as _when
 from compopt._engine.decision import StepDecision, combine_decisions
 from compopt._engine.exchange import StalenessCheck
 from compopt._state import buckets as _buckets
 from compopt._state.buckets import Bucket
 from compopt._wire.payload import bits_differ, encode_bits, encode_stamp
+from compopt.tagc import UnionReducer
 
 
 @pytest.fixture
@@ -200,3 +213,283 @@ def test_numbers_that_differ_in_any_bit_are_told_apart():
         for b in places:
             assert bits_differ(mean(a, b)) == (a != b)
     assert len(set(map(tuple, places))) == 16
+
+
+SHAPES = [(64, 65), (80,), (64, 66), (10, 10)]
+
+
+def make_sharded(**options):
+    options = {"lr": 1e-2, "density": 0.1, **options}
+    return replicas(3, weights(SHAPES, torch.float32), functools.partial(compopt.TagcAdamW, **options))
+
+
+def snapshot(params, optimizers) -> list[torch.Tensor]:
+    state = [v.clone() for o in optimizers for entry in o.state.values() for v in entry.values()]
+    return [p.detach().clone() for local in params for p in local] + state
+
+
+def same(before, after) -> bool:
+    return all(map(torch.equal, before, after))
+
+
+def test_the_norm_is_of_all_shards():
+    world, params, optimizers = make_sharded(density=1.0)
+    grads = gradients(3, 0, SHAPES, torch.float32)
+    take_step(world, params, optimizers, grads)
+    mean = torch.cat([torch.stack(one).mean(0).view(-1) for one in zip(*grads, strict=True)])
+    for optimizer in optimizers:
+        assert optimizer.stats.grad_norm == pytest.approx(float(mean.double().norm()), rel=1e-6)
+        assert optimizer.stats.phase == "sparse"
+
+
+def test_what_only_one_rank_finds_too_late_to_say_keeps_all_from_stepping(monkeypatch):
+    """Its own part of the average cannot be decoded at first: everything has been sent by then."""
+    world, params, optimizers = make_sharded()
+    take_step(world, params, optimizers, gradients(3, 0, SHAPES, torch.float32))
+    before, reduce, raised = snapshot(params, optimizers), UnionReducer.reduce, []
+
+    def broken(reducer):
+        mean = yield from reduce(reducer)
+        if reducer.layout.rank == 1 and not raised:
+            raised.append(reducer)
+            raise OverflowError("of rank 1")
+        return mean
+
+    monkeypatch.setattr(UnionReducer, "reduce", broken)
+    for local, mine in zip(params, gradients(3, 1, SHAPES, torch.float32), strict=True):
+        for p, g in zip(local, mine, strict=True):
+            p.grad = g
+    with pytest.raises(RuntimeError, match=r"not applied on rank 0: .* rank 1 \(OverflowError: of rank 1\)"):
+        world.step(optimizers)
+    assert same(before, snapshot(params, optimizers))
+
+
+def test_an_average_that_overflows_in_one_shard_is_not_applied_in_any():
+    """Each rank's gradient is finite, and so are its marks; what is sent to one owner is not."""
+    world, params, optimizers = make_sharded(payload_dtype="float16")
+    take_step(world, params, optimizers, gradients(3, 0, SHAPES, torch.float32))
+    before, grads = snapshot(params, optimizers), gradients(3, 1, SHAPES, torch.float32)
+    grads[0][2][5, 5] = 1e6
+    take_step(world, params, optimizers, grads)
+    assert [o.stats.phase for o in optimizers] == ["skipped"] * 3
+    assert same(before, snapshot(params, optimizers))
+
+
+COMPRESSING = [case for case in CASES if "when" in inspect.signature(case.cls).parameters]
+every = pytest.mark.parametrize("case", COMPRESSING, ids=lambda case: case.name)
+STEPS = 40
+
+
+def loss_of_step(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1000 * step + rank))
+    return (model(x) - x.roll(1, 1)).square().mean()
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+
+
+def train(case, dense: float, compressed: float, monkeypatch, size: int = 2, **options) -> Ranks:
+    """Ranks that believe their steps to take these seconds."""
+    now = [0.0]
+    monkeypatch.setattr(_when.time, "perf_counter", lambda: now[0])
+    ranks = Ranks(size, make_model, lambda ps, process_group: case.make(ps, process_group=process_group, **options))
+    ranks.phases = []
+
+    def one_step() -> None:
+        group = ranks.optimizers[0]._option_groups[0]
+        ahead = group["step"] + (case.cls is compopt.RadiusAdamW)  # which counts its dense steps from 1
+        now[0] += dense if ahead < _options.count_dense_steps(group) else compressed
+        ranks.train(loss_of_step, 1)
+        ranks.phases.append(ranks.optimizers[0].stats.phase)
+
+    ranks.one_step = one_step
+    return ranks
+
+
+@pytest.mark.parametrize(("case", "seconds"), in_turn(COMPRESSING, (1.1, 0.97)), ids=name_of)
+def test_it_stays_dense_where_compressed_steps_are_not_clearly_faster(case, seconds, monkeypatch):
+    ranks = train(case, 1.0, seconds, monkeypatch, when="auto")
+    for _ in range(STEPS):
+        ranks.one_step()
+    assert set(ranks.phases[:11]) == {"dense"} and set(ranks.phases[-5:]) == {"dense"}
+    assert set(ranks.phases) != {"dense"}
+    for optimizer in ranks.optimizers:
+        assert optimizer.stats.when.startswith(
+            f"dense: a compressed step took {1000 * seconds:.1f} ms, a dense one 1000.0 ms"
+        )
+        assert optimizer.stats.residual_norm() == 0
+        again = case.make(make_model().parameters(), when="auto")
+        again.load_state_dict(optimizer.state_dict())
+        assert again._session.trial is None and again._option_groups[0]["pays"] is False
+        assert again._option_groups[0]["dense_steps"] == case.compressed["dense_steps"]
+    ranks.assert_replicas_equal()
+
+
+@every
+def test_it_compresses_where_that_is_faster(case, monkeypatch):
+    ranks = train(case, 1.0, 0.9, monkeypatch, when="auto")
+    for _ in range(STEPS):
+        ranks.one_step()
+    assert "dense" not in ranks.phases[14:] and ranks.optimizers[1].stats.when.startswith("compressed: ")
+    ranks.assert_replicas_equal()
+
+
+@pytest.mark.parametrize("name", ["RadiusAdamW", "TagcAdamW"])
+def test_what_was_held_back_goes_out_with_the_first_dense_step(name, monkeypatch):
+    """Its gradient in the first moment is that of the step plus the residual."""
+    ranks = train(by_name[name], 1.0, 1.1, monkeypatch, size=1, when="auto")
+    optimizer, p = ranks.optimizers[0], ranks.models[0][0].weight
+    while not (optimizer.stats.when and optimizer.stats.phase == "dense"):
+        saved = optimizer.state_dict()["state"][0]
+        before, residual = saved["exp_avg"].clone(), saved["residual"].clone()
+        ranks.one_step()
+    assert residual.abs().max() > 0 and optimizer.stats.residual_norm() == 0
+    expected = before.view(p.shape).lerp(p.grad + residual, 0.1)
+    torch.testing.assert_close(optimizer.state_dict()["state"][0]["exp_avg"].view(p.shape), expected)
+
+
+def two_groups(case, now: list[float], monkeypatch, **options) -> Ranks:
+    """The first layer's group says "always", the second's "auto"; a step takes longer where the second compresses."""
+    monkeypatch.setattr(_when.time, "perf_counter", lambda: now[0])
+
+    def make(params, process_group):
+        params = list(params)
+        groups = [{"params": params[:2], "when": "always", **options}, {"params": params[2:], "when": "auto"}]
+        return case.make(groups, process_group=process_group)
+
+    return Ranks(2, make_model, make)
+
+
+IN_GROUPS = [case for case in COMPRESSING if case.name != "Separate"]
+
+
+@pytest.mark.parametrize(("case", "dense_steps"), in_turn(IN_GROUPS, (0, 5)), ids=name_of)
+def test_only_groups_that_say_auto_are_tried(case, dense_steps, monkeypatch):
+    now = [0.0]
+    ranks = two_groups(case, now, monkeypatch, dense_steps=dense_steps)
+    for _ in range(STEPS + 1):
+        always, auto = ranks.optimizers[0].param_groups
+        ahead = auto["step"] + (case.cls is compopt.RadiusAdamW)
+        now[0] += 1.0 if ahead < _options.count_dense_steps(auto) else 1.1
+        ranks.train(loss_of_step, 1)
+    for optimizer in ranks.optimizers:
+        assert optimizer.stats.when.startswith("dense: a compressed step took 1100.0 ms, a dense one 1000.0 ms")
+        always, auto = optimizer.param_groups
+        assert (always["when"], always["dense_steps"], always["pays"]) == ("always", dense_steps, None)
+        assert (auto["when"], auto["dense_steps"], auto["pays"]) == ("auto", case.compressed["dense_steps"], False)
+        last, first = optimizer._buckets[0], optimizer._buckets[-1]
+        assert last.group is auto and optimizer.stats.phase not in ("dense", "skipped")
+        assert optimizer.sharded or (last.flat["residual"].any(), first.flat["residual"].any()) == (False, True)
+    ranks.assert_replicas_equal()
+
+
+@every
+def test_where_the_ranks_cannot_compare_their_times_no_step_is_half_taken(case, monkeypatch):
+    """The exchange of times comes before anything of its step: what says "not applied" was not applied."""
+    ranks = train(case, 1.0, 1.1, monkeypatch, when="auto")
+    while not ranks.optimizers[0]._session.trial.compute_medians():
+        ranks.one_step()
+    for optimizer in ranks.optimizers:
+        optimizer.state_dict()  # waits for masks
+    started = ranks.world.comms[0].started + ranks.optimizers[0]._session.post_commit.unconfirmed
+    ranks.world.failing_everywhere.add(started)
+    before = [p.detach().clone() for p in ranks.models[0].parameters()]
+    step = ranks.optimizers[0]._option_groups[0]["step"]
+    with pytest.raises(compopt.CommunicationError, match=rf"step {step + 1} was not applied"):
+        ranks.one_step()
+    assert all(map(torch.equal, before, ranks.models[0].parameters()))
+    assert all(o._option_groups[0]["step"] == step and o._option_groups[0]["pays"] is None for o in ranks.optimizers)
+    for _ in range(3):
+        ranks.one_step()
+    assert all(optimizer.stats.when.startswith("dense: ") for optimizer in ranks.optimizers)
+    assert ranks.optimizers[0].stats.phase == "dense"
+    ranks.assert_replicas_equal()
+
+
+def test_a_model_with_nothing_to_compress_is_not_tried():
+    optimizer = compopt.RadiusAdamW([nn.Parameter(torch.zeros(9))], when="auto")
+    assert optimizer._session.trial is None
+
+
+def test_it_says_what_it_cannot_take():
+    with pytest.raises(ValueError, match="when must be 'always' or 'auto', got 'sometimes'"):
+        compopt.RadiusAdamW(make_model().parameters(), when="sometimes")
+
+
+MAKE = {
+    "RadiusAdamW": lambda ps: compopt.RadiusAdamW(ps, lr=1e-2, density=1.0, dense_steps=0, interval=2),
+    "SeparateAdam": lambda ps: compopt.SeparateAdam(ps, lr=1e-2, projection="gaussian", ratio=1),
+    "TagcAdamW": lambda ps: compopt.TagcAdamW(ps, lr=1e-2, density=1.0),
+    "bfloat16": lambda ps: compopt.TagcAdamW([p.data.bfloat16().requires_grad_() for p in ps], lr=1e-2, density=0.5),
+    "AdamW": lambda ps: torch.optim.AdamW(ps, lr=1e-2),
+}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(70, 80), nn.Tanh(), nn.Linear(80, 3)).double()
+
+
+def late_gradients(params: list[torch.Tensor], step: int, rank: int) -> list[torch.Tensor]:
+    drawn = torch.Generator().manual_seed(10 * step + rank)
+    return [torch.randn(p.shape, generator=drawn, dtype=torch.float64) for p in params]
+
+
+def train_late(optimizer: torch.optim.Optimizer, steps: range, rank: int, averaged: bool) -> torch.Tensor:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for step in steps:
+        local = late_gradients(params, step, rank)
+        both = [(a + b) / 2 for a, b in zip(local, late_gradients(params, step, 1 - rank), strict=True)]
+        for p, g in zip(params, both if averaged else local, strict=True):
+            p.grad = g.to(p.dtype)
+        optimizer.step()
+    return nn.utils.parameters_to_vector(params).detach().double()
+
+
+def late(rank: int, folder: str) -> dict[str, list]:
+    """How far each class ends from AdamW on averaged gradients, and from the other rank."""
+    dist.barrier()
+    dist.destroy_process_group()
+    made = {name: make(list(net().parameters())) for name, make in MAKE.items()}
+    for name, optimizer in made.items():
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        if name != "AdamW":
+            assert optimizer.stats.residual_norm() == 0 and optimizer.comm.size == 1
+        train_late(optimizer, range(2), 0, averaged=False)  # alone: two steps, of the same data on all ranks
+    dist.init_process_group("gloo", init_method=f"file://{folder}/again", rank=rank, world_size=2, timeout=FOREVER)
+    assert made["RadiusAdamW"].state_dict()["param_groups"][0]["residuals"] == f"rank {rank} of 2"
+    wanted = train_late(made["AdamW"], range(2, 5), rank, averaged=True)
+    results = {}
+    for name in list(MAKE)[:-1]:
+        got = train_late(made[name], range(2, 5), rank, averaged=False)
+        theirs = got.clone()
+        dist.broadcast(theirs, 0)
+        sizes = [entry["exp_avg"].numel() for entry in made[name].state.values()]
+        results[name] = [
+            made[name].comm.size,
+            float((got - theirs).abs().max()),
+            float((got - wanted).abs().max()),
+            sizes,
+        ]
+    return results
+
+
+def test_ranks_that_meet_after_the_optimizer_was_made(tmp_path):
+    first, second = run_ranks(late, 2, str(tmp_path))
+    for name in list(MAKE)[:-1]:
+        for ranks, from_rank_0, from_adamw, _ in (first[name], second[name]):
+            assert ranks == 2, f"{name} stayed alone"
+            assert from_rank_0 == 0, f"{name}: replicas differ"
+            assert from_adamw < 1e-12 or name == "bfloat16"
+    for name in ("TagcAdamW", "bfloat16"):  # moments were cut for two ranks
+        owned = sorted(a + b for a, b in zip(first[name][3], second[name][3], strict=True))
+        assert owned == [3, 80, 240, 5600]
+
+
+@pytest.mark.parametrize("name", ["RadiusAdamW", "TagcAdamW"])
+def test_one_process_trains_without_torch_distributed(name):
+    optimizer = MAKE[name](list(net().parameters()))
+    comm = optimizer.comm
+    train_late(optimizer, range(3), 0, averaged=False)
+    assert optimizer.comm is comm and comm.size == 1

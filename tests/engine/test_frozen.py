@@ -1,4 +1,4 @@
-"""Only what requires a gradient is laid out, keeps state and is sent; all ranks agree on what is frozen or unfrozen."""
+"""Only what requires a gradient is laid out, keeps state and is sent; fine-tuning under DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -8,22 +8,20 @@ from collections import defaultdict
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from conformance import TRACKED, some_average
+from ddp_models import Net, apart, plain, radius, vector
 from pairs import name_of
+from ranks import run_ranks
 from sim import Ranks, World
 from slow_rows import in_turn, slow_but
-from table import CASES, FORMS, Case, projecting
+from table import CASES, FORMS, Case
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
+from compopt._state import buckets
 
-TRACKED = Case(
-    compopt.SeparateAdam,
-    compressed=projecting("tracked", rank=2),
-    lossless=dict(projection="gaussian", ratio=1),
-    reference=torch.optim.AdamW,
-    form="tracked",
-)
 ALL = [*CASES, *FORMS, TRACKED]
 
 
@@ -180,7 +178,7 @@ def test_what_was_held_back_is_kept_while_frozen():
     assert set(map(len, (optimizer.state, copied.state))) == {6}
 
 
-@pytest.mark.parametrize("case", [case for case in ALL if not case.averaging], ids=lambda case: case.name)
+@some_average("RadiusAdamW", "SeparateAdam", "TagcAdamW", "Separate")
 def test_ranks_that_freeze_other_layers_are_told(case):
     for first in (False, True):
         ranks = Ranks(2, Model, case.make)
@@ -220,3 +218,69 @@ def test_a_trainer_that_empties_the_state_begins_anew(case):
     assert float(ranks.optimizers[0].state[ranks.models[0].head.weight]["step"]) == 3
     ranks.finish_round(loss)
     ranks.assert_replicas_equal()
+
+
+class Adapted(nn.Module):
+    """A frozen layer beside a trained product of two small matrices (LoRA)."""
+
+    def __init__(self, width: int, rank: int):
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.a, self.b = nn.Linear(width, rank, bias=False), nn.Linear(rank, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.base(x).tanh() + self.b(self.a(x))
+
+
+def adapters(rank: int, of_rank: int) -> list:
+    torch.manual_seed(0)
+    model = DDP(nn.Sequential(*(Adapted(96, of_rank) for _ in range(4))))
+    frozen = [p.clone() for p in model.parameters() if not p.requires_grad]
+    optimizer = compopt.ScapeAdamS(model.parameters(), lr=1e-3, density=0.1, density_steps=0)
+    for step in range(5):
+        plain(model, optimizer, step, None)
+    stats, kept = optimizer.stats, sum(t.numel() for entry in optimizer.state.values() for t in entry.values())
+    unmoved = all(map(torch.equal, frozen, (p for p in model.parameters() if not p.requires_grad)))
+    return [stats.bytes_dense, stats.bytes_sent, kept, unmoved, apart(model)]
+
+
+def unfrozen_in_turn(rank: int) -> list:
+    """The distance from DDP + AdamW, each phase with a DDP of its own, as torch wants it where layers change."""
+    torch.set_default_dtype(torch.float64)
+    buckets.BUCKET_BYTES = 160_000
+    ends, overlapped = [], []
+    for make in (lambda ps: torch.optim.AdamW(ps, lr=1e-2), lambda ps: radius(ps, density=1.0)):
+        torch.manual_seed(0)
+        net = Net()
+        for p in net.parameters():
+            p.requires_grad_(False)
+        net.norm.requires_grad_(True)
+        optimizer = make(net.parameters())
+        for phase, more in enumerate([[net.branch], [net.layers[4], net.layers[5]], [net.layers], []]):
+            model = DDP(net)
+            if isinstance(optimizer, compopt.RadiusAdamW):
+                compopt.attach(model, optimizer)
+            for step in range(3 * phase, 3 * phase + 3):
+                plain(model, optimizer, step, None)
+            overlapped.append(getattr(optimizer, "stats", None) and optimizer.stats.early_buckets)
+            for module in more:
+                module.requires_grad_(True)
+        ends.append(vector(net))
+    return [float((ends[0] - ends[1]).abs().max()), overlapped[-1]]
+
+
+def both(rank: int) -> list:
+    return [adapters(rank, 8), adapters(rank, 64), unfrozen_in_turn(rank)]
+
+
+def test_adapters_and_layers_unfrozen_in_turn():
+    for small, large, unfrozen in run_ranks(both, 2):
+        dense, sent, kept, unmoved, distance = small
+        assert dense == 4 * 4 * 2 * 8 * 96  # bytes of DDP
+        assert sent < 1.1 * dense  # matrices below 4096 elements are averaged as they are; a few control words
+        assert kept < 1.1 * dense / 4 + 100
+        assert unmoved and distance == 0
+        dense, sent, _, unmoved, distance = large
+        assert dense == 4 * 4 * 2 * 64 * 96 and sent < 0.25 * dense
+        assert unmoved and distance == 0
+        assert unfrozen[0] < 1e-9 and unfrozen[1] > 0

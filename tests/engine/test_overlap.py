@@ -1,4 +1,4 @@
-"""Starting in backward, stale payloads, and the transaction, on simulated ranks."""
+"""Starting in backward: stale payloads, the transaction, gradients that change after they were sent, the order."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from deep import Deep, loss
+from ranks import run_ranks
 from sim import Deadlock, Ranks
+from slow_rows import in_turn
+from table import projecting
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
+from compopt._engine.exchange import StalenessCheck
 from compopt._state import buckets
+from compopt._state import buckets as _buckets
+from compopt._wire.collectives import PendingCollective
 
 
 @pytest.fixture
@@ -177,3 +185,287 @@ def test_an_update_that_raises_stop_iteration_is_an_error(monkeypatch):
     assert optimizer.param_groups[0]["step"] == 0
     with pytest.raises(RuntimeError, match="applied in part"):
         optimizer.step()
+
+
+STEPS = 5
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x.square().mean()
+
+
+def batch(step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(8, 64, generator=generator, dtype=torch.float64)
+
+
+def penalty_on_one_layer(net, model, step):
+    """The same on all ranks, so that DDP, which does not average it, has the same mean."""
+    model(batch(step)).backward()
+    net.layers[3].weight.square().sum().mul(0.1).backward()
+
+
+def clamped_through_data(net, model, step):
+    model(batch(step)).backward()
+    for p in net.parameters():
+        p.grad.data.mul_(0.25)
+
+
+def one_element_through_data(net, model, step):
+    model(batch(step)).backward()
+    net.layers[4].weight.grad.data[5, 7] = 0.125
+
+
+def replaced(net, model, step):
+    model(batch(step)).backward()
+    net.layers[5].weight.grad = net.layers[5].weight.grad * 0.5
+
+
+def halve(p):
+    p.grad.mul_(0.5)
+
+
+def hook_of_the_users(net, model, step):
+    if step == 0:
+        for p in net.parameters():
+            p.register_post_accumulate_grad_hook(halve)
+    model(batch(step)).backward()
+
+
+def several_backwards(net, model, step):
+    model(batch(step)).backward()
+    model(batch(step + 50)).backward()
+
+
+WAYS = [penalty_on_one_layer, clamped_through_data, one_element_through_data, replaced, hook_of_the_users,
+        several_backwards]  # fmt: skip
+
+
+def train_changing(way, make) -> tuple[torch.Tensor, list[bool]]:
+    torch.manual_seed(0)
+    net = Net().double()
+    model = DDP(net)
+    optimizer = make(net.parameters())
+    resent = []
+    for step in range(STEPS):
+        if isinstance(optimizer, compopt.RadiusAdamW) and step == 0:
+            compopt.attach(model, optimizer)  # its hooks come before the user's
+        way(net, model, step)
+        optimizer.step()
+        resent.append(getattr(getattr(optimizer, "stats", None), "resent", False))
+        optimizer.zero_grad()
+    return nn.utils.parameters_to_vector(net.parameters()).detach(), resent
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.actor, self.critic = Net(), Net()
+
+
+def actor_and_critic(make) -> torch.Tensor:
+    """One optimizer over two DDPs: the critic's gradients are clipped before the actor's backward."""
+    torch.manual_seed(0)
+    both = Two().double()
+    actor, critic = DDP(both.actor), DDP(both.critic)
+    optimizer = make(both.parameters())
+    for ddp in (actor, critic) if make is lossless else ():
+        compopt.attach(ddp, optimizer)
+    for step in range(STEPS):
+        critic(batch(step)).backward()
+        for p in both.critic.parameters():
+            p.grad.mul_(0.1)
+        actor(batch(step + 50)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return nn.utils.parameters_to_vector(both.parameters()).detach()
+
+
+def lossless(params):
+    return compopt.RadiusAdamW(params, lr=1e-2, density=1.0, interval=100, dense_steps=100)
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def all_ways(rank: int) -> dict[str, list]:
+    buckets.BUCKET_BYTES = 70_000
+    warnings.simplefilter("ignore")
+    results = {}
+    for way in WAYS:
+        (wanted, _), (got, resent) = train_changing(way, adamw), train_changing(way, lossless)
+        results[way.__name__] = [float((wanted - got).abs().max()), resent]
+    results["actor_and_critic"] = [float((actor_and_critic(adamw) - actor_and_critic(lossless)).abs().max()), []]
+    return results
+
+
+def test_every_change_is_seen():
+    for results in run_ranks(all_ways, 2):
+        for name, (distance, resent) in results.items():
+            assert distance < 1e-9, f"{name}: not DDP + AdamW"
+            if name not in ("several_backwards", "actor_and_critic"):
+                assert resent == [False, True, False, False, False], name
+            elif name == "several_backwards":
+                assert not any(resent), "the second replaced the first"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("n", [1, 2, 3, 512, 1023, 4096, 65537])
+def test_a_fingerprint_tells_any_change_of_one_element_and_of_all(dtype, n):
+    p = nn.Parameter(torch.zeros(n, dtype=dtype))
+    (bucket,) = buckets.make_buckets([{"params": [p]}])
+    original = torch.randn(n + 1, generator=torch.Generator().manual_seed(n)).to(dtype)[1:]  # not at a word's start
+    p.grad = original.clone()
+    before = StalenessCheck(bucket)
+
+    def is_noticed(change) -> bool:
+        p.grad = original.clone()
+        change(p.grad)
+        return bool(before.measure())
+
+    assert not is_noticed(lambda g: g.mul_(1.0))
+    smallest = torch.finfo(dtype).eps
+    assert all(is_noticed(lambda g, i=i: g[i].mul_(1 + smallest)) for i in {0, n // 2, n - 1})
+    for factor in (0.5, 2.0, -1.0, 0.0):
+        assert is_noticed(lambda g, factor=factor: g.mul_(factor)), factor
+    p.grad = None
+    assert bool(before.measure())
+
+
+SPARSE = dict(lr=1e-2, density=0.3, interval=3, dense_steps=1)
+TRACKED = projecting("tracked", lr=1e-2)
+MAKERS = {
+    "Radius": (compopt.RadiusAdamW, SPARSE),
+    "Radius, int8": (compopt.RadiusAdamW, {**SPARSE, "payload_dtype": torch.int8}),
+    "SCAPE": (compopt.ScapeAdamS, dict(lr=1e-3, density=0.2, density_steps=0)),
+    "AdamS": (compopt.AdamS, dict(lr=1e-3)),
+    "tracked": (compopt.SeparateAdam, TRACKED),
+    "tracked, int8": (compopt.SeparateAdam, {**TRACKED, "payload_dtype": torch.int8}),
+    "TAGC": (compopt.TagcAdamW, dict(lr=1e-2, density=0.2)),
+}
+
+
+class Branches(nn.Module):
+    """Six branches, of which each rank takes the one or the other first: so backward finishes them in that order."""
+
+    def __init__(self):
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(96, 96) for _ in range(6))
+
+    def forward(self, x: torch.Tensor, backwards: bool) -> torch.Tensor:
+        order = list(self.branches)[::-1] if backwards else list(self.branches)
+        return sum(branch(x).tanh().square().mean() for branch in order)
+
+
+def batch_of_rank(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(8, 96, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def another_order_on_one_rank(rank: int) -> dict[str, list[float]]:
+    _buckets.BUCKET_BYTES = 40_000
+    results = {}
+    for name, (cls, options) in MAKERS.items():
+        ends = []
+        for alike in (True, False):
+            torch.manual_seed(0)
+            net = Branches()
+            model, optimizer = DDP(net), cls(net.parameters(), **options)
+            overlapped = 0
+            for step in range(5):
+                model(batch_of_rank(step, rank), backwards=rank == 1 and not alike).backward()
+                optimizer.step()
+                overlapped += optimizer.stats.early_buckets
+                optimizer.zero_grad()
+            ends.append(nn.utils.parameters_to_vector(net.parameters()).detach())
+        theirs = ends[1].clone()
+        dist.broadcast(theirs, 0)
+        results[name] = [float((ends[1] - theirs).abs().max()), float((ends[0] - ends[1]).abs().max()), overlapped]
+    return results
+
+
+def test_ranks_that_finish_gradients_in_another_order_start_the_same_collectives():
+    for results in run_ranks(another_order_on_one_rank, 2):
+        for name, (between_ranks, between_runs, overlapped) in results.items():
+            assert between_ranks == 0, f"{name}: replicas differ"
+            assert between_runs < 1e-6, f"{name}: not what ranks of one order get"
+            assert overlapped > 0, name
+
+
+def deep(monkeypatch, name: str) -> Ranks:
+    monkeypatch.setattr(_buckets, "BUCKET_BYTES", 33_300)  # two layers
+
+    cls, options = MAKERS[name]
+    return Ranks(2, Deep, lambda params, process_group: cls(params, process_group=process_group, **options))
+
+
+@pytest.mark.parametrize(("name", "begun"), in_turn(MAKERS, ((1, 3), (0, 8), (2, 1))), ids=str)
+def test_ranks_of_which_one_began_fewer_buckets_in_backward(monkeypatch, name, begun):
+    ranks, without = deep(monkeypatch, name), deep(monkeypatch, name)
+    for step in range(5):
+        for one in (ranks, without):
+            one.backward(loss)
+        for (_, model, optimizer), layers in zip(ranks, begun, strict=True):
+            optimizer.gradients_ready(list(model.parameters())[::-1][: 2 * 2 * layers])
+            optimizer.backward_done()
+        if step == 3:  # all go out again, on both ranks, however many had
+            for one in (ranks, without):
+                one.models[0].layers[7].bias.grad.data[3] += 0.5
+        for one in (ranks, without):
+            one.world.step(one.optimizers)
+            one.steps += 1
+        ranks.assert_replicas_equal()
+    for p, q in zip(ranks.models[0].parameters(), without.models[0].parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("swapped", ["buckets", "steps"])
+def test_payloads_of_different_buckets_or_steps_are_told_apart(monkeypatch, swapped):
+    """Of equal length, so that nobody else would notice."""
+    ranks = deep(monkeypatch, "AdamS")
+    ranks.train(loss, 1)
+    before = [p.detach().clone() for p in ranks.models[0].parameters()]
+    ranks.backward(loss)
+    optimizer = ranks.optimizers[1]
+    if swapped == "buckets":
+        first, second = optimizer._buckets[:2]
+        optimizer._buckets[:2] = [second, first]
+    else:
+        for bucket in optimizer._buckets:
+            bucket.group = {**bucket.group, "step": bucket.group["step"] + 1}
+    with pytest.raises(compopt.CommunicationError, match=r"payloads of different buckets or steps met \(bucket 0, of "):
+        ranks.world.step(ranks.optimizers)
+    for p, old in zip(ranks.models[0].parameters(), before, strict=True):
+        assert torch.equal(p, old)
+
+
+class Work:
+    """A collective in flight, with the error that waiting for it raises."""
+
+    def __init__(self, error: Exception | None):
+        self.error = error
+
+    def wait(self) -> None:
+        if self.error:
+            raise self.error
+
+
+def test_only_what_torch_distributed_raises_is_a_failed_collective():
+    """Gloo raises RuntimeError, too; what we make of the result is no business of the wire's."""
+    for error in (RuntimeError("Connection closed by peer"), dist.DistBackendError("NCCL"), dist.DistNetworkError("")):
+        with pytest.raises(compopt.CommunicationError, match="a mean failed"):
+            PendingCollective("a mean", Work(error), lambda: None).wait()
+
+    def ours():
+        raise RuntimeError("self.size(-1) must be divisible by 4")
+
+    with pytest.raises(RuntimeError, match="divisible by 4") as caught:
+        PendingCollective("a mean", Work(None), ours).wait()
+    assert not isinstance(caught.value, compopt.CommunicationError)

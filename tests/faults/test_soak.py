@@ -1,7 +1,4 @@
-"""A long run on four simulated ranks with faults at random: replicas equal, gradients conserved, memory flat.
-
-Sixty steps of each class here; ``make soak`` takes 20,000 over all classes.
-"""
+"""Long runs with faults at random, on simulated ranks; and what lives of optimizers that are gone, on real ones."""
 
 from __future__ import annotations
 
@@ -10,15 +7,23 @@ import gc
 import os
 import random
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from conservation import TOLERANCE, Ledger, everywhere
+from ranks import FOREVER, run_ranks
 from sim import World
-from table import CASES
+from slow_rows import slow_but
+from table import CASES, FORMS
 from test_properties import Example, Run
+from torch import nn
+
+import compopt
+from compopt._wire import collectives
 
 STEPS = int(os.environ.get("COMPOPT_SOAK", 0)) // len(CASES) or 60  # of each class
 FAULTS = ["not finite", "absent", "absent everywhere", "failure", "saved and loaded", "rank replaced"]
@@ -129,3 +134,173 @@ def test_soak(case, capsys, prompt_collector):
             )
     assert worst < TOLERANCE[torch.float64]
     assert abs(grown) <= 40 and (more < 2**20 or STEPS == 60)  # a short run is still importing
+
+
+ROUNDS_STEPS = STEPS if STEPS > 60 else 120
+ROUNDS_FAULTS = [
+    "not finite",
+    "lost its mind",
+    "absent",
+    "failure",
+    "saved and loaded",
+    "rank lost",
+    "rank replaced",
+    "ended",
+]
+ROUNDS = next(case for case in FORMS if case.form == "rounds")
+
+
+class Rounds(Soak):
+    """Random events of a run in which ranks step on their own."""
+
+    def not_finite(self, step: int) -> None:
+        optimizer = self.optimizers[step % len(self.optimizers)]
+        everywhere(optimizer)[0].grad.view(-1)[-1] = float("nan")
+
+    def lost_its_mind(self, step: int) -> None:
+        """One rank's parameters are not finite; where it is the only one, nobody could help it."""
+        if len(self.optimizers) > 1:
+            everywhere(self.optimizers[step % len(self.optimizers)])[0].data.view(-1)[0] = float("inf")
+
+    def rank_lost(self, step: int) -> None:
+        """Two stay: what one that is left alone has nobody can join without a checkpoint."""
+        if len(self.optimizers) > 2:
+            super().rank_lost(step)
+
+    def failure(self, step: int) -> None:
+        for world in filter(None, (self.world, self.world.beside)):
+            world.failing_everywhere.add(world.comms[0].started)
+
+    def saved_and_loaded(self, step: int) -> None:
+        """Each rank from its own, on a machine that was restarted."""
+        self.world = World(len(self.optimizers))
+        self.optimizers = [self.resumed(o, c) for o, c in zip(self.optimizers, self.world.comms, strict=True)]
+        self.backward(step)
+
+    def rank_replaced(self, step: int) -> None:
+        """A new rank that knows nothing takes the place of another, and more of them those of the lost."""
+        self.optimizers.pop(step % len(self.optimizers))
+        self.optimizers.append(self.make(World(1).comms[0]))
+        while len(self.optimizers) < 4:
+            self.optimizers.append(self.make(World(1).comms[0]))
+        self.join(self.optimizers)
+        self.backward(step)
+
+    def ended(self, step: int) -> None:
+        for attempt in range(3):  # a failure may be waiting for it, and one beside
+            try:
+                self.world.run([optimizer.end_round_as_generator() for optimizer in self.optimizers])
+                break
+            except compopt.CommunicationError:
+                assert attempt < 2
+        self.assert_equal_replicas(step)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"every": 6, "fragments": 2, "delay": 2}], ids=["plain", "streamed"])
+def test_soak_of_rounds(options, capsys):
+    dice = random.Random(0)
+    groups = [{"shapes": [(12, 16), (20, 8)], "compress": True}, {"shapes": [(12,)], "compress": None}]
+    run = Rounds(Example(ROUNDS, torch.float64, 4, groups, options, [], seed=0, repeat=False))
+    counts: dict[str, int] = {}
+    held, failed = (0, 0), 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(ROUNDS_STEPS):
+            event = dice.choice(ROUNDS_FAULTS) if dice.random() < 0.15 else "nothing"
+            counts[event] = counts.get(event, 0) + 1
+            run.backward(step, {0, 1} if event == "absent" else set())
+            getattr(run, event.replace(" ", "_"))(step)
+            try:
+                run.world.step(run.optimizers)
+            except compopt.CommunicationError:
+                failed += 1
+            at_rest = all(optimizer.stats.steps_into_round == 0 for optimizer in run.optimizers)
+            if at_rest and run.optimizers[0].stats.phase == "exchanged" and not options:
+                run.assert_equal_replicas(step)
+            if step == ROUNDS_STEPS // 2:
+                held = tensors(run), memory()
+        run.ended(ROUNDS_STEPS)
+    grown, more = tensors(run) - held[0], memory() - held[1]
+    with capsys.disabled():
+        if ROUNDS_STEPS > 120:
+            print(f"\nrounds: {ROUNDS_STEPS} steps, {counts}, {failed} failed, {grown} tensors, {more} bytes more")
+    assert failed and run.optimizers[0].stats.round > ROUNDS_STEPS // 8
+    assert abs(grown) <= 60 and (more < 8 * 2**20 or ROUNDS_STEPS == 120)
+
+
+IS_SOAK = "COMPOPT_SOAK" in os.environ  # else a few
+OPTIMIZERS = 200 if IS_SOAK else 4  # of each class
+REBINDS = 25 if IS_SOAK else 4
+CHOSEN = {case.name: case for case in [*CASES, *FORMS]} if IS_SOAK else {case.name: case for case in CASES}
+
+
+def count_what_lives() -> dict[str, int]:
+    """Threads, open files, process groups and tensors of this process, once nothing is in flight any more."""
+    for _ in range(1000):
+        if not (collectives._unowned or collectives._abandoned):
+            break
+        gc.collect()
+        time.sleep(0.01)
+    time.sleep(collectives.FREED_WITHIN)
+    gc.collect()
+    return {
+        "threads": len(os.listdir("/proc/self/task")),
+        "files": len(os.listdir("/proc/self/fd")),
+        "groups": len(dist.distributed_c10d._world.pg_map) + len(collectives._abandoned),
+        "tensors": sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()),
+        "in flight": len(collectives._in_flight),
+    }
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: int) -> None:
+    for t in range(steps):
+        model.zero_grad()
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * t + rank))
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+def made_and_dropped(rank: int, name: str) -> list[dict[str, int]]:
+    model, seen = nn.Linear(64, 80), []
+    delayed = {"delay": 1} if name == "LocalSteps, rounds" else {}
+    for number in range(OPTIMIZERS + 1):
+        torch.manual_seed(0)
+        model.reset_parameters()  # a round that is dropped leaves unequal ones
+        optimizer = CHOSEN[name].make(model.named_parameters(), **delayed)
+        train(model, optimizer, rank, 3)
+        del optimizer
+        if number in (0, OPTIMIZERS):
+            dist.barrier()
+            seen.append(count_what_lives())
+    return seen
+
+
+@pytest.mark.parametrize("name", slow_but(lambda name: name in ("ScapeAdamS", "SeparateAdam", "LocalSteps"), CHOSEN))
+def test_optimizers_that_are_dropped_leave_nothing(name):
+    for first, last in run_ranks(made_and_dropped, 2, name):
+        assert last == first
+
+
+def rebound(rank: int, folder: str) -> list[dict[str, int]]:
+    """Each time over a group made anew, with a delayed exchange in flight."""
+    torch.manual_seed(0)
+    model, seen = nn.Linear(64, 80), []
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = compopt.LocalSteps(adamw, every=4, delay=1, fragments=2, growth_steps=0)
+    for number in range(REBINDS + 2):
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", f"file://{folder}/{number}", rank=rank, world_size=2, timeout=FOREVER)
+        optimizer.rebind()
+        train(model, optimizer, rank, 4)  # rounds begin with the first step after a rebind
+        assert optimizer._sync.running is not None
+        if number in (1, REBINDS + 1):
+            seen.append(count_what_lives())
+    return seen
+
+
+def test_rebinds_with_an_exchange_in_flight_leave_nothing(tmp_path):
+    for first, last in run_ranks(rebound, 2, str(tmp_path)):
+        for kind in ("threads", "files", "groups"):
+            assert last[kind] <= first[kind], kind  # the running exchange has one
+        assert last["tensors"] <= first["tensors"] + 20  # and tensors

@@ -1,4 +1,4 @@
-"""Under the real DistributedDataParallel, two gloo processes: the swap of the class is the only change."""
+"""Under the real DistributedDataParallel, two gloo processes: the swap of the class is the only change; refusals."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import gc
 
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
-from ranks import run_ranks
+from ddp_models import Net, batch, plain, radius
+from ranks import catch_message, run_ranks
 from slow_rows import selected, slow_but
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -17,44 +19,12 @@ import compopt
 from compopt._state import buckets as _buckets
 
 
-class Net(nn.Module):
-    """Six 96 x 96 layers, a norm, and a branch that only some inputs take."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(96, 96) for _ in range(6))
-        self.norm, self.branch = nn.LayerNorm(96), nn.Linear(96, 96)
-
-    def forward(self, x: torch.Tensor, branch: bool = True) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x).tanh()
-        return self.norm(x + self.branch(x) if branch else x)
-
-
-def batch(step: int, micro: int = 0) -> torch.Tensor:
-    seed = 1000 * step + 10 * micro + dist.get_rank()
-    return torch.randn(8, 96, generator=torch.Generator().manual_seed(seed), dtype=torch.get_default_dtype())
-
-
-def radius(params, **options):
-    return compopt.RadiusAdamW(params, **{"lr": 1e-2, "density": 0.4, "interval": 4, "dense_steps": 2, **options})
-
-
 def lossless(params):
     return radius(params, density=1.0)
 
 
 def adamw(params):
     return torch.optim.AdamW(params, lr=1e-2)
-
-
-# The scripts: each is what a user wrote for torch.optim.AdamW.
-
-
-def plain(model, optimizer, step, made):
-    model(batch(step)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def accumulated(model, optimizer, step, made):
@@ -197,3 +167,65 @@ def two_optimizers(rank: int) -> list[float]:
 def test_two_optimizers_may_share_one_ddp():
     first, second = run_ranks(two_optimizers, 2)
     assert first == second
+
+
+def refusals(rank: int) -> dict[str, str]:
+    results = {}
+    torch.manual_seed(0)
+
+    def forward_backward(model):
+        model(batch(0)).square().mean().backward()
+
+    selected = DDP(Net())
+    selected.register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook)
+    optimizer = radius(selected.parameters())
+    results["hook taken"] = catch_message(RuntimeError, lambda: forward_backward(selected))
+
+    model = DDP(Net())
+    optimizer = radius(list(model.parameters())[:-2])
+    results["parameters of nobody"] = catch_message(RuntimeError, lambda: forward_backward(model))
+
+    optimizer = radius(Net().parameters())
+    results["no DDP"] = catch_message(ValueError, lambda: compopt.attach(Net(), optimizer))
+    del optimizer
+
+    nested = DDP(DDP(Net()))
+    optimizer = radius(nested.parameters())
+    results["DDP within a DDP"] = catch_message(RuntimeError, lambda: forward_backward(nested))
+
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        model = DDP(Net())
+    optimizer = radius(model.parameters())
+    results["reducer in Python"] = catch_message(RuntimeError, lambda: forward_backward(model))
+
+    net = Net()
+    optimizer = radius(net.parameters())
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    results["averaged before"] = catch_message(RuntimeError, optimizer.step)
+
+    params = list(Net().parameters())[:3]
+    optimizer = radius(params if rank == 0 else params[::-1])
+    results["other order"] = catch_message(ValueError, optimizer.step)
+    results["other shapes"] = catch_message(ValueError, radius(params[:2] if rank == 0 else params[1::-1]).step)
+    torch.manual_seed(rank)
+    results["other weights"] = catch_message(ValueError, radius(Net().named_parameters()).step)
+    optimizer = radius(params, density=0.5 if rank == 0 else 0.25)
+    results["other density"] = catch_message(ValueError, optimizer.step)
+    return results
+
+
+def test_refusals_say_what_is_wrong():
+    for results in run_ranks(refusals, 2):
+        assert "comm hook already" in results["hook taken"]
+        assert "belong to no compopt optimizer (branch.weight, branch.bias" in results["parameters of nobody"]
+        assert "no DistributedDataParallel" in results["no DDP"]
+        assert "set optimize_ddp = 'ddp_optimizer'" in results["reducer in Python"]
+        assert (
+            "wraps another one" in results["DDP within a DDP"] and "wrap the model once" in results["DDP within a DDP"]
+        )
+        assert "compopt.attach" in results["averaged before"]
+        assert "parameter 0 of group 0, checksum of its values: rank 0 has" in results["other order"]
+        assert "shape: rank 0 has (96, 96), rank 1 has (96,). Build the same model" in results["other shapes"]
+        assert "layers.0.weight, checksum of its values" in results["other weights"]
+        assert "group 0, density: rank 0 has 0.5, rank 1 has 0.25. Make them equal." in results["other density"]

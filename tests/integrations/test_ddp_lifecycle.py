@@ -10,26 +10,14 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import FOREVER, run_ranks
-from test_ddp import Net, batch, plain, radius
-from test_ddp_refusals import catch_message
+from ddp_models import Net, apart, batch, plain, radius, vector
+from ranks import FOREVER, catch_message, run_ranks
 from torch import nn
 from torch.nn.modules.module import _global_forward_pre_hooks as forward_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
 from compopt._state import buckets
-
-
-def vector(model: nn.Module) -> torch.Tensor:
-    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-
-
-def apart(model: nn.Module) -> float:
-    """How far this rank's parameters are from rank 0's."""
-    theirs = vector(model)
-    dist.broadcast(theirs, 0)
-    return float((vector(model) - theirs).abs().max())
 
 
 def successors(rank: int) -> dict:

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import run_ranks
+from fsdp_models import loss, whole
+from hsdp_models import Net, differences, hsdp
+from ranks import catch_message, run_ranks
 from sim import Ranks
 from table import CASES, FORMS
-from test_ddp_refusals import catch_message
-from test_fsdp import Net, differences, hsdp, loss, whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

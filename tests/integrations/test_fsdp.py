@@ -1,4 +1,4 @@
-"""FSDP2 inside a node, compopt between nodes: real fully_shard on 2 x 2 gloo processes, and on 2 x 2 x 2 with TP."""
+"""FSDP2 inside a node, compopt between nodes: real fully_shard, 2 x 2, 2 x 2 x 2 with TP; overlap; replaced groups."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import run_ranks
+from fsdp_models import cut, loss, whole
+from fsdp_models import make as make_cut
+from fsdp_models import train as train_cut
+from hsdp_models import Net, differences, hsdp, make, train
+from ranks import catch_message, run_ranks
 from slow_rows import selected, slow_but
 from table import CASES, by_name
-from test_ddp_refusals import catch_message
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -21,54 +23,6 @@ import compopt
 
 MAIN = ["RadiusAdamW", "SeparateAdam", "TagcAdamW"]  # the others with `make slow`
 every_name = pytest.mark.parametrize("name", slow_but(lambda name: name in MAIN, (case.name for case in CASES)))
-
-
-class Net(nn.Module):
-    """Two matrices that are compressed, with an odd number of rows; one, and its bias, whose second shard is empty."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(64, 99), nn.LayerNorm(99), nn.Linear(99, 64)
-        self.flat = nn.Linear(4096, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.down(self.norm(self.up(x)).tanh())
-        return self.flat((x.unsqueeze(1) * x.unsqueeze(2)).flatten(1).tanh())
-
-
-def make(dtype: torch.dtype = torch.float64) -> nn.Module:
-    torch.manual_seed(0)
-    return Net().to(dtype)
-
-
-def loss(model: nn.Module, step: int, who: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + who)
-    x = torch.randn(4, 64, generator=generator, dtype=dtype)
-    return (model(x) - x.sum(1, keepdim=True)).square().mean()
-
-
-def hsdp(mesh: DeviceMesh, make_optimizer, model: nn.Module | None = None, **options):
-    model = fully_shard(model or make(), mesh=mesh["shard"])
-    return model, make_optimizer(model.parameters(), process_group=mesh.get_group("replicate"), **options)
-
-
-def train(model: nn.Module, optimizer, steps, who: int, dtype: torch.dtype = torch.float64) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        loss(model, step, who, dtype).backward()
-        optimizer.step()
-
-
-def whole(model: nn.Module) -> torch.Tensor:
-    """All parameters, gathered from the shards."""
-    full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
-    return torch.cat([p.detach().reshape(-1) for p in full])
-
-
-def differences(mine: torch.Tensor) -> float:
-    first = mine.clone()
-    dist.broadcast(first, 0)
-    return float((mine - first).abs().max())
 
 
 def reference(make_optimizer, steps: int, clip: float | None = None) -> tuple[torch.Tensor, float]:
@@ -338,3 +292,152 @@ def grown(rank: int) -> list[tuple[int, ...]]:
 
 def test_a_group_that_comes_later_finds_the_momenta_of_sharded_tensors_that_are_not_compressed():
     assert run_ranks(grown, 2) == [[(40,), (32,)]] * 2
+
+
+def cut_in_parts(mesh) -> nn.Module:
+    model = make()
+    for part in (model.up, model.down, model.flat):
+        fully_shard(part, mesh=mesh["shard"])
+    return fully_shard(model, mesh=mesh["shard"])
+
+
+def run(name: str, mesh, overlapped: bool, backwards: int, steps: int) -> tuple[list, torch.Tensor]:
+    """Steps in buckets of a module each; the optimizer's stats of every one, and its parameters."""
+    model, rank = cut_in_parts(mesh), mesh.get_rank()
+    groups = [{"params": list(part.named_parameters())} for part in (model.up, model.norm, model.down, model.flat)]
+    optimizer = by_name[name].make(groups, process_group=mesh.get_group("replicate"))
+    optimizer._session.overlap.is_stopped = not overlapped
+    results = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for part in range(backwards):
+            loss(model, 10 * step + part, rank).backward()
+        optimizer.step()
+        results.append(optimizer.stats)
+    return results, whole(model)
+
+
+def both(rank: int) -> dict[str, list[tuple[list[bool], bool, float]]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return {case.name: beside(case.name, mesh) for case in CASES}
+
+
+def beside(name: str, mesh) -> list[tuple[list[bool], bool, float]]:
+    """Compare which buckets left in backward, and whether that changes anything; of some with two backwards a step too.
+
+    What replaces a payload in the second is the same for all classes.
+    """
+    results = []
+    for backwards, steps in ((1, 6), (2, 4)) if name in ("RadiusAdamW", "SeparateAdam") else ((1, 6),):
+        stats, parameters = run(name, mesh, True, backwards, steps)
+        later, wanted = run(name, mesh, False, backwards, steps)
+        assert {one.early_buckets for one in later} == {0} and not any(one.resent for one in stats)
+        same = torch.equal(parameters, wanted)
+        # a step after new masks of Radius begins with a word of every rank
+        waits = [True, *("resample" in one.phase for one in stats[:-1])]
+        left = [one.early_buckets == (0 if wait else 3) for one, wait in zip(stats, waits, strict=True)]
+        results.append((left, same, differences(parameters)))
+    return results
+
+
+def optimizer_replaced(rank: int) -> tuple[list[int], float]:
+    """An optimizer that was made before over the same parameters is alive on rank 0 alone."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, held = cut_in_parts(mesh), []
+    for turn in range(2):
+        groups = [{"params": list(part.named_parameters())} for part in (model.up, model.norm, model.down, model.flat)]
+        optimizer = by_name["SeparateAdam"].make(groups, process_group=mesh.get_group("replicate"))
+        overlapped = []
+        for step in range(3):
+            optimizer.zero_grad()
+            loss(model, 10 * turn + step, rank).backward()
+            optimizer.step()
+            overlapped.append(optimizer.stats.early_buckets)
+        held += [optimizer] if rank == 0 else []
+    return overlapped, differences(whole(model))
+
+
+def test_an_optimizer_that_was_replaced_sends_nothing_in_backward():
+    assert run_ranks(optimizer_replaced, 4) == [([0, 3, 3], 0.0)] * 4
+
+
+@pytest.fixture(scope="module")
+def early_runs():
+    return run_ranks(both, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [case.name for case in CASES])
+def test_buckets_leave_in_backward_and_the_step_is_the_same(early_runs, name):
+    for results in early_runs:
+        for left, same, apart in results[name]:
+            assert all(left), "the first step gets acquainted, and the last bucket waits for step()"
+            assert same and apart == 0
+
+
+STEPS, AT = 5, 3
+OPTIMIZERS = {
+    "SeparateAdam": lambda params: compopt.SeparateAdam(params, lr=1e-2, rank=4, dense_steps=1),
+    "TagcAdamW": lambda params: compopt.TagcAdamW(params, lr=1e-2, density=0.1, dense_steps=1),
+    "Average": lambda params: compopt.Average(torch.optim.AdamW(params, lr=1e-2)),
+    "Separate": lambda params: compopt.Separate(torch.optim.SGD(params, lr=1e-2), rank=4, dense_steps=1),
+}
+
+
+def prepare(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+    """As Accelerate does: placeholders while the model is cut, then the shards."""
+    before = {p: name for name, p in model.named_parameters()}
+    names = [[before[p] for p in group["params"]] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        for i, p in enumerate(group["params"]):
+            group["params"][i] = torch.empty(1, dtype=p.dtype)
+    after = dict(cut(model).named_parameters())
+    for group, own in zip(optimizer.param_groups, names, strict=True):
+        group["params"] = [after[name] for name in own]
+    return model
+
+
+def groups_replaced(rank: int, names: list[str]) -> dict:
+    results = {}
+    for name, build in ((name, OPTIMIZERS[name]) for name in names):
+        expected = cut(make_cut())
+        optimizer = build(expected.parameters())
+        train_cut(expected, optimizer, range(AT), rank)
+        optimizer.consolidate_state()
+        train_cut(expected, optimizer, range(AT, STEPS), rank)
+
+        model = make_cut()
+        prepare(model, first := build(model.parameters()))
+        train_cut(model, first, range(AT), rank)
+        resumed = make_cut()
+        prepare(resumed, second := build(resumed.parameters()))
+        resumed.load_state_dict(model.state_dict())
+        first.consolidate_state()
+        second.load_state_dict(first.state_dict())
+        train_cut(model, first, range(AT, STEPS), rank)
+        train_cut(resumed, second, range(AT, STEPS), rank)
+        results[name] = {
+            "made late": torch.equal(whole(model), whole(expected)),
+            "resumed": torch.equal(whole(resumed), whole(model)),
+            "bytes": [one.stats.bytes_sent / optimizer.stats.bytes_sent for one in (first, second)],
+        }
+    model = make_cut()
+    prepare(model, optimizer := compopt.RadiusAdamW(model.parameters(), lr=1e-2))
+    results["refused"] = catch_message(ValueError, lambda: loss(model, 0, rank))
+    return results
+
+
+@pytest.fixture(scope="module")
+def replaced_runs(request):
+    return run_ranks(groups_replaced, 2, selected(request, "name"))
+
+
+@pytest.mark.parametrize("name", slow_but(lambda name: name in ("TagcAdamW", "Separate"), OPTIMIZERS))
+def test_parameters_that_were_replaced_are_trained_as_if_the_optimizer_came_last(replaced_runs, name):
+    for found in replaced_runs:
+        assert found[name] == {"made late": True, "resumed": True, "bytes": [1.0, 1.0]}
+
+
+def test_a_class_that_cannot_train_inside_fsdp_says_so_in_the_first_forward(replaced_runs):
+    for found in replaced_runs:
+        assert "have different shards of" in found["refused"] and "process_group" in found["refused"]

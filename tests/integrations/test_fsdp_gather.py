@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp_models import Two, apart, cut, loss, make, train, whole
-from ranks import run_ranks
+from ranks import catch_message, run_ranks
 from sim import Ranks
-from test_ddp_refusals import catch_message
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh

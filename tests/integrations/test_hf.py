@@ -1,9 +1,10 @@
-"""Hugging Face's Trainer and Accelerate, two gloo processes, a GPT-2 from its configuration; nothing is fetched."""
+"""Hugging Face's Trainer and Accelerate, two gloo processes, a GPT-2 from its configuration; LoRA."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
+import re
 import warnings
 import weakref
 from importlib.util import find_spec
@@ -13,10 +14,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from hf_models import AT, STEPS, dataset, gpt2, trainer
+from in_place import as_torchrun_would
 from ranks import preload, run_ranks
 from slow_rows import selected, slow_but
 from table import CASES, Case, by_name
-from test_scripts import as_torchrun_would
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import parameters_to_vector
 
 import compopt
@@ -28,35 +32,7 @@ SAMPLED = dataclasses.replace(by_name["ScapeAdamS"], compressed=dict(density=0.1
 CASE = {case.name: case for case in CASES} | {"ScapeAdamS, sampled": SAMPLED}  # that one on tensors worth a sample
 MAIN = ["SeparateAdam", "AdamS", "LocalSteps"]  # the others with `make slow`
 every_name = pytest.mark.parametrize("name", slow_but(lambda name: name in MAIN, CASE))
-STEPS, AT = 9, 5
 EVENTS = "should_evaluate", "should_save", "should_training_stop"
-
-
-def gpt2(width: int = 64):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=64, n_positions=16, n_embd=width, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
-    )
-    return GPT2LMHeadModel(config)
-
-
-def dataset():
-    tokens = torch.randint(64, (64, 16), generator=torch.Generator().manual_seed(1))
-    return [{"input_ids": row, "labels": row} for row in tokens]
-
-
-def trainer(folder: Path, model, callbacks=(), steps: int = STEPS, report_to=(), **options):
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    args = transformers.TrainingArguments(
-        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=4, save_steps=AT, logging_steps=2,
-        use_cpu=True, report_to=list(report_to), disable_tqdm=True, seed=0, learning_rate=1e-2, max_grad_norm=0.5,
-        lr_scheduler_type="linear",
-    )  # fmt: skip
-    return transformers.Trainer(model=model, args=args, train_dataset=dataset(), callbacks=list(callbacks), **options)
 
 
 def given(case: Case, model) -> dict:
@@ -290,3 +266,90 @@ def test_a_resumed_run_clips_as_its_own_arguments_say(make):
     saved_args.max_grad_norm = 0.0  # as in training_args.bin of the checkpoint
     CompoptCallback().on_train_begin(saved_args, None, None, optimizer=resumed)
     assert clip_of(resumed) == 0.5
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "lora.md").read_text()
+WITH_TRAINER, ADALORA = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+HAS_PEFT = all(map(find_spec, ("peft", "transformers", "accelerate")))
+OPTIONS = ({}, {"payload_dtype": "int4"}, {"rank": 4})  # the columns of the page's table
+if HAS_PEFT:
+    preload("transformers.trainer", "accelerate", "peft")
+
+
+def share(lora_rank: int, **options) -> float:
+    """Percent of DDP's bytes that a step of one adapter pair sends."""
+    pair = [nn.Parameter(torch.zeros(size)) for size in ((lora_rank, 768), (768, lora_rank))]
+    optimizer = compopt.SeparateAdam(pair, simulate=True, dense_steps=1, **options)
+    for _ in range(3):
+        for p in pair:
+            p.grad = torch.randn(p.shape)
+        optimizer.step()
+    return 100 * optimizer.stats.bytes_sent / optimizer.stats.bytes_dense
+
+
+def test_the_page_counts_bytes_as_a_step_does():
+    rows = re.findall(r"^\| (\d+)[^|]* \| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) % \|$", PAGE, re.MULTILINE)
+    assert len(rows) == 5
+    for lora_rank, *cells in rows:
+        counted = [share(int(lora_rank), **options) for options in OPTIONS]
+        assert [float(f"{value:.2g}") for value in counted] == [float(cell) for cell in cells], lora_rank
+
+
+def differs(model: nn.Module) -> float:
+    """The largest difference of a parameter from rank 0's."""
+    mine = nn.utils.parameters_to_vector(model.parameters()).detach()
+    first = mine.clone()
+    dist.broadcast(first, 0)
+    return float((mine - first).abs().max())
+
+
+def fine_tune(rank: int, folder: str) -> dict:
+    as_torchrun_would(rank, 2)
+    import transformers
+    from hf_models import dataset, gpt2
+    from peft import AdaLoraConfig, get_peft_model
+
+    transformers.logging.set_verbosity_error()
+    base = gpt2(256)
+    frozen = [p.detach().clone() for p in base.parameters()]
+    args = transformers.TrainingArguments(
+        output_dir=f"{folder}/lora", max_steps=6, per_device_train_batch_size=4, save_steps=3, use_cpu=True,
+        report_to=[], disable_tqdm=True, seed=0, learning_rate=1e-2, logging_steps=1,
+    )  # fmt: skip
+    names = {"model": base, "args": args, "data": dataset(), "compopt": compopt, "Trainer": transformers.Trainer}
+    exec(compile(WITH_TRAINER, "docs/lora.md", "exec"), names)
+    stats, state = names["optimizer"].stats, names["optimizer"].state
+    trained = [p for p in names["model"].parameters() if p.requires_grad]
+    results = {
+        "differs": differs(names["model"]),
+        "frozen": all(map(torch.equal, frozen, [p for p in names["model"].parameters() if not p.requires_grad])),
+        "state": len(trained) == sum(len(state[p]) > 0 for p in state),
+        "share": stats.bytes_sent / stats.bytes_dense,
+        "trained": all(p.any() for p in trained),  # lora_B begins at zero
+    }
+
+    config = AdaLoraConfig(init_r=6, target_r=2, tinit=1, tfinal=2, deltaT=1, total_step=8, target_modules="all-linear")
+    torch.manual_seed(0)
+    model = get_peft_model(gpt2(), config)
+    ddp = DDP(model, find_unused_parameters=True)
+    optimizer = compopt.SeparateAdam(ddp.parameters(), lr=1e-2, dense_steps=1)
+    optimizer.check_replicas_every = 1
+    for step in range(1, 7):
+        optimizer.zero_grad()
+        tokens = torch.stack([dataset()[8 * step + 4 * rank + i]["input_ids"] for i in range(4)])
+        ddp(input_ids=tokens, labels=tokens).loss.backward()
+        exec(
+            compile(ADALORA, "docs/lora.md", "exec"),
+            {"torch": torch, "optimizer": optimizer, "model": model, "step": step},
+        )
+    pruned = [name for name, p in model.named_parameters() if "lora_E" in name and not p.all()]
+    return results | {"AdaLoRA": differs(model), "pruned": pruned}
+
+
+@pytest.mark.skipif(not HAS_PEFT, reason="needs peft, transformers and accelerate")
+def test_the_pages_lines_train_adapters(tmp_path):
+    for results in run_ranks(fine_tune, 2, str(tmp_path)):
+        assert results["differs"] == 0 and results["frozen"] and results["state"]
+        assert 0.2 < results["share"] < 0.27  # rounded to int8
+        assert results["trained"]
+        assert results["AdaLoRA"] == 0 and results["pruned"]

@@ -87,7 +87,7 @@ def nanogpt(rank: int, folder: str) -> bool:
 
 
 def hf_trainer(rank: int, folder: str) -> bool:
-    from test_hf import gpt2, trainer
+    from hf_models import gpt2, trainer
 
     (code,) = blocks("Hugging Face Trainer")
     results = []

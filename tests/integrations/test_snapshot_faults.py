@@ -1,7 +1,4 @@
-"""Snapshots that are damaged, crafted, written by others, of one rank only or of other ranks: what resumes from them.
-
-A few dozen damages here; ``make soak`` takes 2,000, and 100 kills (test_snapshot_kills.py).
-"""
+"""Snapshots that are damaged, crafted, of other ranks, or written while ranks are killed: what resumes from them."""
 
 from __future__ import annotations
 
@@ -25,6 +22,7 @@ from ranks import run_ranks
 from sim import Ranks
 from slow_rows import slow_but
 from snapshot_faults import CLASSES, LOST, Fleet, Saved
+from snapshot_kills import kill_and_resume
 from table import CASES, FORMS, INT8, by_name
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -161,9 +159,6 @@ def test_a_write_that_ends_anywhere_leaves_a_whole_snapshot_or_none(function, tm
     assert outcomes[0] == (True, False) and outcomes[-1] == (False, True), outcomes
 
 
-# Ranks
-
-
 @pytest.mark.parametrize("case", slow_but(lambda case: case in CASES, CASES + FORMS + INT8), ids=lambda case: case.name)
 def test_every_class_goes_on_to_the_bit(case, tmp_path):
     fleet = Fleet(case, 2, tmp_path, is_shared=False)
@@ -259,9 +254,6 @@ def test_it_is_loaded_on_all_ranks_or_on_none(failing, saved, monkeypatch):
     with pytest.raises(RuntimeError, match=f"step 8 in .* nothing was loaded.*{expected}"):
         fleet.resume()
     assert fleet.states() == before
-
-
-# What others wrote
 
 
 class Evil:
@@ -364,9 +356,6 @@ def test_the_package_unpickles_nothing():
     root = Path(compopt.__file__).parent
     found = [f"{path.name}: {hit[0]}" for path in root.rglob("*.py") for hit in [calls.search(path.read_text())] if hit]
     assert found == []
-
-
-# Further states
 
 
 def test_objects_of_the_user_reach_a_rank_that_joins(tmp_path):
@@ -481,3 +470,13 @@ def test_weights_of_a_round_are_carried(size, rounds, tmp_path):
     again.world.run([optimizer.end_round_as_generator() for optimizer in again.optimizers])
     for model in again.models:
         assert model.weight.item() == pytest.approx(-37 / 9)
+
+
+KILLS = int(os.environ.get("COMPOPT_KILLS", 1))
+KILLS_SETTINGS = [(2, "LocalSteps"), (3, "SeparateAdam")] + [(size, name) for name in CLASSES for size in (2, 3)]
+
+
+@pytest.mark.parametrize("number", range(KILLS))
+def test_what_killed_ranks_left_goes_on_to_the_bit(number):
+    size, name = KILLS_SETTINGS[number % len(KILLS_SETTINGS)]
+    print(kill_and_resume(size, name, random.Random(number)))

@@ -11,8 +11,9 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import fsdp_models
+import hsdp_models
 import pytest
-import test_fsdp
 import torch
 import torch.distributed as dist
 from conformance import Small
@@ -474,7 +475,7 @@ def test_the_newest_that_every_replica_has_is_chosen_else_the_newest():
 
 
 def make_sharded(mesh: DeviceMesh, folder: str, name: str) -> tuple[torch.nn.Module, torch.optim.Optimizer, Snapshots]:
-    model, optimizer = test_fsdp.hsdp(mesh, by_name[name].make)
+    model, optimizer = hsdp_models.hsdp(mesh, by_name[name].make)
     return model, optimizer, Snapshots(Path(folder) / name, model, optimizer)
 
 
@@ -482,17 +483,17 @@ def saves_shards(rank: int, folder: str, name: str) -> torch.Tensor:
     """Two replicas of two ranks save, and go on; the same ranks resume, and go on to the bit. What they saved."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, optimizer, snapshots = make_sharded(mesh, folder, name)
-    test_fsdp.train(model, optimizer, range(5), rank)
+    hsdp_models.train(model, optimizer, range(5), rank)
     snapshots.save()
     snapshots.close()
-    saved = test_fsdp.whole(model)
+    saved = fsdp_models.whole(model)
     dist.barrier()
     again, its_optimizer, snapshots = make_sharded(mesh, folder, name)
     assert snapshots.resume() == 5
-    assert torch.equal(test_fsdp.whole(again), saved)
+    assert torch.equal(fsdp_models.whole(again), saved)
     for one, its in ((model, optimizer), (again, its_optimizer)):
-        test_fsdp.train(one, its, range(5, 7), rank)
-    assert torch.equal(test_fsdp.whole(again), test_fsdp.whole(model))
+        hsdp_models.train(one, its, range(5, 7), rank)
+    assert torch.equal(fsdp_models.whole(again), fsdp_models.whole(model))
     return saved
 
 
@@ -500,10 +501,10 @@ def resumes_one_replica(rank: int, folder: str, name: str) -> torch.Tensor:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     model, _, snapshots = make_sharded(mesh, folder, name)
     assert snapshots.resume() == 5
-    values = test_fsdp.whole(model)
+    values = fsdp_models.whole(model)
     if name != "TagcAdamW":
         return values
-    whole = DDP(test_fsdp.make(), find_unused_parameters=True)
+    whole = DDP(hsdp_models.make(), find_unused_parameters=True)
     snapshots = Snapshots(Path(folder) / "TagcAdamW", whole, by_name["TagcAdamW"].make(whole.parameters()))
     with pytest.raises(RuntimeError, match="are of replicas of 2 ranks, and here a replica has 1: nothing was loaded"):
         snapshots.resume()

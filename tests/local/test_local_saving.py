@@ -1,4 +1,4 @@
-"""Checkpoints of local steps."""
+"""Checkpoints of local steps, also through torch.distributed.checkpoint on real ranks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ import warnings
 
 import pytest
 import torch
-from conformance import through_a_file
+import torch.distributed.checkpoint as dcp
+from conformance import Small, through_a_file
 from local_runs import adamw, are_equal, copies, end_round, single, train
-from problems import gradients, replicas, step, weights
+from problems import gradients, replicas, weights
+from problems import step as take_step
+from ranks import run_ranks
 from sim import World
 from slow_rows import in_turn, slow_but
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils._pytree import tree_map
 
 import compopt
 
@@ -38,7 +44,7 @@ def test_a_checkpoint_within_a_round_goes_on_to_the_bit(options, at):
 
     world, params, optimizers = replicas(2, weights(dtype=torch.float32), make)
     for t in range(at):
-        step(world, params, optimizers, single(2, t))
+        take_step(world, params, optimizers, single(2, t))
     saved = [state_of(optimizer) for optimizer in optimizers]
     world2, params2, optimizers2 = replicas(2, weights(dtype=torch.float32), make)
     for own, theirs, optimizer, state in zip(params2, params, optimizers2, saved, strict=True):
@@ -48,8 +54,8 @@ def test_a_checkpoint_within_a_round_goes_on_to_the_bit(options, at):
             warnings.simplefilter("error")  # of another rank's residuals
             optimizer.load_state_dict(state)
     for t in range(at, at + 9):
-        step(world, params, optimizers, single(2, t))
-        step(world2, params2, optimizers2, single(2, t))
+        take_step(world, params, optimizers, single(2, t))
+        take_step(world2, params2, optimizers2, single(2, t))
     for own, theirs in zip(params, params2, strict=True):
         assert all(map(torch.equal, own, theirs))
     assert optimizers[0].stats.round == optimizers2[0].stats.round > 1
@@ -68,7 +74,7 @@ def test_consolidated_it_goes_on_with_any_number_of_ranks():
         for optimizer in new:
             optimizer.load_state_dict(state)
     for t in range(8, 12):
-        step(more, ranks, new, gradients(3, t, dtype=torch.float32))
+        take_step(more, ranks, new, gradients(3, t, dtype=torch.float32))
     assert new[0].stats.round == 3 and all(map(torch.equal, ranks[0], ranks[2]))
 
 
@@ -99,7 +105,7 @@ def test_state_of_a_frozen_layer_may_be_absent_only_if_it_has_not_moved(is_open)
 
     world, params, optimizers = replicas(2, weights(dtype=torch.float32), make)
     for t in range(5):
-        step(world, params, optimizers, trainable(params, t))
+        take_step(world, params, optimizers, trainable(params, t))
     if not is_open:
         end_round(optimizers)
     for rank in params:
@@ -138,9 +144,9 @@ def test_a_run_that_added_a_group_is_resumed_to_the_bit(at, fragments):
                 optimizer.add_param_group({"params": rank[5:], "lr": 0.1})
         if t == at:
             world2, params2, optimizers2 = resumed(params, optimizers, make)
-        step(world, params, optimizers, trainable(params, t))
+        take_step(world, params, optimizers, trainable(params, t))
         if t >= at:
-            step(world2, params2, optimizers2, trainable(params2, t))
+            take_step(world2, params2, optimizers2, trainable(params2, t))
     assert all(map(torch.equal, params[0], params2[0])) and all(map(torch.equal, params[1], params2[1]))
     assert not torch.equal(params[0][5], torch.ones(64, 80))
 
@@ -176,7 +182,7 @@ def test_a_run_that_froze_layers_is_resumed_to_the_bit(dtype, bucket_bytes, opti
             world2, params2, optimizers2 = resumed(params, optimizers, make)
         for w, rank, own in [(world, params, optimizers)] + ([(world2, params2, optimizers2)] if t >= at else []):
             change(rank, t)
-            step(w, rank, own, trainable(rank, t))
+            take_step(w, rank, own, trainable(rank, t))
     assert all(map(torch.equal, params[0], params2[0])) and all(map(torch.equal, params[1], params2[1]))
 
 
@@ -210,7 +216,7 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_of_it_loaded(damage):
     with pytest.raises(ValueError, match="loaded state"):
         others[0].load_state_dict(saved)
     assert_equal_states(before, state_of(others[0]))
-    step(others[0].comm.world, params2, others, single(2, 5))
+    take_step(others[0].comm.world, params2, others, single(2, 5))
     assert all(map(torch.equal, params2[0], params[0])), "and it goes on as if nothing had been tried"
 
 
@@ -248,7 +254,7 @@ def test_consolidated_the_run_that_is_resumed_from_rank_0_is_the_one_that_goes_o
 
     world, params, optimizers = replicas(3, weights(dtype=torch.float32), make)
     for t in range(steps):
-        step(world, params, optimizers, single(3, t))
+        take_step(world, params, optimizers, single(3, t))
     end_round(optimizers)
     world.consolidate(optimizers)
     with warnings.catch_warnings():
@@ -258,8 +264,8 @@ def test_consolidated_the_run_that_is_resumed_from_rank_0_is_the_one_that_goes_o
     for optimizer in resumed_:
         optimizer.load_state_dict(state)
     for t in range(steps, steps + 6):
-        step(world, params, optimizers, single(3, t))
-        step(world2, params2, resumed_, single(3, t))
+        take_step(world, params, optimizers, single(3, t))
+        take_step(world2, params2, resumed_, single(3, t))
     for rank, other in zip(params, params2, strict=True):
         assert all(map(torch.equal, rank, other))
 
@@ -275,8 +281,8 @@ def test_from_the_inner_optimizers_own_checkpoint_all_begins_anew():
         for p, q in zip(rank, start, strict=True):
             p.data.copy_(q)
     for t in range(4):
-        step(optimizers[0].comm.world, params, optimizers, single(2, t))
-        step(new[0].comm.world, new_params, new, single(2, t))
+        take_step(optimizers[0].comm.world, params, optimizers, single(2, t))
+        take_step(new[0].comm.world, new_params, new, single(2, t))
         assert are_equal(params) == (t == 3) and optimizers[0].stats.round == (t == 3)
     assert all(map(torch.equal, params[0], new_params[0]))
 
@@ -286,7 +292,7 @@ def test_a_state_that_only_some_ranks_keep_stays_as_it_is():
     params, optimizers = train(2, 0, torch.float32, every=100)
     grads = single(2, 0)
     grads[1][2] = None
-    step(optimizers[0].comm.world, params, optimizers, grads)
+    take_step(optimizers[0].comm.world, params, optimizers, grads)
     kept = [optimizer.inner.state for optimizer in optimizers]
     before = kept[0][params[0][2]]["exp_avg"].clone()
     mean = (kept[0][params[0][0]]["exp_avg"] + kept[1][params[1][0]]["exp_avg"]) / 2
@@ -320,7 +326,7 @@ def test_an_exchange_in_trouble_is_resumed_as_it_goes_on(trouble, options):
         warnings.simplefilter("ignore")
         for t in (7, 8) if trouble is fail_exchange else (7,):
             with contextlib.suppress(compopt.CommunicationError):
-                step(world, params, optimizers, single(2, t))
+                take_step(world, params, optimizers, single(2, t))
         for some in (world, world.beside):
             some.failing_everywhere.clear()
 
@@ -330,8 +336,8 @@ def test_an_exchange_in_trouble_is_resumed_as_it_goes_on(trouble, options):
 
         world2, params2, optimizers2 = resumed(params, optimizers, make)
         for t in range(9, 16):
-            step(world, params, optimizers, single(2, t))
-            step(world2, params2, optimizers2, single(2, t))
+            take_step(world, params, optimizers, single(2, t))
+            take_step(world2, params2, optimizers2, single(2, t))
     assert all(map(torch.equal, params[0], params2[0])) and all(map(torch.equal, params[1], params2[1]))
     assert all(bool(p.isfinite().all()) for p in params[0])
 
@@ -346,7 +352,7 @@ def test_what_is_done_to_a_frozen_layer_stays_where_an_exchange_is_resumed():
         grads = single(2, t)
         for given in grads:
             given[2] = None
-        step(world, params, optimizers, grads)
+        take_step(world, params, optimizers, grads)
     for rank in params:
         rank[2].data.add_(1)
     after = params[0][2].detach().clone()
@@ -360,20 +366,20 @@ def test_what_is_done_to_a_frozen_layer_stays_where_an_exchange_is_resumed():
     grads = single(2, 13)
     for given in grads:
         given[2] = None
-    step(world, params, optimizers, grads)
-    step(world2, params2, optimizers2, grads)
+    take_step(world, params, optimizers, grads)
+    take_step(world2, params2, optimizers2, grads)
     assert all(map(torch.equal, params[0], params2[0]))
     assert optimizers2[0].stats.phase == "exchanged" and torch.equal(params2[0][2], after)
 
 
-@pytest.mark.parametrize("options", [{}, {"delay": 2, "fragments": 2}])
-def test_a_copy_goes_on_as_the_original(options):
+def test_a_copy_goes_on_as_the_original():
+    options = {"delay": 2, "fragments": 2}
     params, optimizers = train(2, 7, torch.float32, **options)
     expected, _ = train(2, 12, torch.float32, **options)
     twins = copy.deepcopy(list(zip(params, optimizers, strict=True)))
     params, optimizers = zip(*twins, strict=True)
     for t in range(7, 12):
-        step(optimizers[0].comm.world, params, optimizers, single(2, t))
+        take_step(optimizers[0].comm.world, params, optimizers, single(2, t))
     for rank, other in zip(params, expected, strict=True):
         assert all(map(torch.equal, rank, other))
 
@@ -407,8 +413,8 @@ def test_before_its_first_step_a_state_dict_has_no_rounds_to_load():
     for optimizer in resumed_:
         optimizer.load_state_dict(state_of(optimizer))
     for t in range(8):
-        step(optimizers[0].comm.world, params, optimizers, single(2, t))
-        step(resumed_[0].comm.world, others, resumed_, single(2, t))
+        take_step(optimizers[0].comm.world, params, optimizers, single(2, t))
+        take_step(resumed_[0].comm.world, others, resumed_, single(2, t))
     assert all(map(torch.equal, params[0], others[0])) and optimizers[0].stats.round == 1
 
 
@@ -463,15 +469,15 @@ def test_an_exchange_on_its_way_has_the_rate_of_its_round():
     at = next(t for t in itertools.count(30) if advance(world, params, optimizers, t)) + 1
     world2, params2, optimizers2 = resumed(params, optimizers, make)
     for t in range(at, at + 2):
-        step(world, params, optimizers, single(2, t))
-        step(world2, params2, optimizers2, single(2, t))
+        take_step(world, params, optimizers, single(2, t))
+        take_step(world2, params2, optimizers2, single(2, t))
     assert all(map(torch.equal, params[0], params2[0]))
 
 
 def advance(world, params, optimizers, t: int) -> bool:
     """Take step t, the first time all before it; whether an exchange is on its way then."""
     for at in range(optimizers[0].stats.applied_steps, t + 1):
-        step(world, params, optimizers, single(2, at))
+        take_step(world, params, optimizers, single(2, at))
     return bool(quiet_state(optimizers[0])[0]["outer"]["exchange"]["apply_at"])
 
 
@@ -484,3 +490,112 @@ def test_a_rank_whose_parameters_are_not_finite_spoils_no_mean():
     assert all(torch.equal(p, q) and bool(p.isfinite().all()) for p, q in zip(*params, strict=True))
     assert not torch.equal(anchor, params[0][2]), "what rank 0 has moved is in it"
     assert bool(optimizers[0].inner.state[params[0][2]]["exp_avg"].isfinite().all())
+
+
+ROUNDS = [dict(), dict(fragments=2, delay=2), dict(dense_steps=2, delay=1)]
+Flat = dict[str, torch.Tensor]
+
+
+def made(**options) -> tuple[torch.nn.Module, compopt.LocalSteps]:
+    torch.manual_seed(0)
+    model = DDP(Small(), find_unused_parameters=True)
+    options = {"every": 4, "growth_steps": 0, "payload_dtype": "int4", **options}
+    return model, compopt.LocalSteps(torch.optim.AdamW(model.parameters(), lr=1e-2), **options)
+
+
+def train_rank(model, optimizer, rank: int, steps) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1000 * step + rank))
+        (model(x) - x.flip(1)).square().mean().backward()
+        optimizer.step()
+
+
+def save(model, optimizer, folder: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+
+
+def load(model, optimizer, folder: str, key: str = "") -> None:
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({f"{key}model": weights, f"{key}optimizer": state}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+
+
+def flat(model, optimizer) -> Flat:
+    """All tensors of model and optimizer, and the step."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = copy.deepcopy(optimizer.state_dict()["state"])
+    found = {f"p{i}": p.detach().clone() for i, p in enumerate(model.parameters())}
+
+    def add(prefix: str, entry: dict) -> None:
+        for name, value in entry.items():
+            if isinstance(value, dict):
+                add(f"{prefix}.{name}", value)
+            else:
+                found[f"{prefix}.{name}"] = value
+
+    for place, entry in state.items():
+        add(str(place), entry)
+    return found
+
+
+def goes_on(rank: int, before: str | None, after: str, options: dict, steps: tuple[int, int]) -> tuple[Flat, Flat]:
+    """Load, train and save; the states that were loaded and saved."""
+    model, optimizer = made(**options)
+    if before:
+        load(model, optimizer, before)
+    loaded = flat(model, optimizer)
+    train_rank(model, optimizer, rank, range(*steps))
+    optimizer.consolidate_state()
+    save(model, optimizer, after)
+    return loaded, flat(model, optimizer)
+
+
+def assert_same(a: Flat, b: Flat) -> None:
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+@pytest.mark.parametrize("options", slow_but(lambda options: options == ROUNDS[1], ROUNDS), ids=str)
+def test_from_2_ranks_to_3_to_1_within_a_round(options, tmp_path):
+    folders = [str(tmp_path / name) for name in "abc"]
+    before, then = None, None
+    for ranks, folder, steps in zip((2, 3, 1), folders, ((0, 6), (6, 11), (11, 13)), strict=True):
+        found = run_ranks(goes_on, ranks, before, folder, options, steps)
+        for loaded, saved in found:
+            assert_same(saved, found[0][1])
+            if then is not None:
+                assert_same(loaded, then)
+        before, then = folder, found[0][1]
+        if ranks > 1:
+            anchors = [name for name in then if name.endswith("outer.fragment")]
+            assert [int(then[name]) >= 0 for name in anchors].count(True) > 3
+            assert any(then[name].any() for name in then if name.endswith("momentum_buffer"))
+            assert any(then[name].any() for name in then if "outer.optimizer.residual" in name)
+
+
+def own_states(rank: int, folder: str, options: dict) -> tuple[Flat, Flat]:
+    """The states that each rank goes on to, from memory and from what it alone has saved under its own name."""
+    model, optimizer = made(**options)
+    train_rank(model, optimizer, rank, range(6))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        weights, state = get_state_dict(model, optimizer)
+    own = {f"rank {rank} model": weights, f"rank {rank} optimizer": state}
+    dcp.save(tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, own), checkpoint_id=folder)
+    again, other = made(**options)
+    load(again, other, folder, f"rank {rank} ")
+    for one in ((model, optimizer), (again, other)):
+        train_rank(*one, rank, range(6, 13))
+    return flat(model, optimizer), flat(again, other)
+
+
+@pytest.mark.parametrize("options", slow_but(lambda options: options == ROUNDS[2], ROUNDS), ids=str)
+def test_each_rank_goes_on_from_its_own_state_to_the_bit(options, tmp_path):
+    """Also while an exchange is on its way."""
+    for before, after in run_ranks(own_states, 2, str(tmp_path), options):
+        assert_same(before, after)

@@ -16,10 +16,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from hf_models import gpt2, trainer
 from in_place import as_torchrun_would, in_place
 from ranks import HANG_GUARD, preload, run_ranks
 from slow_rows import slow_but
-from test_hf import gpt2, trainer
 from test_saving_places import blocks, loss, net, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP

@@ -39,16 +39,6 @@ def test_one_state_buffer():
     assert held == {"exp_avg": 4}
 
 
-def test_a_checkpoint_of_adamw_is_taken_over():
-    p = nn.Parameter(torch.ones(64, 80))
-    dense = torch.optim.AdamW([p])
-    p.grad = torch.randn(64, 80)
-    dense.step()
-    ours = compopt.AdamS([p])
-    ours.load_state_dict(dense.state_dict())
-    assert torch.equal(ours.state[p]["exp_avg"], dense.state[p]["exp_avg"]) and ours.param_groups[0]["step"] == 1
-
-
 @pytest.mark.parametrize("backend", ["torch", "native"])
 def test_of_a_tensor_without_a_gradient_nothing_changes(monkeypatch, backend):
     """Not its count of steps either, which its bias correction goes by."""

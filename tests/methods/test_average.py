@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from oracles import AverageOracle
@@ -54,17 +52,6 @@ def test_int8_stays_near_and_owes_what_it_drops():
         assert not torch.equal(p, q)
         assert float((p - q).detach().norm() / q.detach().norm()) < (0.01 if compressed else 0.02)
     assert optimizers[0].stats.bytes_sent < 0.3 * optimizers[0].stats.bytes_dense * 4 / 8
-
-
-def test_a_checkpoint_of_separate_is_not_taken():
-    params = [torch.nn.Parameter(w) for w in weights()]
-    separate = compopt.Separate(torch.optim.SGD(params, lr=0.1), projection="tracked")
-    for p in params:
-        p.grad = torch.ones_like(p)
-    separate.step()
-    average = compopt.Average(torch.optim.SGD(params, lr=0.1))
-    with pytest.raises(ValueError, match="is of Separate"):
-        average.load_state_dict(copy.deepcopy(separate.state_dict()))
 
 
 @pytest.mark.parametrize("fused", [False, True])

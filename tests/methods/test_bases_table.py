@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import itertools
 import math
 import random
 import re
@@ -18,11 +19,13 @@ import pytest
 import torch
 from bases_table import BOTH, MEAN, RANK_0, REFUSED, ROWS, Row
 from sim import Ranks
+from slow_rows import slow_but
 from torch import Tensor, nn
 
 import compopt
 from compopt._engine.base_state import read_leaves
 
+FAST = "torch SGD", "torch-optimizer Lamb", "torch-optimizer AdaBelief"
 PAGE = (Path(__file__).parents[2] / "docs/bases.md").read_text()
 WRAPPERS = {
     "Average": (compopt.Average, dict(payload_dtype=None)),
@@ -137,10 +140,12 @@ def resume(row: Row, wrapper: str, ranks: Ranks) -> Ranks:
     return new
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+@pytest.mark.parametrize(
+    ("row", "wrapper"),
+    slow_but(lambda row, wrapper: wrapper == "Separate" and row.id in FAST, itertools.product(ROWS, WRAPPERS)),
+    ids=lambda value: getattr(value, "id", value),
+)
 def test_a_base_trains_saves_and_resumes_as_the_table_says(row, wrapper):
     pytest.importorskip(row.module)
     with torch.random.fork_rng():

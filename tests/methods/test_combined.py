@@ -423,22 +423,6 @@ def test_the_state_dict_of_the_combination_is_loaded_alone_and_in_its_place():
             CLASSES[name](two([*other.parameters()][:5])).load_state_dict(saved)
 
 
-@every_class
-def test_copies_go_on_alike(name):
-    torch.manual_seed(0)
-    model = Small()
-    optimizer = CLASSES[name](of_model(model), simulate=True)
-    take_steps(model, optimizer, range(4))
-    copies = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
-    for net, one in [*copies, (model, optimizer)]:
-        take_steps(net, one, range(4, 8))
-        owned = [p for member in one.base.members for group in member.param_groups for p in group["params"]]
-        assert {*owned} == {*net.parameters()}
-    assert all(
-        torch.equal(p, q) for net, _ in copies for p, q in zip(net.parameters(), model.parameters(), strict=True)
-    )
-
-
 # What is refused
 
 

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from conformance import Small, data, loss, through_a_file
 from ranks import run_ranks
 from sim import Ranks
-from test_dcp_options import OPTIONS as DCP
+from test_dcp import OPTIONS as DCP
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,

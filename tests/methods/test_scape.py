@@ -1,17 +1,19 @@
-"""ScapeAdamS against Algorithm 1 written on dense tensors, and what is the class's own."""
+"""ScapeAdamS against Algorithm 1 written on dense tensors, step by step, its masks, and its sharded form."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 
 import pytest
 import torch
+from conformance import assert_same, snapshot
 from oracles import AdamSOracle, ScapeOracle
 from oracles import kernels as reference
-from problems import COMPRESSED, gradients, replicas, step, weights
+from problems import BY_DTYPE, COMPRESSED, MATRICES, each_dtype, gradients, replicas, step, weights
 from slow_rows import in_turn
-from torch import nn
+from torch import Tensor, nn
 
 import compopt
 
@@ -91,22 +93,6 @@ def test_density_1_equals_adams(ranks):
         oracle.step(grads)
     for p, wanted in zip(params[-1], oracle.params, strict=True):
         torch.testing.assert_close(p.detach(), wanted, rtol=1e-11, atol=1e-12)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("options", [{}, {"payload_dtype": torch.bfloat16}])
-def test_replicas_and_masks_are_equal_to_the_bit(ranks, options):
-    world, _, params, optimizers = make(ranks, density=0.1, density_steps=6, **options)
-    for t in range(15):
-        step(world, params, optimizers, gradients(ranks, t, SHAPES))
-        for local, optimizer in zip(params[1:], optimizers[1:], strict=True):
-            optimizer.state_dict()
-            optimizers[0].state_dict()
-            for p, q in zip(params[0], local, strict=True):
-                assert torch.equal(p, q)
-                for name in ("exp_avg", "mask", "next_mask"):
-                    if name in optimizer.state[q]:
-                        assert torch.equal(optimizers[0].state[p][name], optimizer.state[q][name])
 
 
 def test_a_bf16_payload_rounds_the_gradient_only():
@@ -215,3 +201,314 @@ def test_moments_of_any_beta_are_carried_to_the_next_mask():
             step(world, params, optimizers, grads)
             oracle.step(grads)
             torch.testing.assert_close(params[0][0].detach(), oracle.params[0], rtol=1e-10, atol=1e-11)
+
+
+DTYPES = [torch.float32, torch.float64]  # by the C passes, and by operators
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+class Run:
+    """Ranks whose books are checked in every step."""
+
+    def __init__(self, dtype: torch.dtype, ranks: int = 2, **options):
+        self.group = dict(density=0.1, density_steps=0) | options
+        self.sign = -1.0 if options.get("maximize") else 1.0
+        self.shapes, self.dtype = BY_DTYPE[dtype], dtype
+        make = functools.partial(compopt.ScapeAdamS, lr=1e-2, **self.group)
+        self.world, self.params, self.optimizers = replicas(ranks, weights(self.shapes, dtype), make)
+        self.t = 0
+
+    def state(self, name: str, i: int, rank: int = 0) -> Tensor:
+        optimizer = self.optimizers[rank]
+        optimizer.state_dict()  # waits for masks on their way
+        return optimizer.state[self.params[rank][i]][name].clone()
+
+    def bits(self, name: str, i: int) -> Tensor:
+        return reference.unpack_bits(self.state(name, i), self.params[0][i].numel())
+
+    def momentum(self, i: int) -> Tensor:
+        """With its zeros, flat."""
+        if self.group.get("sharded"):
+            return torch.cat([self.state("exp_avg", i, rank) for rank in range(self.world.size)])
+        whole = torch.zeros(self.params[0][i].numel(), dtype=self.dtype)
+        whole[self.bits("mask", i)] = self.state("exp_avg", i).view(-1)
+        return whole
+
+    def residual(self, i: int, rank: int) -> Tensor:
+        return self.state("residual", i, rank).view(-1)
+
+    def mean_residual(self, i: int) -> Tensor:
+        ranks = range(self.world.size)
+        mean = torch.stack([self.residual(i, rank) for rank in ranks]).mean(0)
+        if self.group.get("sharded"):
+            mean += torch.cat([self.state("common", i, rank) for rank in ranks])
+        return mean
+
+    def step(self, absent: int | None = None) -> None:
+        """One step; ``absent`` has no gradient on any rank."""
+        grads = gradients(self.world.size, self.t, self.shapes, self.dtype)
+        for local in grads:
+            if absent is not None:
+                local[absent] = None
+        m = {i: self.momentum(i) for i in MATRICES}
+        residual = {i: self.mean_residual(i) for i in MATRICES}
+        came = {i: [self._x(i, rank, m[i], local[i]) for rank, local in enumerate(grads)] for i in MATRICES}
+        step(self.world, self.params, self.optimizers, grads)
+        self.t += 1
+        for i in MATRICES:
+            if i == absent:
+                assert torch.equal(self.momentum(i), m[i]) and torch.equal(self.mean_residual(i), residual[i])
+            elif "max_grad_norm" not in self.group:
+                mean = torch.stack([self.sign * local[i] for local in grads]).mean(0).view(-1)
+                close(self.momentum(i) + self.mean_residual(i), 0.9 * m[i] + 0.1 * mean + residual[i])
+        if not self.group.get("sharded"):
+            self._check_masks(came)
+
+    def _x(self, i: int, rank: int, m: Tensor, g: Tensor | None) -> Tensor:
+        x = 0.9 * m + self.residual(i, rank)
+        return x if g is None else x + 0.1 * self.sign * g.view(-1)
+
+    def _check_masks(self, came: dict[int, list[Tensor]]) -> None:
+        """A bucket's mask is cut into equal ranges of words, its tensors in reverse; each rank selects in its own."""
+        total = sum((x[0].numel() + 7) // 8 for x in came.values())
+        ranks, at = self.world.size, 0
+        cuts = [8 * (total * rank // ranks // 8 * 8) for rank in range(ranks)] + [8 * total]
+        for i in sorted(came, reverse=True):
+            n = came[i][0].numel()
+            mask = self.bits("next_mask", i)
+            assert int(mask.sum()) == round(self.group["density"] * n)
+            for rank in range(ranks):
+                part = slice(max(0, min(n, cuts[rank] - at)), max(0, min(n, cuts[rank + 1] - at)))
+                x, chosen = came[i][rank][part].abs(), mask[part]
+                if chosen.any():
+                    assert x[chosen].min() >= x[~chosen].max() - 1e-6
+            at += (n + 7) // 8 * 8
+
+
+STEPS_OPTIONS = {
+    "bits": dict(density=0.3),
+    "codes": dict(density=0.02),
+    "maximize": dict(maximize=True),
+    "int8": dict(payload_dtype=torch.int8, density=0.2),
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), in_turn(STEPS_OPTIONS, DTYPES), ids=str)
+def test_nothing_is_lost_and_masks_are_the_owners(dtype, name):
+    run = Run(dtype, **STEPS_OPTIONS[name])
+    for _ in range(4):
+        run.step()
+    assert run.optimizers[0].stats.phase == "sparse"
+    for i in (2, 2, None, None):
+        run.step(i)
+    for p, q in zip(*run.params, strict=True):
+        assert torch.equal(p, q)
+
+
+@each_dtype
+def test_a_tensor_absent_while_the_others_become_sparse_keeps_its_momentum(dtype):
+    """Their momenta shrink to what is on the mask, in other memory; its own stays whole."""
+    run = Run(dtype)
+    for absent in (None, 2, 2, None, None):
+        run.step(absent)
+    assert run.optimizers[0].stats.phase == "sparse"
+
+
+@pytest.mark.parametrize("guess", [0.0, 1e-30, 1e30])
+def test_a_guess_that_leads_nowhere_loses_nothing(guess):
+    """The native commit then searches in all of x, of which it has already sent a part."""
+    run = Run(torch.float32)
+    for _ in range(2):
+        run.step()
+    for _ in range(2):
+        for optimizer in run.optimizers:
+            optimizer._session.settle_state()
+            for bucket in optimizer._buckets:
+                bucket.cache["guesses"].fill_(guess)
+        run.step()
+
+
+@each_dtype
+def test_what_int8_owes_on_the_mask_is_owed_after_a_checkpoint(dtype):
+    run = Run(dtype, payload_dtype=torch.int8, density=0.2)
+    for _ in range(3):
+        run.step()
+    assert (run.residual(0, 0)[run.bits("mask", 0)] != 0).any()
+    for optimizer in run.optimizers:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    run.step()
+
+
+@each_dtype
+def test_a_mask_that_is_lost_is_not_the_one_before_it(dtype):
+    run = Run(dtype)
+    for _ in range(3):
+        run.step()
+    step(run.world, run.params, run.optimizers, gradients(2, run.t, run.shapes, dtype))
+    for pending in (
+        exchange.in_flight for optimizer in run.optimizers for exchange in optimizer._session.post_commit.exchanges
+    ):
+        run.world.failing_everywhere.add(pending.number)
+    for optimizer in run.optimizers:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert not run.bits("next_mask", 0).any() and run.bits("mask", 0).any()
+    step(run.world, run.params, run.optimizers, gradients(2, run.t + 1, run.shapes, dtype))
+    assert run.optimizers[0].stats.phase == "dense"
+
+
+@each_dtype
+def test_sharded_loses_nothing_either(dtype):
+    """Nor is anything that is common to all ranks taken twice when it is handed out."""
+    run = Run(dtype, ranks=3, sharded=True)
+    for absent in (None, None, None, 2, None):
+        run.step(absent)
+    residual = {i: run.mean_residual(i) for i in MATRICES}
+    run.world.consolidate(run.optimizers)
+    for i in MATRICES:
+        close(run.mean_residual(i), residual[i])
+    run.step()
+
+
+def test_density_falls_exponentially_after_the_warm_up():
+    world, _, params, optimizers = make(1, [(128, 128)], density=0.01, dense_steps=4, density_steps=10)
+    records = []
+    for t in range(18):
+        step(world, params, optimizers, gradients(1, t, [(128, 128)]))
+        records.append(optimizers[0].stats.density)
+    wanted = [1.0] * 4 + [max(0.01, 0.01 ** (k / 10)) for k in range(14)]
+    assert records == pytest.approx(wanted, rel=5e-3)
+
+
+def test_the_clock_of_the_mask():
+    """The first step has no mask: a step uses that of the step before."""
+    world, _, params, optimizers = make(1, density=0.1, density_steps=0)
+    for t, phase in enumerate(["dense", "sparse"]):
+        step(world, params, optimizers, gradients(1, t, SHAPES))
+        assert optimizers[0].stats.phase == phase
+
+
+def test_a_lost_mask_makes_the_next_step_dense_and_nothing_is_lost_with_it():
+    world, _, params, optimizers = make(2, density=0.1, density_steps=0)
+    for t in range(3):
+        step(world, params, optimizers, gradients(2, t, SHAPES))
+    for pending in (
+        exchange.in_flight for optimizer in optimizers for exchange in optimizer._session.post_commit.exchanges
+    ):
+        world.failing_everywhere.add(pending.number)
+    p = params[0][0]
+    residuals = sum(o.state[local[0]]["residual"] for o, local in zip(optimizers, params, strict=True)) / 2
+    wanted = 0.9 * dense_moment(optimizers[0], p) + 0.1 * sum(g[0] for g in gradients(2, 3, SHAPES)) / 2 + residuals
+    step(world, params, optimizers, gradients(2, 3, SHAPES))
+    assert optimizers[0].stats.phase == "dense" and optimizers[0].stats.residual_norm() == 0
+    torch.testing.assert_close(dense_moment(optimizers[0], p), wanted)
+    step(world, params, optimizers, gradients(2, 4, SHAPES))
+    assert optimizers[1].stats.phase == "sparse"
+
+
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_a_checkpoint_with_a_mask_in_flight_continues_to_the_bit(at):
+    options = dict(density=0.1, density_steps=3)
+    shapes = [(256, 256), (30,)]
+    world, _, params, optimizers = make(2, shapes, **options)
+    for t in range(at):
+        step(world, params, optimizers, gradients(2, t, shapes))
+    assert all(optimizer._session.post_commit.exchanges for optimizer in optimizers)  # in flight
+    reached = [[p.detach().clone() for p in local] for local in params]
+    saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+    again, _, new_params, new = make(2, shapes, **options)
+    for local, held, optimizer, state in zip(new_params, reached, new, saved, strict=True):
+        for p, w in zip(local, held, strict=True):
+            p.data.copy_(w)
+        optimizer.load_state_dict(state)
+    for t in range(at, at + 5):
+        step(world, params, optimizers, gradients(2, t, shapes))
+        step(again, new_params, new, gradients(2, t, shapes))
+        assert optimizers[0].stats.phase == new[0].stats.phase == "sparse"
+    for p, q in zip(params[1], new_params[1], strict=True):
+        assert torch.equal(p, q)
+        for name, value in optimizers[1].state[p].items():
+            assert torch.equal(value, new[1].state[q][name]), name
+
+
+def test_a_moment_that_does_not_fit_its_mask_is_refused():
+    world, _, params, optimizers = make(1, density=0.1, density_steps=0)
+    for t in range(3):
+        step(world, params, optimizers, gradients(1, t, SHAPES))
+    state = copy.deepcopy(optimizers[0].state_dict())
+    for broken in (state["state"][0]["exp_avg"][:-1], torch.zeros(3)):
+        state["state"][0]["exp_avg"] = broken
+        with pytest.raises(ValueError, match="'exp_avg' of parameter 0"):
+            optimizers[0].load_state_dict(state)
+
+
+FEW = [(64, 64), (80,), (3, 41, 47)]
+LONG = pytest.param("one percent", 2, 100, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "steps"),
+    [LONG, ("one percent", 4, 40), *((name, 3, 15) for name in OPTIONS)],
+)
+def test_sharded_equals_replicated(name, ranks, steps):
+    """To 1e-12, with identical masks; what is owed is the same when they are saved, and each loads the other's."""
+    options = OPTIONS[name]
+    whole, shared = make(ranks, FEW, **options), make(ranks, FEW, **options, sharded=True)
+    for t in range(steps):
+        grads = gradients(ranks, t, FEW)
+        for world, _, params, optimizers in (whole, shared):
+            step(world, params, optimizers, grads)
+        for p, q in zip(whole[2][-1], shared[2][0], strict=True):
+            torch.testing.assert_close(q.detach(), p.detach(), rtol=1e-12, atol=1e-12)
+        assert shared[3][0].stats.phase == whole[3][0].stats.phase
+    for world, _, _, optimizers in (whole, shared):
+        world.consolidate(optimizers)
+    saved, wanted = shared[3][-1].state_dict(), whole[3][0].state_dict()
+    for i, compressed in enumerate([True, False, True]):
+        for state in ("exp_avg", "residual") if compressed else ("exp_avg",):
+            torch.testing.assert_close(saved["state"][i][state], wanted["state"][i][state], rtol=1e-11, atol=1e-12)
+        for mask in ("mask", "next_mask") if compressed else ():
+            assert torch.equal(saved["state"][i][mask], wanted["state"][i][mask])
+    for world, _, params, optimizers in (whole, shared):  # each goes on from the other's checkpoint
+        for optimizer in optimizers:
+            optimizer.load_state_dict(copy.deepcopy(wanted if optimizer.sharded else saved))
+        step(world, params, optimizers, gradients(ranks, 200, FEW))
+    for p, q in zip(whole[2][-1], shared[2][0], strict=True):
+        torch.testing.assert_close(q.detach(), p.detach(), rtol=1e-11, atol=1e-12)
+
+
+def test_sharded_state_is_a_share_of_it():
+    """Momentum and the common residual: 1/N of the elements on each rank. What crosses is the mask's share."""
+    world, _, params, optimizers = make(4, density=0.1, density_steps=0, sharded=True)
+    for t in range(3):
+        step(world, params, optimizers, gradients(4, t, SHAPES))
+    n = sum(p.numel() for p in params[0])
+    for optimizer in optimizers:
+        held = sum(entry["exp_avg"].numel() for entry in optimizer.state.values())
+        assert abs(held - n / 4) <= 2 * 64
+    stats, exchanged = (
+        optimizers[0].stats,
+        0.1 * sum(p.numel() for p, c in zip(params[0], COMPRESSED, strict=True) if c),
+    )
+    exchanged += sum(p.numel() for p, c in zip(params[0], COMPRESSED, strict=True) if not c)
+    assert stats.parameter_bytes == pytest.approx(8 * exchanged / 4, rel=0.1)
+    assert stats.payload_bytes == pytest.approx(8 * exchanged, rel=0.2)
+
+
+@pytest.mark.parametrize("late", range(4))
+def test_sharded_whichever_collective_fails_nothing_has_changed(late):
+    world, _, params, optimizers = make(2, density=0.1, density_steps=0, sharded=True)
+    for t in range(3):
+        step(world, params, optimizers, gradients(2, t, SHAPES))
+    before = [snapshot(optimizer) for optimizer in optimizers]
+    world.failing_everywhere.add(world.comms[0].started + late)
+    if late < 3:  # gradients, norm, parameters; what follows are the masks, without which a step is dense
+        with pytest.raises(compopt.CommunicationError, match="step 4 was not applied"):
+            step(world, params, optimizers, gradients(2, 3, SHAPES))
+        for old, optimizer in zip(before, optimizers, strict=True):
+            assert_same(old, snapshot(optimizer))
+    for t in range(3, 6):
+        step(world, params, optimizers, gradients(2, t, SHAPES))
+    assert all(torch.equal(p, q) for p, q in zip(*params, strict=True)) and optimizers[0].stats.applied_steps == 6

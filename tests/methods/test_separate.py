@@ -1,17 +1,20 @@
-"""Separate and SeparateAdam against Algorithm 1 on dense tensors, and what is their own."""
+"""SEPARATE with random projections against Algorithm 1 on dense tensors, step by step, its options, blocks of rows."""
 
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 
 import pytest
 import torch
 from oracles import SeparateOracle
-from problems import COMPRESSED, SHAPES, gradients, replicas, step, weights
+from problems import COMPRESSED, MATRICES, SHAPES, gradients, replicas, step, weights
 from ranks import run_ranks
+from sim import World
 from slow_rows import slow_but
-from torch import nn
+from table import projecting
+from torch import Tensor, nn
 
 import compopt
 from compopt._lowrank.matrices import MatrixSource
@@ -200,3 +203,398 @@ def sharded_run(rank: int) -> list[float]:
 def test_rows_sharded_over_ranks_train_as_the_whole_does():
     for differences in run_ranks(sharded_run, 2):
         assert max(differences) < 1e-5
+
+
+OPTIONS_SHAPES = [(64, 80), (96, 64)]
+
+
+def run(steps: int = 3, ranks: int = 2, first: int = 0, **options):
+    """A few steps on the same gradients, whatever the options; counted from ``first``."""
+    start = weights(OPTIONS_SHAPES, torch.float32)
+    world, params, optimizers = replicas(
+        ranks, start, lambda ps, process_group: compopt.SeparateAdam(ps, process_group=process_group, **options)
+    )
+    residuals = []
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["step"] = first
+    for t in range(steps):
+        step(world, params, optimizers, gradients(ranks, t, OPTIONS_SHAPES, torch.float32))
+        residuals.append([optimizers[0].state[p]["residual"].clone() for p in params[0]])
+    return params[0], residuals
+
+
+def test_the_seed_decides_about_the_matrices_and_nothing_else_does():
+    for projection in ("gaussian", "tracked"):
+        one, same, other = (run(**projecting(projection), seed=seed)[0] for seed in (5, 5, 6))
+        for a, b, c in zip(one, same, other, strict=True):
+            assert torch.equal(a, b) and not torch.allclose(a, c)
+
+
+def test_matrices_are_other_ones_in_every_step_and_for_every_tensor():
+    from compopt._lowrank.matrices import MatrixSource
+    from compopt._lowrank.projections import plan_projection as plan_of
+
+    q = plan_of((64, 80), False, 16, "gaussian", "auto", 4)
+    bucket = compopt.SeparateAdam(
+        [nn.Parameter(torch.zeros(64, 80)) for _ in range(2)], projection="gaussian"
+    )._buckets[0]
+    drawn = [
+        [R.clone() for R in MatrixSource().draw(bucket, [0, 1], [q, q], seed, t)]
+        for seed, t in ((0, 1), (0, 2), (1, 1))
+    ]
+    matrices = [R for pair in drawn for R in pair]
+    assert all(not torch.allclose(a, b) for n, a in enumerate(matrices) for b in matrices[:n])
+
+
+@pytest.mark.parametrize(
+    ("options", "forgets"),
+    [
+        (dict(projection="gaussian"), [128]),
+        (dict(projection="tracked", rank=4), []),
+        (dict(projection="tracked", rank=4, reset_interval=64), [64, 128]),
+        (dict(projection="gaussian", reset_interval=63), [63]),
+        (dict(projection="gaussian", reset_interval=None), []),
+    ],
+    ids=str,
+)
+def test_the_error_is_forgotten_every_128_steps_and_a_tracked_one_never(options, forgets):
+    results = []
+    for first in (62, 126):
+        _, residuals = run(3, 1, first, **options)
+        results += [first + 1 + n for n, each in enumerate(residuals) if not any(r.any() for r in each)]
+    assert results == forgets
+
+
+def columns_of(p: torch.Tensor, moved: torch.Tensor) -> int:
+    """The rank of what a step of plain SGD has changed: as many as were sent."""
+    return int(torch.linalg.matrix_rank((p - moved).double(), rtol=1e-4))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_group_of_the_base_says_how_its_tensors_are_compressed(named):
+    """And groups that say nothing take what the wrapper says."""
+    local = [{}, {"compopt_ratio": 4}, {"compopt_ratio": 32}, {"compopt_compress": False}]
+    params = [nn.Parameter(w) for w in weights([(64, 96)] * len(local), torch.float32)]
+    groups = [
+        {"params": [(f"layer{n}.weight", p)] if named else [p], **message}
+        for n, (p, message) in enumerate(zip(params, local, strict=True))
+    ]
+    optimizer = compopt.Separate(torch.optim.SGD(groups, lr=1.0), projection="gaussian", ratio=16, simulate=True)
+    before = [p.detach().clone() for p in params]
+    for p, g in zip(params, gradients(1, 0, [(64, 96)] * len(local), torch.float32)[0], strict=True):
+        p.grad = g
+    optimizer.step()
+    assert [columns_of(*pair) for pair in zip(before, params, strict=True)] == [4, 16, 2, 64]
+    floats = 4 * (96 * (4 + 16 + 2) + 64 * 96)
+    assert floats <= optimizer.stats.bytes_sent <= floats + 1024
+    assert [group["ratio"] for group in optimizer._option_groups] == [16, 4, 32, 16]
+
+
+def test_a_group_of_the_base_says_its_rank_and_its_weight_of_old_errors():
+    params = [nn.Parameter(w) for w in weights([(64, 96)] * 3, torch.float32)]
+    own = [{}, {"compopt_rank": 3}, {"compopt_ef_beta": 1.0}]
+    groups = [{"params": [p], **options} for p, options in zip(params, own, strict=True)]
+    optimizer = compopt.Separate(torch.optim.SGD(groups, lr=1.0), **projecting("tracked", rank=7), simulate=True)
+    before = [p.detach().clone() for p in params]
+    for p, g in zip(params, gradients(1, 0, [(64, 96)] * 3, torch.float32)[0], strict=True):
+        p.grad = g
+    optimizer.step()
+    assert [columns_of(*pair) for pair in zip(before, params, strict=True)] == [7, 3, 7]
+    assert [bool(optimizer.state[p]["residual"].any()) for p in params] == [True, True, False]
+
+
+def test_a_checkpoint_of_the_base_alone_begins_compression_anew():
+    """Also in an optimizer that has trained: what it held back belongs to other parameters."""
+    torch.manual_seed(0)
+    p = torch.nn.Parameter(torch.randn(80, 64))
+    optimizer = compopt.Separate(torch.optim.AdamW([p], lr=1e-2), projection="gaussian", ratio=8, simulate=True)
+    for _ in range(3):
+        p.grad = torch.randn_like(p)
+        optimizer.step()
+    assert optimizer.stats.residual_norm() > 0
+    optimizer.load_state_dict(optimizer.base.state_dict())
+    assert optimizer.stats.residual_norm() == 0 and optimizer.state_dict()["param_groups"][0]["step"] == 0
+    assert optimizer.base.state[p]["step"] == 3
+
+
+STEPS_SHAPES = [(64, 80), (80,), (150, 140), (96, 64)]
+
+
+class Run:
+    """Two ranks of SeparateAdam, and what went in, was applied and is owed."""
+
+    def __init__(self, **options):
+        make = functools.partial(compopt.SeparateAdam, lr=1e-2, **projecting(**{"projection": "gaussian", **options}))
+        self.world, self.params, self.optimizers = replicas(2, weights(STEPS_SHAPES, torch.float32), make)
+        self.t = 0
+
+    def options(self, **changed) -> None:
+        for optimizer in self.optimizers:
+            optimizer.param_groups[0].update(changed)
+
+    def state(self, name: str, i: int) -> list[Tensor]:
+        pairs = zip(self.optimizers, self.params, strict=True)
+        return [optimizer.state[local[i]][name].clone() for optimizer, local in pairs]
+
+    def residual(self, i: int) -> Tensor:
+        return torch.stack(self.state("residual", i)).mean(0)
+
+    def step(self, absent: int | None = None) -> dict[int, tuple[Tensor, Tensor]]:
+        """One step; of each compressed tensor what was applied, and what came: gradients and what was owed."""
+        grads = gradients(2, self.t, STEPS_SHAPES, torch.float32)
+        for local in grads:
+            if absent is not None:
+                local[absent] = None
+        before = {i: (self.state("exp_avg", i)[0], self.residual(i)) for i in MATRICES}
+        step(self.world, self.params, self.optimizers, grads)
+        self.t += 1
+        books = {}
+        for i, (m, residual) in before.items():
+            if i == absent:
+                assert torch.equal(self.state("exp_avg", i)[0], m) and torch.equal(self.residual(i), residual)
+                continue
+            applied = (self.state("exp_avg", i)[0] - 0.9 * m) / (1 - 0.9)
+            books[i] = applied, torch.stack([local[i] for local in grads]).mean(0) + residual
+        return books
+
+
+@pytest.mark.parametrize("projection, beta", [("gaussian", "auto"), ("tracked", 0.5), ("tracked", "auto")])
+def test_dense_steps_in_between_leave_to_absent_tensors_what_they_owe(projection, beta):
+    """A contraction's residual is sent. An unbiased projection's error is noise: a dense step drops it."""
+    run = Run(projection=projection, ef_beta=beta, reset_interval=None)
+    for _ in range(3):
+        run.step()
+    assert run.optimizers[0].stats.phase == "projected" and run.residual(2).any()
+    run.options(dense_steps=100)
+    for absent in (2, None):
+        residual = {i: run.residual(i) for i in MATRICES}
+        for i, (applied, came) in run.step(absent).items():
+            wanted = came - residual[i] if projection == "gaussian" else came
+            torch.testing.assert_close(applied, wanted, rtol=1e-4, atol=1e-4)
+            assert not run.residual(i).any()
+        assert run.residual(2).any() == (absent == 2)
+    assert run.optimizers[0].stats.phase == "dense"
+
+
+@pytest.mark.parametrize("beta, kept", [("auto", 0.0), (0.9, 0.9)])
+def test_of_a_tracked_tensor_as_much_of_the_old_error_is_kept_as_ef_beta_says(beta, kept):
+    run = Run(projection="tracked", ef_beta=beta)
+    for _ in range(4):
+        old = {i: run.residual(i) for i in MATRICES}
+        for i, (applied, came) in run.step().items():
+            wanted = kept * old[i] + (1 - kept) * (came - applied)
+            torch.testing.assert_close(run.residual(i), wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_a_base_of_tracked_tensors_goes_on_after_they_were_absent_and_from_a_checkpoint():
+    run, other = Run(projection="tracked"), Run(projection="tracked")
+    run.step()
+    basis = run.state("basis", 2)
+    run.step(absent=2)
+    assert all(map(torch.equal, run.state("basis", 2), basis))
+    for mine, theirs, local, reached in zip(other.optimizers, run.optimizers, other.params, run.params, strict=True):
+        mine.load_state_dict(theirs.state_dict())
+        for p, q in zip(local, reached, strict=True):
+            p.data.copy_(q)
+    other.t = run.t
+    for one in (run, other):
+        one.step()
+    for p, q in zip(run.params[0], other.params[0], strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_basis_is_orthonormal():
+    """So that int8 keeps what belongs to small singular values."""
+    run = Run(projection="tracked")
+    for _ in range(2):
+        run.step()
+    for i, (rows, columns) in ((0, (64, 80)), (2, (150, 140))):
+        basis = run.state("basis", i)[0]
+        basis = basis.view(columns, 4) if basis.numel() == 4 * columns else basis.view(rows, 4)
+        torch.testing.assert_close(basis.t() @ basis, torch.eye(4), rtol=0, atol=1e-5)
+
+
+def test_what_int8_takes_off_a_tensor_sent_dense_beside_tracked_ones_goes_out_with_the_next_step():
+    run = Run(projection="tracked", rank=40, payload_dtype=torch.int8)  # more columns than pay for the first
+    for _ in range(4):
+        for i, (applied, came) in run.step().items():
+            torch.testing.assert_close(applied + run.residual(i), came, rtol=1e-3, atol=1e-3)
+    assert run.optimizers[0].stats.phase == "projected"
+
+
+def test_the_rank_of_a_tracked_tensor_is_what_is_asked_for():
+    sent = {}
+    for rank in (1, 5):
+        p = nn.Parameter(torch.zeros(64, 80))
+        optimizer = compopt.SeparateAdam([p], **projecting("tracked", rank=rank), simulate=True)
+        p.grad = torch.randn(64, 80)
+        optimizer.step()
+        assert optimizer.state[p]["basis"].numel() == rank * 80
+        sent[rank] = optimizer.stats.bytes_sent
+    assert sent[5] - sent[1] == 4 * (5 - 1) * (64 + 80)
+
+
+def test_tracked_tensors_of_one_shape_follow_each_its_own_gradient():
+    """Each gradient is of rank 2: in the third step all of it arrives."""
+    random = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.zeros(96, 64)) for _ in range(3)]
+    grads = [torch.randn(96, 2, generator=random) @ torch.randn(2, 64, generator=random) for _ in params]
+    optimizer = compopt.Separate(
+        torch.optim.SGD(params, lr=1.0), **projecting("tracked", rank=2), ef_beta=1.0, simulate=True
+    )
+    for _ in range(3):
+        before = [p.detach().clone() for p in params]
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+    for p, w, g in zip(params, before, grads, strict=True):
+        torch.testing.assert_close(w - p.detach(), g, rtol=1e-3, atol=1e-3)
+
+
+def test_columns_of_a_stack_are_those_of_each_tensor():
+    """Their random numbers begin at a multiple of four: 67 x 5 are not one."""
+    params = [nn.Parameter(torch.zeros(67, 81)) for _ in range(3)]
+    optimizer = compopt.SeparateAdam(params, projection="gaussian", ratio=16, simulate=True)
+    (bucket,) = optimizer._buckets
+    reducer = optimizer.make_reducer(bucket)
+    reducer.draw_columns()
+    (stack,) = reducer.stacks
+    columns = stack.R.clone()
+    drawn = optimizer._draw(bucket, optimizer._plan_next_step(bucket))
+    assert columns.shape == (3, 67, 5) and all(map(torch.equal, columns, drawn))
+
+
+def test_what_is_adapted_is_each_tensors_own():
+    run = Run(adaptive=True, adapt_interval=2, reset_interval=None)
+    for optimizer, local in zip(run.optimizers, run.params, strict=True):
+        optimizer.state[local[0]]["residual"].normal_(std=30.0, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        run.step()
+    (optimizer, _), local = run.optimizers, run.params[0]
+    ratios = [ratio for ratio, _ in optimizer.param_groups[0]["adapted"]]
+    assert ratios[0] != ratios[2]
+    (bucket,) = optimizer._buckets
+    plan = dict(zip(bucket.params, optimizer._plan_next_step(bucket), strict=True))
+    for i in MATRICES:
+        assert plan[local[i]].r == math.ceil(min(STEPS_SHAPES[i]) / ratios[i])
+
+
+ROWS, COLUMNS, RATIO = 16, 128, 16
+R = COLUMNS // RATIO
+
+
+def reconstructions(g: torch.Tensor, steps: int, **options) -> list[torch.Tensor]:
+    """Return what SGD is given of one gradient in each of several steps, on one process."""
+    p = nn.Parameter(torch.zeros_like(g))
+    sgd = torch.optim.SGD([{"params": [p], "compopt_compress": True}], lr=1.0)
+    optimizer = compopt.Separate(sgd, projection="gaussian", ratio=RATIO, ef_beta=1.0, simulate=True, **options)
+    results = []
+    for _ in range(steps):
+        before = p.detach().clone()
+        p.grad = g.clone()
+        optimizer.step()
+        results.append(before - p.detach())
+    return results
+
+
+@pytest.mark.parametrize("height", [None, 8, 2, 1])
+def test_along_the_gradients_own_column_space_the_error_falls_with_the_number_of_blocks(height):
+    """Of g = u v^T, along u x^T with x across v, each block adds |u_block|^4 / r: with even u 1 / (blocks r).
+
+    One vector of the paper's, as long as g, has 1 / (rows r); its Lemma 4.2 allows 3 / COLUMNS.
+    """
+    draw = torch.Generator().manual_seed(1)
+    u = torch.ones(ROWS) / ROWS**0.5
+    Q = torch.linalg.qr(torch.randn(COLUMNS, COLUMNS, generator=draw)).Q
+    v, across = Q[:, 0], Q[:, 1:]
+    results = reconstructions(torch.outer(u, v), 100, block_rows=height)
+    variance = torch.stack([(u @ ghat @ across).square().mean() for ghat in results]).mean()
+    blocks = 1 if height is None else ROWS // height
+    assert variance == pytest.approx(1 / (blocks * R), rel=0.15)
+    assert (variance < 3 / COLUMNS) == (blocks >= 8)
+    mean = torch.stack(results).mean(0)
+    assert torch.sum(mean * torch.outer(u, v)) == pytest.approx(1, abs=0.15)  # unbiased
+
+
+BLOCKS_SHAPES = [
+    (65, 96),
+    (64, 96),
+    (96, 65),
+    (63, 96),
+    (80, 64, 3, 3),
+    (1, 4096),
+    (130, 64),
+]  # rows beside 64, both ways
+
+
+@pytest.mark.parametrize("height", [1, 32, 64, 65, "auto"])
+@pytest.mark.parametrize("base", ["SeparateAdam", "Separate"])
+def test_what_is_not_sent_is_owed_in_every_block(height, base):
+    """e_t - e_(t-1) = (1 - beta) (g - ghat), in float32 on the default backend; heights beside numbers of rows."""
+    params = [nn.Parameter(torch.zeros(shape)) for shape in BLOCKS_SHAPES]
+    message = dict(projection="gaussian", ratio=8, ef_beta=0.9, reset_interval=None, block_rows=height, simulate=True)
+    sgd = torch.optim.SGD([{"params": params, "compopt_compress": True}], lr=1.0)
+    if base == "Separate":
+        optimizer = compopt.Separate(sgd, **message)
+    else:
+        optimizer = compopt.SeparateAdam([{"params": params, "compress": True}], **message)
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        before = [(p.detach().clone(), optimizer.state[p].get("residual", torch.zeros_like(p)).clone()) for p in params]
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=draw)
+        optimizer.step()
+        for p, (old, residuals) in zip(params, before, strict=True):
+            change = optimizer.state[p]["residual"] - residuals
+            assert change.norm() > 0.01 * p.grad.norm()
+            if base == "Separate":
+                torch.testing.assert_close(change, 0.1 * (p.grad - (old - p.detach())), rtol=1e-4, atol=1e-4)
+
+
+def test_as_many_bytes_and_replicas_are_equal():
+    sent, world = [], World(2)
+    for height in (None, 48, 1):
+        params = [[nn.Parameter(torch.ones(shape)) for shape in BLOCKS_SHAPES] for _ in range(2)]
+        optimizers = [
+            compopt.SeparateAdam(local, projection="gaussian", block_rows=height, process_group=world.comms[rank])
+            for rank, local in enumerate(params)
+        ]
+        for t in range(3):
+            for rank, local in enumerate(params):
+                for p in local:
+                    p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * t + rank))
+            world.step(optimizers)
+        assert all(torch.equal(*pair) for pair in zip(*params, strict=True))
+        sent.append(optimizers[0].stats.bytes_sent)
+    assert len({*sent}) == 1
+
+
+def test_blocks_of_all_rows_are_one():
+    draws = [reconstructions(torch.ones(ROWS, COLUMNS), 2, block_rows=height) for height in (None, ROWS, ROWS + 1)]
+    for results in draws[1:]:
+        assert all(map(torch.equal, draws[0], results))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(projection="gaussian", block_rows=0), dict(projection="gaussian", block_rows="all"), dict(block_rows=8)],
+)
+def test_what_it_may_be(options):
+    with pytest.raises(ValueError, match=r"block_rows must be None, 'auto' or, of a random projection, an integer"):
+        compopt.SeparateAdam([nn.Parameter(torch.ones(64, 64))], **options)
+
+
+def test_a_group_may_say_its_own_and_a_checkpoint_that_says_none_goes_on():
+    params = [nn.Parameter(torch.ones(64, 96)) for _ in range(2)]
+    groups = [{"params": params[:1], "block_rows": 8}, {"params": params[1:]}]
+    optimizer = compopt.SeparateAdam(groups, projection="gaussian", simulate=True)
+    assert [group["block_rows"] for group in optimizer.param_groups] == [8, None]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        del group["block_rows"]  # as it was saved before there were blocks
+    optimizer.load_state_dict(state)
+    optimizer.step()
+    assert {group["block_rows"] for group in optimizer.param_groups} <= {8, None}

@@ -1,13 +1,16 @@
-"""Advice on activations: what can never be, what an expert says, what was measured, every mistake's sentence."""
+"""Advice on activations: what can never be, what an expert says, the command, the results that are kept."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
+import io
+import json
 import math
 import os
 import re
 import statistics
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -15,19 +18,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import compopt
 from compopt import activations
 from compopt.costmodel import Layers, advise_layers
 from compopt.planning.activation_advice import AS_FAST, layers_pay_below, make_lines
 from compopt.planning.activation_costs import COMPRESSORS, UNCOMPRESSED
 from compopt.planning.advice_decision import WORTH_IT
+from compopt.planning.advise_command import main
 from compopt.planning.hardware import DEVICES
-from compopt.planning.layer_prediction import (
-    NONE,
-    compressible_places,
-    count_codecs,
-    predict_layer_rows,
-    predict_step,
-)
+from compopt.planning.layer_prediction import NONE, compressible_places, count_codecs, predict_layer_rows, predict_step
 
 EXAMPLES = int(os.environ.get("COMPOPT_EXAMPLES", "3"))
 
@@ -298,3 +297,153 @@ def test_the_papers_pretraining_is_advised_as_it_found():
     # Two bits gain less, as their gradient returns in full; what is advised was not in the paper, and a close call.
     assert gained["Quantize, 2 bits"] < 1.1 and advice.compressor == "Quantize, 4 both ways"
     assert "close call" in advice.why
+
+
+ROOT = Path(compopt.__file__).parent
+
+
+def asked(line: str) -> str:
+    out = io.StringIO()
+    with redirect_stdout(out):
+        main(line.split())
+    return out.getvalue()
+
+
+COMMAND = (
+    "--tensor 4 --pipeline 2 --hidden 4096 --layers 32 --sequence 2048 --micro-batch 4 --inside 2.4tbit --link 10gbit"
+)
+
+
+def test_the_command_says_where_every_number_is_from():
+    text = asked(COMMAND)
+    assert text == asked(COMMAND)
+    assert "8 micro-batches a step (assumed) of 4 x 2048 tokens, 2 bytes a number" in text
+    assert "tensor parallelism of 4, over 2.4 Tbit/s a rank (given) and 10 us a message (assumed);" in text
+    assert "stages: 2, over 10 Gbit/s a rank (given) and 50 us a message (assumed);" in text
+    assert "(assumed: a100, name another with --device)" in text
+    flops = 8 * Layers(4096, 32, 2048, 4, 8).flops  # of a step, over two stages of four ranks at 40 % of an A100's peak
+    assert f"a rank computes {flops / 8 / (0.4 * 312e12):.3g} s a step (assumed: a100" in text
+    given = asked(f"{COMMAND} --step-time 900 --device h100 --micro-batches 16 --activation-bytes 4")
+    assert "a rank computes 900 ms a step (given)" in given and "16 micro-batches a step (given)" in given
+    assert "4 bytes a number" in given and "(assumed: h100)" in given
+    assert "bandwidth given" in asked(f"{COMMAND} --memory-bandwidth 1T")
+    assert "compressors at 1 TB/s" in asked(f"{COMMAND} --memory-bandwidth 1T")
+    assert text.startswith("Use Quantize, 4 both ways") and "\n> Quantize, 4 both ways" in text
+    assert "and 30 ms a message (assumed: --wan)" in asked(f"{COMMAND} --wan")
+    assert "and 2 ms a message (given)" in asked(f"{COMMAND} --latency 2")
+    assert "as they are" in asked(f"{COMMAND} --loss-budget 0") and "Use " in asked(f"{COMMAND} --loss-budget 0.9")
+
+
+def test_advice_on_activations_has_one_entry():
+    """The files that count bytes and predict steps are imported by ``activation_advice`` and each other alone."""
+    inner = {"activation_costs", "layer_prediction"}
+    paths = [path for path in ROOT.rglob("*.py") if path.stem not in {*inner, "activation_advice"}]
+    assert len(paths) > 100 and not [p.name for p in paths if any(f"{name} import" in p.read_text() for name in inner)]
+
+
+FILE = {"ranks": 2, "link_bits_per_s": 1e9, "latency_s": 1e-4, "local": [1e10, 1e11], "interference": [0.0, 0.0]}
+
+
+def test_a_probes_file_is_the_link_between_stages_and_the_speed_of_a_rank(tmp_path):
+    path = tmp_path / "probe.json"
+    path.write_text(json.dumps(FILE))
+    sizes = "--pipeline 2 --hidden 256 --layers 8 --sequence 64 --micro-batch 4"
+    text = asked(f"--probed {path} {sizes}")
+    assert "stages: 2, over 1 Gbit/s a rank (measured) and 100 us a message (measured)" in text
+    assert "compressors at 0.01 TB/s, 0.1 and 156 TFLOP/s in float32 and 16 bits (measured)" in text
+    assert "2 Gbit/s a rank (given)" in asked(f"--probed {path} --link 2gbit {sizes}")
+    assert "in float32 and 16 bits (assumed: h100)" in asked(f"--probed {path} --device h100 {sizes}")
+    faster = asked(f"--probed {path} --memory-bandwidth 1T {sizes}")
+    assert "compressors at 1 TB/s, 0.1 and 156 TFLOP/s in float32 and 16 bits (bandwidth given)" in faster
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--tensor 2", "The layers are missing: give --hidden, --layers, --sequence and --micro-batch."),
+        ("--hidden 64 --parameters 1M --ranks 2 --link 1gbit --step-time 1", "--hidden is for activations"),
+        (f"{COMMAND} --plot x.png", "--plot is for advice on gradients"),
+        (f"{COMMAND} --ranks 8", "--ranks is for advice on gradients"),
+        (f"{COMMAND} --tensor 3", "tensor must divide the width, 4096; got 3."),
+        (f"{COMMAND} --pipeline 0", "pipeline must be at least 1; got 0."),
+        (f"{COMMAND} --tensor 0", "tensor must be at least 1; got 0."),
+        (f"{COMMAND} --pipeline 64 --micro-batches 64", "pipeline must be no more than the 32 layers"),
+        (f"{COMMAND} --micro-batches 1", "and the 1 micro-batches of a step; got 2."),
+        (f"{COMMAND} --micro-batches 9999", "pipeline times micro_batches must be at most 16384"),
+        (f"{COMMAND} --micro-batch 0", "micro_batch must be a positive number; got 0."),
+        (f"{COMMAND} --activation-bytes 3", "activation_bytes must be 2 or 4; got 3."),
+        (f"{COMMAND} --step-time 0", "compute_s must be positive and finite; got 0.0."),
+        (f"{COMMAND} --step-time inf", "compute_s must be positive and finite; got inf."),
+        (f"{COMMAND} --loss-budget nan", "loss_budget must be a share such as 0.01; got nan."),
+        ("--tensor 2 --hidden 64 --layers 2 --sequence 8 --micro-batch 1", "inside_bits_per_s is missing"),
+        ("--pipeline 2 --hidden 64 --layers 2 --sequence 8 --micro-batch 1", "link_bits_per_s is missing"),
+        (f"{COMMAND} --probed nowhere.json", "--probed nowhere.json cannot be read: No such file or directory."),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_a_sentence(line, words):
+    error = io.StringIO()
+    with redirect_stderr(error), pytest.raises(SystemExit):
+        main(line.split())
+    message = error.getvalue().splitlines()[-1]
+    assert words in message and "Traceback" not in error.getvalue()
+
+
+def test_a_file_that_is_none_and_a_device_that_is_none_are_sentences(tmp_path):
+    path = tmp_path / "probe.json"
+    path.write_text('{"ranks": 2}')
+    error = io.StringIO()
+    with redirect_stderr(error), pytest.raises(SystemExit):
+        main(f"--probed {path} --pipeline 2 --hidden 256 --layers 8 --sequence 64 --micro-batch 4".split())
+    assert "is not what compopt.probe writes" in error.getvalue()
+    with pytest.raises(ValueError, match="device must be one of"):
+        advise_layers(Layers(4096, 32, 2048, 4, 16), tensor=1, pipeline=1, device="abacus")
+
+
+MCBENCH_ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def accuracy() -> dict[str, list[float]]:
+    """On digits, by compressor, a number a seed."""
+    results: dict[str, list[float]] = {}
+    with (MCBENCH_ROOT / "bench" / "results" / "mcbench-quality.csv").open() as file:
+        for row in csv.DictReader(file):
+            if row["task"] == "digits":
+                results.setdefault(row["compressor"], []).append(float(row["accuracy"]))
+    return results
+
+
+def test_two_bits_keep_the_digits_over_three_seeds(accuracy):
+    assert len(accuracy["Q1"]) == 3 and min(accuracy["Q1"]) >= 92
+
+
+def test_the_page_shows_table_5():
+    results: dict[str, dict[str, list[float]]] = {}
+    with (MCBENCH_ROOT / "bench" / "results" / "mcbench-pretraining.csv").open() as file:
+        for row in csv.DictReader(file):
+            results.setdefault(row["compressor"], {}).setdefault(row["task"], []).append(float(row["accuracy"]))
+    page = (MCBENCH_ROOT / "docs" / "activations.md").read_text()
+    assert {"w/o", "A2", "T2", "Q2"} <= set(results)
+    for name, tasks in results.items():
+        quoted = "".join(f" {statistics.mean(v):.1f} ({min(v):.1f} to {max(v):.1f}) |" for v in tasks.values())
+        assert f"| {name} |{quoted}" in page
+        assert all(len(values) == 3 for values in tasks.values())
+
+
+def test_the_page_shows_table_7():
+    with (MCBENCH_ROOT / "bench" / "results" / "mcbench-boundaries.csv").open() as file:
+        rows = {(row["compressor"], row["boundary"]): row for row in csv.DictReader(file)}
+    page = (MCBENCH_ROOT / "docs" / "activations.md").read_text()
+    for name in ("w/o", "A2", "T2", "P2", "Q1", "Q2"):
+        last = rows[name, "2-3"]
+        nbytes = f"{float(last['MB_forth']):.2f} + {float(last['MB_back']):.2f}"
+        assert f"| {name} | {float(last['ms']):.0f} | {nbytes} |" in page
+    share = float(rows["A2", "1-2"]["ms"]) / float(rows["w/o", "1-2"]["ms"])
+    assert 0.08 < share < 0.12  # a tenth of the bytes
+
+
+def test_the_page_quotes_what_was_measured(accuracy):
+    page = (MCBENCH_ROOT / "docs" / "activations.md").read_text()
+    for name, values in accuracy.items():
+        assert f"| {name} | {statistics.mean(values):.1f} ({min(values):.1f} to {max(values):.1f}) |" in page
+        assert len(values) == 3, name

@@ -49,13 +49,14 @@ def projected(name: str, projection: str, **options) -> Case:
     return replace(by_name[name], form=projection, compressed=compressed, lossless=whole)
 
 
+TRACKED = projected("SeparateAdam", "tracked")
 # forms that send otherwise than the lines of the table, for the tests that look at what is sent
 OTHERS = [
     other("TagcAdamW", "sketch", codec="sketch", sketch_ratio=4),
-    projected("SeparateAdam", "tracked"),
+    TRACKED,
     projected("Separate", "tracked"),
 ]
-TRACKED_IN_INT8 = replace(in_int8(projected("SeparateAdam", "tracked")), form="tracked, residual in int8")
+TRACKED_IN_INT8 = replace(in_int8(TRACKED), form="tracked, residual in int8")
 
 
 class Small(nn.Module):

@@ -52,6 +52,7 @@ def cut(model: nn.Module, **options) -> nn.Module:
 
 
 def whole(model: nn.Module) -> Tensor:
+    """All parameters, gathered from the shards."""
     full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
     return torch.cat([p.detach().reshape(-1) for p in full])
 

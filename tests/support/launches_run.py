@@ -1,4 +1,4 @@
-"""Rows of bench/launches.py for a small model, and two of a step that waits: for test_launches.py, as JSON.
+"""Rows of bench/launches.py for a small model, and two of a step that waits: for test_devices.py, as JSON.
 
 A process of its own: here Triton is not interpreted.
 """

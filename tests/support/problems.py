@@ -19,6 +19,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 import torch
 from sim import World
 from torch import Tensor, nn
@@ -230,6 +231,13 @@ def problem(name: str) -> Problem:
 
 SHAPES = [(64, 80), (80,), (128, 64), (3, 40, 48), (10, 10)]
 COMPRESSED = [True, False, True, True, False]  # at least two dimensions and 4096 elements
+
+BY_DTYPE = {  # of float32 sizes above the blocks that passes work in; all are cut between ranks
+    torch.float32: [(64, 80), (80,), (260, 520), (70, 300)],
+    torch.float64: [(64, 80), (80,), (70, 80), (64, 66)],
+}
+MATRICES = (0, 2, 3)  # of these and of SHAPES
+each_dtype = pytest.mark.parametrize("dtype", BY_DTYPE, ids=["native", "torch"])
 
 Optimizers = list[torch.optim.Optimizer]
 Tensors = list[list[Tensor]]  # a list a rank

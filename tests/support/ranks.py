@@ -178,3 +178,12 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
                 if worker.is_alive():
                     worker.kill()
     return [answers[rank] for rank in range(size)]
+
+
+def catch_message(error: type[Exception], function) -> str:
+    """Return what ``function`` raised; the ranks stay in step because all raise."""
+    try:
+        function()
+    except error as caught:
+        return str(caught)
+    return f"no {error.__name__}"

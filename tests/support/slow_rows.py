@@ -1,4 +1,4 @@
-"""Rows of a test that only `make slow` runs; and which rows of a file were selected, for what is made once for all."""
+"""Rows of a test that only `make slow` runs; and which rows were selected, for what is made once for all."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def in_turn(these: Iterable[Any], those: Sequence[Any]) -> list[Any]:
 
 
 def selected(request: pytest.FixtureRequest, name: str) -> list[Any]:
-    """Return the values that this parameter has in the tests of the file that run, each once."""
+    """Return the values that this parameter has in the tests of the file that run and use this fixture, each once."""
     items = (item for item in request.session.items if item.path == request.path)
+    items = (item for item in items if request.fixturename in getattr(item, "fixturenames", ()))
     rows = (item.callspec.params for item in items if hasattr(item, "callspec"))
     return list(dict.fromkeys(row[name] for row in rows if name in row))
