@@ -51,12 +51,11 @@ def operations(n: int, device: torch.device) -> dict[str, Operation]:
 
     w, g, m, e = draw(), draw(), draw(), draw()
     v, flags = [x.square() for x in draw()], torch.rand(n, device=device) < 0.4
-    bits, step, marks = kernels.pack_bits(flags), torch.ones((), device=device), torch.empty(4, device=device)
+    step, marks = torch.ones((), device=device), torch.empty(4, device=device)
     whole, other = torch.cat(g), torch.cat(w)
     results = {
         "copy": Operation(lambda: other.copy_(whole), 8 * n),
         "pack_bits": Operation(lambda: kernels.pack_bits(flags), n + n / 8),
-        "unpack_bits": Operation(lambda: kernels.unpack_bits(bits, n), n + n / 8),
     }
     for density in (0.4, 0.01):
         own, starts, sizes = masks(density)
@@ -73,9 +72,6 @@ def operations(n: int, device: torch.device) -> dict[str, Operation]:
         top = [kernels.TopKRow(*row) for row in zip(lengths, sizes, e, tops, strict=True)]
         results |= {
             f"block_offsets {density}": Operation(lambda own=own: kernels.block_offsets(blocks, own), n / 8),
-            f"positions {density}": Operation(
-                lambda own=own, starts=starts, sizes=sizes: kernels.positions(blocks, own, starts, sizes), n / 8 + 4 * k
-            ),
             f"compact {density}": Operation(
                 lambda own=own, starts=starts, values=values: kernels.compact(
                     blocks, own, starts, g, values, marks, e, 1.0, 1.0

@@ -126,7 +126,7 @@ def broadcast_mask(
     bucket.flat["mask"].zero_()
     flat = yield Broadcast(torch.cat(new), confirm=True)
     bucket.flat["mask"].copy_(flat)
-    bucket.cache["mask"] = Mask(bucket, bits=state, sizes=sizes, decode=ops.positions)
+    bucket.cache["mask"] = Mask(bucket, bits=state, sizes=sizes)
 
 
 class RadiusAdamW(CompressedOptimizer):
@@ -252,4 +252,4 @@ class RadiusAdamW(CompressedOptimizer):
         bucket.cache.clear()
         bits = bucket.state["mask"]
         if any(bucket.compressed) and all(b is None or not b.numel() or b.any() for b in bits):
-            bucket.cache["mask"] = Mask(bucket, bits=bits, decode=self.ops.positions)
+            bucket.cache["mask"] = Mask(bucket, bits=bits)

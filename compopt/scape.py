@@ -353,4 +353,4 @@ class ScapeAdamS(CompressedOptimizer):
 
     def rebuild_cache(self, bucket: Bucket) -> None:
         bucket.cache.clear()
-        restore_masks(bucket, self.ops.positions)
+        restore_masks(bucket)

@@ -18,7 +18,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from .._state.bits import find_positions, make_bits, positions_dtype, select_top_k, unpack_bits
+from .._state.bits import find_positions, make_bits, select_top_k
 from .._state.blocks import BlockCodec
 from .._state.buckets import Bucket
 from .._state.masks import Mask, Tensors
@@ -88,8 +88,7 @@ class Ops:
 
     The reducer's side: ``encode`` makes a bucket's payload, ``decode`` reads the average, and
     ``feed_back`` updates residuals. The update's side: ``adamw``, ``adams``.
-    Selection: ``top_k_mask``, ``top_k_positions``, ``positions``. Fused implementations: ``run``,
-    ``run_batched``.
+    Selection: ``top_k_mask``, ``top_k_positions``. Fused implementations: ``run``, ``run_batched``.
     """
 
     name = "torch"
@@ -385,13 +384,6 @@ class Ops:
         ]
         torch._foreach_add_(selected, starts[:-1])
         return torch.cat(selected)
-
-    def positions(self, bits: Tensor, n: int, size: int | None = None) -> Tensor:
-        """Return the selected positions of a packed mask, ascending.
-
-        ``size``: the number of positions, if it is known.
-        """
-        return unpack_bits(bits)[:n].nonzero().view(-1).to(positions_dtype([n]))
 
     def read_union(
         self, bits: Tensor, values: Tensor, at: Tensor, union: Tensor | None = None

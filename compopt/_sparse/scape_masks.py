@@ -150,7 +150,7 @@ def _store_momentum_mask(
     bucket.cache["momentum_mask"] = Mask(bucket, bits=bits_of_state, positions=positions)
 
 
-def restore_masks(bucket: Bucket, decode: Callable[[Tensor, int, int | None], Tensor]) -> None:
+def restore_masks(bucket: Bucket) -> None:
     """Derive the bucket's cache from its state, which was loaded."""
     state = bucket.state
     bits: Tensors = [None] * len(bucket.params)
@@ -159,9 +159,9 @@ def restore_masks(bucket: Bucket, decode: Callable[[Tensor, int, int | None], Te
             set_all_bits_(state["mask"][i], n)
         elif n:
             bits[i] = state["mask"][i]
-    bucket.cache["momentum_mask"] = Mask(bucket, bits=bits, decode=decode)
+    bucket.cache["momentum_mask"] = Mask(bucket, bits=bits)
     if bucket.flat["next_mask"].any():
-        bucket.cache["next_mask"] = Mask(bucket, bits=state["next_mask"], decode=decode)
+        bucket.cache["next_mask"] = Mask(bucket, bits=state["next_mask"])
 
 
 def _has_dense_momentum(bucket: Bucket, i: int) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -43,9 +43,9 @@ class Mask:
     Both are None for a tensor all of whose elements are selected; ``Mask(bucket)`` selects all
     elements of all tensors. ``sizes[i]`` elements are selected.
 
-    Of bits and positions, the missing form is computed lazily. ``decode(bits, n, size)`` is the
-    backend's function from bits to positions. ``sizes`` may be given where they are known.
-    Positions that are given beside bits must be those of the bits.
+    Give bits or positions; the other form is computed when it is first read. Positions that are
+    given beside bits must be those of the bits. ``sizes`` may be given where they are known: on a
+    device the host then need not wait to compute positions.
 
     Raises TypeError or ValueError for invalid bits or positions.
     """
@@ -57,7 +57,6 @@ class Mask:
         bits: Sequence[Tensor | None] | None = None,
         positions: Sequence[Tensor | None] | None = None,
         sizes: Sequence[int | None] | None = None,
-        decode: Callable[[Tensor, int, int | None], Tensor] | None = None,
     ):
         if bits is not None:
             for b, n, name in zip(bits, bucket.lengths, bucket.names, strict=True):
@@ -72,7 +71,6 @@ class Mask:
         self.is_sparse = given is not None and any(one is not None for one in given)
         self.lengths = bucket.lengths
         self._given_sizes = sizes  # None where they are not known
-        self._decode = decode
         if not self.is_sparse:
             self.bits = self.positions = [None] * len(self.lengths)
             self.sizes = self.lengths
@@ -108,16 +106,17 @@ class Mask:
             if bits is None:
                 decoded.append(None)
                 continue
-            if self._decode is None:
-                positions = find_positions(bits).to(positions_dtype([n]))
+            flags = unpack_bits(bits)[:n]  # without padding
+            if size is None or flags.device.type == "cpu":
+                positions = flags.nonzero().view(-1)
             else:
-                positions = self._decode(bits, n, size)
+                positions = flags.nonzero_static(size=size).view(-1)
             if size is not None and positions.numel() != size:
                 raise RuntimeError(
                     f"a mask has {positions.numel()} of {n} elements, and {size} were selected: "
                     "the optimizer's state was changed from outside. Load a checkpoint."
                 )
-            decoded.append(positions)
+            decoded.append(positions.to(positions_dtype([n])))
         return decoded
 
     @cached_property

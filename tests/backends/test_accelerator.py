@@ -41,7 +41,7 @@ LOOKS = {
     "_lowrank.projection_reducer commit_state": ("SeparateAdam, adaptive", "each adapt_interval steps: ratio, beta"),
     "radius broadcast_mask": ("RadiusAdamW", "a resample: whether an absent tensor has an old mask"),
     "_engine.step _finish_post_commit": ("RadiusAdamW", "after a resample: whether all ranks have the mask"),
-    "_ops.operations positions": ("RadiusAdamW", "a new mask, or a loaded one: how many are selected"),
+    "_state.masks positions": ("RadiusAdamW", "a new mask, or a loaded one: how many are selected"),
     "_state.bits select_above": ("ScapeAdamS, large", "how many a threshold lets through"),
     "_state.bits _threshold_of_sample": ("ScapeAdamS, large", "a threshold, from a sample"),
     "_sharded.sketch __init__": ("TagcAdamW, sketch", "how many elements of each shard are left to peel"),

@@ -101,7 +101,6 @@ def selected(monkeypatch, isa: str) -> list[torch.Tensor]:
             for guess in (0.0, 0.5, float(x.abs().kthvalue(n + 1 - k).values) * 0.9, 1e30):
                 results += [torch.tensor(ops.select_top_k(x, k, guess, out), dtype=torch.float64), out.clone()]
             results.append(ops.top_k_mask(x.abs(), k))
-            results.append(ops.positions(results[-1], n))
     return results
 
 

@@ -74,7 +74,6 @@ SIGNATURES = {  # result and arguments of each function: p memory, n a size, d a
     "room_for": "n n",
     "encode": "n pnppn",
     "decode": "n pnppnp",
-    "positions": "n pnnp",
     "quantize": "n pnnp",
     "round_values": "n pnnp",
     "mean_of_codes": "n pnnpp",

@@ -56,16 +56,6 @@ class NativeOps(NativeUpdates, NativeTopK):
         self.codecs = make_codecs(functools.partial(NativeCodec, self.library))
         self.blocks = NativeBlocks(self.library)
 
-    def positions(self, bits: Tensor, n: int, size: int | None = None) -> Tensor:
-        if not fits(bits, 0, torch.uint8) or n >= 2**31:
-            return super().positions(bits, n, size)
-        n = min(n, 8 * bits.numel())
-        mask = address("a mask", bits, (n + 7) // 8, torch.uint8)
-        room = self.library.positions(mask, n, 0, None) if size is None else size
-        out = torch.empty(room, dtype=torch.int32, device="cpu")
-        place = address("positions", out, room, torch.int32)
-        return out[: self.library.positions(mask, n, room, place)]
-
     def read_union(
         self, bits: Tensor, values: Tensor, at: Tensor, union: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:

@@ -54,7 +54,7 @@ def triton_device() -> str:
 
 
 class KernelOps(Ops):
-    """Operations on single tensors; the device of the kernels, and the tables of their launches."""
+    """The device of the kernels, and the tables of their launches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,16 +62,6 @@ class KernelOps(Ops):
         self.tables = TableCache()
         # Raise now where no kernel can be built.
         kernels.pack_bits(torch.ones(8, dtype=torch.bool, device=self.device))
-
-    def positions(self, bits: Tensor, n: int, size: int | None = None) -> Tensor:
-        """Do as the reference; where ``size`` is not known the host waits for the device."""
-        if bits.device.type != self.device:
-            return super().positions(bits, n, size)
-        blocks = kernels.make_blocks((n,), bits.device)
-        size = int(kernels.unpack_bits(bits, n).sum()) if size is None else size
-        offsets = kernels.block_offsets(blocks, [bits])
-        positions: list[Tensor] = kernels.positions(blocks, [bits], offsets, [size])
-        return positions[0]
 
 
 # Keys

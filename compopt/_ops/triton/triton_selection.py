@@ -76,7 +76,7 @@ class TritonSelection:
 
     def mask_over(self, bits: Sequence[Tensor | None]) -> Mask:
         """Return the mask that has these bits."""
-        return Mask(self.bucket, bits=bits, sizes=self.sizes, decode=self.ops.positions)
+        return Mask(self.bucket, bits=bits, sizes=self.sizes)
 
 
 class SelectionInputs(NamedTuple):
