@@ -168,7 +168,7 @@ class UnionReducer(OwnerReducer):
             sent = sent * has_gradient.index_select(0, self.layout.tensors_at(positions))
         rows = zip(self.grads, have_gradients, strict=True)
         grads = [g if has_gradient else None for g, has_gradient in rows]
-        self.ops.run(hold_back, bucket, grads, positions, sent)
+        hold_back(bucket, grads, positions, sent)
         bucket.cache["has_residual"] = True
 
 
@@ -202,7 +202,7 @@ def select_largest(bucket: Bucket, ops: Ops, grads: Tensors, ks: list[int]) -> S
     return Selected(positions, values, make_bits(positions, layout.mask_bytes, wanted), marks)
 
 
-def hold_back(bucket: Bucket, ops: Ops, grads: Tensors, positions: Tensor, sent: Tensor) -> None:
+def hold_back(bucket: Bucket, grads: Tensors, positions: Tensor, sent: Tensor) -> None:
     """Do line 2: add gradients to residuals, and subtract what was sent at these positions."""
     at = bucket.shards.map_to_tensors(positions)
     with Residuals(bucket).open() as opened:

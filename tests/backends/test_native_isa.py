@@ -15,6 +15,7 @@ from torch import nn
 import compopt
 from compopt._ops.native import build
 from compopt._ops.native.native_ops import NativeOps
+from compopt._ops.native.native_selection import find_largest
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="needs a C compiler")
 BLOCKS = (16, 512, 4096, 16384, 131072)  # sixteens, the passes' blocks, and what else the package cuts tensors by
@@ -99,7 +100,7 @@ def selected(monkeypatch, isa: str) -> list[torch.Tensor]:
         for k in sorted({1, n // 100 + 1, n // 3 + 1, n}):
             out = torch.empty(k, dtype=torch.int32)
             for guess in (0.0, 0.5, float(x.abs().kthvalue(n + 1 - k).values) * 0.9, 1e30):
-                results += [torch.tensor(ops.select_top_k(x, k, guess, out), dtype=torch.float64), out.clone()]
+                results += [torch.tensor(find_largest(ops, x, k, out, guess), dtype=torch.float64), out.clone()]
             results.append(ops.top_k_mask(x.abs(), k))
     return results
 

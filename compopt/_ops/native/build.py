@@ -67,7 +67,6 @@ SIGNATURES = {  # result and arguments of each function: p memory, n a size, d a
     "factored": "n pnnpp",
     "orthonormalize": "n pnnp",
     "select_sums": "n pnnpp",
-    "hold_back": "n pnnppn",
     "set_bits": "n pnp",
     "read_union": "n pnppnpp",
     "largest": "d pnndpp",

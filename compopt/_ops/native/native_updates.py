@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from array import array
 from collections.abc import Sequence
 
@@ -16,7 +15,7 @@ from ..._state.masks import Mask
 from ..._state.residuals import Opened, Residuals
 from ..._state.tensors import to_local
 from ..._wire.payload import Payload
-from ..operations import Group, Ops
+from ..operations import Group
 from ..update_helpers import (
     MaskedAverage,
     feed_back_rounding,
@@ -29,6 +28,7 @@ from .passes import (
     ADAMW,
     SCAPE,
     Column,
+    LibraryOps,
     Memory,
     Options,
     address,
@@ -41,10 +41,8 @@ from .passes import (
 )
 
 
-class NativeUpdates(Ops):
+class NativeUpdates(LibraryOps):
     """AdamS of single tensors; AdamW into other memory."""
-
-    library: ctypes.CDLL
 
     def compute_adamw(
         self,
@@ -132,7 +130,7 @@ def adams_options(group: Group, clip: float, decay: bool = True) -> Options:
     return Options(lr, beta1, beta2, group["eps"], weight_decay, clip, alpha)
 
 
-def update_adamw(bucket: Bucket, ops: NativeUpdates, reducer: MaskedAverage) -> None:
+def update_adamw(bucket: Bucket, ops: LibraryOps, reducer: MaskedAverage) -> None:
     """Do ``_engine.reducer.step_adamw`` for all tensors; called by ``Ops.run`` for Radius."""
     mean, mask, lengths = reducer.mean, reducer.mask, bucket.lengths
     have_gradients = mean.have_gradients
@@ -159,7 +157,7 @@ def update_adamw(bucket: Bucket, ops: NativeUpdates, reducer: MaskedAverage) -> 
 
 def update_scape(
     bucket: Bucket,
-    ops: NativeUpdates,
+    ops: LibraryOps,
     mean: Payload,
     mask: Mask,
     clip_factor_in_v: float,
@@ -199,7 +197,7 @@ def update_scape(
     feed_back_rounding(bucket, ops, mean, mask, 1 - bucket.group["betas"][0])
 
 
-def update_adams(bucket: Bucket, ops: NativeUpdates, reducer: MaskedAverage) -> None:
+def update_adams(bucket: Bucket, ops: LibraryOps, reducer: MaskedAverage) -> None:
     """Do ``_engine.reducer.step_adams`` for all tensors; called by ``Ops.run`` for AdamS."""
     _run_scape(bucket, ops, reducer.mean, reducer.mask, {"old": state_addresses(bucket, "exp_avg")})
     reducer.feed_back(reducer.mean.have_gradients)
@@ -207,7 +205,7 @@ def update_adams(bucket: Bucket, ops: NativeUpdates, reducer: MaskedAverage) -> 
 
 def _run_scape(
     bucket: Bucket,
-    ops: NativeUpdates,
+    ops: LibraryOps,
     mean: Payload,
     mask: Mask,
     columns: dict[str, Column],
