@@ -94,7 +94,7 @@ def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> RequestGenerator[N
         clip_factor_in_v = 1.0
     # lines 10, 11 and 15 to 21
     yield from ops.run_batched(update, bucket, mean, mask, clip_factor_in_v, selection)
-    yield from exchange_masks(bucket, ops, mask, mean, selection)  # line 15
+    yield from exchange_masks(bucket, mask, mean, selection)  # line 15
 
 
 def update(
@@ -231,7 +231,7 @@ class ScapeAdamS(CompressedOptimizer):
     is 0 elsewhere), ``mask`` and ``next_mask`` 1/8 each. Not saved: the
     decoded positions of both masks, 4 x density each, and scratch memory: 1 byte per element of one
     bucket and 4 per element of the largest tensor ("native": 45 bytes per selected element of the
-    largest tensor; "triton": 4 bytes per element of this rank's shard, at most 256 MiB).
+    largest tensor; "triton": 4 bytes per element that this rank selects among in one bucket).
 
     Raises:
         ValueError: an option is out of its range.

@@ -56,7 +56,7 @@ def sharded_scape(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
         bucket.parameter_bytes = weights.nbytes
     yield ReadyToCommit()  # from here on state changes
     update(bucket, owned, sent, gathered, momenta, selection)
-    yield from exchange_masks(bucket, ops, mask, mean, selection)  # line 9
+    yield from exchange_masks(bucket, mask, mean, selection)  # line 9
 
 
 class OwnedElements:

@@ -80,8 +80,6 @@ class Mask:
             self.positions = positions
         # For kernels: the number of elements of its tensor that are selected before each block.
         self.block_offsets: Tensor | None = None
-        # The offsets of all masks in one launch, this one's index, and the number of masks.
-        self.batch_offsets: tuple[Tensor, int, int] | None = None
 
     @property
     def phase(self) -> str:
@@ -143,17 +141,12 @@ def bits_by_tensor(bucket: Bucket, bits: Tensor) -> Tensors:
     return [part if compressed else None for part, compressed in cut]
 
 
-def store_mask(bucket: Bucket, _: object, mask: Mask, name: str) -> Mask:
+def store_mask(bucket: Bucket, mask: Mask, name: str) -> Mask:
     """Copy a mask's bits to the bucket's state of this name; return the mask over the copy."""
     stored = [b for b in bucket.state[name] if b is not None]
     if stored:
         torch._foreach_copy_(stored, [b for b in mask.bits if b is not None])
     return mask.with_bits(bucket.state[name])
-
-
-def clear_mask(bucket: Bucket, _: object, name: str) -> None:
-    """Clear the bits in the bucket's state of this name."""
-    bucket.flat[name].zero_()
 
 
 def _check_positions(positions: Sequence[Tensor | None], bucket: Bucket) -> Tensors:
@@ -221,13 +214,14 @@ class SelectionRange(NamedTuple):
 
 
 class MaskPartition(NamedTuple):
-    """The ranges of all ranks.
+    """The ranges of all ranks, which select ``sizes`` elements of each tensor together.
 
     ``is_elias_fano``: messages are Elias-Fano codes. ``message_bytes``: the size of every rank's
     message.
     """
 
     by_rank: tuple[SelectionRange, ...]
+    sizes: tuple[int, ...]
     is_elias_fano: bool
     message_bytes: int
 
@@ -238,8 +232,9 @@ def partition_mask(lengths: tuple[int, ...], ranks: int, density: float) -> Mask
     offsets = byte_offsets(lengths)
     cuts = split_bytes(offsets[-1], ranks)
     slices: list[list[MaskSlice]] = [[] for _ in range(ranks)]
-    for i, (n, offset) in enumerate(zip(lengths, offsets, strict=False)):
-        tensor_k, stop = selection_size(density, n), 0
+    ks = [selection_size(density, n) for n in lengths]
+    for i, (n, tensor_k, offset) in enumerate(zip(lengths, ks, offsets, strict=False)):
+        stop = 0
         rank = bisect_right(cuts, offset) - 1
         while stop < n:
             start, stop = stop, min(n, 8 * (cuts[rank + 1] - offset))
@@ -254,10 +249,10 @@ def partition_mask(lengths: tuple[int, ...], ranks: int, density: float) -> Mask
         ranges.append(SelectionRange(first, last, tuple(parts), k, low_bits if size < n else 0))
     # The smaller of bits and codes. A single rank sends nothing and keeps its bits.
     is_elias_fano = ranks > 1 and all(one.low_bits for one in ranges)
-    sizes = [one.nbytes for one in ranges]
+    nbytes = [one.nbytes for one in ranges]
     if is_elias_fano:
-        sizes = [_code_size(8 * one.nbytes, one.k, one.low_bits) // 8 for one in ranges]
-    return MaskPartition(tuple(ranges), is_elias_fano, max(sizes))
+        nbytes = [_code_size(8 * one.nbytes, one.k, one.low_bits) // 8 for one in ranges]
+    return MaskPartition(tuple(ranges), tuple(ks), is_elias_fano, max(nbytes))
 
 
 # Elias-Fano codes: a run of high bits in unary, then one row for each low bit

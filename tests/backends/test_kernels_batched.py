@@ -85,15 +85,6 @@ def test_buckets_and_groups_step_as_one_after_the_other(interpreted, case):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)
 
 
-def test_where_there_is_little_room_a_few_buckets_select_at_a_time(monkeypatch, interpreted):
-    from compopt._ops.triton import triton_selection
-
-    together = trained("ScapeAdamS", "triton")
-    monkeypatch.setattr(triton_selection, "ROOM", 4 * 64 * 73)  # one bucket's
-    apart = train("ScapeAdamS", "triton")
-    assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
-
-
 @pytest.mark.parametrize("case", [pytest.param("ScapeAdamS", marks=pytest.mark.slow), "ScapeAdamS, bits"])
 def test_what_other_ranks_select_is_read_for_all_buckets_together(interpreted, case):
     ours, theirs = (train(case, backend, ranks=2, steps=4) for backend in ("triton", "torch"))

@@ -119,9 +119,7 @@ class NativeSelection:
         Raises CommunicationError where a rank selected what was not agreed.
         """
         bucket, byte_ranges = self.bucket, self.partition.by_rank
-        sizes = [0] * len(bucket.lengths)
-        for piece in (piece for byte_range in byte_ranges for piece in byte_range.slices):
-            sizes[piece.tensor] += piece.k
+        sizes = self.partition.sizes
         positions = torch.empty(sum(sizes), dtype=torch.int32, device="cpu")
         bits = bucket.get_memory("mask bits", byte_ranges[-1].last_byte, torch.uint8).zero_()
         first = 0

@@ -39,7 +39,7 @@ from .triton_lowrank import (
     orthonormalize_columns,
     update_separate,
 )
-from .triton_selection import TritonSelection, clear_masks, store_masks, store_next_masks
+from .triton_selection import TritonSelection
 from .triton_updates import update_adams, update_adamw, update_scape
 
 MAX_MESSAGE_BYTES = 2**31  # kernels count the bytes of messages in 32 bits
@@ -122,7 +122,7 @@ class TritonOps(KernelOps):
             return super().encode(bucket, grads, mask, adds_residuals, scale, negate)
         marks, dtype = [float(g is not None) for g in grads], bucket.group.get("payload_dtype")
         payload = bucket.make_payload(mask.sizes, dtype, marks=marks)
-        blocks, offsets = blocks_of(bucket), block_offsets(bucket, mask)
+        blocks, offsets = blocks_of(bucket), block_offsets(self.tables, bucket, mask)
         to_add = Residuals(bucket).stored if adds_residuals else [None] * len(grads)
         flat: list[Tensor | None] = []  # copies in it have to live until the kernel was launched
 
@@ -231,7 +231,4 @@ TritonOps.fused = {
     "_lowrank.stacks.multiply": Fused(can_project, multiply_stacks),
     "_lowrank.stacks.orthonormalize_columns": Fused(can_orthonormalize, orthonormalize_columns),
     "_sparse.scape_masks.Selection": Fused(is_supported, TritonSelection),
-    "_sparse.scape_masks.store_next_mask": Fused(is_supported, store_next_masks, is_batched=True),
-    "_state.masks.store_mask": Fused(is_supported, store_masks, is_batched=True),
-    "_state.masks.clear_mask": Fused(is_supported, clear_masks, is_batched=True),
 }

@@ -39,7 +39,7 @@ from .tables import (
     payload_key,
     published_parameter,
 )
-from .triton_selection import SelectionInputs, TritonSelection, select_all
+from .triton_selection import TritonSelection
 
 Row = Any  # kernels.AdamWRow or kernels.ScapeRow
 Calls = list[tuple[Any, ...]]  # the arguments of each bucket
@@ -145,7 +145,8 @@ def update_adamw(ops: KernelOps, calls: Calls) -> list[None]:
             )
             for reducer in reducers
         ]
-        offsets = block_offsets_of_all(batch.buckets, [reducer.mask for reducer in reducers])
+        masks = [reducer.mask for reducer in reducers]
+        offsets = block_offsets_of_all(ops.tables, batch.buckets, masks)
         hyper = {name: batch.group[name] for name in HYPER} | {"lr": float(batch.group["lr"])}
         kernel = functools.partial(kernels.adamw, batch.blocks, offsets, **hyper)
         batch.launch(kernel, kernels.adamw_table, adamw_rows, keys=keys)
@@ -219,10 +220,9 @@ def update_scape(ops: KernelOps, calls: Calls) -> list[None]:
     for batch in launch_groups_of(ops, [ScapeCall(*call) for call in calls]):
         group, buckets = batch.group, batch.buckets
         momenta, grads = _old_momenta(batch), [bucket.grads() for bucket in buckets]
-        rows = zip(batch.calls, grads, momenta, strict=True)
-        inputs = [SelectionInputs(call.selection, g, m) for call, g, m in rows if call.selection]
-        if inputs:
-            select_all(inputs)
+        for call, g, m in zip(batch.calls, grads, momenta, strict=True):
+            if call.selection:
+                call.selection.select(g, m)
         masks = [call.mask for call in batch.calls]
         momentum_masks = [bucket.cache["momentum_mask"] for bucket in buckets]
         columns = zip(momenta, grads, buckets, masks, momentum_masks, strict=True)
@@ -230,7 +230,8 @@ def update_scape(ops: KernelOps, calls: Calls) -> list[None]:
             make_key(addresses(m), gradients_key(g), mask_key(bucket, new), mask_key(bucket, last))
             for m, g, bucket, new, last in columns
         ]
-        offsets = [block_offsets_of_all(buckets, chosen) for chosen in (masks, momentum_masks)]
+        tables, pairs = ops.tables, (masks, momentum_masks)
+        offsets = [block_offsets_of_all(tables, buckets, chosen) for chosen in pairs]
         hyper = {name: group[name] for name in names} | {"lr": float(group["lr"])}
         hyper["clip"] = batch.calls[0].clip_factor_in_v
         kernel = functools.partial(kernels.scape, batch.blocks, *offsets, **hyper)
