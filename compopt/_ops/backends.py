@@ -1,10 +1,9 @@
 """The choice of an optimizer's backend, which ``optimizer.backend`` and ``backend_reason`` show.
 
-On an accelerator it is "triton" if triton is installed and has a driver, else "apex" on CUDA
-devices with NVIDIA's apex. On the CPU it is "native" if there is a C compiler and the C passes are
-vectorized for the processor, or PyTorch's operators are not. Otherwise it is "torch". The
-environment variable COMPOPT_BACKEND names a backend; only it selects "triton" on Triton's
-interpreter. If ranks choose differently, all fall back to "torch".
+On an accelerator it is "triton" if triton is installed and has a driver. On the CPU it is "native"
+if there is a C compiler and the C passes are vectorized for the processor, or PyTorch's operators
+are not. Otherwise it is "torch". The environment variable COMPOPT_BACKEND names a backend; only it
+selects "triton" on Triton's interpreter. If ranks choose differently, all fall back to "torch".
 """
 
 from __future__ import annotations
@@ -19,11 +18,9 @@ import torch
 from .._wire.collectives import get_rank
 from .._wire.warning import warn
 from .native.build import UnknownISA, find_compiler
-from .operations import AdamWTensors, Group, Ops
+from .operations import Ops
 
-NAMES = ("auto", "torch", "native", "triton", "apex")
-# the type of device that apex is built for: NVIDIA's, and AMD's under the same name
-APEX_DEVICE = "cuda"
+NAMES = ("auto", "torch", "native", "triton")
 log = logging.getLogger("compopt")
 
 
@@ -68,30 +65,29 @@ def fall_back_to_torch(rank: int) -> Ops:
 
 def _choose_fastest(devices: set[str]) -> Ops:
     """Return the fastest backend that runs here; its ``reason`` says why no faster one does."""
-    reasons = []
-    for name in ("native",) if devices <= {"cpu"} else ("triton", "apex"):
-        missing = explain_missing_backend(name, devices)
-        if missing or is_interpreted(name):
-            reasons.append(f"no {name}, {missing or 'it is interpreted'}")
-            continue
-        try:
-            backend = make_backend(name)
-        except UnknownISA:  # an explicit COMPOPT_NATIVE_ISA is not ignored
-            raise
-        except Exception as error:  # no compiler, another driver: kernels are built here
-            _warn_of_failure(name, str(error))
-            reasons.append(f"{name} does not run ({error})")
-            continue
-        has_vectors = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "NO AVX")
-        if getattr(backend, "isa", "") == "portable" and has_vectors:
-            reasons.append(
-                "no native, it has no vectors here (portable) and PyTorch's operators do"
-            )
-            continue
-        backend.reason = _describe_choice(backend, "the fastest that runs here")
-        return backend
+    name = "native" if devices <= {"cpu"} else "triton"
+    missing = explain_missing_backend(name, devices)
+    if missing or is_interpreted(name):
+        return _make_torch_ops(f"no {name}, {missing or 'it is interpreted'}")
+    try:
+        backend = make_backend(name)
+    except UnknownISA:  # an explicit COMPOPT_NATIVE_ISA is not ignored
+        raise
+    except Exception as error:  # no compiler, another driver: kernels are built here
+        _warn_of_failure(name, str(error))
+        return _make_torch_ops(f"{name} does not run ({error})")
+    has_vectors = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "NO AVX")
+    if getattr(backend, "isa", "") == "portable" and has_vectors:
+        return _make_torch_ops(
+            "no native, it has no vectors here (portable) and PyTorch's operators do"
+        )
+    backend.reason = _describe_choice(backend, "the fastest that runs here")
+    return backend
+
+
+def _make_torch_ops(reason: str) -> Ops:
     backend = make_backend("torch")
-    backend.reason = _describe_choice(backend, "; ".join(reasons))
+    backend.reason = _describe_choice(backend, reason)
     return backend
 
 
@@ -121,21 +117,19 @@ def explain_missing_backend(name: str, devices: set[str]) -> str:
         if devices != {"cpu"}:
             return "not all parameters are on the CPU"
         return "" if find_compiler() else "there is no C compiler ($CC, cc, gcc, clang)"
-    if name == "apex" and APEX_DEVICE not in devices:
-        return "no parameter is on a CUDA device"
-    if name == "triton" and devices <= {"cpu"} and not is_interpreted(name):
+    if name == "torch":
+        return ""
+    if not is_interpreted(name) and devices <= {"cpu"}:
         return "no parameter is on an accelerator"
-    needs = {"triton": ["triton"], "apex": ["amp_C", "apex", "apex.optimizers"]}.get(name, [])
-    absent = [module for module in needs if not is_installed(module)]
-    if absent:
-        return f"the module {absent[0]} is not installed"
-    if name == "triton" and not is_interpreted(name) and not has_triton_driver():
+    if not is_installed("triton"):
+        return "the module triton is not installed"
+    if not is_interpreted(name) and not has_triton_driver():
         return "it has no driver for a device of this machine"
     return ""
 
 
 def is_installed(module: str) -> bool:
-    """True if a module can be imported. (PyPI's apex is another one: NVIDIA's has submodules.)"""
+    """True if a module can be imported."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ModuleNotFoundError, ValueError):
@@ -159,34 +153,4 @@ def make_backend(name: str) -> Ops:
         from .native.native_ops import NativeOps
 
         return NativeOps()
-    return ApexOps() if name == "apex" else Ops()
-
-
-class ApexOps(Ops):
-    """Dense AdamW steps in float32 by NVIDIA apex's multi-tensor Adam, on CUDA; the rest is
-    PyTorch's.
-    """
-
-    name = "apex"
-
-    def __init__(self) -> None:
-        import amp_C
-        from apex.multi_tensor_apply import multi_tensor_applier
-
-        super().__init__()
-        self._adam, self._apply = amp_C.multi_tensor_adam, multi_tensor_applier
-
-    def adamw(self, group: Group, tensors: AdamWTensors) -> None:
-        (beta1, beta2), decay = group["betas"], group["weight_decay"]
-        decoupled, corrected = 1, 1  # weight decay as in AdamW; moments divided by 1 - beta^t
-        for row in tensors.rows:
-            w, g, m, v, step = row
-            is_float32 = w.dtype == g.dtype == torch.float32
-            is_contiguous = w.is_contiguous() and g.is_contiguous()
-            if w.device.type != APEX_DEVICE or not is_float32 or not is_contiguous:
-                super().adamw(group, AdamWTensors.from_rows([row]))
-                continue
-            overflow = self.scratch(w, 1, torch.int32, "overflow").zero_()
-            lists = [[-g if group["maximize"] else g], [w], [m], [v]]
-            hyper = float(group["lr"]), beta1, beta2, group["eps"], int(step), decoupled, corrected
-            self._apply(self._adam, overflow, lists, *hyper, decay)
+    return Ops()

@@ -8,8 +8,7 @@ and does not know which backend runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
 from operator import attrgetter
@@ -35,32 +34,6 @@ Group = dict[str, Any]
 Positions = Sequence[Tensor | None]  # None: everywhere
 Rest = ParamSpec("Rest")
 Result = TypeVar("Result")
-
-
-# of one tensor: weights, gradient, both moments, step count
-Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class AdamWTensors:
-    """Tensors of one dtype, which an AdamW step reads and updates; ``steps`` are their counts."""
-
-    weights: list[Tensor]
-    grads: list[Tensor]
-    exp_avgs: list[Tensor]
-    exp_avg_sqs: list[Tensor]
-    steps: list[Tensor]
-
-    @property
-    def rows(self) -> Iterator[Row]:
-        """The tensors, one weight after the other."""
-        columns = self.weights, self.grads, self.exp_avgs, self.exp_avg_sqs, self.steps
-        return zip(*columns, strict=True)
-
-    @classmethod
-    def from_rows(cls, rows: Iterable[Row]) -> AdamWTensors:
-        """Return these rows, each of one tensor."""
-        return cls(*map(list, zip(*rows, strict=True)))
 
 
 class Fused(NamedTuple):
@@ -253,7 +226,7 @@ class Ops:
         state, weights = bucket.state, bucket.weights
         columns = (weights, state["exp_avg"], state["exp_avg_sq"], state["step"])
         w, m, v, steps = ([column[i] for i in indices] for column in columns)
-        self.adamw(bucket.group, AdamWTensors(w, averages, m, v, steps))
+        self.adamw(bucket.group, w, averages, m, v, steps)
         bucket.publish_masters(indices)
 
     def update_adams(self, bucket: Bucket, indices: list[int], averages: list[Tensor]) -> None:
@@ -299,26 +272,31 @@ class Ops:
             torch._foreach_copy_(to, [column[i] for i in indices])
         steps = torch.stack([state["step"][i] for i in indices]).add_(1).unbind()
         w, m, v = out
-        self.adamw(bucket.group, AdamWTensors(w, [averages[i] for i in indices], m, v, [*steps]))
+        self.adamw(bucket.group, w, [averages[i] for i in indices], m, v, steps)
 
-    def adamw(self, group: Group, tensors: AdamWTensors) -> None:
-        """Do one AdamW step in place; ``steps`` already count it."""
-        plain: list[Row] = []
-        for row in tensors.rows:
-            w, g, m, v, step = row
-            if w.is_contiguous() and g.is_contiguous():
+    def adamw(
+        self,
+        group: Group,
+        weights: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        exp_avgs: Sequence[Tensor],
+        exp_avg_sqs: Sequence[Tensor],
+        steps: Sequence[Tensor],
+    ) -> None:
+        """Do one AdamW step of tensors of one dtype, in place; ``steps`` already count it."""
+        hyper = {name: group[name] for name in HYPER} | {"lr": float(group["lr"])}
+        plain: list[tuple[Tensor, ...]] = []
+        for row in zip(weights, grads, exp_avgs, exp_avg_sqs, steps, strict=True):
+            if row[0].is_contiguous() and row[1].is_contiguous():
                 plain.append(row)
             else:
-                hyper = {name: group[name] for name in HYPER}
-                reference.adamw_(w, g, m, v, float(step), lr=float(group["lr"]), **hyper)
+                reference.adamw_(*row[:4], float(row[4]), **hyper)
         if plain:
-            hyper = {name: group[name] for name in HYPER}
             beta1, beta2 = hyper.pop("betas")
-            hyper |= {"lr": float(group["lr"]), "beta1": beta1, "beta2": beta2, "amsgrad": False}
+            hyper |= {"beta1": beta1, "beta2": beta2, "amsgrad": False}
             hyper["maximize"] = bool(group["maximize"])  # torch's own steps take any value
-            x = AdamWTensors.from_rows(plain)
-            moments = x.exp_avgs, x.exp_avg_sqs
-            torch._fused_adamw_(x.weights, x.grads, *moments, [], x.steps, **hyper)
+            w, g, m, v, counts = (list(column) for column in zip(*plain, strict=True))
+            torch._fused_adamw_(w, g, m, v, [], counts, **hyper)
 
     def adams(
         self,

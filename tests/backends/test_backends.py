@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import inspect
-import sys
-import types
 import warnings
 
 import pytest
@@ -17,9 +15,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compopt
-from compopt._ops import backends, operations, reference
+from compopt._ops import backends, operations
 from compopt._ops.native import build
-from compopt._ops.operations import AdamWTensors, Ops
+from compopt._ops.operations import Ops
 
 SHAPE = (64, 68)
 needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="needs a C compiler")
@@ -123,54 +121,12 @@ def parameters(device: str = "cpu") -> list[nn.Parameter]:
 def test_what_cannot_be_had_is_refused_in_words(monkeypatch):
     for unknown in ("fast", "compile"):  # there was one of torch.compile's loops
         monkeypatch.setenv("COMPOPT_BACKEND", unknown)
-        with pytest.raises(ValueError, match=f"must be one of auto, torch, native, triton, apex, got '{unknown}'"):
+        with pytest.raises(ValueError, match=f"must be one of auto, torch, native, triton, got '{unknown}'"):
             compopt.AdamS(parameters())
-    monkeypatch.setenv("COMPOPT_BACKEND", "apex")
-    with pytest.raises(RuntimeError, match="apex cannot run here: no parameter is on a CUDA device"):
-        compopt.AdamS(parameters())
     monkeypatch.setenv("COMPOPT_BACKEND", "triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(RuntimeError, match="triton cannot run here: no parameter is on an accelerator"):
         compopt.AdamS(parameters())
-
-
-@pytest.fixture
-def apex(monkeypatch) -> list[tuple]:
-    """Stand-ins for NVIDIA's modules; what was asked of them."""
-    calls: list[tuple] = []
-
-    def adam(chunk, overflow, lists, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay):
-        calls.append((mode, bias_correction, step))
-        for g, w, m, v in zip(*lists, strict=True):
-            reference.adamw_(w, g, m, v, step, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay)
-
-    modules = {name: types.ModuleType(name) for name in ("amp_C", "apex", "apex.optimizers", "apex.multi_tensor_apply")}
-    for name, module in modules.items():
-        module.__spec__, module.__path__ = importlib.machinery.ModuleSpec(name, None), []
-        monkeypatch.setitem(sys.modules, name, module)
-    modules["amp_C"].multi_tensor_adam = adam
-    modules["apex.multi_tensor_apply"].multi_tensor_applier = lambda op, overflow, lists, *rest: op(
-        2048, overflow, lists, *rest
-    )
-    return calls
-
-
-def test_apex_is_taken_on_cuda_where_triton_is_not(monkeypatch, apex):
-    """There is no CUDA here: the device is said to be one, and the tensors are told to look so to the choice only."""
-    monkeypatch.delenv("COMPOPT_BACKEND", raising=False)
-    monkeypatch.setitem(sys.modules, "triton", None)
-    chosen = backends.choose_backend({"cuda"})
-    assert chosen.name == "apex" and backends.choose_backend({"cpu"}).name != "apex"
-    group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "maximize": True}
-    w, g, m, v = (torch.rand(100, generator=torch.Generator().manual_seed(i)) for i in range(4))
-    plain = [x.clone() for x in (w, m, v)]
-    step = torch.tensor(3.0)
-    Ops().adamw(group, AdamWTensors.from_rows([(plain[0], g, *plain[1:], step)]))
-    monkeypatch.setattr(backends, "APEX_DEVICE", "cpu")
-    chosen.adamw(group, AdamWTensors.from_rows([(w, g, m, v, step)]))
-    assert apex == [(1, 1, 3)]
-    for ours, theirs in zip((w, m, v), plain, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_a_back_end_that_is_installed_but_does_not_run_gives_way(monkeypatch):

@@ -61,7 +61,6 @@ SIGNATURES = {  # result and arguments of each function: p memory, n a size, d a
     "isa": "s",
     "pack": "n pnndd",
     "scape": "n pnnppp",
-    "adams": "n pp",
     "adamw": "n pnnp",
     "project": "n pnndp",
     "factored": "n pnnpp",

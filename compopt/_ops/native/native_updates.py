@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 import torch
@@ -42,7 +41,7 @@ from .passes import (
 
 
 class NativeUpdates(LibraryOps):
-    """AdamS of single tensors; AdamW into other memory."""
+    """AdamW into other memory."""
 
     def compute_adamw(
         self,
@@ -78,24 +77,6 @@ class NativeUpdates(LibraryOps):
         bad_row = run_over_rows(lengths, lambda a, b, _: self.library.adamw(table, a, b, hyper))
         raise_bad_row(bucket, indices[bad_row] if bad_row >= 0 else -1)
 
-    def adams(
-        self,
-        group: Group,
-        w: Tensor,
-        g: Tensor,
-        m: Tensor,
-        step: Tensor,
-        clip: float = 1.0,
-        decay: bool = True,
-    ) -> None:
-        if not is_plain(w, g, m):
-            return super().adams(group, w, g, m, step, clip, decay)
-        step_before, n = array("f", [float(step) - 1]), w.numel()  # the pass counts this step
-        momentum, counted = Memory([m], [n]), step_before.buffer_info()[0]
-        columns = {"w": Memory([w], [n]), "old": momentum, "mean": Memory([g], [n]), "m": momentum}
-        table = SCAPE.table(1, n=n, step=counted, **columns)
-        self.library.adams(table, adams_options(group, clip, decay))
-
 
 def average_columns(
     bucket: Bucket, indices: list[int], values: list[Tensor], positions: Tensor | None
@@ -123,11 +104,10 @@ def adamw_options(group: Group) -> Options:
     return Options(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], sign)
 
 
-def adams_options(group: Group, clip: float, decay: bool = True) -> Options:
+def adams_options(group: Group, clip: float) -> Options:
     beta1, beta2 = group["betas"]
-    weight_decay = group["weight_decay"] if decay else 0.0
     lr, alpha = float(group["lr"]), gradient_weight(group)
-    return Options(lr, beta1, beta2, group["eps"], weight_decay, clip, alpha)
+    return Options(lr, beta1, beta2, group["eps"], group["weight_decay"], clip, alpha)
 
 
 def update_adamw(bucket: Bucket, ops: LibraryOps, reducer: MaskedAverage) -> None:

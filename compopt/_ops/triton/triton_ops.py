@@ -20,7 +20,7 @@ from ..._state.residuals import Residuals
 from ..._wire.codec import QuantizedCodec, QuantizedMean, make_codecs
 from ..._wire.payload import Payload
 from ..._wire.quantization import noise_offset, noise_table
-from ..operations import Fused, Group
+from ..operations import Fused
 from .tables import (
     KernelOps,
     addresses,
@@ -81,32 +81,6 @@ class TritonOps(KernelOps):
         key = make_key(gradients_key(checked), dtype)
         rows = self.tables(("check", lengths), key, table)
         kernels.compact_with_table(blocks, rows, blocks.firsts, payload.header, 0.0, 1.0)
-
-    def adams(
-        self,
-        group: Group,
-        w: Tensor,
-        g: Tensor,
-        m: Tensor,
-        step: Tensor,
-        clip: float = 1.0,
-        decay: bool = True,
-    ) -> None:
-        if w.device.type != self.device or not all(x.is_contiguous() for x in (w, g, m)):
-            return super().adams(group, w, g, m, step, clip, decay)
-        blocks = kernels.make_blocks((w.numel(),), w.device)
-        row = kernels.ScapeRow(w.numel(), None, None, m, g, w, m, step, 1)
-        kernels.scape(
-            blocks,
-            blocks.firsts,
-            blocks.firsts,
-            [row],
-            lr=float(group["lr"]),
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"] if decay else 0.0,
-            clip=clip,
-        )
 
     def encode(
         self,
