@@ -54,7 +54,7 @@ from ._engine.options import (
 from ._engine.reducer import AdamWUpdate, OwnerReducer, ReduceScatterReducer
 from ._engine.reducing_optimizer import GatherDtype, ReducingOptimizer
 from ._engine.stats import Stats
-from ._ops.operations import Ops, gradient_marks, squared_norms
+from ._ops.operations import Ops, gradient_marks, stacked_squared_norms
 from ._ops.update_helpers import Selected
 from ._sharded.sketch import Sketch
 from ._sharded.zero1_adamw import UpdateDtype, check_gathers, check_updates, step_zero1_shards
@@ -150,7 +150,7 @@ class UnionReducer(OwnerReducer):
         self.values = mean.parts
         if self.sketch is not None:  # line 10
             self.values = [*mean.parts[:-1], self.sketch.decode(mean.parts[-1])]
-            self.squared_norm = torch.stack(squared_norms(self.values))
+            self.squared_norm = stacked_squared_norms(self.values)
         return mean
 
     def feed_back(self, have_gradients: list[bool]) -> None:

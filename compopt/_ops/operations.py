@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
-from operator import attrgetter
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -28,7 +27,6 @@ from .._wire.requests import RequestGenerator, RunBatched
 from . import reference
 
 WIDTH = 65536  # elements of a norm that are added up side by side
-DEVICE, DTYPE, KIND = attrgetter("device"), attrgetter("dtype"), attrgetter("device", "dtype")
 HYPER = ("betas", "eps", "weight_decay", "maximize")
 Group = dict[str, Any]
 Positions = Sequence[Tensor | None]  # None: everywhere
@@ -408,14 +406,9 @@ def total_norm(xs: Sequence[Tensor]) -> Tensor:
     """Return the L2 norm of all tensors together, on the device of the first, as
     ``torch.nn.utils.get_total_norm``; in float32 where the norm of float16 tensors overflows.
     """
-    kinds = dict.fromkeys(zip(map(DEVICE, xs), map(DTYPE, xs), strict=True))
-    runs = [[*xs]] if len(kinds) == 1 else [[x for x in xs if KIND(x) == kind] for kind in kinds]
-    norms = [norm for run in runs for norm in torch._foreach_norm(run)]
-    if len(kinds) > 1:
-        norms = [norm.to(xs[0].device) for norm in norms]
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    norm: Tensor = torch.nn.utils.get_total_norm(xs)
     # in this order: the host waits for float16 tensors only
-    if all(dtype != torch.float16 for _, dtype in kinds) or norm.isfinite():
+    if all(x.dtype != torch.float16 for x in xs) or norm.isfinite():
         return norm
     norms = [
         torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in xs

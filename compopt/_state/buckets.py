@@ -283,16 +283,6 @@ class Bucket:
             return iter(self.state[name])
         return self.offload.iterate(name, self.state[name], self.device, write)
 
-    def batches(self, tensors: Iterable[Tensor | None]) -> Iterator[list[tuple[int, Tensor]]]:
-        """Yield the tensors of ``iterate_state`` with their indices, those that there are: all at
-        once, or each by itself if state is offloaded.
-        """
-        rows = ((i, x) for i, x in enumerate(tensors) if x is not None)
-        if self.offload is None and (batch := list(rows)):
-            yield batch
-        elif self.offload is not None:
-            yield from ([row] for row in rows)
-
     def fetch_state(self, name: str, i: int, at: Tensor | slice) -> Tensor:
         """Return a copy, on the bucket's device, of some elements of a state of tensor i."""
         self.wait_for_host()
