@@ -51,7 +51,7 @@ from ._engine.options import (
 from ._engine.reducer import AllReduceReducer, step_adamw
 from ._ops.operations import Ops, clip_factor, scale_
 from ._ops.reference import update_magnitudes
-from ._state.buckets import Bucket
+from ._state.bucket import Bucket
 from ._state.layouts import Bits, Layout, LocalShape
 from ._state.masks import Mask, selection_size, sizes_at_density
 from ._state.residuals import residual_layout

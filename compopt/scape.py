@@ -66,7 +66,7 @@ from ._sparse.scape_masks import (
     scape_stats,
 )
 from ._state.bits import count_set_bits
-from ._state.buckets import Bucket
+from ._state.bucket import Bucket
 from ._state.layouts import Bits, Layout, LocalShape, OnMask, Sharded
 from ._state.masks import Mask, sizes_at_density
 from ._state.residuals import Residuals

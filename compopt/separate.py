@@ -57,7 +57,7 @@ from ._lowrank.projection_options import check_group_sizes, resolve_options
 from ._lowrank.projection_reducer import ProjectionReducer
 from ._lowrank.stacks import feed_back, reconstruct
 from ._ops.operations import Ops, clip_factor, scale_all_
-from ._state.buckets import Bucket
+from ._state.bucket import Bucket
 from ._state.layouts import Layout, LocalShape
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype

@@ -59,7 +59,7 @@ from ._ops.update_helpers import Selected
 from ._sharded.sketch import Sketch
 from ._sharded.zero1_adamw import UpdateDtype, check_gathers, check_updates, step_zero1_shards
 from ._state.bits import make_bits, unpack_bits
-from ._state.buckets import Bucket
+from ._state.bucket import Bucket
 from ._state.layouts import Layout, Sharded
 from ._state.masks import Tensors, sizes_at_density
 from ._state.residuals import Residuals

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .._ops.operations import Ops, clip_factor, stacked_squared_norms
-from .._state.buckets import Bucket
+from .._state.bucket import Bucket
 from .._state.layouts import PaddedVector
 from .._state.residuals import Residuals
 from .._state.shards import ParamColumns, cut_by_rows, place_in_rows

@@ -27,7 +27,7 @@ from .._ops.operations import (
     scale_all_,
     squared_norm,
 )
-from .._state.buckets import Bucket
+from .._state.bucket import Bucket
 from .._state.masks import Mask
 from .._state.residuals import Residuals
 from .._wire.payload import Payload, PayloadDtype

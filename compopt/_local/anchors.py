@@ -29,7 +29,8 @@ from .._engine.session import Session
 from .._engine.signals import defer_signals
 from .._ops.backends import choose_backend
 from .._ops.operations import Ops, scale_
-from .._state.buckets import Bucket, bucket_bytes
+from .._state.bucket import Bucket
+from .._state.buckets import bucket_bytes
 from .._state.layouts import LocalShape
 from .._state.residuals import Residuals, residual_layout
 from .._state.tensors import HOST, distribute_like, pin, to_local, upload

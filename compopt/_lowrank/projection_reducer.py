@@ -18,7 +18,7 @@ from torch import Tensor
 from .._engine.reducer import ReduceScatterReducer
 from .._ops.operations import Ops, stacked_squared_norms
 from .._ops.update_helpers import Factored
-from .._state.buckets import Bucket
+from .._state.bucket import Bucket
 from .._state.masks import Mask
 from .._state.residuals import Residuals
 from .._state.tensors import upload

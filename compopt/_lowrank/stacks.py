@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from .._ops.operations import Ops
-from .._state.buckets import Bucket
+from .._state.bucket import Bucket
 from .._state.residuals import ResidualStack
 from .._wire.payload import Payload
 from .projections import Projection, orthonormalize

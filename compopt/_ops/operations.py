@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .._state.bits import find_positions, make_bits, select_top_k
 from .._state.blocks import BlockCodec
-from .._state.buckets import Bucket
+from .._state.bucket import Bucket
 from .._state.masks import Mask, Tensors
 from .._state.residuals import Residuals
 from .._wire.codec import PAYLOAD_CODECS

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .._state.buckets import Bucket
+from .._state.bucket import Bucket
 from .._state.masks import Mask, MaskSlice, Tensors
 from .._state.residuals import Residuals
 from .._wire.payload import Payload

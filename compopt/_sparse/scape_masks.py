@@ -19,7 +19,7 @@ from .._engine.options import dense_start_of, ramp_of
 from .._engine.stats import Stats
 from .._ops.operations import Ops
 from .._state.bits import make_bits, set_all_bits_, split_positions
-from .._state.buckets import Bucket
+from .._state.bucket import Bucket
 from .._state.masks import (
     Mask,
     MaskPartition,

@@ -30,7 +30,7 @@ from .bits import (
     split_bytes,
     unpack_bits,
 )
-from .buckets import Bucket
+from .bucket import Bucket
 
 Tensors = list[Tensor | None]
 

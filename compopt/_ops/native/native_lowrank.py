@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._state.buckets import Bucket
+from ..._state.bucket import Bucket
 from ..._state.residuals import Opened, Residuals
 from ..._wire.payload import Payload
 from ..update_helpers import FactoredAverages

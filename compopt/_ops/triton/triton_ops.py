@@ -14,7 +14,7 @@ import compopt_kernels as kernels
 import torch
 from torch import Tensor
 
-from ..._state.buckets import Bucket
+from ..._state.bucket import Bucket
 from ..._state.masks import Mask, Tensors
 from ..._state.residuals import Residuals
 from ..._wire.codec import QuantizedCodec, QuantizedMean, make_codecs
