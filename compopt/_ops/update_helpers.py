@@ -93,13 +93,15 @@ def compute_x_of_slice(bucket: Bucket, i: int, piece: MaskSlice) -> Tensor:
 
 def resize_momenta(bucket: Bucket, mean: Payload, mask: Mask) -> list[Tensor]:
     """Allocate momenta as large as the mask, contents undefined. Return the old ones, which are on
-    the mask of the step before.
+    the mask of the step before; in other memory, if positions change.
     """
-    old = bucket.state["exp_avg"]
+    old, flat = bucket.state["exp_avg"], bucket.flat["exp_avg"]
     rows = zip(mean.have_gradients, mask.sizes, bucket.sizes["exp_avg"], strict=True)
-    bucket.resize_state(
-        "exp_avg", [size if has_gradient else old_size for has_gradient, size, old_size in rows]
-    )
+    sizes = [size if has_gradient else old_size for has_gradient, size, old_size in rows]
+    is_moved = bucket.resize_state("exp_avg", sizes) is not old
+    if not is_moved and (mask.is_sparse or bucket.cache["momentum_mask"].is_sparse):
+        copy = bucket.get_memory("old momenta", flat.numel(), flat.dtype).copy_(flat)
+        return [part.view_as(m) for part, m in zip(copy.split(sizes), old, strict=True)]
     return old
 
 

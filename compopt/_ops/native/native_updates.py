@@ -144,17 +144,9 @@ def update_scape(
     selection: NativeSelection | None,
 ) -> None:
     """Do SCAPE's lines 10, 11 and 16 to 21 for all tensors, and line 15 with a selection."""
-    lengths, have_gradients, momentum_mask = (
-        bucket.lengths,
-        mean.have_gradients,
-        bucket.cache["momentum_mask"],
-    )
+    lengths, have_gradients = bucket.lengths, mean.have_gradients
+    momentum_mask = bucket.cache["momentum_mask"]
     old = resize_momenta(bucket, mean, mask)
-    if old is bucket.state["exp_avg"] and (mask.is_sparse or momentum_mask.is_sparse):
-        # positions change: not in the same memory
-        flat = bucket.flat["exp_avg"]
-        before = bucket.get_memory("the momentum of before", flat.numel(), flat.dtype).copy_(flat)
-        old = list(before.split([m.numel() for m in old]))
     holding, k = sizes_of(momentum_mask.positions), sizes_of(mask.positions)
     rows = zip(momentum_mask.positions, holding, lengths, strict=True)
     columns: dict[str, Column] = {

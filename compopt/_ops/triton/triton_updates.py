@@ -219,7 +219,8 @@ def update_scape(ops: KernelOps, calls: Calls) -> list[None]:
     names = ("betas", "eps", "weight_decay", "maximize")
     for batch in launch_groups_of(ops, [ScapeCall(*call) for call in calls]):
         group, buckets = batch.group, batch.buckets
-        momenta, grads = _old_momenta(batch), [bucket.grads() for bucket in buckets]
+        momenta = [resize_momenta(call.bucket, call.mean, call.mask) for call in batch.calls]
+        grads = [bucket.grads() for bucket in buckets]
         for call, g, m in zip(batch.calls, grads, momenta, strict=True):
             if call.selection:
                 call.selection.select(g, m)
@@ -240,25 +241,6 @@ def update_scape(ops: KernelOps, calls: Calls) -> list[None]:
             if not all(have_gradients):
                 keep_absent_momenta(old, bucket.state["exp_avg"], have_gradients)
     return [None] * len(calls)
-
-
-def _old_momenta(batch: LaunchGroup) -> list[list[Tensor]]:
-    """Resize momenta; return those before this step, in other memory where positions change."""
-    old: list[list[Tensor]] = []
-    moved = []
-    for n, call in enumerate(batch.calls):
-        bucket = call.bucket
-        old.append(resize_momenta(bucket, call.mean, call.mask))
-        has_moved = call.mask.is_sparse or bucket.cache["momentum_mask"].is_sparse
-        if old[n] is bucket.state["exp_avg"] and has_moved:
-            moved.append(n)
-    flats = [batch.buckets[n].flat["exp_avg"] for n in moved]
-    copies = [torch.empty_like(flat) for flat in flats]
-    if flats:
-        torch._foreach_copy_(copies, flats)
-    for n, copy in zip(moved, copies, strict=True):
-        old[n] = list(copy.split(batch.buckets[n].sizes["exp_avg"]))
-    return old
 
 
 def scape_rows(
