@@ -48,7 +48,7 @@ from ._engine.options import (
 from ._engine.session import weak_method
 from ._engine.stats import Stats
 from ._ops.operations import Ops, clip_factor, scale_
-from ._ops.update_helpers import (
+from ._ops.shared_steps import (
     compute_x_of_slice,
     gradient_weight,
     keep_absent_momenta,

@@ -55,7 +55,7 @@ from ._engine.reducer import AdamWUpdate, OwnerReducer, ReduceScatterReducer
 from ._engine.reducing_optimizer import GatherDtype, ReducingOptimizer
 from ._engine.stats import Stats
 from ._ops.operations import Ops, gradient_marks, stacked_squared_norms
-from ._ops.update_helpers import Selected
+from ._ops.shared_steps import Selected
 from ._sharded.sketch import Sketch
 from ._sharded.zero1_adamw import UpdateDtype, check_gathers, check_updates, step_zero1_shards
 from ._state.bits import make_bits, unpack_bits

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._engine.reducer import ReduceScatterReducer
 from .._ops.operations import Ops, stacked_squared_norms
-from .._ops.update_helpers import Factored
+from .._ops.shared_steps import Factored
 from .._state.bucket import Bucket
 from .._state.masks import Mask
 from .._state.residuals import Residuals
@@ -316,7 +316,7 @@ class ProjectionReducer:
         if old:
             torch._foreach_copy_(old, new)
 
-    # For fused implementations of lines 4 and 5 with AdamW (see ``_ops.update_helpers``)
+    # For fused implementations of lines 4 and 5 with AdamW (see ``_ops.shared_steps``)
 
     @property
     def has_factors(self) -> bool:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from .._ops.operations import Ops, clip_factor, stacked_squared_norms
-from .._ops.update_helpers import gradient_weight
+from .._ops.shared_steps import gradient_weight
 from .._sparse.scape_masks import Selection, exchange_masks, mask_to_send, next_mask_partition
 from .._state.bucket import Bucket
 from .._state.masks import Mask, Tensors

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..._state.bucket import Bucket
 from ..._state.residuals import Opened, Residuals
 from ..._wire.payload import Payload
-from ..update_helpers import FactoredAverages
+from ..shared_steps import FactoredAverages
 from .native_updates import (
     NativeUpdates,
     adamw_options,

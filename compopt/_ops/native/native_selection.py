@@ -21,7 +21,7 @@ from ..._state.masks import (
 from ..._state.residuals import Residuals
 from ..._state.shards import Run
 from ..._wire.requests import CommunicationError
-from ..update_helpers import Selected, compute_x_of_slice
+from ..shared_steps import Selected, compute_x_of_slice
 from .passes import (
     PIECE,
     SHARD,

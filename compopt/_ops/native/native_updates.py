@@ -15,7 +15,7 @@ from ..._state.residuals import Opened, Residuals
 from ..._state.tensors import to_local
 from ..._wire.payload import Payload
 from ..operations import Group
-from ..update_helpers import (
+from ..shared_steps import (
     MaskedAverage,
     feed_back_rounding,
     gradient_weight,

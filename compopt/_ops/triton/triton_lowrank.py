@@ -17,7 +17,7 @@ from ..._state.masks import Tensors
 from ..._state.residuals import Residuals
 from ..._wire.payload import Payload
 from ..operations import HYPER
-from ..update_helpers import FactoredAverages, is_tracked
+from ..shared_steps import FactoredAverages, is_tracked
 from .tables import (
     KernelOps,
     bucket_key,

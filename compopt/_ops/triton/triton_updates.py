@@ -18,7 +18,7 @@ from ..._state.masks import Mask, Tensors
 from ..._state.residuals import Residuals
 from ..._wire.payload import Payload
 from ..operations import HYPER
-from ..update_helpers import (
+from ..shared_steps import (
     MaskedAverage,
     keep_absent_momenta,
     resize_momenta,
