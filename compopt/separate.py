@@ -55,7 +55,7 @@ from ._engine.wrapper import Wrapper
 from ._lowrank.projecting_optimizer import ProjectingOptimizer
 from ._lowrank.projection_options import check_group_sizes, resolve_options
 from ._lowrank.projection_reducer import ProjectionReducer
-from ._lowrank.stacks import feed_back, reconstruct
+from ._lowrank.stacks import keep_unsent, reconstruct
 from ._ops.operations import Ops, clip_factor, scale_all_
 from ._state.bucket import Bucket
 from ._state.layouts import Layout, LocalShape
@@ -103,14 +103,14 @@ def update_tensors(
         ghat = update.memory_for_stack(bucket, stack.indices)
         reconstruct(ops, stack, factor, ghat)  # line 4
         update.apply(bucket, [*stack.indices], [*ghat.unbind()])
-        feed_back(stack, factor)  # line 5
+        keep_unsent(stack, factor)  # line 5
     dense = [i for i in reducer.dense if have_gradients[i]]
     if dense:
         parts = [mean.parts[i] for i in dense]
         averages = write_averages(update.memory_for(bucket, dense, parts), parts)
         scale_all_(averages, factor)
         update.apply(bucket, dense, averages)
-        reducer.feed_back_dense(dense, mean, factor)
+        reducer.keep_unsent_dense(dense, mean, factor)
 
 
 def choose_generator(

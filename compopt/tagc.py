@@ -99,9 +99,9 @@ class DenseStart(ReduceScatterReducer):
 
     phase = "dense"
 
-    def feed_back(self, have_gradients: list[bool]) -> None:
+    def keep_unsent(self, have_gradients: list[bool]) -> None:
         self.bucket.cache["union_and_leftovers"] = None, 0
-        super().feed_back(have_gradients)
+        super().keep_unsent(have_gradients)
 
 
 class UnionReducer(OwnerReducer):
@@ -153,7 +153,7 @@ class UnionReducer(OwnerReducer):
             self.squared_norm = stacked_squared_norms(self.values)
         return mean
 
-    def feed_back(self, have_gradients: list[bool]) -> None:
+    def keep_unsent(self, have_gradients: list[bool]) -> None:
         """Do line 2: the residual is the values that were not sent, and rounding errors."""
         bucket, (positions, sent, *_) = self.bucket, self.selected
         leftovers = 0 if self.sketch is None else self.sketch.leftovers

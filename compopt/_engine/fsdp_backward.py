@@ -183,7 +183,7 @@ class ReduceScatterBucket(Bucket):
 
     def collect_residuals(self, reducer: Reducer, pending_residuals: PendingResiduals) -> None:
         """Add what this backward has not sent."""
-        reducer.feed_back([True] * len(self.pieces))
+        reducer.keep_unsent([True] * len(self.pieces))
         for i, (p, piece) in enumerate(zip(self.model_params, self.pieces, strict=True)):
             rest, position = self.state["residual"][i], self.bucket_positions[i]
             if position is None or rest is None:

@@ -164,7 +164,7 @@ class AnchorBucket(Bucket):
             for anchor, g in zip(self.select_sent(self.params), mean, strict=True):
                 anchor.grad = distribute_like(anchor, g)
 
-    def feed_back(self) -> None:
+    def keep_unsent(self) -> None:
         """Set residuals to what rounding has taken off."""
         errors = self.payload.rounding_errors
         if not self.is_averaged or not self.sent_indices:
@@ -446,7 +446,7 @@ class Anchors:
             if any(bucket.is_averaged for bucket in buckets):
                 self.outer.step()
         for bucket in buckets:
-            bucket.feed_back()
+            bucket.keep_unsent()
         for t in self.tensors:
             t.anchor.grad = None
         for group in {id(bucket.group): bucket.group for bucket in buckets}.values():

@@ -28,7 +28,7 @@ from .projection_options import is_reset_step
 from .stacks import (
     ProjectedStack,
     compute_cosines,
-    feed_back,
+    keep_unsent,
     multiply,
     orthonormalize_columns,
     reconstruct_rows,
@@ -238,13 +238,13 @@ class ProjectionReducer:
             number = i - stack.indices[0]
             yield reconstruct_rows(stack, number, self.mean.parts[i], start, stop).reshape(-1)
 
-    def feed_back(self, have_gradients: list[bool]) -> None:
+    def keep_unsent(self, have_gradients: list[bool]) -> None:
         """Do line 5, without a clip of the average."""
         reducer = self.inputs.dense_reducer
         if reducer is not None and reducer.sent_dense:
-            reducer.feed_back(have_gradients)
+            reducer.keep_unsent(have_gradients)
         for stack in self.stacks_with_gradients(have_gradients):
-            feed_back(stack, 1.0)
+            keep_unsent(stack, 1.0)
 
     def state_to_commit(self, i: int) -> dict[str, Tensor]:
         stack = self.stack_of.get(i)
@@ -268,7 +268,7 @@ class ProjectionReducer:
                     if flags[first]:
                         yield stack.select(slice(first, last))
 
-    def feed_back_dense(self, indices: Sequence[int], mean: Payload, factor: float) -> None:
+    def keep_unsent_dense(self, indices: Sequence[int], mean: Payload, factor: float) -> None:
         """Set the residuals of tensors that were sent dense to their rounding errors.
 
         ``factor`` has clipped the average. Of the old residual 1 - ``factor`` stays; of the new

@@ -58,7 +58,7 @@ class Ops:
     """The torch backend: PyTorch's operators, ``torch._fused_adamw_`` among them.
 
     The reducer's side: ``encode`` makes a bucket's payload, ``decode`` reads the average, and
-    ``feed_back`` updates residuals. The update's side: ``adamw``, ``adams``.
+    ``keep_unsent`` updates residuals. The update's side: ``adamw``, ``adams``.
     Selection: ``top_k_mask``, ``top_k_positions``. Fused implementations: ``run``, ``run_batched``.
     """
 
@@ -193,7 +193,7 @@ class Ops:
         if cleared:
             torch._foreach_zero_(cleared)
 
-    def feed_back(
+    def keep_unsent(
         self, bucket: Bucket, indices: list[int], grads: Tensors, mask: Mask, mean: Payload
     ) -> None:
         """Add gradients to the residuals of these tensors, and set residuals on the mask to the

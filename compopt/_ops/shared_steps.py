@@ -65,7 +65,7 @@ class MaskedAverage(Protocol):
     def note_residual(self, have_gradients: list[bool]) -> None:
         """Note whether residuals may be non-zero after this step."""
 
-    def feed_back(self, have_gradients: list[bool]) -> None:
+    def keep_unsent(self, have_gradients: list[bool]) -> None:
         """Set the residuals of tensors with a gradient on any rank."""
 
 
@@ -146,7 +146,7 @@ class FactoredAverages(Protocol):
     def list_dense(self, indices: Sequence[int]) -> list[int]:
         """Return those of ``indices`` that are in no stack."""
 
-    def feed_back_dense(self, indices: Sequence[int], mean: Payload, factor: float) -> None:
+    def keep_unsent_dense(self, indices: Sequence[int], mean: Payload, factor: float) -> None:
         """Update the residuals of tensors that were sent dense."""
 
     def error_share(self, factor: float) -> float:

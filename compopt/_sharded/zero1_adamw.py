@@ -49,7 +49,7 @@ def step_zero1_shards(bucket: Bucket, ops: Ops, reducer: ShardReducer) -> Reques
     yield from update.gather()
     # from here on state changes
     update.commit(mean.have_gradients)
-    reducer.feed_back(mean.have_gradients)
+    reducer.keep_unsent(mean.have_gradients)
 
 
 class ShardedAdamW:

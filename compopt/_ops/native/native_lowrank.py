@@ -296,4 +296,4 @@ def _update_dense(
     )
     options = adamw_options(bucket.group)
     run_over_rows(lengths, lambda a, b, _: ops.library.adamw(table, a, b, options))
-    reducer.feed_back_dense(numbers, mean, factor)
+    reducer.keep_unsent_dense(numbers, mean, factor)

@@ -172,7 +172,7 @@ def update_scape(
 def update_adams(bucket: Bucket, ops: LibraryOps, reducer: MaskedAverage) -> None:
     """Do ``_engine.reducer.step_adams`` for all tensors; called by ``Ops.run`` for AdamS."""
     _run_scape(bucket, ops, reducer.mean, reducer.mask, {"old": state_addresses(bucket, "exp_avg")})
-    reducer.feed_back(reducer.mean.have_gradients)
+    reducer.keep_unsent(reducer.mean.have_gradients)
 
 
 def _run_scape(

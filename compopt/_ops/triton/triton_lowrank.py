@@ -228,7 +228,7 @@ def _update_dense(batch: LaunchGroup, places: list[Places]) -> None:
         tensors = call.reducer.list_dense(given)
         if call.factor != 1 and tensors:
             torch._foreach_mul_([parts[i] for i in tensors], call.factor)
-        call.reducer.feed_back_dense(tensors, call.mean, call.factor)
+        call.reducer.keep_unsent_dense(tensors, call.mean, call.factor)
         for i in tensors:
             values = parts[i].data_ptr()
             row = lengths[i], 0, values, of.w[i], of.m[i], of.v[i], of.step[i], 1

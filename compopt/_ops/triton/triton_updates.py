@@ -189,7 +189,7 @@ def update_adams(ops: KernelOps, calls: Calls) -> list[None]:
         kernel = functools.partial(kernels.scape, batch.blocks, firsts, firsts, **hyper)
         batch.launch(kernel, kernels.scape_table, adams_rows, keys=[()] * len(batch.calls))
         for call, have_gradients in zip(batch.calls, batch.have_gradients, strict=True):
-            call.reducer.feed_back(have_gradients)
+            call.reducer.keep_unsent(have_gradients)
     return [None] * len(calls)
 
 
