@@ -10,26 +10,8 @@ from torch import Tensor
 
 from .._state.bucket import Bucket
 from .._state.masks import Mask, MaskSlice, Tensors
-from .._state.residuals import Residuals
 from .._wire.payload import Payload
-from .operations import Group, Ops
-
-
-def feed_back_rounding(
-    bucket: Bucket, ops: Ops, mean: Payload, mask: Mask, factor: float = 1.0
-) -> None:
-    """Write the rounding errors of the payload, times ``factor``, to the residuals, which are 0 on
-    the mask.
-    """
-    if mean.rounding_errors is None:
-        return
-    for i, has_gradient in enumerate(mean.have_gradients):
-        if has_gradient and bucket.compressed[i]:
-            rounding_errors = mean.rounding_error_parts[i]
-            rounding_errors = rounding_errors if factor == 1 else rounding_errors.mul_(factor)
-            with Residuals(bucket).open([i]) as opened:
-                ops.write_at(opened.tensors, [mask.positions[i]], [rounding_errors])
-
+from .operations import Group
 
 # TAGC
 

@@ -55,7 +55,7 @@ def sharded_scape(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
         gathered = yield AllGather(weights)  # line 4
         bucket.parameter_bytes = weights.nbytes
     yield ReadyToCommit()  # from here on state changes
-    update(bucket, owned, sent, gathered, momenta, selection)
+    commit_step(bucket, owned, sent, gathered, momenta, selection)
     yield from exchange_masks(bucket, mask, mean, selection)  # line 9
 
 
@@ -164,7 +164,7 @@ def step_owned(
     return torch.nn.functional.pad(new, (0, longest - new.numel())), momenta
 
 
-def update(
+def commit_step(
     bucket: Bucket,
     owned: OwnedElements,
     sent: list[Payload],

@@ -170,7 +170,7 @@ def test_a_batched_implementation_names_the_arguments_of_its_reference():
     calls = {
         reducer.step_adamw: triton_updates.AverageCall,
         reducer.step_adams: triton_updates.AverageCall,
-        scape.update: triton_updates.ScapeCall,
+        scape.step_scape: triton_updates.ScapeCall,
         separate.update_tensors: triton_lowrank.SeparateCall,
     }
     for reference_function, call in calls.items():

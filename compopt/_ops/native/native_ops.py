@@ -25,7 +25,7 @@ from .build import isa_of_library, load_library
 from .native_lowrank import multiply_stacks, orthonormalize_columns, update_separate, write_dense
 from .native_quantization import NativeBlocks, NativeCodec
 from .native_selection import NativeSelection, find_largest, select_largest
-from .native_updates import NativeUpdates, raise_bad_row, update_adams, update_adamw, update_scape
+from .native_updates import NativeUpdates, raise_bad_row, step_adams, step_adamw, step_scape
 from .passes import (
     PACK,
     Memory,
@@ -185,8 +185,8 @@ NativeOps.fused = {
     "_lowrank.projection_reducer.write_dense": Fused(can_write_dense, write_dense),
     "_lowrank.stacks.orthonormalize_columns": Fused(can_project, orthonormalize_columns),
     "separate.update_tensors": Fused(can_update_factored, update_separate),
-    "_engine.reducer.step_adamw": Fused(can_write, update_adamw),
-    "_engine.reducer.step_adams": Fused(can_write, update_adams),
-    "scape.update": Fused(can_write, update_scape),
+    "_engine.reducer.step_adamw": Fused(can_write, step_adamw),
+    "_engine.reducer.step_adams": Fused(can_write, step_adams),
+    "scape.step_scape": Fused(can_write, step_scape),
     "_sparse.scape_masks.Selection": Fused(can_write, NativeSelection),
 }

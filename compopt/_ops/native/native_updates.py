@@ -17,7 +17,6 @@ from ..._wire.payload import Payload
 from ..operations import Group
 from ..shared_steps import (
     MaskedAverage,
-    feed_back_rounding,
     gradient_weight,
     keep_absent_momenta,
     resize_momenta,
@@ -110,7 +109,7 @@ def adams_options(group: Group, clip: float) -> Options:
     return Options(lr, beta1, beta2, group["eps"], group["weight_decay"], clip, alpha)
 
 
-def update_adamw(bucket: Bucket, ops: LibraryOps, reducer: MaskedAverage) -> None:
+def step_adamw(bucket: Bucket, ops: LibraryOps, reducer: MaskedAverage) -> None:
     """Do ``_engine.reducer.step_adamw`` for all tensors; called by ``Ops.run`` for Radius."""
     mean, mask, lengths = reducer.mean, reducer.mask, bucket.lengths
     have_gradients = mean.have_gradients
@@ -135,7 +134,7 @@ def update_adamw(bucket: Bucket, ops: LibraryOps, reducer: MaskedAverage) -> Non
     reducer.note_residual(have_gradients)
 
 
-def update_scape(
+def step_scape(
     bucket: Bucket,
     ops: LibraryOps,
     mean: Payload,
@@ -166,10 +165,23 @@ def update_scape(
     for i, has_gradient in enumerate(have_gradients):
         if not has_gradient and selection:
             selection.select_absent(i)
-    feed_back_rounding(bucket, ops, mean, mask, 1 - bucket.group["betas"][0])
+    _keep_rounding_errors(bucket, ops, mean, mask)
 
 
-def update_adams(bucket: Bucket, ops: LibraryOps, reducer: MaskedAverage) -> None:
+def _keep_rounding_errors(bucket: Bucket, ops: LibraryOps, mean: Payload, mask: Mask) -> None:
+    """Write the payload's rounding errors, times 1 - b1, to the residuals, which are 0 on the
+    mask.
+    """
+    if mean.rounding_errors is None:
+        return
+    for i, has_gradient in enumerate(mean.have_gradients):
+        if has_gradient and bucket.compressed[i]:
+            errors = mean.rounding_error_parts[i].mul_(1 - bucket.group["betas"][0])
+            with Residuals(bucket).open([i]) as opened:
+                ops.write_at(opened.tensors, [mask.positions[i]], [errors])
+
+
+def step_adams(bucket: Bucket, ops: LibraryOps, reducer: MaskedAverage) -> None:
     """Do ``_engine.reducer.step_adams`` for all tensors; called by ``Ops.run`` for AdamS."""
     _run_scape(bucket, ops, reducer.mean, reducer.mask, {"old": state_addresses(bucket, "exp_avg")})
     reducer.keep_unsent(reducer.mean.have_gradients)

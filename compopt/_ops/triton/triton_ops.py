@@ -40,7 +40,7 @@ from .triton_lowrank import (
     update_separate,
 )
 from .triton_selection import TritonSelection
-from .triton_updates import update_adams, update_adamw, update_scape
+from .triton_updates import step_adams, step_adamw, step_scape
 
 MAX_MESSAGE_BYTES = 2**31  # kernels count the bytes of messages in 32 bits
 
@@ -198,9 +198,9 @@ def updates_residuals(ops: TritonOps, bucket: Bucket) -> bool:
 
 
 TritonOps.fused = {
-    "_engine.reducer.step_adamw": Fused(updates_residuals, update_adamw, is_batched=True),
-    "_engine.reducer.step_adams": Fused(is_supported, update_adams, is_batched=True),
-    "scape.update": Fused(is_supported, update_scape, is_batched=True),
+    "_engine.reducer.step_adamw": Fused(updates_residuals, step_adamw, is_batched=True),
+    "_engine.reducer.step_adams": Fused(is_supported, step_adams, is_batched=True),
+    "scape.step_scape": Fused(is_supported, step_scape, is_batched=True),
     "separate.update_tensors": Fused(updates_residuals, update_separate, is_batched=True),
     "_lowrank.stacks.multiply": Fused(can_project, multiply_stacks),
     "_lowrank.stacks.orthonormalize_columns": Fused(can_orthonormalize, orthonormalize_columns),

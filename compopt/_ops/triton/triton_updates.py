@@ -131,7 +131,7 @@ class AverageCall(NamedTuple):
         return self.reducer.mean
 
 
-def update_adamw(ops: KernelOps, calls: Calls) -> list[None]:
+def step_adamw(ops: KernelOps, calls: Calls) -> list[None]:
     """Do ``_engine.reducer.step_adamw`` for all tensors; called by ``run_batched_requests`` for
     Radius.
     """
@@ -178,7 +178,7 @@ def adamw_rows(call: AverageCall, have_gradients: list[bool]) -> Iterator[kernel
         )
 
 
-def update_adams(ops: KernelOps, calls: Calls) -> list[None]:
+def step_adams(ops: KernelOps, calls: Calls) -> list[None]:
     """Do ``_engine.reducer.step_adams`` for all tensors; called by ``run_batched_requests`` for
     AdamS.
     """
@@ -214,7 +214,7 @@ class ScapeCall(NamedTuple):
     selection: TritonSelection | None
 
 
-def update_scape(ops: KernelOps, calls: Calls) -> list[None]:
+def step_scape(ops: KernelOps, calls: Calls) -> list[None]:
     """Do SCAPE's lines 10, 11 and 16 to 21 for all tensors, and line 15 with selections."""
     names = ("betas", "eps", "weight_decay", "maximize")
     for batch in launch_groups_of(ops, [ScapeCall(*call) for call in calls]):
