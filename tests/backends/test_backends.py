@@ -159,6 +159,9 @@ def test_a_fused_implementation_has_its_references_place_and_arguments(backend):
         if not implementation.is_batched:
             expected, given = (list(inspect.signature(f).parameters) for f in (reference_function, implementation.run))
             assert given == expected, key
+        if "lowrank" not in implementation.run.__module__:  # whoever reads one finds the other, and the caller
+            first = " ".join(implementation.run.__doc__.partition("\n\n")[0].split())
+            assert f"``{key}``" in first and ("called by" in first or "made by" in first), key
 
 
 def test_a_batched_implementation_names_the_arguments_of_its_reference():

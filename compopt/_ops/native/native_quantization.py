@@ -24,7 +24,7 @@ def can_quantize(bits: int, values: Tensor) -> bool:
 
 
 class NativeCodec(QuantizedCodec):
-    """The reference's codec, by passes where they support the values."""
+    """``_wire.codec.QuantizedCodec`` by passes, where they support the values; payloads call it."""
 
     def __init__(self, library: ctypes.CDLL, bits: int):
         super().__init__(bits)
@@ -90,7 +90,10 @@ class NativeCodec(QuantizedCodec):
 
 
 class NativeMean(QuantizedMean):
-    """The reference's stages, with the same messages; the second in one pass over all ranks'."""
+    """``_wire.codec.QuantizedMean``, with the same messages, by passes; communicators call its stages.
+
+    The second stage is one pass over all ranks' codes.
+    """
 
     def __init__(self, library: ctypes.CDLL, payload: Payload, rank: int, ranks: int):
         super().__init__(payload, rank, ranks)
@@ -214,7 +217,10 @@ def pack(unpacked: list[Tensor], packed: Iterable[Tensor], bits: int) -> None:
 
 
 class NativeBlocks(BlockCodec):
-    """The reference's codec, with the same blocks; float64 is left to the reference."""
+    """``_state.blocks.BlockCodec``, with the same blocks, by passes; residuals call it.
+
+    float64 is left to the reference.
+    """
 
     def __init__(self, library: ctypes.CDLL):
         self.library = library

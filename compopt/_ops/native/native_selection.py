@@ -49,8 +49,9 @@ def find_largest(ops: LibraryOps, x: Tensor, k: int, out: Tensor, guess: float =
 
 
 class NativeSelection:
-    """The elements that this rank selects in one step: exactly k of every slice, so that all sizes
-    are known beforehand.
+    """``_sparse.scape_masks.Selection`` by C passes; made by ``Ops.run`` for SCAPE.
+
+    It selects exactly k of every slice, so that all sizes are known beforehand.
     """
 
     def __init__(self, bucket: Bucket, ops: LibraryOps, partition: MaskPartition, rank: int):

@@ -51,6 +51,7 @@ class NativeUpdates(LibraryOps):
         positions: Tensor | None,
         out: Sequence[list[Tensor]],
     ) -> None:
+        """Do ``Ops.compute_adamw`` in one pass; called by ``ShardedAdamW.compute``."""
         state = bucket.state
         moments = state["exp_avg"], state["exp_avg_sq"]
         old = [[column[i] for i in indices] for column in (weights, *moments)]
@@ -142,7 +143,7 @@ def step_scape(
     clip_factor_in_v: float,
     selection: NativeSelection | None,
 ) -> None:
-    """Do SCAPE's lines 10, 11 and 16 to 21 for all tensors, and line 15 with a selection."""
+    """Do ``scape.step_scape`` for all tensors; called by ``Ops.run`` for SCAPE."""
     lengths, have_gradients = bucket.lengths, mean.have_gradients
     momentum_mask = bucket.cache["momentum_mask"]
     old = resize_momenta(bucket, mean, mask)

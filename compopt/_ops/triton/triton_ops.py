@@ -115,7 +115,7 @@ class TritonOps(KernelOps):
 
 
 class TritonCodec(QuantizedCodec):
-    """The reference's codec; means by kernels where they support the payload."""
+    """``_wire.codec.QuantizedCodec``, with means by kernels where they support the payload."""
 
     def __init__(self, device: str, bits: int):
         super().__init__(bits)
@@ -129,7 +129,9 @@ class TritonCodec(QuantizedCodec):
 
 
 class TritonMean(QuantizedMean):
-    """The reference's stages with the same messages, in a launch or two for each stage."""
+    """``_wire.codec.QuantizedMean``, with the same messages, by a launch or two for each stage;
+    communicators call its stages.
+    """
 
     @property
     def is_supported(self) -> bool:

@@ -215,7 +215,7 @@ class ScapeCall(NamedTuple):
 
 
 def step_scape(ops: KernelOps, calls: Calls) -> list[None]:
-    """Do SCAPE's lines 10, 11 and 16 to 21 for all tensors, and line 15 with selections."""
+    """Do ``scape.step_scape`` for all tensors; called by ``run_batched_requests`` for SCAPE."""
     names = ("betas", "eps", "weight_decay", "maximize")
     for batch in launch_groups_of(ops, [ScapeCall(*call) for call in calls]):
         group, buckets = batch.group, batch.buckets
