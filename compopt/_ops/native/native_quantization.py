@@ -90,7 +90,7 @@ class NativeCodec(QuantizedCodec):
 
 
 class NativeMean(QuantizedMean):
-    """``_wire.codec.QuantizedMean`` with the same messages, by passes; communicators call its stages.
+    """``_wire.codec.QuantizedMean``, with the same messages, by passes; communicators call it.
 
     The second stage is one pass over all ranks' codes.
     """
