@@ -93,7 +93,7 @@ def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> RequestGenerator[N
         scale_(mean.body, clip_factor_in_v)
         clip_factor_in_v = 1.0
     # lines 10, 11 and 15 to 21
-    yield from ops.run_batched(step_scape, bucket, mean, mask, clip_factor_in_v, selection)
+    ops.run(step_scape, bucket, mean, mask, clip_factor_in_v, selection)
     yield from exchange_masks(bucket, mask, mean, selection)  # line 15
 
 

@@ -166,14 +166,13 @@ def test_a_fused_implementation_has_its_references_place_and_arguments(backend):
 
 def test_a_batched_implementation_names_the_arguments_of_its_reference():
     pytest.importorskip("triton")
-    from compopt import scape, separate
+    from compopt import separate
     from compopt._engine import reducer
     from compopt._ops.triton import triton_lowrank, triton_updates
 
     calls = {
         reducer.step_adamw: triton_updates.AverageCall,
         reducer.step_adams: triton_updates.AverageCall,
-        scape.step_scape: triton_updates.ScapeCall,
         separate.update_tensors: triton_lowrank.SeparateCall,
     }
     for reference_function, call in calls.items():

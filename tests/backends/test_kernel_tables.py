@@ -269,7 +269,7 @@ def test_steady_steps_make_no_table(name, triton, monkeypatch):
             optimizer.param_groups[0]["lr"] *= 0.9
         job.step()
     # SCAPE's momenta that are held apart, what it selects of and its messages are in memory of their own
-    local = {"scape_rows", "selection", "encode", "decode"} if name.startswith("SCAPE") else set()
+    local = {"scape", "selection", "encode", "decode"} if name.startswith("SCAPE") else set()
     assert not set(made) - local
 
 

@@ -202,7 +202,7 @@ def updates_residuals(ops: TritonOps, bucket: Bucket) -> bool:
 TritonOps.fused = {
     "_engine.reducer.step_adamw": Fused(updates_residuals, step_adamw, is_batched=True),
     "_engine.reducer.step_adams": Fused(is_supported, step_adams, is_batched=True),
-    "scape.step_scape": Fused(is_supported, step_scape, is_batched=True),
+    "scape.step_scape": Fused(is_supported, step_scape),
     "separate.update_tensors": Fused(updates_residuals, update_separate, is_batched=True),
     "_lowrank.stacks.multiply": Fused(can_project, multiply_stacks),
     "_lowrank.stacks.orthonormalize_columns": Fused(can_orthonormalize, orthonormalize_columns),

@@ -89,7 +89,6 @@ class TritonSelection:
             rows.append(
                 kernels.ScapeRow(
                     bucket.lengths[i],
-                    bits=None,
                     held=bucket.cache["momentum_mask"].bits[i],
                     old=momenta[i],
                     residual=residuals[i],
