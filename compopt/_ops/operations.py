@@ -99,9 +99,13 @@ class Ops:
         serve all buckets.
         """
         fused = self._find_fused(reference, bucket)
-        if fused is None or not fused.is_batched:
-            return self.run(reference, bucket, *args, **options)
-        result: Result = yield RunBatched(fused, self, (bucket, *args))
+        if fused is None:
+            return reference(bucket, self, *args, **options)
+        result: Result
+        if fused.is_batched:
+            result = yield RunBatched(fused, self, (bucket, *args))
+        else:
+            result = fused.run(bucket, self, *args, **options)
         return result
 
     def _find_fused(self, reference: Callable[..., Any], bucket: Bucket) -> Fused | None:
@@ -488,12 +492,6 @@ def squared_norms_on_cpu(xs: Sequence[Tensor]) -> Tensor:
 def clip_factor(norm: float, max_norm: float | None) -> float:
     """Return the factor on a gradient of this norm, as in ``torch.nn.utils.clip_grad_norm_``."""
     return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
-
-
-def scale_(x: Tensor, factor: float) -> None:
-    """Multiply ``x`` by ``factor``, in place."""
-    if factor != 1:
-        x.mul_(factor)
 
 
 def scale_all_(xs: list[Tensor], factor: float) -> None:

@@ -98,6 +98,8 @@ class Bucket:
         self._replaced: dict[str, tuple[Tensor, list[int], list[Tensor], list[Tensor]]] = {}
         # Counts allocations: a change of the version means that addresses have changed.
         self.storage_version = 0
+        # Stacks of state, and the version in which they are views of it.
+        self._stacks: dict[tuple[str, range], tuple[int, Tensor]] = {}
         # The steps each tensor has taken: ``state["step"]`` as a vector.
         self.step_counts: Tensor | None = None
         # The optimizer's state of each tensor, which shows the views.
@@ -206,12 +208,17 @@ class Bucket:
         """Return one kind of state of neighbours that have it in one shape, as one tensor: a view
         of the state, or a copy where it has been collected from other buckets.
         """
+        version, stack = self._stacks.get((name, indices), (None, None))
+        if stack is not None and version == self.storage_version:
+            return stack
         views = [self.state[name][i] for i in indices]
         first, size = views[0], views[0].itemsize * views[0].numel()
         distances = [b.data_ptr() - a.data_ptr() for a, b in pairwise(views)]
         if any(distance != size for distance in distances) or not first.is_contiguous():
             return torch.stack(views)
-        return first.as_strided((len(views), *first.shape), (first.numel(), *first.stride()))
+        stack = first.as_strided((len(views), *first.shape), (first.numel(), *first.stride()))
+        self._stacks[name, indices] = self.storage_version, stack
+        return stack
 
     def resize_state(self, name: str, sizes: list[int]) -> list[Tensor]:
         """Allocate state on a mask with other sizes, contents undefined; return its views.

@@ -17,6 +17,9 @@ from .tensors import CompressionRule, get_grad_dtype, is_compressed, largest_par
 # Bytes of parameters: enough for the link's bandwidth, few enough to overlap with backward. On a
 # device every bucket costs launches and host waits.
 BUCKET_BYTES, DEVICE_BUCKET_BYTES = 8 * 2**20, 128 * 2**20
+# Buckets are joined while they send at most the largest size of a bucket, on CPUs this part of it:
+# what leaves during backward saves less there than the steps of small buckets cost.
+JOINED_PART_ON_CPU = 1 / 8
 
 # Parameters of one group, with their names.
 UniformParams = tuple[dict[str, Any], list[Tensor], list[str]]
@@ -29,7 +32,7 @@ def make_buckets(
     bytes_sent: Callable[[Bucket], float] | None = None,
 ) -> list[Bucket]:
     """Assign the parameters of all groups to buckets, the last registered first: of about 8 MiB on
-    CPUs, 128 MiB on other devices; larger where these send little.
+    CPUs, 128 MiB on other devices; larger where these send little: less than 1 or 128 MiB.
 
     ``compression_rule`` decides which parameters are compressed, by default :func:`is_compressed`.
     ``included`` are the parameters to assign, by default all that require a gradient.
@@ -43,12 +46,12 @@ def make_buckets(
 
     for of_group in reversed(list(_uniform_runs(groups, included))):
         pieces = list(_cut_by_bytes(of_group))
-        if bytes_sent is not None and len(pieces) > 1 and joins_buckets(pieces[0][1][0].device):
+        if bytes_sent is not None and len(pieces) > 1:
             sent = []
             for bucket in (make(0, piece) for piece in pieces):
                 bucket.lengths = [largest_part_numel(p) for p in bucket.params]
                 sent.append(bytes_sent(bucket))
-            pieces = _join_by_bytes(pieces, sent)
+            pieces = _join_by_bytes(pieces, sent, joined_bytes(pieces[0][1][0].device))
         runs += [_sort_by_shape(piece, compression_rule or is_compressed) for piece in pieces]
     return [make(index, run) for index, run in enumerate(runs)]
 
@@ -69,12 +72,14 @@ def _cut_by_bytes(run: UniformParams) -> Iterator[UniformParams]:
     yield piece
 
 
-def _join_by_bytes(pieces: list[UniformParams], sent: list[float]) -> list[UniformParams]:
-    """Join neighbours while they send at most ``DEVICE_BUCKET_BYTES`` together."""
+def _join_by_bytes(
+    pieces: list[UniformParams], sent: list[float], most: float
+) -> list[UniformParams]:
+    """Join neighbours while they send at most ``most`` bytes together."""
     joined: list[UniformParams] = []
     total = 0.0
     for (group, params, names), size in zip(pieces, sent, strict=True):
-        if joined and total + size <= DEVICE_BUCKET_BYTES:
+        if joined and total + size <= most:
             joined[-1] = group, [*joined[-1][1], *params], [*joined[-1][2], *names]
             total += size
         else:
@@ -103,9 +108,9 @@ def bucket_bytes(device: torch.device) -> int:
     return BUCKET_BYTES if device.type == "cpu" else DEVICE_BUCKET_BYTES
 
 
-def joins_buckets(device: torch.device) -> bool:
-    """True where launches cost more than what leaves during backward saves: not on CPUs."""
-    return device.type != "cpu"
+def joined_bytes(device: torch.device) -> float:
+    """Return how much joined buckets send at most."""
+    return bucket_bytes(device) * (JOINED_PART_ON_CPU if device.type == "cpu" else 1)
 
 
 def _uniform_runs(
