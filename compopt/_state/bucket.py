@@ -108,10 +108,9 @@ class Bucket:
         # Unsharded copies of sharded state, from consolidate_state to the next step.
         self.gathered_state: dict[str, list[Tensor | None]] = {}
         # Derived from state: recomputed if absent, never saved. ``has_residual``: a residual may be
-        # non-zero. ``mask``: Radius's mask, or the one SCAPE's momentum is on; ``next_mask``: the
-        # one that SCAPE's next step sends; ``overlap``: elements that a new mask shares with the
-        # last. ``union_and_leftovers``: of TAGC's last exchange. ``selected``: tables of the triton
-        # backend.
+        # non-zero. ``mask``: Radius's mask. ``momentum_mask``: the one that SCAPE's momentum is on;
+        # ``next_mask``: the one that its next step sends. ``union_and_leftovers``: of TAGC's last
+        # exchange. ``guesses`` and ``pieces``: thresholds and runs of the native backend.
         self.cache: dict[str, Any] = {}
 
         # Messages and memory of a step. All buckets of an optimizer share the scratch memory.
