@@ -31,7 +31,7 @@ from ._engine.options import (
     read_residual_dtype,
 )
 from ._engine.reducer import AllReduceReducer, step_adams
-from ._ops.operations import Ops, clip_factor, scale_all_
+from ._ops.operations import Ops, clip_factor, scale_
 from ._state.bucket import Bucket
 from ._state.layouts import Layout, LocalShape
 from ._state.residuals import residual_layout
@@ -48,7 +48,7 @@ def adams(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     reducer = AllReduceReducer(bucket, ops)
     mean = yield from reducer.reduce()
     norm = yield Agree(mean, reducer.phase)  # from here on state changes
-    scale_all_([mean.body], clip_factor(norm, bucket.group["max_grad_norm"]))
+    scale_(mean.body, clip_factor(norm, bucket.group["max_grad_norm"]))
     if bucket.group["maximize"]:
         mean.body.neg_()
     yield from ops.run_batched(step_adams, bucket, reducer)

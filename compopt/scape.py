@@ -47,7 +47,7 @@ from ._engine.options import (
 )
 from ._engine.session import weak_method
 from ._engine.stats import Stats
-from ._ops.operations import Ops, clip_factor, scale_all_
+from ._ops.operations import Ops, clip_factor, scale_
 from ._ops.shared_steps import (
     compute_x_of_slice,
     gradient_weight,
@@ -90,7 +90,7 @@ def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> RequestGenerator[N
     norm = yield Agree(mean, mask.phase)  # from here on state changes
     clip_factor_in_v = clip_factor(norm, group["max_grad_norm"])  # line 18
     if group["clip"] == "consistent":
-        scale_all_([mean.body], clip_factor_in_v)
+        scale_(mean.body, clip_factor_in_v)
         clip_factor_in_v = 1.0
     # lines 10, 11 and 15 to 21
     ops.run(step_scape, bucket, mean, mask, clip_factor_in_v, selection)

@@ -28,7 +28,7 @@ from .._engine.resharding import copy_from_rank_ahead, write_tensors
 from .._engine.session import Session
 from .._engine.signals import defer_signals
 from .._ops.backends import choose_backend
-from .._ops.operations import Ops, scale_all_
+from .._ops.operations import Ops, scale_
 from .._state.bucket import Bucket
 from .._state.buckets import bucket_bytes
 from .._state.layouts import LocalShape
@@ -142,7 +142,7 @@ class AnchorBucket(Bucket):
         if is_lost:
             self.payload.header.zero_()
             values.zero_()
-        scale_all_([values], weight)
+        scale_(values, weight)
         residuals, indices = Residuals(self), self.sent_indices
         if residuals.is_exact and len(indices) == len(self.tensors):
             return self.payload.round(residuals.flat)

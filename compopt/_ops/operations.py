@@ -494,6 +494,12 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
     return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
 
 
+def scale_(x: Tensor, factor: float) -> None:
+    """Multiply ``x`` by ``factor``, in place. (``_foreach_mul_`` rounds the factor to bfloat16.)"""
+    if factor != 1:
+        x.mul_(factor)
+
+
 def scale_all_(xs: list[Tensor], factor: float) -> None:
     """Multiply every tensor by ``factor``, in place."""
     if factor != 1 and xs:
