@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from compopt._engine import handshake
 from compopt._state.bits import pack_bits, set_bits_
-from compopt._state.buckets import Bucket
+from compopt._state.bucket import Bucket
 from compopt._state.masks import encode_mask, partition_mask
 from compopt._wire.collectives import Communicator, PendingCollective
 from compopt._wire.requests import (

@@ -39,12 +39,10 @@ def operations(n: int, device: torch.device) -> dict[str, Operation]:
     import compopt_kernels as kernels
 
     flags = torch.rand(n, device=device) < 0.4
-    bits = kernels.pack_bits(flags)
     whole, other = (torch.randn(n, device=device) for _ in range(2))
     results = {
         "copy": Operation(lambda: other.copy_(whole), 8 * n),
         "pack_bits": Operation(lambda: kernels.pack_bits(flags), n + n / 8),
-        "unpack_bits": Operation(lambda: kernels.unpack_bits(bits, n), n + n / 8),
     }
     lengths = (n // 8, n // 8, n // 4, n // 2)
     for density in (0.4, 0.01):
@@ -78,7 +76,6 @@ def masked(lengths: tuple[int, ...], density: float, device: torch.device) -> di
     top = [kernels.TopKRow(*row) for row in zip(lengths, sizes, e, map(torch.empty_like, bits), strict=True)]
     runs: dict[str, tuple[Callable[[], object], float]] = {
         "block_offsets": (lambda: kernels.block_offsets(blocks, bits), n / 8),
-        "positions": (lambda: kernels.positions(blocks, bits, starts, sizes), n / 8 + 4 * k),
         "compact": (
             lambda: kernels.compact(blocks, bits, starts, g, values, marks, e, 1.0, 1.0),
             4 * n + n / 8 + 8 * k,

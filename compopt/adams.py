@@ -32,7 +32,7 @@ from ._engine.options import (
 )
 from ._engine.reducer import AllReduceReducer, step_adams
 from ._ops.operations import Ops, clip_factor, scale_
-from ._state.buckets import Bucket
+from ._state.bucket import Bucket
 from ._state.layouts import Layout, LocalShape
 from ._state.residuals import residual_layout
 from ._wire.collectives import ProcessGroup

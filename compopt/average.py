@@ -36,7 +36,7 @@ from ._engine.reducer import (
 from ._engine.reducing_optimizer import GatherDtype, ReducingOptimizer
 from ._engine.wrapper import Wrapper
 from ._ops.operations import Ops, clip_factor
-from ._state.buckets import Bucket
+from ._state.bucket import Bucket
 from ._state.layouts import Layout
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import PayloadDtype

@@ -66,7 +66,7 @@ from ._local.anchored import AnchoredWrapper
 from ._local.anchors import GROUP, MakeOuter, reset_moments, sum_squares, write_params
 from ._local.fragment_sync import FragmentSync, RunningSync
 from ._ops.operations import clip_factor, scale_all_, total_norm
-from ._state.buckets import Bucket
+from ._state.bucket import Bucket
 from ._state.layouts import Layout, LocalShape, PaddedVector
 from ._state.residuals import residual_layout
 from ._state.tensors import to_local

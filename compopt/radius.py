@@ -51,7 +51,7 @@ from ._engine.options import (
 from ._engine.reducer import AllReduceReducer, step_adamw
 from ._ops.operations import Ops, clip_factor, scale_
 from ._ops.reference import update_magnitudes
-from ._state.buckets import Bucket
+from ._state.bucket import Bucket
 from ._state.layouts import Bits, Layout, LocalShape
 from ._state.masks import Mask, selection_size, sizes_at_density
 from ._state.residuals import residual_layout
@@ -126,7 +126,7 @@ def broadcast_mask(
     bucket.flat["mask"].zero_()
     flat = yield Broadcast(torch.cat(new), confirm=True)
     bucket.flat["mask"].copy_(flat)
-    bucket.cache["mask"] = Mask(bucket, bits=state, sizes=sizes, decode=ops.positions)
+    bucket.cache["mask"] = Mask(bucket, bits=state, sizes=sizes)
 
 
 class RadiusAdamW(CompressedOptimizer):
@@ -252,4 +252,4 @@ class RadiusAdamW(CompressedOptimizer):
         bucket.cache.clear()
         bits = bucket.state["mask"]
         if any(bucket.compressed) and all(b is None or not b.numel() or b.any() for b in bits):
-            bucket.cache["mask"] = Mask(bucket, bits=bits, decode=self.ops.positions)
+            bucket.cache["mask"] = Mask(bucket, bits=bits)

@@ -48,7 +48,7 @@ from ._engine.options import (
 from ._engine.session import weak_method
 from ._engine.stats import Stats
 from ._ops.operations import Ops, clip_factor, scale_
-from ._ops.update_helpers import (
+from ._ops.shared_steps import (
     compute_x_of_slice,
     gradient_weight,
     keep_absent_momenta,
@@ -66,7 +66,7 @@ from ._sparse.scape_masks import (
     scape_stats,
 )
 from ._state.bits import count_set_bits
-from ._state.buckets import Bucket
+from ._state.bucket import Bucket
 from ._state.layouts import Bits, Layout, LocalShape, OnMask, Sharded
 from ._state.masks import Mask, sizes_at_density
 from ._state.residuals import Residuals
@@ -93,11 +93,11 @@ def scape(bucket: Bucket, ops: Ops, rank: int, ranks: int) -> RequestGenerator[N
         scale_(mean.body, clip_factor_in_v)
         clip_factor_in_v = 1.0
     # lines 10, 11 and 15 to 21
-    yield from ops.run_batched(update, bucket, mean, mask, clip_factor_in_v, selection)
-    yield from exchange_masks(bucket, ops, mask, mean, selection)  # line 15
+    ops.run(step_scape, bucket, mean, mask, clip_factor_in_v, selection)
+    yield from exchange_masks(bucket, mask, mean, selection)  # line 15
 
 
-def update(
+def step_scape(
     bucket: Bucket,
     ops: Ops,
     mean: Payload,
@@ -231,7 +231,7 @@ class ScapeAdamS(CompressedOptimizer):
     is 0 elsewhere), ``mask`` and ``next_mask`` 1/8 each. Not saved: the
     decoded positions of both masks, 4 x density each, and scratch memory: 1 byte per element of one
     bucket and 4 per element of the largest tensor ("native": 45 bytes per selected element of the
-    largest tensor; "triton": 4 bytes per element of this rank's shard, at most 256 MiB).
+    largest tensor; "triton": 4 bytes per element that this rank selects among in one bucket).
 
     Raises:
         ValueError: an option is out of its range.
@@ -353,4 +353,4 @@ class ScapeAdamS(CompressedOptimizer):
 
     def rebuild_cache(self, bucket: Bucket) -> None:
         bucket.cache.clear()
-        restore_masks(bucket, self.ops.positions)
+        restore_masks(bucket)

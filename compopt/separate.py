@@ -55,9 +55,9 @@ from ._engine.wrapper import Wrapper
 from ._lowrank.projecting_optimizer import ProjectingOptimizer
 from ._lowrank.projection_options import check_group_sizes, resolve_options
 from ._lowrank.projection_reducer import ProjectionReducer
-from ._lowrank.stacks import feed_back, reconstruct
+from ._lowrank.stacks import keep_unsent, reconstruct
 from ._ops.operations import Ops, clip_factor, scale_all_
-from ._state.buckets import Bucket
+from ._state.bucket import Bucket
 from ._state.layouts import Layout, LocalShape
 from ._wire.collectives import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype
@@ -102,13 +102,13 @@ def update_tensors(
         ghat = update.memory_for_stack(bucket, stack.indices)
         reconstruct(ops, stack, factor, ghat)  # line 4
         update.apply(bucket, [*stack.indices], [*ghat.unbind()])
-        feed_back(stack, factor)  # line 5
+        keep_unsent(stack, factor)  # line 5
     if dense:
         parts = [mean.parts[i] for i in dense]
         averages = write_averages(update.memory_for(bucket, dense, parts), parts)
         scale_all_(averages, factor)
         update.apply(bucket, dense, averages)
-        reducer.feed_back_dense(dense, mean, factor)
+        reducer.keep_unsent_dense(dense, mean, factor)
 
 
 def choose_generator(optimizer: SeparateAdam | Separate, bucket: Bucket) -> RequestGenerator[None]:

@@ -54,12 +54,12 @@ from ._engine.options import (
 from ._engine.reducer import AdamWUpdate, OwnerReducer, ReduceScatterReducer
 from ._engine.reducing_optimizer import GatherDtype, ReducingOptimizer
 from ._engine.stats import Stats
-from ._ops.operations import Ops, flag_gradients, squared_norms
-from ._ops.update_helpers import Selected
+from ._ops.operations import Ops, flag_gradients, stacked_squared_norms
+from ._ops.shared_steps import Selected
 from ._sharded.sketch import Sketch
 from ._sharded.zero1_adamw import UpdateDtype, check_gathers, check_updates, step_zero1_shards
 from ._state.bits import make_bits, unpack_bits
-from ._state.buckets import Bucket
+from ._state.bucket import Bucket
 from ._state.layouts import Layout, Sharded
 from ._state.masks import Tensors, sizes_at_density
 from ._state.residuals import Residuals
@@ -99,9 +99,9 @@ class DenseStart(ReduceScatterReducer):
 
     phase: Phase = "dense"
 
-    def feed_back(self, have_gradients: list[bool]) -> None:
+    def keep_unsent(self, have_gradients: list[bool]) -> None:
         self.bucket.cache["union_and_leftovers"] = None, 0
-        super().feed_back(have_gradients)
+        super().keep_unsent(have_gradients)
 
 
 class UnionReducer(OwnerReducer):
@@ -150,10 +150,10 @@ class UnionReducer(OwnerReducer):
         self.values = mean.parts
         if self.sketch is not None:  # line 10
             self.values = [*mean.parts[:-1], self.sketch.decode(mean.parts[-1])]
-            self.squared_norm = torch.stack(squared_norms(self.values))
+            self.squared_norm = stacked_squared_norms(self.values)
         return mean
 
-    def feed_back(self, have_gradients: list[bool]) -> None:
+    def keep_unsent(self, have_gradients: list[bool]) -> None:
         """Do line 2: the residual is the values that were not sent, and rounding errors."""
         bucket, (positions, sent, *_) = self.bucket, self.selected
         leftovers = 0 if self.sketch is None else self.sketch.leftovers
@@ -168,7 +168,7 @@ class UnionReducer(OwnerReducer):
             sent = sent * has_gradient.index_select(0, self.layout.tensors_at(positions))
         rows = zip(self.grads, have_gradients, strict=True)
         grads = [g if has_gradient else None for g, has_gradient in rows]
-        self.ops.run(hold_back, bucket, grads, positions, sent)
+        hold_back(bucket, grads, positions, sent)
         bucket.cache["has_residual"] = True
 
 
@@ -204,7 +204,7 @@ def select_largest(bucket: Bucket, ops: Ops, grads: Tensors, ks: list[int]) -> S
     )
 
 
-def hold_back(bucket: Bucket, ops: Ops, grads: Tensors, positions: Tensor, sent: Tensor) -> None:
+def hold_back(bucket: Bucket, grads: Tensors, positions: Tensor, sent: Tensor) -> None:
     """Do line 2: add gradients to residuals, and subtract what was sent at these positions."""
     at = bucket.shards.map_to_tensors(positions)
     with Residuals(bucket).open() as opened:

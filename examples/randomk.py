@@ -24,7 +24,7 @@ from compopt._engine.reducer import AdamWUpdate, AllReduceReducer, step_by_avera
 from compopt._engine.reducing_optimizer import ReducingOptimizer
 from compopt._ops.operations import clip_factor
 from compopt._sharded.zero1_adamw import step_zero1_shards
-from compopt._state.buckets import Bucket
+from compopt._state.bucket import Bucket
 from compopt._state.layouts import Layout
 from compopt._state.masks import Mask, selection_size
 from compopt._wire.collectives import ProcessGroup

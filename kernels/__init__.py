@@ -23,7 +23,7 @@ from .elias_fano import (
     encode_table,
 )
 from .factored import FactoredRow, FactoredTypes, factored, factored_table
-from .mask_bits import block_offsets, block_offsets_table, pack_bits, positions, unpack_bits
+from .mask_bits import block_offsets, block_offsets_table, pack_bits
 from .project import ProjectRow, ProjectTypes, Tiles, project, project_table, project_tiles
 from .quantize import (
     Programs,
@@ -76,7 +76,6 @@ __all__ = [
     "moment_table",
     "orthonormalize",
     "pack_bits",
-    "positions",
     "prepare_orthonormalize",
     "project",
     "project_table",
@@ -86,6 +85,5 @@ __all__ = [
     "scape_table",
     "top_k",
     "top_k_table",
-    "unpack_bits",
     "upload",
 ]

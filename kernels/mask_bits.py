@@ -1,7 +1,6 @@
-"""Packed masks: one bit an element, and the positions of set bits.
+"""Packed masks: one bit an element, and how many are set before each block.
 
-References: ``pack_bits``, ``unpack_bits``, ``positions`` of
-``tests/support/oracles/kernels.py``.
+Reference: ``pack_bits`` of ``tests/support/oracles/kernels.py``.
 """
 
 from __future__ import annotations
@@ -13,21 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._blocks import (
-    BLOCK,
-    TYPES,
-    Blocks,
-    Table,
-    inlined,
-    load_block,
-    load_mask,
-    on,
-    selected_before,
-    store_field,
-    upload_table,
-)
+from ._blocks import BLOCK, Blocks, Table, inlined, load_block, load_mask, on
 
-BITS, OUT, SIZE = (tl.constexpr(f) for f in (1, 2, 3))
+BITS = tl.constexpr(1)
 
 
 @inlined
@@ -47,24 +34,9 @@ def _pack(mask, bits, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _unpack(bits, mask, n, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    bytes_ = tl.load(bits + (i >> 3), mask=i < n, other=0).to(tl.int32)
-    tl.store(mask + i, ((bytes_ >> (i & 7).to(tl.int32)) & 1).to(tl.uint8), mask=i < n)
-
-
-@triton.jit
 def _count(where, table, counts, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
     block, row, i, in_range = load_block(where, table, FIELDS, BLOCK)
     tl.store(counts + block, tl.sum(load_mask(row, BITS, i, in_range), 0))
-
-
-@triton.jit
-def _positions(where, table, starts, TYPE: tl.constexpr, BLOCK: tl.constexpr):
-    block, row, i, in_range = load_block(where, table, 4, BLOCK)
-    chosen = load_mask(row, BITS, i, in_range)
-    at = selected_before(chosen, starts, block)
-    store_field(row, OUT, at, (chosen == 1) & (at < tl.load(row + SIZE)), i, TYPE)
 
 
 def pack_bits(mask: Tensor, block: int = BLOCK) -> Tensor:
@@ -76,15 +48,6 @@ def pack_bits(mask: Tensor, block: int = BLOCK) -> Tensor:
         with on(mask.device):
             _pack[(triton.cdiv(n, block),)](flags, bits, n, BLOCK=block)
     return bits
-
-
-def unpack_bits(bits: Tensor, n: int, block: int = BLOCK) -> Tensor:
-    """Return ceil(n/8) bytes as n booleans."""
-    mask = torch.empty(n, dtype=torch.uint8, device=bits.device)
-    if n:
-        with on(bits.device):
-            _unpack[(triton.cdiv(n, block),)](bits, mask, n, BLOCK=block)
-    return mask.view(torch.bool)
 
 
 def block_offsets_table(blocks: Blocks, bits: Sequence[Tensor | None]) -> Table:
@@ -102,20 +65,3 @@ def block_offsets(blocks: Blocks, bits: Sequence[Tensor | None] | Table) -> Tens
     counts = torch.empty(blocks.count, dtype=torch.int32, device=table.device)
     blocks.launch(_count, table.with_head(), counts, FIELDS=table.constants["FIELDS"])
     return blocks.prefix_sums(counts)
-
-
-def positions(
-    blocks: Blocks, bits: Sequence[Tensor], offsets: Tensor, sizes: Sequence[int]
-) -> list[Tensor]:
-    """Return the selected positions of each tensor, ascending: int32, or int64 where any tensor
-    needs it.
-
-    ``offsets``: the ``block_offsets``. ``sizes``: how many positions there are, so that the host
-    need not wait; no more than these are written.
-    """
-    device = blocks.where.device
-    dtype = torch.int32 if max(blocks.lengths, default=0) < 2**31 else torch.int64
-    results = list(torch.empty(sum(sizes), dtype=dtype, device=device).split(list(sizes)))
-    rows = upload_table(list(zip(blocks.lengths, bits, results, sizes, strict=True)), device)
-    blocks.launch(_positions, rows, offsets, TYPE=TYPES[dtype])
-    return results

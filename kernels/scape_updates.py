@@ -44,9 +44,9 @@ class ScapeRow(NamedTuple):
     """
 
     n: int
-    bits: Tensor | None
-    held: Tensor | None
-    old: Tensor
+    bits: Tensor | None = None
+    held: Tensor | None = None
+    old: Tensor | None = None
     values: Tensor | None = None
     w: Tensor | None = None
     m: Tensor | None = None
@@ -207,7 +207,8 @@ def scape(
 def _types(rows: Sequence[ScapeRow]) -> dict[str, tl.dtype]:
     """Return the dtypes of state and of gradients."""
     grads = [row.grad.dtype for row in rows if row.grad is not None]
-    return {"ST": TYPES[rows[0].old.dtype], "GT": TYPES[grads[0] if grads else torch.float32]}
+    (state,) = {row.old.dtype for row in rows if row.old is not None}
+    return {"ST": TYPES[state], "GT": TYPES[grads[0] if grads else torch.float32]}
 
 
 def _head(

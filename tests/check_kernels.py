@@ -43,9 +43,7 @@ PROJECT = dict(ST=F32, NT=F32, OT=F32, HT=F32, R=16, OUTPUTS=64, DEPTH=64, CHUNK
 CASES = {
     "_blocks._starts": [dict(PART=2048)],
     "mask_bits._count": [dict(FIELDS=2), dict(FIELDS=5)],
-    "mask_bits._positions": [dict(TYPE=tl.int32), dict(TYPE=tl.int64)],
     "mask_bits._pack": [{}],
-    "mask_bits._unpack": [{}],
     "compact._compact": [
         dict(GT=BF16, ST=F32, OT=BF16, HT=BF16, ALIGN=1),
         dict(GT=F32, ST=F32, OT=F32, HT=F32, ALIGN=16),

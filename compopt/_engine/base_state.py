@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._state.buckets import Bucket
+from .._state.bucket import Bucket
 from .._state.tensors import to_local
 from .._wire.collectives import Communicator
 from .._wire.requests import AllGather, AllReduceMean, Broadcast

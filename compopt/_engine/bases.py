@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._state.buckets import Bucket
+from .._state.bucket import Bucket
 from .._state.tensors import distribute_like, get_grad_dtype, is_accelerator, to_local
 from .._wire.collectives import get_rank
 from .._wire.warning import warn

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._state.buckets import Bucket
+from .._state.bucket import Bucket
 from .._state.layouts import Layout, TensorInfo
 from .._state.tensors import to_local
 from .._wire.codec import dtype_name

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .._state.buckets import Bucket
+from .._state.bucket import Bucket
 from .._wire.collectives import Communicator, PendingCollective, profiler_range
 from .._wire.payload import ControlFields, FieldValues, Payload, encode_stamp
 from .._wire.requests import (

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .._ops.operations import Ops, clip_factor, stacked_squared_norms
-from .._state.buckets import Bucket
+from .._state.bucket import Bucket
 from .._state.layouts import PaddedVector
 from .._state.residuals import Residuals
 from .._state.shards import ParamColumns, cut_by_rows, place_in_rows
@@ -191,7 +191,7 @@ class ReduceScatterBucket(Bucket):
 
     def collect_residuals(self, reducer: Reducer, pending_residuals: PendingResiduals) -> None:
         """Add what this backward has not sent."""
-        reducer.feed_back([True] * len(self.pieces))
+        reducer.keep_unsent([True] * len(self.pieces))
         for i, (p, piece) in enumerate(zip(self.model_params, self.pieces, strict=True)):
             rest, position = self.state["residual"][i], self.bucket_positions[i]
             if position is None or rest is None:

@@ -9,7 +9,7 @@ from operator import attrgetter, is_not
 import torch
 from torch import Tensor
 
-from .._state.buckets import Bucket
+from .._state.bucket import Bucket
 from .._state.tensors import to_local
 from .optimizer_base import OptimizerBase
 from .session import Session

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from .._ops.operations import Ops
-from .._state.buckets import Bucket
+from .._state.bucket import Bucket
 from .._wire.collectives import (
     Communicator,
     PendingCollective,

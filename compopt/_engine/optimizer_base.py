@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._state.buckets import Bucket
+from .._state.bucket import Bucket
 from .._state.layouts import Layout, LocalShape, Sharded
 from .._state.tensors import is_compressed
 from .._wire.collectives import PendingCollective

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias, TypedDict
 import torch
 from torch import Tensor
 
-from .._state.buckets import Bucket
+from .._state.bucket import Bucket
 from .._wire.codec import CODEC_NAMES, dtype_name, find_codec
 from .._wire.collectives import get_rank
 from .._wire.warning import warn

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from .._state.buckets import Bucket
+from .._state.bucket import Bucket
 from .._wire.collectives import Communicator
 from .._wire.requests import Broadcast, CommunicationError
 from .exchange import Algorithm, BucketExchange, ExchangeSchedule, run_batched_requests

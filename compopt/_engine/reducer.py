@@ -2,7 +2,7 @@
 it.
 
 A reducer encodes this rank's gradients and residuals, exchanges what it has encoded, decodes the
-average, and feeds back into the residuals what was not sent. It is used wherever gradients are
+average, and keeps in the residuals what was not sent. It is used wherever gradients are
 averaged: under DistributedDataParallel, with sharded state, and inside FSDP2.
 
 Where the bucket is cut into shards a reducer may send each rank only what that rank owns; the
@@ -27,7 +27,7 @@ from .._ops.operations import (
     scale_all_,
     squared_norm,
 )
-from .._state.buckets import Bucket
+from .._state.bucket import Bucket
 from .._state.masks import Mask
 from .._state.residuals import Residuals
 from .._wire.payload import Payload, PayloadDtype
@@ -122,7 +122,7 @@ class Reducer(Protocol):
     def read_owned_averages(self, dtype: torch.dtype) -> Iterable[Tensor]:
         """The averaged gradient of what this rank owns of every tensor, as vectors."""
 
-    def feed_back(self, have_gradients: list[bool]) -> None:
+    def keep_unsent(self, have_gradients: list[bool]) -> None:
         """Set the residual of every tensor with a gradient on any rank (``have_gradients``) to the
         part of gradient plus residual that was not sent. The other residuals stay.
         """
@@ -246,7 +246,7 @@ class ReduceScatterReducer(OwnerReducer):
         self.values = mean.parts
         return mean
 
-    def feed_back(self, have_gradients: list[bool]) -> None:
+    def keep_unsent(self, have_gradients: list[bool]) -> None:
         bucket, is_rounded = self.bucket, self.owner_payloads[0].rounding_errors is not None
         residuals = Residuals(bucket)
         sent = [(part, i) for part, i in enumerate(self.sent_dense) if have_gradients[i]]
@@ -323,7 +323,7 @@ class AllReduceReducer:
         torch._foreach_copy_(owned, [x[start:stop] for x, (start, stop) in rows])
         return owned
 
-    def feed_back(self, have_gradients: list[bool]) -> None:
+    def keep_unsent(self, have_gradients: list[bool]) -> None:
         errors, changes_residual = self.mean.rounding_errors, self.changes_residual
         indices = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
         self.note_residual(have_gradients)
@@ -332,7 +332,7 @@ class AllReduceReducer:
         elif errors is not None and not self._is_sparse:
             Residuals(self.bucket).set([(i, self.mean.rounding_error_parts[i]) for i in indices])
         elif changes_residual:
-            self.ops.feed_back(self.bucket, indices, self.grads, self.mask, self.mean)
+            self.ops.keep_unsent(self.bucket, indices, self.grads, self.mask, self.mean)
 
     @property
     def changes_residual(self) -> bool:
@@ -376,7 +376,7 @@ def step_by_average(
         scale_all_(averages, factor)
         bucket.count_steps(mean.have_gradients)
         update.apply(bucket, indices, averages)
-    reducer.feed_back(mean.have_gradients)
+    reducer.keep_unsent(mean.have_gradients)
 
 
 def step_adamw(bucket: Bucket, ops: Ops, reducer: AllReduceReducer) -> None:

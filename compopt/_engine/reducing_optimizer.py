@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from .._state.buckets import Bucket
+from .._state.bucket import Bucket
 from .._state.layouts import GlobalShape, Layout, LocalShape, Sharded
 from .._state.residuals import Residuals, residual_layout
 from .._wire.collectives import connect, is_sharded_over

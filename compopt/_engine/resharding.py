@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._state.buckets import Bucket
+from .._state.bucket import Bucket
 from .._state.residuals import Residuals
 from .._state.shards import unshard
 from .._state.tensors import HOST, to_local

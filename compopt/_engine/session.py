@@ -21,7 +21,8 @@ from torch import Tensor
 
 from .._ops.backends import choose_backend, fall_back_to_torch
 from .._ops.operations import Ops
-from .._state.buckets import Bucket, make_buckets
+from .._state.bucket import Bucket
+from .._state.buckets import make_buckets
 from .._state.layouts import Layout
 from .._state.offload import Offload
 from .._state.residuals import Residuals

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
-from .._state.buckets import Bucket
+from .._state.bucket import Bucket
 from .._wire.codec import PAYLOAD_CODECS
 from .options import FOREVER, count_dense_steps, ramp_of
 

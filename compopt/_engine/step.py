@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 import torch
 
-from .._state.buckets import Bucket
+from .._state.bucket import Bucket
 from .._wire.collectives import Communicator, get_rank, profiler_range
 from .._wire.payload import FieldValues, encode_bits
 from .._wire.requests import AllReduceMean, Answer, CommunicationError, ReadyToCommit, RunBatched

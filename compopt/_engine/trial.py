@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .._state.buckets import Bucket
+from .._state.bucket import Bucket
 from .._state.tensors import synchronize
 from .options import FOREVER, count_dense_steps, ramp_of
 

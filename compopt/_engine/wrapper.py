@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._state.buckets import Bucket
+from .._state.bucket import Bucket
 from .._state.layouts import Layout
 from .._state.tensors import is_accelerator
 from .._wire.collectives import ProcessGroup

@@ -29,7 +29,8 @@ from .._engine.session import Session
 from .._engine.signals import defer_signals
 from .._ops.backends import choose_backend
 from .._ops.operations import Ops, scale_
-from .._state.buckets import Bucket, bucket_bytes
+from .._state.bucket import Bucket
+from .._state.buckets import bucket_bytes
 from .._state.layouts import LocalShape
 from .._state.residuals import Residuals, residual_layout
 from .._state.tensors import HOST, distribute_like, pin, to_local, upload
@@ -157,7 +158,7 @@ class AnchorBucket(Bucket):
             for t, g in zip(self.sent, mean, strict=True):
                 t.anchor.grad = distribute_like(t.anchor, g)
 
-    def feed_back(self) -> None:
+    def keep_unsent(self) -> None:
         """Set residuals to what rounding has taken off."""
         errors = self.payload.rounding_errors
         if not self.is_averaged or not self.sent_indices:
@@ -434,7 +435,7 @@ class Anchors:
             if any(bucket.is_averaged for bucket in buckets):
                 self.outer.step()
         for bucket in buckets:
-            bucket.feed_back()
+            bucket.keep_unsent()
         for t in self.tensors:
             t.anchor.grad = None
         for group in {id(bucket.group): bucket.group for bucket in buckets}.values():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._ops.operations import Ops
-from .._state.buckets import Bucket
+from .._state.bucket import Bucket
 from .._wire.payload import Scratch
 from .projections import Projection
 from .stacks import orthonormalize_columns

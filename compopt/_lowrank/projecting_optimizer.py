@@ -25,7 +25,7 @@ from torch import Tensor
 from .._engine.fsdp_backward import PendingResidual
 from .._engine.options import Group, Setting, dense_start_of
 from .._engine.reducing_optimizer import ReducingOptimizer
-from .._state.buckets import Bucket
+from .._state.bucket import Bucket
 from .._state.layouts import Layout, PaddedVector
 from .._state.residuals import Residuals
 from .._state.tensors import to_local

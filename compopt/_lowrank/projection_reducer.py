@@ -17,8 +17,8 @@ from torch import Tensor
 
 from .._engine.reducer import ReduceScatterReducer
 from .._ops.operations import Ops, stacked_squared_norms
-from .._ops.update_helpers import Factored
-from .._state.buckets import Bucket
+from .._ops.shared_steps import Factored
+from .._state.bucket import Bucket
 from .._state.masks import Mask
 from .._state.residuals import Residuals
 from .._state.tensors import upload
@@ -28,7 +28,7 @@ from .projection_options import is_reset_step
 from .stacks import (
     ProjectedStack,
     compute_cosines,
-    feed_back,
+    keep_unsent,
     multiply,
     orthonormalize_columns,
     reconstruct_rows,
@@ -242,13 +242,13 @@ class ProjectionReducer:
             number = i - stack.indices[0]
             yield reconstruct_rows(stack, number, self.mean.parts[i], start, stop).reshape(-1)
 
-    def feed_back(self, have_gradients: list[bool]) -> None:
+    def keep_unsent(self, have_gradients: list[bool]) -> None:
         """Do line 5, without a clip of the average."""
         reducer = self.dense_reducer
         if reducer is not None and reducer.sent_dense:
-            reducer.feed_back(have_gradients)
+            reducer.keep_unsent(have_gradients)
         for stack in self.stacks_with_gradients(have_gradients):
-            feed_back(stack, 1.0)
+            keep_unsent(stack, 1.0)
 
     def state_to_commit(self, i: int) -> dict[str, Tensor]:
         stack = self.stack_of.get(i)
@@ -272,7 +272,7 @@ class ProjectionReducer:
                     if flags[first]:
                         yield stack.select(slice(first, last))
 
-    def feed_back_dense(self, indices: Sequence[int], mean: Payload, factor: float) -> None:
+    def keep_unsent_dense(self, indices: Sequence[int], mean: Payload, factor: float) -> None:
         """Set the residuals of tensors that were sent dense to their rounding errors.
 
         ``factor`` has clipped the average. Of the old residual 1 - ``factor`` stays; of the new
@@ -320,7 +320,7 @@ class ProjectionReducer:
         if old:
             torch._foreach_copy_(old, new)
 
-    # For fused implementations of lines 4 and 5 with AdamW (see ``_ops.update_helpers``)
+    # For fused implementations of lines 4 and 5 with AdamW (see ``_ops.shared_steps``)
 
     def list_factored(self, mean: Payload) -> list[Factored]:
         factored: list[Factored] = []

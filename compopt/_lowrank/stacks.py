@@ -5,7 +5,7 @@ Lines are those of Algorithm 1, see ``compopt.separate``, one statement each::
     1  h <- g + e                                     add_residual
     2  p <- h R                                       multiply
     4  ghat <- p R^T / r                              reconstruct
-    5  e <- e + (1 - beta) (g - p R^T / r)            feed_back
+    5  e <- e + (1 - beta) (g - p R^T / r)            keep_unsent
 
 A tracked projection is PowerSGD's power iteration (Vogels, Karimireddy and Jaggi, NeurIPS 2019,
 Algorithm 1). H_n, the gradient plus residual of rank n, is (d, m) here: the transpose of the matrix
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from .._ops.operations import Ops
-from .._state.buckets import Bucket
+from .._state.bucket import Bucket
 from .._state.residuals import ResidualStack
 from .._wire.payload import Payload
 from .projections import Projection, orthonormalize
@@ -48,7 +48,7 @@ class ProjectedStack:
     """Neighbours in a bucket with one projection, at one step.
 
     ``indices``: their places in the bucket. ``grads``: this rank's gradients, None where there is
-    none. ``residual``: their residuals, which ``feed_back`` writes. ``R``: the random or
+    none. ``residual``: their residuals, which ``keep_unsent`` writes. ``R``: the random or
     orthonormal columns, (k, d, r), or (k, blocks, d, r). ``Q``: the basis of a tracked projection,
     (k, m, r), a view of the state if ``Q_is_state``; ``next_Q``: that of the next step. ``sent``:
     what this rank sends of p, as it lies in the payload; after the exchange, as the others have
@@ -180,7 +180,7 @@ def expand(projection: Projection, p: Tensor, R: Tensor, out: Tensor) -> None:
         torch.bmm(R, p.mT, out=out.mT)
 
 
-def feed_back(stack: ProjectedStack, factor: float) -> None:
+def keep_unsent(stack: ProjectedStack, factor: float) -> None:
     """Line 5: e <- beta e + (1 - beta) (g + e - p R^T / r) = e + (1 - beta) (g - p R^T / r).
 
     p is what the other ranks received from this one. Where the average was clipped by ``factor``,

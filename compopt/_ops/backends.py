@@ -12,14 +12,16 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from .._wire.collectives import get_rank
 from .._wire.warning import warn
 from .native.build import UnknownISA, find_compiler
-from .operations import AdamWTensors, Group, Ops
+from .operations import Group, Ops
 
 NAMES = ("auto", "torch", "native", "triton", "apex")
 # the type of device that apex is built for: NVIDIA's, and AMD's under the same name
@@ -176,17 +178,29 @@ class ApexOps(Ops):
         super().__init__()
         self._adam, self._apply = amp_C.multi_tensor_adam, multi_tensor_applier
 
-    def adamw(self, group: Group, tensors: AdamWTensors) -> None:
+    def adamw(self, group: Group, *columns: Sequence[Tensor]) -> None:
+        rows = list(zip(*columns, strict=True))
+        apex_rows = [row for row in rows if all(map(is_apex_tensor, row[:4]))]
+        others = [row for row in rows if not all(map(is_apex_tensor, row[:4]))]
+        if others:
+            super().adamw(group, *zip(*others, strict=True))
+        if not apex_rows:
+            return
+        weights, grads, exp_avgs, exp_avg_sqs, steps = zip(*apex_rows, strict=True)
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
         decoupled, corrected = 1, 1  # weight decay as in AdamW; moments divided by 1 - beta^t
-        for row in tensors.rows:
-            w, g, m, v, step = row
-            is_float32 = w.dtype == g.dtype == torch.float32
-            is_contiguous = w.is_contiguous() and g.is_contiguous()
-            if w.device.type != APEX_DEVICE or not is_float32 or not is_contiguous:
-                super().adamw(group, AdamWTensors.from_rows([row]))
-                continue
-            overflow = self.scratch(w, 1, torch.int32, "overflow").zero_()
-            lists = [[-g if group["maximize"] else g], [w], [m], [v]]
-            hyper = float(group["lr"]), beta1, beta2, group["eps"], int(step), decoupled, corrected
+        if group["maximize"]:
+            grads = torch._foreach_neg(grads)
+        overflow = self.scratch(weights[0], 1, torch.int32, "overflow").zero_()
+        counts = torch.stack(steps).tolist()
+        for count in set(counts):  # one launch for all tensors that have taken as many steps
+            lists = [
+                [x for x, n in zip(column, counts, strict=True) if n == count]
+                for column in (grads, weights, exp_avgs, exp_avg_sqs)
+            ]
+            hyper = float(group["lr"]), beta1, beta2, group["eps"], int(count), decoupled, corrected
             self._apply(self._adam, overflow, lists, *hyper, decay)
+
+
+def is_apex_tensor(x: Tensor) -> bool:
+    return x.device.type == APEX_DEVICE and x.dtype == torch.float32 and x.is_contiguous()

@@ -8,19 +8,17 @@ and does not know which backend runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
-from operator import attrgetter
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from .._state.bits import find_positions, make_bits, positions_dtype, select_top_k, unpack_bits
+from .._state.bits import find_positions, make_bits, select_top_k
 from .._state.blocks import BlockCodec
-from .._state.buckets import Bucket
+from .._state.bucket import Bucket
 from .._state.masks import Mask, Tensors
 from .._state.residuals import Residuals
 from .._wire.codec import PAYLOAD_CODECS
@@ -29,38 +27,11 @@ from .._wire.requests import RequestGenerator, RunBatched
 from . import reference
 
 WIDTH = 65536  # elements of a norm that are added up side by side
-DEVICE, DTYPE, KIND = attrgetter("device"), attrgetter("dtype"), attrgetter("device", "dtype")
 HYPER = ("betas", "eps", "weight_decay", "maximize")
 Group = dict[str, Any]
 Positions = Sequence[Tensor | None]  # None: everywhere
 Rest = ParamSpec("Rest")
 Result = TypeVar("Result")
-
-
-# of one tensor: weights, gradient, both moments, step count
-Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class AdamWTensors:
-    """Tensors of one dtype, which an AdamW step reads and updates; ``steps`` are their counts."""
-
-    weights: list[Tensor]
-    grads: list[Tensor]
-    exp_avgs: list[Tensor]
-    exp_avg_sqs: list[Tensor]
-    steps: list[Tensor]
-
-    @property
-    def rows(self) -> Iterator[Row]:
-        """The tensors, one weight after the other."""
-        columns = self.weights, self.grads, self.exp_avgs, self.exp_avg_sqs, self.steps
-        return zip(*columns, strict=True)
-
-    @classmethod
-    def from_rows(cls, rows: Iterable[Row]) -> AdamWTensors:
-        """Return these rows, each of one tensor."""
-        return cls(*map(list, zip(*rows, strict=True)))
 
 
 class Fused(NamedTuple):
@@ -87,9 +58,8 @@ class Ops:
     """The torch backend: PyTorch's operators, ``torch._fused_adamw_`` among them.
 
     The reducer's side: ``encode`` makes a bucket's payload, ``decode`` reads the average, and
-    ``feed_back`` updates residuals. The update's side: ``adamw``, ``adams``.
-    Selection: ``top_k_mask``, ``top_k_positions``, ``positions``. Fused implementations: ``run``,
-    ``run_batched``.
+    ``keep_unsent`` updates residuals. The update's side: ``adamw``, ``adams``.
+    Selection: ``top_k_mask``, ``top_k_positions``. Fused implementations: ``run``, ``run_batched``.
     """
 
     name = "torch"
@@ -227,7 +197,7 @@ class Ops:
         if cleared:
             torch._foreach_zero_(cleared)
 
-    def feed_back(
+    def keep_unsent(
         self, bucket: Bucket, indices: list[int], grads: Tensors, mask: Mask, mean: Payload
     ) -> None:
         """Add gradients to the residuals of these tensors, and set residuals on the mask to the
@@ -258,7 +228,7 @@ class Ops:
         state, weights = bucket.state, bucket.weights
         columns = (weights, state["exp_avg"], state["exp_avg_sq"], state["step"])
         w, m, v, steps = ([column[i] for i in indices] for column in columns)
-        self.adamw(bucket.group, AdamWTensors(w, averages, m, v, steps))
+        self.adamw(bucket.group, w, averages, m, v, steps)
         bucket.publish_masters(indices)
 
     def update_adams(self, bucket: Bucket, indices: list[int], averages: list[Tensor]) -> None:
@@ -304,26 +274,31 @@ class Ops:
             torch._foreach_copy_(to, [column[i] for i in indices])
         steps = torch.stack([state["step"][i] for i in indices]).add_(1).unbind()
         w, m, v = out
-        self.adamw(bucket.group, AdamWTensors(w, [averages[i] for i in indices], m, v, [*steps]))
+        self.adamw(bucket.group, w, [averages[i] for i in indices], m, v, steps)
 
-    def adamw(self, group: Group, tensors: AdamWTensors) -> None:
-        """Do one AdamW step in place; ``steps`` already count it."""
-        plain: list[Row] = []
-        for row in tensors.rows:
-            w, g, m, v, step = row
-            if w.is_contiguous() and g.is_contiguous():
+    def adamw(
+        self,
+        group: Group,
+        weights: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        exp_avgs: Sequence[Tensor],
+        exp_avg_sqs: Sequence[Tensor],
+        steps: Sequence[Tensor],
+    ) -> None:
+        """Do one AdamW step of tensors of one dtype, in place; ``steps`` already count it."""
+        hyper = {name: group[name] for name in HYPER} | {"lr": float(group["lr"])}
+        plain: list[tuple[Tensor, ...]] = []
+        for row in zip(weights, grads, exp_avgs, exp_avg_sqs, steps, strict=True):
+            if row[0].is_contiguous() and row[1].is_contiguous():
                 plain.append(row)
             else:
-                hyper = {name: group[name] for name in HYPER}
-                reference.adamw_(w, g, m, v, float(step), lr=float(group["lr"]), **hyper)
+                reference.adamw_(*row[:4], float(row[4]), **hyper)
         if plain:
-            hyper = {name: group[name] for name in HYPER}
             beta1, beta2 = hyper.pop("betas")
-            hyper |= {"lr": float(group["lr"]), "beta1": beta1, "beta2": beta2, "amsgrad": False}
+            hyper |= {"beta1": beta1, "beta2": beta2, "amsgrad": False}
             hyper["maximize"] = bool(group["maximize"])  # torch's own steps take any value
-            x = AdamWTensors.from_rows(plain)
-            moments = x.exp_avgs, x.exp_avg_sqs
-            torch._fused_adamw_(x.weights, x.grads, *moments, [], x.steps, **hyper)
+            w, g, m, v, counts = (list(column) for column in zip(*plain, strict=True))
+            torch._fused_adamw_(w, g, m, v, [], counts, **hyper)
 
     def adams(
         self,
@@ -390,13 +365,6 @@ class Ops:
         torch._foreach_add_(selected, starts[:-1])
         return torch.cat(selected)
 
-    def positions(self, bits: Tensor, n: int, size: int | None = None) -> Tensor:
-        """Return the selected positions of a packed mask, ascending.
-
-        ``size``: the number of positions, if it is known.
-        """
-        return unpack_bits(bits)[:n].nonzero().view(-1).to(positions_dtype([n]))
-
     def read_union(
         self, bits: Tensor, values: Tensor, at: Tensor, union: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -442,14 +410,9 @@ def total_norm(xs: Sequence[Tensor]) -> Tensor:
     """Return the L2 norm of all tensors together, on the device of the first, as
     ``torch.nn.utils.get_total_norm``; in float32 where the norm of float16 tensors overflows.
     """
-    kinds = dict.fromkeys(zip(map(DEVICE, xs), map(DTYPE, xs), strict=True))
-    runs = [[*xs]] if len(kinds) == 1 else [[x for x in xs if KIND(x) == kind] for kind in kinds]
-    norms = [norm for run in runs for norm in torch._foreach_norm(run)]
-    if len(kinds) > 1:
-        norms = [norm.to(xs[0].device) for norm in norms]
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    norm: Tensor = torch.nn.utils.get_total_norm(xs)
     # in this order: the host waits for float16 tensors only
-    if all(dtype != torch.float16 for _, dtype in kinds) or norm.isfinite():
+    if all(x.dtype != torch.float16 for x in xs) or norm.isfinite():
         return norm
     norms = [
         torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in xs
@@ -532,7 +495,7 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
 
 
 def scale_(x: Tensor, factor: float) -> None:
-    """Multiply ``x`` by ``factor``, in place."""
+    """Multiply ``x`` by ``factor``, in place. (``_foreach_mul_`` rounds the factor to bfloat16.)"""
     if factor != 1:
         x.mul_(factor)
 

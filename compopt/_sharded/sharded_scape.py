@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from .._ops.operations import Ops, clip_factor, stacked_squared_norms
-from .._ops.update_helpers import gradient_weight
+from .._ops.shared_steps import gradient_weight
 from .._sparse.scape_masks import Selection, exchange_masks, mask_to_send, next_mask_partition
-from .._state.buckets import Bucket
+from .._state.bucket import Bucket
 from .._state.masks import Mask, Tensors
 from .._state.residuals import Residuals
 from .._wire.payload import Payload
@@ -55,8 +55,8 @@ def sharded_scape(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
         gathered = yield AllGather(weights)  # line 4
         bucket.parameter_bytes = weights.nbytes
     yield ReadyToCommit()  # from here on state changes
-    update(bucket, owned, sent, gathered, momenta, selection)
-    yield from exchange_masks(bucket, ops, mask, mean, selection)  # line 9
+    commit_step(bucket, owned, sent, gathered, momenta, selection)
+    yield from exchange_masks(bucket, mask, mean, selection)  # line 9
 
 
 class OwnedElements:
@@ -164,7 +164,7 @@ def step_owned(
     return torch.nn.functional.pad(new, (0, longest - new.numel())), momenta
 
 
-def update(
+def commit_step(
     bucket: Bucket,
     owned: OwnedElements,
     sent: list[Payload],

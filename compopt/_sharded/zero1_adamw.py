@@ -25,7 +25,7 @@ from torch import Tensor
 from .._engine.options import require_option
 from .._engine.reducer import ShardReducer
 from .._ops.operations import Ops, clip_factor, scale_all_
-from .._state.buckets import Bucket
+from .._state.bucket import Bucket
 from .._state.residuals import Residuals
 from .._state.shards import unshard
 from .._wire.codec import GatherCodec, QuantizedCodec, dtype_name
@@ -49,7 +49,7 @@ def step_zero1_shards(bucket: Bucket, ops: Ops, reducer: ShardReducer) -> Reques
     yield from update.gather()
     # from here on state changes
     update.commit(mean.have_gradients)
-    reducer.feed_back(mean.have_gradients)
+    reducer.keep_unsent(mean.have_gradients)
 
 
 class ShardedAdamW:

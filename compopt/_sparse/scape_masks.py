@@ -19,14 +19,13 @@ from .._engine.options import dense_start_of, ramp_of
 from .._engine.stats import Stats
 from .._ops.operations import Ops
 from .._state.bits import make_bits, set_all_bits_, split_positions
-from .._state.buckets import Bucket
+from .._state.bucket import Bucket
 from .._state.masks import (
     Mask,
     MaskPartition,
     Tensors,
     assemble_mask,
     bits_by_tensor,
-    clear_mask,
     encode_mask,
     partition_mask,
     store_mask,
@@ -107,34 +106,25 @@ def mask_to_send(bucket: Bucket) -> Mask:
 
 
 def exchange_masks(
-    bucket: Bucket, ops: Ops, mask: Mask, mean: Payload, selection: Selection | None
+    bucket: Bucket, mask: Mask, mean: Payload, selection: Selection | None
 ) -> RequestGenerator[None]:
     """Store this step's mask, on which momenta are now, and gather the selections of all ranks as
     the next step's mask (line 15). It runs after the commit.
     """
-    yield from _store_momentum_mask(bucket, ops, mask, mean)
+    _store_momentum_mask(bucket, mask, mean)
     # until the next mask has arrived the bucket has none
     bucket.cache.pop("next_mask", None)
-    yield from ops.run_batched(clear_mask, bucket, "next_mask")
+    bucket.flat["next_mask"].zero_()
     if selection:
         messages = yield AllGather(selection.encode())  # awaited when the next step needs it
-        next_mask = yield from ops.run_batched(store_next_mask, bucket, selection, messages)
-        bucket.cache["next_mask"] = next_mask
+        bucket.cache["next_mask"] = store_mask(bucket, selection.assemble(messages), "next_mask")
 
 
-def store_next_mask(bucket: Bucket, ops: Ops, selection: Selection, messages: Tensor) -> Mask:
-    """Store all ranks' selections as the bucket's next mask."""
-    return store_mask(bucket, ops, selection.assemble(messages), "next_mask")
-
-
-def _store_momentum_mask(
-    bucket: Bucket, ops: Ops, mask: Mask, mean: Payload
-) -> RequestGenerator[None]:
+def _store_momentum_mask(bucket: Bucket, mask: Mask, mean: Payload) -> None:
     """Note that the momenta of tensors with a gradient on any rank are on this mask now."""
     have_gradients, momentum_mask = mean.have_gradients, bucket.cache["momentum_mask"]
     if all(have_gradients) and mask.is_sparse:
-        stored = yield from ops.run_batched(store_mask, bucket, mask, "mask")
-        bucket.cache["momentum_mask"] = stored
+        bucket.cache["momentum_mask"] = store_mask(bucket, mask, "mask")
         return
     state, positions = bucket.state["mask"], [*momentum_mask.positions]
     for i, bits in enumerate(mask.bits):
@@ -150,7 +140,7 @@ def _store_momentum_mask(
     bucket.cache["momentum_mask"] = Mask(bucket, bits=bits_of_state, positions=positions)
 
 
-def restore_masks(bucket: Bucket, decode: Callable[[Tensor, int, int | None], Tensor]) -> None:
+def restore_masks(bucket: Bucket) -> None:
     """Derive the bucket's cache from its state, which was loaded."""
     state = bucket.state
     bits: Tensors = [None] * len(bucket.params)
@@ -159,9 +149,9 @@ def restore_masks(bucket: Bucket, decode: Callable[[Tensor, int, int | None], Te
             set_all_bits_(state["mask"][i], n)
         elif n:
             bits[i] = state["mask"][i]
-    bucket.cache["momentum_mask"] = Mask(bucket, bits=bits, decode=decode)
+    bucket.cache["momentum_mask"] = Mask(bucket, bits=bits)
     if bucket.flat["next_mask"].any():
-        bucket.cache["next_mask"] = Mask(bucket, bits=state["next_mask"], decode=decode)
+        bucket.cache["next_mask"] = Mask(bucket, bits=state["next_mask"])
 
 
 def _has_dense_momentum(bucket: Bucket, i: int) -> bool:

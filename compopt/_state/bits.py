@@ -55,28 +55,12 @@ def unpack_bits(bits: Tensor) -> Tensor:
 
 def find_positions(bits: Tensor) -> Tensor:
     """Return the positions of all set bits, ascending, int64."""
-    words = torch.nn.functional.pad(bits, (0, -bits.numel() % WORD)).view(torch.int64)
-    indices = words.nonzero().view(-1)
-    # If most words have set bits, the search below would visit most of them many times.
-    if indices.numel() * 4 > words.numel() * 3:
+    at = bits.nonzero().view(-1)
+    if 2 * at.numel() > bits.numel():
         return unpack_bits(bits).nonzero().view(-1)
-    left, counts, results = words.index_select(0, indices), torch.zeros_like(indices), []
-    base = indices << 6
-    owners = torch.arange(indices.numel(), dtype=torch.int64, device=bits.device)
-    while left.numel():  # the lowest bit of every word, then the next bit of the remaining words
-        lowest = torch.neg(left).bitwise_and_(left)
-        # Its exponent as a floating-point number, plus 1023.
-        exponent = (lowest.double().view(torch.int64) >> 52).bitwise_and_(0x7FF).add_(base)
-        results.append((owners, exponent))
-        counts.scatter_(0, owners, torch.full_like(owners, len(results)))
-        left = left.bitwise_xor_(lowest)
-        unfinished = left.nonzero().view(-1)
-        left, base, owners = (t.index_select(0, unfinished) for t in (left, base, owners))
-    starts = counts.cumsum(0).sub_(counts)
-    out = indices.new_empty(sum(exponent.numel() for _, exponent in results))
-    for n, (owners, exponent) in enumerate(results):
-        out.scatter_(0, starts.index_select(0, owners).add_(n), exponent)
-    return out.sub_(1023)
+    # bytes without set bits, most of them, are not unpacked
+    hits = unpack_bits(bits.index_select(0, at)).nonzero().view(-1)
+    return at.index_select(0, hits >> 3).bitwise_left_shift_(3).add_(hits.bitwise_and_(7))
 
 
 def set_bits_(bits: Tensor, positions: Tensor, flags: Tensor | None = None) -> None:

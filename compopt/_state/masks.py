@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ from .bits import (
     split_bytes,
     unpack_bits,
 )
-from .buckets import Bucket
+from .bucket import Bucket
 
 Tensors = list[Tensor | None]
 
@@ -44,9 +44,9 @@ class Mask:
     Both are None for a tensor all of whose elements are selected; ``Mask(bucket)`` selects all
     elements of all tensors. ``sizes[i]`` elements are selected.
 
-    Of bits and positions, the missing form is computed lazily. ``decode(bits, n, size)`` is the
-    backend's function from bits to positions. ``sizes`` may be given where they are known.
-    Positions that are given beside bits must be those of the bits.
+    Give bits or positions; the other form is computed when it is first read. Positions that are
+    given beside bits must be those of the bits. ``sizes`` may be given where they are known: on a
+    device the host then need not wait to compute positions.
 
     Raises TypeError or ValueError for invalid bits or positions.
     """
@@ -58,7 +58,6 @@ class Mask:
         bits: Sequence[Tensor | None] | None = None,
         positions: Sequence[Tensor | None] | None = None,
         sizes: Sequence[int | None] | None = None,
-        decode: Callable[[Tensor, int, int | None], Tensor] | None = None,
     ):
         if bits is not None:
             for b, n, name in zip(bits, bucket.lengths, bucket.names, strict=True):
@@ -73,7 +72,6 @@ class Mask:
         self.is_sparse = given is not None and any(one is not None for one in given)
         self.lengths = bucket.lengths
         self._given_sizes = sizes  # None where they are not known
-        self._decode = decode
         if not self.is_sparse:
             self.bits = self.positions = [None] * len(self.lengths)
             self.sizes = self.lengths
@@ -83,8 +81,6 @@ class Mask:
             self.positions = positions
         # For kernels: the number of elements of its tensor that are selected before each block.
         self.block_offsets: Tensor | None = None
-        # The offsets of all masks in one launch, this one's index, and the number of masks.
-        self.batch_offsets: tuple[Tensor, int, int] | None = None
 
     @property
     def phase(self) -> Phase:
@@ -109,16 +105,17 @@ class Mask:
             if bits is None:
                 decoded.append(None)
                 continue
-            if self._decode is None:
-                positions = find_positions(bits).to(positions_dtype([n]))
+            flags = unpack_bits(bits)[:n]  # without padding
+            if size is None or flags.device.type == "cpu":
+                positions = flags.nonzero().view(-1)
             else:
-                positions = self._decode(bits, n, size)
+                positions = flags.nonzero_static(size=size).view(-1)
             if size is not None and positions.numel() != size:
                 raise RuntimeError(
                     f"a mask has {positions.numel()} of {n} elements, and {size} were selected: "
                     "the optimizer's state was changed from outside. Load a checkpoint."
                 )
-            decoded.append(positions)
+            decoded.append(positions.to(positions_dtype([n])))
         return decoded
 
     @cached_property
@@ -145,17 +142,12 @@ def bits_by_tensor(bucket: Bucket, bits: Tensor) -> Tensors:
     return [part if compressed else None for part, compressed in cut]
 
 
-def store_mask(bucket: Bucket, _: object, mask: Mask, name: str) -> Mask:
+def store_mask(bucket: Bucket, mask: Mask, name: str) -> Mask:
     """Copy a mask's bits to the bucket's state of this name; return the mask over the copy."""
     stored = [b for b in bucket.state[name] if b is not None]
     if stored:
         torch._foreach_copy_(stored, [b for b in mask.bits if b is not None])
     return mask.with_bits(bucket.state[name])
-
-
-def clear_mask(bucket: Bucket, _: object, name: str) -> None:
-    """Clear the bits in the bucket's state of this name."""
-    bucket.flat[name].zero_()
 
 
 def _check_positions(positions: Sequence[Tensor | None], bucket: Bucket) -> Tensors:
@@ -223,13 +215,14 @@ class SelectionRange(NamedTuple):
 
 
 class MaskPartition(NamedTuple):
-    """The ranges of all ranks.
+    """The ranges of all ranks, which select ``sizes`` elements of each tensor together.
 
     ``is_elias_fano``: messages are Elias-Fano codes. ``message_bytes``: the size of every rank's
     message.
     """
 
     by_rank: tuple[SelectionRange, ...]
+    sizes: tuple[int, ...]
     is_elias_fano: bool
     message_bytes: int
 
@@ -240,8 +233,9 @@ def partition_mask(lengths: tuple[int, ...], ranks: int, density: float) -> Mask
     offsets = byte_offsets(lengths)
     cuts = split_bytes(offsets[-1], ranks)
     slices: list[list[MaskSlice]] = [[] for _ in range(ranks)]
-    for i, (n, offset) in enumerate(zip(lengths, offsets, strict=False)):
-        tensor_k, stop = selection_size(density, n), 0
+    ks = [selection_size(density, n) for n in lengths]
+    for i, (n, tensor_k, offset) in enumerate(zip(lengths, ks, offsets, strict=False)):
+        stop = 0
         rank = bisect_right(cuts, offset) - 1
         while stop < n:
             start, stop = stop, min(n, 8 * (cuts[rank + 1] - offset))
@@ -256,10 +250,10 @@ def partition_mask(lengths: tuple[int, ...], ranks: int, density: float) -> Mask
         ranges.append(SelectionRange(first, last, tuple(parts), k, low_bits if size < n else 0))
     # The smaller of bits and codes. A single rank sends nothing and keeps its bits.
     is_elias_fano = ranks > 1 and all(one.low_bits for one in ranges)
-    sizes = [one.nbytes for one in ranges]
+    nbytes = [one.nbytes for one in ranges]
     if is_elias_fano:
-        sizes = [_code_size(8 * one.nbytes, one.k, one.low_bits) // 8 for one in ranges]
-    return MaskPartition(tuple(ranges), is_elias_fano, max(sizes))
+        nbytes = [_code_size(8 * one.nbytes, one.k, one.low_bits) // 8 for one in ranges]
+    return MaskPartition(tuple(ranges), tuple(ks), is_elias_fano, max(nbytes))
 
 
 # Elias-Fano codes: a run of high bits in unary, then one row for each low bit

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .._wire.payload import ROW
 from .blocks import BLOCK_BYTES
-from .buckets import Bucket
+from .bucket import Bucket
 from .layouts import Int8Blocks, Layout
 
 Pairs = Sequence[tuple[int, Tensor]]  # indices of tensors in the bucket, and a tensor for each

@@ -181,19 +181,15 @@ class ShardLayout:
         """Return the runs of bits of the mask on this device, computed once."""
         if device in self._segments_on:
             return self._segments_on[device]
-        rows, first = [], 0
-        for i, strided in enumerate(self.strided_bits):
-            if strided is None or not self.lengths[i]:
-                continue
-            for row in range(strided.rows):
-                begin = strided.start + row * strided.stride
-                rows.append((begin, first + row * strided.columns - begin, i))
-            first += self.lengths[i]
-        begins, shifts, tensors = zip(*sorted(rows), strict=True)
+        pairs = zip(self.lengths, self.compressed, strict=True)
+        firsts = [*itertools.accumulate((n if c else 0 for n, c in pairs), initial=0)]
+        runs = [*itertools.chain(*self.runs_by_shard)]
+        begins = [run.first for run in runs]
+        shifts = [firsts[run.tensor] + run.at - run.first for run in runs]
         self._segments_on[device] = Segments(
             upload(begins, torch.int64, device),
             upload(shifts, torch.int64, device) if any(shifts) else None,
-            upload(tensors, torch.int64, device),
+            upload([run.tensor for run in runs], torch.int64, device),
         )
         return self._segments_on[device]
 

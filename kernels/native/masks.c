@@ -35,21 +35,6 @@ int64_t encode(const Chosen *pieces, int64_t many, const Code *code, uint8_t *me
     return -1;
 }
 
-// Writes the positions of a mask's set bits among the first n to `out`, if there is one, at most `room`. Returns how many.
-int64_t positions(const uint8_t *mask, int64_t n, int64_t room, int32_t *out) {
-    int64_t count = 0;
-    if (out) {
-        EACH_BIT(mask, (n + 7) / 8, i, {
-            if (i >= n || count == room) return count;
-            out[count++] = (int32_t)i;
-        })
-    } else {
-        for (int64_t i = 0; i < n / 8; i++) count += __builtin_popcount(mask[i]);
-        for (int64_t i = n - n % 8; i < n; i++) count += on(mask, i);
-    }
-    return count;
-}
-
 // Decodes a rank's message for `bytes` of mask to positions in each tensor, and to `bits`, which are 0 before. A message of
 // another rank is not trusted: returns how many positions are in their slices and in order, and stops at the first that is not.
 int64_t decode(const uint8_t *message, int64_t bytes, const Code *code, const Decoded *pieces, int64_t many,

@@ -142,6 +142,3 @@ int64_t scape(const Scape *rows, int64_t first, int64_t last, const Hyper *hyper
         if (rows[r].step && !scape_row(rows + r, hyper, scratch, sent) && wrong < 0) wrong = r;
     return wrong;
 }
-
-// One AdamS step of one tensor.
-int64_t adams(const Scape *row, const Hyper *hyper) { return scape_row(row, hyper, NULL, NULL) - 1; }

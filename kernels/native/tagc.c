@@ -1,5 +1,4 @@
-// TAGC, lines 1 to 3, 5 and what line 2 leaves (the numbered lines of compopt/tagc.py, which has the references), for tensors in the
-// order of a mask.
+// TAGC, lines 1 to 3 and 5 (the numbered lines of compopt/tagc.py, which has the references), for tensors in the order of a mask.
 
 #include "common.h"
 
@@ -86,28 +85,6 @@ int64_t select_sums(Shard *shards, int64_t first, int64_t last, int32_t *scratch
                 s->positions[s->selected] = scratch[c];
                 s->values[s->selected++] = values[c];
             }
-    }
-    return -1;
-}
-
-// Adds gradients to residuals, and subtracts there what was sent, `many` values at these positions in the mask.
-int64_t hold_back(const Piece *pieces, int64_t first, int64_t last, const int64_t *positions, const float *sent, int64_t many) {
-    for (const Piece *p = pieces + first; p < pieces + last; p++) {
-        int64_t j = 0;
-        for (int64_t end = many; j < end;) {  // the first position of this piece
-            const int64_t middle = (j + end) / 2;
-            if (positions[middle] < p->first)
-                j = middle + 1;
-            else
-                end = middle;
-        }
-        for (int64_t a = 0; p->e && a < p->n; a += BLOCK) {
-            const int64_t size = smaller(BLOCK, p->n - a);
-            float *restrict const e = p->e + a;
-            const float *restrict const g = p->g ? p->g + a : NULL;
-            for (int64_t i = 0; g && i < size; i++) e[i] += g[i];
-            for (; j < many && within(positions[j], p->first + a, size); j++) e[positions[j] - p->first - a] -= sent[j];
-        }
     }
     return -1;
 }

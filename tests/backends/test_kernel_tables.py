@@ -269,7 +269,7 @@ def test_steady_steps_make_no_table(name, triton, monkeypatch):
             optimizer.param_groups[0]["lr"] *= 0.9
         job.step()
     # SCAPE's momenta that are held apart, what it selects of and its messages are in memory of their own
-    local = {"scape_rows", "selection", "encode", "decode"} if name.startswith("SCAPE") else set()
+    local = {"scape", "selection", "encode", "decode"} if name.startswith("SCAPE") else set()
     assert not set(made) - local
 
 
@@ -304,27 +304,22 @@ def test_what_is_not_contiguous_is_not_known():
     assert make_key([1], None) is None and make_key([1], 2) == ([1], 2)
 
 
-def test_starts_of_masks_found_together_are_those_of_each(triton):
-    """Joined in one vector only where they are asked for in the same order."""
-    from compopt._ops.triton.tables import block_offsets_of_all, store_block_offsets
+def test_offsets_of_several_masks_are_those_of_each(triton):
+    """Computed once for each mask, and joined in the order in which they are asked for."""
+    from compopt._ops.triton.tables import block_offsets_of_all
     from compopt._state.buckets import make_buckets
 
     params = [nn.Parameter(torch.zeros(70, 64)) for _ in range(3)]
     buckets = [make_buckets([{"params": [p], "step": 0}])[0] for p in params]
-    draw = torch.Generator().manual_seed(1)
+    draw, tables = torch.Generator().manual_seed(1), TableCache()
     results = [
         masks.Mask(b, bits=[torch.randint(0, 256, (560,), dtype=torch.uint8, generator=draw)]) for b in buckets
     ]  # fmt: skip
-    store_block_offsets(TableCache(), buckets, results)
-    whole = block_offsets_of_all(buckets, results)
-    assert (
-        torch.equal(whole, torch.cat([mask.block_offsets for mask in results])) and whole is results[0].batch_offsets[0]
-    )
-    turned_round = block_offsets_of_all(buckets[::-1], results[::-1])
-    assert torch.equal(turned_round, torch.cat([mask.block_offsets for mask in results[::-1]]))
-    assert torch.equal(
-        block_offsets_of_all(buckets[:2], results[:2]), torch.cat([mask.block_offsets for mask in results[:2]])
-    )
+    for order in (slice(None), slice(None, None, -1), slice(2)):
+        whole = block_offsets_of_all(tables, buckets[order], results[order])
+        assert torch.equal(whole, torch.cat([mask.block_offsets for mask in results[order]]))
+    blocks = kernels.make_blocks((4480,), torch.device("cpu"))
+    assert all(torch.equal(mask.block_offsets, kernels.block_offsets(blocks, mask.bits)) for mask in results)
 
 
 def with_clip(params, comm):

@@ -17,7 +17,7 @@ import compopt
 from compopt import tagc
 from compopt._ops.native import build, passes
 from compopt._ops.native.native_ops import NativeOps
-from compopt._ops.native.native_selection import NativeSelection, code_table
+from compopt._ops.native.native_selection import NativeSelection, code_table, find_largest
 from compopt._ops.native.passes import Table
 from compopt._ops.operations import Ops
 from compopt._state import bits as _bits
@@ -109,7 +109,7 @@ def test_the_largest_are_found_wherever_one_looks_first(ops, crowd, guess):
     x = CROWDS[crowd]
     for k in {1, 3, len(x) // 100 + 1, len(x) // 2, len(x)}:
         out = torch.empty(k, dtype=torch.int32)
-        ops.select_top_k(x, k, guess, out)
+        find_largest(ops, x, k, out, guess)
         assert (out[1:] > out[:-1]).all()
         assert torch.equal(x.abs()[out.long()].sort().values, x.abs().topk(k).values.sort().values)
         equal = (x.abs() == x.abs()[out.long()].min()).nonzero().view(-1)  # of equal ones the first
@@ -124,14 +124,14 @@ def test_the_next_look_finds_enough_and_not_many_more(ops, k, power):
     x = torch.rand(40_000, generator=torch.Generator().manual_seed(k)) ** power
     out, guess = torch.empty(k, dtype=torch.int32), 0.0
     for _ in range(3):
-        guess = ops.select_top_k(x, k, guess, out)
+        guess = find_largest(ops, x, k, out, guess)
         found = int((x > guess).sum())
         assert k < found <= 2 * k + 40 * k**0.5 + 0.05 * len(x)  # what a bin of the histogram may hold
 
 
 @pytest.mark.parametrize("density", [1, 0.1, 0.001])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_sums_are_selected_and_held_back_as_the_reference_does(ops, ranks, density):
+def test_sums_are_selected_as_the_reference_does(ops, ranks, density):
     """By a threshold of the step before, by one that lets too many or too few through, and by none."""
     (bucket,) = compopt.TagcAdamW([nn.Parameter(torch.zeros(shape)) for shape in ((90, 83), (7,), (300, 70))])._buckets
     bucket.shards = cut_evenly(bucket.lengths, bucket.compressed, 0, ranks)
@@ -142,24 +142,15 @@ def test_sums_are_selected_and_held_back_as_the_reference_does(ops, ranks, densi
         ours = ops.run(tagc.select_largest, bucket, grads, ks)
         reference_ = tagc.select_largest(bucket, Ops(), grads, ks)
         assert all(torch.equal(a, b) for a, b in zip(ours, reference_, strict=True))
-        before = bucket.flat["residual"].clone()
-        tagc.hold_back(bucket, Ops(), grads, ours.positions, ours.values)
-        expected = bucket.flat["residual"].clone()
-        bucket.flat["residual"].copy_(before)
-        ops.run(tagc.hold_back, bucket, grads, ours.positions, ours.values)
-        assert torch.equal(bucket.flat["residual"], expected)
         union = _bits.make_bits(torch.cat([ours.positions, torch.tensor([1, 5])]).unique(), len(ours.bits))
         pair = (x.read_union(union, ours.values, ours.positions) for x in (ops, Ops()))
         assert all(torch.equal(a, b) for a, b in zip(*pair, strict=True))
 
 
 @pytest.mark.parametrize("n, k", [(8, 1), (1000, 300), (40_000, 400)])
-def test_top_k_and_positions(ops, n, k):
+def test_top_k(ops, n, k):
     x = torch.randn(n, generator=torch.Generator().manual_seed(n)).abs()
-    bits = ops.top_k_mask(x, k)
-    assert torch.equal(bits, reference.top_k(x, k))
-    assert torch.equal(ops.positions(bits, n), reference.positions(bits, n))
-    assert torch.equal(ops.positions(bits, n, k), reference.positions(bits, n))
+    assert torch.equal(ops.top_k_mask(x, k), reference.top_k(x, k))
 
 
 @pytest.mark.parametrize("ranks, density", [(1, 0.01), (2, 0.01), (3, 0.2), (5, 0.001)])
@@ -266,17 +257,6 @@ def test_a_refused_mask_makes_the_next_step_dense(monkeypatch):
     ranks.assert_replicas_equal()
 
 
-def test_a_mask_with_more_or_fewer_bits_than_agreed_fills_no_more_than_its_room(ops):
-    bits = torch.full((10,), 255, dtype=torch.uint8)
-    assert ops.positions(bits, 75, 3).tolist() == [0, 1, 2]
-    assert ops.positions(bits, 75).tolist() == list(range(75))
-    assert ops.positions(bits, 75, 80).tolist() == list(range(75))  # what is beyond the tensor is no position
-    assert ops.positions(torch.zeros(10, dtype=torch.uint8), 75, 3).tolist() == []
-    out = torch.full((80,), -1, dtype=torch.int32)
-    assert ops.library.positions(bits.data_ptr(), 75, 3, out.data_ptr()) == 3
-    assert out.tolist() == [0, 1, 2] + [-1] * 77
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e30])
 def test_what_is_not_finite_is_marked_wherever_it_is(ops, bad):
     params = [nn.Parameter(torch.zeros(50, 100)) for _ in range(3)]
@@ -367,9 +347,8 @@ def selected(monkeypatch, isa: str) -> list[torch.Tensor]:
         for k in sorted({1, n // 100 + 1, n // 3 + 1, n}):
             out = torch.empty(k, dtype=torch.int32)
             for guess in (0.0, 0.5, float(x.abs().kthvalue(n + 1 - k).values) * 0.9, 1e30):
-                results += [torch.tensor(ops.select_top_k(x, k, guess, out), dtype=torch.float64), out.clone()]
+                results += [torch.tensor(find_largest(ops, x, k, out, guess), dtype=torch.float64), out.clone()]
             results.append(ops.top_k_mask(x.abs(), k))
-            results.append(ops.positions(results[-1], n))
     return results
 
 

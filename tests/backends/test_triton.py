@@ -62,16 +62,6 @@ def test_bits(device, n):
     mask = torch.rand(n, generator=torch.Generator().manual_seed(n)).to(device) < 0.3
     bits = kernels.pack_bits(mask, block=256)
     assert torch.equal(bits, reference.pack_bits(mask))
-    assert torch.equal(kernels.unpack_bits(bits, n, block=256), mask)
-
-
-@pytest.mark.parametrize("size, density", [(256, 0.3), (1024, 0.0), (1024, 0.3), (1024, 1.0)])
-def test_positions(device, size, density):
-    bits, index, sizes = Draw(device).masks(density)
-    blocks = kernels.Blocks(LENGTHS, device, size)
-    results = kernels.positions(blocks, bits, kernels.block_offsets(blocks, bits), sizes)
-    assert [f.dtype for f in results] == [torch.int32] * len(LENGTHS)
-    close(results, [i.int() for i in index])
 
 
 @pytest.mark.parametrize("size, dtype", [(256, torch.float32), (1024, torch.bfloat16), (1024, torch.float16)])
@@ -377,8 +367,6 @@ def test_offsets_beyond_two_to_the_31(device):
     kernels.compact(blocks, [bits], starts, [g], [part], mark, [None], 1.0, 1.0)
     index = torch.arange(tail, device=device).view(-1, 8)[:, [0, 7]].reshape(-1)
     assert torch.equal(part, g[-tail:].index_select(0, index).float()) and mark.item() == 1
-    (results,) = kernels.positions(blocks, [bits], starts, [len(part)])
-    assert results.dtype == torch.int64 and torch.equal(results, index + 2**31)
 
 
 @pytest.mark.slow
@@ -397,7 +385,7 @@ def test_the_benchmark_runs_every_kernel(device, capsys, monkeypatch):
     for operation in results.values():
         operation.run()
     kinds = {name.split()[0] for name in results}
-    assert kinds == {"copy", "pack_bits", "unpack_bits", "block_offsets", "positions", "compact", "adamw", "scape",
+    assert kinds == {"copy", "pack_bits", "block_offsets", "compact", "adamw", "scape",
                      "top_k", "encode_masks", "decode_masks", "factored", "orthonormalize", "project"}  # fmt: skip
     assert all(operation.nbytes > 0 for operation in results.values())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -477,15 +465,6 @@ def test_buckets_and_groups_step_as_one_after_the_other(interpreted, case):
     ours, theirs = (trained(case, backend) for backend in ("triton", "torch"))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)
-
-
-def test_where_there_is_little_room_a_few_buckets_select_at_a_time(monkeypatch, interpreted):
-    from compopt._ops.triton import triton_selection
-
-    together = trained("ScapeAdamS", "triton")
-    monkeypatch.setattr(triton_selection, "ROOM", 4 * 64 * 73)  # one bucket's
-    apart = train("ScapeAdamS", "triton")
-    assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
 
 
 @pytest.mark.parametrize("case", [pytest.param("ScapeAdamS", marks=pytest.mark.slow), "ScapeAdamS, bits"])

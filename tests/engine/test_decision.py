@@ -26,7 +26,7 @@ from compopt._engine import trial as _when
 from compopt._engine.decision import StepDecision, combine_decisions
 from compopt._engine.exchange import StalenessCheck
 from compopt._state import buckets as _buckets
-from compopt._state.buckets import Bucket
+from compopt._state.bucket import Bucket
 from compopt._wire.payload import bits_differ, encode_bits, encode_stamp
 from compopt.tagc import UnionReducer
 

@@ -11,7 +11,8 @@ from torch.distributed.tensor import Shard
 
 import compopt
 from compopt._state import buckets as _buckets
-from compopt._state.buckets import Bucket, make_buckets
+from compopt._state.bucket import Bucket
+from compopt._state.buckets import make_buckets
 from compopt._state.layouts import Bits, TensorInfo
 from compopt._state.tensors import is_compressed
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from compopt._engine.fsdp_backward import PendingResiduals, ReduceScatterBucket
 from compopt._ops.operations import Ops
-from compopt._state.buckets import Bucket
+from compopt._state.bucket import Bucket
 from compopt._state.layouts import LocalShape
 from compopt._state.residuals import Residuals
 from compopt._state.shards import place_in_rows

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._state.buckets import Bucket
+from ..._state.bucket import Bucket
 from ..._state.residuals import Opened, Residuals
 from ..._wire.payload import Payload
-from ..update_helpers import FactoredAverages
+from ..shared_steps import FactoredAverages
 from .native_updates import (
     NativeUpdates,
     adamw_options,
@@ -221,7 +221,7 @@ def update_separate(
     if dense:
         averages = [parts[i] if factor == 1 else parts[i].mul_(factor) for i in dense]
         _update_dense(bucket, ops, dense, averages, weights)
-        reducer.feed_back_dense(dense, mean, factor)
+        reducer.keep_unsent_dense(dense, mean, factor)
 
 
 def _update_factored(

@@ -13,22 +13,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..._state.buckets import Bucket
+from ..._state.bucket import Bucket
 from ..._state.masks import Mask, Tensors
 from ..._state.residuals import Residuals
 from ..._wire.codec import make_codecs
 from ..._wire.payload import Payload
 from ..operations import Fused, Ops
-from ..update_helpers import is_tracked
+from ..shared_steps import is_tracked
 from .build import isa_of_library, load_library
-from .native_blocks import NativeBlocks
 from .native_lowrank import multiply_stacks, orthonormalize_columns, update_separate, write_dense
-from .native_quantization import NativeCodec
-from .native_selection import NativeSelection, NativeTopK
-from .native_updates import NativeUpdates, raise_bad_row, update_adams, update_adamw, update_scape
+from .native_quantization import NativeBlocks, NativeCodec
+from .native_selection import NativeSelection, find_largest, select_largest
+from .native_updates import NativeUpdates, raise_bad_row, step_adams, step_adamw, step_scape
 from .passes import (
     PACK,
     Memory,
+    Table,
     address,
     address_in_turn,
     as_float32,
@@ -37,13 +37,12 @@ from .passes import (
     mask_sizes,
     run_over_rows,
 )
-from .union import hold_back, select_largest
 
 MAX_DECODED = 2**22  # elements of residuals that a pass reads decoded
 SPARSE = 16  # with fewer than one in so many selected, positions are read faster than bits
 
 
-class NativeOps(NativeUpdates, NativeTopK):
+class NativeOps(NativeUpdates):
     """The passes of kernels/native, a call for all tensors of a bucket."""
 
     name = "native"
@@ -55,15 +54,16 @@ class NativeOps(NativeUpdates, NativeTopK):
         self.codecs = make_codecs(functools.partial(NativeCodec, self.library))
         self.blocks = NativeBlocks(self.library)
 
-    def positions(self, bits: Tensor, n: int, size: int | None = None) -> Tensor:
-        if not fits(bits, 0, torch.uint8) or n >= 2**31:
-            return super().positions(bits, n, size)
-        n = min(n, 8 * bits.numel())
-        mask = address("a mask", bits, (n + 7) // 8, torch.uint8)
-        room = self.library.positions(mask, n, 0, None) if size is None else size
-        out = torch.empty(room, dtype=torch.int32, device="cpu")
-        place = address("positions", out, room, torch.int32)
-        return out[: self.library.positions(mask, n, room, place)]
+    def top_k_mask(self, score: Tensor, k: int) -> Tensor:
+        if not is_plain(score) or score.numel() >= 2**31:
+            return super().top_k_mask(score, k)
+        positions = torch.empty(k, dtype=torch.int32, device="cpu")
+        bits = torch.zeros((score.numel() + 7) // 8, dtype=torch.uint8, device="cpu")
+        find_largest(self, score, k, positions)
+        row = Table(1, chosen=address("positions", positions, k, torch.int32), k=k, at=0)
+        mask = address("a mask", bits, len(bits), torch.uint8)
+        self.library.encode(row, 1, None, mask, len(bits))
+        return bits
 
     def read_union(
         self, bits: Tensor, values: Tensor, at: Tensor, union: Tensor | None = None
@@ -180,13 +180,12 @@ def can_select(ops: Ops, bucket: Bucket) -> bool:
 
 NativeOps.fused = {
     "tagc.select_largest": Fused(can_select, select_largest),
-    "tagc.hold_back": Fused(can_select, hold_back),
     "_lowrank.stacks.multiply": Fused(can_project, multiply_stacks),
     "_lowrank.projection_reducer.write_dense": Fused(can_write_dense, write_dense),
     "_lowrank.stacks.orthonormalize_columns": Fused(can_project, orthonormalize_columns),
     "separate.update_tensors": Fused(can_update_factored, update_separate),
-    "_engine.reducer.step_adamw": Fused(can_write, update_adamw),
-    "_engine.reducer.step_adams": Fused(can_write, update_adams),
-    "scape.update": Fused(can_write, update_scape),
+    "_engine.reducer.step_adamw": Fused(can_write, step_adamw),
+    "_engine.reducer.step_adams": Fused(can_write, step_adams),
+    "scape.step_scape": Fused(can_write, step_scape),
     "_sparse.scape_masks.Selection": Fused(can_write, NativeSelection),
 }

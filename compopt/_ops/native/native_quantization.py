@@ -1,5 +1,5 @@
 """int8 and int4 by C passes (kernels/native/quantize.c), which read and write memory once: the mean
-of a payload, and a single chunk.
+of a payload, and a single chunk; and state in 8 bits (kernels/native/blocks.c).
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..._state.blocks import BLOCK_BYTES, BlockCodec
 from ..._wire.codec import QuantizedCodec, QuantizedMean, Seed
 from ..._wire.payload import ROW, Payload, Scratch, packed_bytes
-from ..._wire.quantization import Chunk, noise_offset, noise_table, pack_int4
+from ..._wire.quantization import BLOCK_ROWS, Chunk, noise_offset, noise_table, pack_int4
 from .passes import Table, address, is_plain, run_over_rows
 
 
@@ -23,7 +24,7 @@ def can_quantize(bits: int, values: Tensor) -> bool:
 
 
 class NativeCodec(QuantizedCodec):
-    """The reference's codec, by passes where they support the values."""
+    """``_wire.codec.QuantizedCodec`` by passes, where they support the values; payloads call it."""
 
     def __init__(self, library: ctypes.CDLL, bits: int):
         super().__init__(bits)
@@ -89,7 +90,10 @@ class NativeCodec(QuantizedCodec):
 
 
 class NativeMean(QuantizedMean):
-    """The reference's stages, with the same messages; the second in one pass over all ranks'."""
+    """``_wire.codec.QuantizedMean``, with the same messages, by passes; communicators call it.
+
+    The second stage is one pass over all ranks' codes.
+    """
 
     def __init__(self, library: ctypes.CDLL, payload: Payload, rank: int, ranks: int):
         super().__init__(payload, rank, ranks)
@@ -207,3 +211,56 @@ def pack(unpacked: list[Tensor], packed: Iterable[Tensor], bits: int) -> None:
     if bits == 4:
         for values, out in zip(unpacked, packed, strict=True):
             pack_int4(values, out[: packed_bytes(len(values), 4)])
+
+
+# State in 8 bits (kernels/native/blocks.c)
+
+
+class NativeBlocks(BlockCodec):
+    """``_state.blocks.BlockCodec``, with the same blocks, by passes; residuals call it.
+
+    float64 is left to the reference.
+    """
+
+    def __init__(self, library: ctypes.CDLL):
+        self.library = library
+
+    def encode(
+        self, values: Tensor, blocks: Tensor, seed: tuple[int, ...] | None = None, first: int = 0
+    ) -> None:
+        if not is_plain(values):
+            super().encode(values, blocks, seed, first)
+            return
+        noise = Table(1, numbers=0, place=0)
+        if seed is not None:
+            table = noise_table(torch.float32, torch.device("cpu"))
+            numbers = address("random numbers", table, len(table))
+            noise = Table(1, numbers=numbers, place=noise_offset(seed))
+        lengths, runs = make_runs(values, blocks, first)
+        run_over_rows(lengths, lambda a, b, _: self.library.encode_blocks(runs, a, b, noise))
+
+    def decode(self, blocks: Tensor, out: Tensor) -> None:
+        if not is_plain(out):
+            super().decode(blocks, out)
+            return
+        lengths, runs = make_runs(out, blocks, 0)
+        run_over_rows(lengths, lambda a, b, _: self.library.decode_blocks(runs, a, b))
+
+
+def make_runs(values: Tensor, blocks: Tensor, first: int) -> tuple[list[int], Table]:
+    """Return a row of a table for each thread, as blocks.c reads it, and the values in each."""
+    n, count = values.numel(), len(blocks)
+    value, block = (
+        address("values", values, n),
+        address("blocks", blocks, blocks.numel(), torch.int8),
+    )
+    step = max(BLOCK_ROWS, -(-count // torch.get_num_threads()))
+    begins = range(0, count, step)
+    lengths = [min(n, ROW * (begin + step)) - ROW * begin for begin in begins]
+    return lengths, Table(
+        len(lengths),
+        values=[value + 4 * ROW * begin for begin in begins],
+        blocks=[block + BLOCK_BYTES * begin for begin in begins],
+        n=lengths,
+        row=[first + begin for begin in begins],
+    )

@@ -4,22 +4,19 @@
 
 from __future__ import annotations
 
-import ctypes
-from array import array
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..._state.buckets import Bucket
+from ..._state.bucket import Bucket
 from ..._state.masks import Mask
 from ..._state.residuals import Opened, Residuals
 from ..._state.tensors import to_local
 from ..._wire.payload import Payload
-from ..operations import Group, Ops
-from ..update_helpers import (
+from ..operations import Group
+from ..shared_steps import (
     MaskedAverage,
-    feed_back_rounding,
     gradient_weight,
     keep_absent_momenta,
     resize_momenta,
@@ -29,6 +26,7 @@ from .passes import (
     ADAMW,
     SCAPE,
     Column,
+    LibraryOps,
     Memory,
     Options,
     address,
@@ -41,10 +39,8 @@ from .passes import (
 )
 
 
-class NativeUpdates(Ops):
-    """AdamS of single tensors; AdamW into other memory."""
-
-    library: ctypes.CDLL
+class NativeUpdates(LibraryOps):
+    """AdamW into other memory."""
 
     def compute_adamw(
         self,
@@ -55,6 +51,7 @@ class NativeUpdates(Ops):
         positions: Tensor | None,
         out: Sequence[list[Tensor]],
     ) -> None:
+        """Do ``Ops.compute_adamw`` in one pass; called by ``ShardedAdamW.compute``."""
         state = bucket.state
         moments = state["exp_avg"], state["exp_avg_sq"]
         old = [[column[i] for i in indices] for column in (weights, *moments)]
@@ -79,24 +76,6 @@ class NativeUpdates(Ops):
         )
         bad_row = run_over_rows(lengths, lambda a, b, _: self.library.adamw(table, a, b, hyper))
         raise_bad_row(bucket, indices[bad_row] if bad_row >= 0 else -1)
-
-    def adams(
-        self,
-        group: Group,
-        w: Tensor,
-        g: Tensor,
-        m: Tensor,
-        step: Tensor,
-        clip: float = 1.0,
-        decay: bool = True,
-    ) -> None:
-        if not is_plain(w, g, m):
-            return super().adams(group, w, g, m, step, clip, decay)
-        step_before, n = array("f", [float(step) - 1]), w.numel()  # the pass counts this step
-        momentum, counted = Memory([m], [n]), step_before.buffer_info()[0]
-        columns = {"w": Memory([w], [n]), "old": momentum, "mean": Memory([g], [n]), "m": momentum}
-        table = SCAPE.table(1, n=n, step=counted, **columns)
-        self.library.adams(table, adams_options(group, clip, decay))
 
 
 def average_columns(
@@ -125,14 +104,13 @@ def adamw_options(group: Group) -> Options:
     return Options(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], sign)
 
 
-def adams_options(group: Group, clip: float, decay: bool = True) -> Options:
+def adams_options(group: Group, clip: float) -> Options:
     beta1, beta2 = group["betas"]
-    weight_decay = group["weight_decay"] if decay else 0.0
     lr, alpha = float(group["lr"]), gradient_weight(group)
-    return Options(lr, beta1, beta2, group["eps"], weight_decay, clip, alpha)
+    return Options(lr, beta1, beta2, group["eps"], group["weight_decay"], clip, alpha)
 
 
-def update_adamw(bucket: Bucket, ops: NativeUpdates, reducer: MaskedAverage) -> None:
+def step_adamw(bucket: Bucket, ops: LibraryOps, reducer: MaskedAverage) -> None:
     """Do ``_engine.reducer.step_adamw`` for all tensors; called by ``Ops.run`` for Radius."""
     mean, mask, lengths = reducer.mean, reducer.mask, bucket.lengths
     have_gradients = mean.have_gradients
@@ -157,26 +135,18 @@ def update_adamw(bucket: Bucket, ops: NativeUpdates, reducer: MaskedAverage) -> 
     reducer.note_residual(have_gradients)
 
 
-def update_scape(
+def step_scape(
     bucket: Bucket,
-    ops: NativeUpdates,
+    ops: LibraryOps,
     mean: Payload,
     mask: Mask,
     clip_factor_in_v: float,
     selection: NativeSelection | None,
 ) -> None:
-    """Do SCAPE's lines 10, 11 and 16 to 21 for all tensors, and line 15 with a selection."""
-    lengths, have_gradients, momentum_mask = (
-        bucket.lengths,
-        mean.have_gradients,
-        bucket.cache["momentum_mask"],
-    )
+    """Do ``scape.step_scape`` for all tensors; called by ``Ops.run`` for SCAPE."""
+    lengths, have_gradients = bucket.lengths, mean.have_gradients
+    momentum_mask = bucket.cache["momentum_mask"]
     old = resize_momenta(bucket, mean, mask)
-    if old is bucket.state["exp_avg"] and (mask.is_sparse or momentum_mask.is_sparse):
-        # positions change: not in the same memory
-        flat = bucket.flat["exp_avg"]
-        before = bucket.get_memory("the momentum of before", flat.numel(), flat.dtype).copy_(flat)
-        old = list(before.split([m.numel() for m in old]))
     holding, k = sizes_of(momentum_mask.positions), sizes_of(mask.positions)
     rows = zip(momentum_mask.positions, holding, lengths, strict=True)
     columns: dict[str, Column] = {
@@ -196,18 +166,31 @@ def update_scape(
     for i, has_gradient in enumerate(have_gradients):
         if not has_gradient and selection:
             selection.select_absent(i)
-    feed_back_rounding(bucket, ops, mean, mask, 1 - bucket.group["betas"][0])
+    _keep_rounding_errors(bucket, ops, mean, mask)
 
 
-def update_adams(bucket: Bucket, ops: NativeUpdates, reducer: MaskedAverage) -> None:
+def _keep_rounding_errors(bucket: Bucket, ops: LibraryOps, mean: Payload, mask: Mask) -> None:
+    """Write the payload's rounding errors, times 1 - b1, to the residuals, which are 0 on the
+    mask.
+    """
+    if mean.rounding_errors is None:
+        return
+    for i, has_gradient in enumerate(mean.have_gradients):
+        if has_gradient and bucket.compressed[i]:
+            errors = mean.rounding_error_parts[i].mul_(1 - bucket.group["betas"][0])
+            with Residuals(bucket).open([i]) as opened:
+                ops.write_at(opened.tensors, [mask.positions[i]], [errors])
+
+
+def step_adams(bucket: Bucket, ops: LibraryOps, reducer: MaskedAverage) -> None:
     """Do ``_engine.reducer.step_adams`` for all tensors; called by ``Ops.run`` for AdamS."""
     _run_scape(bucket, ops, reducer.mean, reducer.mask, {"old": state_addresses(bucket, "exp_avg")})
-    reducer.feed_back(reducer.mean.have_gradients)
+    reducer.keep_unsent(reducer.mean.have_gradients)
 
 
 def _run_scape(
     bucket: Bucket,
-    ops: NativeUpdates,
+    ops: LibraryOps,
     mean: Payload,
     mask: Mask,
     columns: dict[str, Column],

@@ -23,6 +23,12 @@ EMPTY = 8
 Tensors = Sequence[Tensor | None]
 
 
+class LibraryOps(Ops):
+    """A backend with the library of C passes."""
+
+    library: ctypes.CDLL
+
+
 def fits(t: Tensor, least: int, dtype: torch.dtype) -> bool:
     """True if a pass can read ``least`` elements of this dtype at the tensor's address."""
     return t.dtype is dtype and t.is_cpu and t.is_contiguous() and t.numel() >= least

@@ -13,7 +13,7 @@ import compopt_kernels as kernels
 import torch
 from torch import Tensor
 
-from ..._state.buckets import Bucket
+from ..._state.bucket import Bucket
 from ..._state.masks import Mask, Tensors
 from ..._state.tensors import to_local
 from ..._wire.payload import Payload
@@ -54,7 +54,7 @@ def triton_device() -> str:
 
 
 class KernelOps(Ops):
-    """Operations on single tensors; the device of the kernels, and the tables of their launches."""
+    """The device of the kernels, and the tables of their launches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,16 +62,6 @@ class KernelOps(Ops):
         self.tables = TableCache()
         # Raise now where no kernel can be built.
         kernels.pack_bits(torch.ones(8, dtype=torch.bool, device=self.device))
-
-    def positions(self, bits: Tensor, n: int, size: int | None = None) -> Tensor:
-        """Do as the reference; where ``size`` is not known the host waits for the device."""
-        if bits.device.type != self.device:
-            return super().positions(bits, n, size)
-        blocks = kernels.make_blocks((n,), bits.device)
-        size = int(kernels.unpack_bits(bits, n).sum()) if size is None else size
-        offsets = kernels.block_offsets(blocks, [bits])
-        positions: list[Tensor] = kernels.positions(blocks, [bits], offsets, [size])
-        return positions[0]
 
 
 # Keys
@@ -138,46 +128,31 @@ def blocks_of_all(buckets: Sequence[Bucket]) -> kernels.Blocks:
     return kernels.make_blocks(lengths, buckets[0].device)
 
 
-def block_offsets(bucket: Bucket, mask: Mask) -> Tensor:
+def block_offsets(tables: TableCache, bucket: Bucket, mask: Mask) -> Tensor:
     """Return for each block how many elements of its tensor are selected before it."""
     if mask.block_offsets is None:
         blocks = blocks_of(bucket)
-        offsets = kernels.block_offsets(blocks, mask.bits) if mask.is_sparse else blocks.firsts
-        mask.block_offsets = offsets
+        if not mask.is_sparse:
+            mask.block_offsets = blocks.firsts
+            return mask.block_offsets
+        table = tables(
+            ("block offsets", bucket.index, state_name_of(bucket, mask)),
+            make_key(bucket, mask_key(bucket, mask)),
+            lambda: kernels.block_offsets_table(blocks, mask.bits),
+        )
+        mask.block_offsets = kernels.block_offsets(blocks, table)
     return mask.block_offsets
 
 
-def block_offsets_of_all(buckets: Sequence[Bucket], masks: Sequence[Mask]) -> Tensor:
+def block_offsets_of_all(
+    tables: TableCache, buckets: Sequence[Bucket], masks: Sequence[Mask]
+) -> Tensor:
     """Return the ``block_offsets`` of all these buckets, one after the other."""
     if not any(mask.is_sparse for mask in masks):
         firsts: Tensor = blocks_of_all(buckets).firsts
         return firsts
-    batch = masks[0].batch_offsets
-    if batch is not None and all(
-        mask.batch_offsets is not None
-        and mask.batch_offsets[0] is batch[0]
-        and mask.batch_offsets[1:] == (n, len(masks))
-        for n, mask in enumerate(masks)
-    ):
-        return batch[0]
-    offsets = [block_offsets(*pair) for pair in zip(buckets, masks, strict=True)]
+    offsets = [block_offsets(tables, *pair) for pair in zip(buckets, masks, strict=True)]
     return offsets[0] if len(offsets) == 1 else torch.cat(offsets)
-
-
-def store_block_offsets(
-    tables: TableCache, buckets: Sequence[Bucket], masks: Sequence[Mask]
-) -> None:
-    """Compute the ``block_offsets`` of several masks in one launch."""
-    blocks, pairs = blocks_of_all(buckets), [*zip(buckets, masks, strict=True)]
-    table = tables(
-        ("block offsets", buckets[0].index, state_name_of(*pairs[0])),
-        make_key(*(make_key(bucket, mask_key(bucket, mask)) for bucket, mask in pairs)),
-        lambda: kernels.block_offsets_table(blocks, [b for mask in masks for b in mask.bits]),
-    )
-    offsets = kernels.block_offsets(blocks, table)
-    counts = [blocks_of(bucket).count for bucket in buckets]
-    for n, (mask, part) in enumerate(zip(masks, offsets.split(counts), strict=True)):
-        mask.block_offsets, mask.batch_offsets = part, (offsets, n, len(masks))
 
 
 # Tensors for rows, and what is done after a launch

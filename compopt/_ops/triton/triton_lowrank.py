@@ -12,12 +12,12 @@ import compopt_kernels as kernels
 import torch
 from torch import Tensor
 
-from ..._state.buckets import Bucket
+from ..._state.bucket import Bucket
 from ..._state.masks import Tensors
 from ..._state.residuals import Residuals
 from ..._wire.payload import Payload
 from ..operations import HYPER
-from ..update_helpers import FactoredAverages, is_tracked
+from ..shared_steps import FactoredAverages, is_tracked
 from .tables import (
     KernelOps,
     bucket_key,
@@ -228,7 +228,7 @@ def _update_dense(batch: LaunchGroup, places: list[Places]) -> None:
         tensors = call.reducer.list_dense(given)
         if call.factor != 1 and tensors:
             torch._foreach_mul_([parts[i] for i in tensors], call.factor)
-        call.reducer.feed_back_dense(tensors, call.mean, call.factor)
+        call.reducer.keep_unsent_dense(tensors, call.mean, call.factor)
         for i in tensors:
             values = parts[i].data_ptr()
             row = lengths[i], 0, values, of.w[i], of.m[i], of.v[i], of.step[i], 1

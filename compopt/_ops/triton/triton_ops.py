@@ -14,13 +14,13 @@ import compopt_kernels as kernels
 import torch
 from torch import Tensor
 
-from ..._state.buckets import Bucket
+from ..._state.bucket import Bucket
 from ..._state.masks import Mask, Tensors
 from ..._state.residuals import Residuals
 from ..._wire.codec import QuantizedCodec, QuantizedMean, make_codecs
 from ..._wire.payload import Payload
 from ..._wire.quantization import noise_offset, noise_table
-from ..operations import Fused, Group
+from ..operations import Fused
 from .tables import (
     KernelOps,
     addresses,
@@ -39,8 +39,8 @@ from .triton_lowrank import (
     orthonormalize_columns,
     update_separate,
 )
-from .triton_selection import TritonSelection, clear_masks, store_masks, store_next_masks
-from .triton_updates import update_adams, update_adamw, update_scape
+from .triton_selection import TritonSelection
+from .triton_updates import step_adams, step_adamw, step_scape
 
 MAX_MESSAGE_BYTES = 2**31  # kernels count the bytes of messages in 32 bits
 
@@ -82,32 +82,6 @@ class TritonOps(KernelOps):
         rows = self.tables(("check", lengths), key, table)
         kernels.compact_with_table(blocks, rows, blocks.firsts, payload.header, 0.0, 1.0)
 
-    def adams(
-        self,
-        group: Group,
-        w: Tensor,
-        g: Tensor,
-        m: Tensor,
-        step: Tensor,
-        clip: float = 1.0,
-        decay: bool = True,
-    ) -> None:
-        if w.device.type != self.device or not all(x.is_contiguous() for x in (w, g, m)):
-            return super().adams(group, w, g, m, step, clip, decay)
-        blocks = kernels.make_blocks((w.numel(),), w.device)
-        row = kernels.ScapeRow(w.numel(), None, None, m, g, w, m, step, 1)
-        kernels.scape(
-            blocks,
-            blocks.firsts,
-            blocks.firsts,
-            [row],
-            lr=float(group["lr"]),
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"] if decay else 0.0,
-            clip=clip,
-        )
-
     def encode(
         self,
         bucket: Bucket,
@@ -122,7 +96,7 @@ class TritonOps(KernelOps):
             return super().encode(bucket, grads, mask, adds_residuals, scale, negate)
         flags, dtype = [float(g is not None) for g in grads], bucket.group.get("payload_dtype")
         payload = bucket.make_payload(mask.sizes, dtype, gradient_flags=flags)
-        blocks, offsets = blocks_of(bucket), block_offsets(bucket, mask)
+        blocks, offsets = blocks_of(bucket), block_offsets(self.tables, bucket, mask)
         to_add = Residuals(bucket).stored if adds_residuals else [None] * len(grads)
         flat: list[Tensor | None] = []  # copies in it have to live until the kernel was launched
 
@@ -141,7 +115,7 @@ class TritonOps(KernelOps):
 
 
 class TritonCodec(QuantizedCodec):
-    """The reference's codec; means by kernels where they support the payload."""
+    """``_wire.codec.QuantizedCodec``, with means by kernels where they support the payload."""
 
     def __init__(self, device: str, bits: int):
         super().__init__(bits)
@@ -155,7 +129,9 @@ class TritonCodec(QuantizedCodec):
 
 
 class TritonMean(QuantizedMean):
-    """The reference's stages with the same messages, in a launch or two for each stage."""
+    """``_wire.codec.QuantizedMean``, with the same messages, by a launch or two for each stage;
+    communicators call its stages.
+    """
 
     @property
     def is_supported(self) -> bool:
@@ -229,14 +205,11 @@ def can_update_factored(ops: TritonOps, bucket: Bucket) -> bool:
 
 
 TritonOps.fused = {
-    "_engine.reducer.step_adamw": Fused(updates_residuals, update_adamw, is_batched=True),
-    "_engine.reducer.step_adams": Fused(is_supported, update_adams, is_batched=True),
-    "scape.update": Fused(is_supported, update_scape, is_batched=True),
+    "_engine.reducer.step_adamw": Fused(updates_residuals, step_adamw, is_batched=True),
+    "_engine.reducer.step_adams": Fused(is_supported, step_adams, is_batched=True),
+    "scape.step_scape": Fused(is_supported, step_scape),
     "separate.update_tensors": Fused(can_update_factored, update_separate, is_batched=True),
     "_lowrank.stacks.multiply": Fused(can_project, multiply_stacks),
     "_lowrank.stacks.orthonormalize_columns": Fused(can_orthonormalize, orthonormalize_columns),
     "_sparse.scape_masks.Selection": Fused(is_supported, TritonSelection),
-    "_sparse.scape_masks.store_next_mask": Fused(is_supported, store_next_masks, is_batched=True),
-    "_state.masks.store_mask": Fused(is_supported, store_masks, is_batched=True),
-    "_state.masks.clear_mask": Fused(is_supported, clear_masks, is_batched=True),
 }

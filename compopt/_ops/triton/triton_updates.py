@@ -1,6 +1,6 @@
 """Updates by Triton kernels: of all buckets in one launch for each group of options and dtypes.
 
-A bucket's arguments are a named tuple with the parameters of the reference.
+The arguments of a bucket in a batch are a named tuple with the parameters of the reference.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import compopt_kernels as kernels
 import torch
 from torch import Tensor
 
-from ..._state.buckets import Bucket
+from ..._state.bucket import Bucket
 from ..._state.masks import Mask, Tensors
 from ..._state.residuals import Residuals
 from ..._wire.payload import Payload
-from ..operations import HYPER
-from ..update_helpers import (
+from ..shared_steps import (
     MaskedAverage,
     keep_absent_momenta,
     resize_momenta,
@@ -27,6 +26,7 @@ from .tables import (
     KernelOps,
     Key,
     addresses,
+    block_offsets,
     block_offsets_of_all,
     blocks_of_all,
     bucket_key,
@@ -39,7 +39,7 @@ from .tables import (
     payload_key,
     published_parameter,
 )
-from .triton_selection import SelectionInputs, TritonSelection, select_all
+from .triton_selection import TritonSelection
 
 Row = Any  # kernels.AdamWRow or kernels.ScapeRow
 Calls = list[tuple[Any, ...]]  # the arguments of each bucket
@@ -57,14 +57,15 @@ class LaunchGroup:
 
     def launch(
         self,
-        kernel: Callable[[kernels.Table], None],
+        use: str,
+        kernel: Callable[..., None],
         make_table: Callable[[kernels.Blocks, list[Row]], kernels.Table],
-        rows_of: Callable[..., Iterable[Row]],
-        *columns: Sequence[Any],
+        make_rows: Callable[[], list[Row]],
         keys: Iterable[Key],
+        *offsets: Tensor,
+        **options: float | bool,
     ) -> None:
-        """Count the steps, and launch the kernel on a table of ``rows_of(call, have_gradients,
-        ...)`` of all buckets; ``columns`` are the further arguments, one for each bucket.
+        """Count the steps, and launch the kernel on a table of the rows of all buckets.
 
         The table of the step before serves again if all that it holds is in the same place: a
         bucket's state, parameters and average, and what its key tells.
@@ -72,23 +73,21 @@ class LaunchGroup:
         rows: list[Row] = []  # copies in them have to live until the kernel was launched
 
         def table() -> kernels.Table:
-            arguments = zip(self.calls, self.have_gradients, *columns, strict=True)
-            rows.extend(row for bucket in arguments for row in rows_of(*bucket))
+            rows.extend(make_rows())
             return make_table(self.blocks, rows)
 
+        parts = zip(self.calls, self.have_gradients, keys, strict=True)
         key = make_key(
             *(
-                make_key(
-                    bucket_key(call.bucket), payload_key(call.mean), tuple(have_gradients), key
-                )
-                for call, have_gradients, key in zip(
-                    self.calls, self.have_gradients, keys, strict=True
-                )
+                make_key(bucket_key(call.bucket), payload_key(call.mean), tuple(flags), key)
+                for call, flags, key in parts
             )
         )
-        cached = self.ops.tables((rows_of.__name__, self.buckets[0].index), key, table)
+        cached = self.ops.tables((use, self.buckets[0].index), key, table)
         self.count_steps()
-        kernel(cached)
+        hyper = {name: self.group[name] for name in ("betas", "eps", "weight_decay")}
+        hyper["lr"] = float(self.group["lr"])
+        kernel(self.blocks, *offsets, cached, **hyper, **options)
         if key is None:
             tensors = [(bucket, i) for bucket in self.buckets for i in range(len(bucket.lengths))]
             for (bucket, i), row in zip(tensors, rows, strict=True):
@@ -131,45 +130,49 @@ class AverageCall(NamedTuple):
         return self.reducer.mean
 
 
-def update_adamw(ops: KernelOps, calls: Calls) -> list[None]:
+def rows_of_all(
+    rows_of: Callable[[MaskedAverage], Iterable[Row]], reducers: list[MaskedAverage]
+) -> list[Row]:
+    """Return the rows of all reducers."""
+    return [row for reducer in reducers for row in rows_of(reducer)]
+
+
+def step_adamw(ops: KernelOps, calls: Calls) -> list[None]:
     """Do ``_engine.reducer.step_adamw`` for all tensors; called by ``run_batched_requests`` for
     Radius.
     """
     for batch in launch_groups_of(ops, [AverageCall(*call) for call in calls]):
-        reducers = [call.reducer for call in batch.calls]
+        reducers: list[MaskedAverage] = [call.reducer for call in batch.calls]
+        masks = [reducer.mask for reducer in reducers]
         keys = [
-            make_key(
-                reducer.changes_residual,
-                mask_key(reducer.bucket, reducer.mask),
-                gradients_key(reducer.grads),
-            )
-            for reducer in reducers
+            make_key(r.changes_residual, mask_key(r.bucket, r.mask), gradients_key(r.grads))
+            for r in reducers
         ]
-        offsets = block_offsets_of_all(batch.buckets, [reducer.mask for reducer in reducers])
-        hyper = {name: batch.group[name] for name in HYPER} | {"lr": float(batch.group["lr"])}
-        kernel = functools.partial(kernels.adamw, batch.blocks, offsets, **hyper)
-        batch.launch(kernel, kernels.adamw_table, adamw_rows, keys=keys)
-        for reducer, have_gradients in zip(reducers, batch.have_gradients, strict=True):
-            reducer.note_residual(have_gradients)
+        batch.launch(
+            "adamw",
+            kernels.adamw,
+            kernels.adamw_table,
+            functools.partial(rows_of_all, adamw_rows, reducers),
+            keys,
+            block_offsets_of_all(ops.tables, batch.buckets, masks),
+            maximize=batch.group["maximize"],
+        )
+        for reducer in reducers:
+            reducer.note_residual(reducer.mean.have_gradients)
     return [None] * len(calls)
 
 
-def adamw_rows(call: AverageCall, have_gradients: list[bool]) -> Iterator[kernels.AdamWRow]:
-    bucket, reducer, state = call.bucket, call.reducer, call.bucket.state
-    m, v, steps, grads = (
-        state["exp_avg"],
-        state["exp_avg_sq"],
-        state["step"],
-        flatten(reducer.grads),
-    )
-    rounding_errors: Tensors = [*call.mean.rounding_error_parts] or [None] * len(grads)
+def adamw_rows(reducer: MaskedAverage) -> Iterator[kernels.AdamWRow]:
+    bucket, mean, grads = reducer.bucket, reducer.mean, flatten(reducer.grads)
+    m, v, steps = (bucket.state[name] for name in ("exp_avg", "exp_avg_sq", "step"))
+    rounding_errors: Tensors = [*mean.rounding_error_parts] or [None] * len(grads)
     residuals = Residuals(bucket).stored if reducer.changes_residual else [None] * len(grads)
     for i, weight in enumerate(contiguous_weights(bucket)):
-        tensors = reducer.mask.bits[i], call.mean.parts[i], weight, m[i], v[i], steps[i]
+        tensors = reducer.mask.bits[i], mean.parts[i], weight, m[i], v[i], steps[i]
         yield kernels.AdamWRow(
             bucket.lengths[i],
             *tensors,
-            update=int(have_gradients[i]),
+            update=int(mean.have_gradients[i]),
             residual=residuals[i],
             grad=grads[i],
             public=published_parameter(bucket, i),
@@ -177,28 +180,38 @@ def adamw_rows(call: AverageCall, have_gradients: list[bool]) -> Iterator[kernel
         )
 
 
-def update_adams(ops: KernelOps, calls: Calls) -> list[None]:
+def step_adams(ops: KernelOps, calls: Calls) -> list[None]:
     """Do ``_engine.reducer.step_adams`` for all tensors; called by ``run_batched_requests`` for
     AdamS.
     """
-    names = ("betas", "eps", "weight_decay")
     for batch in launch_groups_of(ops, [AverageCall(*call) for call in calls]):
-        group, firsts = batch.group, batch.blocks.firsts
-        hyper = {name: group[name] for name in names} | {"lr": float(group["lr"])}
-        kernel = functools.partial(kernels.scape, batch.blocks, firsts, firsts, **hyper)
-        batch.launch(kernel, kernels.scape_table, adams_rows, keys=[()] * len(batch.calls))
-        for call, have_gradients in zip(batch.calls, batch.have_gradients, strict=True):
-            call.reducer.feed_back(have_gradients)
+        reducers: list[MaskedAverage] = [call.reducer for call in batch.calls]
+        batch.launch(
+            "adams",
+            kernels.scape,
+            kernels.scape_table,
+            functools.partial(rows_of_all, adams_rows, reducers),
+            [()] * len(reducers),
+            *[batch.blocks.firsts] * 2,
+        )
+        for reducer in reducers:
+            reducer.keep_unsent(reducer.mean.have_gradients)
     return [None] * len(calls)
 
 
-def adams_rows(call: AverageCall, have_gradients: list[bool]) -> Iterator[kernels.ScapeRow]:
-    bucket, momenta, steps = call.bucket, call.bucket.state["exp_avg"], call.bucket.state["step"]
+def adams_rows(reducer: MaskedAverage) -> Iterator[kernels.ScapeRow]:
+    bucket, mean = reducer.bucket, reducer.mean
+    momenta, steps = bucket.state["exp_avg"], bucket.state["step"]
     for i, (m, weight) in enumerate(zip(momenta, contiguous_weights(bucket), strict=True)):
-        tensors = None, None, m, call.mean.parts[i], weight, m, steps[i]
-        public = published_parameter(bucket, i)
         yield kernels.ScapeRow(
-            bucket.lengths[i], *tensors, update=int(have_gradients[i]), public=public
+            bucket.lengths[i],
+            old=m,
+            values=mean.parts[i],
+            w=weight,
+            m=m,
+            step=steps[i],
+            update=int(mean.have_gradients[i]),
+            public=published_parameter(bucket, i),
         )
 
 
@@ -208,80 +221,52 @@ def adams_rows(call: AverageCall, have_gradients: list[bool]) -> Iterator[kernel
 class ScapeCall(NamedTuple):
     bucket: Bucket
     mean: Payload
-    mask: Mask
-    clip_factor_in_v: float
-    selection: TritonSelection | None
 
 
-def update_scape(ops: KernelOps, calls: Calls) -> list[None]:
-    """Do SCAPE's lines 10, 11 and 16 to 21 for all tensors, and line 15 with selections."""
-    names = ("betas", "eps", "weight_decay", "maximize")
-    for batch in launch_groups_of(ops, [ScapeCall(*call) for call in calls]):
-        group, buckets = batch.group, batch.buckets
-        momenta, grads = _old_momenta(batch), [bucket.grads() for bucket in buckets]
-        rows = zip(batch.calls, grads, momenta, strict=True)
-        inputs = [SelectionInputs(call.selection, g, m) for call, g, m in rows if call.selection]
-        if inputs:
-            select_all(inputs)
-        masks = [call.mask for call in batch.calls]
-        momentum_masks = [bucket.cache["momentum_mask"] for bucket in buckets]
-        columns = zip(momenta, grads, buckets, masks, momentum_masks, strict=True)
-        keys = [
-            make_key(addresses(m), gradients_key(g), mask_key(bucket, new), mask_key(bucket, last))
-            for m, g, bucket, new, last in columns
-        ]
-        offsets = [block_offsets_of_all(buckets, chosen) for chosen in (masks, momentum_masks)]
-        hyper = {name: group[name] for name in names} | {"lr": float(group["lr"])}
-        hyper["clip"] = batch.calls[0].clip_factor_in_v
-        kernel = functools.partial(kernels.scape, batch.blocks, *offsets, **hyper)
-        batch.launch(kernel, kernels.scape_table, scape_rows, momenta, grads, keys=keys)
-        for bucket, old, have_gradients in zip(buckets, momenta, batch.have_gradients, strict=True):
-            if not all(have_gradients):
-                keep_absent_momenta(old, bucket.state["exp_avg"], have_gradients)
-    return [None] * len(calls)
-
-
-def _old_momenta(batch: LaunchGroup) -> list[list[Tensor]]:
-    """Resize momenta; return those before this step, in other memory where positions change."""
-    old: list[list[Tensor]] = []
-    moved = []
-    for n, call in enumerate(batch.calls):
-        bucket = call.bucket
-        old.append(resize_momenta(bucket, call.mean, call.mask))
-        has_moved = call.mask.is_sparse or bucket.cache["momentum_mask"].is_sparse
-        if old[n] is bucket.state["exp_avg"] and has_moved:
-            moved.append(n)
-    flats = [batch.buckets[n].flat["exp_avg"] for n in moved]
-    copies = [torch.empty_like(flat) for flat in flats]
-    if flats:
-        torch._foreach_copy_(copies, flats)
-    for n, copy in zip(moved, copies, strict=True):
-        old[n] = list(copy.split(batch.buckets[n].sizes["exp_avg"]))
-    return old
+def step_scape(
+    bucket: Bucket,
+    ops: KernelOps,
+    mean: Payload,
+    mask: Mask,
+    clip_factor_in_v: float,
+    selection: TritonSelection | None,
+) -> None:
+    """Do ``scape.step_scape`` for all tensors; called by ``Ops.run`` for SCAPE."""
+    old, grads = resize_momenta(bucket, mean, mask), bucket.grads()
+    if selection:
+        selection.select(grads, old)
+    masks = mask, bucket.cache["momentum_mask"]
+    key = make_key(addresses(old), gradients_key(grads), *(mask_key(bucket, m) for m in masks))
+    LaunchGroup(ops, [ScapeCall(bucket, mean)]).launch(
+        "scape",
+        kernels.scape,
+        kernels.scape_table,
+        lambda: [*scape_rows(bucket, mean, mask, old, grads)],
+        [key],
+        *(block_offsets(ops.tables, bucket, m) for m in masks),
+        clip=clip_factor_in_v,
+        maximize=bucket.group["maximize"],
+    )
+    keep_absent_momenta(old, bucket.state["exp_avg"], mean.have_gradients)
 
 
 def scape_rows(
-    call: ScapeCall, have_gradients: list[bool], old: list[Tensor], grads: Tensors
+    bucket: Bucket, mean: Payload, mask: Mask, old: list[Tensor], grads: Tensors
 ) -> Iterator[kernels.ScapeRow]:
-    bucket, mask, mean = call.bucket, call.mask, call.mean
-    momentum_mask = bucket.cache["momentum_mask"]
-    state, grads, residuals = bucket.state, flatten(grads), Residuals(bucket).stored
+    state, residuals = bucket.state, Residuals(bucket).stored
+    grads, held = flatten(grads), bucket.cache["momentum_mask"].bits
     rounding_errors: Tensors = [*mean.rounding_error_parts] or [None] * len(grads)
-    rows = zip(contiguous_weights(bucket), old, state["exp_avg"], strict=True)
-    for i, (weight, before, m) in enumerate(rows):
-        tensors = (
-            mask.bits[i],
-            momentum_mask.bits[i],
-            before,
-            mean.parts[i],
-            weight,
-            m,
-            state["step"][i],
-        )
+    for i, weight in enumerate(contiguous_weights(bucket)):
         yield kernels.ScapeRow(
             bucket.lengths[i],
-            *tensors,
-            update=int(have_gradients[i]),
+            bits=mask.bits[i],
+            held=held[i],
+            old=old[i],
+            values=mean.parts[i],
+            w=weight,
+            m=state["exp_avg"][i],
+            step=state["step"][i],
+            update=int(mean.have_gradients[i]),
             residual=residuals[i],
             grad=grads[i],
             public=published_parameter(bucket, i),

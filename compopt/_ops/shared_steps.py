@@ -8,28 +8,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .._state.buckets import Bucket
+from .._state.bucket import Bucket
 from .._state.masks import Mask, MaskSlice, Tensors
-from .._state.residuals import Residuals
 from .._wire.payload import Payload
-from .operations import Group, Ops
-
-
-def feed_back_rounding(
-    bucket: Bucket, ops: Ops, mean: Payload, mask: Mask, factor: float = 1.0
-) -> None:
-    """Write the rounding errors of the payload, times ``factor``, to the residuals, which are 0 on
-    the mask.
-    """
-    if mean.rounding_errors is None:
-        return
-    for i, has_gradient in enumerate(mean.have_gradients):
-        if has_gradient and bucket.compressed[i]:
-            rounding_errors = mean.rounding_error_parts[i]
-            rounding_errors = rounding_errors if factor == 1 else rounding_errors.mul_(factor)
-            with Residuals(bucket).open([i]) as opened:
-                ops.write_at(opened.tensors, [mask.positions[i]], [rounding_errors])
-
+from .operations import Group
 
 # TAGC
 
@@ -65,7 +47,7 @@ class MaskedAverage(Protocol):
     def note_residual(self, have_gradients: list[bool]) -> None:
         """Note whether residuals may be non-zero after this step."""
 
-    def feed_back(self, have_gradients: list[bool]) -> None:
+    def keep_unsent(self, have_gradients: list[bool]) -> None:
         """Set the residuals of tensors with a gradient on any rank."""
 
 
@@ -93,13 +75,15 @@ def compute_x_of_slice(bucket: Bucket, i: int, piece: MaskSlice) -> Tensor:
 
 def resize_momenta(bucket: Bucket, mean: Payload, mask: Mask) -> list[Tensor]:
     """Allocate momenta as large as the mask, contents undefined. Return the old ones, which are on
-    the mask of the step before.
+    the mask of the step before; in other memory, if positions change.
     """
-    old = bucket.state["exp_avg"]
+    old, flat = bucket.state["exp_avg"], bucket.flat["exp_avg"]
     rows = zip(mean.have_gradients, mask.sizes, bucket.sizes["exp_avg"], strict=True)
-    bucket.resize_state(
-        "exp_avg", [size if has_gradient else old_size for has_gradient, size, old_size in rows]
-    )
+    sizes = [size if has_gradient else old_size for has_gradient, size, old_size in rows]
+    is_moved = bucket.resize_state("exp_avg", sizes) is not old
+    if not is_moved and (mask.is_sparse or bucket.cache["momentum_mask"].is_sparse):
+        copy = bucket.get_memory("old momenta", flat.numel(), flat.dtype).copy_(flat)
+        return [part.view_as(m) for part, m in zip(copy.split(sizes), old, strict=True)]
     return old
 
 
@@ -144,7 +128,7 @@ class FactoredAverages(Protocol):
     def list_dense(self, indices: Sequence[int]) -> list[int]:
         """Return those of ``indices`` that are in no stack."""
 
-    def feed_back_dense(self, indices: Sequence[int], mean: Payload, factor: float) -> None:
+    def keep_unsent_dense(self, indices: Sequence[int], mean: Payload, factor: float) -> None:
         """Update the residuals of tensors that were sent dense."""
 
     def error_share(self, factor: float) -> float:
