@@ -94,7 +94,8 @@ bench: .venv/ready  ## ten minutes: step() alone, steps over shaped links (root)
 	$(BIN)/python bench/links.py --rates 100mbit unshaped
 	$(BIN)/python bench/ladder.py --show
 	$(BIN)/python bench/ladder.py seconds --show
-	$(BIN)/python bench/quality.py
+	$(BIN)/python bench/_table.py quality run width ranks steps lr seeds loss to_adamw run_share
+	$(BIN)/python bench/_table.py time_to_loss-100mbit run steps loss seconds seconds_to_1.1
 	@echo "What these figures mean, and where compression loses: bench/RESULTS.md"
 
 gpu:  ## one prepared run on a GPU, at most nine minutes: tests, correctness, kernels, steps, training; see bench/gpu.py

@@ -7,7 +7,6 @@ rivals of _rivals.py call collectives in the middle of a step: their ranks are t
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 import threading
@@ -29,10 +28,6 @@ from sim import World
 from train_gpt import GPT
 
 import compopt.muon
-from compopt._ops.backends import choose_backend
-from compopt._state.residuals import Residuals
-from compopt._state.tensors import MIN_COMPRESSED_NUMEL
-from compopt.integrations._fsdp_gather import GatherLayout, Shard
 
 VALIDATION_WINDOWS, VALIDATION_BATCH = 1024, 32
 
@@ -187,10 +182,6 @@ class Ranks:
     def __init__(self, model: StackedGPT, optimizers: list[torch.optim.Optimizer]):
         self.model, self.optimizers, self.bytes_sent = model, optimizers, 0
 
-    def params_of(self, model: StackedGPT, replica: int) -> Views:
-        """Return what the optimizer of a replica steps."""
-        return model.views(replica)
-
     def step(self, lr: float) -> None:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -227,7 +218,7 @@ class OneReplica(Ranks):
     """DDP: gradients are averaged whole, so that one replica with everyone's batches is all of them."""
 
     def __init__(self, model: StackedGPT, make: Make, ranks: int):
-        super().__init__(model, [make(self.params_of(model, 0), None)])
+        super().__init__(model, [make(model.views(0), None)])
 
     def step_all(self) -> None:
         self.optimizers[0].step()
@@ -241,7 +232,7 @@ class Lockstep(Ranks):
 
     def __init__(self, model: StackedGPT, make: Make, ranks: int):
         self.world = World(ranks)
-        super().__init__(model, [make(self.params_of(model, rank), comm) for rank, comm in enumerate(self.world.comms)])
+        super().__init__(model, [make(model.views(rank), comm) for rank, comm in enumerate(self.world.comms)])
 
     def step_all(self) -> None:
         self.world.step(self.optimizers)
@@ -251,77 +242,6 @@ class Lockstep(Ranks):
             before = self.sent_in_step()  # stats then count the last step again
             self.world.run([optimizer.end_round_as_generator() for optimizer in self.optimizers])
             self.bytes_sent += self.sent_in_step() - before
-
-
-class RoundedGathers(Ranks):
-    """Mixed in: FSDP2 with gathers in int8. Replicas compute with rounded parameters, cut and encoded as ranks cut
-    them; optimizers step the exact ones, with the same gradients.
-    """
-
-    def __init__(self, model: StackedGPT, make: Make, ranks: int):
-        self.exact: list[Views] = []
-        self.number_of_ranks = ranks
-        super().__init__(model, make, ranks)
-        self.gather()
-
-    def params_of(self, model: StackedGPT, replica: int) -> Views:
-        exact = {name: nn.Parameter(p.detach().clone()) for name, p in model.views(replica).items()}
-        for name, p in exact.items():
-            p.grad = model.params[name].grad[replica]
-        self.exact.append(exact)
-        return exact
-
-    def step_all(self) -> None:
-        super().step_all()
-        self.gather()
-
-    @torch.no_grad()
-    def gather(self) -> None:
-        """Give all replicas the parameters that ranks gather, which are alike on all."""
-        matrices = {}
-        for name, p in self.exact[0].items():
-            self.model.params[name].copy_(p)
-            if p.dim() >= 2 and p.numel() >= MIN_COMPRESSED_NUMEL:
-                matrices[name] = self.cut(p)
-        flat = torch.cat([*matrices.values()], 1)
-        self.layout.decode(torch.stack([self.layout.encode(row) for row in flat]), flat)
-        parts = flat.split([rows.shape[1] for rows in matrices.values()], 1)
-        for name, part in zip(matrices, parts, strict=True):
-            p = self.exact[0][name]
-            self.model.params[name].copy_(part.flatten()[: p.numel()].view_as(p))
-
-    def cut(self, p: Tensor) -> Tensor:
-        """Return the shards of a matrix, a row each, padded as FSDP2 pads them."""
-        numel = -(-len(p) // self.number_of_ranks) * p[0].numel()
-        rows = p.new_zeros(self.number_of_ranks, numel)
-        rows.view(-1)[: p.numel()] = p.flatten()
-        return rows
-
-    @functools.cached_property
-    def layout(self) -> GatherLayout:
-        large = [p for p in self.exact[0].values() if p.dim() >= 2 and p.numel() >= MIN_COMPRESSED_NUMEL]
-        shards = [Shard(self.cut(p).shape[1], p.dtype, True) for p in large]
-        ops = choose_backend({p.device.type for p in large})
-        return GatherLayout(shards, self.number_of_ranks, 8, ops)
-
-    def state_dict(self) -> dict[str, Any]:
-        exact = [{name: p.detach() for name, p in views.items()} for views in self.exact]
-        return super().state_dict() | {"exact": exact}
-
-    @torch.no_grad()
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        super().load_state_dict(saved)
-        for views, values in zip(self.exact, saved["exact"], strict=True):
-            for name, p in views.items():
-                p.copy_(values[name])
-
-
-class RoundedReplica(RoundedGathers, OneReplica):
-    """FSDP2 with gathers in int8 and an optimizer that averages gradients whole."""
-
-
-class RoundedLockstep(RoundedGathers, Lockstep):
-    """FSDP2 with gathers in int8 and an optimizer of compopt."""
 
 
 class AlikeLockstep(Lockstep):
@@ -339,31 +259,6 @@ class AlikeLockstep(Lockstep):
 
         with patch.object(compopt.muon, "orthogonalize", look_up):
             super().step_all()
-
-
-class WithoutFeedback(Lockstep):
-    """Local steps that forget what rounding drops."""
-
-    def step_all(self) -> None:
-        super().step_all()
-        for optimizer in self.optimizers:
-            for bucket in optimizer._anchors.buckets:
-                Residuals(bucket).clear()
-
-
-class WithAveragedMomentum(Lockstep):
-    """Local steps that average Muon's momentum too, exactly, in every exchange. Its bytes are not counted."""
-
-    @torch.no_grad()
-    def step_all(self) -> None:
-        super().step_all()
-        if not self.sent_in_step():
-            return
-        states = [o.base.state.values() for o in self.optimizers]
-        for alike in zip(*states, strict=True):
-            if "momentum_buffer" in alike[0]:
-                buffers = [state["momentum_buffer"] for state in alike]
-                torch._foreach_copy_(buffers, [torch.stack(buffers).mean(0)] * len(buffers))
 
 
 class Threads(Ranks):

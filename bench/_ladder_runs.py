@@ -27,14 +27,10 @@ from _ladder_ranks import (
     Lockstep,
     OneReplica,
     Ranks,
-    RoundedLockstep,
-    RoundedReplica,
     StackedGPT,
     Text,
     Threads,
     Views,
-    WithAveragedMomentum,
-    WithoutFeedback,
     validate,
 )
 
@@ -93,8 +89,14 @@ def muon(run: Run, steps: int, views: Views, group: Any = None, momentum: float 
     return compopt.MuonAdamW(groups, run.lr, momentum=momentum, **ADAMW)
 
 
-def separate_adam(run: Run, steps: int, views: Views, group: Any, **options: Any) -> torch.optim.Optimizer:
-    return compopt.SeparateAdam(views.values(), run.lr, process_group=group, **options, **ADAMW)
+def of_class(cls: str, dense_share: float = 0.0, **options: Any) -> Make:
+    """A class of compopt by its name; ``dense_share`` of its steps are dense, 0: as many as it has by default."""
+
+    def make(run: Run, steps: int, views: Views, group: Any) -> torch.optim.Optimizer:
+        start = {"dense_steps": round(dense_share * steps)} if dense_share else {}
+        return getattr(compopt, cls)(views.items(), run.lr, process_group=group, **ADAMW, **start, **options)
+
+    return make
 
 
 def separate_muon(
@@ -145,9 +147,9 @@ def sparse_loco(run: Run, steps: int, views: Views, group: Any) -> torch.optim.O
     return _rivals.SparseLoCo([*views.values()], run.lr, group=group, **options, **ADAMW)
 
 
-def vary_default(ranks: type[Ranks] = Lockstep, **changes: Any) -> Row:
+def vary_default(**changes: Any) -> Row:
     """LocalSteps(Muon) at its defaults, less these."""
-    return Row(Local(**dict(inner=muon, every=30, growth=800, payload_dtype="int4") | changes), ranks, 8e-3, 0.6)
+    return Row(Local(**dict(inner=muon, every=30, growth=800, payload_dtype="int4") | changes), Lockstep, 8e-3, 0.6)
 
 
 BASELINES = ("DDP + AdamW", "DDP + Muon")
@@ -157,7 +159,7 @@ MAIN = {
     "LocalSteps(Muon) 30": Row(Local(muon, 30), Lockstep, 8e-3, 0.3),
     "LocalSteps(Muon) 140": Row(Local(muon, 140), Lockstep, 8e-3, 0.6),
     "Separate(Muon) 16": Row(separate_muon, AlikeLockstep, 8e-3),
-    "SeparateAdam": Row(separate_adam, Lockstep, 8e-3),
+    "SeparateAdam": Row(of_class("SeparateAdam"), Lockstep, 8e-3),
     "LocalSteps(Muon) 30, short start": Row(Local(muon, 30, 100), Lockstep, 8e-3, 0.3),
     "LocalSteps(Muon) 30, int4, 800": Row(Local(muon, 30, 800, "int4"), Lockstep, 8e-3, 0.3),
     "LocalSteps(AdamW) 30": Row(Local(adamw, 30), Lockstep, 8e-3, 0.6),
@@ -168,13 +170,11 @@ MAIN = {
     "SparseLoCo 15": Row(sparse_loco, Threads, 4e-3),
 }
 VARIANTS = {  # of LocalSteps(Muon) at its defaults, "30, int4, 800", and of Separate(Muon)
-    "SeparateAdam, residual in int8": Row(functools.partial(separate_adam, residual_dtype="int8"), Lockstep, 4e-3),
+    "SeparateAdam, residual in int8": Row(of_class("SeparateAdam", residual_dtype="int8"), Lockstep, 4e-3),
     "LocalSteps(Muon) 8, int2, 800": vary_default(every=8, payload_dtype="int2"),
     "LocalSteps(Muon) 16, int4, 800": vary_default(every=16),
     "LocalSteps(Muon) 30, int4": vary_default(growth=None),
     "LocalSteps(Muon) 30, float32, 800": vary_default(payload_dtype="float32"),
-    "LocalSteps(Muon) 30, int4, 800, no feedback": vary_default(WithoutFeedback),
-    "LocalSteps(Muon) 30, int4, 800, momentum averaged": vary_default(WithAveragedMomentum),
     "LocalSteps(Muon) 1, float32": vary_default(every=1, payload_dtype="float32"),
     "Separate(Muon) 16, int4": Row(functools.partial(separate_muon, payload_dtype="int4"), AlikeLockstep, 8e-3),
     "Separate(Muon) 8, int4": Row(functools.partial(separate_muon, rank=8, payload_dtype="int4"), AlikeLockstep, 8e-3),
@@ -183,10 +183,6 @@ VARIANTS = {  # of LocalSteps(Muon) at its defaults, "30, int4, 800", and of Sep
 for momentum in (0.8, 0.85, 0.9, 0.98):  # of Muon, where the rows above have 0.95
     inner = functools.partial(muon, momentum=momentum)
     VARIANTS[f"LocalSteps(Muon) 30, int4, 800, inner momentum {momentum}"] = vary_default(inner=inner)
-VARIANTS["FSDP2 + AdamW, gathers in int8"] = Row(adamw, RoundedReplica, 8e-3)
-VARIANTS["FSDP2 + SeparateAdam, gathers and residual in int8"] = Row(
-    functools.partial(separate_adam, residual_dtype="int8"), RoundedLockstep, 4e-3
-)
 VARIANTS["DDP + Muon, momentum 0.9"] = Row(functools.partial(muon, momentum=0.9), OneReplica, 8e-3)
 ROWS = MAIN | VARIANTS
 

@@ -28,17 +28,15 @@ from _ladder_runs import BASELINES, DENSE, MAIN, ROWS, Lines, Local, best_of
 from _net import bits_per_second
 from _table import RESULTS, print_rows, write_rows
 from links import Runner, interleave, over_links, warn_if_busy
-from quality import reached
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from compopt._local.rounds import round_length
 
 KEPT = RESULTS / "time_to_loss-ladder.jsonl"
+RATE = "100mbit"  # of the picture of README.md
 NOT_TIMED = ("DeMo 8", "SparseLoCo 15")  # _rivals.py exchanges tensor by tensor, which a real implementation would not
 TIMED = [row for row in MAIN if row not in NOT_TIMED]
-
-
 SETTLE = 3  # untimed steps before the first block: DDP has made its buckets, ranks have verified each other
 LEARNING_RATE = 1e-3
 ALONE = ", no communication"  # after the baseline whose optimizer steps
@@ -88,6 +86,17 @@ def compose(line: dict[str, Any], seconds: dict[str, float]) -> list[dict[str, A
     return [{**point, "seconds": clock[point["step"] - 1]} for point in line["evals"]]
 
 
+def seconds_to(level: float, evals: list[dict[str, Any]]) -> float | None:
+    """The seconds at which the validation loss first is at `level`, evaluations joined by lines; None: it never is."""
+    for before, now in zip([None, *evals], evals, strict=False):
+        if now["val_loss"] <= level:
+            if before is None:
+                return now["seconds"]
+            share = (before["val_loss"] - level) / (before["val_loss"] - now["val_loss"])
+            return before["seconds"] + share * (now["seconds"] - before["seconds"])
+    return None
+
+
 def tabulate(runs: Lines, timings: Timings, size: str, **others: Any) -> list[dict[str, Any]]:
     """The lines of all rates, the slowest first."""
     rates = {timing.rate for timing in timings if timing.size == size}
@@ -107,7 +116,7 @@ def _at(rate: str, runs: Lines, timings: Timings, size: str, others: dict[str, A
         return []
     level, last = table[0]["loss"], table[0]["run_seconds"]
     for line in table:
-        line["seconds_to_adamw"] = reached(level, line["evals"], "seconds")
+        line["seconds_to_adamw"] = seconds_to(level, line["evals"])
         line["to_adamw"] = None if line["seconds_to_adamw"] is None else line["seconds_to_adamw"] / last
     return table
 

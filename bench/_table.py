@@ -1,9 +1,15 @@
-"""The one writer of tables: rows are dicts, printed in columns, kept as CSV in results/, drawn on bare axes."""
+"""Arguments, tables and pictures of all scripts: rows are dicts, printed in columns, kept as CSV in results/.
+
+python bench/_table.py                              # the names of the tables that are kept
+python bench/_table.py quality run steps loss       # one of them, these columns (default: all)
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import csv
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +17,14 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
 Columns = Mapping[str, tuple[str, str]]  # key: heading, format of the number, which begins with its width
+
+
+def make_parser(doc: str, option: str, rows: Iterable[str], default: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """A parser that shows the script's docstring, and whose ``option`` chooses rows, by default all of them."""
+    cli = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    listed = dict(metavar="ROW", choices=rows, default=list(default or rows))
+    cli.add_argument(option, nargs="+", help="a wrong name lists them", **listed)
+    return cli
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -79,3 +93,17 @@ def color(number: int) -> Any:
     import matplotlib.pyplot as plt
 
     return plt.get_cmap("tab20")(2 * number % 20 + 2 * number // 20 % 2)
+
+
+def show_kept(name: str, *columns: str) -> None:
+    """Print a table of results/ as it is in its file."""
+    rows = read_rows(RESULTS / f"{name}.csv")
+    heads = columns or tuple(rows[0])
+    widths = {head: max(len(head), *(len(row[head]) for row in rows)) for head in heads}
+    for row in [dict(zip(heads, heads, strict=True)), *rows]:
+        print("  ".join(row[head].ljust(widths[head]) for head in heads).rstrip())
+
+
+if __name__ == "__main__":
+    names = sys.argv[1:]
+    show_kept(*names) if names else print(*sorted(path.stem for path in RESULTS.glob("*.csv")), sep="\n")

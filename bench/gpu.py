@@ -1,4 +1,4 @@
-"""One prepared run on one GPU, of at most nine minutes: correctness, tests, kernels, steps, training, the ladder.
+"""Is everything right on a GPU, and what does it cost there? One prepared run of at most nine minutes.
 
     bash bench/gpu.sh [FOLDER]        # default: runs/gpu. Needs torch, triton, pytest, pytest-xdist
     bash bench/gpu.sh FOLDER --dry    # the same parts, small, on a CPU: in a minute
@@ -356,7 +356,8 @@ def run_tests(limit: float, folder: Path, is_dry: bool) -> dict[str, Any]:
         files = [file for file in files if "test_kernels_quantize" in file]
     # pytest by its own entry: "-m pytest" would put this folder's kernels/ on the path
     command = [sys.executable, "-c", "import pytest, sys; sys.exit(pytest.main())", "-q", "-m", "gpu", "-rfE"]
-    command += ["-n", str(WORKERS), "--dist", "worksteal", "-p", "no:cacheprovider", "--tb=short", "--durations=10"]
+    command += ["-n", str(2 if is_dry else WORKERS), "--dist", "worksteal"]
+    command += ["-p", "no:cacheprovider", "--tb=short", "--durations=10"]
     result = run(Part([*command, *files], limit), folder / "tests.txt", folder)
     text = (folder / "tests.txt").read_text()
     return result | {

@@ -1,11 +1,11 @@
-"""Triton kernels on a CUDA device: bytes a second, beside a copy's.
+"""How fast are the Triton kernels on a CUDA device? Bytes a second, beside a copy's.
 
     python bench/gpu_kernels.py                    # a minute
     python bench/gpu_kernels.py --elements 1e8
 
 A kernel's bytes are those it cannot do without: each input read once, each output written once, whole cache lines not
-counted. The copy is measured in the same run, on as many elements. Saves results/gpu-kernels.csv. Without
-a CUDA device it says "no GPU" and ends well. Steps are bench/gpu.py's.
+counted. The copy is measured in the same run, on as many elements. Columns: ms, GB/s, times the copy's GB/s. Saves
+results/gpu-kernels.csv. Without a CUDA device it says "no GPU" and ends well. Steps are bench/gpu.py's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -38,63 +38,56 @@ def operations(n: int, device: torch.device) -> dict[str, Operation]:
     """Every kernel on n float32 elements in four tensors, and a copy of as many. ``n`` is a multiple of 32."""
     import compopt_kernels as kernels
 
-    lengths = (n // 8, n // 8, n // 4, n // 2)
-    blocks = kernels.make_blocks(lengths, device)
-
-    def draw(sizes=lengths) -> list[Tensor]:
-        return [torch.randn(size, device=device) for size in sizes]
-
-    def masks(density: float) -> tuple[list[Tensor], Tensor, list[int]]:
-        flags = [torch.rand(size, device=device) < density for size in lengths]
-        bits = [kernels.pack_bits(f) for f in flags]
-        return bits, kernels.block_offsets(blocks, bits), [int(f.sum()) for f in flags]
-
-    w, g, m, e = draw(), draw(), draw(), draw()
-    v, flags = [x.square() for x in draw()], torch.rand(n, device=device) < 0.4
-    bits, step, marks = kernels.pack_bits(flags), torch.ones((), device=device), torch.empty(4, device=device)
-    whole, other = torch.cat(g), torch.cat(w)
+    flags = torch.rand(n, device=device) < 0.4
+    bits = kernels.pack_bits(flags)
+    whole, other = (torch.randn(n, device=device) for _ in range(2))
     results = {
         "copy": Operation(lambda: other.copy_(whole), 8 * n),
         "pack_bits": Operation(lambda: kernels.pack_bits(flags), n + n / 8),
         "unpack_bits": Operation(lambda: kernels.unpack_bits(bits, n), n + n / 8),
     }
+    lengths = (n // 8, n // 8, n // 4, n // 2)
     for density in (0.4, 0.01):
-        own, starts, sizes = masks(density)
-        k, values, tops = sum(sizes), draw(sizes), [torch.empty_like(b) for b in own]
-        radius = [
-            kernels.AdamWRow(*row) for row in zip(lengths, own, values, w, m, v, [step] * 4, [1] * 4, e, g, strict=True)
-        ]
-        held, held_starts, held_sizes = masks(density)
-        old = draw(held_sizes)
-        scape = [
-            kernels.ScapeRow(*row)
-            for row in zip(lengths, own, held, old, values, w, draw(sizes), [step] * 4, [1] * 4, e, g, strict=True)
-        ]
-        top = [kernels.TopKRow(*row) for row in zip(lengths, sizes, e, tops, strict=True)]
-        results |= {
-            f"block_offsets {density}": Operation(lambda own=own: kernels.block_offsets(blocks, own), n / 8),
-            f"positions {density}": Operation(
-                lambda own=own, starts=starts, sizes=sizes: kernels.positions(blocks, own, starts, sizes), n / 8 + 4 * k
-            ),
-            f"compact {density}": Operation(
-                lambda own=own, starts=starts, values=values: kernels.compact(
-                    blocks, own, starts, g, values, marks, e, 1.0, 1.0
-                ),
-                4 * n + n / 8 + 8 * k,
-            ),
-            f"adamw (Radius) {density}": Operation(
-                lambda starts=starts, rows=radius: kernels.adamw(blocks, starts, rows, **HYPER),
-                36 * n + n / 8 + 4 * k,
-            ),
-            f"scape {density}": Operation(
-                lambda starts=starts, held_starts=held_starts, rows=scape: kernels.scape(
-                    blocks, starts, held_starts, rows, **HYPER
-                ),
-                20 * n + n / 4 + 12 * k,
-            ),
-            f"top_k {density}": Operation(lambda rows=top: kernels.top_k(blocks, rows), 12 * n + 5 * n / 8),
-        }
+        results |= masked(lengths, density, device)
     return results | codes(n, device) | products(n, device)
+
+
+def masked(lengths: tuple[int, ...], density: float, device: torch.device) -> dict[str, Operation]:
+    """The kernels of Radius and SCAPE on four tensors, of which a mask of this density chooses elements."""
+    import compopt_kernels as kernels
+
+    n, blocks = sum(lengths), kernels.make_blocks(lengths, device)
+
+    def draw(sizes: Sequence[int] = lengths) -> list[Tensor]:
+        return [torch.randn(size, device=device) for size in sizes]
+
+    def draw_masks() -> tuple[list[Tensor], Tensor, list[int]]:
+        flags = [torch.rand(size, device=device) < density for size in lengths]
+        bits = [kernels.pack_bits(f) for f in flags]
+        return bits, kernels.block_offsets(blocks, bits), [int(f.sum()) for f in flags]
+
+    (bits, starts, sizes), (held, held_starts, held_sizes) = draw_masks(), draw_masks()
+    w, g, m, e = draw(), draw(), draw(), draw()
+    v, values, k, marks = [x.square() for x in draw()], draw(sizes), sum(sizes), torch.empty(4, device=device)
+    common = [torch.ones((), device=device)] * 4, [1] * 4, e, g
+    radius = [kernels.AdamWRow(*row) for row in zip(lengths, bits, values, w, m, v, *common, strict=True)]
+    scape = [
+        kernels.ScapeRow(*row)
+        for row in zip(lengths, bits, held, draw(held_sizes), values, w, draw(sizes), *common, strict=True)
+    ]
+    top = [kernels.TopKRow(*row) for row in zip(lengths, sizes, e, map(torch.empty_like, bits), strict=True)]
+    runs: dict[str, tuple[Callable[[], object], float]] = {
+        "block_offsets": (lambda: kernels.block_offsets(blocks, bits), n / 8),
+        "positions": (lambda: kernels.positions(blocks, bits, starts, sizes), n / 8 + 4 * k),
+        "compact": (
+            lambda: kernels.compact(blocks, bits, starts, g, values, marks, e, 1.0, 1.0),
+            4 * n + n / 8 + 8 * k,
+        ),
+        "adamw (Radius)": (lambda: kernels.adamw(blocks, starts, radius, **HYPER), 36 * n + n / 8 + 4 * k),
+        "scape": (lambda: kernels.scape(blocks, starts, held_starts, scape, **HYPER), 20 * n + n / 4 + 12 * k),
+        "top_k": (lambda: kernels.top_k(blocks, top), 12 * n + 5 * n / 8),
+    }
+    return {f"{name} {density}": Operation(*run) for name, run in runs.items()}
 
 
 def products(n: int, device: torch.device) -> dict[str, Operation]:

@@ -1,4 +1,4 @@
-"""The scaling ladder: loss after 20 tokens per parameter at several sizes of a model, every row at its tuned rate.
+"""Which loss does a method reach after 20 tokens per parameter, as models grow, every row at its tuned rate?
 
     python bench/ladder.py tune --size 0.2M                        # learning rates, row by row
     python bench/ladder.py tune --size 0.2M --outer                # and the outer rate and momentum of local steps
@@ -12,13 +12,13 @@ The ranks, four or ``--ranks``, are of one process (_ladder_ranks.py) and train 
 rank and step. Finished runs are lines of results/ladder.jsonl. An unfinished one goes on from its checkpoint in
 runs/ladder. Processes side by side share the work: a run belongs to the one that holds its lock. Sizes of 3M, 35M and
 124M are for ``--device cuda``, in batches of 32 x 256 bytes, with a text of their own (``--data``); only 3M has run.
-Ratios are to DDP of the same size on as many ranks: those have the same steps.
+Tables of losses: the mean over seeds and its range, over DDP + AdamW's and DDP + Muon's of the same size on as many
+ranks, bytes of the whole run in percent of DDP's, the settings, and the numbers of settings and seeds that ran.
 
 ``seconds`` multiplies step times (_ladder_seconds.py; kept in results/time_to_loss-ladder.jsonl) with the steps of each
 row's best run on seed 0. "Compute" is a step of the same optimizer without communication, while all ranks take one:
 where ranks share a core, as four do on two cores, it takes longer than on machines of their own, and the network's part
-is smaller. Losses of local steps within the run are those of one replica. Saves results/time_to_loss-SIZE.csv, and
-readme.png, the picture of README.md.
+is smaller. "s to loss" is until DDP + AdamW's last loss. Saves results/time_to_loss-SIZE.csv, and readme.png.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from _ladder_runs import (
     OUTER_LRS,
     ROWS,
     Lines,
+    Run,
     best_of,
     claimed,
     kept,
@@ -58,8 +59,7 @@ from _ladder_runs import (
     train,
 )
 from _net import bits_per_second
-from _table import RESULTS, color, drawing, print_rows, write_rows
-from quality import RATE
+from _table import RESULTS, color, drawing, make_parser, print_rows, write_rows
 
 
 def tune(args: argparse.Namespace, others: dict[str, Any], until: float) -> None:
@@ -99,10 +99,9 @@ def choose_products(device: str) -> str:
 
 
 def parse() -> argparse.Namespace:
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli = make_parser(__doc__, "--rows", ROWS, list(MAIN))
     cli.add_argument("what", choices=["tune", "run", "seconds"], nargs="?")
     cli.add_argument("--size", choices=SIZES, default="0.2M")
-    cli.add_argument("--rows", nargs="+", choices=ROWS, default=list(MAIN), metavar="ROW", help=", ".join(ROWS))
     cli.add_argument("--outer", action="store_true", help="tune the outer rate and momentum too")
     cli.add_argument("--lr", type=float)
     cli.add_argument("--outer-lr", type=float)
@@ -110,13 +109,11 @@ def parse() -> argparse.Namespace:
     cli.add_argument("--seed", type=int, default=0)
     cli.add_argument("--ranks", type=int, nargs="+", help="default: 4; to show, all that there are")
     cli.add_argument("--tokens", type=float, default=20, help="per parameter")
-    cli.add_argument("--products", choices=["bfloat16", "float32"], default=None, help="default: what is faster here")
+    cli.add_argument("--products", choices=["bfloat16", "float32"], help="default: what is faster here")
     cli.add_argument("--device", default="cpu")
     cli.add_argument("--data", help="a text to train on (default: the source of Python's standard library)")
     cli.add_argument("--minutes", type=float, default=math.inf, help="end after these, with a checkpoint")
-    cli.add_argument(
-        "--rates", nargs="+", default=["10mbit", "100mbit", "1gbit"], help="of `seconds`, as tc writes them"
-    )
+    cli.add_argument("--rates", nargs="+", default=["10mbit", "100mbit", "1gbit"], help="of `seconds`, as in tc")
     cli.add_argument("--blocks", type=int, default=3, help="of timed steps, for each row")
     cli.add_argument("--steps", type=int, default=14, help="timed steps of a block; a round has one more")
     cli.add_argument("--show", action="store_true", help="train and time nothing")
@@ -201,15 +198,20 @@ def tabulate(runs: Lines, **others: Any) -> list[dict[str, Any]]:
     table = []
     for size in SIZES:
         firsts = {name: _seeds(runs, size, name, others) for name in BASELINES}
-        for row in ROWS:
+        for row in list_rows(runs):
             if seeds := _seeds(runs, size, row, others):
                 table.append(_line(runs, size, row, seeds, firsts, others))
     return table
 
 
+def list_rows(runs: Lines) -> list[str]:
+    """The names of rows, in order; last those of runs whose code is gone."""
+    return list(dict.fromkeys([*ROWS, *(run.row for run in runs)]))
+
+
 def _seeds(runs: Lines, size: str, row: str, others: dict[str, Any]) -> dict[int, dict[str, Any]]:
     """By seed, the runs with the best settings of seed 0."""
-    best = best_of(runs, ROWS[row].start(size, **others))
+    best = best_of(runs, Run(row, size, 0.0, **others))
     if best is None or loss_of(runs[best]) == float("inf"):
         return {}
     return {run.seed: line for run, line in runs.items() if run._replace(seed=0) == best}
@@ -218,7 +220,7 @@ def _seeds(runs: Lines, size: str, row: str, others: dict[str, Any]) -> dict[int
 def _line(runs: Lines, size: str, row: str, seeds: dict, firsts: dict, others: dict[str, Any]) -> dict[str, Any]:
     losses, first = {seed: loss_of(line) for seed, line in seeds.items()}, seeds[0]
     tuned = {name: first[name] for name in ("lr", "outer_lr", "momentum")}
-    start = ROWS[row].start(size, **others)
+    start = Run(row, size, 0.0, **others)
     ratios: dict[str, float | None] = {}
     for baseline, name in NAMES.items():
         common = sorted(losses.keys() & firsts[baseline].keys())
@@ -253,9 +255,10 @@ def _range(values: Collection[float]) -> float | None:
 def tabulate_outer(runs: Lines, **others: Any) -> list[dict[str, Any]]:
     """A line for each outer setting of each row that has been tried on the seed, at the best of its learning rates."""
     table = []
-    for size, (row, made) in itertools.product(SIZES, ROWS.items()):
-        start = made.start(size, **others)
-        if made.momentum is None or (best := best_of(runs, start)) is None:
+    for size, row in itertools.product(SIZES, list_rows(runs)):
+        start = Run(row, size, 0.0, **others)
+        best = best_of(runs, start)
+        if best is None or best.momentum is None:
             continue
         for momentum, outer_lr in itertools.product(MOMENTA, OUTER_LRS):
             like = start._replace(momentum=momentum, outer_lr=outer_lr)
@@ -373,7 +376,7 @@ def readme_lines() -> list[dict[str, Any]]:
     for size, products in product(reversed(SIZES), ("bfloat16", "float32")):
         others = {"ranks": 4, "tokens": 20, "products": products}
         seconds = _ladder_seconds.tabulate(runs, timings, size, **others)
-        lines = {line["row"]: line for line in seconds if line["rate"] == RATE}
+        lines = {line["row"]: line for line in seconds if line["rate"] == _ladder_seconds.RATE}
         if README_ROWS.keys() <= lines.keys():
             table = [line for line in tabulate(runs, **others) if line["size"] == size]
             return [line | {"evals": lines[line["row"]]["evals"]} for line in table if line["row"] in lines]

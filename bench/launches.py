@@ -1,7 +1,7 @@
-"""The calls of one steady step on an accelerator, counted without one: launches, waits of the host, uploads.
+"""What does a steady step ask of an accelerator? Launches, waits of the host, uploads; counted without one.
 
     python bench/launches.py                    # all rows, 354.8 M parameters in GPT-2 medium's shapes; under a minute
-    python bench/launches.py --only "SCAPE .01" --places
+    python bench/launches.py --only "SCAPE .01"
 
 Tensors are of torch's "meta" device, which has no memory, and kernels are not run, so this shows what is asked, not how
 long it takes: bench/gpu.py times steps. ``launches`` are dispatched operators and Triton kernels; an operator counts
@@ -28,7 +28,7 @@ from unittest import mock
 import torch
 import triton
 from _fake_ranks import fake_ranks
-from _table import RESULTS, print_rows, write_rows
+from _table import RESULTS, make_parser, print_rows, write_rows
 from torch import Tensor
 from torch.optim import optimizer as torchs
 from torch.utils import _foreach_utils as foreach
@@ -379,11 +379,7 @@ COLUMNS = {name: (name, "5d") for name in ("buckets", "launches", "waits", "uplo
 
 
 def main() -> None:
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument(
-        "--only", nargs="+", metavar="ROW", choices=ROWS, default=list(ROWS), help="rows; a wrong name lists them"
-    )
-    cli.add_argument("--places", action="store_true", help="show which places in compopt ask for most")
+    cli = make_parser(__doc__, "--only", ROWS)
     cli.add_argument("--tagc", nargs=3, type=int, help=argparse.SUPPRESS)
     args = cli.parse_args()
     if args.tagc:
@@ -392,11 +388,7 @@ def main() -> None:
     torch.set_num_threads(1)
     params, rows = gpt2(), []
     print(f"{sum(p.numel() for p in params):,} parameters")
-    for name in args.only:
-        row, counts = count(name, params)
-        rows.append(row)
-        for line, n in counts.at.most_common(12) if args.places else ():
-            print(f"{n:>14} {line}")
+    rows += [count(name, params)[0] for name in args.only]
     if args.only == list(ROWS):
         rows.append(apart(64, 24, 50257 // 16))
     print_rows(rows, COLUMNS, "row", 22)

@@ -1,15 +1,16 @@
-"""Step time and bytes on the sockets over shaped links: every method beside no communication and DDP.
+"""How long does a step take over a slow link, and what crosses it? Every method beside no communication and DDP.
 
     sudo .venv/bin/python bench/links.py                                   # the default table, under six minutes
     sudo .venv/bin/python bench/links.py --rates 100mbit --methods none ddp powersgd32 --ranks 4
     sudo .venv/bin/python bench/links.py --rates 100mbit --methods none local local-delay1 local-delay30 \
         local-fragments --rounds 4 --steps 59 --save rounds            # rounds of 30 local steps, two a block
 
-All methods of one rate share one set of processes and take turns, block by block, after an
-untimed step that absorbs what the method before left in flight. Prints a table per
-rate and saves it in results/ beside this file, as links.csv and links.png or the name that --save gives. Of rounds the
-mean tells what a run takes, and the slowest step over the median whether training stands still once a round; "none"
-has slow steps too, of which the machine is the cause.
+All methods of one rate share one set of processes and take turns, block by block, after an untimed step that absorbs
+what the method before left in flight. A table a rate, in ms: the median step, the range of the middle half, the mean;
+the slowest step over the median, which tells of rounds whether training stands still ("none" has slow steps too, of
+which the machine is the cause); the median over that of no communication ("none") and of DDP; "exposed": what it takes
+beyond none. Bytes are those on a rank's socket, and those that the optimizer counts. Saves results/links.csv and .png,
+or the CSV that --save names.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 from _model import Batches, make_model
 from _net import Links, bits_per_second, sent_bytes
-from _table import RESULTS, drawing, print_rows, write_rows
+from _table import RESULTS, drawing, make_parser, print_rows, write_rows
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
@@ -352,7 +353,6 @@ COLUMNS = {
 
 
 def show(rows: list[dict]) -> None:
-    """Print one rate's table. Exposed: step time beyond `none`. Own count: what the optimizer says it sent."""
     print(f"\n{rows[0]['rate']}, {rows[0]['ranks']} ranks")
     print_rows(rows, COLUMNS, "method", 28)
     if rows[0]["method"] == "none":
@@ -361,8 +361,8 @@ def show(rows: list[dict]) -> None:
 
 def save(rows: list[dict], name: str) -> None:
     write_rows(RESULTS / f"{name}.csv", rows)
-    plot(rows, RESULTS / f"{name}.png")
-    print(f"\nSaved {RESULTS / name}.csv and .png")
+    if name == "links":  # the picture of docs/measured.md
+        plot(rows, RESULTS / "links.png")
 
 
 def plot(rows: list[dict], path: Path) -> None:
@@ -384,21 +384,13 @@ def plot(rows: list[dict], path: Path) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__, "--methods", METHODS, DEFAULT_METHODS)
     parser.add_argument("--rates", nargs="+", default=DEFAULT_RATES, help="'unshaped', or as tc writes it: 100mbit")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument(
-        "--methods",
-        nargs="+",
-        metavar="METHOD",
-        default=DEFAULT_METHODS,
-        choices=METHODS,
-        help="methods; a wrong name lists them",
-    )
     parser.add_argument("--rounds", type=int, default=3, help="blocks per method")
     parser.add_argument("--steps", type=int, default=2, help="timed steps per block")
     parser.add_argument("--batch", type=int, default=8, help="sequences of 64 bytes a rank and step")
-    parser.add_argument("--save", default="links", metavar="NAME", help="name of the CSV and PNG in results/")
+    parser.add_argument("--save", default="links", metavar="NAME", help="name of the CSV in results/")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rounds < 1 or options.steps < 1 or options.rounds * options.steps < 2:

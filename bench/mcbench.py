@@ -4,7 +4,10 @@
     .venv/bin/python bench/mcbench.py quality                        # Tables 2 and 3: accuracy at tensor 2 x pipeline 2
     .venv/bin/python bench/mcbench.py pretraining                    # Table 5: compressors dropped for fine-tuning
 
-All print their table and save results/mcbench-*.csv beside this file. Without root the links are not shaped.
+Rows are compressors by the paper's names. `time`: ms of a rank's step, in all and of its parts (forward and backward
+hold encode, decode and communication), and MB sent, for each grid of tensor x pipeline ranks. `quality` and
+`pretraining`: accuracy in percent by task, the mean over seeds and their range. Saves results/mcbench-*.csv. Without
+root the links are not shaped.
 An accuracy is a float32 run of hundreds of steps: another number of threads or other vector instructions round
 otherwise, and end up to a few points elsewhere. So a run has one thread, and a figure three seeds and their range.
 """
@@ -35,7 +38,7 @@ from _encoder import (
     text_accuracy,
 )
 from _net import Links, sent_bytes
-from _table import RESULTS, read_rows, write_rows
+from _table import RESULTS, make_parser, print_rows, read_rows, write_rows
 from torch.distributed.device_mesh import init_device_mesh
 
 from compopt.activations import Compressor, MeshRanks
@@ -148,23 +151,27 @@ def ask_ranks(options: argparse.Namespace, rate: str | None, *words: str) -> dic
     return json.loads(next(text.strip().splitlines()[-1] for text in outputs if text.strip()))
 
 
-def save(name: str, head: list[str], keys: int, rows: list[list]) -> None:
-    """Write rows; the first `keys` columns name one: a new run replaces its own and leaves the others."""
-    lines = [dict(zip(head, map(str, row), strict=True)) for row in rows]
-    write_rows(RESULTS / f"mcbench-{name}.csv", lines, head, keep=head[:keys])
+def keep(name: str, rows: list[dict]) -> None:
+    """Write rows; the first three columns name one: a new run replaces its own and leaves the others."""
+    write_rows(RESULTS / f"mcbench-{name}.csv", rows, keep=list(rows[0])[:3])
+
+
+def accuracy_row(compressor: str, task: str, seed: int, steps: int, accuracy: float) -> dict:
+    return {"compressor": compressor, "task": task, "seed": seed, "steps": steps, "accuracy": f"{accuracy:.2f}"}
 
 
 def print_times(options: argparse.Namespace) -> None:
     for grid in options.grids:
-        results = ask_ranks(options, options.rate, "--grids", grid)
+        rows = [
+            {"grid": grid, "compressor": label, "rate": options.rate}
+            | {f"{name}_ms": 1e3 * row[name] for name in COLUMNS}
+            | {"MB_sent": row["sent"] / 1e6}
+            for label, row in ask_ranks(options, options.rate, "--grids", grid).items()
+        ]
         print(f"\ntensor x pipeline {grid}, {options.rate}, ms a step (means over {RANKS} ranks)")
-        print(f"{'':<5}" + "".join(f"{name[:9]:>11}" for name in [*COLUMNS, "MB sent"]))
-        rows = []
-        for label, row in results.items():
-            numbers = [1e3 * row[name] for name in COLUMNS] + [row["sent"] / 1e6]
-            print(f"{label:<5}" + "".join(f"{value:>11.2f}" for value in numbers))
-            rows.append([grid, label, options.rate, *(f"{value:.3f}" for value in numbers)])
-        save("time", ["grid", "compressor", "rate", *(f"{name}_ms" for name in COLUMNS), "MB_sent"], 3, rows)
+        numbers = list(rows[0])[3:]
+        print_rows(rows, {name: (name.removesuffix("_ms"), "10.2f") for name in numbers}, "compressor", 16)
+        keep("time", [row | {name: f"{row[name]:.3f}" for name in numbers} for row in rows])
 
 
 def print_quality(options: argparse.Namespace) -> None:
@@ -173,8 +180,7 @@ def print_quality(options: argparse.Namespace) -> None:
         start = pretrained(seed)
         for label in options.labels:
             results = quality(label, seed, options.steps, start, options.tasks)
-            rows = [[label, task, seed, options.steps, f"{value:.2f}"] for task, value in results.items()]
-            save("quality", ["compressor", "task", "seed", "steps", "accuracy"], 3, rows)
+            keep("quality", [accuracy_row(label, task, seed, options.steps, x) for task, x in results.items()])
     print_accuracies("quality", options.steps)
 
 
@@ -193,31 +199,29 @@ def print_pretraining(options: argparse.Namespace) -> None:
                 nothing = encoder(4, 4, 16, **SMALL, pool=False)
                 for parity in (False, True):
                     results["not pre-trained", parity] = later_accuracy(nothing, seed, options.steps, parity)
-            rows = [
-                [name, "parity" if parity else "digits", seed, options.steps, f"{value:.2f}"]
-                for (name, parity), value in results.items()
-            ]
-            save("pretraining", ["compressor", "task", "seed", "steps", "accuracy"], 3, rows)
+            tasks = {(name, "parity" if parity else "digits"): value for (name, parity), value in results.items()}
+            keep("pretraining", [accuracy_row(*names, seed, options.steps, x) for names, x in tasks.items()])
     print_accuracies("pretraining", options.steps)
 
 
 def print_accuracies(name: str, steps: int) -> None:
     """Means and ranges over seeds of all that stands in the file, also of earlier runs."""
     rows = [row for row in read_rows(RESULTS / f"mcbench-{name}.csv") if row["steps"] == str(steps)]
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    print(f"{'accuracy, %':<22}" + "".join(f"{task:>22}" for task in tasks))
-    for label in dict.fromkeys(row["compressor"] for row in rows):
-        print(f"{label:<22}", end="")
-        for task in tasks:
-            values = [float(r["accuracy"]) for r in rows if (r["compressor"], r["task"]) == (label, task)]
-            print(f"{statistics.mean(values):>10.1f} ({min(values):.1f}-{max(values):.1f})" if values else "", end="")
-        print()
+    values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        values[row["compressor"]][row["task"]].append(float(row["accuracy"]))
+    table = [
+        {"compressor": label}
+        | {task: f"{statistics.mean(of):.1f} ({min(of):.1f}-{max(of):.1f})" for task, of in by_task.items()}
+        for label, by_task in values.items()
+    ]
+    print("accuracy, %")
+    print_rows(table, {task: (task, ">22") for task in dict.fromkeys(row["task"] for row in rows)}, "compressor", 22)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__, "--labels", list(compressors(1, 20)))
     parser.add_argument("what", choices=list(STEPS))
-    parser.add_argument("--labels", nargs="+", default=list(compressors(1, 20)), help="compressors, the paper's names")
     parser.add_argument("--grids", nargs="+", default=GRIDS, choices=GRIDS, help="tensor x pipeline")
     parser.add_argument("--rate", default="1gbit", help="of each rank's link, for `time`")
     parser.add_argument("--steps", type=int, help="timed steps (5), or training steps (300)")

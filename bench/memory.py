@@ -1,9 +1,8 @@
-"""Bytes a parameter that each optimizer holds, and takes on top during step(), counted where torch allocates them.
+"""How much memory does each optimizer hold, and take on top during step()? Counted where torch allocates it.
 
     python bench/memory.py                          # 10 M parameters as one of 2 ranks, all rows: a few minutes
     python bench/memory.py --ranks 8 --only "ScapeAdamS 0.01, sharded"
     python bench/memory.py --show                   # measure nothing: the table of what is there
-    python bench/memory.py --fsdp --ranks 2 8       # SeparateAdam inside FSDP2, on real gloo ranks: a minute or two
 
 Every row is a process of its own that builds one optimizer and steps it under torch's profiler, which notes each
 allocation and release. Gradients are there before. The other ranks are made up (_fake_ranks.py): no message takes time,
@@ -17,31 +16,20 @@ but what one rank has in memory is there: messages, masks on their way, what is 
 
 Not counted: parameters, gradients and DDP's buckets, 4 each, whatever the optimizer. Of torch's PowerSGD hook only what
 it keeps is counted (it works in gloo's threads, which the profiler does not see). Saves results/memory.csv.
-
-``--fsdp``: examples/train_gpt.py's model of 0.86 M parameters, ``fully_shard`` on each block, rank 16. Held are the
-tensors of optimizer.state on rank 0; pending are the residuals that backward has made and step() commits. Saves
-results/fsdp_memory.csv.
 """
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
-import os
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from _fake_ranks import fake_ranks
 from _model import Batches, make_model
-from _table import RESULTS, print_rows, read_rows, write_rows
-from torch import multiprocessing as torch_multiprocessing
+from _table import RESULTS, make_parser, print_rows, read_rows, write_rows
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import compopt
@@ -183,57 +171,6 @@ def powersgd(name: str) -> dict:
     return {"optimizer": name, "ranks": 1, "parameters": n, "saved": 8.0, "beside": bytes_in(kept) / n, "host": 0.0}
 
 
-# Inside FSDP2
-
-FSDP = ["residual", "ranks", "held", "moments", "residuals", "bases", "pending"]
-
-
-def count_fsdp(rank: int, ranks: int, file: str, dtype: str | None) -> None:
-    """One rank: three steps, then the bytes that it holds; rank 0 keeps them."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-    import train_gpt
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
-    torch.manual_seed(0)
-    model = train_gpt.GPT(4, 128, 4, 64)
-    numel = sum(p.numel() for p in model.parameters())
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
-    optimizer = compopt.SeparateAdam(model.parameters(), lr=1e-3, rank=16, dense_steps=1, residual_dtype=dtype)
-    for _ in range(3):
-        x = torch.randint(256, (1, 64))
-        model(x, x).backward()
-        pending = [one.next_residual.nbytes for one in optimizer.fsdp_backward.pending_residuals.values()]
-        optimizer.step()
-        optimizer.zero_grad()
-    sizes: dict[str, int] = {}
-    for entry in optimizer.state.values():
-        for name, value in entry.items():
-            if torch.is_tensor(value):
-                local = value.to_local() if hasattr(value, "to_local") else value
-                sizes[name] = sizes.get(name, 0) + local.nbytes
-    if rank == 0:
-        moments = sizes["exp_avg"] + sizes["exp_avg_sq"]
-        counts = [sum(sizes.values()), moments, sizes["residual"], sizes["basis"], sum(pending)]
-        values = [dtype or "float32", ranks, *(round(one / numel, 3) for one in counts)]
-        row = dict(zip(FSDP, values, strict=True))
-        write_rows(RESULTS / "fsdp_memory.csv", [row], keep=["residual", "ranks"])
-        print(row, flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def measure_fsdp(all_ranks: list[int]) -> None:
-    os.environ |= {"OMP_NUM_THREADS": "1", "COMPOPT_QUIET": "1"}
-    for ranks in all_ranks:
-        for dtype in (None, "int8"):
-            with tempfile.TemporaryDirectory() as folder:
-                arguments = (ranks, str(Path(folder, "rendezvous")), dtype)
-                torch_multiprocessing.spawn(count_fsdp, arguments, nprocs=ranks)
-
-
 COLUMNS = {"ranks": ("ranks", "5.0f"), **{part: (part, "8.2f") for part in PARTS}}
 
 
@@ -244,22 +181,10 @@ def save(rows: Iterable[dict]) -> None:
 
 
 def main() -> None:
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument(
-        "--only",
-        nargs="+",
-        metavar="ROW",
-        choices=ROWS,
-        default=list(ROWS),
-        help="these rows; the rest is kept; a wrong name lists them",
-    )
+    cli = make_parser(__doc__, "--only", ROWS)
     cli.add_argument("--ranks", type=int, nargs="+", default=[2, 8], help="more than the first: of sharded state only")
     cli.add_argument("--show", action="store_true", help="measure nothing")
-    cli.add_argument("--fsdp", action="store_true", help="SeparateAdam inside FSDP2 instead")
     args = cli.parse_args()
-    if args.fsdp:
-        measure_fsdp(args.ranks)
-        return
     rows = {(row["optimizer"], int(row["ranks"])): row for row in read_rows(RESULTS / "memory.csv")}
     jobs = [(n, r) for n in args.only for r in args.ranks
             if r == args.ranks[0] or "sharded" in n or n.startswith("Tagc")]  # fmt: skip

@@ -1,8 +1,11 @@
-"""Bytes and computation of a rank in a step, as ranks grow to 4096 and parameters to 124 M.
+"""What does a rank receive and compute in a step, as ranks grow to 4096 and parameters to 124 M?
 
-    python bench/scaling.py                               # every row that is not there yet: an hour, 5 GB
-    python bench/scaling.py --again --sizes 10M --methods "ScapeAdamS 0.01" --ranks 2 64
+    python bench/scaling.py                               # every row: an hour, 5 GB
+    python bench/scaling.py --sizes 10M --methods "ScapeAdamS 0.01" --ranks 2 64
     python bench/scaling.py --show                        # measure nothing: tables and chart of what is there
+
+Printed for each size and number of ranks: the bytes received over a dense exchange's, and ms of step(); then from how
+many ranks on a method takes longer than dense gradients at a rate.
 
 The package's own code on a fake process group (_fake_ranks.py): one rank steps on GPT-2's shapes with random gradients,
 the others are made up, and what it gives its collectives is counted. An all-gather receives N - 1 messages, an
@@ -18,7 +21,6 @@ left out. Rows are kept as they come, in results/scaling.csv; saves results/scal
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +29,7 @@ from functools import lru_cache
 import torch
 from _fake_ranks import fake_ranks
 from _model import GPT, Batches
-from _table import RESULTS, color, drawing, read_rows, write_rows
+from _table import RESULTS, color, drawing, make_parser, print_rows, read_rows, write_rows
 
 import compopt
 from compopt._sparse.scape_masks import mask_partition_at
@@ -194,19 +196,18 @@ def save(rows: dict[tuple[str, str, int], dict]) -> None:
 
 
 def show(rows: dict[tuple[str, str, int], dict], size: str) -> None:
-    """Received bytes for every number of ranks, in MB and as a share of the dense exchange's; ms below."""
-    print(
-        f"\n{size}: MB received a step (share of dense), ms of processor in step()\n{'':<32}"
-        + "".join(f"{n:>24}" for n in RANKS)
-    )
-    for method in METHODS:
-        cells = []
-        for n in RANKS:
-            row = rows.get((method, size, n))
-            ms = f"{float(row['ms']):>8.0f}" if row and row["ms"] else f"{'-':>8}"
-            share = f"{float(row['received']) / 1e6:>9.2f} ({float(row['to_dense']):>4.2f})" if row else f"{'-':>16}"
-            cells.append(share + ms)
-        print(f"{method:<32}{''.join(cells)}")
+    """For every number of ranks, received bytes as a share of the dense exchange's, and ms."""
+    there = {n: {m: rows[m, size, n] for m in METHODS if (m, size, n) in rows} for n in RANKS}
+    columns = {f"to_dense {n}": (f"x dense, {n}", "14.2f") for n in RANKS} | {
+        f"ms {n}": (f"ms, {n}", "10.0f") for n in RANKS
+    }
+    table = [
+        {"method": method, **{f"{key} {n}": float(row[method][key]) for n, row in there.items()
+         for key in ("to_dense", "ms") if method in row and row[method][key]}}
+        for method in METHODS
+    ]  # fmt: skip
+    print(f"\n{size}")
+    print_rows(table, columns, "method", 32)
 
 
 def slower(row: dict, dense: dict, rate: float) -> bool:
@@ -218,16 +219,14 @@ def slower(row: dict, dense: dict, rate: float) -> bool:
 
 def show_what_pays(rows: dict[tuple[str, str, int], dict], size: str) -> None:
     """For every rate, the smallest number of ranks at which a method takes longer than dense gradients."""
-    rates = {"10 Gbit/s": 1e10, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
-    print(f"\n{size}: slower than dense from so many ranks on" + "".join(f"{name:>14}" for name in rates))
+    rates, table = {"10 Gbit/s": 1e10, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}, []
     for method in list(METHODS)[1:]:
         pairs = {n: (rows.get((method, size, n)), rows.get(("AdamS, dense", size, n))) for n in RANKS}
         there = {n: pair for n, pair in pairs.items() if all(pair)}
-        cells = []
-        for rate in rates.values():
-            results = [n for n, pair in there.items() if slower(*pair, rate)]
-            cells.append(f"{results[0] if results else f'not to {max(there)}' if there else '?':>14}")
-        print(f"{method:<45}{''.join(cells)}")
+        first = {name: next((n for n, pair in there.items() if slower(*pair, rate)), None)
+                 for name, rate in rates.items()}  # fmt: skip
+        table.append({"slower than dense from ranks": method, **first})
+    print_rows(table, {name: (name, "14d") for name in rates}, "slower than dense from ranks", 32)
 
 
 def plot(rows: dict[tuple[str, str, int], dict], size: str) -> None:
@@ -264,24 +263,14 @@ def row_of(method: str, size: str, ranks: int) -> dict | None:
 
 
 def main() -> None:
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--sizes", nargs="+", choices=SIZES)
-    cli.add_argument(
-        "--methods",
-        nargs="+",
-        metavar="METHOD",
-        choices=METHODS,
-        default=list(METHODS),
-        help="methods; a wrong name lists them",
-    )
+    cli = make_parser(__doc__, "--methods", METHODS)
+    cli.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     cli.add_argument("--ranks", type=int, nargs="+", choices=RANKS, default=list(RANKS))
-    cli.add_argument("--again", action="store_true", help="measure rows that are there already too")
     cli.add_argument("--show", action="store_true", help="measure nothing")
     args = cli.parse_args()
     torch.set_num_threads(1)
-    wanted = [(m, s, n) for s in args.sizes or SIZES for m in args.methods for n in sorted(args.ranks)]
-    there = {} if args.again else saved_rows()
-    for method, size, ranks in () if args.show else (key for key in wanted if key not in there):
+    wanted = [(m, s, n) for s in args.sizes for m in args.methods for n in sorted(args.ranks)]
+    for method, size, ranks in () if args.show else wanted:
         row = row_of(method, size, ranks)
         if row is None:
             print(f"{size}, {method}, {ranks} ranks: left out, a step would take more than a minute", flush=True)

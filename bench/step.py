@@ -1,8 +1,8 @@
-"""step() alone, one process of one thread: every class beside torch's fused AdamW, in turns.
+"""How long does step() take on a CPU? Every class beside torch's fused AdamW, in turns; one process of one thread.
 
     python bench/step.py                                    # all rows at 10 M parameters; a minute and a half
     python bench/step.py --sizes 1M 10M 124M 355M           # a quarter of an hour, 16 GB
-    python bench/step.py --only "ScapeAdamS 0.01" --profile
+    python bench/step.py --only "ScapeAdamS 0.01"
     python bench/step.py --isa avx2                         # as on a processor that has no more; portable: no vectors
 
 Gradients are those of real batches, made before the clock starts (drawn at random above 10 M parameters); masks are
@@ -13,7 +13,6 @@ steps for the residuals to have settled. Saves results/step.csv: ``isa`` is the 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import statistics
@@ -22,7 +21,7 @@ import time
 
 import torch
 from _model import GPT, Batches
-from _table import RESULTS, read_rows, write_rows
+from _table import RESULTS, make_parser, read_rows, write_rows
 
 import compopt
 from compopt._ops.native import build
@@ -65,7 +64,7 @@ def gradients(size: str) -> list[list[torch.Tensor]]:
     return results
 
 
-def measure(size: str, row: str, pool: list[list[torch.Tensor]], profile: bool) -> tuple[list[float], list[float], str]:
+def measure(size: str, row: str, pool: list[list[torch.Tensor]]) -> tuple[list[float], list[float], str]:
     """Seconds of steps of this row, and of fused AdamW's beside them; and the row's back end."""
     names = (row, FUSED)
     params = {name: [torch.nn.Parameter(0.02 * torch.randn(g.shape)) for g in pool[0]] for name in names}
@@ -81,26 +80,13 @@ def measure(size: str, row: str, pool: list[list[torch.Tensor]], profile: bool) 
             optimizers[name].step()
             if step >= settle:
                 seconds[name].append(time.perf_counter() - start)
-    if profile:
-        with torch.profiler.profile() as results:
-            optimizers[row].step()
-        print(results.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=40))
     chosen = getattr(optimizers[row], "backend_reason", "").split(":")[0]
     return seconds[row], seconds[FUSED], chosen
 
 
 def main() -> None:
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument(
-        "--only",
-        nargs="+",
-        metavar="ROW",
-        choices=ROWS,
-        default=list(ROWS),
-        help="rows, beside AdamW; a wrong name lists them",
-    )
+    cli = make_parser(__doc__, "--only", ROWS)
     cli.add_argument("--sizes", nargs="+", choices=SIZES, default=["10M"], help="parameters")
-    cli.add_argument("--profile", action="store_true", help="show where one step of each row goes")
     cli.add_argument("--isa", choices=["avx512", "avx2", "neon", "portable"], help="the C passes run with no more")
     args = cli.parse_args()
     if args.isa and args.isa != os.environ.get("COMPOPT_NATIVE_ISA"):
@@ -112,7 +98,7 @@ def main() -> None:
         rows, pool = [], gradients(size)
         print(f"{size}: {sum(g.numel() for g in pool[0]):,} parameters")
         for name in args.only:
-            ours, theirs, backend = measure(size, name, pool, args.profile)
+            ours, theirs, backend = measure(size, name, pool)
             gc.collect()
             low, middle, high = (1000 * t for t in statistics.quantiles(ours, n=4))
             ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))

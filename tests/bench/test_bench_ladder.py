@@ -34,7 +34,7 @@ from _ladder_runs import (
     start_of,
 )
 from _rivals import DeMo, PowerSGD, SparseLoCo
-from ladder import tabulate, tabulate_outer
+from ladder import tabulate
 from torch import Tensor
 
 pytestmark = pytest.mark.slow
@@ -418,31 +418,6 @@ def test_ratios_are_of_equal_seeds_and_settings_of_seed_0():
     assert (first["loss"], first["seeds"], first["lr"], first["lr_at_an_edge"]) == (3.0, 2, adamw.lr, True)
     assert second["to_adamw"] == pytest.approx((1.1 + 1.2) / 2)
     assert (second["to_muon"], second["seeds"], second["range"]) == (None, 3, pytest.approx(6.8))
-
-
-def test_numbers_of_ranks_have_tables_of_their_own():
-    runs = {}
-    for ranks, ratio in ((2, 1.1), (4, 1.2), (8, 1.3)):
-        adamw, local = (ROWS[row].start("0.2M", ranks=ranks) for row in ("DDP + AdamW", "LocalSteps(AdamW) 30"))
-        runs |= finished((adamw, 2.0), (local, 2.0 * ratio))
-    for line in runs.values():
-        line.update(parameters=1, steps=1, share=0.01, seconds=1.0)
-    found = [(line["ranks"], line["to_adamw"]) for ranks in (2, 4, 8) for line in tabulate(runs, ranks=ranks)]
-    assert found == [(2, 1.0), (2, 1.1), (4, 1.0), (4, 1.2), (8, 1.0), (8, 1.3)]
-
-
-def test_outer_settings_are_compared_at_their_best_rates():
-    start = ROWS["LocalSteps(Muon) 30"].start("0.2M")
-    slower, other = start._replace(lr=start.lr / 2), start._replace(momentum=0.6, outer_lr=0.7)
-    runs = finished((start, 1.6), (slower, 1.5), (other, 1.8), (other._replace(seed=1), 1.0))
-    lines = [
-        {name: line[name] for name in ("momentum", "outer_lr", "lr", "rates", "loss", "to_best")}
-        for line in tabulate_outer(runs, ranks=4)
-    ]
-    assert lines == [
-        {"momentum": 0.3, "outer_lr": 1.0, "lr": slower.lr, "rates": 2, "loss": 1.5, "to_best": 1.0},
-        {"momentum": 0.6, "outer_lr": 0.7, "lr": start.lr, "rates": 1, "loss": 1.8, "to_best": 1.2},
-    ]
 
 
 def test_the_command_trains_goes_on_and_shows(results, text, monkeypatch, capsys):

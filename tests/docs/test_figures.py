@@ -121,14 +121,18 @@ RUNS = {
 }
 
 
-def test_seconds_of_the_older_runs():
+def test_losses_and_seconds_of_the_older_runs():
     rows, kept = table(RESULTS, "last loss"), {r["run"]: r for r in read("time_to_loss-100mbit.csv")}
+    kind = {"width": "128", "bf16": "False", "ranks": "2", "steps": "800"}
+    quality = {row["run"]: row for row in read("quality.csv") if kind.items() <= row.items()}
     for label, name in RUNS.items():
         row = row_of(rows, label)
-        for heading, key in (("loss", "loss"), ("seconds of the run", "seconds")):
-            check(row[heading], kept[name][key], f"{name}, {heading}")
-        (until,) = [cell for heading, cell in row.items() if "last loss" in heading]
-        check(until, kept[name]["seconds_to_1.1"], f"{name}, seconds to 1.1 x AdamW's loss")
+        ratio = quality[name]["to_adamw"]
+        check(row["loss; x AdamW (0.95 t/p)"], kept[name]["loss"], f"{name}, loss")
+        check(row["loss; x AdamW (0.95 t/p)"].partition(";")[2], ratio, f"{name}, x AdamW")
+        (seconds,) = [cell for heading, cell in row.items() if "last loss" in heading]
+        for part, key in zip(seconds.split(";"), ("seconds", "seconds_to_1.1"), strict=True):
+            check(part, kept[name][key], f"{name}, {key}")
 
 
 def test_seconds_of_the_ladder():
@@ -159,8 +163,8 @@ def test_losses_by_size():
     sizes = {f"{int(row['parameters']) / 1e6:.2g} M": size for (size, _), row in ladder().items()}
     rows = table(RESULTS, "run", "0.18 M, x Muon", "0.86 M, x AdamW")
     for label, name in names.items():
-        for heading, cell in list(row_of(rows, label).items())[1:]:
-            if cell in ("", "1"):
+        for heading, cell in row_of(rows, label).items():
+            if " M, x " not in heading or cell in ("", "1"):
                 continue
             kept, place = ladder()[sizes[re.match(r"[\d.]+ M", heading)[0]], name], f"{name}, {heading}"
             key = "to_muon" if "Muon" in heading else "to_adamw"

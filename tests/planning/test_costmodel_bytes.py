@@ -178,7 +178,7 @@ def test_bytes_of_a_run_of_a_class_as_it_is(name):
 
 
 def test_runs_of_the_demo_s_length_were_as_predicted():
-    """predictions.py runs, 400 steps: bytes, and seconds of the processor in times those without communication."""
+    """predicted_runs.csv, 400 steps: bytes, and seconds of the processor in times those without communication."""
     with (Path(__file__).parents[2] / "bench/results/predicted_runs.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert {row["method"] for row in rows} == {"AdamW+DDP", "SeparateAdam", "LocalSteps"}
