@@ -27,7 +27,7 @@ times fewer. But the error lies in the gradient's column space, so Lemma 4.2 doe
 gradient of rank 1, 16 x 128 at ratio 16, the squared error along one direction of the same column
 space is .125 |g|^2; with one vector per number it is .008, and the lemma's bound is 3 / 128 = .023.
 ``block_rows`` is between the two: blocks of rows with an R of their own. With b blocks that error
-is .125 / b, so the lemma holds from 6 blocks on, and the training loss is lower (docs/choosing.md).
+is .125 / b, so the lemma holds from 6 blocks on, and the training loss is lower (bench/RESULTS.md).
 """
 
 from __future__ import annotations
@@ -78,13 +78,11 @@ def separate(
     reducer.draw_columns()  # again: R is not kept during the exchange, which would take memory
     factor = clip_factor(norm, bucket.group["max_grad_norm"])
     have_gradients = mean.have_gradients
-    # fused implementations know AdamW only, and averages that are dense or factored
-    if isinstance(update, AdamWUpdate) and reducer.has_factors:
-        yield from ops.run_batched(  # lines 4 and 5
-            update_tensors, bucket, mean, reducer, update, have_gradients, factor
-        )
+    inputs = mean, reducer, update, have_gradients, factor
+    if isinstance(update, AdamWUpdate):  # fused implementations know AdamW only
+        yield from ops.run_batched(update_tensors, bucket, *inputs)  # lines 4 and 5
     else:
-        update_tensors(bucket, ops, mean, reducer, update, have_gradients, factor)
+        update_tensors(bucket, ops, *inputs)
     reducer.commit_state(have_gradients, factor)
 
 
@@ -98,13 +96,13 @@ def update_tensors(
     factor: float,
 ) -> None:
     """Do lines 4 and 5 and the update for all tensors with a gradient on any rank."""
+    dense = [i for i in reducer.dense if have_gradients[i]]
     bucket.count_steps(have_gradients)
     for stack in reducer.stacks_with_gradients(have_gradients):
         ghat = update.memory_for_stack(bucket, stack.indices)
         reconstruct(ops, stack, factor, ghat)  # line 4
         update.apply(bucket, [*stack.indices], [*ghat.unbind()])
         feed_back(stack, factor)  # line 5
-    dense = [i for i in reducer.dense if have_gradients[i]]
     if dense:
         parts = [mean.parts[i] for i in dense]
         averages = write_averages(update.memory_for(bucket, dense, parts), parts)
@@ -113,11 +111,9 @@ def update_tensors(
         reducer.feed_back_dense(dense, mean, factor)
 
 
-def choose_generator(
-    optimizer: ProjectingOptimizer, bucket: Bucket, update: Update
-) -> RequestGenerator[None]:
+def choose_generator(optimizer: SeparateAdam | Separate, bucket: Bucket) -> RequestGenerator[None]:
     """Return the generator that steps a bucket: Algorithm 1, or the step inside FSDP2."""
-    ops, fsdp_backward = optimizer.ops, optimizer.fsdp_backward
+    ops, fsdp_backward, update = optimizer.ops, optimizer.fsdp_backward, optimizer._update
     if fsdp_backward is None:
         return separate(bucket, ops, optimizer.reducer(bucket), update)
     norm_factors = optimizer.squared_norm_factors(bucket)
@@ -255,8 +251,12 @@ class SeparateAdam(ProjectingOptimizer):
             **super().state_layouts(dtype),
         }
 
+    def after_layout(self) -> None:
+        super().after_layout()
+        self._update = AdamWUpdate(self.ops)
+
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
-        return choose_generator(self, bucket, AdamWUpdate(self.ops))
+        return choose_generator(self, bucket)
 
 
 class Separate(Wrapper, ProjectingOptimizer):
@@ -332,4 +332,4 @@ class Separate(Wrapper, ProjectingOptimizer):
         return super()._options_for(group)
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
-        return choose_generator(self, bucket, self._update)
+        return choose_generator(self, bucket)

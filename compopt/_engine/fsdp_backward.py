@@ -152,6 +152,7 @@ class ReduceScatterBucket(Bucket):
         for i, (p, part) in enumerate(zip(self.params, parts, strict=True)):
             views[i] = views[i].view(p.shape) if part else None
         self.flat, self.state = {"residual": flat}, {"residual": views}
+        self.storage_version += 1
         first = self.bucket_positions[0]
         for name, layout in ({} if first is None else first[0].layouts).items():
             if isinstance(layout, PaddedVector):  # state of global tensors, on every rank

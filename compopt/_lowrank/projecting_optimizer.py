@@ -24,7 +24,6 @@ from torch import Tensor
 
 from .._engine.fsdp_backward import PendingResidual
 from .._engine.options import Group, Setting, dense_start_of
-from .._engine.reducer import ReduceScatterReducer
 from .._engine.reducing_optimizer import ReducingOptimizer
 from .._state.buckets import Bucket
 from .._state.layouts import Layout, PaddedVector
@@ -55,6 +54,7 @@ class ProjectingOptimizer(ReducingOptimizer):
 
     def before_layout(self) -> None:
         self._matrices = MatrixSource()
+        self._has_drawn_bases = False  # in this step
         self._cosines: dict[Tensor, float] = {}  # those of this step, until ``after_commit``
         self._params_with_basis: set[Tensor] = set()  # whose basis a step has computed
         # the number of each tensor in the model, and in its group
@@ -173,25 +173,17 @@ class ProjectingOptimizer(ReducingOptimizer):
 
     def reducer(self, bucket: Bucket) -> ProjectionReducer:
         group, plan = bucket.group, self._plan_next_step(bucket)
-        # the residual of a Gaussian projection is noise; that of a contraction is due
-        has_due_residual = bucket.has_residual and group["projection"] != "gaussian"
-        sends_residuals = bucket.is_rounded or has_due_residual
-        dense_reducer = None
-        if bucket.is_sharded:
-            sent_dense = [i for i, q in enumerate(plan) if q is None]
-            dense_reducer = ReduceScatterReducer(bucket, self.ops, sent_dense, sends_residuals)
+        stacks = self._make_stacks(bucket, plan)
         t = group["step"] + 1
         adapts = any(plan) and group["adaptive"] and t % group["adapt_interval"] == 0
         inputs = ReducerInputs(
-            stacks=self._make_stacks(bucket, plan),
+            stacks=stacks,
             draw_columns=self._make_draw(bucket, plan),
-            sends_residuals=sends_residuals,
             norm_is_reproducible=any(
                 group["max_grad_norm"] is not None for group in self._option_groups
             ),
             params_with_basis=self._params_with_basis,
             on_cosines=self._cosines.update if adapts else None,
-            dense_reducer=dense_reducer,
         )
         return ProjectionReducer(bucket, self.ops, inputs)
 
@@ -201,16 +193,11 @@ class ProjectingOptimizer(ReducingOptimizer):
         known: tuple[Plan, list[tuple[range, Projection]]] | None = bucket.cache.get("runs")
         if known is None or known[0] is not plan:
             known = bucket.cache["runs"] = plan, find_runs(plan, bucket.params)
-        stacks = [
-            ProjectedStack(
-                indices,
-                projection,
-                grads[indices.start : indices.stop],
-                residuals.stack(indices),
-            )
-            for indices, projection in known[1]
-        ]
-        if any(stack.projection.is_tracked for stack in stacks):
+        stacks = []
+        for indices, projection in known[1]:
+            of_stack = grads[indices.start : indices.stop]
+            stacks.append(ProjectedStack(indices, projection, of_stack, residuals.stack(indices)))
+        if stacks and bucket.group["projection"] == "tracked":
             self._read_bases(bucket, plan, stacks)
         return stacks
 
@@ -223,9 +210,9 @@ class ProjectingOptimizer(ReducingOptimizer):
             None if q is None or has else replace(q, m=q.d, d=q.m)
             for q, has in zip(plan, has_basis, strict=True)
         ]
-        random = self._draw(bucket, drawn)
-        if not any(drawn) and {g["projection"] for g in self._option_groups} == {"tracked"}:
-            self._matrices.release_memory()  # the first step has drawn
+        random: RandomMatrices = []
+        if any(drawn):
+            random, self._has_drawn_bases = self._draw(bucket, drawn), True
         for stack in stacks:
             flags, m = [has_basis[i] for i in stack.indices], stack.projection.m
             if all(flags):
@@ -251,15 +238,14 @@ class ProjectingOptimizer(ReducingOptimizer):
         """Return a function that draws R of the coming step's stacks, without a reference to the
         optimizer.
         """
-        random = [None if q is None or q.is_tracked else q for q in plan]
-        if not any(random):
+        if bucket.group["projection"] == "tracked" or not any(plan):
             return lambda stacks: None
         draw = self._matrices.draw
         numbers = [self._numbers.get(p, (0, 0))[0] for p in bucket.model_params]
         seed, t = bucket.group["seed"], bucket.group["step"] + 1
 
         def draw_columns(stacks: list[ProjectedStack]) -> None:
-            matrices = draw(bucket, numbers, random, seed, t)
+            matrices = draw(bucket, numbers, plan, seed, t)
             for stack in stacks:
                 first, k = matrices[stack.indices[0]], len(stack.indices)
                 assert first is not None
@@ -274,6 +260,9 @@ class ProjectingOptimizer(ReducingOptimizer):
     def after_commit(self) -> None:
         """Adapt ratio and beta where this step has computed cosines (Algorithm 3, line 6)."""
         super().after_commit()
+        if self._has_drawn_bases:
+            self._matrices.release_memory()
+            self._has_drawn_bases = False
         if not self._cosines:
             return
         mean = sum(self._cosines.values()) / len(self._cosines)

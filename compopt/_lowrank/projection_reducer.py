@@ -43,17 +43,14 @@ class ReducerInputs:
     ``norm_is_reproducible`` asks for a norm that does not depend on the
     number of threads, since every rank clips by the norm that it computes. ``params_with_basis``
     are the parameters whose basis has been computed by a step. ``on_cosines`` receives the cosines
-    of Algorithm 3 in a step that adapts to them. ``dense_reducer`` reduces what is not projected
-    where the bucket is cut into shards.
+    of Algorithm 3 in a step that adapts to them.
     """
 
     stacks: list[ProjectedStack]
     draw_columns: Callable[[list[ProjectedStack]], None]
-    sends_residuals: bool
     norm_is_reproducible: bool
     params_with_basis: set[Tensor]
     on_cosines: Callable[[dict[Tensor, float]], None] | None = None
-    dense_reducer: ReduceScatterReducer | None = None
 
 
 class ProjectionReducer:
@@ -64,7 +61,14 @@ class ProjectionReducer:
         self.stacks = inputs.stacks
         self.stack_of = {i: stack for stack in self.stacks for i in stack.indices}
         self.dense = [i for i in range(len(bucket.params)) if i not in self.stack_of]
-        self.is_tracked = any(stack.projection.is_tracked for stack in self.stacks)
+        kind = bucket.group["projection"]
+        self.is_tracked = bool(self.stacks) and kind == "tracked"
+        # the residual of a Gaussian projection is noise; that of a contraction is due
+        self.sends_residuals = bucket.is_rounded or (bucket.has_residual and kind != "gaussian")
+        # reduces what is not projected where the bucket is cut into shards
+        self.dense_reducer: ReduceScatterReducer | None = None
+        if bucket.is_sharded:
+            self.dense_reducer = ReduceScatterReducer(bucket, ops, self.dense, self.sends_residuals)
 
     @property
     def phase(self) -> str:
@@ -72,7 +76,7 @@ class ProjectionReducer:
 
     def reduce(self) -> RequestGenerator[Payload]:
         """Do lines 1 to 3. Tracked tensors exchange P first, and compute the next basis from p."""
-        dense_reducer = self.inputs.dense_reducer
+        dense_reducer = self.dense_reducer
         if dense_reducer is not None and not self.stacks:
             self.mean = yield from dense_reducer.reduce()
             return self.mean
@@ -130,7 +134,7 @@ class ProjectionReducer:
         transposed: bool = False,
         header: Payload | None = None,
     ) -> None:
-        if not any(stack.residual.is_copy for stack in self.stacks):
+        if all(stack.residual.exact is not None for stack in self.stacks):
             inputs = self.stacks, right, out, transposed, header
             self.ops.run(multiply, self.bucket, *inputs)
             return
@@ -167,7 +171,7 @@ class ProjectionReducer:
         """
         bucket, inputs = self.bucket, self.inputs
         if not self.stacks:  # one pass, where the backend has one
-            adds = inputs.sends_residuals
+            adds = self.sends_residuals
             return self.ops.encode(bucket, bucket.grads(), Mask(bucket), adds)
         lengths = [0 if bucket.is_sharded else n for n in bucket.lengths]
         for i, stack in self.stack_of.items():
@@ -185,7 +189,7 @@ class ProjectionReducer:
         out = [x.view_as_projected(part) for x, part in zip(self.stacks, parts, strict=True)]
         self._multiply([stack.R for stack in self.stacks], out)
         if not bucket.is_sharded and self.dense:
-            adds = inputs.sends_residuals
+            adds = self.sends_residuals
             self.ops.run(write_dense, bucket, unrounded, payload.lengths, self.dense, adds)
         if inputs.on_cosines:
             payload.unrounded_parts[-1].zero_()
@@ -225,7 +229,7 @@ class ProjectionReducer:
     def read_owned_averages(self, dtype: torch.dtype) -> Iterator[Tensor]:
         """Do line 4 for the rows that this rank owns."""
         self.draw_columns()
-        reducer = self.inputs.dense_reducer
+        reducer = self.dense_reducer
         dense_parts = iter(() if reducer is None else reducer.read_owned_averages(dtype))
         for i in range(len(self.bucket.params)):
             if i not in self.stack_of:
@@ -240,7 +244,7 @@ class ProjectionReducer:
 
     def feed_back(self, have_gradients: list[bool]) -> None:
         """Do line 5, without a clip of the average."""
-        reducer = self.inputs.dense_reducer
+        reducer = self.dense_reducer
         if reducer is not None and reducer.sent_dense:
             reducer.feed_back(have_gradients)
         for stack in self.stacks_with_gradients(have_gradients):
@@ -280,7 +284,7 @@ class ProjectionReducer:
             return
         for batch in Residuals(self.bucket).batches(indices, write=True):
             residuals = [e.view(-1) for _, e in batch]
-            torch._foreach_mul_(residuals, 1 - factor if self.inputs.sends_residuals else 0.0)
+            torch._foreach_mul_(residuals, 1 - factor if self.sends_residuals else 0.0)
             if is_rounded:
                 errors = [mean.rounding_error_parts[i] for i, _ in batch]
                 torch._foreach_add_(residuals, errors, alpha=factor)
@@ -292,7 +296,7 @@ class ProjectionReducer:
             Residuals(bucket).clear()
         if self.is_tracked:
             self._store_bases(have_gradients)
-        remains = not all(have_gradients) or (self.inputs.sends_residuals and factor != 1)
+        remains = not all(have_gradients) or (self.sends_residuals and factor != 1)
         bucket.cache["has_residual"] = bool(self.stacks) or (bucket.has_residual and remains)
         if self.inputs.on_cosines:
             cosines = self.mean.parts[-1].tolist()  # means over ranks
@@ -317,11 +321,6 @@ class ProjectionReducer:
             torch._foreach_copy_(old, new)
 
     # For fused implementations of lines 4 and 5 with AdamW (see ``_ops.update_helpers``)
-
-    @property
-    def has_factors(self) -> bool:
-        """True where every averaged gradient is dense, or a product of narrow matrices."""
-        return self.is_tracked or not self.stacks
 
     def list_factored(self, mean: Payload) -> list[Factored]:
         factored: list[Factored] = []

@@ -108,17 +108,20 @@ def make_room(ops: Ops, like: Tensor, shape: torch.Size) -> Tensor:
 
 def add_residual(ops: Ops, stack: ProjectedStack) -> Tensor:
     """Line 1: return h = g + e, in memory of the step."""
-    e = stack.residual.read()
-    h = e if stack.residual.is_copy else make_room(ops, e, e.shape)
-    if len(stack.grads) == 1 and stack.grads[0] is not None:
-        torch.add(e[0], stack.grads[0], out=h[0])
-        return h
-    if h is not e:
-        h.copy_(e)
-    rows = [(to, g) for to, g in zip(h.unbind(), stack.grads, strict=True) if g is not None]
-    if rows:
-        torch._foreach_add_([to for to, _ in rows], [g for _, g in rows])
+    stored = stack.residual.exact
+    if stored is None:
+        h = stack.residual.read()  # a copy
+    else:
+        h = make_room(ops, stored, stored.shape).copy_(stored)
+    add_gradients(stack, h)
     return h
+
+
+def add_gradients(stack: ProjectedStack, sums: Tensor, scale: float = 1.0) -> None:
+    """Add ``scale`` times this rank's gradients, those that there are, to ``sums``."""
+    rows = [(to, g) for to, g in zip(sums.unbind(), stack.grads, strict=True) if g is not None]
+    if rows:
+        torch._foreach_add_([to for to, _ in rows], [g for _, g in rows], alpha=scale)
 
 
 def multiply(
@@ -133,8 +136,6 @@ def multiply(
     """Lines 1 and 2: write ``h right``, or ``h^T right``, of each stack to ``out``, which may be of
     another dtype. Write a mark for each tensor of the bucket into the ``header`` of a payload.
     """
-    if header is not None:
-        ops.write_header(header, bucket.grads())
     for stack, R, p in zip(stacks, right, out, strict=True):
         h = stack.projection.view_as_matrices(add_residual(ops, stack))
         h = h.mT if transposed else h
@@ -147,6 +148,8 @@ def multiply(
             torch.bmm(h, R, out=p)
         else:  # stored by columns
             torch.bmm(R.mT, h.mT, out=p.mT)
+    if header is not None:
+        ops.write_header(header, bucket.grads())
 
 
 def orthonormalize_columns(bucket: Bucket, ops: Ops, stacks: Sequence[Tensor]) -> list[Tensor]:
@@ -190,9 +193,7 @@ def feed_back(stack: ProjectedStack, factor: float) -> None:
     p = stack.view_as_projected(stack.sent).to(R.dtype)
     scale = -new * projection.scale
     with stack.residual.open() as e:
-        rows = [(to, g) for to, g in zip(e.unbind(), stack.grads, strict=True) if g is not None]
-        if rows:
-            torch._foreach_add_([to for to, _ in rows], [g for _, g in rows], alpha=new)
+        add_gradients(stack, e, new)
         matrices = projection.view_as_matrices(e)
         if projection.has_blocks(R):
             for columns, p_rows, e_rows in projection.iterate_blocks(R, p, matrices):

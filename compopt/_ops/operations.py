@@ -129,9 +129,13 @@ class Ops:
         serve all buckets.
         """
         fused = self._find_fused(reference, bucket)
-        if fused is None or not fused.is_batched:
-            return self.run(reference, bucket, *args, **options)
-        result: Result = yield RunBatched(fused, self, (bucket, *args))
+        if fused is None:
+            return reference(bucket, self, *args, **options)
+        result: Result
+        if fused.is_batched:
+            result = yield RunBatched(fused, self, (bucket, *args))
+        else:
+            result = fused.run(bucket, self, *args, **options)
         return result
 
     def _find_fused(self, reference: Callable[..., Any], bucket: Bucket) -> Fused | None:

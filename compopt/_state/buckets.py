@@ -43,6 +43,9 @@ from .tensors import (
 # Bytes of parameters: enough for the link's bandwidth, few enough to overlap with backward. On a
 # device every bucket costs launches and host waits.
 BUCKET_BYTES, DEVICE_BUCKET_BYTES = 8 * 2**20, 128 * 2**20
+# Buckets are joined while they send at most the largest size of a bucket, on CPUs this part of it:
+# what leaves during backward saves less there than the steps of small buckets cost.
+JOINED_PART_ON_CPU = 1 / 8
 
 # What the optimizer's state shows of one tensor.
 Entry = dict[str, Tensor]
@@ -104,6 +107,8 @@ class Bucket:
         self._replaced: dict[str, tuple[Tensor, list[int], list[Tensor], list[Tensor]]] = {}
         # Counts allocations: a change of the version means that addresses have changed.
         self.storage_version = 0
+        # Stacks of state, and the version in which they are views of it.
+        self._stacks: dict[tuple[str, range], tuple[int, Tensor]] = {}
         # The steps each tensor has taken: ``state["step"]`` as a vector.
         self.step_counts: Tensor | None = None
         # The optimizer's state of each tensor, which shows the views.
@@ -212,12 +217,17 @@ class Bucket:
         """Return one kind of state of neighbours that have it in one shape, as one tensor: a view
         of the state, or a copy where it has been collected from other buckets.
         """
+        version, stack = self._stacks.get((name, indices), (None, None))
+        if stack is not None and version == self.storage_version:
+            return stack
         views = [self.state[name][i] for i in indices]
         first, size = views[0], views[0].itemsize * views[0].numel()
         distances = [b.data_ptr() - a.data_ptr() for a, b in pairwise(views)]
         if any(distance != size for distance in distances) or not first.is_contiguous():
             return torch.stack(views)
-        return first.as_strided((len(views), *first.shape), (first.numel(), *first.stride()))
+        stack = first.as_strided((len(views), *first.shape), (first.numel(), *first.stride()))
+        self._stacks[name, indices] = self.storage_version, stack
+        return stack
 
     def resize_state(self, name: str, sizes: list[int]) -> list[Tensor]:
         """Allocate state on a mask with other sizes, contents undefined; return its views.
@@ -509,7 +519,7 @@ def make_buckets(
     bytes_sent: Callable[[Bucket], float] | None = None,
 ) -> list[Bucket]:
     """Assign the parameters of all groups to buckets, the last registered first: of about 8 MiB on
-    CPUs, 128 MiB on other devices; larger where these send little.
+    CPUs, 128 MiB on other devices; larger where these send little: less than 1 or 128 MiB.
 
     ``compression_rule`` decides which parameters are compressed, by default :func:`is_compressed`.
     ``included`` are the parameters to assign, by default all that require a gradient.
@@ -523,12 +533,12 @@ def make_buckets(
 
     for of_group in reversed(list(_uniform_runs(groups, included))):
         pieces = list(_cut_by_bytes(of_group))
-        if bytes_sent is not None and len(pieces) > 1 and joins_buckets(pieces[0][1][0].device):
+        if bytes_sent is not None and len(pieces) > 1:
             sent = []
             for bucket in (make(0, piece) for piece in pieces):
                 bucket.lengths = [largest_part_numel(p) for p in bucket.params]
                 sent.append(bytes_sent(bucket))
-            pieces = _join_by_bytes(pieces, sent)
+            pieces = _join_by_bytes(pieces, sent, joined_bytes(pieces[0][1][0].device))
         runs += [_sort_by_shape(piece, compression_rule or is_compressed) for piece in pieces]
     return [make(index, run) for index, run in enumerate(runs)]
 
@@ -549,12 +559,14 @@ def _cut_by_bytes(run: UniformParams) -> Iterator[UniformParams]:
     yield piece
 
 
-def _join_by_bytes(pieces: list[UniformParams], sent: list[float]) -> list[UniformParams]:
-    """Join neighbours while they send at most ``DEVICE_BUCKET_BYTES`` together."""
+def _join_by_bytes(
+    pieces: list[UniformParams], sent: list[float], most: float
+) -> list[UniformParams]:
+    """Join neighbours while they send at most ``most`` bytes together."""
     joined: list[UniformParams] = []
     total = 0.0
     for (group, params, names), size in zip(pieces, sent, strict=True):
-        if joined and total + size <= DEVICE_BUCKET_BYTES:
+        if joined and total + size <= most:
             joined[-1] = group, [*joined[-1][1], *params], [*joined[-1][2], *names]
             total += size
         else:
@@ -583,9 +595,9 @@ def bucket_bytes(device: torch.device) -> int:
     return BUCKET_BYTES if device.type == "cpu" else DEVICE_BUCKET_BYTES
 
 
-def joins_buckets(device: torch.device) -> bool:
-    """True where launches cost more than what leaves during backward saves: not on CPUs."""
-    return device.type != "cpu"
+def joined_bytes(device: torch.device) -> float:
+    """Return how much joined buckets send at most."""
+    return bucket_bytes(device) * (JOINED_PART_ON_CPU if device.type == "cpu" else 1)
 
 
 def _uniform_runs(

@@ -283,44 +283,41 @@ class ResidualStack:
     """The residuals of k neighbours of one shape, as one tensor (k, *shape)."""
 
     def __init__(self, residuals: Residuals, indices: range):
-        self._residuals, self.indices, self._exact = residuals, indices, None
+        self._residuals, self.indices = residuals, indices
+        # The stored numbers; None if ``read`` has to decode them, and returns a copy.
+        self.exact: Tensor | None = None
         if residuals.is_exact:
-            self._exact = residuals.bucket.stack_state(residuals.name, indices)
+            self.exact = residuals.bucket.stack_state(residuals.name, indices)
 
     @property
     def shape(self) -> torch.Size:
         """That of one tensor."""
         residuals, i = self._residuals, self.indices[0]
-        return residuals._shape_of(i) if self._exact is None else self._exact.shape[1:]
+        return residuals._shape_of(i) if self.exact is None else self.exact.shape[1:]
 
     def select(self, at: slice) -> ResidualStack:
         """Return those of some of the tensors."""
         return ResidualStack(self._residuals, self.indices[at])
 
-    @property
-    def is_copy(self) -> bool:
-        """True if what ``read`` returns belongs to the caller."""
-        return self._exact is None
-
     def cut(self) -> list[slice]:
         """Return the parts of the stack to open one after the other."""
         k = len(self.indices)
-        sizes = [self.shape.numel() if self.is_copy else 0] * k
+        sizes = [self.shape.numel() if self.exact is None else 0] * k
         parts = cut_by_size([*range(k)], sizes, self._residuals._flat.device)
         return [slice(part[0], part[-1] + 1) for part in parts]
 
     def read(self) -> Tensor:
         """Return the residuals, not to be written to if they are no copy."""
-        if self._exact is not None:
-            return self._exact
+        if self.exact is not None:
+            return self.exact
         with self._residuals.open(self.indices, write=False) as opened:
             return opened.flat.view(len(self.indices), *self.shape)
 
     @contextmanager
     def open(self) -> Iterator[Tensor]:
         """Open the residuals; what is written to them is stored at the end."""
-        if self._exact is not None:
-            yield self._exact
+        if self.exact is not None:
+            yield self.exact
             return
         with self._residuals.open(self.indices) as opened:
             yield opened.flat.view(len(self.indices), *self.shape)

@@ -78,9 +78,8 @@ static void reflect(const float *v, float tau, float *columns, int64_t stride, i
 
 // Writes columns, `stride` numbers apart, by rows.
 static void write_rows(const float *columns, int64_t stride, int64_t height, int64_t r, float *restrict out) {
-    for (int64_t i = 0; i < height; i += LANES)
-        for (int64_t k = 0; k < r; k++)
-            for (int64_t l = i; l < smaller(i + LANES, height); l++) out[l * r + k] = columns[k * stride + l];
+    for (int64_t i = 0; i < height; i++)
+        for (int64_t k = 0; k < r; k++) out[i * r + k] = columns[k * stride + i];
 }
 
 // `memory`: room for r rows of the height rounded up to LANES, and r numbers.

@@ -15,10 +15,10 @@ enum { HIGH = 4, COLUMNS = 16, ROWS = 8 };
 #else
 enum { HIGH = 4, COLUMNS = 8, ROWS = 4 };
 #endif
-// Elements of a row, and rows, that stay in the cache; LANES columns of a narrow matrix are one step.
-enum { WIDTH = 256, HEIGHT = 16, PARTS = LANES / WIDE, MOST = 64 };
-// Elements that are prefetched before they are read, and between two buffers.
-enum { AHEAD = 320, SPACE = 4 * LANES };
+// Rows that h^T R adds up before sums are stored; LANES columns of a narrow matrix are one step.
+enum { DEEP = 16, PARTS = LANES / WIDE };
+// Elements that are prefetched before they are read, by a product of two streams and an update of five, and between two buffers.
+enum { FAR_AHEAD = 1024, AHEAD = 320, SPACE = 4 * LANES };
 
 typedef struct {
     int64_t height, width, r;
@@ -28,77 +28,72 @@ typedef struct {
     float *mark;         // of h Q: 1 if the squares of g have a finite sum, else NaN; 0 without g
 } Product;
 
-// h = e + g, then zeros up to `padded`.
-static inline void add_residual(const Product *x, int64_t at, int64_t size, int64_t padded, float *restrict h) {
+// h = e + g of `size` elements from `at` on; adds the squares of g to `squares`, if there is that.
+//
+// Both products read h in the order of memory, some elements between two tiles: the rows that later tiles multiply. So memory is
+// read as two long streams, while products are computed.
+static inline void add_residual(const Product *x, int64_t at, int64_t size, float *restrict h, float *restrict squares) {
     const float *restrict e = x->e + at, *restrict g = x->g ? x->g + at : NULL;
-    if (g)
-        for (int64_t j = 0; j < size; j++) h[j] = e[j] + g[j];
-    else
-        memcpy(h, e, size * sizeof(float));
-    for (int64_t j = size; j < padded; j++) h[j] = 0;
-}
-
-// Prefetches a line of `rows` rows of gradient and residual, which later tiles read: spread over the products of a tile, so that
-// memory is read while they are computed. The hardware prefetcher does not follow so many short streams.
-static inline void fetch_lines(const Product *x, int64_t at, int rows) {
-    for (int n = 0; n < rows; n++, at += x->width) {
-        __builtin_prefetch(x->e + at, 0, 2);
-        if (x->g) __builtin_prefetch(x->g + at, 0, 2);
+    if (size <= 0) return;
+    for (int64_t j = FAR_AHEAD; j < FAR_AHEAD + size; j += LANES) {
+        __builtin_prefetch(e + j, 0, 2);
+        if (g) __builtin_prefetch(g + j, 0, 2);
     }
-}
-
-// Adds the squares of a row of g to `sums`.
-static inline void add_squares(const float *restrict g, int64_t size, float *restrict sums) {
+    if (!g) {
+        memcpy(h, e, size * sizeof(float));
+        return;
+    }
     int64_t j = 0;
-    for (; j + LANES <= size; j += LANES)
-        for (int l = 0; l < LANES; l++) sums[l] += g[j + l] * g[j + l];
-    for (; j < size; j++) sums[0] += g[j] * g[j];
+    if (squares)
+        for (; j + LANES <= size; j += LANES)
+            for (int l = 0; l < LANES; l++) h[j + l] = e[j + l] + g[j + l], squares[l] += g[j + l] * g[j + l];
+    for (int64_t i = j; i < size; i++) h[i] = e[i] + g[i];
+    if (squares)
+        for (; j < size; j++) squares[0] += g[j] * g[j];
 }
 
-// LANES columns of HIGH rows of h Q, added to `sums`; `stride`: from a row of Q to the next; `next`: where later rows begin.
-static inline void multiply_tile(const Product *x, int64_t next, const float h[HIGH][WIDTH], const float *Q, int64_t stride,
-                                 int64_t size, Floats sums[HIGH][PARTS]) {
-    Floats part[HIGH][PARTS];
-    for (int n = 0; n < HIGH; n++)
-        for (int c = 0; c < PARTS; c++) part[n][c] = sums[n][c];
+// The narrow matrix with rows of whole steps of `stride` numbers, zeros added; in `memory` if it has others.
+static const float *pad_rows(const float *matrix, int64_t rows, int64_t r, int64_t stride, float *memory) {
+    if (stride == r) return matrix;
+    memset(memory, 0, rows * stride * sizeof(float));
+    for (int64_t i = 0; i < rows; i++) memcpy(memory + i * stride, matrix + i * r, r * sizeof(float));
+    return memory;
+}
+
+// LANES columns of HIGH rows of h Q, added to `sums`; `stride`: from a row of Q to the next.
+static inline void multiply_tile(const float *const h[HIGH], int64_t a, const float *Q, int64_t stride, int64_t size,
+                                 Floats sums[HIGH][PARTS]) {
     for (int64_t j = 0; j < size; j++) {
-        if (j % LANES == 0) fetch_lines(x, next + j, HIGH);
         Floats right[PARTS];
 #pragma GCC unroll 16
         for (int c = 0; c < PARTS; c++) right[c] = load(Q + j * stride + c * WIDE);
 #pragma GCC unroll 16
         for (int n = 0; n < HIGH; n++)
 #pragma GCC unroll 16
-            for (int c = 0; c < PARTS; c++) part[n][c] = add_product(part[n][c], fill_all(h[n][j]), right[c]);
+            for (int c = 0; c < PARTS; c++) sums[n][c] = add_product(sums[n][c], fill_all(h[n][a + j]), right[c]);
     }
-    for (int n = 0; n < HIGH; n++)
-        for (int c = 0; c < PARTS; c++) sums[n][c] = part[n][c];
 }
 
-// Line 1: P = h Q. `memory`: room for Q with rows of whole steps.
+// Line 1: P = h Q. `memory`: room for Q with rows of whole steps, and for two buffers of HIGH rows.
 static void multiply(const Product *x, float *memory) {
-    const int64_t r = x->r, stride = (r + LANES - 1) / LANES * LANES;
-    const float *Q = x->right;
-    if (stride != r) {
-        memset(memory, 0, x->width * stride * sizeof(float));
-        for (int64_t j = 0; j < x->width; j++) memcpy(memory + j * stride, Q + j * r, r * sizeof(float));
-        Q = memory;
-    }
-    float h[HIGH][WIDTH], squares[LANES] = {0}, all = 0;
+    const int64_t width = x->width, r = x->r, stride = (r + LANES - 1) / LANES * LANES, numel = x->height * width;
+    const float *Q = pad_rows(x->right, width, r, stride, memory);
+    float *const buffers = memory + width * stride, squares[LANES] = {0}, all = 0;
+    const int64_t half = HIGH * width + SPACE;
+    add_residual(x, 0, smaller(HIGH * width, numel), buffers, squares);
     for (int64_t i = 0; i < x->height; i += HIGH) {
-        const int rows = (int)smaller(HIGH, x->height - i);
+        const int64_t rows = smaller(HIGH, x->height - i), now = i / HIGH % 2, later = (i + HIGH) * width;
+        float *const next = buffers + half * (1 - now);
+        const float *h[HIGH];  // rows that are not there: the last one again
+        for (int n = 0; n < HIGH; n++) h[n] = buffers + half * now + smaller(n, rows - 1) * width;
         for (int64_t k = 0; k < r; k += LANES) {
             Floats sums[HIGH][PARTS];
             for (int n = 0; n < HIGH; n++)
                 for (int c = 0; c < PARTS; c++) sums[n][c] = fill_all(0);
-            for (int64_t a = 0; a < x->width; a += WIDTH) {
-                const int64_t size = smaller(WIDTH, x->width - a);
-                for (int n = 0; n < HIGH; n++) {  // rows that are not there: the last one again
-                    const int64_t at = (i + (n < rows ? n : rows - 1)) * x->width + a;
-                    add_residual(x, at, size, size, h[n]);
-                    if (x->g && n < rows && k == 0) add_squares(x->g + at, size, squares);
-                }
-                multiply_tile(x, (i + HIGH) * x->width + a, (const float(*)[WIDTH])h, Q + a * stride + k, stride, size, sums);
+            for (int64_t a = 0; a < width; a += LANES) {
+                const int64_t size = smaller(LANES, width - a), done = HIGH * a;
+                multiply_tile(h, a, Q + a * stride + k, stride, size, sums);
+                if (k == 0) add_residual(x, later + done, smaller(HIGH * size, numel - later - done), next + done, squares);
             }
             float product[HIGH][LANES];
             for (int n = 0; n < HIGH; n++)
@@ -111,60 +106,47 @@ static void multiply(const Product *x, float *memory) {
     *x->mark = x->g ? 1 + 0 * all : 0;
 }
 
-// COLUMNS rows of h^T R transposed, for WIDE columns, added to `sums`.
-static inline void multiply_transposed_tile(const float h[HEIGHT][WIDTH], const float *R, int64_t r, int64_t rows,
-                                            float sums[COLUMNS][WIDTH]) {
+// COLUMNS rows of h^T R transposed, for WIDE columns, added to `sums`, whose rows are `length` numbers apart.
+static inline void multiply_transposed_tile(const float *h, int64_t width, const float *R, int64_t stride, int64_t rows, float *sums,
+                                            int64_t length) {
     Floats part[COLUMNS];
 #pragma GCC unroll 16
-    for (int c = 0; c < COLUMNS; c++) part[c] = load(sums[c]);
+    for (int c = 0; c < COLUMNS; c++) part[c] = load(sums + c * length);
     for (int64_t n = 0; n < rows; n++) {
-        const Floats right = load(h[n]);
+        const Floats right = load(h + n * width);
 #pragma GCC unroll 16
-        for (int c = 0; c < COLUMNS; c++) part[c] = add_product(part[c], fill_all(R[n * r + c]), right);
+        for (int c = 0; c < COLUMNS; c++) part[c] = add_product(part[c], fill_all(R[n * stride + c]), right);
     }
 #pragma GCC unroll 16
-    for (int c = 0; c < COLUMNS; c++) store(sums[c], part[c]);
+    for (int c = 0; c < COLUMNS; c++) store(sums + c * length, part[c]);
 }
 
-// Line 3: p = h^T R. `memory`: room for R with rows of whole steps.
+// Line 3: p = h^T R. `memory`: room for R with rows of whole steps, for two buffers of DEEP rows, and for the sums.
 static void multiply_transposed(const Product *x, float *memory) {
-    const int64_t r = x->r, stride = (r + COLUMNS - 1) / COLUMNS * COLUMNS;
-    const float *R = x->right;
-    if (stride != r) {
-        memset(memory, 0, x->height * stride * sizeof(float));
-        for (int64_t i = 0; i < x->height; i++) memcpy(memory + i * stride, R + i * r, r * sizeof(float));
-        R = memory;
-    }
-    float h[HEIGHT][WIDTH], sums[MOST][WIDTH];
-    for (int64_t a = 0; a < x->width; a += WIDTH) {
-        const int64_t size = smaller(WIDTH, x->width - a), padded = (size + LANES - 1) / LANES * LANES;
-        for (int64_t first = 0; first < r; first += MOST) {
-            const int64_t count = smaller(MOST, stride - first);
-            memset(sums, 0, count * sizeof *sums);
-            for (int64_t i = 0; i < x->height; i += HEIGHT) {
-                const int64_t rows = smaller(HEIGHT, x->height - i);
-                for (int64_t n = 0; n < rows; n++)
-                    add_residual(x, (i + n) * x->width + a, size, padded, h[n]);
-                for (int64_t k = 0; k < count; k += COLUMNS)
-                    for (int64_t j = 0; j < padded; j += WIDE) {
-                        if (k == 0) fetch_lines(x, (i + HEIGHT) * x->width + a + j, HEIGHT);
-                        multiply_transposed_tile((const float(*)[WIDTH])(*h + j), R + i * stride + first + k, stride, rows,
-                                                 (float(*)[WIDTH])(sums[k] + j));
-                    }
+    const int64_t width = x->width, r = x->r, stride = (r + COLUMNS - 1) / COLUMNS * COLUMNS, numel = x->height * width;
+    const int64_t half = DEEP * width + SPACE, length = width + SPACE;
+    const float *R = pad_rows(x->right, x->height, r, stride, memory);
+    float *const buffers = memory + x->height * stride, *const sums = buffers + 2 * half;
+    memset(sums, 0, stride * length * sizeof(float));
+    add_residual(x, 0, smaller(DEEP * width, numel), buffers, NULL);
+    for (int64_t i = 0; i < x->height; i += DEEP) {
+        const int64_t rows = smaller(DEEP, x->height - i), now = i / DEEP % 2, later = (i + DEEP) * width;
+        const float *const h = buffers + half * now;
+        float *const next = buffers + half * (1 - now);
+        for (int64_t k = 0; k < stride; k += COLUMNS)
+            for (int64_t a = 0; a < width; a += WIDE) {
+                const int64_t done = DEEP * a, size = DEEP * smaller(WIDE, width - a);
+                multiply_transposed_tile(h + a, width, R + i * stride + k, stride, rows, sums + k * length + a, length);
+                if (k == 0) add_residual(x, later + done, smaller(size, numel - later - done), next + done, NULL);
             }
-            for (int64_t k = 0; k < smaller(count, r - first); k++)
-                memcpy(x->out + (first + k) * x->width + a, sums[k], size * sizeof(float));
-        }
     }
+    for (int64_t k = 0; k < r; k++) memcpy(x->out + k * width, sums + k * length, width * sizeof(float));
 }
 
-// `memory`: room for the largest narrow matrix, its columns rounded up to LANES.
+// `memory`: room for a narrow matrix and the sums, their columns rounded up to LANES, and 2 DEEP rows with 4 SPACE more.
 int64_t project(const Product *rows, int64_t first, int64_t last, double transposed, float *memory) {
     for (int64_t x = first; x < last; x++)
-        if (transposed)
-            multiply_transposed(rows + x, memory);
-        else
-            multiply(rows + x, memory);
+        (transposed ? multiply_transposed : multiply)(rows + x, memory);
     return -1;
 }
 

@@ -41,7 +41,8 @@ IN_PAIRS = [(96, 64)] * 4  # two matrices a bucket, of which each of two ranks s
 
 def train(case: str, backend: str, ranks: int = 1, steps: int = 5, shapes: list = SHAPES) -> list[torch.Tensor]:
     """Parameters of rank 0 after some steps of several buckets in two groups."""
-    small = mock.patch.object(buckets, "BUCKET_BYTES", 20_000 if shapes is SHAPES else 50_000)
+    size = 20_000 if shapes is SHAPES else 50_000
+    small = mock.patch.multiple(buckets, BUCKET_BYTES=size, JOINED_PART_ON_CPU=0)
     with mock.patch.dict("os.environ", COMPOPT_BACKEND=backend), small:
         return train_buckets(case, ranks, steps, shapes)
 

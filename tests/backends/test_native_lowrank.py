@@ -65,7 +65,7 @@ class Tensors:
         self.mean.flat.copy_(randn(len(self.mean.flat)))
         if self.mean.rounding_errors is not None:
             self.mean.rounding_errors.copy_(0.1 * randn(len(self.mean.rounding_errors)))
-        inputs = ReducerInputs(self.stacks, lambda stacks: None, True, False, set())
+        inputs = ReducerInputs(self.stacks, lambda stacks: None, False, set())
         self.reducer = ProjectionReducer(bucket, ops, inputs)
         self.reducer.mean = self.mean
         for stack, part in zip(self.stacks, self.reducer._parts_of(self.mean, self.mean.body), strict=True):

@@ -35,7 +35,6 @@ SAY_IT_ALL = [  # they name the argument or the call, and what to write instead:
     "was replaced: an optimizer made later",
     "LocalSteps averages what all ranks have moved",
     "Snapshots are of whole replicas",
-    "keep must be an integer >= 1",
     "optimizers of compopt share a module that fully_shard wraps",
     "model holds no DistributedDataParallel",
     ": pass one of them",
@@ -81,6 +80,20 @@ SAY_IT_ALL = [  # they name the argument or the call, and what to write instead:
     "Snapshots are of one optimizer of compopt",
     "which a snapshot does not hold",
     "another run writes snapshots into",
+    "had parameters that are not finite after step",
+    "leave Join out, and call end_round() after",
+    "use_muon chooses ",
+    "rows are not so many matrices of equal size",
+    " must be ",  # and what it is
+    "its payload must be exact",
+    "no snapshot in",
+    "are of replicas of",
+    "process_group of the optimizer has ranks",
+    "averages by a comm hook of its own",
+    "lets ranks end at different steps",
+    "has to come before its optimizer in Join",
+    " the parameters over the ranks",
+    "before the optimizer sees it",
 ]
 TELLS = ("warn", "warn_once", "post_note", "raise_told", "raise_problems")
 

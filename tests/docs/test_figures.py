@@ -152,6 +152,20 @@ def test_seconds_of_the_ladder():
             check(row["bytes"], line["bytes_percent"], place)
 
 
+def test_the_seconds_of_the_readme():
+    """Until DDP + AdamW's final loss, which DDP + AdamW has at its end."""
+    rows = table(README, "10 Mbit/s", "final loss")
+    kept = {(row["rate"], row["row"]): row for row in read("time_to_loss-0.2M.csv")}
+    labels = {r"^DDP \+ AdamW$": "DDP + AdamW", r"^DDP \+ Muon$": "DDP + Muon"}
+    labels |= {r"^Separate\(Muon": "Separate(Muon) 16", r"^LocalSteps\(Muon": "LocalSteps(Muon) 30, int4, 800"}
+    for label, name in labels.items():
+        row, key = row_of(rows, label), "run_seconds" if name == "DDP + AdamW" else "seconds_to_adamw"
+        for heading, rate in (("10 Mbit/s", "10mbit"), ("100 Mbit/s", "100mbit"), ("1 Gbit/s", "1gbit")):
+            check(row[heading], kept[rate, name][key], f"README, {name}, {heading}")
+        check(row["final loss"], kept["100mbit", name]["loss"], f"README, {name}")
+        check(row["bytes"], kept["100mbit", name]["bytes_percent"], f"README, {name}")
+
+
 def test_losses_by_size():
     """Means, and in brackets the ranges over seeds."""
     names = {r"^DDP \+ Muon$": "DDP + Muon", r"^SeparateAdam$": "SeparateAdam", r"^Separate\(Muon": "Separate(Muon) 16"}

@@ -44,7 +44,7 @@ def on_two(rank: int) -> dict[str, tuple[int, int, float, str]]:
     """Of each: buckets, those that left early, the norm and a digest of the parameters."""
     from compopt._state import buckets
 
-    buckets.BUCKET_BYTES = 33_300  # two layers
+    buckets.BUCKET_BYTES, buckets.JOINED_PART_ON_CPU = 33_300, 0  # two layers
     warnings.simplefilter("error")
     results = {}
     for name, (make, options) in MAKES.items():

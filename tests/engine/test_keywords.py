@@ -33,13 +33,25 @@ def keywords(cls: type) -> dict[str, str]:
 
 
 def make_table() -> str:
-    """The table as docs/api.md has it: first the set that classes share, then others by how many share them."""
+    """As docs/api.md has it: a table of the keywords that classes share, first the set with one meaning; below it those
+    of one or two classes, with one default.
+    """
     defaults = {name: keywords(cls) for name, cls in CLASSES.items()}
-    names = [*COMMON, *dict.fromkeys(name for row in defaults.values() for name in row if name not in COMMON)]
-    others = sorted(names[len(COMMON) :], key=lambda name: -sum(name in row for row in defaults.values()))
+    names = dict.fromkeys(name for row in defaults.values() for name in row)
+    classes = {name: tuple(cls for cls, row in defaults.items() if name in row) for name in names}
+    differing = {name for name in names if len({defaults[cls][name] for cls in classes[name]}) > 1}
+    shared = [
+        *COMMON,
+        *(name for name in names if name not in COMMON and (len(classes[name]) > 2 or name in differing)),
+    ]
     lines = [["keyword", *(f"`{name}`" for name in CLASSES)], ["---"] * (len(CLASSES) + 1)]
-    lines += [[f"`{name}`", *(row.get(name, "") for row in defaults.values())] for name in [*COMMON, *others]]
-    return "\n".join(re.sub(" +", " ", f"| {' | '.join(line)} |") for line in lines) + "\n"
+    lines += [[f"`{name}`", *(row.get(name, "") for row in defaults.values())] for name in shared]
+    table = [re.sub(" +", " ", f"| {' | '.join(line)} |") for line in lines]
+    others: dict[tuple[str, ...], list[str]] = {}
+    for name in (name for name in names if name not in shared):
+        others.setdefault(classes[name], []).append(f"`{name}={defaults[classes[name][0]][name]}`")
+    rows = [f"- {', '.join(f'`{cls}`' for cls in of)}: {', '.join(words)}" for of, words in others.items()]
+    return "\n".join([*table, "", "Keywords of one or two classes:", "", *rows, ""])
 
 
 def test_the_table_in_the_reference_is_that_of_the_signatures():

@@ -22,7 +22,7 @@ def early_and_late(rank: int) -> dict[str, list]:
     from compopt._engine import exchange as exchange_module
     from compopt._state import buckets
 
-    buckets.BUCKET_BYTES = 40_000
+    buckets.BUCKET_BYTES, buckets.JOINED_PART_ON_CPU = 40_000, 0
     complete_stage, completed = exchange_module.BucketExchange.complete_stage, []
     exchange_module.BucketExchange.complete_stage = lambda exchange: (
         completed.append(exchange.bucket.index) or complete_stage(exchange)
@@ -88,6 +88,7 @@ def test_a_gradient_clipped_after_backward_on_one_rank_makes_all_send_again(monk
     from compopt._state import buckets
 
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 20_000)
+    monkeypatch.setattr(buckets, "JOINED_PART_ON_CPU", 0)
     options = projecting("tracked", lr=1e-2, payload_dtype=torch.int8)
     runs = [
         Ranks(

@@ -98,18 +98,15 @@ def test_all_ranks_cut_and_join_alike_though_their_shards_are_of_unlike_sizes(mo
     tensors = shards(rank, *[(5, 64)] * 6)
     monkeypatch.setattr(_buckets, "BUCKET_BYTES", 2 * 4 * 3 * 64)
     assert dealt(tensors) == [["5", "4"], ["3", "2"], ["1", "0"]]
-    monkeypatch.setattr(_buckets, "joins_buckets", lambda device: True)
-    monkeypatch.setattr(_buckets, "DEVICE_BUCKET_BYTES", 2 * 3 * 64 / 4)
-    joined = make_buckets([tensors], bytes_sent=lambda bucket: bucket.numel / 8)  # 48 of 96 bytes on both
+    joined = make_buckets([tensors], bytes_sent=lambda bucket: bucket.numel / 4)  # 96 of 192 bytes on both
     assert [b.names for b in joined] == [["5", "4", "3", "2"], ["1", "0"]]
 
 
 def test_buckets_are_joined_while_they_send_less_than_is_worth_a_message(monkeypatch):
     monkeypatch.setattr(_buckets, "BUCKET_BYTES", 16 * 40)
     monkeypatch.setattr(_buckets, "DEVICE_BUCKET_BYTES", 40)
+    monkeypatch.setattr(_buckets, "JOINED_PART_ON_CPU", 1 / 16)
     tensors = numbered(*[(160,)] * 7)
-    assert [b.names for b in make_buckets([tensors], bytes_sent=lambda _: 1)] == dealt(tensors)  # not on CPUs
-    monkeypatch.setattr(_buckets, "joins_buckets", lambda device: device.type == "cpu")
 
     def joined(*sent: float) -> list[list[str]]:
         each = dict(zip("6543210", sent, strict=True))
@@ -132,8 +129,7 @@ def test_on_devices_they_are_joined_until_they_send_as_much_as_parameters_are_in
 
 def test_tensors_of_one_shape_are_neighbours_in_joined_buckets_too(monkeypatch):
     monkeypatch.setattr(_buckets, "BUCKET_BYTES", 4 * 64 * 80)
-    monkeypatch.setattr(_buckets, "DEVICE_BUCKET_BYTES", 4 * 4 * 80)  # are sent, some 130 of each tensor
-    monkeypatch.setattr(_buckets, "joins_buckets", lambda device: True)
+    monkeypatch.setattr(_buckets, "JOINED_PART_ON_CPU", 1 / 16)  # 1280 bytes are sent, some 130 of each tensor
     params = [nn.Parameter(torch.zeros(shape)) for shape in [(64, 64), (64, 80)] * 5]
     names = [f"{i}" for i in range(10)]
     optimizer = compopt.SeparateAdam(zip(names, params, strict=True), rank=1, simulate=True)

@@ -39,6 +39,7 @@ from .passes import (
 )
 
 MOST_ROWS = 8  # of a tensor, that the update expands at a time
+DEEP = 16  # rows of a tensor that a product reads at a time
 LANES = 16  # as in vectors.h: narrow matrices are copied to rows of whole steps
 PRODUCT = Struct("height width r g e right out mark")
 COLUMNS = Struct("height r x out")
@@ -66,9 +67,11 @@ class StackRows:
 
     def write(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Write the addresses of the parts of one tensor for each stack."""
-        what, places = NAMES.get(name, "a factor"), []
-        for k, x in zip(self.counts, tensors, strict=True):
-            places += address_in_turn(what, x, [x.numel() // k] * k)
+        numels = [x.numel() for x in tensors]
+        firsts = addresses(NAMES.get(name, "a factor"), tensors, numels)
+        places: list[int] = []
+        for k, first, n in zip(self.counts, firsts, numels, strict=True):
+            places += range(first, first + 4 * n, 4 * (n // k))
         if len(places) != len(self.chosen):
             places = [places[i] for i in self.chosen]
         self.table.write(name, places)
@@ -120,7 +123,8 @@ def multiply_stacks(
     rows.write("out", [product.mT for product in out])
     first = address("marks", marks, len(marks))
     table.write("mark", [first + 4 * i for stack in stacks for i in stack.indices])
-    room = max(max(n, m) * (r + LANES) for n, m, r in rows.sizes)
+    # a narrow matrix and sums, rounded up to whole steps, and two buffers of rows
+    room = max((n + m + 64) * (r + LANES) + 2 * (DEEP * m + 64) for n, m, r in rows.sizes)
     scratch = per_thread_scratch(ops, out[0], room)
     library = ops.library
     run_over_rows(
@@ -210,10 +214,14 @@ def update_separate(
     """Do lines 4 and 5 and AdamW's step of all tensors with a gradient on any rank."""
     indices = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
     parts = averages_in_float32(mean)
-    dense = {*reducer.list_dense(indices)}
-    for residuals in Residuals(bucket).open_parts([i for i in indices if i not in dense]):
-        _update_factored(bucket, ops, mean, reducer, residuals, factor)
-    _update_dense(bucket, ops, mean, reducer, parts, indices, factor)
+    dense, weights = reducer.list_dense(indices), bucket.weights
+    sent_dense = {*dense}
+    for residuals in Residuals(bucket).open_parts([i for i in indices if i not in sent_dense]):
+        _update_factored(bucket, ops, mean, reducer, residuals, weights, factor)
+    if dense:
+        averages = [parts[i] if factor == 1 else parts[i].mul_(factor) for i in dense]
+        _update_dense(bucket, ops, dense, averages, weights)
+        reducer.feed_back_dense(dense, mean, factor)
 
 
 def _update_factored(
@@ -222,6 +230,7 @@ def _update_factored(
     mean: Payload,
     reducer: FactoredAverages,
     residuals: Opened,
+    weights: Sequence[Tensor],
     factor: float,
 ) -> None:
     stacks, wanted = reducer.list_factored(mean), {*residuals.indices}
@@ -237,7 +246,7 @@ def _update_factored(
         return StackRows(FACTORED, sizes, chosen, **state)
 
     rows = cached_rows(bucket, "factors", (numbers, sizes), make_rows)
-    group, grads, weights = bucket.group, bucket.grads(), bucket.weights
+    group, grads = bucket.group, bucket.grads()
     # alive until the pass has read them
     factors = [(x.R.contiguous(), x.p.float(), x.sent.float()) for x in stacks]
     wide = as_float32([grads[i] for i in numbers])
@@ -274,18 +283,11 @@ def _state_columns(bucket: Bucket, numbers: Sequence[int], **names: str) -> dict
 def _update_dense(
     bucket: Bucket,
     ops: NativeUpdates,
-    mean: Payload,
-    reducer: FactoredAverages,
-    parts: Sequence[Tensor],
-    indices: Sequence[int],
-    factor: float,
+    numbers: Sequence[int],
+    averages: Sequence[Tensor],
+    weights: Sequence[Tensor],
 ) -> None:
-    numbers = reducer.list_dense(indices)
-    if not numbers:
-        return
-    weights = bucket.weights
     lengths = [bucket.lengths[i] for i in numbers]
-    averages = [parts[i] if factor == 1 else parts[i].mul_(factor) for i in numbers]
     table = ADAMW.table(
         len(numbers),
         n=lengths,
@@ -296,4 +298,3 @@ def _update_dense(
     )
     options = adamw_options(bucket.group)
     run_over_rows(lengths, lambda a, b, _: ops.library.adamw(table, a, b, options))
-    reducer.feed_back_dense(numbers, mean, factor)

@@ -16,7 +16,6 @@ from torch import Tensor
 from ..._state.buckets import Bucket
 from ..._state.masks import Mask, Tensors
 from ..._state.residuals import Residuals
-from ..._state.tensors import to_local
 from ..._wire.codec import make_codecs
 from ..._wire.payload import Payload
 from ..operations import Fused, Ops
@@ -154,7 +153,7 @@ def can_read(ops: Ops, bucket: Bucket) -> bool:
 
 def can_write(ops: Ops, bucket: Bucket) -> bool:
     """True if passes can also write its parameters."""
-    return can_read(ops, bucket) and all(to_local(p).is_contiguous() for p in bucket.params)
+    return can_read(ops, bucket) and all(p.is_contiguous() for p in bucket.local_params)
 
 
 def can_project(ops: Ops, bucket: Bucket) -> bool:

@@ -36,7 +36,10 @@ def is_plain(*tensors: Tensor) -> bool:
 def as_float32(tensors: Tensors) -> list[Tensor | None]:
     """Return the tensors as contiguous float32, which passes read; the others are copied."""
     return [
-        t if t is None or fits(t, 0, torch.float32) else t.float().contiguous() for t in tensors
+        t
+        if t is None or (t.dtype is torch.float32 and t.is_cpu and t.is_contiguous())
+        else t.float().contiguous()
+        for t in tensors
     ]
 
 

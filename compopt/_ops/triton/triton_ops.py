@@ -223,11 +223,16 @@ def updates_residuals(ops: TritonOps, bucket: Bucket) -> bool:
     return is_supported(ops, bucket) and Residuals(bucket).is_exact
 
 
+def can_update_factored(ops: TritonOps, bucket: Bucket) -> bool:
+    """True if kernels can update parameters by products of narrow matrices."""
+    return updates_residuals(ops, bucket) and bucket.group["projection"] == "tracked"
+
+
 TritonOps.fused = {
     "_engine.reducer.step_adamw": Fused(updates_residuals, update_adamw, is_batched=True),
     "_engine.reducer.step_adams": Fused(is_supported, update_adams, is_batched=True),
     "scape.update": Fused(is_supported, update_scape, is_batched=True),
-    "separate.update_tensors": Fused(updates_residuals, update_separate, is_batched=True),
+    "separate.update_tensors": Fused(can_update_factored, update_separate, is_batched=True),
     "_lowrank.stacks.multiply": Fused(can_project, multiply_stacks),
     "_lowrank.stacks.orthonormalize_columns": Fused(can_orthonormalize, orthonormalize_columns),
     "_sparse.scape_masks.Selection": Fused(is_supported, TritonSelection),
