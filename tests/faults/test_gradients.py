@@ -7,7 +7,8 @@ from collections.abc import Generator
 import pytest
 import torch
 from conformance import assert_same, every_average, loss, make_ranks, snapshot, some_average
-from sim import World
+from sim import Ranks, World
+from table import by_name
 from torch import nn
 
 import compopt
@@ -69,7 +70,15 @@ def test_a_sparse_gradient_on_one_rank_is_refused_by_name_and_all_hear_of_it(cas
 @every_average
 @pytest.mark.parametrize("form", ["another size", "the same size"])
 def test_a_parameter_that_is_resized_on_one_rank_is_refused_by_name_and_all_hear_of_it(case, form):
-    ranks = make_ranks(case, 2)
+    refuse_resized(make_ranks(case, 2), form)
+
+
+def test_it_is_also_refused_in_the_step_that_plans_projections_anew():
+    ranks = make_ranks(by_name["SeparateAdam"], 2, projection="gaussian", adaptive=True, adapt_interval=1)
+    refuse_resized(ranks, "another size")
+
+
+def refuse_resized(ranks: Ranks, form: str) -> None:
     ranks.train(loss, 5)
     ranks.backward(loss)
     weight = ranks.models[1].down.weight
