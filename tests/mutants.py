@@ -31,6 +31,7 @@ from patches import LISTS, ROOT, Mutant, read
 
 BASELINE = 10  # times as long may the tests take without a fault, all of an area together
 IDLE = 180.0  # seconds without work after which a child is taken to wait for ever; tests/support/ranks.py ends sooner
+WAITING = 0.1  # of a processor that each of its processes uses, or waits for, at most while it waits for others
 
 # What finds the two packages in the copy, also in processes that tests start: on their path as sitecustomize.py.
 FINDER = """
@@ -99,15 +100,17 @@ class Job:
     pid: int
     began: float
     limit: float
-    used: float = 0.0
+    work: float = 0.0
     last_work: float = 0.0
     late: str = ""
 
     def find_late(self) -> str:
         """Why it will not end, if so: it computes without end, or waits."""
-        now, used = time.monotonic(), cpu_seconds(self.pid)
-        if not used or abs(used - self.used) > 0.1:  # not told on this system, or more, or of fewer processes
-            self.used, self.last_work = used, now
+        now, (used, delayed, processes) = time.monotonic(), processor_time(self.pid)
+        work = used + delayed
+        idle = 0.1 + min(WAITING * processes, 0.5) * (now - self.last_work)
+        if not used or not -0.1 < work - self.work < idle:  # not told on this system, or of fewer processes, or more
+            self.work, self.last_work = work, now
         if used > self.limit:
             return f"it computed for {used:.0f} s"
         return f"it waited for {IDLE:.0f} s" if now > self.last_work + IDLE else ""
@@ -126,14 +129,18 @@ class Job:
         return "SURVIVED" if code == 0 else f"no verdict (pytest's {code}): {complaints(output)}"
 
 
-def cpu_seconds(session: int) -> float:
-    """The processor time of a child and all that it has started."""
-    ticks = 0
+def processor_time(session: int) -> tuple[float, float, int]:
+    """The processor time of a child and all that it has started, for how long their main threads have waited for a
+    processor, which one that computes beside much other work does all the time, and how many processes they are.
+    """
+    ticks = delay = processes = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended since
             fields = stat.read_text().rpartition(")")[2].split()
-            ticks += sum(map(int, fields[11:15])) if int(fields[3]) == session else 0
-    return ticks / os.sysconf("SC_CLK_TCK")
+            if int(fields[3]) == session:
+                ticks, processes = ticks + sum(map(int, fields[11:15])), processes + 1
+                delay += int((stat.parent / "schedstat").read_text().split()[1])
+    return ticks / os.sysconf("SC_CLK_TCK"), delay / 1e9, processes
 
 
 def complaints(output: str) -> str:

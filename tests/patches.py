@@ -47,11 +47,13 @@ class Mutant:
         return text[:start] + f"\n{indent}".join(self.after) + text[results[0].end() :]
 
     def find_misfit(self) -> str:
-        """Return why the patch cannot be tried: it does not fit its file, or leaves no Python there."""
+        """Return why the patch cannot be tried: it does not fit its file, changes nothing, or leaves no Python."""
         path = ROOT / self.file
         patched = self.patched(path.read_text()) if path.is_file() else None
         if patched is None:
             return "stale, what it replaces does not occur exactly once"
+        if self.before == self.after:
+            return "stale, it changes nothing"
         if path.suffix == ".py":
             try:
                 compile(patched, self.file, "exec")

@@ -13,6 +13,7 @@ from sim import Deadlock, Ranks
 from slow_rows import in_turn
 from table import projecting
 from torch import nn
+from torch.distributed.algorithms.join import _JoinConfig
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
@@ -63,6 +64,18 @@ def test_all_buckets_but_the_last_start_in_backward_and_nothing_else_changes(mak
     assert without.optimizers[0].stats.early_buckets == 0
     assert stats.bytes_sent == without.optimizers[0].stats.bytes_sent
     assert_same_parameters(with_overlap, without)
+
+
+def test_nothing_starts_in_backward_within_a_join(make):
+    """A rank without data has no backward."""
+    ranks, alone = make(), make()
+    train(ranks, 3)
+    train(alone, 4)
+    for optimizer in ranks.optimizers:
+        optimizer._join_config = _JoinConfig(enable=True, throw_on_early_termination=False, is_first_joinable=False)
+    train(ranks, 1)
+    assert alone.optimizers[0].stats.early_buckets > 0 == ranks.optimizers[0].stats.early_buckets
+    assert_same_parameters(ranks, alone)
 
 
 def clip_on_rank_1(ranks: Ranks, step: int) -> None:

@@ -16,7 +16,7 @@ from pairs import name_of
 from ranks import FOREVER, run_ranks
 from sim import Ranks, World
 from slow_rows import in_turn, slow_but
-from table import CASES, FORMS, Case
+from table import CASES, FORMS, Case, by_name
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -79,7 +79,15 @@ def test_a_sparse_gradient_on_one_rank_is_refused_by_name_and_all_hear_of_it(cas
 
 @pytest.mark.parametrize(("case", "form"), in_turn(AVERAGING, ("another size", "the same size")), ids=name_of)
 def test_a_parameter_that_is_resized_on_one_rank_is_refused_by_name_and_all_hear_of_it(case, form):
-    ranks = make_ranks(case, 2)
+    refuse_resized(make_ranks(case, 2), form)
+
+
+def test_it_is_also_refused_in_the_step_that_plans_projections_anew():
+    ranks = make_ranks(by_name["SeparateAdam"], 2, projection="gaussian", adaptive=True, adapt_interval=1)
+    refuse_resized(ranks, "another size")
+
+
+def refuse_resized(ranks: Ranks, form: str) -> None:
     ranks.train(loss, 5)
     ranks.backward(loss)
     weight = ranks.models[1].down.weight

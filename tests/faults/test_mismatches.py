@@ -146,11 +146,13 @@ def test_another_class(number):
 
 @every_average
 def test_another_count_of_steps(case):
-    """One rank was resumed from another checkpoint."""
+    """One rank was resumed from another checkpoint, with another rate of a scheduler: the count says more."""
     states = {}
     for steps in (3, 5):
         ranks = make_ranks(case, 1)
         ranks.train(loss, steps)
+        for group in ranks.optimizers[0].param_groups:
+            group["lr"] /= steps
         states[steps] = ranks.optimizers[0].state_dict()
 
     def resumed(steps):

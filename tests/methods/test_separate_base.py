@@ -298,5 +298,6 @@ def test_a_state_dict_does_not_step_a_base_of_this_package():
     for own, grads in zip(params, matrices(4, 5), strict=True):
         own[0].grad, own[1].grad = grads
     assert not is_changed_by_saving(params, optimizers)
+    assert optimizers[0].base.stats.applied_steps == 1
     step(world, params, optimizers, matrices(6, 7))
     assert all(map(torch.equal, *params)) and bool(params[0][1].any())
