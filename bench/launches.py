@@ -40,6 +40,7 @@ from device_calls import COPIES, aten, launches, place, waits
 import compopt
 import compopt._engine.decision as decision
 import compopt._engine.optimizer as base
+import compopt._engine.handshake as handshake
 import compopt._engine.step as step
 import compopt._ops.backends as backends
 from compopt._engine.exchange import BucketExchange, CollectiveGenerator
@@ -264,7 +265,7 @@ def counting_device(backend: str) -> Iterator[None]:
             (foreach, "_get_foreach_kernels_supported_devices", lambda: [DEVICE.type]),
             (torchs, "_get_foreach_kernels_supported_devices", lambda: [DEVICE.type]),
             (base, "check_tensors", lambda group: None),  # which refuses tensors without memory
-            (step, "verify_peers", _greet),
+            (handshake, "verify_peers", _greet),
             (decision, "read_scalars", _read_numbers),
             (triton.JITFunction, "run", run_kernel),
             (backends, "has_triton_driver", lambda: True),

@@ -130,9 +130,13 @@ class Int8Blocks(Layout):
         return self.exact.view_for_user(values.view(shape), info)
 
     def compact(self, saved: Tensor, info: TensorInfo, entry: Mapping[str, Tensor]) -> Tensor:
-        fits = saved.is_floating_point() and saved.numel() == self.exact.numel(info)
-        if not fits or not saved.isfinite().all():
+        if not saved.is_floating_point() or saved.numel() != self.exact.numel(info):
             return saved
+        if not saved.isfinite().all():
+            raise ValueError(
+                "a residual in the state dict is not finite, so it is damaged, and nothing was "
+                "loaded: load another checkpoint."
+            )
         shape = self.stored_shape(info)
         blocks = torch.empty(shape, dtype=torch.int8, device=saved.device)
         BlockCodec().encode(saved.reshape(-1).to(self.exact.dtype), blocks)

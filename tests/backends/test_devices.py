@@ -75,7 +75,8 @@ def test_why_kernels_are_not_taken_on_other_devices(monkeypatch, kind):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(backends, "is_installed", lambda module: module == "triton")
     monkeypatch.setattr(backends, "has_triton_driver", lambda: False)
-    reason = "torch: no triton, it has no driver for a device of this machine"
+    apex = "the module amp_C is not installed" if kind == "cuda" else "no parameter is on a CUDA device"
+    reason = f"torch: no triton, it has no driver for a device of this machine; no apex, {apex}"
     assert backends.choose_backend({kind}).reason == reason
 
 
@@ -221,7 +222,7 @@ def test_tagc_waits_three_times_and_launches_a_bucket_at_a_time(measured_run):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["AdamS", "Radius .4, sparse", "SCAPE .01"])
+@pytest.mark.parametrize("name", ["AdamS", "Radius .4, sparse"])
 def test_a_bucket_more_is_one_launch_more(name, measured_run):
     """Of the 100 that there may be at 354.8 M parameters, in 25 buckets."""
     one, more = measured_run[name], measured_run["bucket by bucket"][name]

@@ -449,6 +449,7 @@ def uneven(rank: int) -> int:
 
 def destroyed(rank: int) -> int:
     """A rank has no group when the others answer."""
+    dist.barrier()  # all have connected
     dist.destroy_process_group()
     time.sleep(0.5 * rank)
     return rank

@@ -302,7 +302,7 @@ def test_one_optimizer_with_groups_steps_heads_in_turns_as_adamw_does(recipe_run
 def test_refusals_name_what_to_write(recipe_runs):
     for results in recipe_runs:
         assert "replicate() does, use DistributedDataParallel in its place" in results["replicate"]
-        assert "use DistributedDataParallel in place of replicate()" in results["replicate by FSDP"]
+        assert "In place of torch's replicate() use DistributedDataParallel" in results["replicate by FSDP"]
         assert "leave mixed_precision out, and call the model within torch.autocast" in results["mixed precision"]
         assert not results["autocast"].any()
 
