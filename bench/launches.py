@@ -39,9 +39,8 @@ from device_calls import COPIES, aten, launches, place, waits
 
 import compopt
 import compopt._engine.decision as decision
-import compopt._engine.optimizer as base
 import compopt._engine.handshake as handshake
-import compopt._engine.step as step
+import compopt._engine.optimizer as base
 import compopt._ops.backends as backends
 from compopt._engine.exchange import BucketExchange, CollectiveGenerator
 from compopt._ops.triton import tables as triton_tables
