@@ -203,7 +203,9 @@ def check_mode(base: Optimizer) -> None:
 
 
 def may_draw(base: Optimizer) -> bool:
-    """True if the step of an optimizer may draw random numbers; those of torch do not."""
+    """True if the step of an optimizer may draw random numbers; those of torch do not. A wrapper
+    then lets it draw the same on all ranks (``draw_alike``).
+    """
     modules = [type(member).__module__ for member in list_members(base)]
     return not all(module.startswith(("torch.", "compopt.")) for module in modules)
 

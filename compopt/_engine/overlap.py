@@ -138,7 +138,9 @@ class BackwardOverlap:
         return schedule
 
     def discard(self) -> None:
-        """Abandon the schedule that backward started."""
+        """Abandon the schedule that backward started: its payloads are stale, because state was
+        loaded or laid out again, or because ranks have to be verified first.
+        """
         if (schedule := self.take_schedule()) is not None:
             schedule.abandon()
 

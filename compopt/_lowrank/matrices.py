@@ -1,4 +1,5 @@
-"""Random matrices of a step, the same bits on all ranks.
+"""Random matrices of a step, the same bits on all ranks: R of Gaussian projections, and the first
+bases of tracked ones.
 
 They are drawn by hashing a counter in integers (splitmix64) and looking up 16 bits at a time in a
 table of Gaussian quantiles. Unlike ``torch.randn``, this gives the same bits on every device,

@@ -254,7 +254,7 @@ class Communicator:
 
     def with_own_group(self) -> Communicator:
         """Return a communicator of the same ranks over another process group, for collectives that
-        run beside others. All ranks must call this.
+        run beside others: the delayed syncs of LocalSteps. All ranks must call this.
 
         The group is made once and destroyed with this communicator. A group of only some of all
         ranks is not destroyed: torch would reuse its name for the next one, whose ranks then wait

@@ -1,4 +1,5 @@
-"""Statistics of a training's gradients, on a sample of the model's tensors.
+"""Statistics of a training's gradients and updates, on a sample of the model's tensors, which
+`compopt-diagnose` (`diagnosis.py`) takes and reads.
 
 - `SampledTensor`: a tensor of the model, or evenly spaced rows and columns of it, as a float32
   matrix. Of every shape of matrix at least one tensor is sampled.

@@ -10,6 +10,7 @@ bytes an activation on the link between stages, B the micro-batch, and the vocab
 FLOP count left out of a layer.
 
 The equations are of the paper's auto-encoder; `advise_layers` predicts a step with any compressor.
+`speedup` is public, as `compopt.costmodel.speedup`.
 """
 
 from __future__ import annotations

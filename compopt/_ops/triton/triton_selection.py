@@ -118,7 +118,9 @@ class TritonSelection:
         return words.view(torch.uint8)[:size]
 
     def assemble(self, messages: Tensor) -> Mask:
-        """Return the mask that all ranks have selected."""
+        """Return the mask that all ranks have selected, for the next step; called after the commit,
+        when their messages have been gathered.
+        """
         bucket, by_rank = self.bucket, self.partition.by_rank
         rows = [*zip(messages, by_rank, strict=True)]
         if self.partition.is_elias_fano:
