@@ -60,7 +60,7 @@ CASES = {
 def gradients(params: list[tuple[str, nn.Parameter]], rank: int, step: int) -> None:
     generator = torch.Generator().manual_seed(10 * step + rank)
     for _, p in params:
-        p.grad = torch.randn(p.shape, generator=generator) if step else torch.zeros_like(p)
+        p.grad = torch.randn(p.shape, generator=generator) * (1 if step else 1e-6)
 
 
 @pytest.mark.parametrize("name", CASES)
