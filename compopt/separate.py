@@ -75,7 +75,7 @@ def separate(
     norm = yield Agree(mean, reducer.phase, reducer.squared_norm())
 
     # from here on state changes
-    reducer.draw_columns()  # again: R is not kept during the exchange, which would take memory
+    reducer.draw_random_columns()  # again: random columns are not kept in between
     factor = clip_factor(norm, bucket.group["max_grad_norm"])
     have_gradients = mean.have_gradients
     inputs = mean, reducer, update, have_gradients, factor

@@ -42,7 +42,7 @@ class ProjectRow(NamedTuple):
 
     ``narrow``: (columns, r), or (rows, r) for the transposed product; its elements lie ``down``
     apart along a column and ``across`` along a row. ``out``: the product, column by column.
-    ``place``: the tensor's mark in the header. ``g`` None: zeros.
+    ``place``: the tensor's flag in the header. ``g`` None: zeros.
     """
 
     rows: int
@@ -134,7 +134,7 @@ def _project(
 
 @inlined
 def _mark(row, header, square, ST: tl.constexpr, HT: tl.constexpr):
-    """Add to the tensor's |g|^2; write NaN to its mark where the sum is not finite."""
+    """Add to the tensor's |g|^2; write NaN to its flag where the sum is not finite."""
     sum_ = (row + SQUARE).to(tl.pointer_type(ST))
     nothing = (tl.atomic_add(sum_, square, sem="relaxed") + square) * 0
     tl.store(header + tl.load(row + PLACE), nothing.to(HT), mask=nothing != 0)
@@ -219,7 +219,7 @@ def project_table(
 
 def project(table: Table, tiles: Tiles, header: Tensor | None) -> None:
     """Write ``(g + e) narrow`` of each row to its ``out``, or the product of the
-    transposed matrix; with a header, write NaN to the marks of gradients that are not finite.
+    transposed matrix; with a header, write NaN to the flags of gradients that are not finite.
 
     A product of more than ``CHUNK`` inner elements is added up from parts, in the same order in
     every run.
@@ -228,9 +228,9 @@ def project(table: Table, tiles: Tiles, header: Tensor | None) -> None:
     device = table.device
     partial = torch.empty(tiles.partial_size, dtype=torch.float32, device=device)
     if header is None:
-        addresses, marks = table.with_head(), partial
+        addresses, flags = table.with_head(), partial
     else:
-        addresses, marks = table.writable_copy(), header
+        addresses, flags = table.writable_copy(), header
     if not len(tiles.products):
         return
     with on(device):
@@ -239,7 +239,7 @@ def project(table: Table, tiles: Tiles, header: Tensor | None) -> None:
             tiles.products,
             addresses,
             partial,
-            marks,
+            flags,
             **constants,
             **sizes,
             MARKS=header is not None,

@@ -1,8 +1,8 @@
 """int8 and int4 payloads: rounding into messages, the mean of all ranks' messages, and back.
 
 References: ``quantize_rows``, ``dequantize_rows``, ``pack_int4`` of
-``compopt/_wire/quantization.py``, between which its ``QuantizedMean`` moves rows. The
-bits are the same, except where the reference adds ranks * x in one rounding.
+``compopt/_wire/quantization.py``, between which ``QuantizedMean`` of ``_wire/codec.py`` moves rows.
+The bits are the same, except where the reference adds ranks * x in one rounding.
 """
 
 from __future__ import annotations

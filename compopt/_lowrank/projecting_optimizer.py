@@ -178,7 +178,7 @@ class ProjectingOptimizer(ReducingOptimizer):
         adapts = any(plan) and group["adaptive"] and t % group["adapt_interval"] == 0
         inputs = ReducerInputs(
             stacks=stacks,
-            draw_columns=self._make_draw(bucket, plan),
+            draw_random_columns=self._make_draw(bucket, plan),
             norm_is_reproducible=any(
                 group["max_grad_norm"] is not None for group in self._option_groups
             ),
@@ -244,7 +244,7 @@ class ProjectingOptimizer(ReducingOptimizer):
         numbers = [self._numbers.get(p, (0, 0))[0] for p in bucket.model_params]
         seed, t = bucket.group["seed"], bucket.group["step"] + 1
 
-        def draw_columns(stacks: list[ProjectedStack]) -> None:
+        def draw_random_columns(stacks: list[ProjectedStack]) -> None:
             matrices = draw(bucket, numbers, plan, seed, t)
             for stack in stacks:
                 first, k = matrices[stack.indices[0]], len(stack.indices)
@@ -253,7 +253,7 @@ class ProjectingOptimizer(ReducingOptimizer):
                 distance = 4 * -(-first.numel() // 4)
                 stack.R = first.as_strided((k, *first.shape), (distance, *first.stride()))
 
-        return draw_columns
+        return draw_random_columns
 
     # After the commit
 

@@ -2,8 +2,8 @@
 
 ``ProjectionReducer`` reduces a bucket. A tensor is sent dense, or with the stack of its neighbours
 that have the same projection. Its part of a payload holds what this rank sends of it, and after the
-exchange the average over ranks. Lines are those of Algorithm 1, see ``compopt.separate``; their
-arithmetic is in ``stacks``.
+exchange the average over ranks. Lines are those of Algorithm 1, see ``compopt.separate``, unless
+a docstring says that they are a tracked projection's, see ``stacks``, where the arithmetic is.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .stacks import (
 class ReducerInputs:
     """The tensors of one bucket at one step, and how they are reduced.
 
-    ``draw_columns`` draws R of the stacks that are projected on random columns.
+    ``draw_random_columns`` draws R of the stacks that are projected on random columns.
     ``norm_is_reproducible`` asks for a norm that does not depend on the
     number of threads, since every rank clips by the norm that it computes. ``params_with_basis``
     are the parameters whose basis has been computed by a step. ``on_cosines`` receives the cosines
@@ -47,7 +47,7 @@ class ReducerInputs:
     """
 
     stacks: list[ProjectedStack]
-    draw_columns: Callable[[list[ProjectedStack]], None]
+    draw_random_columns: Callable[[list[ProjectedStack]], None]
     norm_is_reproducible: bool
     params_with_basis: set[Tensor]
     on_cosines: Callable[[dict[Tensor, float]], None] | None = None
@@ -64,11 +64,14 @@ class ProjectionReducer:
         kind = bucket.group["projection"]
         self.is_tracked = bool(self.stacks) and kind == "tracked"
         # the residual of a Gaussian projection is noise; that of a contraction is due
-        self.sends_residuals = bucket.is_rounded or (bucket.has_residual and kind != "gaussian")
+        has_due_residual = bucket.has_residual and kind != "gaussian"
+        # True if tensors that are sent dense are sent with their residuals
+        self.dense_sends_residuals = bucket.is_rounded or has_due_residual
         # reduces what is not projected where the bucket is cut into shards
         self.dense_reducer: ReduceScatterReducer | None = None
         if bucket.is_sharded:
-            self.dense_reducer = ReduceScatterReducer(bucket, ops, self.dense, self.sends_residuals)
+            adds_residuals = self.dense_sends_residuals
+            self.dense_reducer = ReduceScatterReducer(bucket, ops, self.dense, adds_residuals)
 
     @property
     def phase(self) -> Phase:
@@ -83,7 +86,7 @@ class ProjectionReducer:
         mean_of_P = None
         if self.is_tracked:
             mean_of_P = yield from self._exchange_P()
-        self.draw_columns()
+        self.draw_random_columns()
         payload = self._encode(mean_of_P)
         if self.stacks:  # copy what this rank sends: the all-reduce overwrites the payload
             sent = self._parts_of(payload, payload.body)
@@ -116,7 +119,7 @@ class ProjectionReducer:
         bases = [stack.Q for stack in self.stacks]
         parts = self._parts_of(payload, payload.unrounded_body)
         out = [stack.view_as_P(part) for stack, part in zip(self.stacks, parts, strict=True)]
-        self._multiply(bases, out, transposed=True, header=payload)
+        self._multiply(bases, out, makes_P=True, payload=payload)
         mean: Payload = yield AllReduceMean(payload.round(), has_next=True)  # line 1
         parts = self._parts_of(mean, mean.body)
         averages = [
@@ -131,18 +134,18 @@ class ProjectionReducer:
         self,
         right: list[Tensor],
         out: list[Tensor],
-        transposed: bool = False,
-        header: Payload | None = None,
+        makes_P: bool = False,
+        payload: Payload | None = None,
     ) -> None:
         if all(stack.residual.exact is not None for stack in self.stacks):
-            inputs = self.stacks, right, out, transposed, header
+            inputs = self.stacks, right, out, makes_P, payload
             self.ops.run(multiply, self.bucket, *inputs)
             return
-        if header is not None:
-            self.ops.write_header(header, self.bucket.grads())
+        if payload is not None:
+            self.ops.write_header(payload, self.bucket.grads())
         for stack, R, p in zip(self.stacks, right, out, strict=True):
             for at in stack.residual.cut():
-                part = [stack.select(at)], [R[at]], [p[at]], transposed, None
+                part = [stack.select(at)], [R[at]], [p[at]], makes_P, None
                 self.ops.run(multiply, self.bucket, *part)
 
     def _orthonormalize(self, stacks: list[Tensor]) -> list[Tensor]:
@@ -155,9 +158,11 @@ class ProjectionReducer:
             sent = [stack.sent for stack in self.stacks]
             torch._foreach_sub_(sent, self._parts_of(mean, errors))
 
-    def draw_columns(self) -> None:
-        """Do line 2: draw R, which is valid until matrices of another bucket are drawn."""
-        self.inputs.draw_columns(self.stacks)
+    def draw_random_columns(self) -> None:
+        """Do line 2 of a Gaussian projection: draw R, which is valid until matrices of another
+        bucket are drawn. Tracked columns stay as ``_exchange_P`` has computed them.
+        """
+        self.inputs.draw_random_columns(self.stacks)
 
     def _parts_of(self, payload: Payload, memory: Tensor) -> list[Tensor]:
         """Return each stack's part of the payload's body, or of other memory in its layout."""
@@ -167,11 +172,12 @@ class ProjectionReducer:
     def _encode(self, mean_of_P: Payload | None) -> Payload:
         """Do lines 1 and 2: make the bucket's payload.
 
-        Its header is copied from ``mean_of_P``, on which all ranks have agreed already.
+        Its header and control fields are copied from ``mean_of_P``, the average of the first
+        exchange.
         """
         bucket, inputs = self.bucket, self.inputs
         if not self.stacks:  # one pass, where the backend has one
-            adds = self.sends_residuals
+            adds = self.dense_sends_residuals
             return self.ops.encode(bucket, bucket.grads(), Mask(bucket), adds)
         lengths = [0 if bucket.is_sharded else n for n in bucket.lengths]
         for i, stack in self.stack_of.items():
@@ -189,7 +195,7 @@ class ProjectionReducer:
         out = [x.view_as_projected(part) for x, part in zip(self.stacks, parts, strict=True)]
         self._multiply([stack.R for stack in self.stacks], out)
         if not bucket.is_sharded and self.dense:
-            adds = self.sends_residuals
+            adds = self.dense_sends_residuals
             self.ops.run(write_dense, bucket, unrounded, payload.lengths, self.dense, adds)
         if inputs.on_cosines:
             payload.unrounded_parts[-1].zero_()
@@ -228,7 +234,7 @@ class ProjectionReducer:
 
     def read_owned_averages(self, dtype: torch.dtype) -> Iterator[Tensor]:
         """Do line 4 for the rows that this rank owns."""
-        self.draw_columns()
+        self.draw_random_columns()
         reducer = self.dense_reducer
         dense_parts = iter(() if reducer is None else reducer.read_owned_averages(dtype))
         for i in range(len(self.bucket.params)):
@@ -284,7 +290,7 @@ class ProjectionReducer:
             return
         for batch in Residuals(self.bucket).batches(indices, write=True):
             residuals = [e.view(-1) for _, e in batch]
-            torch._foreach_mul_(residuals, 1 - factor if self.sends_residuals else 0.0)
+            torch._foreach_mul_(residuals, 1 - factor if self.dense_sends_residuals else 0.0)
             if is_rounded:
                 errors = [mean.rounding_error_parts[i] for i, _ in batch]
                 torch._foreach_add_(residuals, errors, alpha=factor)
@@ -296,7 +302,7 @@ class ProjectionReducer:
             Residuals(bucket).clear()
         if self.is_tracked:
             self._store_bases(have_gradients)
-        remains = not all(have_gradients) or (self.sends_residuals and factor != 1)
+        remains = not all(have_gradients) or (self.dense_sends_residuals and factor != 1)
         bucket.cache["has_residual"] = bool(self.stacks) or (bucket.has_residual and remains)
         if self.inputs.on_cosines:
             cosines = self.mean.parts[-1].tolist()  # means over ranks

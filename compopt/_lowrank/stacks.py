@@ -130,15 +130,16 @@ def multiply(
     stacks: Sequence[ProjectedStack],
     right: Sequence[Tensor],
     out: Sequence[Tensor],
-    transposed: bool,
-    header: Payload | None,
+    makes_P: bool,
+    payload: Payload | None,
 ) -> None:
-    """Lines 1 and 2: write ``h right``, or ``h^T right``, of each stack to ``out``, which may be of
-    another dtype. Write a mark for each tensor of the bucket into the ``header`` of a payload.
+    """Write ``h right`` of each stack to ``out``, which may be of another dtype; where ``makes_P``,
+    line 1 of a tracked projection, ``h^T right``: its H is the transpose of h. Write the gradient
+    flags of the bucket into the header of ``payload``.
     """
     for stack, R, p in zip(stacks, right, out, strict=True):
         h = stack.projection.view_as_matrices(add_residual(ops, stack))
-        h = h.mT if transposed else h
+        h = h.mT if makes_P else h
         if stack.projection.has_blocks(R):
             for columns, rows, p_rows in stack.projection.iterate_blocks(R, h, p):
                 p_rows.copy_(rows @ columns)
@@ -148,8 +149,8 @@ def multiply(
             torch.bmm(h, R, out=p)
         else:  # stored by columns
             torch.bmm(R.mT, h.mT, out=p.mT)
-    if header is not None:
-        ops.write_header(header, bucket.grads())
+    if payload is not None:
+        ops.write_header(payload, bucket.grads())
 
 
 def orthonormalize_columns(bucket: Bucket, ops: Ops, stacks: Sequence[Tensor]) -> list[Tensor]:

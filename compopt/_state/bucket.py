@@ -110,7 +110,9 @@ class Bucket:
         # Derived from state: recomputed if absent, never saved. ``has_residual``: a residual may be
         # non-zero. ``mask``: Radius's mask. ``momentum_mask``: the one that SCAPE's momentum is on;
         # ``next_mask``: the one that its next step sends. ``union_and_leftovers``: of TAGC's last
-        # exchange. ``guesses`` and ``pieces``: thresholds and runs of the native backend.
+        # exchange. ``plan`` and ``runs``: SEPARATE's projections and stacks. ``guesses``,
+        # ``pieces``, ``products`` and ``factors``: thresholds, runs and tables of the native
+        # backend.
         self.cache: dict[str, Any] = {}
 
         # Messages and memory of a step. All buckets of an optimizer share the scratch memory.

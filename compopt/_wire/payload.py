@@ -128,13 +128,13 @@ class Payload:
         self.control = flat[tensors : tensors + control]
         self.body = flat[tensors + control :]
         self.lengths = lengths
-        # True if values are written to ``rounding_errors`` first
-        self.is_rounded_later = rounding_errors is not None and codec.bits is None
+        # True if ``round`` rounds the values, which are written to ``rounding_errors`` first
+        self.is_rounded_here = rounding_errors is not None and codec.bits is None
         # where values are written, in the gradients' precision
         self.unrounded_body = self.body
         # is added to the body where the exchange quantizes it
         self.addend: Tensor | None = None
-        if rounding_errors is not None and self.is_rounded_later:
+        if rounding_errors is not None and self.is_rounded_here:
             self.unrounded_body = rounding_errors
 
     # Views are made lazily: kernels use the body as it is.
@@ -161,17 +161,19 @@ class Payload:
     @property
     def unrounded_parts(self) -> list[Tensor]:
         """``unrounded_body``, a tensor at a time."""
-        return self.rounding_error_parts if self.is_rounded_later else self.parts
+        return self.rounding_error_parts if self.is_rounded_here else self.parts
 
     def round(self, addend: Tensor | None = None) -> Payload:
-        """Write ``unrounded_body`` plus ``addend``, rounded, to the message, and leave the rounding
-        errors in ``unrounded_body``.
+        """Finish the payload: write ``unrounded_body`` plus ``addend``, rounded to a float dtype,
+        to the message, and leave the rounding errors in ``unrounded_body``.
+
+        A quantizing codec encodes when the collective starts; ``addend`` is kept until then.
         """
         if self.codec.bits:
             self.addend = addend
         elif addend is not None:
             self.unrounded_body.add_(addend)
-        if self.is_rounded_later:
+        if self.is_rounded_here:
             self.codec.encode(self.unrounded_body, self.body)
         return self
 

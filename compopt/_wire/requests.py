@@ -23,8 +23,8 @@ Phase: TypeAlias = Literal["dense", "rounded", "sparse", "resample", "projected"
 
 @dataclass(slots=True)
 class AllReduceMean:
-    """Mean over ranks, in place; answered with the same payload or tensor. A payload with a seed is
-    quantized.
+    """Mean over ranks, in place; answered with the same payload or tensor. A payload is quantized
+    if its codec does that.
 
     ``has_next``: another exchange follows before Agree. In backward the exchange schedule
     starts that one, too.

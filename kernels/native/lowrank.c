@@ -25,7 +25,7 @@ typedef struct {
     const float *g, *e;  // this rank's gradient, or NULL, and its residual
     const float *right;  // the narrow matrix, by rows
     float *out;          // the product, by columns
-    float *mark;         // of h Q: 1 if the squares of g have a finite sum, else NaN; 0 without g
+    float *flag;         // of h Q: 1 if the squares of g have a finite sum, else NaN; 0 without g
 } Product;
 
 // h = e + g of `size` elements from `at` on; adds the squares of g to `squares`, if there is that.
@@ -103,7 +103,7 @@ static void multiply(const Product *x, float *memory) {
         }
     }
     for (int l = 0; l < LANES; l++) all += squares[l];
-    *x->mark = x->g ? 1 + 0 * all : 0;
+    *x->flag = x->g ? 1 + 0 * all : 0;
 }
 
 // COLUMNS rows of h^T R transposed, for WIDE columns, added to `sums`, whose rows are `length` numbers apart.
@@ -144,9 +144,9 @@ static void multiply_transposed(const Product *x, float *memory) {
 }
 
 // `memory`: room for a narrow matrix and the sums, their columns rounded up to LANES, and 2 DEEP rows with 4 SPACE more.
-int64_t project(const Product *rows, int64_t first, int64_t last, double transposed, float *memory) {
+int64_t project(const Product *rows, int64_t first, int64_t last, double makes_P, float *memory) {
     for (int64_t x = first; x < last; x++)
-        (transposed ? multiply_transposed : multiply)(rows + x, memory);
+        (makes_P ? multiply : multiply_transposed)(rows + x, memory);
     return -1;
 }
 

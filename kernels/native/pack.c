@@ -10,7 +10,7 @@ typedef struct {
     const int32_t *index;  // the elements to send, as positions or
     const uint8_t *mask;   // as bits; neither: all
     int64_t k;
-    float *out, *mark;
+    float *out, *flag;
 } Pack;
 
 // Adds the squares of g to `sums`.
@@ -73,7 +73,7 @@ static int pack_row(const Pack *row, float sign, float scale) {
             for (int64_t i = 0; i < size; i++) to[i] += scale * add[a + i];
         if (row->mask) count = selected(x, row->mask, a, size, out, count, row->k);
     }
-    *row->mark = g ? 1 + 0 * sum_of_squares(sums) : 0;  // 1 if all terms are finite, else NaN
+    *row->flag = g ? 1 + 0 * sum_of_squares(sums) : 0;  // 1 if all terms are finite, else NaN
     return count == (row->index || row->mask ? row->k : 0);
 }
 

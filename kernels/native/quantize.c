@@ -1,5 +1,5 @@
 // int8 and int4 codes: rounding into messages, the mean of all ranks' messages, and back. Reference: compopt/_wire/quantization.py,
-// between whose functions its QuantizedMean moves rows. The bits are the same, except where the reference adds
+// between whose functions QuantizedMean of _wire/codec.py moves rows. The bits are the same, except where the reference adds
 // ranks * x in one rounding.
 
 #include "common.h"

@@ -71,11 +71,11 @@ class Tensors:
         for stack, part in zip(self.stacks, self.reducer._parts_of(self.mean, self.mean.body), strict=True):
             stack.mean = part
 
-    def products(self, function, transposed: bool, header: Payload | None = None) -> list[torch.Tensor]:
-        sizes = [(x.projection.d if transposed else x.projection.m, x.projection.r) for x in self.stacks]
+    def products(self, function, makes_P: bool, payload: Payload | None = None) -> list[torch.Tensor]:
+        sizes = [(x.projection.d if makes_P else x.projection.m, x.projection.r) for x in self.stacks]
         out = [torch.full((2, r, n), torch.nan).mT for n, r in sizes]
-        right = [x.Q if transposed else x.R for x in self.stacks]
-        function(self.bucket, self.ops, self.stacks, right, out, transposed, header)
+        right = [x.Q if makes_P else x.R for x in self.stacks]
+        function(self.bucket, self.ops, self.stacks, right, out, makes_P, payload)
         return out
 
     def stepped(self, function, factor: float) -> dict[str, torch.Tensor]:
@@ -86,11 +86,11 @@ class Tensors:
         return {**state, "weights": weights, "step": self.bucket.step_counts}
 
 
-@pytest.mark.parametrize("transposed", [True, False])
-def test_products_are_those_of_the_reference(transposed):
+@pytest.mark.parametrize("makes_P", [True, False])
+def test_products_are_those_of_the_reference(makes_P):
     """Also where a gradient is absent, and nothing is read or written beside a product."""
-    ours = Tensors(NativeOps()).products(multiply_stacks, transposed)
-    theirs = Tensors(Ops()).products(multiply, transposed)
+    ours = Tensors(NativeOps()).products(multiply_stacks, makes_P)
+    theirs = Tensors(Ops()).products(multiply, makes_P)
     for p, wanted in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, wanted, rtol=1e-4, atol=1e-4)
 

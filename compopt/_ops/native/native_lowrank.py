@@ -41,7 +41,7 @@ from .passes import (
 MOST_ROWS = 8  # of a tensor, that the update expands at a time
 DEEP = 16  # rows of a tensor that a product reads at a time
 LANES = 16  # as in vectors.h: narrow matrices are copied to rows of whole steps
-PRODUCT = Struct("height width r g e right out mark")
+PRODUCT = Struct("height width r g e right out flag")
 COLUMNS = Struct("height r x out")
 FACTORED = Struct("height width r R p sent g e w m v step")
 
@@ -98,13 +98,14 @@ def multiply_stacks(
     stacks: Sequence[Any],
     right: Sequence[Tensor],
     out: Sequence[Tensor],
-    transposed: bool,
-    header: Payload | None,
+    makes_P: bool,
+    payload: Payload | None,
 ) -> None:
-    """Write ``h Q``, or ``h^T R``, of every tensor of the stacks; the marks of projected gradients
+    """Write ``h Q``, or ``h^T R``, of every tensor of the stacks; the flags of projected gradients
     in the same pass.
 
-    It is the first where ``transposed``: H is the transpose of the tensor.
+    Here h is the tensor plus its residual, as they are stored. ``makes_P``: ``h Q``, else
+    ``h^T R``.
     """
     sizes = [
         (len(x.indices), x.projection.rows, x.projection.columns, x.projection.r) for x in stacks
@@ -115,14 +116,14 @@ def multiply_stacks(
     grads = as_float32([g for stack in stacks for g in stack.grads])
     narrow = [x.contiguous() for x in right]
     residuals = [stack.residual.read() for stack in stacks]
-    marks = torch.zeros(len(bucket.params), dtype=torch.float32, device="cpu")
+    flags = torch.zeros(len(bucket.params), dtype=torch.float32, device="cpu")
     table = rows.table
     table.write("g", addresses("a gradient", grads, rows.lengths))
     rows.write("e", residuals)
     rows.write("right", narrow)
     rows.write("out", [product.mT for product in out])
-    first = address("marks", marks, len(marks))
-    table.write("mark", [first + 4 * i for stack in stacks for i in stack.indices])
+    first = address("flags", flags, len(flags))
+    table.write("flag", [first + 4 * i for stack in stacks for i in stack.indices])
     # a narrow matrix and sums, rounded up to whole steps, and two buffers of rows
     room = max((n + m + 64) * (r + LANES) + 2 * (DEEP * m + 64) for n, m, r in rows.sizes)
     scratch = per_thread_scratch(ops, out[0], room)
@@ -130,15 +131,15 @@ def multiply_stacks(
     run_over_rows(
         rows.lengths,
         lambda a, b, thread: library.project(
-            table, a, b, float(not transposed), scratch + 4 * room * thread
+            table, a, b, float(makes_P), scratch + 4 * room * thread
         ),
     )
-    if header is not None:
+    if payload is not None:
         in_stacks = {i for stack in stacks for i in stack.indices}
         others = [i for i in range(len(bucket.params)) if i not in in_stacks]
         if others:
             _pack(bucket, ops, others, [first + 4 * i for i in others])
-        header.header.copy_(marks)
+        payload.header.copy_(flags)
 
 
 def write_dense(
@@ -149,7 +150,9 @@ def write_dense(
     indices: Sequence[int],
     adds_residuals: bool,
 ) -> None:
-    """Write gradients that are sent dense, with their residuals, to their places in ``memory``."""
+    """Write gradients that are sent dense to their places in ``memory``; with their residuals if
+    ``adds_residuals``.
+    """
     places = address_in_turn("a message", memory, lengths)
     unread = per_thread_scratch(ops, memory, 1)
     add = [bucket.state["residual"][i] for i in indices] if adds_residuals else None
@@ -160,11 +163,11 @@ def _pack(
     bucket: Bucket,
     ops: NativeUpdates,
     indices: Sequence[int],
-    marks: list[int],
+    flags: list[int],
     out: list[int] | None = None,
     add: list[Tensor] | None = None,
 ) -> None:
-    """Write marks of gradients; the gradients and what to ``add`` to each, if there is ``out``."""
+    """Write flags of gradients; the gradients and what to ``add`` to each, if there is ``out``."""
     grads, lengths = bucket.grads(), [bucket.lengths[i] for i in indices]
     table = PACK.table(
         len(indices),
@@ -173,7 +176,7 @@ def _pack(
         add=0 if add is None else Memory(add, lengths),
         index=EMPTY if out is None else 0,  # the positions of no elements
         out=0 if out is None else out,
-        mark=marks,
+        flag=flags,
     )
     run_over_rows(lengths, lambda a, b, _: ops.library.pack(table, a, b, 1.0, 1.0))
 

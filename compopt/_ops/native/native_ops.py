@@ -97,7 +97,7 @@ class NativeOps(NativeUpdates):
         header, body = payload.header, payload.body
         if payload.flat.dtype != torch.float32:  # the pass writes float32
             like = bucket.params[0]
-            header = self.scratch(like, len(header), torch.float32, "marks")
+            header = self.scratch(like, len(header), torch.float32, "flags")
             if payload.rounding_errors is None:
                 body = self.scratch(like, len(body), torch.float32, "payload")
             else:
@@ -113,7 +113,7 @@ class NativeOps(NativeUpdates):
             mask=Memory(bits, mask_sizes(lengths)),
             k=sizes,
             out=address_in_turn("a message", body, sizes),
-            mark=address_in_turn("marks", header, [1] * len(grads)),
+            flag=address_in_turn("flags", header, [1] * len(grads)),
         )
         sign, library = -1.0 if negate else 1.0, self.library
         bad_row = run_over_rows(lengths, lambda a, b, _: library.pack(table, a, b, sign, scale))

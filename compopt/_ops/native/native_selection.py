@@ -241,9 +241,9 @@ def select_largest(bucket: Bucket, ops: LibraryOps, grads: Tensors, ks: list[int
     packed = torch.zeros(bucket.shards.mask_bytes, dtype=torch.uint8, device="cpu")
     at = address("positions", positions, len(positions), torch.int64)
     ops.library.set_bits(at, len(positions), address("a mask", packed, len(packed), torch.uint8))
-    marks = squares.new_zeros(len(grads)).index_add_(0, pieces.tensors, squares).mul_(0)
+    flags = squares.new_zeros(len(grads)).index_add_(0, pieces.tensors, squares).mul_(0)
     given = torch.tensor([float(g is not None) for g in grads], dtype=torch.float32, device="cpu")
-    return Selected(positions, values, packed, marks.add_(given))
+    return Selected(positions, values, packed, flags.add_(given))
 
 
 def _guess_addresses(bucket: Bucket, shards: int) -> list[int]:

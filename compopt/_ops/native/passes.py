@@ -173,7 +173,7 @@ class Struct:
 
 PIECE = Struct("n first g e squares")
 SHARD = Struct("pieces many begin size k selected guess positions values")
-PACK = Struct("n g add index mask k out mark")
+PACK = Struct("n g add index mask k out flag")
 ADAMW = Struct("n w m v step mean mask index base k residual g errors new_w new_m new_v")
 SCAPE = Struct("n w e g held holding old index k mean m step guess start stop wanted chosen")
 # fields that are not float32, and what error messages call them

@@ -50,29 +50,30 @@ def multiply_stacks(
     stacks: Sequence[Any],
     right: Sequence[Tensor],
     out: Sequence[Tensor],
-    transposed: bool,
-    header: Payload | None,
+    makes_P: bool,
+    payload: Payload | None,
 ) -> None:
-    """Write ``h Q``, or ``h^T R``, of every tensor of the stacks; the marks of projected gradients
+    """Write ``h Q``, or ``h^T R``, of every tensor of the stacks; the flags of projected gradients
     by the same launch.
 
-    It is the first where ``transposed``: H is the transpose of the tensor.
+    Here h is the tensor plus its residual, as they are stored. ``makes_P``: ``h Q``, else
+    ``h^T R``.
     """
-    marks = None
-    if header is not None:
-        marks, in_stacks = header.header, {i for stack in stacks for i in stack.indices}
+    flags = None
+    if payload is not None:
+        flags, in_stacks = payload.header, {i for stack in stacks for i in stack.indices}
         grads = bucket.grads()
         others = [None if i in in_stacks else g for i, g in enumerate(grads)]
-        ops.write_marks(header, grads, others)
+        ops.write_flags(payload, grads, others)
     grads = flatten([g for stack in stacks for g in stack.grads])  # copies live until the launch
     residuals = [stack.residual.read() for stack in stacks]
     rows = project_rows(stacks, residuals, right, out, grads)
-    marks_dtype = torch.float32 if marks is None else marks.dtype
-    types = kernels.ProjectTypes(right[0].dtype, out[0].dtype, dtype_of(grads), marks_dtype)
+    flags_dtype = torch.float32 if flags is None else flags.dtype
+    types = kernels.ProjectTypes(right[0].dtype, out[0].dtype, dtype_of(grads), flags_dtype)
     shapes = tuple((row.rows, row.columns, row.r) for row in rows)
-    tiles = kernels.project_tiles(shapes, not transposed, bucket.device)
-    table = kernels.project_table(rows, tiles, types, not transposed)
-    kernels.project(table, tiles, marks)
+    tiles = kernels.project_tiles(shapes, not makes_P, bucket.device)
+    table = kernels.project_table(rows, tiles, types, not makes_P)
+    kernels.project(table, tiles, flags)
 
 
 def project_rows(

@@ -55,21 +55,21 @@ class TritonOps(KernelOps):
         self.codecs = make_codecs(functools.partial(TritonCodec, self.device))
 
     def write_header(self, payload: Payload, grads: Tensors) -> None:
-        self.write_marks(payload, grads, grads)
+        self.write_flags(payload, grads, grads)
 
-    def write_marks(self, payload: Payload, grads: Tensors, checked: Tensors) -> None:
-        """Write the marks of these gradients, as if all that are not ``checked`` were finite."""
+    def write_flags(self, payload: Payload, grads: Tensors, checked: Tensors) -> None:
+        """Write the flags of these gradients, as if all that are not ``checked`` were finite."""
         device = payload.flat.device
         if device.type != self.device or {g.device for g in grads if g is not None} - {device}:
             return super().write_header(payload, grads)
-        flags = tuple(g is not None for g in grads)
+        present = tuple(g is not None for g in grads)
         dtype = payload.header.dtype
-        marks = self.tables(
-            ("marks", flags, dtype),
+        flags = self.tables(
+            ("flags", present, dtype),
             (device,),
-            lambda: kernels.upload(torch.tensor(flags, dtype=dtype, device="cpu"), device),
+            lambda: kernels.upload(torch.tensor(present, dtype=dtype, device="cpu"), device),
         )
-        payload.header.copy_(marks)
+        payload.header.copy_(flags)
         lengths = tuple(0 if g is None else g.numel() for g in checked)
         blocks, none = kernels.make_blocks(lengths, device), [None] * len(checked)
         flat: list[Tensor | None] = []  # copies in it have to live until the kernel was launched
