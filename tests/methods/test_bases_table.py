@@ -103,7 +103,7 @@ def read_state(optimizer: Any, models: nn.Module) -> list[list[Any]]:
     for p in models.parameters():
         leaves = read_leaves(optimizer.base.state.get(p, {}))
         assert not leaves.unknown
-        numbers = [torch.tensor(float(container[key])) for container, key in leaves.numbers]
+        numbers = [torch.tensor(float(container[key])) for container, key in leaves.scalars]
         found.append([t.clone() for t in leaves.tensors] + numbers)
     return found
 
