@@ -293,6 +293,7 @@ class Step:
             schedule.inputs.problem = RuntimeError(
                 "other parameters require a gradient than before"
             )
+        replica_sum = self._sum_replicas()
         # the settings, and what the last step has summed
         checksum = self.optimizer.checksum_settings() ^ session.replica_checksum
         schedule.inputs.last_fields = {
@@ -301,7 +302,6 @@ class Step:
             "unfrozen": [float(is_unfrozen)],
             "settings": encode_bits(checksum, 16),
         }
-        replica_sum = self._sum_replicas()
         yield from schedule.run()
         decision = read_decision(exchanges, replica_sum)
         session.replica_checksum = handshake.checksum_sum(decision.replica_sum)
