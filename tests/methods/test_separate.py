@@ -457,7 +457,7 @@ def test_columns_of_a_stack_are_those_of_each_tensor():
     optimizer = compopt.SeparateAdam(params, projection="gaussian", ratio=16, simulate=True)
     (bucket,) = optimizer._buckets
     reducer = optimizer.make_reducer(bucket)
-    reducer.draw_columns()
+    reducer.draw_random_columns()
     (stack,) = reducer.stacks
     columns = stack.R.clone()
     drawn = optimizer._draw(bucket, optimizer._plan_next_step(bucket))

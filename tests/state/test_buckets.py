@@ -99,7 +99,7 @@ def test_all_ranks_cut_and_join_alike_though_their_shards_are_of_unlike_sizes(mo
     tensors = shards(rank, *[(5, 64)] * 6)
     monkeypatch.setattr(_buckets, "BUCKET_BYTES", 2 * 4 * 3 * 64)
     assert dealt(tensors) == [["5", "4"], ["3", "2"], ["1", "0"]]
-    joined = make_buckets([tensors], bytes_sent=lambda bucket: bucket.numel / 4)  # 96 of 192 bytes on both
+    joined = make_buckets([tensors], bytes_sent=lambda bucket: bucket.numel / 8)  # 48 of 96 bytes on both
     assert [b.names for b in joined] == [["5", "4", "3", "2"], ["1", "0"]]
 
 
