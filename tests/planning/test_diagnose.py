@@ -170,6 +170,16 @@ def test_steps_that_are_not_finite_are_left_out():
             optimizer.step()
 
 
+def test_steps_without_a_gradient_do_not_count():
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with compopt.diagnose(model, optimizer, start=2) as records:
+        for number, g in enumerate(noise(9, 64, 64)):
+            model.weight.grad = None if number == 4 else g
+            optimizer.step()
+    assert (records.steps, records.skipped) == (8, 0)
+
+
 def test_a_step_that_a_scaler_takes_back_is_left_out():
     """AdamW's fused kernel skips by itself, and its hooks run all the same."""
     model = nn.Sequential(nn.Linear(64, 64), Square())
