@@ -113,11 +113,11 @@ def update_tensors(
 
 def choose_generator(optimizer: SeparateAdam | Separate, bucket: Bucket) -> RequestGenerator[None]:
     """Return the generator that steps a bucket: Algorithm 1, or the step inside FSDP2."""
-    ops, fsdp_backward, update = optimizer.ops, optimizer.fsdp_backward, optimizer._update
+    ops, fsdp_backward = optimizer.ops, optimizer.fsdp_backward
     if fsdp_backward is None:
-        return separate(bucket, ops, optimizer.make_reducer(bucket), update)
+        return separate(bucket, ops, optimizer.make_reducer(bucket), optimizer._update)
     norm_factors = optimizer.squared_norm_factors(bucket)
-    return step_fsdp_shards(bucket, ops, fsdp_backward, update, norm_factors)
+    return step_fsdp_shards(bucket, ops, fsdp_backward, optimizer._update, norm_factors)
 
 
 class SeparateAdam(ProjectingOptimizer):
@@ -251,9 +251,9 @@ class SeparateAdam(ProjectingOptimizer):
             **super().state_layouts(dtype),
         }
 
-    def after_layout(self) -> None:
-        super().after_layout()
-        self._update = AdamWUpdate(self.ops)
+    @property
+    def _update(self) -> Update:
+        return AdamWUpdate(self.ops)  # of the backend of now: ranks may fall back to PyTorch's
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         return choose_generator(self, bucket)

@@ -348,6 +348,8 @@ def test_ranks_that_chose_differently_by_themselves_all_take_pytorchs_operators(
     assert len([w for w in caught if "different backends" in str(w.message)]) == 1  # rank 0's
     assert [o.backend for o in ranks.optimizers] == ["torch", "torch"]
     assert "ranks had chosen different backends" in ranks.optimizers[0].backend_reason
+    if name == "SeparateAdam":
+        assert all(o._update.apply.__self__ is o.ops for o in ranks.optimizers)
     ranks.assert_replicas_equal()
 
     lames = False
