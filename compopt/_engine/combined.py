@@ -7,6 +7,7 @@ checkpoint of a member goes on working, and nothing has to be kept equal.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -63,9 +64,10 @@ class CombinedOptimizer(Optimizer):
     # State
 
     @property
-    def state(self) -> dict[Any, Any]:  # type: ignore[override]
-        """A new dict of the members' entries: change an entry here, replace one in its member."""
-        return {p: entry for member in self.members for p, entry in member.state.items()}
+    def state(self) -> MappingProxyType[Any, Any]:  # type: ignore[override]
+        """The members' entries. An entry is replaced in its member: here that raises TypeError."""
+        pairs = (pair for member in self.members for pair in member.state.items())
+        return MappingProxyType(dict(pairs))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -405,6 +405,14 @@ def test_a_checkpoint_that_does_not_fit_leaves_every_member_as_it_was(name):
         assert all(torch.equal(v, before["state"][k][n]) for k, e in after["state"].items() for n, v in e.items())
 
 
+def test_an_entry_is_replaced_in_its_member_only():
+    model = Small()
+    optimizer = combine_optimizers(of_model(model))
+    take_steps(model, optimizer, range(1))
+    with pytest.raises(TypeError):
+        optimizer.state[next(model.parameters())] = {}
+
+
 def test_the_state_dict_of_the_combination_is_loaded_alone_and_in_its_place():
     """As one optimizer's: the checkpoint of a run without compression."""
     torch.manual_seed(0)
