@@ -141,7 +141,7 @@ def read_scalars(exchanges: list[BucketExchange], replica_sum: Tensor | None) ->
     """
     device, agreements = exchanges[-1].bucket.device, [one.agreement for one in exchanges]
     payloads = [agreement.payload for agreement in agreements]
-    fields = [p.flat[: p.flat.numel() - p.body.numel()].to(device) for p in payloads]
+    fields = [payload.fields.to(device) for payload in payloads]
     # norms that the generator has not computed, for all buckets together
     clips = any(exchange.bucket.group.get("max_grad_norm") is not None for exchange in exchanges)
     bodies = [a.payload.body for a in agreements if a.squared_norm is None]

@@ -90,10 +90,10 @@ class ProjectionReducer:
         payload = self._encode(mean_of_P)
         if self.stacks:  # copy what this rank sends: the all-reduce overwrites the payload
             sent = self._parts_of(payload, payload.body)
-            copies = torch.empty_like(payload.body[: sum(map(len, sent))]).split(
-                [len(part) for part in sent]
-            )
-            torch._foreach_copy_(list(copies), sent)
+            sizes = [len(part) for part in sent]
+            memory = self.bucket.get_memory("sent", sum(sizes), payload.body.dtype)
+            copies = memory.split_with_sizes(sizes)
+            torch._foreach_copy_(copies, sent)
             for stack, copy in zip(self.stacks, copies, strict=True):
                 stack.sent = copy
         mean: Payload = yield AllReduceMean(payload)
@@ -102,8 +102,9 @@ class ProjectionReducer:
         for stack, part in zip(self.stacks, self._parts_of(mean, mean.body), strict=True):
             stack.mean = part
         if self.is_tracked:
-            averages = [stack.view_as_projected(stack.mean) for stack in self.stacks]
-            for stack, Q in zip(self.stacks, self._orthonormalize(averages), strict=True):
+            parts = [stack.mean for stack in self.stacks]
+            sizes = [stack.projection.m for stack in self.stacks]
+            for stack, Q in zip(self.stacks, self._orthonormalize(parts, sizes, 0), strict=True):
                 stack.next_Q = Q
         if dense_reducer is not None and dense_reducer.sent_dense:
             yield from dense_reducer.reduce()
@@ -116,17 +117,12 @@ class ProjectionReducer:
             lengths[i] = stack.projection.d * stack.projection.r
         dtype = self.bucket.group["payload_dtype"]
         payload = self.bucket.make_payload(lengths, dtype, use=1)
-        bases = [stack.Q for stack in self.stacks]
         parts = self._parts_of(payload, payload.unrounded_body)
-        out = [stack.view_as_P(part) for stack, part in zip(self.stacks, parts, strict=True)]
-        self._multiply(bases, out, makes_P=True, payload=payload)
+        self._multiply([stack.Q for stack in self.stacks], parts, makes_P=True, payload=payload)
         mean: Payload = yield AllReduceMean(payload.round(), has_next=True)  # line 1
-        parts = self._parts_of(mean, mean.body)
-        averages = [
-            x.view_as_P(part).to(Q.dtype)
-            for x, part, Q in zip(self.stacks, parts, bases, strict=True)
-        ]
-        for stack, R in zip(self.stacks, self._orthonormalize(averages), strict=True):  # line 2
+        parts, sizes = self._parts_of(mean, mean.body), [x.projection.d for x in self.stacks]
+        columns = self._orthonormalize(parts, sizes, use=1)  # line 2
+        for stack, R in zip(self.stacks, columns, strict=True):
             stack.R = R
         return mean
 
@@ -143,13 +139,19 @@ class ProjectionReducer:
             return
         if payload is not None:
             self.ops.write_header(payload, self.bucket.grads())
-        for stack, R, p in zip(self.stacks, right, out, strict=True):
+        for stack, R, part in zip(self.stacks, right, out, strict=True):
+            p = part.view(len(stack.indices), -1)
             for at in stack.residual.cut():
-                part = [stack.select(at)], [R[at]], [p[at]], makes_P, None
-                self.ops.run(multiply, self.bucket, *part)
+                inputs_at = [stack.select(at)], [R[at]], [p[at].view(-1)], makes_P, None
+                self.ops.run(multiply, self.bucket, *inputs_at)
 
-    def _orthonormalize(self, stacks: list[Tensor]) -> list[Tensor]:
-        return self.ops.run(orthonormalize_columns, self.bucket, stacks)
+    def _orthonormalize(self, parts: list[Tensor], sizes: list[int], use: int) -> list[Tensor]:
+        """Return orthonormal columns of each stack's part, of matrices of this many rows."""
+        shapes = [
+            (len(stack.indices), n, stack.projection.r)
+            for stack, n in zip(self.stacks, sizes, strict=True)
+        ]
+        return self.ops.run(orthonormalize_columns, self.bucket, parts, shapes, use)
 
     def _subtract_rounding_errors(self, mean: Payload) -> None:
         """Set ``sent`` of every stack to what the other ranks have received, after rounding."""
@@ -167,7 +169,9 @@ class ProjectionReducer:
     def _parts_of(self, payload: Payload, memory: Tensor) -> list[Tensor]:
         """Return each stack's part of the payload's body, or of other memory in its layout."""
         starts = [0, *accumulate(payload.lengths)]
-        return [memory[starts[x.indices.start] : starts[x.indices.stop]] for x in self.stacks]
+        cuts = [starts[i] for x in self.stacks for i in (x.indices.start, x.indices.stop)]
+        sizes = [stop - start for start, stop in pairwise([0, *cuts, len(memory)])]
+        return list(memory.split_with_sizes(sizes)[1::2])
 
     def _encode(self, mean_of_P: Payload | None) -> Payload:
         """Do lines 1 and 2: make the bucket's payload.
@@ -184,16 +188,13 @@ class ProjectionReducer:
             lengths[i] = stack.projection.m * stack.projection.r
         if inputs.on_cosines:
             lengths.append(len(bucket.params))
-        payload = bucket.make_payload(lengths, bucket.group["payload_dtype"])
-        if mean_of_P is None:
+        fields = None if mean_of_P is None else mean_of_P.fields
+        payload = bucket.make_payload(lengths, bucket.group["payload_dtype"], fields=fields)
+        if fields is None:
             self.ops.write_header(payload, bucket.grads())
-        else:
-            header_length = len(payload.flat) - len(payload.body)
-            payload.flat[:header_length].copy_(mean_of_P.flat[:header_length])
         unrounded = payload.unrounded_body
         parts = self._parts_of(payload, unrounded)
-        out = [x.view_as_projected(part) for x, part in zip(self.stacks, parts, strict=True)]
-        self._multiply([stack.R for stack in self.stacks], out)
+        self._multiply([stack.R for stack in self.stacks], parts)
         if not bucket.is_sharded and self.dense:
             adds = self.dense_sends_residuals
             self.ops.run(write_dense, bucket, unrounded, payload.lengths, self.dense, adds)
@@ -211,13 +212,9 @@ class ProjectionReducer:
         It is the norm before reconstruction. With a Gaussian R the mean of |h R|^2 / r is |h|^2;
         orthonormal columns give the norm of the part of h that they span.
         """
-        if not self.stacks:
+        if not self.stacks or self.is_tracked:
             return None
-        lengths, reproducible = self.mean.lengths, self.inputs.norm_is_reproducible
-        if self.is_tracked:
-            sent = self.mean.body[: sum(lengths[: len(self.bucket.params)])]
-            return stacked_squared_norms([sent], reproducible)
-        lengths = lengths[: len(self.bucket.params)]
+        lengths = self.mean.lengths[: len(self.bucket.params)]
         scales: list[float] = []
         sizes: list[int] = []
         for i, n in enumerate(lengths):
@@ -227,7 +224,7 @@ class ProjectionReducer:
                 sizes.append(0)
             sizes[-1] += n
         parts = self.mean.body[: sum(sizes)].split(sizes)
-        squares = stacked_squared_norms(parts, reproducible)
+        squares = stacked_squared_norms(parts, self.inputs.norm_is_reproducible)
         return squares * upload(scales, torch.float64, self.mean.flat.device)
 
     # Inside FSDP2: this rank's shard of the average
@@ -331,9 +328,10 @@ class ProjectionReducer:
     def list_factored(self, mean: Payload) -> list[Factored]:
         factored: list[Factored] = []
         for stack in self.stacks if self.is_tracked else ():
-            k, q = len(stack.indices), stack.projection
-            p, sent = stack.mean.view(k, -1), stack.sent.view(k, -1)
-            factored.append(Factored(stack.indices, q.rows, q.columns, stack.R, p, sent))
+            q = stack.projection
+            factored.append(
+                Factored(stack.indices, q.rows, q.columns, stack.R, stack.mean, stack.sent)
+            )
         return factored
 
     def list_dense(self, indices: Sequence[int]) -> list[int]:

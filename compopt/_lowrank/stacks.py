@@ -133,12 +133,13 @@ def multiply(
     makes_P: bool,
     payload: Payload | None,
 ) -> None:
-    """Write ``h right`` of each stack to ``out``, which may be of another dtype; where ``makes_P``,
-    line 1 of a tracked projection, ``h^T right``: its H is the transpose of h. Write the gradient
-    flags of the bucket into the header of ``payload``.
+    """Write ``h right`` of each stack to its part ``out`` of a payload; where ``makes_P``, line 1
+    of a tracked projection, ``h^T right``: its H is the transpose of h. Write the gradient flags of
+    the bucket into the header of ``payload``.
     """
-    for stack, R, p in zip(stacks, right, out, strict=True):
+    for stack, R, part in zip(stacks, right, out, strict=True):
         h = stack.projection.view_as_matrices(add_residual(ops, stack))
+        p = stack.view_as_P(part) if makes_P else stack.view_as_projected(part)
         h = h.mT if makes_P else h
         if stack.projection.has_blocks(R):
             for columns, rows, p_rows in stack.projection.iterate_blocks(R, h, p):
@@ -153,8 +154,18 @@ def multiply(
         ops.write_header(payload, bucket.grads())
 
 
-def orthonormalize_columns(bucket: Bucket, ops: Ops, stacks: Sequence[Tensor]) -> list[Tensor]:
-    """Return orthonormal columns that span those of each (k, n, r): R from P, Q from p."""
+def orthonormalize_columns(
+    bucket: Bucket,
+    ops: Ops,
+    parts: Sequence[Tensor],
+    shapes: Sequence[tuple[int, int, int]],
+    use: int = 0,
+) -> list[Tensor]:
+    """Return orthonormal columns that span those of matrices of these shapes (k, n, r), which a
+    payload for this ``use`` stores by columns: R from P, Q from p.
+    """
+    dtype = bucket.compute_dtype
+    stacks = [x.view(k, r, n).mT.to(dtype) for x, (k, n, r) in zip(parts, shapes, strict=True)]
     return orthonormalize(stacks)
 
 

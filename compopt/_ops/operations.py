@@ -8,6 +8,7 @@ and does not know which backend runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
@@ -27,6 +28,7 @@ from .._wire.requests import RequestGenerator, RunBatched
 from . import reference
 
 WIDTH = 65536  # elements of a norm that are added up side by side
+FEW = 4 * WIDTH  # elements whose norm a CPU computes in float64 at once
 HYPER = ("betas", "eps", "weight_decay", "maximize")
 Group = dict[str, Any]
 Positions = Sequence[Tensor | None]  # None: everywhere
@@ -457,14 +459,16 @@ def squared_norms(xs: Sequence[Tensor], reproducible: bool = False) -> list[Tens
 
 def stacked_squared_norms(xs: Sequence[Tensor], reproducible: bool = False) -> Tensor:
     """Return |x|^2 of each tensor, all on one device, as one vector in float64."""
-    if xs[0].device.type != "cpu":  # a look at float32 results would cost more than float64
-        if len(xs) == 1:
-            norm: Tensor = torch.linalg.vector_norm(xs[0], dtype=torch.float64)
-            return norm.square_().view(1)
-        return torch.stack(torch._foreach_norm(list(xs), 2, dtype=torch.float64)).square_()
-    if reproducible:
-        return torch.stack([reproducible_squared_norm(x).double() for x in xs])
-    return squared_norms_on_cpu(xs)
+    if xs[0].device.type == "cpu":
+        if reproducible:
+            return torch.stack([reproducible_squared_norm(x).double() for x in xs])
+        if sum(x.numel() for x in xs) > FEW:
+            return squared_norms_on_cpu(xs)
+    # a look at float32 results would cost more than float64
+    if len(xs) == 1:
+        norm: Tensor = torch.linalg.vector_norm(xs[0], dtype=torch.float64)
+        return norm.square_().view(1)
+    return torch.stack(torch._foreach_norm(list(xs), 2, dtype=torch.float64)).square_()
 
 
 def squared_norms_on_cpu(xs: Sequence[Tensor]) -> Tensor:
@@ -475,12 +479,14 @@ def squared_norms_on_cpu(xs: Sequence[Tensor]) -> Tensor:
     flat = [part for of_one in parts for part in of_one]
     dtype = torch.promote_types(flat[0].dtype, torch.float32)
     squares = torch.stack(torch._foreach_norm(flat, 2, dtype=dtype)).double().square_()
-    if not squares.isfinite().all():
+    total = squares.sum()
+    if not math.isfinite(total.item()):
         squares = torch.stack(torch._foreach_norm(flat, 2, dtype=torch.float64)).square_()
+        total = squares.sum()
     if len(flat) == len(xs):
         return squares
     if len(xs) == 1:
-        return squares.sum().view(1)
+        return total.view(1)
     numbers = [i for i, of_one in enumerate(parts) for _ in of_one]
     at = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     return squares.new_zeros(len(xs)).index_add_(0, at, squares)

@@ -107,8 +107,9 @@ def is_tracked(bucket: Bucket) -> bool:
 class Factored(NamedTuple):
     """A stack of tensors, as contiguous matrices of ``rows`` rows.
 
-    Their averaged gradients are ``R p^T``, R of shape (k, rows, r), p of (k, r * columns), stored
-    column by column; ``sent`` is this rank's part of p, as the other ranks have received it.
+    Their averaged gradients are ``R p^T``, R of shape (k, rows, r), p of k matrices (columns, r)
+    in turn, stored column by column; ``sent`` is this rank's part of p, as the other ranks have
+    received it.
     """
 
     indices: range

@@ -310,7 +310,7 @@ class Bucket:
             return self.state["master"]
         params = self.local_params
         if not self.is_sharded:
-            return [p.detach() for p in params]
+            return params
         rows = zip(params, self.shards.own_ranges, strict=True)
         return [p.detach().reshape(-1)[start:stop] for p, (start, stop) in rows]
 
@@ -396,9 +396,10 @@ class Bucket:
         dtype: PayloadDtype,
         use: int = 0,
         gradient_flags: Sequence[float] = (),
+        fields: Tensor | None = None,
     ) -> Payload:
         """Make an empty payload with ``lengths[i]`` elements for tensor i, and the
-        ``gradient_flags`` in its header, if any.
+        ``gradient_flags`` in its header, if any; or with the ``fields`` of another payload.
 
         ``dtype`` is that on the network; None is that of the gradients. On a CPU the next payload
         for this ``use`` reuses the memory.
@@ -406,14 +407,16 @@ class Bucket:
         codec, body = self._find_codec(dtype), sum(lengths)
         tensors, control = len(self.params), len(self.control.numbers)
         dtype = self.compute_dtype if codec.bits else codec.dtype or self.grad_dtype
-        fields = self._pin_fields(gradient_flags, dtype)
         message = self.get_memory(f"message {use}", tensors + control + body, dtype)
         errors = None
         if codec.bits or self.is_rounded:
             errors = self.get_memory(f"rounding_errors {use}", body, self.compute_dtype)
         seed = (self.group["step"], self.index, use)
         payload = Payload(message, tensors, control, lengths, codec, errors, seed, self.scratch)
-        payload.write_fields(fields, self.control)
+        if fields is None:
+            payload.write_fields(self._pin_fields(gradient_flags, dtype), self.control)
+        else:
+            payload.fields.copy_(fields)
         return payload
 
     def make_payloads(

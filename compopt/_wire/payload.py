@@ -99,7 +99,7 @@ class Payload:
 
     The header has, for each tensor, 1 if this rank has a gradient for it, 0 if not, NaN if the
     gradient is not finite; averaging makes it a decision that all ranks share. ``control`` has the
-    control fields (see ``ControlFields``).
+    control fields (see ``ControlFields``); ``fields`` are both.
 
     ``rounding_errors``, as long as the body, is the rounding error of what this rank sends. The
     average does not change it. There are three cases:
@@ -124,9 +124,10 @@ class Payload:
     ):
         self.flat, self.codec, self.seed, self.rounding_errors = flat, codec, seed, rounding_errors
         self.scratch = scratch or Scratch()
-        self.header = flat[:tensors]
-        self.control = flat[tensors : tensors + control]
-        self.body = flat[tensors + control :]
+        self.fields, self.body = flat.split_with_sizes(
+            [tensors + control, len(flat) - tensors - control]
+        )
+        self.header, self.control = self.fields.split_with_sizes([tensors, control])
         self.lengths = lengths
         # True if ``round`` rounds the values, which are written to ``rounding_errors`` first
         self.is_rounded_here = rounding_errors is not None and codec.bits is None
@@ -182,8 +183,8 @@ class Payload:
         device, too.
         """
         if len(fields):
-            end = len(self.header) + len(self.control)
-            self.flat[end - len(fields) : end].copy_(fields, non_blocking=True)
+            to = self.fields if len(fields) == len(self.fields) else self.control
+            to.copy_(fields, non_blocking=True)
         for name, values in control.fields.items():
             if isinstance(values, Tensor):
                 self.control[control.slices[name]].copy_(values)

@@ -73,7 +73,7 @@ class Tensors:
 
     def products(self, function, makes_P: bool, payload: Payload | None = None) -> list[torch.Tensor]:
         sizes = [(x.projection.d if makes_P else x.projection.m, x.projection.r) for x in self.stacks]
-        out = [torch.full((2, r, n), torch.nan).mT for n, r in sizes]
+        out = [torch.full((2 * r * n,), torch.nan) for n, r in sizes]
         right = [x.Q if makes_P else x.R for x in self.stacks]
         function(self.bucket, self.ops, self.stacks, right, out, makes_P, payload)
         return out
@@ -246,6 +246,10 @@ def test_gradients_of_another_precision_are_taken_or_left_to_torch(dtype):
     assert optimizer.stats.phase == "projected" and optimizer.backend == "native"
 
 
+def orthonormal(bucket, ops: Ops, stacks: list[torch.Tensor]) -> list[torch.Tensor]:
+    return orthonormalize_columns(bucket, ops, [x.mT.reshape(-1) for x in stacks], [(*x.shape,) for x in stacks])
+
+
 def narrow(n: int, r: int, kind: str) -> torch.Tensor:
     """Three matrices (n, r), stored by columns."""
     x = torch.randn(3, r, n, generator=torch.Generator().manual_seed(0))
@@ -264,7 +268,7 @@ def test_orthonormal_columns_are_those_of_lapack(kind):
     shapes = [(n, r) for n in (1, 5, 16, 17, 40, 130) for r in (1, 3, 4, 9, 16, 33) if r <= n]
     stacks = [narrow(n, r, kind) for n, r in shapes]
     bucket = Tensors(NativeOps()).bucket
-    for (n, r), x, Q in zip(shapes, stacks, orthonormalize_columns(bucket, NativeOps(), stacks), strict=True):
+    for (n, r), x, Q in zip(shapes, stacks, orthonormal(bucket, NativeOps(), stacks), strict=True):
         expected = torch.linalg.qr(x.double()).Q
         assert Q.is_contiguous() and Q.dtype == torch.float32
         assert torch.allclose(Q.mT @ Q, torch.eye(r).expand(3, r, r), rtol=0, atol=2e-6), (n, r)
@@ -282,7 +286,7 @@ def test_every_processor_computes_the_same_orthonormal_columns_on_any_number_of_
     def columns(isa: str) -> list[torch.Tensor]:
         monkeypatch.setenv("COMPOPT_NATIVE_ISA", isa)
         ops = NativeOps()
-        return orthonormalize_columns(Tensors(ops).bucket, ops, stacks)
+        return orthonormal(Tensors(ops).bucket, ops, stacks)
 
     expected, threads = columns("portable"), torch.get_num_threads()
     try:

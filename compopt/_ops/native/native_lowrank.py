@@ -5,8 +5,9 @@ lines 4 and 5 with AdamW, ``separate.update_tensors`` (kernels/native/lowrank.c)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,9 +28,9 @@ from .passes import (
     EMPTY,
     NAMES,
     PACK,
-    Memory,
     Options,
     Struct,
+    Table,
     address,
     address_in_turn,
     addresses,
@@ -38,6 +39,7 @@ from .passes import (
     run_over_rows,
 )
 
+Rows = TypeVar("Rows")
 MOST_ROWS = 8  # of a tensor, that the update expands at a time
 DEEP = 16  # rows of a tensor that a product reads at a time
 LANES = 16  # as in vectors.h: narrow matrices are copied to rows of whole steps
@@ -77,9 +79,7 @@ class StackRows:
         self.table.write(name, places)
 
 
-def cached_rows(
-    bucket: Bucket, name: str, key: Sequence[object], make: Callable[[], StackRows]
-) -> StackRows:
+def find_rows(bucket: Bucket, name: str, key: Sequence[object], make: Callable[[], Rows]) -> Rows:
     """Return the rows of the last step if nothing that they depend on has changed, else new ones.
 
     They depend on ``key`` and on the addresses of the bucket's state.
@@ -88,7 +88,7 @@ def cached_rows(
     known = bucket.cache.get(name)
     if known is None or known[0] != signature:
         known = bucket.cache[name] = signature, make()
-    rows: StackRows = known[1]
+    rows: Rows = known[1]
     return rows
 
 
@@ -111,19 +111,21 @@ def multiply_stacks(
         (len(x.indices), x.projection.rows, x.projection.columns, x.projection.r) for x in stacks
     ]
     chosen = range(sum(k for k, *_ in sizes))
-    rows = cached_rows(bucket, "products", sizes, lambda: StackRows(PRODUCT, sizes, chosen))
+    rows = find_rows(bucket, "products", sizes, lambda: StackRows(PRODUCT, sizes, chosen))
     # alive until the pass has read them
     grads = as_float32([g for stack in stacks for g in stack.grads])
     narrow = [x.contiguous() for x in right]
     residuals = [stack.residual.read() for stack in stacks]
-    flags = torch.zeros(len(bucket.params), dtype=torch.float32, device="cpu")
     table = rows.table
     table.write("g", addresses("a gradient", grads, rows.lengths))
     rows.write("e", residuals)
     rows.write("right", narrow)
-    rows.write("out", [product.mT for product in out])
-    first = address("flags", flags, len(flags))
-    table.write("flag", [first + 4 * i for stack in stacks for i in stack.indices])
+    rows.write("out", out)
+    count = len(bucket.params)
+    flags = ops.scratch(out[0], count, torch.float32, "flags")
+    first = address("flags", flags, count)
+    if makes_P:  # the other product has no flags
+        table.write("flag", [first + 4 * i for stack in stacks for i in stack.indices])
     # a narrow matrix and sums, rounded up to whole steps, and two buffers of rows
     room = max((n + m + 64) * (r + LANES) + 2 * (DEEP * m + 64) for n, m, r in rows.sizes)
     scratch = per_thread_scratch(ops, out[0], room)
@@ -168,35 +170,48 @@ def _pack(
     add: list[Tensor] | None = None,
 ) -> None:
     """Write flags of gradients; the gradients and what to ``add`` to each, if there is ``out``."""
-    grads, lengths = bucket.grads(), [bucket.lengths[i] for i in indices]
-    table = PACK.table(
-        len(indices),
-        n=lengths,
-        g=Memory(as_float32([grads[i] for i in indices]), lengths),
-        add=0 if add is None else Memory(add, lengths),
-        index=EMPTY if out is None else 0,  # the positions of no elements
-        out=0 if out is None else out,
-        flag=flags,
+    of_bucket, lengths = bucket.grads(), [bucket.lengths[i] for i in indices]
+    # the positions of no elements, where nothing is written but flags
+    index = EMPTY if out is None else 0
+    table = find_rows(
+        bucket,
+        "flags" if out is None else "dense",
+        indices,
+        lambda: PACK.table(len(indices), n=lengths, index=index),
     )
+    grads = as_float32([of_bucket[i] for i in indices])  # alive until the pass has read them
+    table.write("g", addresses("a gradient", grads, lengths))
+    table.write("flag", flags)
+    if out is not None:
+        nothing = [0] * len(indices)
+        table.write("add", nothing if add is None else addresses("a residual", add, lengths))
+        table.write("out", out)
     run_over_rows(lengths, lambda a, b, _: ops.library.pack(table, a, b, 1.0, 1.0))
 
 
 def orthonormalize_columns(
-    bucket: Bucket, ops: NativeUpdates, stacks: Sequence[Tensor]
+    bucket: Bucket,
+    ops: NativeUpdates,
+    parts: Sequence[Tensor],
+    shapes: Sequence[tuple[int, int, int]],
+    use: int = 0,
 ) -> list[Tensor]:
-    """Return orthonormal columns that span those of each (k, n, r), by rows."""
-    shapes = [(n, r) for _, n, r in (stack.shape for stack in stacks)]
-    counts = [len(stack) for stack in stacks]
-    by_columns = [stack.mT.float().contiguous() for stack in stacks]  # alive until they are read
-    results = [torch.empty(stack.shape, dtype=torch.float32, device="cpu") for stack in stacks]
+    """Return orthonormal columns that span those of matrices (k, n, r), which are stored by
+    columns; they are stored by rows, and the next ones for this ``use`` reuse the memory.
+    """
+    by_columns = [x.float() for x in parts]  # alive until the pass has read them
+    sizes = [math.prod(shape) for shape in shapes]
+    memory = bucket.get_memory(f"columns {use}", sum(sizes), torch.float32)
+    flat = memory.split_with_sizes(sizes)
+    results = [x.view(shape) for x, shape in zip(flat, shapes, strict=True)]
     rows: dict[str, list[int]] = {"height": [], "r": [], "x": [], "out": []}
-    for k, (n, r), x, out in zip(counts, shapes, by_columns, results, strict=True):
+    for (k, n, r), x, out in zip(shapes, by_columns, results, strict=True):
         rows["height"] += [n] * k
         rows["r"] += [r] * k
         rows["x"] += address_in_turn("columns", x, [n * r] * k)
         rows["out"] += address_in_turn("orthonormal columns", out, [n * r] * k)
-    table = COLUMNS.table(sum(counts), **rows)
-    room = max(r * (n + LANES + 1) for n, r in shapes)
+    table = COLUMNS.table(len(rows["r"]), **rows)
+    room = max(r * (n + LANES + 1) for _, n, r in shapes)
     scratch = per_thread_scratch(ops, results[0], room)
     run_over_rows(
         [n * r for n, r in zip(rows["height"], rows["r"], strict=True)],
@@ -248,7 +263,7 @@ def _update_factored(
         state = _state_columns(bucket, numbers, m="exp_avg", v="exp_avg_sq")
         return StackRows(FACTORED, sizes, chosen, **state)
 
-    rows = cached_rows(bucket, "factors", (numbers, sizes), make_rows)
+    rows = find_rows(bucket, "factors", (numbers, sizes), make_rows)
     group, grads = bucket.group, bucket.grads()
     # alive until the pass has read them
     factors = [(x.R.contiguous(), x.p.float(), x.sent.float()) for x in stacks]
@@ -291,13 +306,13 @@ def _update_dense(
     weights: Sequence[Tensor],
 ) -> None:
     lengths = [bucket.lengths[i] for i in numbers]
-    table = ADAMW.table(
-        len(numbers),
-        n=lengths,
-        w=Memory([weights[i] for i in numbers], lengths),
-        **_state_columns(bucket, numbers, m="exp_avg", v="exp_avg_sq"),
-        mean=Memory(averages, lengths),
-        k=lengths,
-    )
+
+    def make_table() -> Table:
+        state = _state_columns(bucket, numbers, m="exp_avg", v="exp_avg_sq")
+        return ADAMW.table(len(numbers), n=lengths, **state, k=lengths)
+
+    table = find_rows(bucket, "averages", numbers, make_table)
+    table.write("w", addresses("a parameter", [weights[i] for i in numbers], lengths))
+    table.write("mean", addresses("an averaged gradient", averages, lengths))
     options = adamw_options(bucket.group)
     run_over_rows(lengths, lambda a, b, _: ops.library.adamw(table, a, b, options))

@@ -88,7 +88,9 @@ def project_rows(
     of_grads = iter(addresses_of(grads))
     for stack, e_stack, R, p in zip(stacks, residuals, right, out, strict=True):
         q, (_, down, across) = stack.projection, R.stride()
-        columns = (kernels.addresses_in_turn(x) for x in (R, p, e_stack))
+        columns = (
+            kernels.addresses_in_turn(x) for x in (R, p.view(len(stack.indices), -1), e_stack)
+        )
         for i, narrow, product, e in zip(stack.indices, *columns, strict=True):
             g = next(of_grads)
             row = q.rows, q.columns, q.r, down, across, i, narrow, product, e, g
@@ -106,9 +108,18 @@ def addresses_of(tensors: Sequence[Tensor | None]) -> list[int]:
     return [0 if t is None else t.data_ptr() for t in tensors]
 
 
-def orthonormalize_columns(bucket: Bucket, ops: Any, stacks: Sequence[Tensor]) -> list[Tensor]:
-    """Return orthonormal columns that span those of each stack, in float32."""
-    results = [stack.new_empty(stack.shape, dtype=torch.float32) for stack in stacks]
+def orthonormalize_columns(
+    bucket: Bucket,
+    ops: Any,
+    parts: Sequence[Tensor],
+    shapes: Sequence[tuple[int, int, int]],
+    use: int = 0,
+) -> list[Tensor]:
+    """Return orthonormal columns that span those of matrices (k, n, r), stored by columns, in
+    float32.
+    """
+    stacks = [x.view(k, r, n).mT.float() for x, (k, n, r) in zip(parts, shapes, strict=True)]
+    results = [stack.new_empty(stack.shape) for stack in stacks]
     kernels.orthonormalize(kernels.prepare_orthonormalize(stacks, results))
     return results
 
@@ -206,7 +217,8 @@ def _factored_rows(
 ) -> Iterator[kernels.FactoredRow]:
     for product in call.reducer.list_factored(call.mean):
         _, down, across = product.R.stride()
-        R, p, sent = (kernels.addresses_in_turn(x) for x in (product.R, product.p, product.sent))
+        p, sent = (x.view(len(product.R), -1) for x in (product.p, product.sent))
+        R, p, sent = (kernels.addresses_in_turn(x) for x in (product.R, p, sent))
         shape = product.rows, product.columns, product.R.shape[-1]
         for n, i in enumerate(product.indices):
             if call.have_gradients[i]:
