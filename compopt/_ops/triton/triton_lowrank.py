@@ -197,7 +197,7 @@ def _update_factored(batch: LaunchGroup, places: list[Places]) -> None:
     share = max(call.reducer.error_share(factor) for call in calls)
     grad_dtype = dtype_of([g for of_bucket in grads for g in of_bucket])
     types = kernels.FactoredTypes(
-        calls[0].mean.flat.dtype, bucket.dtype, grad_dtype, bucket.params[0].dtype
+        calls[0].mean.flat.dtype, bucket.compute_dtype, grad_dtype, bucket.params[0].dtype
     )
     kernels.factored(
         tuple((row.rows, row.columns) for row in rows),
@@ -251,7 +251,7 @@ def _update_dense(batch: LaunchGroup, places: list[Places]) -> None:
     bucket = batch.buckets[0]
     blocks = kernels.make_blocks(tuple(row.n for row in rows), device)
     types = kernels.AdamWTypes(
-        bucket.dtype, batch.calls[0].mean.flat.dtype, public=bucket.params[0].dtype
+        bucket.compute_dtype, batch.calls[0].mean.flat.dtype, public=bucket.params[0].dtype
     )
     table = kernels.adamw_table(blocks, rows, types)
     hyper = {name: group[name] for name in HYPER}
