@@ -1,4 +1,4 @@
-"""What does a steady step ask of an accelerator? Launches, waits of the host, uploads; counted without one.
+"""Work that a steady step gives an accelerator: launches, waits of the host, uploads; counted without one.
 
     python bench/launches.py                    # all rows, 354.8 M parameters in GPT-2 medium's shapes; under a minute
     python bench/launches.py --only "SCAPE .01"
