@@ -136,8 +136,8 @@ def consolidate_as_generator(optimizer: OptimizerBase) -> CollectiveGenerator[No
         for p in bucket.params:
             entry = optimizer.state.get(p, {})
             for name in optimizer.rank_local_state:
-                if name in entry:
-                    layout, info = optimizer._bucket_layouts(bucket)[name], TensorInfo(p, True)
+                layout, info = optimizer._bucket_layouts(bucket)[name], TensorInfo(p, True)
+                if name in entry and layout.numel(info):  # local steps keep none of their start
                     values = layout.expand(entry[name], info, entry)
                     yield from average_state(values, bucket.device, session.comm)
                     entry[name].copy_(layout.compact(to_local(values), info, entry))

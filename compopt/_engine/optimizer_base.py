@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from .._state.bucket import Bucket
 from .._state.layouts import Layout, LocalShape, Sharded
-from .._state.tensors import is_compressed
+from .._state.tensors import is_compressed, to_local
 from .._wire.collectives import PendingCollective
 from .._wire.requests import RequestGenerator
 from .decision import StepDecision
@@ -201,13 +201,31 @@ class OptimizerBase(Optimizer):
     def check_changed_options(self) -> None:
         """Check the options of groups that have changed since their last check."""
         snapshot = self._session.options
+        self.read_options()
         snapshot.refresh(self._compared_groups)
         if not snapshot.unchecked:
             return
-        self.read_options()
-        snapshot.refresh(self._compared_groups)
         self.check_groups(snapshot.unchecked)
+        if self._session.has_new_options:
+            self._refuse_changed_compression()
         snapshot.unchecked.clear()
+
+    def _refuse_changed_compression(self) -> None:
+        """Raise ValueError if a group selects other tensors than when state was laid out: it would
+        be saved as complete, and lack theirs.
+        """
+        session = self._session
+        for bucket in [*session.buckets, *session.frozen_buckets]:
+            tensors = zip(bucket.params, bucket.names, bucket.shapes, bucket.compressed, strict=True)
+            for p, name, shape, compressed in tensors:
+                if to_local(p).shape != shape:
+                    continue  # the step refuses a parameter of another shape by name
+                if self.is_compressed(p, bucket.group, name) != compressed:
+                    choice = bucket.group.get("compress")
+                    raise ValueError(
+                        f"compress={choice!r} would change whether {name} is compressed, for which "
+                        "state is laid out: set it back, and choose it when the optimizer is made."
+                    )
 
     def check_groups(self, numbers: Container[int]) -> None:
         """Check the options of the groups of these numbers."""

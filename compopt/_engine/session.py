@@ -287,6 +287,8 @@ class Session:
 
     # Buckets
 
+    @torch.inference_mode(False)  # its memory is used in later steps
+    @torch.no_grad()
     def build_buckets(self, optimizer: OptimizerBase) -> None:
         """Lay out buckets and state for the current groups, and copy the existing state."""
         connection = self.connection

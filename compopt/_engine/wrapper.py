@@ -119,6 +119,10 @@ class Wrapper(CompressedOptimizer):
         for options, group in zip(self._wrapper_groups, self.param_groups, strict=False):
             options.update(self._select_options(group))
 
+    def apply_changed_options(self) -> None:
+        super().apply_changed_options()
+        self.add_groups_of_base()
+
     def check_groups(self, numbers: Container[int]) -> None:
         super().check_groups(numbers)
         for number, group in enumerate(self.param_groups, start=len(self._wrapper_groups)):
@@ -276,6 +280,7 @@ class Wrapper(CompressedOptimizer):
 
         Raises ValueError, with nothing loaded, if it does not fit. All ranks must load.
         """
+        self.add_groups_of_base()
         super().load_state_dict(state_dict)
 
     @torch.no_grad()

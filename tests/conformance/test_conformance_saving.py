@@ -67,6 +67,23 @@ def test_consolidated_it_resumes_on_any_number_of_ranks_with_the_mean_residual(c
     ranks.assert_replicas_equal()
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if not case.build], ids=lambda case: case.name)
+def test_loaded_or_saved_in_inference_mode_it_can_be_trained(case):
+    """As in an evaluation, which saves; a new option lays out state anew."""
+    ranks = make_ranks(case, 2)
+    ranks.train(loss, 3)
+    with torch.inference_mode():
+        for optimizer in ranks.optimizers:
+            optimizer.load_state_dict(optimizer.state_dict())
+    ranks.train(loss, 3)
+    for optimizer in ranks.optimizers:
+        optimizer.param_groups[0].update(projection="tracked", rank=2, payload_dtype=None)
+        with torch.inference_mode():
+            optimizer.state_dict()
+    ranks.train(loss, 3)
+    ranks.assert_replicas_equal()
+
+
 @every
 def test_a_residual_of_another_rank_is_loaded_with_a_warning(case):
     ranks = make_ranks(case, 2)

@@ -384,6 +384,25 @@ def test_a_bad_option_is_refused_until_it_is_corrected():
     assert group["step"] == 3
 
 
+@pytest.mark.parametrize("name", ["RadiusAdamW", "TagcAdamW", "ScapeAdamS", "SeparateAdam", "Separate"])
+def test_which_tensors_are_compressed_stays_as_it_was_laid_out(name):
+    """Else a checkpoint would say that they are, and lack their state."""
+    ranks = Ranks(2, Small, lambda ps, process_group: by_name[name].make(ps, process_group=process_group))
+    ranks.train(loss, 3)
+    option = "compopt_compress" if name == "Separate" else "compress"
+    for choice in (False, True):  # of large matrices; of biases
+        for optimizer in ranks.optimizers:
+            optimizer.param_groups[0][option] = choice
+        with pytest.raises(ValueError, match=f"compress={choice} would change whether .*: set it back"):
+            ranks.train(loss, 1)
+        for optimizer in ranks.optimizers:
+            optimizer.param_groups[0][option] = None
+        ranks.train(loss, 1)
+    ranks.assert_replicas_equal()
+    for optimizer in ranks.optimizers:
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
 def test_what_a_commit_adapts_on_all_ranks_needs_no_handshake(counted):
     ranks = Ranks(
         2,

@@ -122,6 +122,27 @@ def test_state_of_a_frozen_layer_may_be_absent_only_if_it_has_not_moved(is_open)
     assert torch.equal(others[0][0], others[1][0]) != is_open
 
 
+@pytest.mark.parametrize("frozen_at", [1, 2])  # in the averaged start, and at its end
+@pytest.mark.parametrize("dtype", [None, "int8"], ids=str)
+def test_with_a_frozen_layer_it_is_consolidated_and_saved(frozen_at, dtype):
+    def make(params, process_group):
+        options = dict(every=4, dense_steps=2, growth_steps=0, payload_dtype="int8", residual_dtype=dtype)
+        return compopt.LocalSteps(adamw(params), process_group=process_group, **options)
+
+    world, params, optimizers = replicas(2, weights(dtype=torch.float32), make)
+    for t in range(5):
+        if t == frozen_at:
+            for rank in params:
+                rank[0].requires_grad_(False)
+        take_step(world, params, optimizers, trainable(params, t))
+    world.consolidate(optimizers)
+    _, others, new = resumed(params, optimizers, make)
+    for world, params, optimizers in (world, params, optimizers), (new[0].comm.world, others, new):
+        take_step(world, params, optimizers, trainable(params, 5))
+    for rank, other in zip(params, others, strict=True):
+        assert all(map(torch.equal, rank, other))
+
+
 @pytest.mark.parametrize("at", [6, 8, 9])
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_a_run_that_added_a_group_is_resumed_to_the_bit(at, fragments):

@@ -227,6 +227,29 @@ def test_a_group_added_to_a_member_takes_part(name):
     assert all(map(torch.equal, *runs))
 
 
+@every_class
+@pytest.mark.parametrize("members", [1, 2])
+def test_a_group_added_to_a_member_is_saved_and_loaded_before_its_first_step(name, members):
+    model = Small()
+    params = [*model.parameters()]
+
+    def make() -> torch.optim.Optimizer:
+        inner = [torch.optim.AdamW([p]) for p in params[:members]]
+        optimizer = CLASSES[name](inner)
+        inner[-1].add_param_group({"params": params[members:], "lr": 0.1})
+        return optimizer
+
+    optimizer, other = make(), make()
+    saved = optimizer.state_dict()
+    assert [len(group["params"]) for group in saved["param_groups"]] == [1] * members + [len(params) - members]
+    take_steps(model, optimizer, range(2))
+    other.load_state_dict(through_a_file(optimizer.state_dict()))
+    for one, two in zip(optimizer.param_groups, other.param_groups, strict=True):
+        assert one["lr"] == two["lr"] and one["params"] == two["params"]
+    p = params[members]
+    assert torch.equal(other.base.state[p]["exp_avg"], optimizer.base.state[p]["exp_avg"])
+
+
 # Schedulers, scalers, hooks, state
 
 
