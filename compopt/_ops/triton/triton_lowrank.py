@@ -239,8 +239,6 @@ def _update_dense(batch: LaunchGroup, places: list[Places]) -> None:
         lengths, parts = call.bucket.lengths, call.mean.parts
         given = [i for i, has_gradient in enumerate(call.have_gradients) if has_gradient]
         tensors = call.reducer.list_dense(given)
-        if call.factor != 1 and tensors:
-            torch._foreach_mul_([parts[i] for i in tensors], call.factor)
         call.reducer.keep_unsent_dense(tensors, call.mean, call.factor)
         for i in tensors:
             values = parts[i].data_ptr()
@@ -255,4 +253,5 @@ def _update_dense(batch: LaunchGroup, places: list[Places]) -> None:
     )
     table = kernels.adamw_table(blocks, rows, types)
     hyper = {name: group[name] for name in HYPER}
-    kernels.adamw(blocks, blocks.firsts, table, lr=float(group["lr"]), **hyper)
+    scale = batch.calls[0].factor  # in float32: the average may be of 16 bits
+    kernels.adamw(blocks, blocks.firsts, table, lr=float(group["lr"]), scale=scale, **hyper)
