@@ -108,7 +108,7 @@ def compiled(kernel: triton.JITFunction, constants: dict, target: GPUTarget) -> 
 
 
 def spilled(forms: dict) -> list[int]:
-    """How many bytes or registers do not fit, by the assembler's own word."""
+    """Return the bytes or registers that do not fit, by the assembler's own word."""
     if "amdgcn" in forms:
         return [int(n) for n in re.findall(r"_spill_count: *(\d+)", forms["amdgcn"])]
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

@@ -23,7 +23,7 @@ RADIUS = dict(density=0.3, interval=3, dense_steps=1, weight_decay=0.0)  # masks
 SCAPE = dict(density=0.2, dense_steps=1, density_steps=0)
 TRACKED = dict(rank=3, dense_steps=2)
 HALF, WIDE = torch.bfloat16, torch.float64
-# class, its options, the dtype of parameters and of gradients, the payload's
+# class, its options, the dtype of parameters and of gradients, the payload's; a vector's gradients are float32
 ROWS = [
     ("RadiusAdamW", RADIUS, HALF, HALF, "float32"),
     ("RadiusAdamW", RADIUS | dict(maximize=True), WIDE, torch.float32, "float16"),
@@ -32,19 +32,19 @@ ROWS = [
     ("AdamS", dict(maximize=True), torch.float16, torch.float16, None),
     ("ScapeAdamS", SCAPE | dict(max_grad_norm=0.5), HALF, HALF, "float32"),
     ("ScapeAdamS", SCAPE | dict(maximize=True), WIDE, torch.float32, "float32"),
-    ("SeparateAdam", TRACKED, HALF, HALF, "float32"),
-    ("SeparateAdam", TRACKED | dict(max_grad_norm=0.5), torch.float32, HALF, "float16"),
+    ("SeparateAdam", TRACKED | dict(max_grad_norm=0.5), HALF, HALF, "float32"),
+    ("SeparateAdam", dict(dense_steps=5, max_grad_norm=0.5), torch.float32, HALF, "bfloat16"),
     ("SeparateAdam", TRACKED | dict(maximize=True), torch.float16, torch.float32, None),
 ]
 
 
-def make_gradient(p: Tensor, dtype: torch.dtype, rank: int, step: int) -> Tensor | None:
+def make_gradient(p: Tensor, rank: int, step: int) -> Tensor | None:
     """The second rank has none in the third step; a vector's is every second element of another."""
     if rank == 1 and step == 2:
         return None
     shared, own = (torch.Generator().manual_seed(1000 * (rank + 1) * k + 10 * step + p.ndim) for k in (0, 1))
     wide = torch.randn((*p.shape, 2), generator=shared) + torch.randn((*p.shape, 2), generator=own)
-    return wide.to(dtype)[..., 0] if p.ndim == 1 else wide[..., 0].to(dtype).contiguous()
+    return wide.to(p.grad_dtype)[..., 0] if p.ndim == 1 else wide[..., 0].to(p.grad_dtype).contiguous()
 
 
 def train(backend: str, monkeypatch, device: str, row: tuple) -> dict[str, list[Tensor]]:
@@ -53,7 +53,7 @@ def train(backend: str, monkeypatch, device: str, row: tuple) -> dict[str, list[
     monkeypatch.setenv("COMPOPT_BACKEND", backend)
     world, params = World(2), [[nn.Parameter(torch.ones(s, device=device).to(dtype)) for s in SHAPES] for _ in range(2)]
     for p in [p for of_rank in params for p in of_rank]:
-        p.grad_dtype = grad_dtype
+        p.grad_dtype = grad_dtype if p.ndim == 2 else torch.float32
     known: dict[str, Any] = {"payload_dtype": payload} | ({} if name == "AdamS" else {"compress": True}) | options
     in_group = {"compress": known.pop("compress")} if "compress" in known else {}
     optimizers = [
@@ -63,7 +63,7 @@ def train(backend: str, monkeypatch, device: str, row: tuple) -> dict[str, list[
     for step in range(STEPS):
         for rank, of_rank in enumerate(params):
             for p in of_rank:
-                g = make_gradient(p, grad_dtype, rank, step)
+                g = make_gradient(p, rank, step)
                 p.grad = None if g is None else g.to(device)
         world.step(optimizers)
     assert {o.backend for o in optimizers} == {backend} and not any(o.stats.reason for o in optimizers)
@@ -87,6 +87,7 @@ def test_kernels_read_the_dtypes_that_tensors_have(row, monkeypatch, device):
         for mine, yours in zip(ours[name], expected, strict=True):
             if name == "basis":  # QR and Cholesky-QR may choose other signs
                 mine, yours = mine.abs(), yours.abs()
-            is_near = (mine - yours).abs() <= limit * (1 + yours.abs())
+            size = yours.abs()
+            is_near = (mine - yours).abs() <= limit * (size + size.mean())
             # where a value is between two codes of a payload, or is selected or not, all that follows differs
             assert (~is_near).double().sum() <= 0.03 * len(is_near.view(-1)), name
