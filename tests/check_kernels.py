@@ -31,7 +31,7 @@ POINTERS = {
     "stride": "i32", "scales_at": "i32", "codes_at": "i32", "own_codes_at": "i32", "ranks": "i32", "count": "i32",
     "header": "*fp32", "partial": "*fp32", "triangles": "*fp64", "grams": "*fp64", "factors": "*i64", "said": "*fp32",
 }  # fmt: skip
-F32, BF16 = tl.float32, tl.bfloat16
+F64, F32, BF16 = tl.float64, tl.float32, tl.bfloat16
 WIDE = dict(ST=F32, VT=F32, GT=F32, PT=F32, ALIGN=16)
 LOW = dict(ST=F32, VT=BF16, GT=BF16, PT=BF16, ALIGN=1)
 LAUNCHES = {  # the options of launches that have other than the compiler's
@@ -45,8 +45,9 @@ CASES = {
     "mask_bits._count": [dict(FIELDS=2), dict(FIELDS=5)],
     "mask_bits._pack": [{}],
     "compact._compact": [
-        dict(GT=BF16, ST=F32, OT=BF16, HT=BF16, ALIGN=1),
-        dict(GT=F32, ST=F32, OT=F32, HT=F32, ALIGN=16),
+        dict(GT=BF16, AT=F32, SQT=F32, ST=F32, OT=BF16, HT=BF16, ALIGN=1),
+        dict(GT=F32, AT=F32, SQT=F32, ST=F32, OT=F32, HT=F32, ALIGN=16),
+        dict(GT=F32, AT=F64, SQT=F32, ST=F64, OT=F64, HT=F32, ALIGN=1),
     ],
     "adamw._adamw": [WIDE | {"ROUNDS": False}, WIDE | {"ROUNDS": True}, LOW | {"ROUNDS": True}],
     "scape_updates._moment": [dict(ST=F32, GT=BF16)],
