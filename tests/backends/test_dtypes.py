@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import compopt
 
-pytest.importorskip("triton")
+compopt_kernels = pytest.importorskip("compopt_kernels", reason="needs triton")
 
 SHAPES = [(9, 131), (9, 131), (33,)]
 STEPS = 4
@@ -91,3 +91,14 @@ def test_kernels_read_the_dtypes_that_tensors_have(row, monkeypatch, device):
             is_near = (mine - yours).abs() <= limit * (size + size.mean())
             # where a value is between two codes of a payload, or is selected or not, all that follows differs
             assert (~is_near).double().sum() <= 0.03 * len(is_near.view(-1)), name
+
+
+def test_matrices_of_more_columns_than_a_program_holds_are_multiplied_by_pytorch(monkeypatch, device):
+    monkeypatch.setenv("COMPOPT_BACKEND", "triton")
+    optimizer = compopt.SeparateAdam([nn.Parameter(torch.ones(SHAPES[0], device=device))])
+    (bucket,), ops = optimizer._buckets, optimizer.ops
+    fused = [ops.fused[f"_lowrank.stacks.{name}"] for name in ("multiply", "orthonormalize_columns")]
+    most = compopt_kernels.MAX_NARROW
+    for rank, count in ((16, 2), (17, 1), (most, 1), (most + 1, 0)):
+        bucket.group["rank"] = rank
+        assert sum(each.supports(ops, bucket) for each in fused) == count

@@ -33,12 +33,13 @@ def can_project(ops: KernelOps, bucket: Bucket) -> bool:
     """True if kernels can project this bucket's gradients on tracked columns; offloaded residuals
     are not on the device.
     """
-    return is_tracked(bucket) and bucket.device.type == ops.device and bucket.offload is None
+    fits = is_tracked(bucket) and bucket.group["rank"] <= kernels.MAX_NARROW
+    return fits and bucket.device.type == ops.device and bucket.offload is None
 
 
 def can_orthonormalize(ops: KernelOps, bucket: Bucket) -> bool:
     """True if kernels can orthonormalize columns of this bucket's rank."""
-    return can_project(ops, bucket) and (bucket.group["rank"] or 0) <= kernels.MAX_RANK
+    return can_project(ops, bucket) and bucket.group["rank"] <= kernels.MAX_RANK
 
 
 # Products
