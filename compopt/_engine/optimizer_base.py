@@ -201,10 +201,11 @@ class OptimizerBase(Optimizer):
     def check_changed_options(self) -> None:
         """Check the options of groups that have changed since their last check."""
         snapshot = self._session.options
-        self.read_options()
         snapshot.refresh(self._compared_groups)
         if not snapshot.unchecked:
             return
+        self.read_options()
+        snapshot.refresh(self._compared_groups)
         self.check_groups(snapshot.unchecked)
         if self._session.has_new_options:
             self._refuse_changed_compression()
@@ -216,7 +217,9 @@ class OptimizerBase(Optimizer):
         """
         session = self._session
         for bucket in [*session.buckets, *session.frozen_buckets]:
-            tensors = zip(bucket.params, bucket.names, bucket.shapes, bucket.compressed, strict=True)
+            tensors = zip(
+                bucket.params, bucket.names, bucket.shapes, bucket.compressed, strict=True
+            )
             for p, name, shape, compressed in tensors:
                 if to_local(p).shape != shape:
                     continue  # the step refuses a parameter of another shape by name

@@ -164,7 +164,11 @@ class Wrapper(CompressedOptimizer):
 
     @property
     def _compared_groups(self) -> list[ComparedGroups]:
-        of_base = ("base's group", self.base.param_groups, self._base_options)
+        of_base = (
+            "base's group",
+            self.base.param_groups,
+            self._base_options | self._prefixed_options,
+        )
         return [("group", self._wrapper_groups, self._wrapper_defaults), of_base]
 
     def _settings(self) -> list[Setting]:
@@ -191,6 +195,7 @@ class Wrapper(CompressedOptimizer):
         self._update = bases.WrappedUpdate(self.base)
         members = combined.list_members(self.base)
         self._base_options = {name for member in members for name in member.defaults}
+        self._prefixed_options = {bases.OPTION_PREFIX + name for name in self.options_in_base}
         self.given_options = bases.list_constructor_options(self.base)
         self._may_draw = bases.may_draw(self.base)
 
