@@ -1,4 +1,4 @@
-"""How fast are the Triton kernels on a CUDA device? Bytes a second, beside a copy's.
+"""Speed of the Triton kernels on a CUDA device: bytes a second, beside a copy's.
 
     python bench/gpu_kernels.py                    # a minute
     python bench/gpu_kernels.py --elements 1e8

@@ -1,4 +1,4 @@
-"""What does a steady step ask of an accelerator? Launches, waits of the host, uploads; counted without one.
+"""Work that a steady step gives an accelerator: launches, waits of the host, uploads; counted without one.
 
     python bench/launches.py                    # all rows, 354.8 M parameters in GPT-2 medium's shapes; under a minute
     python bench/launches.py --only "SCAPE .01"
@@ -348,7 +348,7 @@ def row_of(name: str, buckets: int, launches: int, waits: int, uploads: int, col
     return {"row": name, **counted, "collectives": collectives}
 
 
-def tagc(width: int, layers: int, words: int) -> dict[str, Any]:
+def tagc(width: int, layers: int, words: int, bucket_bytes: int) -> dict[str, Any]:
     """TagcAdamW's row: what it asks for follows from values, so they are computed, on a device in Python.
 
     At a 256th of the size, in as many tensors and buckets. For a process of its own, which keeps that device.
@@ -359,7 +359,7 @@ def tagc(width: int, layers: int, words: int) -> dict[str, Any]:
     from compopt._state import buckets
 
     device = fake_device.register()
-    buckets.DEVICE_BUCKET_BYTES //= 256
+    buckets.DEVICE_BUCKET_BYTES = bucket_bytes
     os.environ["COMPOPT_BACKEND"] = "torch"
     with fake_device.Device(counts=True) as counts, fake_ranks(RANKS, left_by_others=0.08) as comm:
         params = [torch.nn.Parameter(torch.randn(p.shape).to(device)) for p in gpt2(width, layers, words, 64)]
@@ -380,7 +380,7 @@ COLUMNS = {name: (name, "5d") for name in ("buckets", "launches", "waits", "uplo
 
 def main() -> None:
     cli = make_parser(__doc__, "--only", ROWS)
-    cli.add_argument("--tagc", nargs=3, type=int, help=argparse.SUPPRESS)
+    cli.add_argument("--tagc", nargs=4, type=int, help=argparse.SUPPRESS)
     args = cli.parse_args()
     if args.tagc:
         print(json.dumps(tagc(*args.tagc)))
@@ -390,15 +390,15 @@ def main() -> None:
     print(f"{sum(p.numel() for p in params):,} parameters")
     rows += [count(name, params)[0] for name in args.only]
     if args.only == list(ROWS):
-        rows.append(apart(64, 24, 50257 // 16))
+        rows.append(apart(64, 24, 50257 // 16, 2**19))
     print_rows(rows, COLUMNS, "row", 22)
     if args.only == list(ROWS):
         write_rows(RESULTS / "launches.csv", rows)
 
 
-def apart(width: int, layers: int, words: int) -> dict[str, Any]:
+def apart(width: int, layers: int, words: int, bucket_bytes: int) -> dict[str, Any]:
     """``tagc`` in a process of its own."""
-    command = [sys.executable, __file__, "--tagc", str(width), str(layers), str(words)]
+    command = [sys.executable, __file__, "--tagc", *map(str, (width, layers, words, bucket_bytes))]
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
 
 

@@ -1,4 +1,4 @@
-"""How long does a step take over a slow link, and what crosses it? Every method beside no communication and DDP.
+"""Seconds of a step over a slow link, and the bytes that cross it: every method beside no communication and DDP.
 
     sudo .venv/bin/python bench/links.py                                   # the default table, under six minutes
     sudo .venv/bin/python bench/links.py --rates 100mbit --methods none ddp powersgd32 --ranks 4

@@ -1,4 +1,4 @@
-"""How much memory does each optimizer hold, and take on top during step()? Counted where torch allocates it.
+"""Memory that each optimizer holds, and takes on top during step(); counted where torch allocates it.
 
     python bench/memory.py                          # 10 M parameters as one of 2 ranks, all rows: a few minutes
     python bench/memory.py --ranks 8 --only "ScapeAdamS 0.01, sharded"

@@ -1,4 +1,4 @@
-"""What does a rank receive and compute in a step, as ranks grow to 4096 and parameters to 124 M?
+"""Bytes that a rank receives in a step and work that it does, as ranks grow to 4096 and parameters to 124 M.
 
     python bench/scaling.py                               # every row: an hour, 5 GB
     python bench/scaling.py --sizes 10M --methods "ScapeAdamS 0.01" --ranks 2 64

@@ -1,4 +1,4 @@
-"""How long does step() take on a CPU? Every class beside torch's fused AdamW, in turns; one process of one thread.
+"""Seconds of step() on a CPU: every class beside torch's fused AdamW, in turns; one process of one thread.
 
     python bench/step.py                                    # all rows at 10 M parameters; a minute and a half
     python bench/step.py --sizes 1M 10M 124M 355M           # a quarter of an hour, 16 GB

@@ -24,7 +24,15 @@ from .elias_fano import (
 )
 from .factored import FactoredRow, FactoredTypes, factored, factored_table
 from .mask_bits import block_offsets, block_offsets_table, pack_bits
-from .project import ProjectRow, ProjectTypes, Tiles, project, project_table, project_tiles
+from .project import (
+    MAX_NARROW,
+    ProjectRow,
+    ProjectTypes,
+    Tiles,
+    project,
+    project_table,
+    project_tiles,
+)
 from .quantize import (
     Programs,
     dequantize,
@@ -38,6 +46,7 @@ from .top_k import TopKRow, top_k, top_k_table
 
 __all__ = [
     "INTERPRETED",
+    "MAX_NARROW",
     "MAX_RANK",
     "AdamWRow",
     "AdamWTypes",

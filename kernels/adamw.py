@@ -94,7 +94,7 @@ def _adamw(
 ):
     block, row, i, in_range = load_block(where, table, FIELDS, BLOCK, ALIGN)
     lr, beta1, beta2, eps, decay = load_options(table)
-    sign, log1, log2 = load_scalar(table, 5), load_scalar(table, 6), load_scalar(table, 7)
+    scale, log1, log2 = load_scalar(table, 5), load_scalar(table, 6), load_scalar(table, 7)
     step = load_step(row, STEP)
     first = (1 - tl.exp(step * log1)).to(ST)
     second = tl.sqrt(1 - tl.exp(step * log2)).to(ST)
@@ -102,7 +102,7 @@ def _adamw(
 
     chosen = load_mask(row, BITS, i, in_range)
     at = selected_before(chosen, starts, block)
-    g = sign.to(ST) * load_field(row, VALUES, at, chosen == 1, VT).to(ST)
+    g = scale.to(ST) * load_field(row, VALUES, at, chosen == 1, VT).to(ST)
     held = load_field(row, RESIDUAL, i, updates, ST, ALIGN) + load_field(
         row, GRAD, i, updates, GT, ALIGN
     ).to(ST)
@@ -147,12 +147,14 @@ def adamw(
     eps: float,
     weight_decay: float,
     maximize: bool = False,
+    scale: float = 1.0,
 ) -> None:
-    """Do one AdamW step of all tensors; each ``step`` already counts it.
+    """Do one AdamW step of all tensors, on ``scale`` times the average; each ``step`` already
+    counts it.
 
     ``starts``: the ``block_offsets`` of the rows' bits.
     """
     table = rows if isinstance(rows, Table) else adamw_table(blocks, rows)
-    sign = -1.0 if maximize else 1.0
-    head = [lr, *betas, eps, weight_decay, sign, *log_decays(betas)]
+    scale = -scale if maximize else scale
+    head = [lr, *betas, eps, weight_decay, scale, *log_decays(betas)]
     blocks.launch(_adamw, table.with_head(head), starts, **table.constants)

@@ -37,6 +37,8 @@ def _compact(
     starts,
     header,
     GT: tl.constexpr,
+    AT: tl.constexpr,
+    SQT: tl.constexpr,
     ST: tl.constexpr,
     OT: tl.constexpr,
     HT: tl.constexpr,
@@ -45,16 +47,14 @@ def _compact(
 ):
     block, row, i, in_range = load_block(where, table, FIELDS, BLOCK, ALIGN)
     sign, scale = load_scalar(table, 0).to(ST), load_scalar(table, 1).to(ST)
-    g = load_field(row, G, i, in_range, GT, ALIGN).to(ST)
+    g = load_field(row, G, i, in_range, GT, ALIGN).to(SQT)
     chosen = load_mask(row, BITS, i, in_range)
-    add = load_field(row, ADD, i, chosen == 1, ST)
-    store_field(
-        row, OUT, selected_before(chosen, starts, block), chosen == 1, sign * g + scale * add, OT
-    )
+    sum_ = sign * g.to(ST) + scale * load_field(row, ADD, i, chosen == 1, AT).to(ST)
+    store_field(row, OUT, selected_before(chosen, starts, block), chosen == 1, sum_, OT)
     # The tensor's |g|^2 so far; the program that adds the last block sees all of it. It never
     # falls, so a value that is not finite stays so in any order.
-    square, sum_ = tl.sum(g * g, 0), (row + SQUARE).to(tl.pointer_type(ST))
-    nothing = (tl.atomic_add(sum_, square, sem="relaxed") + square) * 0
+    square, so_far = tl.sum(g * g, 0), (row + SQUARE).to(tl.pointer_type(SQT))
+    nothing = (tl.atomic_add(so_far, square, sem="relaxed") + square) * 0
     tl.store(header + tl.load(where + 2 * block), nothing.to(HT), mask=nothing != 0)
 
 
@@ -67,21 +67,27 @@ def compact_table(
     add: Sequence[Tensor | None],
 ) -> Table:
     """Return a table of these tensors, for ``compact``."""
-    some = [g for g in grads if g is not None]
-    sent = [part for part in parts if part is not None]
-    gradient = some[0].dtype if some else header.dtype
-    wide = torch.promote_types(gradient, torch.float32)
+    gradient, added = find_dtype(grads, torch.float32), find_dtype(add, torch.float32)
+    # a gradient's square is of its dtype, at least float32, whatever is added to the gradient
+    of_square = torch.promote_types(gradient, torch.float32)
     # the sums of squares are in the table itself, and begin with 0
     sums = [0] * len(grads)
     return Table(
         zip(blocks.lengths, bits, grads, add, parts, sums, strict=True),
         blocks.where.device,
         GT=TYPES[gradient],
-        ST=TYPES[wide],
-        OT=TYPES[sent[0].dtype if sent else header.dtype],
+        AT=TYPES[added],
+        SQT=TYPES[of_square],
+        ST=TYPES[torch.promote_types(of_square, added)],
+        OT=TYPES[find_dtype(parts, header.dtype)],
         HT=TYPES[header.dtype],
         ALIGN=alignment(blocks, grads),
     )
+
+
+def find_dtype(tensors: Sequence[Tensor | None], default: torch.dtype) -> torch.dtype:
+    """Return the dtype of these tensors, which all have; the default if there is none."""
+    return next((x.dtype for x in tensors if x is not None), default)
 
 
 def compact_with_table(
@@ -113,7 +119,7 @@ def compact(
         grads: contiguous, of one dtype; None: zeros.
         parts: memory for the selected values, of one dtype; None: not written.
         header: one element a tensor, of any dtype.
-        add: contiguous, float32 (float64 for float64 gradients); None: nothing is added.
+        add: contiguous, float32 or float64; None: nothing is added.
     """
     table = compact_table(blocks, bits, grads, parts, header, add)
     compact_with_table(blocks, table, starts, header, scale, sign)

@@ -32,6 +32,7 @@ from ._blocks import (
 # outputs and inner elements of a step of a program, and inner elements a program
 OUTPUTS, DEPTH = (256, 256) if INTERPRETED else (64, 64)
 CHUNK = 1024
+MAX_NARROW = 128  # columns of a narrow matrix, of which a program holds DEPTH rows: 64 KiB at most
 # of the products of float32: as exact as its sums, on NVIDIA's tensor cores
 PRECISION = "tf32x3" if torch.version.hip is None else "ieee"
 PART = 1024  # elements of an output that one program adds up

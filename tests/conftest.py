@@ -138,7 +138,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request) -> torch.device:
-    """Where Triton's kernels run: in the interpreter, or on a GPU; never both in one process."""
+    """Device of Triton's kernels: the interpreter's, or a GPU; never both in one process."""
     pytest.importorskip("triton")
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")

@@ -191,7 +191,7 @@ def run(
 
 
 def end(job: Job) -> None:
-    """Whatever it has started ends with it."""
+    """Processes that it has started end with it."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(job.pid, signal.SIGKILL)
     shutil.rmtree(job.folder, ignore_errors=True)

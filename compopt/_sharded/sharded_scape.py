@@ -90,13 +90,13 @@ class OwnedElements:
         return slice(0, stop - start) if isinstance(elements, slice) else elements - start
 
 
-def compute_owned_x(bucket: Bucket, i: int, g: Tensor | None) -> Tensor:
-    """Return x_n + b1 m + c on this rank's shard of tensor i, in new memory."""
+def compute_owned_x(bucket: Bucket, i: int) -> Tensor:
+    """Return b1 m + c plus the residual on this rank's shard of tensor i, which has no gradient, in
+    new memory.
+    """
     state, beta1 = bucket.state, bucket.group["betas"][0]
     start, stop = bucket.shards.own_ranges[i]
     x = bucket.fetch_state("residual", i, slice(start, stop)).add_(state["common"][i])
-    if g is not None:
-        x.add_(g.reshape(-1)[start:stop], alpha=gradient_weight(bucket.group))
     return x.add_(state["exp_avg"][i], alpha=beta1)
 
 
@@ -184,7 +184,7 @@ def commit_step(
         selects = selection if selection and i in selection.slices else None
         if m is None:
             if selects:
-                selects.select(i, compute_owned_x(bucket, i, None))
+                selects.select(i, compute_owned_x(bucket, i))
             continue
         state["step"][i] += 1
         if bucket.compressed[i]:

@@ -405,18 +405,18 @@ class Bucket:
         for this ``use`` reuses the memory.
         """
         codec, body = self._find_codec(dtype), sum(lengths)
-        tensors, control = len(self.params), len(self.control.numbers)
+        tensors, numbers = len(self.params), len(self.control.numbers)
         dtype = self.compute_dtype if codec.bits else codec.dtype or self.grad_dtype
-        message = self.get_memory(f"message {use}", tensors + control + body, dtype)
+        control = ControlFields()
+        if fields is None:
+            fields, control = self._pin_fields(gradient_flags, dtype), self.control
+        message = self.get_memory(f"message {use}", tensors + numbers + body, dtype)
         errors = None
         if codec.bits or self.is_rounded:
             errors = self.get_memory(f"rounding_errors {use}", body, self.compute_dtype)
         seed = (self.group["step"], self.index, use)
-        payload = Payload(message, tensors, control, lengths, codec, errors, seed, self.scratch)
-        if fields is None:
-            payload.write_fields(self._pin_fields(gradient_flags, dtype), self.control)
-        else:
-            payload.fields.copy_(fields)
+        payload = Payload(message, tensors, numbers, lengths, codec, errors, seed, self.scratch)
+        payload.write_fields(fields, control)
         return payload
 
     def make_payloads(

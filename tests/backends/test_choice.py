@@ -64,30 +64,6 @@ def test_triton_brings_float32_masters_to_bfloat16_parameters(monkeypatch, devic
     torch.testing.assert_close(p.float(), optimizer.state[p]["master"], rtol=1e-2, atol=1e-2)  # it cuts off
 
 
-def test_triton_projects_gradients_of_bfloat16_parameters_and_updates_float32_state(monkeypatch, device):
-    """In dense steps and in projected ones; a vector is sent dense in all. The interpreter cuts parameters off, and
-    then they become masters: masters are compared with the parameters.
-    """
-
-    def trained(backend: str) -> list[torch.Tensor]:
-        monkeypatch.setenv("COMPOPT_BACKEND", backend)
-        random = torch.Generator(device).manual_seed(0)
-        params = [nn.Parameter(torch.ones(shape, device=device).bfloat16()) for shape in (SHAPE, (37,))]
-        optimizer = compopt.SeparateAdam(params, 0.1, rank=5, dense_steps=2, payload_dtype="float32", simulate=True)
-        for _ in range(4):
-            for p in params:
-                p.grad = torch.randn(p.shape, generator=random, device=device).bfloat16()
-            optimizer.step()
-        assert optimizer.stats.phase == "projected" and optimizer.backend == backend
-        for p in params:
-            torch.testing.assert_close(p.float(), optimizer.state[p]["master"], rtol=1e-2, atol=1e-2)
-            assert (p == 1).float().mean() < 0.1
-        return [optimizer.state[p][name] for p in params for name in ("exp_avg", "exp_avg_sq")]
-
-    for ours, theirs in zip(trained("triton"), trained("torch"), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("backend", ["torch", pytest.param("native", marks=needs_compiler)])
 def test_a_rank_without_a_gradient_computes_the_same_bits(monkeypatch, backend):
     """A gradient of its own, or none, must not choose between two loops that round differently."""

@@ -219,6 +219,9 @@ def test_tagc_waits_three_times_and_launches_a_bucket_at_a_time(measured_run):
     row = measured_run["TAGC .0125"]
     assert row["buckets"] == 1 and row["waits"] == 3, row
     assert row["launches"] <= 87, row  # 8 of a bucket are a topk for each of as many ranks
+    more = measured_run["bucket by bucket"]["TAGC .0125"]
+    assert more["buckets"] == 3 and more["waits"] == 3, more
+    assert more["launches"] - row["launches"] <= 71 * (more["buckets"] - row["buckets"]), more
 
 
 @pytest.mark.long

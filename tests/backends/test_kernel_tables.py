@@ -286,6 +286,21 @@ def test_tables_keep_no_tensor(triton):
     assert not any(ref() is not None for ref in gone)
 
 
+def test_tables_of_absent_gradients_are_of_one_device(triton, monkeypatch):
+    """Two devices may have buckets of the same lengths, and then no address says which table is whose."""
+    call, devices = TableCache.__call__, []
+
+    def noted(tables: TableCache, use: tuple, key: tuple, make: Callable) -> object:
+        devices.extend(any(isinstance(x, torch.device) for x in key) for _ in "." if use[0] in ("check", "flags"))
+        return call(tables, use, key, make)
+
+    monkeypatch.setattr(TableCache, "__call__", noted)
+    job = Job(lambda params, comm: compopt.SeparateAdam(params, rank=3, dense_steps=0, process_group=comm))
+    job.gradients(0)
+    job.step()
+    assert devices and all(devices)
+
+
 def test_a_table_follows_its_head():
     table = kernels.Table([[1, None, torch.zeros(0)]], torch.device("cpu"))
     first = table.with_head([0.5])

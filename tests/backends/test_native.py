@@ -120,7 +120,7 @@ def test_the_largest_are_found_wherever_one_looks_first(ops, crowd, guess):
 @pytest.mark.parametrize("k", [1, 400, 4000, 20_000])
 @pytest.mark.parametrize("power", [0.2, 1.0, 4.0])  # from a crowd just below the largest to a long tail
 def test_the_next_look_finds_enough_and_not_many_more(ops, k, power):
-    """Whatever the distribution: a threshold some share below the last one would let all of a crowd through."""
+    """With any distribution: a threshold some share below the last one would let all of a crowd through."""
     x = torch.rand(40_000, generator=torch.Generator().manual_seed(k)) ** power
     out, guess = torch.empty(k, dtype=torch.int32), 0.0
     for _ in range(3):
@@ -534,7 +534,7 @@ def test_parameters_that_were_converted_afterwards_are_refused_in_words(monkeypa
 
 @pytest.mark.parametrize("broken", ["beyond", "before", "descending", "too many"])
 def test_positions_left_by_an_interrupted_commit_end_in_words(monkeypatch, broken):
-    """Where the momentum of before is said to be is not trusted with memory."""
+    """Positions of the old momentum are checked before memory is read there."""
     monkeypatch.setenv("COMPOPT_BACKEND", "native")
     ranks = Ranks(1, MemoryNet, lambda params, **o: compopt.ScapeAdamS(params, density=0.1, density_steps=0, **o))
     train(ranks, 3)

@@ -127,7 +127,7 @@ def reference(run: Run) -> tuple[torch.optim.Optimizer, list[torch.Tensor]]:
 
 
 def rounding(example: Example, p: torch.Tensor, steps: int) -> torch.Tensor:
-    """How far parameters may be off: rounded gradients in an update of about lr, and rounded themselves."""
+    """Tolerance of parameters: rounded gradients in an update of about lr, and rounded themselves."""
     wire = example.payload or example.dtype
     steps_of_codes = {"int8": 127, "int4": 7, "int2": 1}
     of_gradient = 127 / 400 / steps_of_codes[wire] if wire in steps_of_codes else torch.finfo(wire).eps

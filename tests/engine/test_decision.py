@@ -448,7 +448,7 @@ def train_late(optimizer: torch.optim.Optimizer, steps: range, rank: int, averag
 
 
 def late(rank: int, folder: str) -> dict[str, list]:
-    """How far each class ends from AdamW on averaged gradients, and from the other rank."""
+    """Return how far each class ends from AdamW on averaged gradients, and from the other rank."""
     dist.barrier()
     dist.destroy_process_group()
     made = {name: make(list(net().parameters())) for name, make in MAKE.items()}

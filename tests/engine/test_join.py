@@ -92,7 +92,7 @@ FORMS_OF = [("Average", {}), ("Separate", {}), ("LocalSteps", {}), ("LocalSteps"
 
 
 def books(rank: int, batches: tuple[int, ...], with_ddp: bool, divide: bool) -> list[float]:
-    """How far what all ranks moved, and what they hold back, is from their gradients: relative."""
+    """Return the relative distance of what all ranks moved and hold back from their gradients."""
     results = []
     for name, options in FORMS_OF:
         if name == "LocalSteps" and not divide:

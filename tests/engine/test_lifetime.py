@@ -133,7 +133,7 @@ def vector(model: nn.Module) -> torch.Tensor:
 
 
 def wrapped(rank: int, names: list[str]) -> dict[str, dict[str, float]]:
-    """How far each way of running the model takes it from plain DDP, for each class."""
+    """Return how far each way of running the model takes it from plain DDP, for each class."""
     results = {}
     for case in (by_name[name] for name in names):
         far = {}

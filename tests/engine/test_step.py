@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compopt
-from compopt._ops.operations import clip_factor, reproducible_squared_norm, squared_norm
+from compopt._ops.operations import clip_factor, reproducible_squared_norm, squared_norm, stacked_squared_norms
 from compopt._sparse.scape_masks import density_at
 from compopt._state.masks import Mask
 
@@ -552,6 +552,17 @@ def test_the_norm_that_clips_is_the_norm(n, dtype):
         assert float(reproducible_squared_norm(x.float() * 1e25)) == pytest.approx(
             float(squared_norm(x.double() * 1e25)), rel=1e-5
         )
+
+
+@pytest.mark.parametrize("sizes", [(5,), (3, 4), (300_000,), (70_000, 5, 300_000)])
+@pytest.mark.parametrize("scale", [1.0, 1e25])
+def test_norms_of_few_elements_and_of_many_are_those_in_float64(sizes, scale):
+    """Also of numbers whose squares float32 cannot hold; of every tensor its own."""
+    random = torch.Generator().manual_seed(0)
+    xs = [torch.randn(n, generator=random) * scale for n in sizes]
+    expected = torch.stack([x.double().square().sum() for x in xs])
+    torch.testing.assert_close(stacked_squared_norms(xs), expected, rtol=1e-6, atol=0)
+    assert not stacked_squared_norms([*xs[:-1], xs[-1] * torch.inf])[-1].isfinite()
 
 
 RADIUS, SCAPE = all_cases.FORMS[0], all_cases.FORMS[2]

@@ -143,7 +143,7 @@ PLACES = ("on the mask", "off the mask", "dense")
 
 
 def masked(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> torch.Tensor:
-    """Where ``p`` is exchanged in the coming step; everywhere while there is no mask."""
+    """Return where ``p`` is exchanged in the coming step; everywhere while there is no mask."""
     everywhere = [q for group in optimizer.param_groups for q in group["params"]]
     number = next(n for n, q in enumerate(everywhere) if q is p)
     entry = optimizer.state_dict()["state"][number]

@@ -267,7 +267,7 @@ def test_ranks_that_move_alike_by_gradients_that_differ_are_not():
 
 
 def exchanges_of(optimizer) -> int:
-    """How often fragments were exchanged."""
+    """Return the number of exchanges of fragments."""
     entries = [entry["outer"] for entry in optimizer.state_dict()["state"].values()]
     return sum({int(e["fragment"]): int(e["optimizer"]["step"]) for e in entries}.values())
 

@@ -61,7 +61,7 @@ def train(model, optimizer, rank: int, steps) -> None:
 
 
 def distances(optimizer) -> tuple[float, float]:
-    """How far apart sites were at the last exchange."""
+    """Return how far apart sites were at the last exchange."""
     return optimizer.stats.cosine, optimizer.stats.spread
 
 

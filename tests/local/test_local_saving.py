@@ -498,7 +498,7 @@ def test_an_exchange_ends_what_was_consolidated():
 
 
 def test_an_exchange_on_its_way_has_the_rate_of_its_round():
-    """Where rounds still grow, the outer rate and momentum have not reached their own."""
+    """The outer rate and momentum have not reached their own while rounds still grow."""
     options = dict(every=8, growth_steps=100, delay=1, payload_dtype="int8")
 
     def make(params, process_group):

@@ -438,7 +438,7 @@ def test_a_round_that_ends_early_has_the_outer_step_of_its_length(ranks):
 
 
 def first_mean(ranks: int) -> list[torch.Tensor]:
-    """Where the ranks' first four steps led, on average: without exchanges."""
+    """Return where the ranks' first four steps led, on average: without exchanges."""
     _, params, _ = train_and_world(ranks, 4, every=100)
     return [sum(p.detach() for p in tensors) / ranks for tensors in zip(*params, strict=True)]
 

@@ -434,7 +434,7 @@ if fails:
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["ends", "fails"])
 def test_a_process_that_ends_within_a_round_says_so_once(tmp_path, end):
-    """Where it ends as it should; else there is another message to read."""
+    """The run ends as it should; else there is another message to read."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     words = [[sys.executable, str(script), str(rank), str(tmp_path / "store"), end] for rank in range(2)]

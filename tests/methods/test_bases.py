@@ -468,7 +468,7 @@ class Drawing(torch.optim.SGD):
 
 @pytest.mark.parametrize("cls", [compopt.Average, compopt.Separate])
 def test_ranks_draw_the_same_in_the_step_of_a_base(cls):
-    """Whatever their seeds; and their own random numbers go on as if it had drawn none."""
+    """With any seeds; and their own random numbers go on as if it had drawn none."""
     ranks = ranks_of(cls, lambda ps: Drawing(ps, lr=0.1))
     torch.manual_seed(3)
     random.seed(3)

@@ -40,7 +40,7 @@ def make(ranks: int, base: str = "SeparateAdam", **options):
 
 @functools.cache
 def plan_of(ratio: float, kind: str, height: int | str | None) -> tuple:
-    """How every tensor is projected."""
+    """Return the projection of every tensor."""
     return tuple(
         plan_projection(torch.Size(s), False, ratio, kind, 0.9, block_rows=height) if c else None
         for s, c in zip(SHAPES, COMPRESSED, strict=True)

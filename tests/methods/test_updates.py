@@ -97,7 +97,7 @@ def test_random_numbers_of_rounding_differ_between_steps_ranks_and_buckets():
 
 @pytest.mark.parametrize("kind", ALL)
 def test_a_scale_is_of_128_elements_of_one_tensor_on_one_rank(kind):
-    """Where gradients differ 1000-fold, what is owed of each row is of the size of its own updates."""
+    """The error of each row is of the size of its own updates, although gradients differ 1000-fold."""
     world, params, optimizers = make(2, kind, weight_decay=0.0, eps=1.0, lr=1.0)
     grads = gradients(2, 0, SHAPES)
     for local in grads:

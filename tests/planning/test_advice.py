@@ -68,7 +68,7 @@ def test_no_prediction_is_impossible(situation, factor):
 
 
 def check_decision(advice: Advice) -> None:
-    """Whatever the situation: within the budget, fitting, worth it, and no other is faster and loses less."""
+    """In every situation advice is within the budget, fits, is worth it, and no other is faster and loses less."""
     rows, baseline = {row.method: row for row in advice.rows}, advice.rows[0]
     limit = 1 + advice.situation.loss_budget + 1e-9
     may = [

@@ -279,7 +279,7 @@ def script(tmp_path: Path) -> str:
 
 
 def hooks() -> list[int]:
-    """How many there are that see every module and every optimizer, but for those of optimizers that are gone."""
+    """Count the hooks that see every module and every optimizer, but for those of optimizers that are gone."""
     gc.collect()
     everywhere = modules._global_forward_pre_hooks, optimizers._global_optimizer_pre_hooks
     return [len(one) for one in (*everywhere, optimizers._global_optimizer_post_hooks)]

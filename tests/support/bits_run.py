@@ -167,7 +167,7 @@ class Run:
 
 
 def start(case: Case) -> list[Tensor]:
-    """Where all ranks begin."""
+    """Return the parameters with which all ranks begin."""
     shapes = [shape for group in case.groups for shape in group.values()]
     draw = torch.Generator().manual_seed(7)
     return [torch.randn(shape, generator=draw).to(case.dtype) for shape in shapes]

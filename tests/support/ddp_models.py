@@ -43,7 +43,7 @@ def vector(model: nn.Module) -> torch.Tensor:
 
 
 def apart(model: nn.Module) -> float:
-    """How far this rank's parameters are from rank 0's."""
+    """Return the distance of this rank's parameters from rank 0's."""
     theirs = vector(model)
     dist.broadcast(theirs, 0)
     return float((vector(model) - theirs).abs().max())

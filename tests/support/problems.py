@@ -244,7 +244,7 @@ Tensors = list[list[Tensor]]  # a list a rank
 
 
 def weights(shapes: list[tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Where all ranks begin: the i-th tensor is drawn from seed i."""
+    """Return the point where all ranks begin: the i-th tensor is drawn from seed i."""
     return [torch.randn(shape, generator=_generator(i), dtype=dtype) for i, shape in enumerate(shapes)]
 
 

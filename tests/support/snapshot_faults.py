@@ -29,7 +29,7 @@ SAVES = [4, 6, 8]  # steps; within a round of LocalSteps too
 
 
 class Position:
-    """How many batches were taken."""
+    """Return the number of batches taken."""
 
     def __init__(self) -> None:
         self.taken = 0

@@ -159,8 +159,8 @@ def block_offsets_of_all(
 
 
 def flatten(tensors: Tensors) -> Tensors:
-    """Return the tensors as vectors in order of memory, which kernels read; others are copied."""
-    return [None if t is None else t.reshape(-1) for t in tensors]
+    """Return the tensors as contiguous vectors, which kernels read; others are copied."""
+    return [None if t is None else t.contiguous().view(-1) for t in tensors]
 
 
 def contiguous_weights(bucket: Bucket) -> list[Tensor]:

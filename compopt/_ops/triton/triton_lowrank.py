@@ -33,12 +33,13 @@ def can_project(ops: KernelOps, bucket: Bucket) -> bool:
     """True if kernels can project this bucket's gradients on tracked columns; offloaded residuals
     are not on the device.
     """
-    return is_tracked(bucket) and bucket.device.type == ops.device and bucket.offload is None
+    fits = is_tracked(bucket) and bucket.group["rank"] <= kernels.MAX_NARROW
+    return fits and bucket.device.type == ops.device and bucket.offload is None
 
 
 def can_orthonormalize(ops: KernelOps, bucket: Bucket) -> bool:
     """True if kernels can orthonormalize columns of this bucket's rank."""
-    return can_project(ops, bucket) and (bucket.group["rank"] or 0) <= kernels.MAX_RANK
+    return can_project(ops, bucket) and bucket.group["rank"] <= kernels.MAX_RANK
 
 
 # Products
@@ -239,8 +240,6 @@ def _update_dense(batch: LaunchGroup, places: list[Places]) -> None:
         lengths, parts = call.bucket.lengths, call.mean.parts
         given = [i for i, has_gradient in enumerate(call.have_gradients) if has_gradient]
         tensors = call.reducer.list_dense(given)
-        if call.factor != 1 and tensors:
-            torch._foreach_mul_([parts[i] for i in tensors], call.factor)
         call.reducer.keep_unsent_dense(tensors, call.mean, call.factor)
         for i in tensors:
             values = parts[i].data_ptr()
@@ -255,4 +254,5 @@ def _update_dense(batch: LaunchGroup, places: list[Places]) -> None:
     )
     table = kernels.adamw_table(blocks, rows, types)
     hyper = {name: group[name] for name in HYPER}
-    kernels.adamw(blocks, blocks.firsts, table, lr=float(group["lr"]), **hyper)
+    scale = batch.calls[0].factor  # in float32: the average may be of 16 bits
+    kernels.adamw(blocks, blocks.firsts, table, lr=float(group["lr"]), scale=scale, **hyper)

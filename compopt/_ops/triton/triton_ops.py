@@ -78,7 +78,7 @@ class TritonOps(KernelOps):
             flat.extend(flatten(checked))
             return kernels.compact_table(blocks, none, flat, none, payload.header, none)
 
-        key = make_key(gradients_key(checked), dtype)
+        key = make_key(gradients_key(checked), dtype, device)  # -1 is no address on any device
         rows = self.tables(("check", lengths), key, table)
         kernels.compact_with_table(blocks, rows, blocks.firsts, payload.header, 0.0, 1.0)
 
