@@ -216,9 +216,9 @@ class OptimizerBase(Optimizer):
         """
         session = self._session
         for bucket in [*session.buckets, *session.frozen_buckets]:
-            tensors = zip(bucket.params, bucket.names, bucket.shapes, bucket.compressed, strict=True)
-            for p, name, shape, compressed in tensors:
-                if to_local(p).shape != shape:
+            tensors = zip(bucket.params, bucket.names, bucket.compressed, strict=True)
+            for i, (p, name, compressed) in enumerate(tensors):
+                if to_local(p).shape != bucket.shapes[i]:
                     continue  # the step refuses a parameter of another shape by name
                 if self.is_compressed(p, bucket.group, name) != compressed:
                     choice = bucket.group.get("compress")
