@@ -591,5 +591,9 @@ class LocalSteps(AnchoredWrapper):
         keeps in its groups by rank 0's.
         """
         session, groups = self._session, self.param_groups
-        yield from average_base(self.base, session.buckets, session.comm, session)
+        # a layer that is unfrozen between local steps has an anchor, and stays in no bucket
+        trained = {t.param for t in self._anchors.tensors} if self._anchors else set()
+        unfrozen = [b for b in session.frozen_buckets if not trained.isdisjoint(b.params)]
+        buckets = [*session.buckets, *unfrozen]
+        yield from average_base(self.base, buckets, session.comm, session)
         yield from copy_learned_options(groups, self.given_options, session.comm, session)

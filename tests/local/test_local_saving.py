@@ -136,11 +136,29 @@ def test_with_a_frozen_layer_it_is_consolidated_and_saved(frozen_at, dtype):
                 rank[0].requires_grad_(False)
         take_step(world, params, optimizers, trainable(params, t))
     world.consolidate(optimizers)
-    _, others, new = resumed(params, optimizers, make)
+    world2, others, new = resumed(params, optimizers, make)
     take_step(world, params, optimizers, trainable(params, 5))
-    take_step(new[0].comm.world, others, new, trainable(others, 5))
+    take_step(world2, others, new, trainable(others, 5))
     for rank, other in zip(params, others, strict=True):
         assert all(map(torch.equal, rank, other))
+
+
+def test_consolidated_the_moments_of_a_layer_that_was_unfrozen_are_the_mean():
+    def make(params, process_group):
+        return compopt.LocalSteps(adamw(params), every=3, growth_steps=0, process_group=process_group)
+
+    world, params, optimizers = replicas(2, weights(dtype=torch.float32), make)
+    for t in range(5):
+        for rank in params:
+            rank[0].requires_grad_(t > 1)
+        take_step(world, params, optimizers, trainable(params, t))
+    moments = [optimizer.base.state[rank[0]]["exp_avg"] for optimizer, rank in zip(optimizers, params, strict=True)]
+    mean = sum(moments) / 2
+    assert not torch.equal(*moments)
+    world.consolidate(optimizers)
+    for m in moments:
+        torch.testing.assert_close(m, mean)
+    assert torch.equal(*moments)
 
 
 @pytest.mark.parametrize("at", [6, 8, 9])
