@@ -303,8 +303,7 @@ class OptionSnapshot:
         """Read the options again. ``compared`` begins with the groups that the class checks."""
         groups = [*chain.from_iterable(map(itemgetter(1), compared))]
         if (entries := [*map(tuple, groups)]) != self._entries:
-            # options that a group has now may be its wrapper's
-            self._entries, self.unchecked = entries, {*range(len(groups))}
+            self._entries, self.unchecked = entries, set()
             self.groups = [
                 GroupSnapshot(f"{name} {number}", group, known)
                 for name, groups, known in compared
