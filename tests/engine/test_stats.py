@@ -398,10 +398,12 @@ def test_a_dense_step_inside_fsdp_is_not_quantized():
 
 
 def test_nothing_to_send_has_no_share(capsys):
-    ranks = two(compopt.RadiusAdamW, lambda: nn.ParameterList([nn.Parameter(torch.zeros(0, 5))]))
-    for rank, optimizer in enumerate(ranks.optimizers):
-        optimizer.param_groups[0]["compress"] = True
-        ranks.models[rank][0].grad = torch.zeros(0, 5)
+    def make(params, **options):
+        return compopt.RadiusAdamW([{"params": params, "compress": True}], **options)
+
+    ranks = two(make, lambda: nn.ParameterList([nn.Parameter(torch.zeros(0, 5))]))
+    for model in ranks.models:
+        model[0].grad = torch.zeros(0, 5)
     capsys.readouterr()
     ranks.world.step(ranks.optimizers)
     line = capsys.readouterr().err
