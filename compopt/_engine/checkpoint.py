@@ -373,7 +373,7 @@ def _check_is_complete(
 
 def _check_sizes(label: str, info: TensorInfo, layouts: Layouts, entry: dict[str, Tensor]) -> None:
     """Raise ValueError if a state has a wrong number of elements."""
-    for name in (name for name in layouts if name in entry):
+    for name in filter(entry.__contains__, layouts):  # in one order on all ranks
         needed, numel = layouts[name].expected_numel(entry[name], info, entry), entry[name].numel()
         if numel != needed:
             raise ValueError(
