@@ -327,7 +327,7 @@ class LocalSteps(AnchoredWrapper):
         result = yield from sync.perform_sync(self._counts)
         self._sync_stats = {
             **self._sync_stats,
-            **result.distances,
+            **({} if result.step_length is None else {"step_length": result.step_length}),
             "weight": result.factor / session.comm.size,
             "round_steps": int(result.contribution.steps),
             "round_wait_seconds": session.waits.seconds - waited,

@@ -36,6 +36,7 @@ from .._state.residuals import Residuals, residual_layout
 from .._state.tensors import HOST, distribute_like, pin, to_local, upload
 from .._wire.collectives import Communicator, get_replicate_size
 from .._wire.payload import ControlFields, Payload, Scratch
+from .rounds import outer_gain
 
 MakeOuter = Callable[[list[Tensor]], Optimizer]
 # On a device a bucket holds so many times what one of gradients does: nothing overlaps with
@@ -73,6 +74,8 @@ class AnchorBucket(Bucket):
     payload: Payload
     pseudo_gradient: Tensor | None = None
     is_averaged = False  # any rank has sent what it has moved
+    mean_norms: list[float] = []  # of each tensor: the mean over ranks of how far it has moved
+    step_lengths: list[float] = []  # of each tensor: the norm of the average over that mean
 
     def __init__(
         self,
@@ -109,7 +112,7 @@ class AnchorBucket(Bucket):
         """Make the payload of a sync. Returns the vector to which values are written."""
         lengths = [n * t.is_sent for t, n in zip(self.tensors, self.lengths, strict=True)]
         flags = [float(t.is_sent) for t in self.tensors]
-        self.control = ControlFields(failed=[0.0])
+        self.control = ControlFields(failed=[0.0], norms=[0.0] * len(self.tensors))
         self.payload = self.make_payload(lengths, self.group["payload_dtype"], gradient_flags=flags)
         return self.payload.unrounded_body
 
@@ -127,8 +130,9 @@ class AnchorBucket(Bucket):
             torch._foreach_sub_(values, params)
         return out
 
-    def encode(self, weight: float, is_lost: bool) -> Payload:
-        """Write what this rank sends: the pseudo-gradient times ``weight``, and the residual.
+    def encode(self, weight: float, is_lost: bool, norms: Tensor) -> Payload:
+        """Write what this rank sends: the pseudo-gradient and the ``norms`` of its tensors times
+        ``weight``, and the residual.
 
         ``is_lost``: its parameters are not finite, and it takes the average of the others.
         """
@@ -136,6 +140,8 @@ class AnchorBucket(Bucket):
         if is_lost:
             self.payload.header.zero_()
             values.zero_()
+        else:
+            self.payload.control[self.control.slices["norms"]].copy_(norms * weight)
         scale_(values, weight)
         residuals, indices = Residuals(self), self.sent_indices
         if residuals.is_exact and len(indices) == len(self.tensors):
@@ -151,10 +157,15 @@ class AnchorBucket(Bucket):
         self.payload.control.fill_(1)
         return self.payload
 
-    def set_gradients(self) -> None:
-        """Set the anchors' ``grad`` to the average."""
+    def set_gradients(self, ranks: int | None = None) -> None:
+        """Set the anchors' ``grad`` to the average; of so many ``ranks``, to that with the mean
+        length of what they have moved.
+        """
         if self.is_averaged:
             mean = self.view_sent(self.payload.body.to(self.dtype))
+            if ranks is not None:
+                lengths = [self.step_lengths[i] for i in self.sent_indices]
+                torch._foreach_mul_(mean, [outer_gain(length, ranks) for length in lengths])
             for t, g in zip(self.sent, mean, strict=True):
                 t.anchor.grad = distribute_like(t.anchor, g)
 
@@ -202,6 +213,8 @@ class Anchors:
         self._residual_dtype = residual_dtype
         self.count, self._payload_dtype = options["fragments"], options["payload_dtype"]
         self._on_host, self.is_delayed = on_host, options["delay"] > 0
+        # "auto" is a rate of the default outer optimizer only
+        self._keeps_length = options["outer_lr"] == "auto" and is_default_outer(make_outer)
         self.ops = choose_backend({HOST.type}) if on_host else ops
         self.outer: Optimizer
         self.tensors: list[Anchored] = []  # in the order of the outer optimizer's parameters
@@ -258,14 +271,17 @@ class Anchors:
     @contextmanager
     def _grow_rates(self, progress: float) -> Iterator[None]:
         """Give an outer SGD rates between plain averaging of parameters (``progress`` 0: learning
-        rate 1, momentum 0) and its own (1) within the block.
+        rate 1, momentum 0) and its own (1) within the block. Where ``outer_lr`` is "auto", what
+        adds up under the momentum keeps its length.
         """
         groups = self.outer.param_groups if self._is_sgd else []
         rates = [(group, group["lr"], group["momentum"]) for group in groups]
         for group, lr, momentum in rates:
             # SGD updates its momentum buffer only if momentum is not zero
             least = torch.finfo(torch.float64).tiny if momentum else 0.0
-            group.update(lr=1 + (lr - 1) * progress, momentum=max(momentum * progress, least))
+            momentum = max(momentum * progress, least)
+            rate = 1 - momentum if self._keeps_length else 1 + (lr - 1) * progress
+            group.update(lr=rate, momentum=momentum)
         try:
             yield
         finally:
@@ -427,11 +443,11 @@ class Anchors:
         """The number of syncs that were applied to anchors, counted by fragment."""
         return sum(group["step"] for group in self.groups.values())
 
-    def step_outer(self, buckets: Sequence[AnchorBucket], progress: float) -> None:
+    def step_outer(self, buckets: Sequence[AnchorBucket], progress: float, ranks: int) -> None:
         """Do line 4 of the module ``local_steps``, and feed back what rounding has taken off."""
         with self._grow_rates(progress):
             for bucket in buckets:
-                bucket.set_gradients()
+                bucket.set_gradients(ranks if self._keeps_length else None)
             if any(bucket.is_averaged for bucket in buckets):
                 self.outer.step()
         for bucket in buckets:
@@ -509,7 +525,12 @@ def make_sgd(options: Group, fused: bool, anchors: list[Tensor]) -> torch.optim.
     ``outer_momentum``.
     """
     lr, momentum = options["outer_lr"], options["outer_momentum"]
+    lr = 1 - momentum if lr == "auto" else lr
     return torch.optim.SGD(anchors, lr, momentum, nesterov=momentum > 0, fused=fused or None)
+
+
+def is_default_outer(make_outer: MakeOuter) -> bool:
+    return getattr(make_outer, "func", None) is make_sgd
 
 
 def call_make_outer(make_outer: MakeOuter, anchors: list[Tensor]) -> Optimizer:

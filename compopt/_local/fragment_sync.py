@@ -6,7 +6,7 @@ written before the commit. All ranks decide on the same numbers, so a sync is ap
 or on none.
 
 The message of a rank has what must be equal on all ranks, its weight in the average, and the norm
-and a sketch of its pseudo-gradient.
+of its pseudo-gradient.
 
 Ranks of unequal weights send their pseudo-gradients times ``ranks * weight / sum of weights``. The
 plain mean of these is the weighted mean, so payloads need no weights.
@@ -20,6 +20,7 @@ import weakref
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -33,13 +34,14 @@ from .._engine.signals import defer_signals
 from .._ops.operations import stacked_squared_norms
 from .._wire.collectives import Communicator, PendingCollective
 from .._wire.requests import AllGather, AllReduceMean, CommunicationError, EncodeError
-from .anchors import AnchorBucket, Anchored, Anchors, check_outer_rates, sum_squares, write_params
-from .rounds import RoundCounts, make_sketch, outer_progress, sketch_size, sum_of_products
+from .anchors import AnchorBucket, Anchored, Anchors, check_outer_rates, write_params
+from .rounds import RoundCounts, outer_progress
 
 # The number of float64 fields of a message: the number of syncs, the checksums of the settings
 # and of the anchors, the fields of SyncContribution, the squared norm, the sum of the replica
-# check. The sketch follows.
+# check.
 FIELDS = 9
+MESSAGE_BYTES = 8 * FIELDS
 ANCHOR_PARTS = 8  # the replica check compares one of these at each sync
 
 
@@ -58,21 +60,22 @@ class SyncContribution(NamedTuple):
 class RunningSync:
     """A sync from its beginning to its end, applied after step ``apply_at`` (0: at once).
 
-    ``squared``: the squared norm of this rank's pseudo-gradient, of all shards. ``contribution``:
-    of this rank. ``collectives``: all communication up to the decision, as a generator, which runs
+    ``squares``: the squared norm of each tensor of this rank's pseudo-gradient, of all shards.
+    ``contribution``: of this rank. ``collectives``: all communication up to the decision, as a generator, which runs
     beside training; at last ``is_decided``. ``problem``: why this rank could not send anything.
 
     When messages have arrived: ``is_lost``, this rank's parameters are not finite, so it sends
     zeros and takes the average; ``mean`` of all contributions, whose ``is_last`` is 1 if every rank
     waits in ``end_round()``; ``factor`` on what this rank sends: its weight over their mean;
-    ``distances``, as ``measure_distances`` returned them. When it is decided: ``is_finite``, of the
-    average. ``received``: the parameters that have new anchors; None if the sync was not applied.
+    ``mean_norm``, of pseudo-gradients, by the ranks' weights. When it is decided: ``is_finite``, of
+    the average, and ``step_length``, its norm over ``mean_norm``; None if nothing has moved.
+    ``received``: the parameters that have new anchors; None if the sync was not applied.
     """
 
     fragments: frozenset[int]
     buckets: list[AnchorBucket]
     apply_at: int
-    squared: Tensor
+    squares: Tensor
     contribution: SyncContribution
     collectives: CollectiveGenerator[None] | None = None
     waiting: PendingCollective | None = None
@@ -82,14 +85,36 @@ class RunningSync:
     is_lost: bool = False
     mean: SyncContribution = field(default_factory=SyncContribution)
     factor: float = 1.0
-    distances: dict[str, float] = field(default_factory=dict)
+    mean_norm: float = 0.0
     is_finite: bool = True
+    step_length: float | None = None
     received: list[Anchored] | None = None
 
     @property
     def is_empty(self) -> bool:
         """True if no rank has stepped, and all wait in ``end_round()``."""
         return self.mean.is_last == 1 and not self.mean.steps
+
+    def norms_of(self, bucket: AnchorBucket) -> Tensor:
+        """Return the norm of each tensor of this rank's pseudo-gradient in a bucket."""
+        sizes = [len(one.tensors) for one in self.buckets]
+        return self.squares.split(sizes)[self.buckets.index(bucket)].sqrt()
+
+    def list_squares(self) -> dict[Anchored, float]:
+        """Return the squared norm of each tensor of this rank's pseudo-gradient."""
+        tensors = [t for bucket in self.buckets for t in bucket.tensors]
+        return dict(zip(tensors, self.squares.tolist(), strict=True))
+
+    def note_lengths(self, norms: Sequence[float]) -> None:
+        """Note how much longer or shorter than the ranks' pseudo-gradients their average is, whose
+        tensors have these ``norms``.
+        """
+        if self.mean_norm:
+            self.step_length = math.hypot(*norms) / self.mean_norm
+        given = iter(norms)
+        for bucket in self.buckets:
+            pairs = zip(bucket.mean_norms, islice(given, len(bucket.tensors)), strict=True)
+            bucket.step_lengths = [norm / mean if mean else 1.0 for mean, norm in pairs]
 
     def poll(self) -> None:
         """Communicate as far as possible without waiting; ``finish`` raises an error."""
@@ -114,30 +139,6 @@ class RunningSync:
         assert self.collectives is not None
         self.waiting = next(self.collectives, None)
         self.is_decided = self.waiting is None
-
-
-def measure_distances(weights: Tensor, squares: Tensor, sketches: Tensor) -> dict[str, float]:
-    """Return ``cosine`` and ``spread`` of ``stats``, of the ranks whose parameters are finite, from
-    the weights of all ranks, and the squared norms and sketches of their pseudo-gradients; nothing
-    if fewer than two have moved.
-
-    With shares p_k of all weights, and m = sum of p_k d_k::
-
-        |m|^2 = sum of p_k |d_k|^2 - sum of p_k |d_k - m|^2
-              = sum of p_k^2 |d_k|^2 + sum over pairs of p_k p_l <d_k, d_l>
-
-    ``cosine``: the last sum, relative to what it is where all have one direction.
-    """
-    is_finite = squares.isfinite()
-    weights, squares = weights[is_finite], squares[is_finite]
-    shares = weights / weights.sum()
-    lengths = shares * squares.sqrt()
-    apart, most = float(lengths.square().sum()), float(lengths.sum().square())
-    if not most > apart:
-        return {}
-    mean = sum_of_products(lengths, sketches[is_finite])
-    spread = math.sqrt(max(0.0, float(shares @ squares) / mean - 1)) if mean else math.inf
-    return {"cosine": (mean - apart) / (most - apart), "spread": spread}
 
 
 class FragmentSync:
@@ -191,35 +192,39 @@ class FragmentSync:
         for t in (t for bucket in buckets for t in bucket.tensors):
             t.is_sent, t.has_moved = t.has_moved, False
         try:
-            norms = [b.write_pseudo_gradient(b.begin_sync()).norm() for b in buckets]  # line 2
-            squared = yield from self._squared_norm(buckets, norms)
+            vectors = [b.write_pseudo_gradient(b.begin_sync()) for b in buckets]  # line 2
+            squares = yield from self._squared_norms(buckets, vectors)
         except BaseException:
             self._undo(buckets)
             raise
         self.due = frozenset()
         weight = counts.weight if session.option_groups[0]["weighted"] else 1.0
         contribution = SyncContribution(weight, steps, counts.seconds, is_last)
-        self.start(fragments, apply_at, squared, contribution, is_as_before)
+        self.start(fragments, apply_at, squares, contribution, is_as_before)
         if apply_at and self.running is not None:
             self.running.poll()
 
-    def _squared_norm(
-        self, buckets: Sequence[AnchorBucket], norms: list[Tensor]
+    def _squared_norms(
+        self, buckets: Sequence[AnchorBucket], vectors: Sequence[Tensor]
     ) -> CollectiveGenerator[Tensor]:
-        """Return the squared norm of the pseudo-gradient of all shards, from those of buckets. One
+        """Return the squared norm of each tensor, of all shards, from the ``vectors`` of buckets. One
         that is not finite, in the anchors' precision, makes the whole replica so.
         """
+        squares = [
+            stacked_squared_norms(vector.split(bucket.payload.lengths)) / bucket.replicate_size
+            for bucket, vector in zip(buckets, vectors, strict=True)
+        ]
         if not self.shards:
-            return torch.stack(norms).double().square_().sum()
-        squared = sum_squares(norms, [bucket.replicate_size for bucket in buckets])
-        sums = yield from sum_over_groups(self.shards, [float(squared)], self.session.device)
-        return squared.new_tensor(sums[0])
+            return torch.cat(squares)
+        given = torch.cat(squares).tolist()
+        sums = yield from sum_over_groups(self.shards, given, self.session.device)
+        return squares[0].new_tensor(sums)
 
     def start(
         self,
         fragments: frozenset[int],
         apply_at: int,
-        squared: Tensor,
+        squares: Tensor,
         contribution: SyncContribution,
         is_as_before: bool = False,
     ) -> None:
@@ -231,7 +236,7 @@ class FragmentSync:
         if apply_at:
             for bucket in buckets:
                 bucket.pseudo_gradient = bucket.payload.unrounded_body.clone()
-        self.running = running = RunningSync(fragments, buckets, apply_at, squared, contribution)
+        self.running = running = RunningSync(fragments, buckets, apply_at, squares, contribution)
         running.collectives = self._communicate(running, apply_at > 0 and is_as_before)
 
     @torch.no_grad()
@@ -266,7 +271,7 @@ class FragmentSync:
         moved = [x for b in buckets for x in b.view_sent(b.moved_since())] if is_late else []
         session.damage = f"the exchange before step {session.steps + 1} was interrupted"
         progress = outer_progress(options, mean.steps, mean.seconds)
-        self.anchors.step_outer(buckets, progress)  # line 4
+        self.anchors.step_outer(buckets, progress, self.comm.size)  # line 4
         members = [t for bucket in buckets for t in bucket.tensors]
         received = members if is_lost else [t for t in members if t.is_sent]
         write_params(received, moved)  # line 5
@@ -313,10 +318,9 @@ class FragmentSync:
         """
         started: list[PendingCollective] = []
         try:
-            message = yield from self._make_message(running)
-            gathering = self.comm.start(AllGather(message))
+            gathering = self.comm.start(AllGather(self._make_message(running)))
             if starts_at_once:
-                running.is_lost = not math.isfinite(float(running.squared))
+                running.is_lost = not math.isfinite(float(running.squares.sum()))
                 started = [self._start_payload(running, bucket) for bucket in running.buckets]
             yield gathering
             rows = gathering.wait()
@@ -339,31 +343,23 @@ class FragmentSync:
                 pending.drain() if isinstance(error, Exception) else pending.untrack()
             raise
 
-    def _make_message(self, running: RunningSync) -> CollectiveGenerator[Tensor]:
-        """Return this rank's message, with the sketch of its pseudo-gradient, of all its shards."""
-        session, anchors, comm, device = self.session, self.anchors, self.comm, self.session.device
+    def _make_message(self, running: RunningSync) -> Tensor:
+        """Return this rank's message."""
+        session, anchors, device = self.session, self.anchors, self.session.device
         session.options.refresh(self.optimizer._compared_groups)
         are_sent = bytes(t.is_sent for bucket in running.buckets for t in bucket.tensors)
         checksum = zlib.crc32(are_sent, self.optimizer.checksum_settings())
         values = 0 if self.are_equal else anchors.checksum()
         numbers = [anchors.applied_syncs, checksum, values, *running.contribution]
         sent = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(device)
-        vectors = ((b.payload.unrounded_body, b.replicate_size**-0.5) for b in running.buckets)
-        seed = (anchors.applied_syncs, *(shard.rank for shard in self.shards))
-        sketch = make_sketch(vectors, comm.size, seed, device)
-        if self.shards:
-            sums = yield from sum_over_groups(self.shards, sketch.tolist(), device)
-            sketch = sketch.new_tensor(sums)
         every, tensors = self.optimizer.check_replicas_every, anchors.list_equal_tensors(session)
         total = sum_part(tensors if every else [], anchors.applied_syncs, ANCHOR_PARTS)
-        fields = [sent, running.squared.to(device).view(1), total.to(device)]
-        return torch.cat([*fields, sketch.view(torch.float64)])
+        return torch.cat([sent, running.squares.to(device).sum().view(1), total.to(device)])
 
     def _read_messages(self, running: RunningSync, rows: Tensor) -> CollectiveGenerator[None]:
         """Note what ranks have contributed. Raises if ranks differ, or one lacks a sync."""
         comm = self.comm
-        exchanges, settings, values, *contributions, squares, sums = rows[:, :FIELDS].unbind(1)
-        sketches = rows[:, FIELDS:].contiguous().view(torch.float32)
+        exchanges, settings, values, *contributions, squares, sums = rows.unbind(1)
         if (exchanges != exchanges[0]).any():
             raise CommunicationError(
                 f"rank {int(exchanges.argmin())} lacks an exchange that others have applied: call "
@@ -385,7 +381,8 @@ class FragmentSync:
         running.mean = mean
         running.factor = running.contribution.weight / mean.weight if mean.weight else 1.0
         running.is_lost = not bool(squares[comm.rank].isfinite())
-        running.distances = measure_distances(weights, squares, sketches)
+        norms = torch.where(squares.isfinite(), squares, 0.0).sqrt()
+        running.mean_norm = float(weights @ norms / weights.sum())
 
     def _start_payload(self, running: RunningSync, bucket: AnchorBucket) -> PendingCollective:
         """Start the mean of a bucket's payload (line 3). If this rank cannot encode it, the payload
@@ -393,7 +390,7 @@ class FragmentSync:
         """
         try:
             check_outer_rates(self.anchors.outer)
-            payload = bucket.encode(running.factor, running.is_lost)
+            payload = bucket.encode(running.factor, running.is_lost, running.norms_of(bucket))
             return self.comm.start(AllReduceMean(payload))
         except CommunicationError:
             raise
@@ -403,21 +400,31 @@ class FragmentSync:
         return self.comm.start(AllReduceMean(bucket.encode_failure()))
 
     def _decide(self, running: RunningSync) -> CollectiveGenerator[None]:
-        """Note whether the average is finite, on all shards. Raises if a rank has failed."""
-        payloads, device = [bucket.payload for bucket in running.buckets], self.session.device
-        squares = stacked_squared_norms([payload.body for payload in payloads])
-        flags = torch.cat([p.flat[: len(p.header) + 1] for p in payloads]).double()
-        numbers = torch.cat([squares, flags]).tolist()  # the host waits for the device
-        squared, rest = numbers[: len(payloads)], iter(numbers[len(payloads) :])
+        """Note whether the average is finite, and its length, on all shards. Raises if a rank has
+        failed.
+        """
+        buckets, shards = running.buckets, self.shards
+        bodies = [bucket.payload.body.split(bucket.payload.lengths) for bucket in buckets]
+        squares = torch.cat([stacked_squared_norms(parts) for parts in bodies])
+        fields = torch.cat([bucket.payload.fields for bucket in buckets]).double()
+        numbers = torch.cat([squares, fields]).tolist()  # the host waits for the device
+        own, rest = numbers[: len(squares)], iter(numbers[len(squares) :])
         has_failed = False
-        for bucket in running.buckets:
-            bucket.is_averaged = max([next(rest) for _ in bucket.tensors]) > 0
-            has_failed |= next(rest) > 0
-        facts = [float(not math.isfinite(sum(squared))), float(has_failed)]
-        non_finite, failed = yield from sum_over_groups(self.shards, facts, device)
+        for bucket in buckets:
+            flags, (failed,), bucket.mean_norms = (
+                [*islice(rest, n)] for n in (len(bucket.tensors), 1, len(bucket.tensors))
+            )
+            bucket.is_averaged = max(flags) > 0
+            has_failed |= failed > 0
+        copies = [bucket.replicate_size for bucket in buckets for _ in bucket.tensors]
+        is_finite = math.isfinite(sum(own))
+        own = [square / n if is_finite else 0.0 for square, n in zip(own, copies, strict=True)]
+        facts = [float(not is_finite), float(has_failed), *own]
+        non_finite, failed, *sums = yield from sum_over_groups(shards, facts, self.session.device)
         if failed:
             yield from self._raise_failure(running)
         running.is_finite = non_finite == 0
+        running.note_lengths([math.sqrt(square) for square in sums])
 
     def _raise_failure(self, running: RunningSync) -> CollectiveGenerator[None]:
         """Raise why a sync failed: this rank's own error, or one that quotes the others'."""
@@ -431,8 +438,3 @@ class FragmentSync:
             raise problem from None
         finally:
             del problem  # its traceback refers to this frame (a reference cycle)
-
-
-def message_bytes(ranks: int) -> int:
-    """Return the bytes of a rank's message."""
-    return 8 * FIELDS + 4 * sketch_size(ranks)

@@ -38,6 +38,7 @@ def save_rounds(
 ) -> list[Entry | None]:
     """Return the entry of every parameter, None of those without an anchor."""
     anchors, exchange, entries = sync.anchors, sync.running, {}
+    squares = exchange.list_squares() if exchange is not None else {}
     states, pseudo_gradients = _save_states(anchors), anchors.list_pseudo_gradients()
     for bucket, i, t in ((b, i, t) for b in anchors.buckets for i, t in enumerate(b.tensors)):
         numbers = {
@@ -60,7 +61,7 @@ def save_rounds(
             underway: tuple[float, ...] = 0, 0, 0.0
             if exchange is not None and t.fragment in exchange.fragments:
                 steps = exchange.contribution.steps
-                underway = exchange.apply_at, steps, float(exchange.squared)
+                underway = exchange.apply_at, steps, squares[t]
             d = pseudo_gradients.get(t)
             entry["exchange"] = {
                 "pseudo_gradient": torch.zeros_like(anchor) if d is None else d,
@@ -156,10 +157,14 @@ class SavedRounds:
             new = [saved_residuals[t] for t in bucket.tensors]
             Residuals(bucket).set(list(enumerate(new)))
         warn_of_lost_residuals(sync.optimizer, residuals, saved_residuals.values())
+        squares: list[float] = []
         for bucket in anchors.list_buckets((self.exchange or {}).get("fragments", ())):
             parts = bucket.view_sent(bucket.begin_sync())
             for part, t in zip(parts, bucket.sent, strict=True):
                 part.copy_(to_local(entries[t]["exchange"]["pseudo_gradient"]))
+            squares += [float(entries[t]["exchange"]["squared"]) for t in bucket.tensors]
+        if self.exchange is not None:
+            self.exchange["squares"] = torch.tensor(squares, dtype=torch.float64, device="cpu")
         sync.due, self.sync = self.due, sync
 
 
@@ -197,7 +202,6 @@ def read_rounds(entries: Sequence[Entry | None]) -> SavedRounds | None:
         exchange = {
             "fragments": frozenset(_read_number(e, "fragment") for e in parts),
             "apply_at": _read_number(first, "apply_at"),
-            "squared": torch.tensor(float(first["squared"]), dtype=torch.float64, device="cpu"),
             "contribution": SyncContribution(steps=_read_number(first, "steps")),
         }
     return SavedRounds(step, counts, fragments, anchored, due, exchange)

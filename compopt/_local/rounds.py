@@ -15,14 +15,10 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-import zlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
-from functools import lru_cache
 from time import monotonic
 
-import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from .._engine.options import (
@@ -36,15 +32,10 @@ from .._engine.options import (
     require_option,
 )
 from .._engine.stats import Stats, format_bytes
-from .._state.tensors import pin
 from .._wire.collectives import Communicator
 from .._wire.warning import user_location, warn_at
 
 MINIMUMS = {"every": 1, "fragments": 1, "dense_steps": 0, "growth_steps": 0, "delay": 0}
-SKETCH = 4096  # numbers of all ranks together
-BLOCK = 2**17  # elements, which stay in a core's cache
-OFFSETS = 2**16  # at which a block may enter the table of signs
-DEVICE_BLOCKS = 512  # at a time, where every operator is a launch
 
 
 @dataclass
@@ -88,7 +79,8 @@ def check_options(group: Group, offload: str | None) -> None:
     momentum, lr, seconds = (group[n] for n in ("outer_momentum", "outer_lr", "round_seconds"))
     is_factor = is_numeric(momentum) and 0 <= momentum < 1
     require_option(is_factor, group, "outer_momentum", "in [0, 1)")
-    require_option(is_numeric(lr) and 0 < lr < math.inf, group, "outer_lr", "finite and > 0")
+    is_rate = lr == "auto" or (is_numeric(lr) and 0 < lr < math.inf)
+    require_option(is_rate, group, "outer_lr", "'auto', or finite and > 0")
     is_time = seconds is None or (is_numeric(seconds) and 0 < seconds < math.inf)
     require_option(is_time, group, "round_seconds", "None or finite and > 0")
     if group["weighted"]:  # a payload is made when the weights of all ranks are known
@@ -125,7 +117,7 @@ def describe_rounds(options: Group, sent: float, dense: float) -> str:
         duration, per_step = f"steps of their own for {seconds:g} s", ""
     grown = f" once rounds have grown, over {growth} steps" if growth else ""
     text = f"ranks take {duration} between exchanges{grown}. An exchange sends "
-    if sent > dense:  # a message with sketches goes in front of it
+    if sent > dense:  # a message goes in front of it
         return (
             f"{text}{format_bytes(sent)}, the gradients of a step have {format_bytes(dense)}: this "
             "model is too small to save bytes in an exchange."
@@ -148,6 +140,14 @@ def outer_progress(options: Group, steps: float, seconds: float) -> float:
     return 1.0 if steps >= every else math.log(steps) / math.log(every)
 
 
+def outer_gain(step_length: float, ranks: int) -> float:
+    """Return the factor that gives the average of the ranks' movements the mean of their lengths.
+
+    It is at most that of ranks which have moved at right angles, the square root of their number.
+    """
+    return 1 / min(1.0, max(step_length, ranks**-0.5))
+
+
 def find_due(fragments: Collection[int], at: int, steps: int, count: int) -> set[int]:
     """Return the fragments that are exchanged at step ``at``, counted from 1, of a round of
     ``steps``.
@@ -156,65 +156,6 @@ def find_due(fragments: Collection[int], at: int, steps: int, count: int) -> set
     """
     places = ((n, n if n < count else 0) for n in fragments)
     return {n for n, place in places if at == (place * steps // count or steps)}
-
-
-# How far apart ranks are: the sketches of Alon, Matias and Szegedy (1996), whose inner products
-# estimate those of the ranks' pseudo-gradients. Every element gets a random sign, the same on all
-# ranks, and is added to one of SKETCH / ranks sums.
-
-
-def sketch_size(ranks: int) -> int:
-    """Return the numbers in a rank's sketch, a power of 2; none without other ranks."""
-    return 0 if ranks == 1 else max(64, 2 ** int(math.log2(SKETCH / ranks)))
-
-
-def make_sketch(
-    vectors: Iterable[tuple[Tensor, float]], ranks: int, seed: tuple[int, ...], device: torch.device
-) -> Tensor:
-    """Return the sketch of a vector that is given as several, each with a factor."""
-    size = sketch_size(ranks)
-    sums = torch.zeros(size, dtype=torch.float32, device=device)
-    if not size:
-        return sums
-    generator = torch.Generator().manual_seed(zlib.crc32(repr(seed).encode()))
-    for vector, factor in vectors:
-        blocks = 1 if vector.device.type == "cpu" else DEVICE_BLOCKS
-        for part in vector.split(blocks * BLOCK):
-            count = -(-len(part) // BLOCK)
-            offsets = torch.randint(
-                OFFSETS, (count,), generator=generator, dtype=torch.int64, device="cpu"
-            )
-            signed = part.float() * _signs_at(offsets, part.device)[: len(part)]
-            rest = -len(part) % size
-            padded = torch.nn.functional.pad(signed, (0, rest)) if rest else signed
-            sums.add_(padded.view(-1, size).sum(0).to(device), alpha=factor)
-    return sums
-
-
-def _signs_at(offsets: Tensor, device: torch.device) -> Tensor:
-    """Return the signs of blocks, which enter the table at ``offsets``."""
-    table = _random_signs(device)
-    if len(offsets) == 1:
-        return table[int(offsets) : int(offsets) + BLOCK]
-    index = pin(offsets, device).to(device, non_blocking=True)
-    return table.unfold(0, BLOCK, 1).index_select(0, index).view(-1)
-
-
-@lru_cache(maxsize=4)
-def _random_signs(device: torch.device) -> Tensor:
-    """Return 1 and -1 in a random order, for a block at any offset."""
-    generator, size = torch.Generator().manual_seed(0), (BLOCK + OFFSETS,)
-    drawn = torch.randint(2, size, generator=generator, dtype=torch.float32, device="cpu")
-    return drawn.mul_(2).sub_(1).to(device)
-
-
-def sum_of_products(lengths: Tensor, sketches: Tensor) -> float:
-    """Return the squared norm of the sum of vectors, from their ``lengths`` and their ``sketches``,
-    one in each row. It is exact if all vectors have one direction.
-    """
-    rows = sketches.double()
-    scales = lengths / rows.norm(dim=1).clamp(min=torch.finfo(torch.float64).tiny)
-    return float((scales @ rows).square().sum())
 
 
 # What stats report
@@ -229,18 +170,16 @@ class LocalStats(Stats):
     gradient was not finite), "dense" on one process, or in the averaged start that of
     :class:`Average`.
 
-    The other fields describe the last exchange. ``spread`` is the root mean square over ranks of
-    the distance between a rank's pseudo-gradient and their mean, relative to the norm of the mean.
-    ``cosine`` is the mean cosine between the pseudo-gradients of two ranks, over all pairs,
-    weighted by their norms. Both use the ranks' weights, and are estimated from sketches, to about
-    .02. ``round_steps`` are the steps that this rank took before the exchange, ``weight`` is its
-    share in the average, and ``round_wait_seconds`` the time that it waited for collectives.
+    The other fields describe the last exchange. ``step_length`` is the norm of the average that
+    ranks received over the mean of the norms of their pseudo-gradients, by the ranks' weights: 1 if
+    all have moved the same way, about 1 / sqrt(ranks) if each has moved its own. ``round_steps``
+    are the steps that this rank took before the exchange, ``weight`` is its share in the average,
+    and ``round_wait_seconds`` the time that it waited for collectives.
     """
 
     round: int = 0
     steps_into_round: int = 0
-    spread: float = 0.0
-    cosine: float = 0.0
+    step_length: float = 0.0
     round_steps: int = 0
     weight: float = 0.0
     round_wait_seconds: float = 0.0

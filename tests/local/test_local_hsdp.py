@@ -60,9 +60,9 @@ def train(model, optimizer, rank: int, steps) -> None:
         optimizer.step()
 
 
-def distances(optimizer) -> tuple[float, float]:
-    """Return how far apart sites were at the last exchange."""
-    return optimizer.stats.cosine, optimizer.stats.spread
+def length(optimizer) -> float:
+    """Return the length of the last exchange's average."""
+    return optimizer.stats.step_length
 
 
 def load(path: str, options: dict) -> tuple[nn.Module, compopt.LocalSteps]:
@@ -97,7 +97,7 @@ def on_sites(rank: int, folder: str) -> list[tuple[list[torch.Tensor], bool, tup
         third, resumed = load(path, options)
         for one in ((other, again), (third, resumed)):
             train(*one, rank, range(6, STEPS))
-        found.append((reached, torch.equal(whole(other), whole(third)), distances(optimizer)))
+        found.append((reached, torch.equal(whole(other), whole(third)), length(optimizer)))
     return found
 
 
@@ -126,7 +126,7 @@ def test_two_sites_of_two_ranks_are_two_replicas(number, sites):
         for rank, found in enumerate(sites):
             expected = torch.cat([p.detach().view(-1) for p in oracle.models[rank // 2].parameters()])
             torch.testing.assert_close(found[number][0][i], expected, rtol=0, atol=1e-10)
-    expected = distances(oracle.optimizers[0])
+    expected = length(oracle.optimizers[0])
     for found in sites:
         assert found[number][2] == pytest.approx(expected, abs=0.08)  # by other signs
 
@@ -271,8 +271,8 @@ def two_replicas(rank: int) -> dict[str, object]:
         optimizer.step()
     moved = [sum(torch.cat([g.view(-1) for g in gradients(10 * t + k)]) for t in range(2)) for k in range(2)]
     found["far"] = float((whole_of(params) - (start - (moved[0] + moved[1]) / 2)).abs().max())
-    cosine = torch.cosine_similarity(moved[0], moved[1], dim=0)
-    found["cosine"] = [optimizer.stats.cosine, float(cosine)]
+    true = (moved[0] + moved[1]).norm() / (moved[0].norm() + moved[1].norm())
+    found["length"] = [optimizer.stats.step_length, float(true)]
 
     before = whole_of(params)
     for t in range(2):  # the second shard of replica 1 is lost, and so all of this replica
@@ -289,38 +289,40 @@ def two_replicas(rank: int) -> dict[str, object]:
 
 
 def half_alike(rank: int) -> list[float]:
-    """The cosine of replicas whose sharded parameters move alike, and as far another one that all shards hold."""
+    """The step length of replicas whose sharded parameters move alike, and as far another one that all shards hold."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    replica, cosines = mesh.get_local_rank("replicate"), []
+    replica, lengths = mesh.get_local_rank("replicate"), []
     for delay in (0, 1):
         params, _ = sharded_by_hand(mesh)
         plain = nn.Parameter(torch.zeros(3000))
         sgd, group = torch.optim.SGD([*params, plain], lr=1.0), mesh.get_group("replicate")
-        optimizer = compopt.LocalSteps(sgd, 2, delay=delay, growth_steps=0, process_group=group)
+        options = dict(delay=delay, growth_steps=0, payload_dtype=None)
+        optimizer = compopt.LocalSteps(sgd, 2, process_group=group, **options)
         length = sum(float(g.square().sum()) for g in gradients(1)) ** 0.5
         own = torch.randn(3000, generator=torch.Generator().manual_seed(replica))
         for _ in range(4):
             give(params, gradients(1))
             plain.grad = own * length / own.norm()
             optimizer.step()
-        cosines.append(optimizer.stats.cosine)
-    return cosines
+        lengths.append(optimizer.stats.step_length)
+    return lengths
 
 
-def test_the_cosine_of_replicas_counts_a_parameter_that_all_shards_hold_once():
-    for cosines in run_ranks(half_alike, 4):
-        assert cosines == pytest.approx([0.5, 0.5], abs=0.07)
+def test_the_step_length_counts_a_parameter_that_all_shards_hold_once():
+    """Half of the square of what a replica moves is shared: 1 / 2 + 1 / 4 of it remain in the average."""
+    for lengths in run_ranks(half_alike, 4):
+        assert lengths == pytest.approx([0.75**0.5] * 2, abs=0.01)
 
 
 def test_replicas_of_two_shards_exchange_and_lose_a_replica_as_a_whole():
     ranks = run_ranks(two_replicas, 4)
-    assert len({found["cosine"][0] for found in ranks}) == 1, "it is that of all shards"
+    assert len({found["length"][0] for found in ranks}) == 1, "it is that of all shards"
     for found in ranks:
         assert found["far"] < 1e-5 and found["equal"]
-        reported, true = found["cosine"]
-        assert abs(reported - true) < 0.08  # an estimate
+        reported, true = found["length"]
+        assert reported == pytest.approx(true, rel=1e-5)
         assert found["lost"] < 1e-5, "the lost replica contributes nothing, in either of its shards"
 
 

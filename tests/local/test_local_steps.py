@@ -254,13 +254,13 @@ def test_a_scheduler_acts_on_the_outer_optimizer():
     assert optimizers[0].stats.round == 3 and all(map(torch.equal, *params))
 
 
-def test_a_rounds_distances():
-    """Two ranks that move at right angles, equally far: a cosine of 0, and a spread of 1."""
+def test_the_length_of_a_round():
+    """Of two ranks that move at right angles, equally far: their average is shorter by the square root of 2."""
     params, optimizers = train(2, 0, torch.float32, [(2,)], lambda ps: torch.optim.SGD(ps, lr=1.0), every=1)
     world = optimizers[0].comm.world
     step(world, params, optimizers, [[torch.tensor([3.0, 0.0])], [torch.tensor([0.0, -3.0])]])
     stats = optimizers[1].stats
-    assert stats.cosine == pytest.approx(0, abs=1e-6) and stats.spread == pytest.approx(1)
+    assert stats.step_length == pytest.approx(0.5**0.5)
     assert (stats.round, stats.steps_into_round, stats.phase) == (1, 0, "exchanged")
 
 

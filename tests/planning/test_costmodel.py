@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _should_co
 
 import compopt
 from compopt import costmodel
-from compopt._local.fragment_sync import message_bytes
+from compopt._local.fragment_sync import MESSAGE_BYTES
 from compopt._wire.codec import QuantizedCodec
 from compopt._wire.payload import Payload
 from compopt.costmodel import LayerCosts, Workload, speedup
@@ -239,7 +239,7 @@ def test_longer_rounds_wait_and_send_less_and_keep_as_much():
     every_step = METHODS["LocalSteps"](work, 4, every=1)
     waits = [step_seconds(machine, cost, 1.0).exchange for cost in (every_step, thirty, long)]
     assert waits[0] == pytest.approx(30 * waits[1]) == pytest.approx(140 * waits[2])
-    message = 56 + 4096 / 4 * 4  # in front of an exchange: numbers, and a sketch
+    message = 72  # in front of an exchange: nine numbers
     assert thirty.sent == pytest.approx(((1 / 2 + 4 / 128) * 1e8 + message) / 30) and thirty.state == long.state == 24e8
     assert METHODS["LocalSteps"](work, 4, every=3, delay=9).delay == 3  # one exchange on its way at a time
 
@@ -485,7 +485,7 @@ def test_bytes_of_a_run_are_those_of_the_runs_that_were_measured(name):
     dense, every = 2000 * 3_445_248, 140 if "140" in name else 30
     # these runs were made before a message with settings and norms went in front of each exchange
     rounds = count_round_lengths(every, 800 if every == 30 else 2000, 2000)
-    messages = sum(number for _, number in rounds) * message_bytes(4)
+    messages = sum(number for _, number in rounds) * MESSAGE_BYTES
     assert row.run_bytes == pytest.approx((MEASURED[name] + messages) / dense, rel=0.002)
 
 
