@@ -104,7 +104,12 @@ class LocalSteps(AnchoredWrapper):
             start; as in :class:`Average`.
         outer_lr, outer_momentum: the rates of the default ``outer`` after a round of ``every``
             steps. With 1 and 0 ranks average parameters. A momentum of None is 0.9, or 0.6 if the
-            inner optimizer contains a Muon.
+            inner optimizer contains a Muon. A rate of "auto" keeps the length of a step, from the
+            first exchange on: what ranks have moved in different directions makes their average
+            shorter, and each tensor of it is stretched to the mean length of theirs, by at most the
+            square root of the number of ranks.
+        average_anchors: keep a mean of the anchors over about the last this share of all steps, as
+            0.1, which ``use_anchors(average=True)`` shows. It takes as much memory as an anchor.
         fragments: P, the number of parts of the model, exchanged at different steps of a round.
         delay: steps from the beginning of an exchange to its application; training goes on
             meanwhile. At most every / fragments.
@@ -149,8 +154,9 @@ class LocalSteps(AnchoredWrapper):
         weighted: bool = False,
         outer: MakeOuter | None = None,
         payload_dtype: PayloadDtype = "int4",
-        outer_lr: float = 0.7,
+        outer_lr: float | Literal["auto"] = 0.7,
         outer_momentum: float | None = None,
+        average_anchors: float | None = None,
         fragments: int = 1,
         delay: int = 0,
         dense_steps: int = 0,
@@ -172,7 +178,8 @@ class LocalSteps(AnchoredWrapper):
         weighted = weighted or round_seconds is not None
         lengths = dict(every=every, round_seconds=round_seconds, growth_steps=growth_steps)
         schedule = dict(dense_steps=dense_steps, fragments=fragments, delay=delay)
-        averaging = dict(weighted=weighted, outer_lr=outer_lr, outer_momentum=outer_momentum)
+        averaging: Group = dict(weighted=weighted, average_anchors=average_anchors)
+        averaging |= dict(outer_lr=outer_lr, outer_momentum=outer_momentum)
         sending = dict(payload_dtype=payload_dtype, max_grad_norm=max_grad_norm)
         options = {**lengths, **schedule, **averaging, **sending}
         super().__init__(inner, options, process_group, simulate)
@@ -507,20 +514,22 @@ class LocalSteps(AnchoredWrapper):
     # Anchors
 
     @contextmanager
-    def use_anchors(self) -> Iterator[None]:
+    def use_anchors(self, average: bool = False) -> Iterator[None]:
         """Put the anchors into the model within the block, then restore this rank's parameters::
 
             with optimizer.use_anchors():
                 evaluate(model)
 
-        Anchors are the parameters as of the last exchange, which are equal on all ranks. Nothing is
+        Anchors are the parameters as of the last exchange, which are equal on all ranks;
+        ``average``: the mean of the last ones, if ``average_anchors`` keeps it. Nothing is
         communicated, and training is not affected. Any rank may do so alone, at any time. Within
         the block a step, the end of a round, and saving or loading this optimizer raise
         RuntimeError.
         """
-        sync = self._sync
+        sync, is_kept = self._sync, self._options["average_anchors"] is not None
+        require(not average or is_kept, "average", average, "False without average_anchors=")
         underway = sync.running.fragments if sync and sync.running else ()
-        with sync.anchors.put_into_params(underway) if sync else nullcontext():
+        with sync.anchors.put_into_params(underway, average) if sync else nullcontext():
             yield
 
     # Reports

@@ -36,7 +36,7 @@ from .._state.residuals import Residuals, residual_layout
 from .._state.tensors import HOST, distribute_like, pin, to_local, upload
 from .._wire.collectives import Communicator, get_replicate_size
 from .._wire.payload import ControlFields, Payload, Scratch
-from .rounds import outer_gain
+from .rounds import average_weight, outer_gain
 
 MakeOuter = Callable[[list[Tensor]], Optimizer]
 # On a device a bucket holds so many times what one of gradients does: nothing overlaps with
@@ -49,8 +49,8 @@ KEPT_BYTES = 128 * 2**20
 
 @dataclass(eq=False, slots=True)
 class Anchored:
-    """A parameter, its anchor, this rank's ``part`` of the anchor, and the fragment in which it is
-    exchanged.
+    """A parameter, its anchor, this rank's ``part`` of the anchor and of its ``average``, and the
+    fragment in which it is exchanged.
 
     ``has_moved`` is true if the parameter has moved since its last sync, or may have. ``is_sent``
     is true if it is part of the sync in flight, or was part of the last one.
@@ -62,6 +62,7 @@ class Anchored:
     part: Tensor
     has_moved: bool = False
     is_sent: bool = True
+    average: Tensor | None = None
 
 
 class AnchorBucket(Bucket):
@@ -88,6 +89,7 @@ class AnchorBucket(Bucket):
         names = [f"anchor {i}" for i in range(len(tensors))]
         super().__init__(index, group, [t.anchor for t in tensors], names)
         self.anchors, self.tensors = flat, tensors
+        self.average: Tensor | None = None  # of the last anchors, as one vector
         layout = residual_layout(LocalShape(self.compute_dtype), residual_dtype)
         self.allocate("residual", layout, [{}] * len(tensors))
 
@@ -183,6 +185,13 @@ class AnchorBucket(Bucket):
             residuals.set(list(zip(indices, self.view_sent(errors), strict=True)))
         self.cache.pop("has_residual", None)
 
+    def keep_average(self) -> None:
+        """Begin an average of anchors, at the present ones."""
+        self.average = self.anchors.clone()
+        parts = self.average.split([t.part.numel() for t in self.tensors])
+        for t, part in zip(self.tensors, parts, strict=True):
+            t.average = part.view(t.part.shape)
+
     def moved_since(self) -> Tensor:
         """Return what the rank has moved since the sync began: the pseudo-gradient at that time
         minus the present one.
@@ -210,7 +219,7 @@ class Anchors:
         on_host: bool,
         residual_dtype: str | None = None,
     ):
-        self._residual_dtype = residual_dtype
+        self._residual_dtype, self._average_share = residual_dtype, options["average_anchors"]
         self.count, self._payload_dtype = options["fragments"], options["payload_dtype"]
         self._on_host, self.is_delayed = on_host, options["delay"] > 0
         # "auto" is a rate of the default outer optimizer only
@@ -250,6 +259,8 @@ class Anchors:
             bucket.codecs, bucket.blocks = self.ops.codecs, self.ops.blocks
             bucket.scratch = self._scratch
             bucket.replicate_size = get_replicate_size(run[0], self._shards)
+            if self._average_share is not None:
+                bucket.keep_average()
             self.buckets.append(bucket)
         self.groups[number] = group
         self.tensors += [added[id(p)] for p in params]
@@ -346,7 +357,8 @@ class Anchors:
         counts = torch.tensor([g["step"] for g in groups], dtype=torch.int64, device="cpu")
         states = [sorted(self.outer.state.get(t.anchor, {}).items()) for t in self.tensors]
         moments = [to_local(x) for state in states for _, x in state if torch.is_tensor(x)]
-        tensors = [counts, *(bucket.anchors for bucket in self.buckets), *moments]
+        averages = [bucket.average for bucket in self.buckets if bucket.average is not None]
+        tensors = [counts, *(bucket.anchors for bucket in self.buckets), *averages, *moments]
         count = -1 if is_new else self.applied_syncs
         copied = yield from copy_from_rank_ahead(
             session.comm, session.device, tensors, count, len(groups), "exchange"
@@ -391,8 +403,9 @@ class Anchors:
     # In the model
 
     @contextmanager
-    def put_into_params(self, underway: Collection[int]) -> Iterator[None]:
-        """Write anchors to the parameters that may have moved; restore these after the block.
+    def put_into_params(self, underway: Collection[int], average: bool) -> Iterator[None]:
+        """Write anchors to the parameters that may have moved, or their ``average`` to all that
+        have one; restore these after the block.
 
         Within another such block nothing is done. ``underway``: fragments with a sync in
         flight.
@@ -400,9 +413,13 @@ class Anchors:
         if self.are_in_params:
             yield
             return
-        moved = [t for t in self.tensors if t.has_moved or (t.is_sent and t.fragment in underway)]
+        moved = [
+            t
+            for t in self.tensors
+            if average or t.has_moved or (t.is_sent and t.fragment in underway)
+        ]
         values = [(p, p.clone()) for p in (to_local(t.param.detach()) for t in moved)]
-        write_params(moved)
+        write_params(moved, average=average)
         self.are_in_params = True
         try:
             yield
@@ -411,6 +428,15 @@ class Anchors:
                 for p, value in values:
                     p.copy_(value)
             self.are_in_params = False
+
+    @torch.no_grad()
+    def average(self, buckets: Sequence[AnchorBucket], steps: float, step: float) -> None:
+        """Take the new anchors of a sync after ``steps`` steps of a round into their average."""
+        if self._average_share is not None:
+            weight = average_weight(self._average_share, steps, step)
+            for bucket in buckets:
+                if bucket.average is not None:
+                    bucket.average.lerp_(bucket.anchors, weight)
 
     def end_sync(self, buckets: Sequence[AnchorBucket]) -> None:
         """Free the memory of a sync of these buckets; a small model on a CPU keeps it."""
@@ -459,12 +485,14 @@ class Anchors:
 
 
 @torch.no_grad()
-def write_params(tensors: Sequence[Anchored], moved: Sequence[Tensor] = ()) -> None:
-    """Write line 5 to parameters: their anchors, plus what the rank ``moved`` since. The memory of
-    ``moved`` is overwritten.
+def write_params(
+    tensors: Sequence[Anchored], moved: Sequence[Tensor] = (), average: bool = False
+) -> None:
+    """Write line 5 to parameters: their anchors, plus what the rank ``moved`` since; or the
+    ``average`` of anchors. The memory of ``moved`` is overwritten.
     """
     params = [to_local(t.param.detach()) for t in tensors]
-    values = [t.part for t in tensors]
+    values = [t.part if t.average is None or not average else t.average for t in tensors]
     if moved:
         torch._foreach_add_([*moved], values)
     if params:

@@ -61,8 +61,9 @@ class RunningSync:
     """A sync from its beginning to its end, applied after step ``apply_at`` (0: at once).
 
     ``squares``: the squared norm of each tensor of this rank's pseudo-gradient, of all shards.
-    ``contribution``: of this rank. ``collectives``: all communication up to the decision, as a generator, which runs
-    beside training; at last ``is_decided``. ``problem``: why this rank could not send anything.
+    ``contribution``: of this rank. ``collectives``: all communication up to the decision, as a
+    generator, which runs beside training; at last ``is_decided``. ``problem``: why this rank could
+    not send anything.
 
     When messages have arrived: ``is_lost``, this rank's parameters are not finite, so it sends
     zeros and takes the average; ``mean`` of all contributions, whose ``is_last`` is 1 if every rank
@@ -97,8 +98,8 @@ class RunningSync:
 
     def norms_of(self, bucket: AnchorBucket) -> Tensor:
         """Return the norm of each tensor of this rank's pseudo-gradient in a bucket."""
-        sizes = [len(one.tensors) for one in self.buckets]
-        return self.squares.split(sizes)[self.buckets.index(bucket)].sqrt()
+        at = sum(len(one.tensors) for one in self.buckets[: self.buckets.index(bucket)])
+        return self.squares[at : at + len(bucket.tensors)].sqrt()
 
     def list_squares(self) -> dict[Anchored, float]:
         """Return the squared norm of each tensor of this rank's pseudo-gradient."""
@@ -207,8 +208,8 @@ class FragmentSync:
     def _squared_norms(
         self, buckets: Sequence[AnchorBucket], vectors: Sequence[Tensor]
     ) -> CollectiveGenerator[Tensor]:
-        """Return the squared norm of each tensor, of all shards, from the ``vectors`` of buckets. One
-        that is not finite, in the anchors' precision, makes the whole replica so.
+        """Return the squared norm of each tensor, of all shards, from the ``vectors`` of buckets.
+        One that is not finite makes the whole replica so.
         """
         squares = [
             stacked_squared_norms(vector.split(bucket.payload.lengths)) / bucket.replicate_size
@@ -271,14 +272,17 @@ class FragmentSync:
         moved = [x for b in buckets for x in b.view_sent(b.moved_since())] if is_late else []
         session.damage = f"the exchange before step {session.steps + 1} was interrupted"
         progress = outer_progress(options, mean.steps, mean.seconds)
+        by_time = options["round_seconds"] is not None
+        step = counts.mean_step + mean.steps if by_time else options["step"]
         self.anchors.step_outer(buckets, progress, self.comm.size)  # line 4
         members = [t for bucket in buckets for t in bucket.tensors]
         received = members if is_lost else [t for t in members if t.is_sent]
         write_params(received, moved)  # line 5
         session.damage, session.consolidated_at = "", None
         self.anchors.end_sync(buckets)
+        self.anchors.average(buckets, mean.steps, step)
         counts.weight = 0.0
-        if options["round_seconds"] is not None:
+        if by_time:
             counts.begin_round(counts.round + 1, session.steps, counts.mean_step + mean.steps)
         return received
 

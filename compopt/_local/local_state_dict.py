@@ -57,6 +57,8 @@ def save_rounds(
                 "base": states[t.anchor],
             },
         }
+        if t.average is not None:
+            entry["average"] = distribute_like(anchor, t.average)
         if options["delay"] or exchange is not None:
             underway: tuple[float, ...] = 0, 0, 0.0
             if exchange is not None and t.fragment in exchange.fragments:
@@ -150,6 +152,8 @@ class SavedRounds:
         anchors.outer.load_state_dict(copy.deepcopy(saved))  # torch's would share its tensors
         for t, entry in entries.items():
             to_local(t.anchor.detach()).copy_(to_local(entry["anchor"]))
+            if t.average is not None:  # a checkpoint may have none: it begins at the anchor
+                t.average.copy_(to_local(entry["average" if "average" in entry else "anchor"]))
             t.has_moved, t.is_sent = bool(entry["has_moved"]), bool(entry["is_sent"])
             anchors.groups[t.fragment]["step"] = _read_number(entry["optimizer"], "step")
         saved_residuals = {t: to_local(entries[t]["optimizer"]["residual"]) for t in entries}
@@ -171,7 +175,9 @@ class SavedRounds:
 def _check_tensors(number: int, t: Anchored, entry: Entry) -> None:
     """Raise ValueError if the tensors of an entry do not fit, or are damaged."""
     anchor = entry["anchor"]
-    for value in (anchor, entry.get("exchange", {}).get("pseudo_gradient", anchor)):
+    exchange: Entry = entry.get("exchange", {})
+    names = ((entry, "average"), (exchange, "pseudo_gradient"))
+    for value in (anchor, *(found[name] for found, name in names if name in found)):
         if value.shape != t.param.shape:
             raise ValueError(
                 f"an anchor has shape {tuple(value.shape)}, its parameter {tuple(t.param.shape)}"

@@ -81,6 +81,9 @@ def check_options(group: Group, offload: str | None) -> None:
     require_option(is_factor, group, "outer_momentum", "in [0, 1)")
     is_rate = lr == "auto" or (is_numeric(lr) and 0 < lr < math.inf)
     require_option(is_rate, group, "outer_lr", "'auto', or finite and > 0")
+    share = group["average_anchors"]
+    is_share = share is None or (is_numeric(share) and 0 < share <= 1)
+    require_option(is_share, group, "average_anchors", "None or in (0, 1]")
     is_time = seconds is None or (is_numeric(seconds) and 0 < seconds < math.inf)
     require_option(is_time, group, "round_seconds", "None or finite and > 0")
     if group["weighted"]:  # a payload is made when the weights of all ranks are known
@@ -145,7 +148,18 @@ def outer_gain(step_length: float, ranks: int) -> float:
 
     It is at most that of ranks which have moved at right angles, the square root of their number.
     """
-    return 1 / min(1.0, max(step_length, ranks**-0.5))
+    return 1 / min(1.0, max(step_length, 1 / math.sqrt(ranks)))
+
+
+def average_weight(share: float, steps: float, step: float) -> float:
+    """Return the weight of the anchors after ``step`` in their average over about the last
+    ``share`` of all steps, if the ones before had been there for ``steps`` steps.
+
+    The average weighs the anchors of step s by a power of s, whose mean age is that of the last
+    ``share``: it needs no number of steps of the whole run.
+    """
+    kept: float = max(0.0, 1 - steps / max(step, 1)) ** (2 / share - 1)
+    return 1 - kept
 
 
 def find_due(fragments: Collection[int], at: int, steps: int, count: int) -> set[int]:

@@ -415,3 +415,38 @@ def test_auto_weighs_ranks():
     mean = torch.tensor([1.6, 0.2])
     wanted = -1.8 * mean / mean.norm()
     torch.testing.assert_close(params[0][0].detach(), wanted)
+
+
+def test_the_average_of_anchors_is_the_mean_by_a_power_of_the_step():
+    """Of share 2 / (p + 2): anchors count by s^p over the steps s in which they were the last ones."""
+    params, optimizers = train(2, 0, every=4, growth_steps=20, average_anchors=0.5)
+    world, weight, total = optimizers[0].comm.world, 0.0, 0.0
+    for t in range(41):
+        step(world, params, optimizers, gradients(2, t))
+        if optimizers[0].stats.phase == "exchanged":
+            begun = t + 1 - optimizers[0].stats.round_steps
+            share = (t + 1) ** 3 - begun**3  # the integral of s^2, up to the step of this exchange
+            weight, total = weight + share, total + share * flat_of(shown(params, optimizers)[0])
+    before = copies(params)
+    with optimizers[1].use_anchors(average=True):
+        torch.testing.assert_close(flat_of(params[1]), total / weight, rtol=1e-10, atol=1e-10)
+    assert all(torch.equal(p, q) for p, q in zip(params[1], before[1], strict=True))
+
+
+def test_the_average_of_anchors_is_resumed_to_the_bit_and_must_be_kept_to_be_used():
+    options = dict(every=4, average_anchors=0.3, payload_dtype="int4")
+    params, optimizers = train(2, 18, **options)
+    resumed, others = train(2, 0, **options)
+    for rank in range(2):
+        for p, q in zip(resumed[rank], params[rank], strict=True):
+            p.data.copy_(q)
+        others[rank].load_state_dict(optimizers[rank].state_dict())
+    for t in range(18, 30):
+        step(optimizers[0].comm.world, params, optimizers, gradients(2, t))
+        step(others[0].comm.world, resumed, others, gradients(2, t))
+    for own, optimizer, theirs, other in zip(params, optimizers, resumed, others, strict=True):
+        with optimizer.use_anchors(average=True), other.use_anchors(average=True):
+            assert all(map(torch.equal, own, theirs))
+    _, (plain, _) = train(2, 5)
+    with pytest.raises(ValueError, match="average must be False without average_anchors="), plain.use_anchors(True):
+        pass
