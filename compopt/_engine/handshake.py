@@ -7,7 +7,9 @@ Between handshakes some bits of the settings' checksum are among the control fie
 payload; ranks that differ there gather their descriptions, too.
 
 The handshake is another kind of collective than a payload's, so gloo never pairs the two if only
-some ranks start a handshake: they wait until the timeout of the group, and raise.
+some ranks start a handshake: they wait until the timeout of the group, and raise. The message of a
+sync of local steps is of the same kind. Both say what they are, and have one size: where they are
+paired, all ranks raise.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from .optimizer_base import OptimizerBase
 from .session import Session
 
 VALUES = "checksum of its values"  # a name in a description
+HANDSHAKE, SYNC = 1, 2  # kinds of messages
+MESSAGE = 16  # the numbers of one, of 8 bytes
 
 # what must be equal on all ranks, by what it is of and its name: "group 0, lr"
 Description = dict[str, str]
@@ -75,8 +79,8 @@ def verify_peers(
         compressed_time=compressed_time,
     )
     checksums = torch.tensor(local_checksums, dtype=torch.int64, device="cpu").to(session.device)
-    gathered = yield from exchange_one(comm, AllGather(checksums))
-    rows = [Checksums(*row) for row in gathered.tolist()]
+    gathered = yield from exchange_one(comm, AllGather(seal(HANDSHAKE, checksums)))
+    rows = [Checksums(*row) for row in open_rows(HANDSHAKE, gathered, len(checksums)).tolist()]
     if _differ(row.backend for row in rows) and all(row.is_backend_automatic for row in rows):
         session.use_pytorch(optimizer)
         return (yield from verify_peers(optimizer, comm, has_problem))
@@ -90,6 +94,32 @@ def verify_peers(
     if comm.size > 1 and local_checksums.gradients and not _differ(row.gradients for row in rows):
         _report_equal_gradients(session, comm)
     return comm.size == 1 or any(row.gradients for row in rows)
+
+
+def seal(kind: int, numbers: Tensor) -> Tensor:
+    """Return a message of this kind, whose ``numbers`` have 8 bytes each."""
+    message = numbers.new_zeros(MESSAGE, dtype=torch.int64)
+    message[0] = kind
+    message[1 : 1 + len(numbers)] = numbers.view(torch.int64)
+    return message
+
+
+def open_rows(kind: int, rows: Tensor, count: int) -> Tensor:
+    """Return ``count`` numbers of the message of each rank, as they were sealed, but in int64.
+
+    Raises CommunicationError if a rank has sent a message of another kind.
+    """
+    kinds = rows[:, 0].tolist()
+    if len({*kinds, kind}) > 1:
+        alone = [rank for rank, one in enumerate(kinds) if one == HANDSHAKE]
+        raise CommunicationError(
+            f"rank {alone[0] if alone else 0} compares its optimizer with the others' before its "
+            f"next step, while rank {kinds.index(SYNC) if SYNC in kinds else 0} exchanges what it "
+            "has moved in a round: it alone has loaded a state dict, added a group or changed an "
+            "option. Do so on all ranks, after the same step; load the same checkpoint on all of "
+            "them now"
+        )
+    return rows[:, 1 : 1 + count]
 
 
 def _differ(checksums: Iterator[int]) -> bool:

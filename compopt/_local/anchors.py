@@ -28,7 +28,7 @@ from .._engine.resharding import copy_from_rank_ahead, write_tensors
 from .._engine.session import Session
 from .._engine.signals import defer_signals
 from .._ops.backends import choose_backend
-from .._ops.operations import Ops, scale_
+from .._ops.operations import Ops, scale_, stacked_squared_norms
 from .._state.bucket import Bucket
 from .._state.buckets import bucket_bytes
 from .._state.layouts import LocalShape
@@ -110,7 +110,18 @@ class AnchorBucket(Bucket):
 
     # A sync
 
-    def begin_sync(self) -> Tensor:
+    def begin_sync(self, keeps: bool = False) -> Tensor:
+        """Make the payload of a sync with the pseudo-gradient. Returns the squared norm of each of
+        its tensors.
+
+        ``keeps``: what the rank has moved is kept until the sync is applied.
+        """
+        values = self.write_pseudo_gradient(self.make_sync_payload())
+        if keeps:
+            self.pseudo_gradient = values.clone()
+        return stacked_squared_norms(values.split(self.payload.lengths)) / self.replicate_size
+
+    def make_sync_payload(self) -> Tensor:
         """Make the payload of a sync. Returns the vector to which values are written."""
         lengths = [n * t.is_sent for t, n in zip(self.tensors, self.lengths, strict=True)]
         flags = [float(t.is_sent) for t in self.tensors]
@@ -154,6 +165,8 @@ class AnchorBucket(Bucket):
 
     def encode_failure(self) -> Payload:
         """Write that this rank has an error, and no values."""
+        if "payload" not in vars(self):  # it could not be made before
+            self.make_sync_payload()
         self.payload.flat.zero_()
         self.payload.unrounded_body.zero_()
         self.payload.control.fill_(1)

@@ -27,7 +27,15 @@ import torch
 from torch import Tensor
 
 from .._engine.exchange import CollectiveGenerator, sum_over_groups
-from .._engine.handshake import raise_failure, raise_mismatch, sum_part
+from .._engine.handshake import (
+    MESSAGE,
+    SYNC,
+    open_rows,
+    raise_failure,
+    raise_mismatch,
+    seal,
+    sum_part,
+)
 from .._engine.join import copy_options_from_ranks_with_data
 from .._engine.optimizer_base import OptimizerBase
 from .._engine.signals import defer_signals
@@ -40,20 +48,23 @@ from .rounds import RoundCounts, outer_progress
 # The number of float64 fields of a message: the number of syncs, the checksums of the settings
 # and of the anchors, the fields of SyncContribution, the squared norm, the sum of the replica
 # check.
-FIELDS = 9
-MESSAGE_BYTES = 8 * FIELDS
+FIELDS = 10
+HAS_FAILED = 7  # the place of that field
+MESSAGE_BYTES = 8 * MESSAGE
 ANCHOR_PARTS = 8  # the replica check compares one of these at each sync
 
 
 class SyncContribution(NamedTuple):
     """A rank's contribution to a sync: its weight in the average, and the steps and seconds
     since the last sync that was applied. ``is_last``: the rank waits in ``end_round()``.
+    ``has_failed``: it could not begin.
     """
 
     weight: float = 1.0
     steps: float = 0
     seconds: float = 0.0
     is_last: float = False
+    has_failed: float = False
 
 
 @dataclass(eq=False)
@@ -193,33 +204,35 @@ class FragmentSync:
         for t in (t for bucket in buckets for t in bucket.tensors):
             t.is_sent, t.has_moved = t.has_moved, False
         try:
-            vectors = [b.write_pseudo_gradient(b.begin_sync()) for b in buckets]  # line 2
-            squares = yield from self._squared_norms(buckets, vectors)
+            squares, problem = self._read_movement(buckets, keeps=apply_at > 0)
+            has_failed: float = problem is not None
+            if self.shards:  # norms are those of all shards
+                numbers = [*squares.tolist(), has_failed]
+                *sums, has_failed = yield from sum_over_groups(self.shards, numbers, session.device)
+                squares = squares.new_tensor(sums)
         except BaseException:
             self._undo(buckets)
             raise
         self.due = frozenset()
         weight = counts.weight if session.option_groups[0]["weighted"] else 1.0
-        contribution = SyncContribution(weight, steps, counts.seconds, is_last)
-        self.start(fragments, apply_at, squares, contribution, is_as_before)
+        contribution = SyncContribution(weight, steps, counts.seconds, is_last, has_failed > 0)
+        self.start(fragments, apply_at, squares, contribution, is_as_before, problem)
+        del problem  # its traceback refers to this frame (a reference cycle)
         if apply_at and self.running is not None:
             self.running.poll()
 
-    def _squared_norms(
-        self, buckets: Sequence[AnchorBucket], vectors: Sequence[Tensor]
-    ) -> CollectiveGenerator[Tensor]:
-        """Return the squared norm of each tensor, of all shards, from the ``vectors`` of buckets.
-        One that is not finite makes the whole replica so.
+    def _read_movement(
+        self, buckets: Sequence[AnchorBucket], keeps: bool
+    ) -> tuple[Tensor, Exception | None]:
+        """Write pseudo-gradients to payloads (line 2). Returns the squared norm of each tensor; or
+        zeros, and the error of this rank, of which its message tells the others.
         """
-        squares = [
-            stacked_squared_norms(vector.split(bucket.payload.lengths)) / bucket.replicate_size
-            for bucket, vector in zip(buckets, vectors, strict=True)
-        ]
-        if not self.shards:
-            return torch.cat(squares)
-        given = torch.cat(squares).tolist()
-        sums = yield from sum_over_groups(self.shards, given, self.session.device)
-        return squares[0].new_tensor(sums)
+        try:
+            return torch.cat([bucket.begin_sync(keeps) for bucket in buckets]), None
+        except Exception as error:  # out of memory, most likely
+            count = sum(len(bucket.tensors) for bucket in buckets)
+            zeros = torch.zeros(count, dtype=torch.float64, device="cpu")
+            return zeros.to(self.session.device), error
 
     def start(
         self,
@@ -228,16 +241,17 @@ class FragmentSync:
         squares: Tensor,
         contribution: SyncContribution,
         is_as_before: bool = False,
+        problem: Exception | None = None,
     ) -> None:
         """Put a sync in flight, whose pseudo-gradients are in the payloads.
 
-        ``is_as_before``: the last sync was of the same tensors.
+        ``is_as_before``: the last sync was of the same tensors. ``problem``: why this rank cannot
+        take part.
         """
         buckets = self.anchors.list_buckets(fragments)
-        if apply_at:
-            for bucket in buckets:
-                bucket.pseudo_gradient = bucket.payload.unrounded_body.clone()
         self.running = running = RunningSync(fragments, buckets, apply_at, squares, contribution)
+        running.problem = problem
+        del problem
         running.collectives = self._communicate(running, apply_at > 0 and is_as_before)
 
     @torch.no_grad()
@@ -322,7 +336,13 @@ class FragmentSync:
         """
         started: list[PendingCollective] = []
         try:
-            gathering = self.comm.start(AllGather(self._make_message(running)))
+            try:
+                message = self._make_message(running)
+            except Exception as error:
+                running.problem, numbers = error, [0.0] * FIELDS
+                numbers[HAS_FAILED] = 1.0
+                message = seal(SYNC, torch.tensor(numbers, dtype=torch.float64, device="cpu"))
+            gathering = self.comm.start(AllGather(message.to(self.session.device)))
             if starts_at_once:
                 running.is_lost = not math.isfinite(float(running.squares.sum()))
                 started = [self._start_payload(running, bucket) for bucket in running.buckets]
@@ -358,12 +378,16 @@ class FragmentSync:
         sent = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(device)
         every, tensors = self.optimizer.check_replicas_every, anchors.list_equal_tensors(session)
         total = sum_part(tensors if every else [], anchors.applied_syncs, ANCHOR_PARTS)
-        return torch.cat([sent, running.squares.to(device).sum().view(1), total.to(device)])
+        squared = running.squares.to(device).sum().view(1)
+        return seal(SYNC, torch.cat([sent, squared, total.to(device)]))
 
     def _read_messages(self, running: RunningSync, rows: Tensor) -> CollectiveGenerator[None]:
         """Note what ranks have contributed. Raises if ranks differ, or one lacks a sync."""
         comm = self.comm
+        rows = open_rows(SYNC, rows, FIELDS).contiguous().view(torch.float64)
         exchanges, settings, values, *contributions, squares, sums = rows.unbind(1)
+        if rows[:, HAS_FAILED].any():
+            yield from self._raise_failure(running)
         if (exchanges != exchanges[0]).any():
             raise CommunicationError(
                 f"rank {int(exchanges.argmin())} lacks an exchange that others have applied: call "
@@ -381,8 +405,8 @@ class FragmentSync:
                 self.is_comparing = False
         mean = SyncContribution(*(float(values.mean()) for values in contributions))
         # where no rank has any weight, all have the same
-        weights = contributions[0] if mean.weight else torch.ones_like(contributions[0])
         running.mean = mean
+        weights = contributions[0] if mean.weight else torch.ones_like(contributions[0])
         running.factor = running.contribution.weight / mean.weight if mean.weight else 1.0
         running.is_lost = not bool(squares[comm.rank].isfinite())
         norms = torch.where(squares.isfinite(), squares, 0.0).sqrt()
@@ -393,6 +417,8 @@ class FragmentSync:
         says so; otherwise the others would wait until their timeout.
         """
         try:
+            if running.problem is not None:  # of a delayed sync, whose payloads are under way
+                raise running.problem
             check_outer_rates(self.anchors.outer)
             payload = bucket.encode(running.factor, running.is_lost, running.norms_of(bucket))
             return self.comm.start(AllReduceMean(payload))

@@ -163,9 +163,11 @@ class SavedRounds:
         warn_of_lost_residuals(sync.optimizer, residuals, saved_residuals.values())
         squares: list[float] = []
         for bucket in anchors.list_buckets((self.exchange or {}).get("fragments", ())):
-            parts = bucket.view_sent(bucket.begin_sync())
+            values = bucket.make_sync_payload()
+            parts = bucket.view_sent(values)
             for part, t in zip(parts, bucket.sent, strict=True):
                 part.copy_(to_local(entries[t]["exchange"]["pseudo_gradient"]))
+            bucket.pseudo_gradient = values.clone()
             squares += [float(entries[t]["exchange"]["squared"]) for t in bucket.tensors]
         if self.exchange is not None:
             self.exchange["squares"] = torch.tensor(squares, dtype=torch.float64, device="cpu")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from local_runs import adamw, are_equal, end_round, train
 from problems import SHAPES, gradients, step, weights
+from ranks import run_ranks
 from sim import World
 
 import compopt
@@ -683,3 +684,56 @@ def test_the_warning_of_an_open_round_counts_from_the_round_of_a_checkpoint(at, 
     assert optimizers[0]._open_round._steps == steps
     step(optimizers[0].comm.world, params, optimizers, gradients(2, at))
     assert optimizers[0]._open_round._steps == steps + 1
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("where", ["write_pseudo_gradient", "make_sync_payload", "_make_message"])
+def test_a_rank_that_cannot_begin_an_exchange_tells_the_others(monkeypatch, where, delay):
+    """All raise once, in the same exchange, and nobody is a step ahead: the next step repeats it."""
+    params, optimizers = train(3, 6, every=4, delay=delay)
+    world = optimizers[0].comm.world
+    sync = optimizers[1]._sync
+    place = sync if where == "_make_message" else sync.anchors.buckets[0]
+    real, calls = getattr(place, where), []
+
+    def fail(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            raise MemoryError("no room")
+        return real(*args)
+
+    monkeypatch.setattr(place, where, fail)
+    errors = []
+    for t in range(6, 16):
+        try:
+            step(world, params, optimizers, gradients(3, t))
+        except (MemoryError, compopt.CommunicationError) as error:
+            errors.append((t, str(error)))
+    assert [t for t, _ in errors] == [7 + delay] and "no room" in errors[0][1]
+    assert {optimizer.stats.round for optimizer in optimizers} == {4}
+    end_round(optimizers)
+    assert are_equal(params)
+
+
+def load_alone(rank: int) -> str:
+    """Rank 1 alone loads a state dict within a round of 4 steps; the error of this rank."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(16, 16)
+    optimizer = compopt.LocalSteps(torch.optim.AdamW(model.parameters()), 4, growth_steps=0)
+    for t in range(14):
+        if t == 6 and rank == 1:
+            optimizer.load_state_dict(optimizer.state_dict())
+        torch.manual_seed(100 * rank + t)
+        optimizer.zero_grad()
+        model(torch.randn(8, 16)).square().mean().backward()
+        try:
+            optimizer.step()
+        except compopt.CommunicationError as error:
+            return str(error)
+    return "none"
+
+
+def test_a_state_dict_that_one_rank_loads_alone_within_a_round_raises_on_all():
+    """Gloo would pair its handshake with the others' exchange, and abort the process."""
+    for text in run_ranks(load_alone, 2):
+        assert "rank 1 compares its optimizer" in text and "Do so on all ranks" in text, text

@@ -186,7 +186,7 @@ def test_the_memory_of_an_exchange_that_is_given_up_is_left_to_what_may_still_wr
     (bucket,) = sync.running.buckets
     given_up = bucket.payload.flat
     sync.cancel()
-    bucket.begin_sync()
+    bucket.make_sync_payload()
     assert bucket.payload.flat.data_ptr() != given_up.data_ptr()
 
 

@@ -239,7 +239,7 @@ def test_longer_rounds_wait_and_send_less_and_keep_as_much():
     every_step = METHODS["LocalSteps"](work, 4, every=1)
     waits = [step_seconds(machine, cost, 1.0).exchange for cost in (every_step, thirty, long)]
     assert waits[0] == pytest.approx(30 * waits[1]) == pytest.approx(140 * waits[2])
-    message = 72  # in front of an exchange: nine numbers
+    message = 128  # in front of an exchange: sixteen numbers
     assert thirty.sent == pytest.approx(((1 / 2 + 4 / 128) * 1e8 + message) / 30) and thirty.state == long.state == 24e8
     assert METHODS["LocalSteps"](work, 4, every=3, delay=9).delay == 3  # one exchange on its way at a time
 
