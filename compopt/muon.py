@@ -36,7 +36,7 @@ from torch.optim.optimizer import ParamsT
 
 from ._engine.combined import CombinedOptimizer
 from ._engine.options import Group, check_adam, is_count, is_numeric, require, require_option
-from ._muon.orthogonal import choose_dtype, orthogonalize_stacks, scale, update_row_factors
+from ._muon.orthogonal import choose_dtype, orthogonalize_stacks, scale, update_row_divisors
 from ._muon.slices import Slice, cut_rows, cuts_matrices, make_batches, stack_slices, unstack
 from ._state.tensors import gather_whole, to_local
 
@@ -167,7 +167,7 @@ class MuonAdamW(CombinedOptimizer):
                 member.add_param_group({**options, "params": params})
 
     def _choose_rows(self, p: Tensor, names: list[str], group: Group) -> tuple[int, ...]:
-        """Return the rows of each matrix in a tensor; () if AdamW steps it. Raise if Muon cannot."""
+        """Return the rows of each matrix in a tensor, () if AdamW steps it."""
         if not isinstance(p, Tensor):
             return ()  # torch's AdamW says what is wrong
         use_muon = group.get("use_muon", self._use_muon)
@@ -339,7 +339,7 @@ class Muon(Optimizer):
         slices = [one for p in params for one in cut_rows(p, self._rows_of(p))]
         batches = make_batches(slices, BATCH)
         sides = [side for batch in batches for side in batch]
-        variances = self._read_variances(sides) if group["normalize"] else []
+        variances = self._read_variances(sides, group) if group["normalize"] else []
         waiting = itertools.zip_longest(sides, variances)
         remaining = Counter(one.p for one in slices)
         updates: dict[Tensor, Tensor] = {}
@@ -376,20 +376,22 @@ class Muon(Optimizer):
 
     # The mean squares of rows
 
-    def _read_variances(self, sides: Sequence[Sequence[Slice]]) -> list[Tensor]:
-        """Return those of each side, (matrices, rows), at least in float32."""
+    def _read_variances(self, sides: Sequence[Sequence[Slice]], group: Group) -> list[Tensor]:
+        """Return those of each side, (matrices, rows), in float32 or more, times ``muon_beta2``."""
         views = [[self._view_variance(one) for one in side] for side in sides]
         flat = torch.cat([view.reshape(-1) for side in views for view in side])
-        flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
+        flat = flat.to(torch.promote_types(flat.dtype, torch.float32)).mul_(group["muon_beta2"])
         parts = flat.split([sum(view.numel() for view in side) for side in views])
         return [part.view(-1, side[0].rows) for part, side in zip(parts, sides, strict=True)]
 
     def _write_variances(self, sides: Sequence[Sequence[Slice]], values: Sequence[Tensor]) -> None:
-        views = [self._view_variance(one) for side in sides for one in side]
-        flat = torch.cat([value.view(-1) for value in values])
-        parts = flat.split([view.numel() for view in views])
-        pairs = zip(parts, views, strict=True)
-        torch._foreach_copy_(views, [part.view(view.shape) for part, view in pairs])
+        views, parts = [], []
+        for side, value in zip(sides, values, strict=True):
+            of_side = [self._view_variance(one) for one in side]
+            split = value.view(-1).split([view.numel() for view in of_side])
+            parts += [part.view(view.shape) for part, view in zip(split, of_side, strict=True)]
+            views += of_side
+        torch._foreach_copy_(views, parts)
 
     def _view_variance(self, one: Slice) -> Tensor:
         """Return those of a slice in the state, which has all rows of a tensor whose matrices ranks
@@ -411,8 +413,8 @@ def apply_update(side: Sequence[Slice], variances: Tensor | None, o: Tensor, gro
     if variances is None:
         stack.copy_(o)
     else:
-        factors = update_row_factors(o, variances, group["muon_beta2"])
-        torch.mul(o, factors.unsqueeze(2), out=stack)
+        divisors = update_row_divisors(o, variances, group["muon_beta2"])
+        torch.div(o, divisors.unsqueeze(2), out=stack)
     weights, results = unstack(side, stack)
-    alpha = -group["lr"] * scale(side[0].shape, group["adjust_lr_fn"])
-    torch._foreach_add_(weights, results, alpha=alpha)
+    factor = scale(side[0].shape, group["adjust_lr_fn"], variances is not None)
+    torch._foreach_add_(weights, results, alpha=-group["lr"] * factor)

@@ -47,25 +47,28 @@ def orthogonalize(
     return x
 
 
-def update_row_factors(x: Tensor, variances: Tensor, beta2: float) -> Tensor:
-    """Update the variances (matrices, rows), the mean squares of rows averaged over steps; return
-    what each row is multiplied by.
+def update_row_divisors(x: Tensor, variances: Tensor, beta2: float) -> Tensor:
+    """Add the mean squares of rows to ``variances`` (matrices, rows), which are multiplied by beta2
+    already. Return what each row is divided by, so that matrices have a norm of 1.
 
-    The products have a norm of sqrt(min(rows, columns)), as an orthogonal matrix has, so a
-    correction of the average's beginning would change nothing: it is one factor a matrix.
+    A correction of averages that began with zeros would change nothing: it is one factor a matrix.
     """
+    columns = x.shape[2]
     norms = torch.linalg.vector_norm(x, dim=2, dtype=variances.dtype)
-    variances.lerp_(norms.square().div_(x.shape[2]), 1 - beta2)
-    factors = variances.sqrt().add_(ROW_EPS).reciprocal_()
-    lengths = torch.linalg.vector_norm(norms * factors, dim=1, keepdim=True).clamp_(min=ROW_EPS)
-    return factors.mul_(math.sqrt(min(x.shape[1:]))).div_(lengths)
+    variances.addcmul_(norms, norms, value=(1 - beta2) / columns)
+    divisors = variances.sqrt().add_(ROW_EPS)
+    lengths = torch.linalg.vector_norm(norms / divisors, dim=1, keepdim=True)
+    return divisors.mul_(lengths.clamp_(min=ROW_EPS))
 
 
-def scale(shape: tuple[int, int], rule: str | None) -> float:
-    """Return the factor of an orthogonal update: ``adjust_lr_fn`` of ``torch.optim.Muon``."""
+def scale(shape: tuple[int, int], rule: str | None, is_normalized: bool = False) -> float:
+    """Return the factor of an orthogonal update: ``adjust_lr_fn`` of ``torch.optim.Muon``; if
+    matrices have a norm of 1, times that of an orthogonal one.
+    """
+    norm = math.sqrt(min(shape)) if is_normalized else 1.0
     if rule == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(shape))
-    return math.sqrt(max(1.0, shape[0] / shape[1]))
+        return 0.2 * math.sqrt(max(shape)) * norm
+    return math.sqrt(max(1.0, shape[0] / shape[1])) * norm
 
 
 def choose_dtype(device: torch.device) -> torch.dtype:

@@ -49,7 +49,7 @@ def make_batches(slices: Iterable[Slice], most: int) -> list[list[list[Slice]]]:
     and no more than ``most`` elements if they are several. A batch has its slices by shape.
     """
     by_kind: dict[tuple[int, ...], list[list[Slice]]] = {}
-    for one in slices:
+    for one in sorted(slices, key=lambda one: one.shape):
         batches = by_kind.setdefault(tuple(sorted(one.shape)), [[]])
         if batches[-1] and sum(other.numel for other in batches[-1]) + one.numel > most:
             batches.append([])

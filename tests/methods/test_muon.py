@@ -272,16 +272,16 @@ def test_in_other_dtypes_they_are_near_the_definition(of_params, iteration, allo
 
 
 def test_a_batch_has_one_shape_and_its_transpose_and_is_not_too_large():
-    shapes = [(6, 8), (6, 8), (3, 4), (8, 6), (6, 8), (200, 4), (200, 4)]
+    shapes = [(6, 8), (6, 8), (3, 4), (8, 6), (6, 8), (8, 6), (200, 4), (200, 4)]
     params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    batches = make_batches([one for p in params for one in cut_rows(p, (p.shape[0],))], 150)
+    batches = make_batches([one for p in params for one in cut_rows(p, (p.shape[0],))], 200)
     number = {p: i for i, p in enumerate(params)}
     assert [[[number[one.p] for one in side] for side in batch] for batch in batches] == [
-        [[0, 1], [3]],
-        [[4]],
         [[2]],
+        [[0, 1, 4], [3]],
         [[5]],
         [[6]],
+        [[7]],
     ]
 
 
@@ -398,14 +398,20 @@ def train(model, optimizer, steps) -> None:
         optimizer.step()
 
 
-def three_parts(name: str, p: torch.Tensor) -> int:
-    return p.ndim == 2 and (3 if name == "up.weight" else 1)
+def in_parts(name: str, p: torch.Tensor) -> bool | tuple[int, ...]:
+    if name == "up.weight":
+        return (p.shape[0] - 3, 1, 2)
+    return p.ndim == 2
+
+
+def make(model: Small, lr: float = 1e-2) -> compopt.MuonAdamW:
+    return compopt.MuonAdamW(model.named_parameters(), lr, use_muon=in_parts, normalize="rows", muon_beta2=0.8)
 
 
 def trained() -> tuple[Small, compopt.MuonAdamW]:
     torch.manual_seed(0)
     model = Small()
-    optimizer = compopt.MuonAdamW(model.named_parameters(), lr=1e-2, use_muon=three_parts)
+    optimizer = make(model)
     train(model, optimizer, range(4))
     return model, optimizer
 
@@ -415,7 +421,7 @@ def test_checkpoints_and_copies_go_on_to_the_bit():
     saved = through_a_file(optimizer.state_dict())
     assert [group["params"] for group in saved["param_groups"]] == [[0, 1, 2], [3, 4, 5, 6]]
     loaded = copy.deepcopy(model)
-    resumed = compopt.MuonAdamW(loaded.named_parameters(), lr=0.7, use_muon=three_parts)
+    resumed = make(loaded, lr=0.7)
     resumed.load_state_dict(saved)
     copies = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer))), (loaded, resumed)]
     train(model, optimizer, range(4, 8))
@@ -455,7 +461,7 @@ def test_its_checkpoint_goes_on_inside_a_class_that_averages(around):
     model, optimizer = trained()
     saved = copy.deepcopy(optimizer.state_dict())
     other = copy.deepcopy(model)
-    wrapped = around(compopt.MuonAdamW(other.named_parameters(), lr=1e-2, use_muon=three_parts))
+    wrapped = around(make(other))
     wrapped.load_state_dict(saved)
     train(model, optimizer, range(4, 7))
     train(other, wrapped, range(4, 7))  # one process: nothing is averaged
@@ -468,7 +474,7 @@ def test_torchs_checkpoint_functions_bring_everything_back(how, alone, tmp_path)
     options = StateDictOptions(**DCP[how])
     saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
     other = copy.deepcopy(model)
-    resumed = compopt.MuonAdamW(other.named_parameters(), lr=0.7, use_muon=three_parts)
+    resumed = make(other, lr=0.7)
     state = {"optimizer": get_optimizer_state_dict(other, resumed, options=options)}
     dcp.save({"optimizer": saved}, checkpoint_id=tmp_path)
     dcp.load(state, checkpoint_id=tmp_path)
@@ -519,8 +525,15 @@ class Shards(nn.Module):
 
     def __init__(self):
         super().__init__()
-        shapes = {"even": (32, 48), "uneven": (7, 4), "tall": (48, 32), "row": (1, 48), "qkv": (6, 5)}
-        shapes |= {"experts": (3, 4, 7), "expert": (1, 8, 6), "vector": (5,)}
+        shapes = {
+            "even": (32, 48),
+            "uneven": (7, 4),
+            "tall": (48, 32),
+            "row": (1, 48),
+            "qkv": (6, 5),
+            "grouped": (9, 5),
+        }
+        shapes |= {"experts": (3, 4, 7), "expert": (1, 8, 6), "halves": (3, 6, 7), "vector": (5,)}
         for number, (name, shape) in enumerate(shapes.items()):
             values = torch.randn(shape, generator=torch.Generator().manual_seed(number))
             self.register_parameter(name, nn.Parameter(values))
@@ -531,8 +544,10 @@ class Shards(nn.Module):
 
 
 def step_shards(model: Shards) -> compopt.MuonAdamW:
-    parts = {"vector": 0, "qkv": 3}
-    optimizer = compopt.MuonAdamW(model.named_parameters(), lr=0.1, use_muon=lambda name, p: parts.get(name, 1))
+    parts = {"vector": 0, "qkv": 3, "grouped": (4, 2, 2, 1), "halves": (4, 2)}
+    optimizer = compopt.MuonAdamW(
+        model.named_parameters(), lr=0.1, use_muon=lambda name, p: parts.get(name, 1), normalize="rows"
+    )
     for step in range(3):
         optimizer.zero_grad()
         model(step).backward()
@@ -564,7 +579,7 @@ def on_two(rank: int) -> tuple[bool, dict[str, bool], bool]:
         and (
             rank > 0
             or name == "vector"
-            or torch.equal(state[name]["momentum_buffer"], reference.state[q]["momentum_buffer"])
+            or all(torch.equal(state[name][key], value) for key, value in reference.state[q].items())
         )
         for (name, p), q in zip(sharded.named_parameters(), whole.parameters(), strict=True)
     }
