@@ -8,6 +8,12 @@ A hidden matrix w of m rows and d columns at one step, with gradient g::
     3  o <- u, its singular values about 1       # a Newton-Schulz iteration
     4  w <- w - lr (decay w + .2 sqrt(max(m, d)) o)
 
+With ``normalize="rows"`` (NorMuon, Li et al., 2510.05491) between lines 3 and 4, for each row i::
+
+      s_i <- beta2 s_i + (1 - beta2) mean(o_i^2)
+      o_i <- o_i / sqrt(s_i)
+      o <- o sqrt(min(m, d)) / |o|             # the norm of an orthogonal matrix
+
 Line 4 scales updates to the size of AdamW's (Liu et al., 2502.16982), so one learning rate serves
 both. Embeddings, the head, vectors and tensors of more dimensions are AdamW's.
 
@@ -17,11 +23,11 @@ as many launches as one of them would.
 
 from __future__ import annotations
 
-import math
-import platform
+import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,11 +36,14 @@ from torch.optim.optimizer import ParamsT
 
 from ._engine.combined import CombinedOptimizer
 from ._engine.options import Group, check_adam, is_count, is_numeric, require, require_option
-from ._state.tensors import gather_whole, take_local_part, to_local
+from ._muon.orthogonal import choose_dtype, orthogonalize_stacks, scale, update_row_divisors
+from ._muon.slices import Slice, cut_rows, cuts_matrices, make_batches, stack_slices, unstack
+from ._state.tensors import gather_whole, to_local
 
-UseMuon = Callable[[str, Tensor], bool | int]
+UseMuon = Callable[[str, Tensor], bool | int | Sequence[int]]
 
 MUON_OPTIONS = {"momentum", "nesterov", "ns_steps", "ns_coefficients", "adjust_lr_fn"}
+NORMALIZATION = {"normalize", "muon_beta2"}
 ADAMW_OPTIONS = {"betas", "eps", "amsgrad", "maximize", "foreach", "fused", "capturable"}
 
 NUMBER = re.compile(r"(^|\.)\d+(\.|$)")  # the number of a layer in a stack
@@ -75,13 +84,19 @@ class MuonAdamW(CombinedOptimizer):
         lr, weight_decay: for both. Decay is decoupled, as in :class:`torch.optim.AdamW`.
         momentum, nesterov, ns_steps: for Muon; ``ns_steps`` are the steps of the Newton-Schulz
             iteration.
+        normalize, muon_beta2: for Muon; ``"rows"`` is NorMuon: each row of an orthogonalized
+            matrix, a neuron, is divided by its root mean square, averaged over steps by
+            ``muon_beta2``, and the matrix brought to the norm of an orthogonal one, so one learning
+            rate still serves both.
         betas, eps: for AdamW.
         use_muon: a function of a tensor's name ("" if it has none) and the tensor, which returns
             True if Muon steps it. A number instead of True says how many matrices of equal size the
-            rows are, as 3 for q, k and v in one: each is orthogonalized by itself. A tensor of 3
+            rows are, as 3 for q, k and v in one; a list of numbers, how many rows each has, as
+            (512, 128, 128) for grouped queries: each is orthogonalized by itself. A tensor of 3
             dimensions, as (experts, rows, columns), is a stack of matrices.
 
-    State: ``momentum_buffer`` of Muon's tensors, ``exp_avg`` and ``exp_avg_sq`` of AdamW's.
+    State: ``momentum_buffer`` of Muon's tensors, with ``normalize`` also
+    ``second_momentum_buffer``, a number a row; ``exp_avg`` and ``exp_avg_sq`` of AdamW's.
 
     Raises:
         ValueError: a tensor of Muon's has other than 2 or 3 dimensions, or its rows are not so many
@@ -97,6 +112,8 @@ class MuonAdamW(CombinedOptimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         ns_steps: int = 5,
+        normalize: Literal["rows"] | None = None,
+        muon_beta2: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         use_muon: UseMuon | None = None,
@@ -105,6 +122,7 @@ class MuonAdamW(CombinedOptimizer):
             raise TypeError("params must be named parameters or groups, got a Tensor.")
         options: Group = dict(lr=lr, weight_decay=weight_decay)
         of_muon: Group = dict(momentum=momentum, nesterov=nesterov, ns_steps=ns_steps)
+        of_muon |= dict(normalize=normalize, muon_beta2=muon_beta2)
         of_adamw: Group = dict(betas=betas, eps=eps)
         muon = Muon([{"params": []}], **options, **of_muon)
         check_options({**muon.defaults, **of_adamw})
@@ -134,26 +152,24 @@ class MuonAdamW(CombinedOptimizer):
         if group.get("maximize"):
             raise ValueError("maximize must be False: Muon has none. Negate the loss.")
         check_options({**self.members[0].defaults, **self.members[1].defaults, **group})
-        parts = {p: self._count_parts(p, names, group) for p, names in names_of.items()}
+        rows = {p: self._choose_rows(p, names, group) for p, names in names_of.items()}
         muon, adamw = self.members
         assert isinstance(muon, Muon)
-        muon.parts.update({p: n for p, n in parts.items() if n > 1})
-        sides = ((muon, True, ADAMW_OPTIONS), (adamw, False, MUON_OPTIONS))
+        muon.rows.update({p: counts for p, counts in rows.items() if len(counts) > 1})
+        sides = ((muon, True, ADAMW_OPTIONS), (adamw, False, MUON_OPTIONS | NORMALIZATION))
         for member, takes_muon, options_of_other in sides:
             dropped = options_of_other | {"params", "param_names", "use_muon"}
             options = {name: value for name, value in group.items() if name not in dropped}
-            chosen = {p: names[0] for p, names in names_of.items() if bool(parts[p]) == takes_muon}
+            chosen = {p: names[0] for p, names in names_of.items() if bool(rows[p]) == takes_muon}
             if chosen:
                 is_named = any(chosen.values())
                 params = [(name, p) for p, name in chosen.items()] if is_named else [*chosen]
                 member.add_param_group({**options, "params": params})
 
-    def _count_parts(self, p: Tensor, names: list[str], group: Group) -> int:
-        """Return how many matrices the rows of a tensor are, 0 if AdamW steps it; raise if Muon
-        cannot.
-        """
+    def _choose_rows(self, p: Tensor, names: list[str], group: Group) -> tuple[int, ...]:
+        """Return the rows of each matrix in a tensor, () if AdamW steps it."""
         if not isinstance(p, Tensor):
-            return 0  # torch's AdamW says what is wrong
+            return ()  # torch's AdamW says what is wrong
         use_muon = group.get("use_muon", self._use_muon)
         is_rule = use_muon is None or isinstance(use_muon, bool) or callable(use_muon)
         require(is_rule, "use_muon", use_muon, "None, True, False or a function")
@@ -165,10 +181,9 @@ class MuonAdamW(CombinedOptimizer):
                 )
             use_muon = p.ndim == 2 and all(is_hidden(name, self._has_layers) for name in names)
         elif callable(use_muon):
-            use_muon = min(int(use_muon(name, p)) for name in names)
-        if use_muon:
-            check_matrices(p, names, use_muon)
-        return int(use_muon)
+            choices = [use_muon(name, p) for name in names]
+            use_muon = choices[0] if all(choices) else False
+        return count_rows(p, names, use_muon) if use_muon else ()
 
     def list_parameters(self) -> dict[str, list[str]]:
         """Return the names and shapes of Muon's and of AdamW's tensors."""
@@ -203,6 +218,10 @@ def check_options(group: Group) -> None:
     require_option(is_good, group, "ns_steps", "an integer from 1 to 99")
     is_known = rule in (None, "original", "match_rms_adamw")
     require_option(is_known, group, "adjust_lr_fn", "'match_rms_adamw' or 'original'")
+    require_option(group["normalize"] in (None, "rows"), group, "normalize", "None or 'rows'")
+    beta2 = group["muon_beta2"]
+    is_factor = is_numeric(beta2) and 0 <= beta2 < 1
+    require_option(is_factor, group, "muon_beta2", "in [0, 1)")
 
 
 def is_hidden(name: str, has_layers: bool) -> bool:
@@ -230,8 +249,11 @@ def read_group(group: Group) -> dict[Tensor, list[str]]:
     return names_of
 
 
-def check_matrices(p: Tensor, names: list[str], parts: int) -> None:
-    """Raise ValueError if a tensor is no stack of ``parts`` matrices, TypeError if complex."""
+def count_rows(p: Tensor, names: list[str], parts: int | Sequence[int]) -> tuple[int, ...]:
+    """Return the rows of each matrix in a tensor.
+
+    Raises ValueError if the tensor is no stack of such matrices, TypeError if it is complex.
+    """
     if p.is_complex():
         raise TypeError(
             f"use_muon chooses {describe(p, names)}, which is complex ({p.dtype}): use "
@@ -242,11 +264,20 @@ def check_matrices(p: Tensor, names: list[str], parts: int) -> None:
             f"use_muon chooses {describe(p, names)} of {p.dtype}, and Muon takes floats of 2 or 3 "
             "dimensions only."
         )
-    if parts < 0 or p.shape[-2] % parts:
+    rows = p.shape[-2]
+    if isinstance(parts, Sequence):
+        if not all(is_count(count) for count in parts) or sum(parts) != rows:
+            raise ValueError(
+                f"use_muon returns {parts} for {describe(p, names)}: return the rows of each "
+                f"matrix, which are {rows} together."
+            )
+        return tuple(parts)
+    if parts < 0 or rows % parts:
         raise ValueError(
-            f"use_muon returns {parts} for {describe(p, names)}, whose {p.shape[-2]} rows are not "
-            "so many matrices of equal size."
+            f"use_muon returns {parts} for {describe(p, names)}, whose {rows} rows are not so many "
+            "matrices of equal size."
         )
+    return (rows // int(parts),) * int(parts)
 
 
 def describe(p: Tensor, names: list[str]) -> str:
@@ -261,154 +292,129 @@ def describe(p: Tensor, names: list[str]) -> str:
 class Muon(Optimizer):
     """``torch.optim.Muon`` with its options, groups and state, in batches.
 
-    ``parts``: how many matrices the rows of a tensor are, where there is more than one.
+    ``rows``: the rows of each matrix of a tensor, where there is more than one.
     """
 
     def __init__(self, params: ParamsT, **options: Any):
-        self.parts: dict[Tensor, int] = {}
+        self.rows: dict[Tensor, tuple[int, ...]] = {}
         given = {"ns_coefficients": COEFFICIENTS, "eps": 1e-7, "adjust_lr_fn": "match_rms_adamw"}
         super().__init__(params, given | options)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "parts": self.parts}
+        return {**super().__getstate__(), "rows": self.rows}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take another state. Options that groups of a checkpoint lack stay as they are."""
+        before = getattr(self, "param_groups", [])
+        super().__setstate__(state)
+        for group, own in zip(self.param_groups, before, strict=False):
+            group.update({name: own[name] for name in NORMALIZATION if name not in group})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Step all tensors that have a gradient."""
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None and p.numel()]
-            for batch in make_batches(params, self._shape_of):
-                self._step_batch(batch, group)
+            by_kind: dict[Any, list[Tensor]] = {}
+            for p in group["params"]:
+                if p.grad is not None and p.numel():
+                    by_kind.setdefault((p.dtype, p.device), []).append(p)
+            for params in by_kind.values():
+                self._step_alike(params, {**group, "lr": float(group["lr"])})
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that ranks which step alike must share, beside groups."""
         params = [p for group in self.param_groups for p in group["params"]]
         dtypes = sorted({str(choose_dtype(p.device)) for p in params})
-        return {"iteration in": dtypes, "parts": [self.parts.get(p, 1) for p in params]}
+        return {"iteration in": dtypes, "rows": [self._rows_of(p) for p in params]}
 
-    def _shape_of(self, p: Tensor) -> tuple[int, int]:
-        """Return the rows and columns of a tensor's matrices."""
-        return p.shape[-2] // self.parts.get(p, 1), p.shape[-1]
+    def _rows_of(self, p: Tensor) -> tuple[int, ...]:
+        """Return the rows of each matrix of a tensor."""
+        return self.rows.get(p, (p.shape[-2],))
 
-    def _step_batch(self, params: Sequence[Tensor], group: Group) -> None:
-        """Step tensors whose matrices have one shape, or its transpose."""
-        updates = dict(zip(params, self._update_momenta(params, group), strict=True))
-        lr, dtype = float(group["lr"]), choose_dtype(params[0].device)
-        sides: dict[tuple[int, int], list[Tensor]] = {}
-        for p in params:
-            sides.setdefault(self._shape_of(p), []).append(p)
-        stacks = [
-            stack_matrices([updates.pop(p) for p in side], shape, dtype)
-            for shape, side in sides.items()
-        ]
-        counts = [len(stack) for stack in stacks]
-        wide = [stack if stack.shape[1] <= stack.shape[2] else stack.mT for stack in stacks]
-        del stacks
-        options = group["ns_coefficients"], group["ns_steps"], group["eps"]
-        orthogonal = orthogonalize(torch.cat(wide) if len(wide) > 1 else wide[0], *options)
-        for (shape, side), stack in zip(sides.items(), orthogonal.split(counts), strict=True):
-            weights = [to_local(p) for p in side]
-            torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
-            results = unstack(stack if shape[0] <= shape[1] else stack.mT, side)
-            torch._foreach_add_(weights, results, alpha=-lr * scale(shape, group["adjust_lr_fn"]))
+    def _step_alike(self, params: Sequence[Tensor], group: Group) -> None:
+        """Step tensors of one dtype on one device."""
+        self._update_momenta(params, group)
+        torch._foreach_mul_([to_local(p) for p in params], 1 - group["lr"] * group["weight_decay"])
+        slices = [one for p in params for one in cut_rows(p, self._rows_of(p))]
+        batches = make_batches(slices, BATCH)
+        sides = [side for batch in batches for side in batch]
+        variances = self._read_variances(sides, group) if group["normalize"] else []
+        waiting = itertools.zip_longest(sides, variances)
+        remaining = Counter(one.p for one in slices)
+        updates: dict[Tensor, Tensor] = {}
+        for batch in batches:
+            tensors = [one.p for side in batch for one in side]
+            self._read_updates(tensors, group, updates)
+            stacks = [stack_slices(side, updates, choose_dtype(params[0].device)) for side in batch]
+            remaining.subtract(tensors)
+            updates = {p: update for p, update in updates.items() if remaining[p]}
+            for o in orthogonalize_stacks(stacks, group):
+                apply_update(*next(waiting), o, group)
+        if variances:
+            self._write_variances(sides, variances)
 
-    def _update_momenta(self, params: Sequence[Tensor], group: Group) -> list[Tensor]:
-        """Update the momentum of every tensor; return what is to be orthogonalized, whole."""
+    def _update_momenta(self, params: Sequence[Tensor], group: Group) -> None:
         given = [p.grad for p in params if p.grad is not None]
         for p, grad in zip(params, given, strict=True):
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(grad)
         momenta = [to_local(self.state[p]["momentum_buffer"]) for p in params]
-        grads = [to_local(grad) for grad in given]
-        torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
-        updates: Sequence[Tensor] = momenta
-        if group["nesterov"]:
-            updates = torch._foreach_lerp(grads, momenta, group["momentum"])
-        pairs = zip(params, updates, strict=True)
-        return [gather_whole(p, x) if cuts_matrices(p) else x for p, x in pairs]
+        torch._foreach_lerp_(momenta, [to_local(grad) for grad in given], 1 - group["momentum"])
+
+    def _read_updates(
+        self, tensors: Iterable[Tensor], group: Group, known: dict[Tensor, Tensor]
+    ) -> None:
+        """Add what is to be orthogonalized, whole, of tensors of which it is not known."""
+        params = [p for p in dict.fromkeys(tensors) if p not in known]
+        updates = [to_local(self.state[p]["momentum_buffer"]) for p in params]
+        if group["nesterov"] and params:
+            grads = [to_local(p.grad) for p in params if p.grad is not None]
+            updates = [*torch._foreach_lerp(grads, updates, group["momentum"])]
+        for p, update in zip(params, updates, strict=True):
+            known[p] = gather_whole(p, update) if cuts_matrices(p) else update
+
+    # The mean squares of rows
+
+    def _read_variances(self, sides: Sequence[Sequence[Slice]], group: Group) -> list[Tensor]:
+        """Return those of each side, (matrices, rows), in float32 or more, times ``muon_beta2``."""
+        views = [[self._view_variance(one) for one in side] for side in sides]
+        flat = torch.cat([view.reshape(-1) for side in views for view in side])
+        flat = flat.to(torch.promote_types(flat.dtype, torch.float32)).mul_(group["muon_beta2"])
+        parts = flat.split([sum(view.numel() for view in side) for side in views])
+        return [part.view(-1, side[0].rows) for part, side in zip(parts, sides, strict=True)]
+
+    def _write_variances(self, sides: Sequence[Sequence[Slice]], values: Sequence[Tensor]) -> None:
+        views, parts = [], []
+        for side, value in zip(sides, values, strict=True):
+            of_side = [self._view_variance(one) for one in side]
+            split = value.view(-1).split([view.numel() for view in of_side])
+            parts += [part.view(view.shape) for part, view in zip(split, of_side, strict=True)]
+            views += of_side
+        torch._foreach_copy_(views, parts)
+
+    def _view_variance(self, one: Slice) -> Tensor:
+        """Return those of a slice in the state, which has all rows of a tensor whose matrices ranks
+        share, for all of them compute the whole.
+        """
+        state = self.state[one.p]
+        if "second_momentum_buffer" not in state:
+            p, local = one.p, to_local(one.p)
+            if cuts_matrices(p):
+                state["second_momentum_buffer"] = local.new_zeros((*p.shape[:-1], 1))
+            else:
+                state["second_momentum_buffer"] = torch.zeros_like(p[..., :1])
+        return one.of(to_local(state["second_momentum_buffer"]))
 
 
-def make_batches(
-    params: Iterable[Tensor], shape_of: Callable[[Tensor], tuple[int, int]]
-) -> list[list[Tensor]]:
-    """Divide tensors into batches, equally on all ranks: one shape of matrices and its transpose,
-    one dtype, one device, and no more than ``BATCH`` elements if they are several.
-    """
-    by_kind: dict[Any, list[list[Tensor]]] = {}
-    for p in params:
-        kind = (*sorted(shape_of(p)), p.dtype, p.device)
-        batches = by_kind.setdefault(kind, [[]])
-        if batches[-1] and sum(q.numel() for q in batches[-1]) + p.numel() > BATCH:
-            batches.append([])
-        batches[-1].append(p)
-    return [batch for batches in by_kind.values() for batch in batches]
-
-
-def choose_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype of the iteration: bfloat16, as in torch's Muon, if the device has units for
-    it; else float32, which is more exact and 3 to 20 times as fast as bfloat16 emulated.
-    """
-    if device.type == "cuda":
-        has_units = torch.cuda.is_bf16_supported(including_emulation=False)
-    elif device.type == "cpu":
-        has_units = onednn_takes_bfloat16()
-        if platform.machine() in ("x86_64", "AMD64"):  # where that may be by emulation
-            units = (torch.cpu._is_avx512_bf16_supported, torch.cpu._is_amx_tile_supported)
-            has_units = has_units and any(unit() for unit in units)
+def apply_update(side: Sequence[Slice], variances: Tensor | None, o: Tensor, group: Group) -> None:
+    """Subtract a stack from weights; with ``variances`` its rows are normalized."""
+    stack = o.new_empty(o.shape, dtype=side[0].p.dtype)  # contiguous, too
+    if variances is None:
+        stack.copy_(o)
     else:
-        has_units = True
-    return torch.bfloat16 if has_units else torch.float32
-
-
-def onednn_takes_bfloat16() -> bool:
-    is_available = torch.backends.mkldnn.is_available()
-    return is_available and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def stack_matrices(tensors: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Copy the matrices of all tensors to one of shape (number, rows, columns)."""
-    matrices = [tensor.reshape(-1, *shape) for tensor in tensors]
-    counts = [len(each) for each in matrices]
-    stack = tensors[0].new_empty((sum(counts), *shape), dtype=dtype)
-    torch._foreach_copy_(stack.split(counts), matrices)
-    return stack
-
-
-def unstack(stack: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
-    """Return the part of each parameter, in its dtype: of a sharded one this rank's."""
-    stack = stack.new_empty(stack.shape, dtype=params[0].dtype).copy_(stack)  # contiguous, too
-    shapes = [p.shape if cuts_matrices(p) else to_local(p).shape for p in params]
-    sizes = [shape.numel() // stack[0].numel() if len(stack) else 0 for shape in shapes]
-    wholes = [part.view(s) for part, s in zip(stack.split(sizes), shapes, strict=True)]
-    pairs = zip(params, wholes, strict=True)
-    return [take_local_part(p, x) if cuts_matrices(p) else x for p, x in pairs]
-
-
-def orthogonalize(
-    x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
-) -> Tensor:
-    """Bring the singular values of matrices, at least as wide as high, to about 1.
-
-    A step makes s to a s + b s^3 + c s^5, of all singular values s at once.
-    """
-    a, b, c = coefficients
-    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps)
-    for _ in range(steps):
-        gram = torch.bmm(x, x.mT)
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
-    return x
-
-
-def scale(shape: tuple[int, int], rule: str | None) -> float:
-    """Return the factor of an orthogonal update: ``adjust_lr_fn`` of ``torch.optim.Muon``."""
-    if rule == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(shape))
-    return math.sqrt(max(1.0, shape[0] / shape[1]))
-
-
-def cuts_matrices(p: Tensor) -> bool:
-    """Return True if this rank has a part only of some matrices of a sharded tensor."""
-    cuts = [one for one in getattr(p, "placements", ()) if not one.is_replicate()]
-    return any(not (one.is_shard() and one.dim < p.ndim - 2) for one in cuts)
+        divisors = update_row_divisors(o, variances, group["muon_beta2"])
+        torch.div(o, divisors.unsqueeze(2), out=stack)
+    weights, results = unstack(side, stack)
+    factor = scale(side[0].shape, group["adjust_lr_fn"], variances is not None)
+    torch._foreach_add_(weights, results, alpha=-group["lr"] * factor)

@@ -27,7 +27,7 @@ FLOORS = [
     ["integrations", "activations"],
     ["local_steps"],
     ["radius", "scape", "separate", "tagc", "adams", "average", "muon"],  # papers
-    ["_sharded", "_lowrank", "_local"],
+    ["_sharded", "_lowrank", "_local", "_muon"],
     ["_sparse"],
     ["_engine"],
     ["_ops"],

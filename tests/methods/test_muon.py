@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conformance import Small, data, loss, through_a_file
+from oracles import MuonOracle
 from ranks import run_ranks
 from sim import Ranks
 from test_dcp import OPTIONS as DCP
@@ -23,6 +24,8 @@ from torch.distributed.fsdp import fully_shard
 
 import compopt
 from compopt import muon
+from compopt._muon import orthogonal
+from compopt._muon.slices import cut_rows, make_batches
 
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch.optim.Muon, of torch 2.9")
 
@@ -141,6 +144,7 @@ def by_hand(model: Small, lr: float = 1e-2):
 OPTIONS = dict(weight_decay=0.2, momentum=0.9, nesterov=False, ns_steps=4, betas=(0.8, 0.9), eps=1e-5)
 
 
+OFF = {"normalize": None, "muon_beta2": 0.95}  # which torch's has not
 ROUNDING = 0.03  # of an update, where one iteration is in bfloat16 and the other in float32; 0.013 was measured
 DTYPES = [torch.bfloat16, torch.float32]  # of the iteration, on devices that have units for bfloat16 and on others
 
@@ -169,71 +173,116 @@ def test_it_is_torchs_two_optimizers_up_to_the_rounding_of_bfloat16(lr, dtype, m
             assert torch.equal(p, q)
     ours, torchs = optimizer.members[0].state_dict(), two[0].state_dict()
     names = ["up.weight", "down.weight", "idle.weight"]
-    assert ours["param_groups"] == [torchs["param_groups"][0] | {"param_names": names}]
+    assert ours["param_groups"] == [torchs["param_groups"][0] | {"param_names": names} | OFF]
     assert all(torch.equal(ours["state"][i]["momentum_buffer"], torchs["state"][i]["momentum_buffer"]) for i in (0, 1))
     assert ours["state"].keys() == torchs["state"].keys() == {0, 1}
     two[0].load_state_dict(ours)
     optimizer.members[0].load_state_dict(torchs)
 
 
-def orthogonalized(u: torch.Tensor, steps: int) -> torch.Tensor:
-    """The iteration by the singular values, which it changes one by one."""
-    left, s, right = torch.linalg.svd(u, full_matrices=False)
-    s = s / s.square().sum().sqrt()
-    for _ in range(steps):
-        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
-    return left * s @ right
-
-
-SHAPES = {  # of a tensor, and how many matrices its rows are
+SHAPES = {  # of a tensor, and what its rows are: how many matrices, or the rows of each
     "wide": ((6, 8), True),
     "wide too": ((6, 8), True),
     "tall": ((8, 6), 1),
     "a tall one in bfloat16's place": ((8, 6), True),
+    "square": ((8, 8), True),
     "q, k and v": ((18, 8), 3),
     "heads": ((32, 6), 4),
+    "grouped queries": ((12, 8), (8, 2, 2)),
+    "a gate, queries and keys": ((22, 8), [6, 8, 2, 6]),
     "experts": ((5, 8, 6), True),
     "experts of two matrices": ((2, 12, 8), 2),
+    "experts of two unequal matrices": ((2, 14, 8), (8, 6)),
     "a row": ((1, 8), True),
+    "a column": ((8, 1), True),
     "a large one": ((40, 50), True),
+}
+ROWS = {
+    name: rows if isinstance(rows, tuple | list) else (shape[-2] // int(rows),) * int(rows)
+    for name, (shape, rows) in SHAPES.items()
 }
 
 
-@pytest.mark.parametrize("most", [2**26, 100])
-def test_matrices_in_batches_are_stepped_by_the_definition(most, monkeypatch):
+ZEROS = {"wide": 2, "tall": 5, "a large one": slice(3, 9), "grouped queries": slice(8, 10), "q, k and v": slice(18)}
+
+
+def draw_gradients(t: int) -> dict[str, torch.Tensor | None]:
+    """One tensor has none at one step; there are rows and matrices of zeros, and later a whole tensor."""
+    torch.manual_seed(t)
+    grads: dict[str, torch.Tensor | None] = {name: torch.randn(shape) for name, (shape, _) in SHAPES.items()}
+    for name, rows in ZEROS.items():
+        if name != "q, k and v" or t < 2:
+            grads[name][rows] = 0
+    return grads | ({"tall": None} if t == 1 else {})
+
+
+def step_beside_the_oracle(params: dict[str, torch.Tensor], steps: int, **options):
+    """The optimizer and the oracle, after so many steps on the same gradients."""
+    named = {name: nn.Parameter(p.clone()) for name, p in params.items()}
+    normalize = options.pop("normalize")
+    oracle = MuonOracle([*params.values()], [*ROWS.values()], normalize=normalize is not None, **options)
+    options.pop("is_corrected", None)
+    optimizer = compopt.MuonAdamW(
+        named.items(), use_muon=lambda name, p: SHAPES[name][1], normalize=normalize, **options
+    )
+    for t in range(steps):
+        grads = draw_gradients(t)
+        for name, p in named.items():
+            p.grad = None if grads[name] is None else grads[name].to(p.dtype)
+        oracle.step([p.grad for p in named.values()])
+        optimizer.step()
+    return optimizer, named, dict(zip(named, oracle.params, strict=True)), oracle
+
+
+@pytest.mark.parametrize(("normalize", "most"), [(None, 2**26), (None, 100), ("rows", 2**26), ("rows", 100)])
+def test_matrices_in_batches_are_stepped_by_the_definition(normalize, most, monkeypatch):
     """In float64, of all shapes at once; a batch of at most so many elements."""
     monkeypatch.setattr(muon, "BATCH", most)
     monkeypatch.setattr(muon, "choose_dtype", lambda device: torch.float64)
     torch.manual_seed(0)
-    named = {name: nn.Parameter(torch.randn(shape, dtype=torch.float64)) for name, (shape, _) in SHAPES.items()}
-    optimizer = compopt.MuonAdamW(
-        named.items(), 0.1, 0.3, momentum=0.8, ns_steps=4, use_muon=lambda name, p: SHAPES[name][1]
-    )
-    momenta = {name: torch.zeros_like(p) for name, p in named.items()}
-    wanted = {name: p.detach().clone() for name, p in named.items()}
-    for t in range(3):
-        for name, p in named.items():
-            p.grad = torch.randn_like(p) if (name, t) != ("tall", 1) else None
-            if p.grad is None:
-                continue
-            momenta[name] += 0.2 * (p.grad - momenta[name])
-            update = 0.2 * p.grad + 0.8 * momenta[name]
-            rows, columns = p.shape[-2] // int(SHAPES[name][1]), p.shape[-1]
-            o = torch.stack([orthogonalized(u, 4) for u in update.view(-1, rows, columns)]).view(p.shape)
-            wanted[name] -= 0.1 * (0.3 * wanted[name] + 0.2 * max(rows, columns) ** 0.5 * o)
-        optimizer.step()
-        for name, p in named.items():
-            torch.testing.assert_close(p.detach(), wanted[name], msg=name, rtol=1e-9, atol=1e-9)
+    params = {name: torch.randn(shape, dtype=torch.float64) for name, (shape, _) in SHAPES.items()}
+    options = dict(lr=0.1, weight_decay=0.3, momentum=0.8, ns_steps=4, normalize=normalize)
+    optimizer, named, wanted, oracle = step_beside_the_oracle(params, 4, is_corrected=True, **options)
+    torch.testing.assert_close({name: p.detach() for name, p in named.items()}, wanted, rtol=1e-7, atol=1e-7)
+    for p, variances in zip(named.values(), oracle.variances, strict=True):
+        if normalize:
+            torch.testing.assert_close(optimizer.state[p]["second_momentum_buffer"].squeeze(-1), variances)
+        else:
+            assert optimizer.state[p].keys() == {"momentum_buffer"}
 
 
-def test_a_batch_has_one_shape_and_its_transpose_and_is_not_too_large(monkeypatch):
-    monkeypatch.setattr(muon, "BATCH", 150)
-    shapes = [(6, 8), (6, 8), (3, 4), (8, 6), (6, 8), (200, 4), (200, 4)]
+@pytest.mark.parametrize("normalize", [None, "rows"])
+@pytest.mark.parametrize(
+    ("of_params", "iteration", "allowed"),
+    [(torch.float32, torch.float32, 1e-3), (torch.float32, None, 0.06), (torch.bfloat16, None, 0.06)],
+)
+def test_in_other_dtypes_they_are_near_the_definition(of_params, iteration, allowed, normalize, monkeypatch):
+    """By how far all steps moved a tensor. The iteration is in float32, or what this machine takes."""
+    if iteration:
+        monkeypatch.setattr(muon, "choose_dtype", lambda device: iteration)
+    params = {name: torch.zeros(shape, dtype=of_params) for name, (shape, _) in SHAPES.items()}
+    options = dict(lr=0.1, weight_decay=0.0, nesterov=False, normalize=normalize)
+    optimizer, named, wanted, _ = step_beside_the_oracle(params, 4, **options)
+    for name, p in named.items():
+        moved = wanted[name].norm()
+        assert (p - wanted[name]).norm() < allowed * moved, name
+        if normalize:
+            assert optimizer.state[p]["second_momentum_buffer"].shape == (*p.shape[:-1], 1)
+            assert optimizer.state[p]["second_momentum_buffer"].dtype == of_params
+
+
+def test_a_batch_has_one_shape_and_its_transpose_and_is_not_too_large():
+    shapes = [(6, 8), (6, 8), (3, 4), (8, 6), (6, 8), (8, 6), (200, 4), (200, 4)]
     params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    params.append(nn.Parameter(torch.zeros(6, 8, dtype=torch.bfloat16)))
-    batches = muon.make_batches(params, lambda p: tuple(p.shape))
-    numbers = [[next(i for i, q in enumerate(params) if q is p) for p in batch] for batch in batches]
-    assert numbers == [[0, 1, 3], [4], [2], [5], [6], [7]]
+    batches = make_batches([one for p in params for one in cut_rows(p, (p.shape[0],))], 200)
+    number = {p: i for i, p in enumerate(params)}
+    assert [[[number[one.p] for one in side] for side in batch] for batch in batches] == [
+        [[2]],
+        [[0, 1, 4], [3]],
+        [[5]],
+        [[6]],
+        [[7]],
+    ]
 
 
 @pytest.mark.parametrize("rule", ["original", None, "match_rms_adamw"])
@@ -258,13 +307,13 @@ def test_the_iteration_is_in_bfloat16_where_a_device_has_units_for_it(monkeypatc
     def choose(device: str, machine: str = "x86_64", onednn: bool = True, avx: bool = False, amx: bool = False):
         monkeypatch.setattr("platform.machine", lambda: machine)
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-        monkeypatch.setattr(muon, "onednn_takes_bfloat16", lambda: onednn)
+        monkeypatch.setattr(orthogonal, "onednn_takes_bfloat16", lambda: onednn)
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx)
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
         monkeypatch.setattr(
             torch.cuda, "is_bf16_supported", lambda including_emulation: avx and not including_emulation
         )
-        return muon.choose_dtype(torch.device(device))
+        return orthogonal.choose_dtype(torch.device(device))
 
     assert choose("cpu", avx=True) == choose("cpu", amx=True) == torch.bfloat16
     assert choose("cpu") == choose("cpu", avx=True, onednn=False) == torch.float32  # which emulates it, or has none
@@ -349,14 +398,20 @@ def train(model, optimizer, steps) -> None:
         optimizer.step()
 
 
-def three_parts(name: str, p: torch.Tensor) -> int:
-    return p.ndim == 2 and (3 if name == "up.weight" else 1)
+def in_parts(name: str, p: torch.Tensor) -> bool | tuple[int, ...]:
+    if name == "up.weight":
+        return (p.shape[0] - 3, 1, 2)
+    return p.ndim == 2
+
+
+def make(model: Small, lr: float = 1e-2) -> compopt.MuonAdamW:
+    return compopt.MuonAdamW(model.named_parameters(), lr, use_muon=in_parts, normalize="rows", muon_beta2=0.8)
 
 
 def trained() -> tuple[Small, compopt.MuonAdamW]:
     torch.manual_seed(0)
     model = Small()
-    optimizer = compopt.MuonAdamW(model.named_parameters(), lr=1e-2, use_muon=three_parts)
+    optimizer = make(model)
     train(model, optimizer, range(4))
     return model, optimizer
 
@@ -366,7 +421,7 @@ def test_checkpoints_and_copies_go_on_to_the_bit():
     saved = through_a_file(optimizer.state_dict())
     assert [group["params"] for group in saved["param_groups"]] == [[0, 1, 2], [3, 4, 5, 6]]
     loaded = copy.deepcopy(model)
-    resumed = compopt.MuonAdamW(loaded.named_parameters(), lr=0.7, use_muon=three_parts)
+    resumed = make(loaded, lr=0.7)
     resumed.load_state_dict(saved)
     copies = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer))), (loaded, resumed)]
     train(model, optimizer, range(4, 8))
@@ -406,7 +461,7 @@ def test_its_checkpoint_goes_on_inside_a_class_that_averages(around):
     model, optimizer = trained()
     saved = copy.deepcopy(optimizer.state_dict())
     other = copy.deepcopy(model)
-    wrapped = around(compopt.MuonAdamW(other.named_parameters(), lr=1e-2, use_muon=three_parts))
+    wrapped = around(make(other))
     wrapped.load_state_dict(saved)
     train(model, optimizer, range(4, 7))
     train(other, wrapped, range(4, 7))  # one process: nothing is averaged
@@ -419,7 +474,7 @@ def test_torchs_checkpoint_functions_bring_everything_back(how, alone, tmp_path)
     options = StateDictOptions(**DCP[how])
     saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
     other = copy.deepcopy(model)
-    resumed = compopt.MuonAdamW(other.named_parameters(), lr=0.7, use_muon=three_parts)
+    resumed = make(other, lr=0.7)
     state = {"optimizer": get_optimizer_state_dict(other, resumed, options=options)}
     dcp.save({"optimizer": saved}, checkpoint_id=tmp_path)
     dcp.load(state, checkpoint_id=tmp_path)
@@ -470,8 +525,15 @@ class Shards(nn.Module):
 
     def __init__(self):
         super().__init__()
-        shapes = {"even": (32, 48), "uneven": (7, 4), "tall": (48, 32), "row": (1, 48), "qkv": (6, 5)}
-        shapes |= {"experts": (3, 4, 7), "expert": (1, 8, 6), "vector": (5,)}
+        shapes = {
+            "even": (32, 48),
+            "uneven": (7, 4),
+            "tall": (48, 32),
+            "row": (1, 48),
+            "qkv": (6, 5),
+            "grouped": (9, 5),
+        }
+        shapes |= {"experts": (3, 4, 7), "expert": (1, 8, 6), "halves": (3, 6, 7), "vector": (5,)}
         for number, (name, shape) in enumerate(shapes.items()):
             values = torch.randn(shape, generator=torch.Generator().manual_seed(number))
             self.register_parameter(name, nn.Parameter(values))
@@ -482,8 +544,10 @@ class Shards(nn.Module):
 
 
 def step_shards(model: Shards) -> compopt.MuonAdamW:
-    parts = {"vector": 0, "qkv": 3}
-    optimizer = compopt.MuonAdamW(model.named_parameters(), lr=0.1, use_muon=lambda name, p: parts.get(name, 1))
+    parts = {"vector": 0, "qkv": 3, "grouped": (4, 2, 2, 1), "halves": (4, 2)}
+    optimizer = compopt.MuonAdamW(
+        model.named_parameters(), lr=0.1, use_muon=lambda name, p: parts.get(name, 1), normalize="rows"
+    )
     for step in range(3):
         optimizer.zero_grad()
         model(step).backward()
@@ -515,7 +579,7 @@ def on_two(rank: int) -> tuple[bool, dict[str, bool], bool]:
         and (
             rank > 0
             or name == "vector"
-            or torch.equal(state[name]["momentum_buffer"], reference.state[q]["momentum_buffer"])
+            or all(torch.equal(state[name][key], value) for key, value in reference.state[q].items())
         )
         for (name, p), q in zip(sharded.named_parameters(), whole.parameters(), strict=True)
     }

@@ -5,9 +5,10 @@ a mistake there cannot hide here. Where a paper is wrong the docstring says what
 """
 
 from .average import AverageOracle
+from .muon import MuonOracle
 from .radius import RadiusOracle
 from .scape import AdamSOracle, ScapeOracle
 from .separate import SeparateOracle
 from .tagc import TagcOracle
 
-__all__ = ["AdamSOracle", "AverageOracle", "RadiusOracle", "ScapeOracle", "SeparateOracle", "TagcOracle"]
+__all__ = ["AdamSOracle", "AverageOracle", "MuonOracle", "RadiusOracle", "ScapeOracle", "SeparateOracle", "TagcOracle"]

@@ -1,0 +1,1 @@
+"""Muon's arithmetic. README.md lists the files, and what they may import."""
