@@ -271,7 +271,7 @@ def count_rows(p: Tensor, names: list[str], parts: int | Sequence[int]) -> tuple
                 f"use_muon returns {parts} for {describe(p, names)}: return the rows of each "
                 f"matrix, which are {rows} together."
             )
-        return tuple(parts)
+        return tuple(int(count) for count in parts)
     if parts < 0 or rows % parts:
         raise ValueError(
             f"use_muon returns {parts} for {describe(p, names)}, whose {rows} rows are not so many "

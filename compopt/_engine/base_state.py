@@ -25,6 +25,8 @@ from .exchange import CollectiveGenerator, exchange_one
 from .options import Group, make_comparable
 from .session import Session
 
+# In the entries of Muons that normalize rows or columns: a mean of squares for each.
+MEAN_SQUARES = ".second_momentum_buffer"
 CONSTANTS = (str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -169,10 +171,10 @@ def average_base(
 ) -> CollectiveGenerator[None]:
     """Replace the state of a wrapped optimizer by its mean over ranks.
 
-    State of a parameter that is more than floats of the parameter's shape and single values, such
-    as 8-bit moments, factors or projections, becomes rank 0's as a whole; and so do step counts.
-    State stays the rank's own if its form differs between ranks, or if it holds objects that are no
-    tensors or numbers; that is said once.
+    State of a parameter that is more than floats of the parameter's shape, mean squares of its rows
+    and single values, such as 8-bit moments, factors or projections, becomes rank 0's as a whole;
+    and so do step counts. State stays the rank's own if its form differs between ranks, or if it
+    holds objects that are no tensors or numbers; that is said once.
     """
     state = base.state
     entries = {p: read_leaves(state.get(p, {})) for bucket in buckets for p in bucket.params}
@@ -184,17 +186,18 @@ def average_base(
         path
         for p in alike
         for path, value in zip(entries[p].paths, entries[p].tensors, strict=True)
-        if value.numel() > 1 and value.is_floating_point() and not is_like(value, p)
+        if value.numel() > 1 and value.is_floating_point() and not has_mean(value, path, p)
     }
     for bucket in buckets:
         means: dict[torch.dtype, list[Tensor]] = {}
         of_rank_0 = Leaves()
         for p in (p for p in bucket.params if p in alike):
             entry = entries[p]
-            large = [value for value in entry.tensors if value.numel() > 1]
-            is_mean = factors.isdisjoint(entry.paths) and all(is_like(x, p) for x in large)
-            for value in entry.tensors:
-                if is_mean and is_like(value, p):
+            pairs = list(zip(entry.tensors, entry.paths, strict=True))
+            large = [(value, path) for value, path in pairs if value.numel() > 1]
+            is_mean = factors.isdisjoint(entry.paths) and all(has_mean(*one, p) for one in large)
+            for value, path in pairs:
+                if is_mean and has_mean(value, path, p):
                     means.setdefault(value.dtype, []).append(value)
                 else:
                     of_rank_0.tensors.append(value)
@@ -237,6 +240,11 @@ def copy_learned_options(
     rows = yield from exchange_one(comm, AllGather(checksum))
     if bool((rows == rows[0]).all()):
         yield from copy_from_rank_0(leaves, session.device, comm)
+
+
+def has_mean(value: Tensor, path: str, p: Tensor) -> bool:
+    """True for what may be averaged over ranks: floats like p, and mean squares of rows."""
+    return is_like(value, p) or (path.endswith(MEAN_SQUARES) and value.is_floating_point())
 
 
 def is_like(value: Tensor, p: Tensor) -> bool:

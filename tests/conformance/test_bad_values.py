@@ -90,6 +90,8 @@ TABLE = [
     (("LocalSteps",), "outer", lambda params: torch.optim.SGD(params, lr=INF), NOT_FINITE.format("lr", "outer")),
     *((("MuonAdamW",), "momentum", value, MOMENTUM.format(repr(value))) for value in ("x", NAN, -1, 1.0)),
     *((("MuonAdamW",), "ns_steps", value, STEPS.format(repr(value))) for value in ("x", NAN, 1.5, 0, 100, True)),
+    *((("MuonAdamW",), "muon_beta2", value, "muon_beta2 must be in [0, 1), got ") for value in ("x", NAN, -1, 1.0)),
+    *((("MuonAdamW",), "normalize", value, "normalize must be None or 'rows', got") for value in (True, "x", [])),
     (("MuonAdamW",), "use_muon", "x", "use_muon must be None, True, False or a function"),
 ]  # fmt: skip
 CASES = [(name, argument, value, says) for names, argument, value, says in TABLE for name in names]

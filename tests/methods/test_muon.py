@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
@@ -303,6 +304,18 @@ def test_a_group_may_scale_updates_in_torchs_other_way(rule, monkeypatch):
         compopt.MuonAdamW([{"params": params, "use_muon": True, "adjust_lr_fn": "both"}])
 
 
+def test_tensors_of_two_dtypes_in_a_group_are_stepped_as_alone():
+    params = [nn.Parameter(torch.ones(6, 8, dtype=dtype)) for dtype in DTYPES]
+    alone = copy.deepcopy(params)
+    torch.manual_seed(0)
+    for p, q in zip(params, alone, strict=True):
+        p.grad = torch.randn_like(p)
+        q.grad = p.grad.clone()
+        compopt.MuonAdamW([{"params": [q], "use_muon": True}], lr=0.1, normalize="rows").step()
+    compopt.MuonAdamW([{"params": params, "use_muon": True}], lr=0.1, normalize="rows").step()
+    assert all(map(torch.equal, params, alone))
+
+
 def test_the_iteration_is_in_bfloat16_where_a_device_has_units_for_it(monkeypatch):
     def choose(device: str, machine: str = "x86_64", onednn: bool = True, avx: bool = False, amx: bool = False):
         monkeypatch.setattr("platform.machine", lambda: machine)
@@ -326,6 +339,7 @@ def test_defaults_are_those_of_the_measured_runs():
     optimizer = compopt.MuonAdamW(Small().named_parameters())
     muon, adamw = optimizer.param_groups
     wanted = dict(lr=1e-3, weight_decay=0.1, momentum=0.95, nesterov=True, ns_steps=5, adjust_lr_fn="match_rms_adamw")
+    wanted |= OFF
     assert {name: muon[name] for name in wanted} == wanted
     assert (adamw["lr"], adamw["betas"], adamw["eps"], adamw["weight_decay"]) == (1e-3, (0.9, 0.95), 1e-8, 0.1)
 
@@ -370,6 +384,12 @@ def test_what_it_cannot_step_is_refused_by_name():
         compopt.MuonAdamW([("b", vector)], use_muon=lambda name, p: True)
     with pytest.raises(TypeError, match=r"use_muon chooses w \(8, 6\), which is complex"):
         compopt.MuonAdamW([("w", torch.zeros(M, dtype=torch.complex64))], use_muon=lambda name, p: True)
+    for parts in ((4, 3), [8, 1], (4, -4, 8), (True, 7)):
+        with pytest.raises(
+            ValueError, match=rf"use_muon returns {re.escape(repr(parts))} for w \(8, 6\): return the rows"
+        ):
+            compopt.MuonAdamW([("w", matrix)], use_muon=lambda name, p: parts)  # noqa: B023
+    assert compopt.MuonAdamW([("w", matrix)], use_muon=lambda name, p: [8.0]).members[0].rows == {}
     for parts in (3, -2):
         with pytest.raises(ValueError, match=rf"use_muon returns {parts} for w \(8, 6\), whose 8 rows are not so many"):
             compopt.MuonAdamW([("w", matrix)], use_muon=lambda name, p: parts)  # noqa: B023
@@ -466,6 +486,42 @@ def test_its_checkpoint_goes_on_inside_a_class_that_averages(around):
     train(model, optimizer, range(4, 7))
     train(other, wrapped, range(4, 7))  # one process: nothing is averaged
     assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+@pytest.mark.parametrize("around", [None, compopt.Average, compopt.LocalSteps])
+def test_a_checkpoint_without_normalized_rows_begins_them_and_leaves_the_options(around):
+    """One that torch's Muon wrote, or an older release of this class."""
+    model, optimizer = trained()
+    saved = copy.deepcopy(optimizer.state_dict())
+    for entry in (*saved["state"].values(), *optimizer.state.values()):
+        entry.pop("second_momentum_buffer", None)
+    for group in saved["param_groups"]:
+        for name in OFF:
+            group.pop(name, None)
+    other = copy.deepcopy(model)
+    inside = make(other, lr=0.7)
+    resumed = inside if around is None else around(inside)
+    resumed.load_state_dict(saved)
+    assert (inside.param_groups[0]["normalize"], inside.param_groups[0]["muon_beta2"]) == ("rows", 0.8)
+    train(model, optimizer, range(4, 6))
+    train(other, resumed, range(4, 6))
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_consolidated_momenta_and_mean_squares_of_rows_are_means_over_ranks():
+    def local(params, process_group):
+        inside = compopt.MuonAdamW([(f"layers.{i}", p) for i, p in enumerate(params)], normalize="rows")
+        return compopt.LocalSteps(inside, every=5, dense_steps=0, growth_steps=0, process_group=process_group)
+
+    ranks = Ranks(2, Small, local)
+    ranks.train(loss, 3)
+    states = [optimizer.base.state[model.up.weight] for _, model, optimizer in ranks]
+    wanted = {name: (a + states[1][name]) / 2 for name, a in states[0].items()}
+    assert wanted.keys() == {"momentum_buffer", "second_momentum_buffer"}
+    assert not torch.equal(wanted["momentum_buffer"], states[0]["momentum_buffer"])
+    ranks.world.consolidate(ranks.optimizers)
+    for state in states:
+        torch.testing.assert_close(dict(state), wanted)
 
 
 @pytest.mark.parametrize("how", DCP)

@@ -149,7 +149,7 @@ def negate_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
 
 
 def muon(params: Any, maximize: bool = False, **options: Any) -> compopt.MuonAdamW:
-    optimizer = compopt.MuonAdamW(params, use_muon=is_matrix, **options)
+    optimizer = compopt.MuonAdamW(params, use_muon=is_matrix, normalize="rows", **options)
     if maximize:  # which Muon has not
         optimizer.register_step_pre_hook(negate_gradients)
     return optimizer
