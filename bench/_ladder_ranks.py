@@ -27,7 +27,7 @@ import corpus
 from sim import World
 from train_gpt import GPT
 
-import compopt.muon
+from compopt._muon import orthogonal
 
 VALIDATION_WINDOWS, VALIDATION_BATCH = 1024, 32
 
@@ -248,7 +248,7 @@ class AlikeLockstep(Lockstep):
     """Ranks that take the same step: what Muon has orthogonalized for one is not computed again for the others."""
 
     def step_all(self) -> None:
-        compute, known = compopt.muon.orthogonalize, []
+        compute, known = orthogonal.orthogonalize, []
 
         def look_up(update: Tensor, *options: Any) -> Tensor:
             for other, result in known:
@@ -257,7 +257,7 @@ class AlikeLockstep(Lockstep):
             known.append((update.clone(), compute(update, *options)))
             return known[-1][1]
 
-        with patch.object(compopt.muon, "orthogonalize", look_up):
+        with patch.object(orthogonal, "orthogonalize", look_up):
             super().step_all()
 
 

@@ -15,7 +15,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ import compopt
 
 ADAMW = dict(betas=(0.9, 0.95), weight_decay=0.1)  # of every row
 DENSE = 10  # steps, averaged whole at the start of PowerSGD, and of SeparateAdam by default
-MOMENTA, OUTER_LRS = (0.0, 0.3, 0.6, 0.9), (0.7, 1.0)
+MOMENTA, OUTER_LRS = (0.0, 0.3, 0.6, 0.8, 0.9), (0.7, 1.0)
 
 
 class Run(NamedTuple):
@@ -69,7 +69,8 @@ class Row:
 
     def start(self, size: str, **others: Any) -> Run:
         """The run the search begins with."""
-        outer_lr = None if self.momentum is None else 1.0
+        has_rate = self.momentum is not None and getattr(self.make, "outer_lr", None) is None
+        outer_lr = 1.0 if has_rate else None
         return Run(next(n for n, row in ROWS.items() if row is self), size, self.lr, outer_lr, self.momentum, **others)
 
     def replicas(self, ranks: int) -> int:
@@ -83,10 +84,14 @@ def adamw(run: Run, steps: int, views: Views, group: Any = None) -> torch.optim.
     return torch.optim.AdamW(views.values(), run.lr, fused=True, **ADAMW)
 
 
-def muon(run: Run, steps: int, views: Views, group: Any = None, momentum: float = 0.95) -> torch.optim.Optimizer:
+def muon(run: Run, steps: int, views: Views, group: Any = None, **options: Any) -> torch.optim.Optimizer:
     """Muon on the matrices of the blocks; AdamW on embeddings, head and vectors."""
     groups = [{"params": list(views.items()), "fused": True}]
-    return compopt.MuonAdamW(groups, run.lr, momentum=momentum, **ADAMW)
+    return compopt.MuonAdamW(groups, run.lr, **options, **ADAMW)
+
+
+# NorMuon, with the momentum that was better than 0.95 in DDP and in local steps alike.
+normuon = functools.partial(muon, momentum=0.9, normalize="rows")
 
 
 def of_class(cls: str, dense_share: float = 0.0, **options: Any) -> Make:
@@ -100,9 +105,9 @@ def of_class(cls: str, dense_share: float = 0.0, **options: Any) -> Make:
 
 
 def separate_muon(
-    run: Run, steps: int, views: Views, group: Any, rank: int = 16, payload_dtype: str = "int8"
+    run: Run, steps: int, views: Views, group: Any, rank: int = 16, payload_dtype: str = "int8", make: Make = muon
 ) -> torch.optim.Optimizer:
-    inner = muon(run, steps, views)
+    inner = make(run, steps, views, None)
     return compopt.Separate(inner, projection="tracked", rank=rank, payload_dtype=payload_dtype, process_group=group)
 
 
@@ -114,6 +119,7 @@ class Local:
     every: int
     growth: int | None = None
     payload_dtype: str = "int2"
+    outer_lr: str | None = None  # None: the run's
 
     def growth_of(self, steps: int) -> int:
         return steps if self.growth is None else self.growth
@@ -123,7 +129,7 @@ class Local:
             self.inner(run, steps, views),
             self.every,
             payload_dtype=self.payload_dtype,
-            outer_lr=run.outer_lr,
+            outer_lr=self.outer_lr or run.outer_lr,
             outer_momentum=run.momentum,
             growth_steps=self.growth_of(steps),
             process_group=group,
@@ -152,10 +158,14 @@ def vary_default(**changes: Any) -> Row:
     return Row(Local(**dict(inner=muon, every=30, growth=800, payload_dtype="int4") | changes), Lockstep, 8e-3, 0.6)
 
 
-BASELINES = ("DDP + AdamW", "DDP + Muon")
+BASELINES = ("DDP + AdamW", "DDP + Muon", "DDP + NorMuon")
 MAIN = {
     "DDP + AdamW": Row(adamw, OneReplica, 8e-3),
     "DDP + Muon": Row(muon, OneReplica, 8e-3),
+    "DDP + NorMuon": Row(normuon, OneReplica, 8e-3),
+    "LocalSteps(NorMuon) 30": Row(Local(normuon, 30, 800, "int4", "auto"), Lockstep, 8e-3, 0.6),
+    "LocalSteps(NorMuon) 140": Row(Local(normuon, 140, outer_lr="auto"), Lockstep, 4e-3, 0.6),
+    "Separate(NorMuon) 16": Row(functools.partial(separate_muon, make=normuon), AlikeLockstep, 8e-3),
     "LocalSteps(Muon) 30": Row(Local(muon, 30), Lockstep, 8e-3, 0.3),
     "LocalSteps(Muon) 140": Row(Local(muon, 140), Lockstep, 8e-3, 0.6),
     "Separate(Muon) 16": Row(separate_muon, AlikeLockstep, 8e-3),
@@ -183,6 +193,10 @@ VARIANTS = {  # of LocalSteps(Muon) at its defaults, "30, int4, 800", and of Sep
 for momentum in (0.8, 0.85, 0.9, 0.98):  # of Muon, where the rows above have 0.95
     inner = functools.partial(muon, momentum=momentum)
     VARIANTS[f"LocalSteps(Muon) 30, int4, 800, inner momentum {momentum}"] = vary_default(inner=inner)
+VARIANTS["DDP + NorMuon, momentum 0.95"] = Row(functools.partial(normuon, momentum=0.95), OneReplica, 8e-3)
+for name, inner in {"Muon": muon, "NorMuon": normuon}.items():
+    changes = dict(every=1, payload_dtype="float32", outer_lr="auto")
+    VARIANTS[f"LocalSteps({name}) 1, float32, auto"] = replace(vary_default(inner=inner, **changes), momentum=0.0)
 VARIANTS["DDP + Muon, momentum 0.9"] = Row(functools.partial(muon, momentum=0.9), OneReplica, 8e-3)
 ROWS = MAIN | VARIANTS
 
@@ -328,7 +342,8 @@ def train(run: Run, device: str, data: str | None, until: float = math.inf) -> b
 
 
 def describe(run: Run) -> str:
-    outer = "" if run.momentum is None else f", outer lr {run.outer_lr:g}, momentum {run.momentum:g}"
+    rate = "auto" if run.outer_lr is None else f"{run.outer_lr:g}"
+    outer = "" if run.momentum is None else f", outer lr {rate}, momentum {run.momentum:g}"
     return f"{run.size}: {run.row}, lr {run.lr:g}{outer}, seed {run.seed}, {run.ranks} ranks, {run.products}"
 
 

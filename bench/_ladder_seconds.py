@@ -64,7 +64,7 @@ def kept() -> dict[Timing, dict[str, Any]]:
 
 def base_of(row: str) -> str:
     """The baseline whose optimizer the row has, or has inside."""
-    return BASELINES["Muon" in row]
+    return BASELINES[("Muon" in row) + ("NorMuon" in row)]
 
 
 def list_kinds(row: str, steps: int) -> list[str]:

@@ -185,7 +185,7 @@ def main() -> None:
 
 # Tables: every row at its best settings, size by size, for each number of ranks
 
-NAMES = dict(zip(BASELINES, ("to_adamw", "to_muon"), strict=True))
+NAMES = dict(zip(BASELINES, ("to_adamw", "to_muon", "to_normuon"), strict=True))
 
 
 def tabulate(runs: Lines, **others: Any) -> list[dict[str, Any]]:
@@ -282,7 +282,7 @@ def tabulate_outer(runs: Lines, **others: Any) -> list[dict[str, Any]]:
     return table
 
 
-HEADS = {"to_adamw": "x AdamW", "to_muon": "x Muon"}
+HEADS = {"to_adamw": "x AdamW", "to_muon": "x Muon", "to_normuon": "x NorMuon"}
 COLUMNS = {
     "loss": ("loss", "9.4f"),
     "range": ("range", "9.4f"),
@@ -327,7 +327,7 @@ def draw(table: list[dict[str, Any]], path: Path) -> None:
     ((ranks, batch), _) = Counter((line["ranks"], line["batch"]) for line in table).most_common(1)[0]
     lines = [line for line in table if (line["ranks"], line["batch"]) == (ranks, batch)]
     ticks, labels = sorted({line["parameters"] / 1e6 for line in lines}), {}
-    with drawing(path, 2, (13, 5)) as (figure, panels):
+    with drawing(path, 3, (18, 5)) as (figure, panels):
         for axis, (baseline, name) in zip(panels, NAMES.items(), strict=True):
             labels |= _draw_panel(axis, lines, baseline, name)
             axis.set(xlabel="million parameters", ylabel=f"validation loss / {baseline}'s", title=f"{ranks} ranks")
