@@ -84,8 +84,9 @@ class Release:
         where = ["--index-url", self.index] if self.index else []
         ready = self.folder / "ready"
         try:
-            if not ready.exists() or self.asked == "newest":
+            if not ready.exists():
                 self.run(os.environ.get("PYTHON", sys.executable), "-m", "venv", self.folder)
+            if not ready.exists() or self.asked == "newest":
                 self.run(*pip, *where, "--upgrade", torch)
                 self.run(*pip, *TOOLS)
             self.run(*pip, "--no-deps", "--no-build-isolation", "--editable", ROOT)
@@ -120,6 +121,7 @@ class Release:
                 how = "FAILED"
             self.failed |= not is_over
         self.lines.append(f"    {name}: {how}, {time.monotonic() - began:.0f} s")
+        print(f"torch {self.asked}:{self.lines[-1]}", flush=True)
 
     def train(self, optimizer: str | None) -> str:
         """Run the page's script with another optimizer on two ranks: the loss must fall by a quarter."""
