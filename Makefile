@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 ANSWERS = $(BIN)/python -c 'import urllib.request as u; u.urlopen("$(TORCH_INDEX)/torch/", timeout=3)' 2>/dev/null
 
-.PHONY: demo test slow properties fuzz soak elastic sites sanitize neon mutants lint types wheel docs bench gpu clean
+.PHONY: demo test slow properties fuzz soak elastic sites sanitize neon mutants versions lint types wheel docs bench gpu clean
 
 .venv/demo: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -68,6 +68,9 @@ sites: .venv/ready  ## DDP inside a site, compression between sites: 2 x 2 proce
 
 mutants: .venv/ready  ## deliberate faults, each put into a copy of the package: the tests must see every one
 	$(BIN)/python tests/mutants.py
+
+versions: .venv/ready  ## a part of the tests, and two ranks, on the oldest and the newest torch; 10 GB in runs/versions, ten minutes
+	$(BIN)/python tests/check_versions.py --index "$(TORCH_INDEX)" $(VERSIONS)
 
 sanitize: .venv/ready  ## the C passes under AddressSanitizer and UndefinedBehaviorSanitizer: random shapes, two minutes
 	$(BIN)/python tests/check_sanitizers.py

@@ -1,7 +1,7 @@
 """compopt: torch.optim optimizers that average gradients over slow links, compressed."""
 
 import importlib
-from types import ModuleType
+from typing import TYPE_CHECKING
 
 from ._engine.stats import Stats
 from ._wire.requests import CommunicationError
@@ -11,11 +11,14 @@ from .integrations import fsdp as _fsdp  # noqa: F401  (looks at every new optim
 from .integrations.ddp import attach
 from .local_steps import LocalSteps
 from .muon import MuonAdamW
-from .planning.diagnose import diagnose
 from .radius import RadiusAdamW
 from .scape import ScapeAdamS
 from .separate import Separate, SeparateAdam
 from .tagc import TagcAdamW
+
+if TYPE_CHECKING:
+    from . import activations, costmodel, planning  # noqa: F401
+    from .planning.diagnose import diagnose
 
 __version__ = "0.1.0"
 __all__ = [
@@ -35,8 +38,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> ModuleType:
-    """Import the modules that no optimizer needs when they are first used."""
-    if name in ("activations", "costmodel"):
-        return importlib.import_module(f".{name}", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # to a type checker every name would exist
+
+    def __getattr__(name: str) -> object:
+        """Import what no optimizer needs when it is first used."""
+        if name == "diagnose":
+            return importlib.import_module(".planning.diagnose", __name__).diagnose
+        if name in ("activations", "costmodel", "planning"):
+            return importlib.import_module(f".{name}", __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -40,7 +40,7 @@ from .requests import (
     Request,
     average_rows,
 )
-from .stores import BoundedStore
+from .stores import BoundedStore, Store
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
@@ -413,7 +413,7 @@ class Communicator:
         if group is None or self.size == 1 or dist.get_backend(group) == "mpi":
             return None
         limit = get_timeout(group) or DEFAULT_TIMEOUT
-        return BoundedStore(group.get_group_store(), limit.total_seconds())
+        return BoundedStore(get_group_store(group), limit.total_seconds())
 
     def get_backend(self, device: torch.device) -> str:
         """Return the backend for tensors of this device; "" if there is none.
@@ -438,6 +438,13 @@ class Communicator:
     def has_bitwise_or(self, device: torch.device) -> bool:
         """True if the backend has ReduceOp.BOR; NCCL and the backends that copy it do not."""
         return self.get_backend(device) in ("gloo", "mpi")
+
+
+def get_group_store(group: ProcessGroup) -> Store:
+    """Return the store of a group; before torch 2.9 a group does not know its own."""
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    return torch.distributed.distributed_c10d._get_process_group_store(group)
 
 
 def _answer_alone(request: Collective) -> object:

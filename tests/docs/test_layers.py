@@ -159,11 +159,12 @@ def test_torch_is_the_only_hard_dependency():
 
 
 def test_importing_it_loads_nothing_slow():
-    """Of torch, the parts that take half a second: they are loaded where they are asked for."""
+    """Planning, and of torch the parts that take half a second: they are loaded where they are asked for."""
     slow = ["torch._dynamo", "torch.distributed.tensor", "triton", "transformers", "matplotlib"]
-    asks = f"import sys, compopt, compopt.advise; print([name for name in {slow} if name in sys.modules])"
+    asks = "import sys, compopt; print([name for name in sys.modules if name.startswith('compopt.planning')])\n"
+    asks += f"import compopt.advise; print([name for name in {slow} if name in sys.modules], compopt.diagnose.__name__)"
     done = subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, timeout=HANG_GUARD)
-    assert done.stdout == "[]\n", done.stdout + done.stderr
+    assert done.stdout == "[]\n[] diagnose\n", done.stdout + done.stderr
     assert compopt.activations.MeshRanks.__module__ == "compopt.activations.tensor_parallel"
 
 

@@ -35,7 +35,7 @@ from compopt._engine.missing_ranks import (
     post_note,
     run_watching_ranks,
 )
-from compopt._wire.collectives import Communicator, PendingCollective
+from compopt._wire.collectives import Communicator, PendingCollective, get_group_store
 from compopt._wire.requests import RankSilent
 from compopt._wire.stores import BoundedStore
 
@@ -320,6 +320,18 @@ class StuckStore(dist.HashStore):
     def check(self, keys):
         self.answers.wait()
         return super().check(keys)
+
+
+def test_a_group_has_its_store_where_torch_gives_no_way_to_it(tmp_path, monkeypatch):
+    """As before torch 2.9: all steps of several ranks use it."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        store = get_group_store(dist.group.WORLD)
+        monkeypatch.delattr(dist.ProcessGroup, "get_group_store", raising=False)
+        get_group_store(dist.group.WORLD).set("here", "too")
+        assert store.get("here") == b"too"
+    finally:
+        dist.destroy_process_group()
 
 
 def test_no_call_of_a_store_that_does_not_answer_is_waited_for():
