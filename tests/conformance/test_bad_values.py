@@ -80,7 +80,8 @@ TABLE = [
     (("TagcAdamW",), "eps", 0.0, "eps must be > 0"),
     *((("TagcAdamW",), "sketch_ratio", value, f"sketch_ratio must be finite and >= 1, got {value}")
       for value in (INF, NAN, 0)),
-    *((("LocalSteps",), "outer_lr", value, f"outer_lr must be finite and > 0, got {value}") for value in (INF, NAN, 0)),
+    *((("LocalSteps",), "outer_lr", value, f"outer_lr must be 'auto', or finite and > 0, got {value}")
+      for value in (INF, NAN, 0)),
     *((("LocalSteps",), "round_seconds", value, "round_seconds must be None or finite") for value in (INF, NAN)),
     *((("LocalSteps",), "outer", value, OUTER) for value in (3, "x", lambda: None)),
     (("LocalSteps",), "outer", lambda params: None, NO_OUTER.format("NoneType")),

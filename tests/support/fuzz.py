@@ -47,7 +47,8 @@ ROUNDS: dict[str, list[Any]] = {  # of local steps
     "growth_steps": [0, 4],
     "fragments": [1, 2],
     "delay": [0, 1],
-    "outer_lr": [0.7, 1.0],
+    "outer_lr": [0.7, 1.0, "auto"],
+    "average_anchors": [None, 0.1],
     "outer_momentum": [0.9, 0.6, 0.0],
 }
 COMMON: dict[str, list[Any]] = {"weight_decay": [0.01, 0.1], "maximize": [False, False, True]}  # of the reference too
