@@ -170,9 +170,9 @@ def orthonormalize(stacks: Sequence[Tensor]) -> list[Tensor]:
 
     A column of zeros becomes a unit vector. A row of zeros stays one, so that what has no gradient
     on any rank does not move; unless all rows are zeros. Equal matrices give columns that are equal
-    to the bit, as all ranks need. A CPU uses QR, on one thread: with more threads the last bits depend on their number, and
-    it is hardly faster. Other devices use Cholesky-QR, since QR launches a kernel for each column.
-    On a CPU Cholesky-QR takes 2 to 7 times as long.
+    to the bit, as all ranks need. A CPU uses QR, on one thread: with more threads the last bits
+    depend on their number, and it is hardly faster. Other devices use Cholesky-QR, since QR
+    launches a kernel for each column. On a CPU Cholesky-QR takes 2 to 7 times as long.
     """
     by_index: dict[int, Tensor] = {}
     shapes = [stack.shape[1:] for stack in stacks]

@@ -8,15 +8,16 @@ Without a seed u is 1/2: rounding to the nearest, where no error feedback needs 
 
 With 2 bits the levels are -3, -1, 1 and 3 times the scale. There is no room for unbiased rounding,
 so a value takes the level beside it: 3 where it is at least the root mean square of its row, else
-1. There is no level for 0 either, and what stays at 0 must arrive as 0: a row that has zeros takes
--2, 0 and 2 times the scale, and its scale is sent with the sign -. For normally distributed values no four levels have a much smaller error (Max,
-1960: 0.1175 of their square; evenly spaced ones 0.1188). The scale minimizes the squared error of
-the row, so the norm of the error is below that of the row, and error feedback makes it decay.
-Without error feedback the result is biased. Sums over a row depend in their last bit on the
-processor; all ranks read the same quantized values and scales.
+1. For normally distributed values no four levels have a much smaller error (Max, 1960: 0.1175 of
+their square; evenly spaced ones 0.1188). There is no level for 0, and what has no gradient on any
+rank must not move. So a row that holds a 0 takes the levels -2, 0 and 2 (0.19 of the square), and
+its scale is sent negative. The scale minimizes the squared error of the row, so the norm of the
+error is below that of the row, and error feedback makes it decay. Without error feedback the result
+is biased. Sums over a row depend in their last bit on the processor; all ranks read the same
+quantized values and scales.
 
-With any number of bits, rows of zeros stay zeros. Rows whose scale (of 2 bits: whose largest value)
-is below 1.2e-38 become zeros. Rows with a value that is not finite become NaN.
+With any number of bits zeros stay zeros. Rows whose scale (of 2 bits: whose largest value) is below
+1.2e-38 become zeros. Rows with a value that is not finite become NaN.
 """
 
 from __future__ import annotations

@@ -89,9 +89,10 @@ def is_fast(case: str, backend: str) -> bool:
     return (case, backend) == ("SeparateAdam, None, None", "torch") or (backend == "native" and stores_numbers)
 
 
-@pytest.mark.parametrize(
-    ("case", "backend"), slow_but(is_fast, itertools.product(CASES, ["torch", "native", "triton"])), indirect=["backend"]
-)
+EACH = slow_but(is_fast, itertools.product(CASES, ["torch", "native", "triton"]))
+
+
+@pytest.mark.parametrize(("case", "backend"), EACH, indirect=["backend"])
 def test_what_has_no_gradient_does_not_move(case, backend):
     make, options = CASES[case]
     zero = ZERO_ROWS | ZERO_COLUMNS

@@ -246,15 +246,15 @@ def test_what_was_zero_for_a_while_moves_when_a_gradient_comes():
     p = nn.Parameter(torch.zeros(96, 80))
     optimizer = compopt.Separate(torch.optim.SGD([p], lr=1.0), **projecting("tracked", rank=4), simulate=True)
     sent = torch.zeros(96, 80)
-    for step in range(60):
+    for t in range(60):
         p.grad = 0.1 * torch.randn(96, 4, generator=generator) @ torch.randn(4, 80, generator=generator)
-        if step < 6:
+        if t < 6:
             p.grad[:50], p.grad[:, :40] = 0, 0
-        if step in (3, 8):
+        if t in (3, 8):
             p.grad.zero_()
         sent += p.grad
         optimizer.step()
-        if step == 5:
+        if t == 5:
             assert not p[:50].any() and not p[:, :40].any()
     assert p[:50, :40].count_nonzero() == 2000
     torch.testing.assert_close(-p.detach() + optimizer.state[p]["residual"], sent, rtol=0, atol=1e-4)
