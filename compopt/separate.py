@@ -72,7 +72,8 @@ def separate(
 ) -> RequestGenerator[None]:
     """Algorithm 1, one bucket, one step; ``update`` takes the averaged gradients."""
     mean = yield from reducer.reduce()  # lines 1 to 3
-    norm = yield Agree(mean, reducer.phase, reducer.squared_norm())
+    squared, drop_absent = reducer.squared_norm(), reducer.drop_absent
+    norm = yield Agree(mean, reducer.phase, squared, drop_absent=drop_absent)
 
     # from here on state changes
     reducer.draw_random_columns()  # again: random columns are not kept in between

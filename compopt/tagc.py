@@ -153,6 +153,14 @@ class UnionReducer(OwnerReducer):
             self.squared_norm = stacked_squared_norms(self.values)
         return mean
 
+    def drop_absent(self, given: list[bool]) -> Tensor | None:
+        super().drop_absent(given)
+        if self.positions is not None:
+            tensors = self.layout.tensors_at(self.positions + self.layout.own_bits[0])
+            has_gradient = torch.tensor(given, dtype=torch.bool, device=tensors.device)
+            self.values[-1].masked_fill_(~has_gradient.index_select(0, tensors), 0)
+        return None if self.sketch is None else stacked_squared_norms(self.values)
+
     def keep_unsent(self, have_gradients: list[bool]) -> None:
         """Do line 2: the residual is the values that were not sent, and rounding errors."""
         bucket, (positions, sent, *_) = self.bucket, self.selected

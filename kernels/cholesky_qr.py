@@ -4,11 +4,12 @@ Reference: ``orthonormalize_by_cholesky`` in ``compopt/_lowrank/projections.py``
 
     C <- X D^-1 + s E         D: the columns' lengths; E: the identity on top of zeros
     L L^T <- C^T C;           Q <- C L^-T
-    L L^T <- Q^T Q;           Q <- Q L^-T
+    L L^T <- Q^T Q;           Q <- Q L^-T, 0 in rows where X is 0, unless all of X is
 
 C is never in memory: C^T C follows from X^T X and the first r rows of X, and C L^-T is X times one
 r x r matrix plus another on top. Sums are in float64; Q is float32 between the two passes, since
-the second makes of any nearly orthonormal columns orthonormal ones.
+the second makes of any nearly orthonormal columns orthonormal ones. Below the first r rows zeros
+stay zeros by themselves.
 """
 
 from __future__ import annotations
@@ -117,7 +118,9 @@ def _factorize(
     R: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Compute L^-T of one matrix; in the first pass what X and E are multiplied by."""
+    """Compute L^-T of one matrix; in the first pass what X and E are multiplied by, and which of
+    the first r rows are not set to zero in the end.
+    """
     number = tl.program_id(0).to(tl.int64)
     row = table + HEAD_ + number * FIELDS
     begin, count, r = tl.load(row + BEGIN), tl.load(row + CHUNKS), tl.load(row + RANK)
@@ -139,6 +142,9 @@ def _factorize(
         x_down, x_across, in_x = tl.load(row + DOWN), tl.load(row + ACROSS), (i < r) & (j < r)
         top = load_field(row, X, i * x_down + j * x_across, in_x, XT).to(tl.float64) * across
         flipped = load_field(row, X, j * x_down + i * x_across, in_x, XT).to(tl.float64) * down
+        kept = tl.sum((top != 0).to(tl.float64), 1)[:, None]
+        kept += tl.where(tl.sum(tl.sum(squares, 1), 0) > 0, 0.0, one)
+        tl.store(triangles + _square(3 * number + 2, R), kept)
         gram = gram * down * across + shift * (top + flipped) + shift * shift * identity
         scale = down * one
     # columns that a smaller matrix does not have
@@ -159,9 +165,9 @@ def _factorize(
         of_row = tl.sum(tl.where(i == k, lower, 0.0), 0)[None, :]
         before = tl.sum(of_row * inverse, 1)[:, None]
         inverse += tl.where(j == k, (tl.where(i == k, one, 0.0) - before) / pivot, 0.0)
-    tl.store(triangles + _square(2 * number, R), scale * inverse)
+    tl.store(triangles + _square(3 * number, R), scale * inverse)
     if FIRST:
-        tl.store(triangles + _square(2 * number + 1, R), shift * inverse)
+        tl.store(triangles + _square(3 * number + 1, R), shift * inverse)
 
 
 @triton.jit
@@ -182,7 +188,7 @@ def _apply(
     row, j = table + HEAD_ + number * FIELDS, tl.arange(0, R)
     address, down, across, r = _locate_input(row, FIRST)
     x, i = address.to(tl.pointer_type(XT)), first + tl.arange(0, CHUNK)
-    triangle, in_range = triangles + 2 * number * R * R, i < tl.load(row)
+    triangle, in_range = triangles + 3 * number * R * R, i < tl.load(row)
     q = tl.zeros([CHUNK, R], tl.float64)
     if FIRST:
         top = triangle + R * R + i[:, None] * R + j[None, :]
@@ -190,6 +196,9 @@ def _apply(
     for k in range(r):
         column = tl.load(x + i * down + k * across, mask=in_range, other=0).to(tl.float64)
         q += column[:, None] * tl.load(triangle + k * R + j)[None, :]
+    if not FIRST:
+        kept = tl.load(triangle + 2 * R * R + i * R, mask=i < r, other=1)
+        q = tl.where(kept[:, None] != 0, q, 0.0)
     out = tl.load(row + Q).to(tl.pointer_type(tl.float32))
     at, given = i[:, None] * r + j[None, :], in_range[:, None] & (j < r)[None, :]
     tl.store(out + at, q.to(tl.float32), mask=given)
@@ -245,11 +254,11 @@ def orthonormalize(prepared: Orthonormalization, shift: float = SHIFT) -> None:
     ``MAX_RANK``.
 
     A column of zeros or a dependent one becomes a unit vector: ``shift`` is added to element (i, i)
-    of each matrix of columns of length 1.
+    of each matrix of columns of length 1. A row of zeros stays one, unless all rows are zeros.
     """
     programs, matrices, R, table = prepared
     device, count = table.device, len(programs)
-    triangles = torch.empty(matrices, 2, R, R, dtype=torch.float64, device=device)
+    triangles = torch.empty(matrices, 3, R, R, dtype=torch.float64, device=device)
     grams = torch.empty(count, R, R, dtype=torch.float64, device=device)
     rows = table.with_head([shift])
     with on(device):

@@ -90,12 +90,11 @@ def read_decision(
     with profiler_range("compopt::decide"):
         host = read_scalars(exchanges, replica_sum)
     scalars: Iterator[float] = iter(host.tolist())
-    norms = [exchange.agreement.squared_norm for exchange in exchanges]
-    squares = [sum(islice(scalars, 1 if x is None else x.numel())) for x in norms]
-    decision, total = StepDecision(exchanges), 0.0
+    squares = sum_squares(exchanges, scalars)
+    decision, has_dropped = StepDecision(exchanges), False
     if replica_sum is not None:
         decision.replica_sum = host[-1:]
-    for exchange, squared in zip(exchanges, squares, strict=True):
+    for exchange in exchanges:
         bucket, payload = exchange.bucket, exchange.agreement.payload
         gradient_flags = list(islice(scalars, len(payload.header)))
         payload.have_gradients = [flag > 0 for flag in gradient_flags]
@@ -105,9 +104,14 @@ def read_decision(
         decision.non_finite += [name for name, flag in pairs if flag != flag]
         decision.has_failed_rank |= control["failed"][0] > 0
         decision.misplaced += [bucket.index] if bits_differ(control["stamp"]) else []
-        total += squared / bucket.replicate_size
+        has_dropped |= drop_absent(exchange, [flag != 0 for flag in gradient_flags])
         if any(bucket.compressed):
             decision.phase_of[bucket.index] = exchange.agreement.phase
+    if has_dropped:  # the host waits once more
+        squares = sum_squares(exchanges, iter(torch.cat(compute_norms(exchanges)).tolist()))
+    total = 0.0
+    for exchange, squared in zip(exchanges, squares, strict=True):
+        total += squared / exchange.bucket.replicate_size
     decision.mismatched = bits_differ(decision.control_means["settings"])
     decision.norm = total**0.5
     if total != total or total == float("inf"):
@@ -142,12 +146,40 @@ def read_scalars(exchanges: list[BucketExchange], replica_sum: Tensor | None) ->
     device, agreements = exchanges[-1].bucket.device, [one.agreement for one in exchanges]
     payloads = [agreement.payload for agreement in agreements]
     fields = [payload.fields.to(device) for payload in payloads]
-    # norms that the generator has not computed, for all buckets together
+    squares = compute_norms(exchanges)
+    header = torch.cat(fields) if len(fields) > 1 else fields[0]
+    sums = [] if replica_sum is None else [replica_sum.to(device)]
+    return torch.cat([*squares, header.double(), *sums]).cpu()
+
+
+def compute_norms(exchanges: list[BucketExchange]) -> list[Tensor]:
+    """Return the squared norm of each average, a vector of one or several numbers, on one device;
+    those that the generator has not computed, for all buckets together.
+    """
+    device, agreements = exchanges[-1].bucket.device, [one.agreement for one in exchanges]
     clips = any(exchange.bucket.group.get("max_grad_norm") is not None for exchange in exchanges)
     bodies = [a.payload.body for a in agreements if a.squared_norm is None]
     computed = iter(squared_norms(bodies, clips))
     norms = [next(computed) if a.squared_norm is None else a.squared_norm for a in agreements]
-    squares = [square.to(device).view(-1) for square in norms]
-    header = torch.cat(fields) if len(fields) > 1 else fields[0]
-    sums = [] if replica_sum is None else [replica_sum.to(device)]
-    return torch.cat([*squares, header.double(), *sums]).cpu()
+    return [square.to(device).view(-1) for square in norms]
+
+
+def sum_squares(exchanges: list[BucketExchange], scalars: Iterator[float]) -> list[float]:
+    """Return the squared norm of each average, whose numbers come next."""
+    norms = [exchange.agreement.squared_norm for exchange in exchanges]
+    return [sum(islice(scalars, 1 if x is None else x.numel())) for x in norms]
+
+
+def drop_absent(exchange: BucketExchange, given: list[bool]) -> bool:
+    """Set to zero what an average has of the tensors without a gradient on any rank. True if it may
+    have something of them.
+    """
+    agreement = exchange.agreement
+    if all(given) or "residual" not in exchange.bucket.state:
+        return False
+    if agreement.drop_absent is not None:
+        agreement.squared_norm = agreement.drop_absent(given)
+        return True
+    if agreement.squared_norm is None:
+        agreement.payload.clear_parts(given)
+    return agreement.squared_norm is None

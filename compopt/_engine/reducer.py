@@ -140,6 +140,11 @@ class ShardReducer(Reducer, Protocol):
     def squared_norm(self) -> Tensor | None:
         """This rank's share of |G|^2; None if the averaged message has it."""
 
+    def drop_absent(self, given: list[bool]) -> Tensor | None:
+        """Set what the average has of tensors without a gradient on any rank to zero; return
+        ``squared_norm`` anew.
+        """
+
     @property
     def values(self) -> list[Tensor]:
         """The part of the average that this rank owns, as ``Ops.expand_average`` takes it."""
@@ -214,6 +219,12 @@ class OwnerReducer:
             payload.round()
         received = yield ReduceScatterMean(flat, [x.flat.numel() for x in self.owner_payloads])
         return self.owner_payloads[self.layout.rank].with_flat(received)
+
+    def drop_absent(self, given: list[bool]) -> Tensor | None:
+        absent = [x for x, i in zip(self.values, self.sent_dense, strict=False) if not given[i]]
+        if absent:
+            torch._foreach_zero_(absent)
+        return self.squared_norm
 
     def _add_residuals(self, parts: dict[int, list[tuple[Tensor, slice]]]) -> None:
         """Add residuals to ``parts`` of payloads, which have these elements of each tensor."""
@@ -303,6 +314,10 @@ class AllReduceReducer:
     @property
     def squared_norm(self) -> Tensor:
         return squared_norm(self.mean.body) / self.bucket.shards.ranks
+
+    def drop_absent(self, given: list[bool]) -> Tensor:
+        self.mean.clear_parts(given)
+        return self.squared_norm
 
     @property
     def values(self) -> list[Tensor]:

@@ -227,6 +227,13 @@ class ProjectionReducer:
         squares = stacked_squared_norms(parts, self.inputs.norm_is_reproducible)
         return squares * upload(scales, torch.float64, self.mean.flat.device)
 
+    def drop_absent(self, given: list[bool]) -> Tensor | None:
+        """Set what the average has of tensors without a gradient on any rank to zero; return the
+        squared norm anew.
+        """
+        self.mean.clear_parts(given)
+        return self.squared_norm()
+
     # Inside FSDP2: this rank's shard of the average
 
     def read_owned_averages(self, dtype: torch.dtype) -> Iterator[Tensor]:

@@ -168,10 +168,11 @@ def orthonormalize(stacks: Sequence[Tensor]) -> list[Tensor]:
     """Return orthonormal columns that span those of the matrices of each stack, in at least
     float32.
 
-    Zeros become unit vectors. Equal matrices give columns that are equal to the bit, as all ranks
-    need. A CPU uses QR, on one thread: with more threads the last bits depend on their number, and
-    it is hardly faster. Other devices use Cholesky-QR, since QR launches a kernel for each column.
-    On a CPU Cholesky-QR takes 2 to 7 times as long.
+    A column of zeros becomes a unit vector. A row of zeros stays one, so that what has no gradient
+    on any rank does not move; unless all rows are zeros. Equal matrices give columns that are equal
+    to the bit, as all ranks need. A CPU uses QR, on one thread: with more threads the last bits
+    depend on their number, and it is hardly faster. Other devices use Cholesky-QR, since QR
+    launches a kernel for each column. On a CPU Cholesky-QR takes 2 to 7 times as long.
     """
     by_index: dict[int, Tensor] = {}
     shapes = [stack.shape[1:] for stack in stacks]
@@ -190,10 +191,26 @@ def _orthonormalize_each(stacks: list[Tensor]) -> list[Tensor]:
     if stacks and stacks[0].device.type != "cpu":
         return orthonormalize_by_cholesky(stacks)
     with one_thread():
-        return [
+        columns = [
             torch.linalg.qr(stack.to(torch.promote_types(stack.dtype, torch.float32))).Q
             for stack in stacks
         ]
+        for Q, stack in zip(columns, stacks, strict=True):
+            keep_zeros_(Q, stack)
+        return columns
+
+
+def keep_zeros_(columns: Tensor, stack: Tensor) -> None:
+    """Set the rows of orthonormal columns to zero that are zeros in ``stack``, unless all of a
+    matrix is.
+
+    A factorization leaves rounding errors there, in the first r rows, and AdamW divides an average
+    by its own size.
+    """
+    r = stack.shape[-1]
+    is_kept = stack[..., :r, :].any(-1, keepdim=True)
+    is_kept |= ~stack.flatten(-2).any(-1)[..., None, None]
+    columns[..., :r, :].mul_(is_kept)
 
 
 @contextlib.contextmanager
@@ -235,6 +252,8 @@ def orthonormalize_by_cholesky(stacks: list[Tensor]) -> list[Tensor]:
     dtype = torch.promote_types(stacks[0].dtype, torch.float32)
     results = [torch.empty_like(x, dtype=dtype) for x in columns]
     torch._foreach_copy_(results, columns)
+    for Q, stack in zip(results, stacks, strict=True):
+        keep_zeros_(Q, stack)
     return results
 
 

@@ -46,8 +46,15 @@ def sharded_scape(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     row = yield ReduceScatterMean(flat, [payload.flat.numel() for payload in sent])
     mean = sent[shards.rank].with_flat(row)
     average = decode_average(bucket, owned, mean)  # line 14
-    squared = stacked_squared_norms(average)
-    norm = yield Agree(mean, mask.phase, squared, covers_shard_only=True)
+
+    def drop_absent(given: list[bool]) -> Tensor:
+        mean.clear_parts(given)
+        absent = [g for g, is_given in zip(average, given, strict=True) if not is_given]
+        torch._foreach_zero_(absent)
+        return stacked_squared_norms(average)
+
+    phase, squared = mask.phase, stacked_squared_norms(average)
+    norm = yield Agree(mean, phase, squared, covers_shard_only=True, drop_absent=drop_absent)
 
     weights, momenta = step_owned(bucket, ops, owned, average, mean.have_gradients, norm)
     gathered, bucket.parameter_bytes = weights.unsqueeze(0), 0

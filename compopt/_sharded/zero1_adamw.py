@@ -40,7 +40,8 @@ UPDATE_SEED_SALT = 1_000_001  # makes seeds of updates differ from those of payl
 def step_zero1_shards(bucket: Bucket, ops: Ops, reducer: ShardReducer) -> RequestGenerator[None]:
     """Average one bucket by ``reducer``; each rank updates its shard of it with AdamW."""
     mean = yield from reducer.reduce()
-    norm = yield Agree(mean, reducer.phase, reducer.squared_norm, covers_shard_only=True)
+    phase, squared, drop_absent = reducer.phase, reducer.squared_norm, reducer.drop_absent
+    norm = yield Agree(mean, phase, squared, covers_shard_only=True, drop_absent=drop_absent)
 
     values = reducer.values
     scale_all_(values, clip_factor(norm, bucket.group["max_grad_norm"]))

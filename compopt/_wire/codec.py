@@ -108,7 +108,8 @@ class QuantizedCodec(Codec):
             quantized, size = read_chunk(values, chunk, scratch, self.bits), chunk.rows * ROW
             is_full = len(part) == size
             value = part if is_full else scratch("value", size, out.dtype, out.device)
-            value = dequantize_rows(quantized, own_scales[: chunk.rows], value.view(-1, ROW))
+            value = value.view(-1, ROW)
+            value = dequantize_rows(quantized, own_scales[: chunk.rows], value, self.bits)
             rows_to_values(value, chunk.spans, part)
 
 

@@ -8,6 +8,7 @@ differ, the means of some bit and of its complement are both above 0.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal, TypeAlias
 
@@ -158,6 +159,12 @@ class Payload:
         with all that the host reads.
         """
         return [flag > 0 for flag in self.header.tolist()]
+
+    def clear_parts(self, kept: Sequence[bool]) -> None:
+        """Set the parts of the body to zero of which ``kept`` is False."""
+        parts = zip(self.parts, kept, strict=False)
+        if dropped := [part for part, is_kept in parts if not is_kept]:
+            torch._foreach_zero_(dropped)
 
     @property
     def unrounded_parts(self) -> list[Tensor]:

@@ -6,16 +6,18 @@ fixed table, from a position that hashes the seed, so a run rounds the same way 
 
 Without a seed u is 1/2: rounding to the nearest, where no error feedback needs an unbiased error.
 
-With 2 bits the levels are -3, -1, 1 and 3 times the scale. There is no level for 0 and no room for
-unbiased rounding, so a value takes the level beside it: 3 where it is at least the root mean square
-of its row, else 1. For normally distributed values no four levels have a much smaller error (Max,
-1960: 0.1175 of their square; evenly spaced ones 0.1188). The scale minimizes the squared error of
-the row, so the norm of the error is below that of the row, and error feedback makes it decay.
-Without error feedback the result is biased. Sums over a row depend in their last bit on the
-processor; all ranks read the same quantized values and scales.
+With 2 bits the levels are -3, -1, 1 and 3 times the scale. There is no room for unbiased rounding,
+so a value takes the level beside it: 3 where it is at least the root mean square of its row, else
+1. For normally distributed values no four levels have a much smaller error (Max, 1960: 0.1175 of
+their square; evenly spaced ones 0.1188). There is no level for 0, and what has no gradient on any
+rank must not move. So a row that holds a 0 takes the levels -2, 0 and 2 (0.19 of the square), and
+its scale is sent negative. The scale minimizes the squared error of the row, so the norm of the
+error is below that of the row, and error feedback makes it decay. Without error feedback the result
+is biased. Sums over a row depend in their last bit on the processor; all ranks read the same
+quantized values and scales.
 
-With any number of bits, rows of zeros stay zeros. Rows whose scale (of 2 bits: whose largest value)
-is below 1.2e-38 become zeros. Rows with a value that is not finite become NaN.
+With any number of bits zeros stay zeros. Rows whose scale (of 2 bits: whose largest value) is below
+1.2e-38 become zeros. Rows with a value that is not finite become NaN.
 """
 
 from __future__ import annotations
@@ -35,6 +37,9 @@ from .payload import ROW, Scratch, block_size, count_rows, packed_bytes
 LARGEST = {8: 127.0, 4: 7.0}
 # Of scales: 1 / scale is finite.
 SMALLEST = torch.finfo(torch.float32).tiny
+# With 2 bits, in a row with zeros: from which share of the others' root mean square on a value is
+# not rounded to 0. That of the least error of normally distributed values (Max, 1960).
+EDGE_BESIDE_ZERO = 0.612
 # Length of the table of u: the 65536 midpoints of equal parts of [0, 1).
 NOISE_TABLE = 65536
 # Rows at a time: they stay in a core's cache from one pass to the next.
@@ -201,6 +206,8 @@ def _round_to_four_levels(
 ) -> None:
     """Quantize rows to 2 bits: each value to the level q beside it, -3, -1, 1 or 3, with the scale
     <x, q> / <q, q>, which minimizes the squared error of the row.
+
+    In a row with zeros q is -2, 0 or 2, written as q - 1 beside a negative scale.
     """
     values = x.new_full((len(x),), ROW)  # in each row: fewer if a tensor ends within it
     for _, row, length in spans:
@@ -215,20 +222,42 @@ def _round_to_four_levels(
             scratch(use, x_.numel(), x.dtype, x.device).view(x_.shape) for use in ("block", "level")
         )
         largest = torch.abs(x_, out=t).amax(1)
+        has_zeros, lowest, count = find_zeros(t, n)
         inverse = torch.where(largest >= SMALLEST, 1 / largest, largest - largest)
         torch.mul(x_, inverse.unsqueeze(1), out=t)  # squares of values up to 1 are finite
         square = torch.mul(t, t, out=q).sum(1)
-        rms = (square / n).sqrt_().unsqueeze(1)
-        torch.abs(t, out=q).ge_(rms).mul_(2).add_(1)
+        edge = (square / count).sqrt_().unsqueeze(1)
+        torch.abs(t, out=q).ge_(edge).mul_(2).add_(lowest)
         q.copysign_(t)
         level.copy_(q)
         x_dot_q = t.mul_(q).sum(1)
-        q_dot_q = q.mul_(q).sum(1).sub_(ROW - n)  # a zero behind the values has level 1
+        q_dot_q = q.mul_(q).sum(1).sub_((ROW - n) * lowest.view(-1))  # zeros behind the values
         scale.copy_(x_dot_q.div_(q_dot_q).mul_(largest))
         scale.masked_fill_(scale < SMALLEST, 0)
         # inf becomes NaN.
         scale.add_(scale - scale)
-        torch.sub(x_, torch.mul(level, scale.to(x.dtype).unsqueeze(1), out=t), out=drop)
+        if has_zeros is not None:
+            level.sub_(has_zeros.to(level.dtype))
+            scale.copysign_(lowest.view(-1) - 0.5)
+        torch.sub(x_, dequantize_rows(level, scale, t, bits=2), out=drop)
+
+
+def find_zeros(magnitudes: Tensor, lengths: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Return which rows of these lengths have zeros, and not only zeros (None: no row); the lowest
+    level of each row; and by what to divide the sum of its squares for the square of the edge
+    between two levels.
+    """
+    if not is_any(magnitudes.amin() == 0):  # a look at the smallest is cheaper than to count
+        return None, lengths.new_ones(1), lengths
+    nonzero = torch.count_nonzero(magnitudes, 1)
+    has_zeros = (nonzero < lengths) & (nonzero > 0)
+    count = torch.where(has_zeros, nonzero / EDGE_BESIDE_ZERO**2, lengths)
+    return has_zeros.unsqueeze(1), (~has_zeros).to(lengths.dtype).unsqueeze(1), count
+
+
+def is_any(flags: Tensor) -> bool:
+    """Return False if none is set; on a device, whose answer the host would wait for, True."""
+    return flags.device.type != "cpu" or bool(flags.any())
 
 
 def divide_(x: Tensor, number: float) -> Tensor:
@@ -238,9 +267,12 @@ def divide_(x: Tensor, number: float) -> Tensor:
     return x.div_(x.new_full((), number))
 
 
-def dequantize_rows(quantized: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+def dequantize_rows(quantized: Tensor, scales: Tensor, out: Tensor, bits: int) -> Tensor:
     """Return quantized * scale of each row, in ``out``."""
-    return out.copy_(quantized).mul_(scales.unsqueeze(1))
+    by_row = scales.unsqueeze(1)
+    if bits == 2 and is_any(is_less_by_one := by_row < 0):
+        return out.copy_(quantized).add_(is_less_by_one).mul_(by_row.abs())
+    return out.copy_(quantized).mul_(by_row)
 
 
 def noise_offset(seed: tuple[int, ...] | None) -> int:

@@ -7,7 +7,7 @@ lockstep simulator of the tests.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -106,13 +106,17 @@ class Agree:
     ``squared_norm``: of this bucket's average, by default of the payload's body. A vector is summed
     on the host. ``covers_shard_only``: the payload, and so its squared norm, covers only this
     rank's shard. The generator may then gather updated parameters, and must yield
-    ``ReadyToCommit`` before state changes.
+    ``ReadyToCommit`` before state changes. ``drop_absent`` is called if no rank has a gradient of
+    some tensors, with a flag for each tensor, False for those: it sets what the average has of
+    their residuals to zero, since nothing of them is applied, and returns ``squared_norm`` anew. By
+    default, without a ``squared_norm``, their parts of the payload become zero.
     """
 
     payload: Payload
     phase: Phase
     squared_norm: Tensor | None = None
     covers_shard_only: bool = False
+    drop_absent: Callable[[list[bool]], Tensor | None] | None = None
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 // Orthonormal columns that span those of a narrow matrix: Householder's reflections, with LAPACK's signs (geqr2, org2r).
 // Reference: orthonormalize of compopt/_lowrank/projections.py; caller: compopt/_ops/native/native_lowrank.py.
 //
-// Sums are taken in one order whatever the instruction set: all machines compute equal bits.
+// Sums are taken in one order whatever the instruction set: all machines compute equal bits. A row of zeros gives a row of zeros.
 
 #include "common.h"
 
@@ -82,6 +82,19 @@ static void write_rows(const float *columns, int64_t stride, int64_t height, int
         for (int64_t k = 0; k < r; k++) out[i * r + k] = columns[k * stride + i];
 }
 
+// Writes zeros to rows of `out` that are zeros in x, unless all of x is. Reflections leave rounding errors in the first r at most.
+static void keep_zeros(const Columns *c, float *restrict out) {
+    const int64_t height = c->height, r = c->r;
+    int64_t i = 0;
+    while (i < height * r && c->x[i] == 0) i++;
+    if (i == height * r) return;
+    for (i = 0; i < smaller(r, height); i++) {
+        int64_t k = 0;
+        while (k < r && c->x[k * height + i] == 0) k++;
+        if (k == r) memset(out + i * r, 0, r * sizeof(float));
+    }
+}
+
 // `memory`: room for r rows of the height rounded up to LANES, and r numbers.
 static void orthonormalize_columns(const Columns *c, float *memory) {
     const int64_t height = c->height, r = c->r, stride = (height + LANES - 1) / LANES * LANES, many = smaller(r, height);
@@ -101,6 +114,7 @@ static void orthonormalize_columns(const Columns *c, float *memory) {
         v[j] = 1 - tau[j];
     }
     write_rows(x, stride, height, r, c->out);
+    keep_zeros(c, c->out);
 }
 
 int64_t orthonormalize(const Columns *rows, int64_t first, int64_t last, float *memory) {

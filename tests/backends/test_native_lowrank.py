@@ -278,6 +278,19 @@ def test_orthonormal_columns_are_those_of_lapack(kind):
         assert torch.allclose(Q[:exact].double(), expected[:exact], rtol=0, atol=3e-5), (n, r)
 
 
+def test_orthonormal_columns_are_zero_where_rows_are():
+    stacks = [narrow(n, r, "random") for n in (5, 16, 17, 130) for r in (1, 4, 16, 33) if r <= n]
+    for x in stacks:
+        x[:, ::3] = 0
+        x[1] = 0
+    bucket = Tensors(NativeOps()).bucket
+    for x, Q in zip(stacks, orthonormal(bucket, NativeOps(), stacks), strict=True):
+        for matrix, columns in zip(x, Q, strict=True):
+            rest = matrix.any(1) if matrix.any() else torch.arange(len(matrix)) < x.shape[2]
+            assert not columns[~rest].any() and columns[rest].any(1).all(), x.shape
+            assert float((matrix - columns @ (columns.mT @ matrix)).norm()) <= 1e-5 * float(matrix.norm())
+
+
 @pytest.mark.parametrize("isa", ISAS)
 def test_every_processor_computes_the_same_orthonormal_columns_on_any_number_of_threads(monkeypatch, isa):
     # the large ones are long in work: threads are at it together

@@ -256,11 +256,16 @@ def test_orthonormalize(device):
         draw.one(12 * 12).view(1, 12, 12),
     ]
     stacks[1][0][:, 3] = 2 * stacks[1][0][:, 2]
+    stacks += [draw.one(40 * 5).view(1, 40, 5), draw.one(40 * 3).view(1, 40, 3)]
+    for stack in stacks[-2:]:
+        stack[:, [0, 2, 4, 39]] = 0
     results = [torch.full(stack.shape, torch.nan, device=device) for stack in stacks]
     prepared = kernels.prepare_orthonormalize(stacks, results)
     for _ in range(2):
         kernels.orthonormalize(prepared)
     close(results, orthonormalize_by_cholesky(stacks), 1e-5)
+    for stack, Q in zip(stacks[-2:], results[-2:], strict=True):
+        assert torch.equal(Q.any(-1), stack.any(-1)), "rows of zeros, and no others, stay zeros"
     for Q in results:
         identity = torch.eye(Q.shape[-1], dtype=torch.float64, device=device).expand(len(Q), -1, -1)
         close([Q.double().mT @ Q.double()], [identity], 1e-6)

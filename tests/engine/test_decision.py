@@ -14,6 +14,7 @@ from deep import Deep, loss
 from pairs import name_of
 from problems import gradients, replicas, weights
 from problems import step as take_step
+from randomk import RandomK
 from ranks import FOREVER, run_ranks
 from sim import Ranks, World
 from slow_rows import in_turn
@@ -493,3 +494,85 @@ def test_one_process_trains_without_torch_distributed(name):
     comm = optimizer.comm
     train_late(optimizer, range(3), 0, averaged=False)
     assert optimizer.comm is comm and comm.size == 1
+
+
+# The norm where no rank has a gradient of some tensors: what residuals have of them is sent, and not applied
+
+ABSENT = 7  # the step without gradients of every second tensor
+ADAM = dict(lr=1e-3, weight_decay=0.0)
+TRACKED = dict(ADAM, rank=4, dense_steps=0, payload_dtype=None)
+RADIUS = dict(ADAM, density=0.2, interval=ABSENT, dense_steps=1)
+SHARDED = dict(ADAM, density=0.2, dense_steps=1)
+SCAPE = dict(SHARDED, density_steps=1)
+APPLIED = {
+    "SeparateAdam": (compopt.SeparateAdam, TRACKED),
+    "SeparateAdam, int8": (compopt.SeparateAdam, {**TRACKED, "payload_dtype": "int8", "residual_dtype": "int8"}),
+    "RadiusAdamW": (compopt.RadiusAdamW, RADIUS),
+    "RandomK, sharded": (RandomK, dict(SHARDED, sharded=True, payload_dtype="bfloat16")),
+    "AdamS": (compopt.AdamS, dict(ADAM, payload_dtype="int2")),
+    "TagcAdamW": (compopt.TagcAdamW, SHARDED),
+    "TagcAdamW, sketch": (compopt.TagcAdamW, dict(SHARDED, codec="sketch")),
+    "TagcAdamW, start": (compopt.TagcAdamW, dict(SHARDED, dense_steps=9, payload_dtype="bfloat16")),
+}
+OTHERS = {
+    "Gaussian": (compopt.SeparateAdam, dict(ADAM, projection="gaussian", ratio=4)),
+    "ScapeAdamS": (compopt.ScapeAdamS, SCAPE),
+    "ScapeAdamS, sharded": (compopt.ScapeAdamS, dict(SCAPE, sharded=True)),
+}
+
+
+def states(optimizer) -> list[dict]:
+    return [optimizer.state[p] for p in optimizer.param_groups[0]["params"]]
+
+
+def train_to_absent(cls: type, options: dict, before=lambda optimizers: None) -> list:
+    """Return the optimizers of two ranks after a step without gradients of every second of four tensors; ``before``
+    is called before it."""
+    world = World(2)
+    params = [[nn.Parameter(torch.zeros(shape)) for shape in [(64, 72), (70, 64), (9,), (7,)]] for _ in range(2)]
+    optimizers = [cls(ps, process_group=comm, **options) for ps, comm in zip(params, world.comms, strict=True)]
+    for t in range(1, ABSENT + 1):
+        grads = gradients(2, t, [p.shape for p in params[0]], torch.float32)
+        for ps, of_rank in zip(params, grads, strict=True):
+            for i, (p, g) in enumerate(zip(ps, of_rank, strict=True)):
+                p.grad = None if t == ABSENT and i % 2 else g
+        if t == ABSENT:
+            before(optimizers)
+        world.step(optimizers)
+    return optimizers
+
+
+@pytest.mark.parametrize("limit", [None, 0.5])
+@pytest.mark.parametrize("name", APPLIED)
+def test_the_norm_is_of_what_is_applied(name, limit):
+    """It follows from first moments: m <- b1 m + (1 - b1) G. A clip makes it the limit."""
+    cls, options = APPLIED[name]
+    before: list[list[torch.Tensor]] = []
+
+    def momenta(optimizers: list) -> list[list[torch.Tensor]]:
+        parts = slice(None) if optimizers[0]._buckets[0].is_sharded else slice(1)  # each rank's, or all of one
+        return [[s["exp_avg"].clone() for s in states(o)] for o in optimizers[parts]]
+
+    optimizers = train_to_absent(
+        cls, dict(options, max_grad_norm=limit), lambda optimizers: before.extend(momenta(optimizers))
+    )
+    pairs = [pair for of_rank in zip(before, momenta(optimizers), strict=True) for pair in zip(*of_rank, strict=True)]
+    applied = [(m - 0.9 * old) / 0.1 for n, (old, m) in enumerate(pairs) if not n % 2]
+    assert all(torch.equal(old, m) for n, (old, m) in enumerate(pairs) if n % 2)
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in applied))
+    reported = optimizers[0].stats.grad_norm
+    assert reported == pytest.approx(optimizers[1].stats.grad_norm, rel=1e-6)
+    assert norm == pytest.approx(reported if limit is None else limit, rel=1e-3) and reported > 1
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_norm_does_not_know_residuals_that_are_not_applied(name):
+    def enlarge(optimizers: list) -> None:
+        for optimizer in optimizers:
+            for state in states(optimizer)[1::2]:
+                for kind in {"residual", "common"} & state.keys():
+                    state[kind].mul_(1000)
+
+    cls, options = OTHERS[name]
+    norms = [train_to_absent(cls, options, before)[0].stats.grad_norm for before in (lambda _: None, enlarge)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6) and norms[0] > 1

@@ -221,6 +221,46 @@ def test_columns_are_orthonormal_whatever_comes(by):
         torch.testing.assert_close(results @ (results.t() @ matrix), matrix, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("by", [orthonormalize, orthonormalize_by_cholesky])
+def test_a_row_of_zeros_stays_one(by):
+    """Beside full and dependent columns, above and below the first r rows; a matrix of zeros gives unit vectors."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 40, 5, generator=generator) * torch.tensor([1e-3, 1.0, 1e20])[:, None, None]
+    x[:, [0, 2, 4, 20, 39]] = 0
+    x[1, :, 3] = x[1, :, 1]
+    x[2, 6:] = 0  # fewer rows than columns are left
+    x = torch.cat([x, torch.zeros(1, 40, 5)])
+    (columns,) = by([x])
+    for matrix, Q in zip(x[:3], columns, strict=False):
+        is_zero = ~matrix.any(1)
+        assert not Q[is_zero].any() and Q[~is_zero].any(1).all()
+        left = matrix - Q @ (Q.mT @ matrix)
+        assert float(left.norm()) < 1e-5 * float(matrix.norm()), "they span what they did"
+    torch.testing.assert_close(columns[0].mT @ columns[0], torch.eye(5), rtol=0, atol=1e-5)
+    torch.testing.assert_close(columns[3].abs(), torch.eye(40)[:, :5], rtol=0, atol=0)
+
+
+def test_what_was_zero_for_a_while_moves_when_a_gradient_comes():
+    """Bases hold nothing of it, nor of a matrix that was all zeros: the residual keeps it until they do."""
+    generator = torch.Generator().manual_seed(0)
+    p = nn.Parameter(torch.zeros(96, 80))
+    optimizer = compopt.Separate(torch.optim.SGD([p], lr=1.0), **projecting("tracked", rank=4), simulate=True)
+    sent = torch.zeros(96, 80)
+    for t in range(60):
+        p.grad = 0.1 * torch.randn(96, 4, generator=generator) @ torch.randn(4, 80, generator=generator)
+        if t < 6:
+            p.grad[:50], p.grad[:, :40] = 0, 0
+        if t in (3, 8):
+            p.grad.zero_()
+        sent += p.grad
+        optimizer.step()
+        if t == 5:
+            assert not p[:50].any() and not p[:, :40].any()
+    assert p[:50, :40].count_nonzero() == 2000
+    torch.testing.assert_close(-p.detach() + optimizer.state[p]["residual"], sent, rtol=0, atol=1e-4)
+    assert float(optimizer.state[p]["residual"].norm()) < 0.9 * float(sent.norm())
+
+
 def test_what_is_tracked():
     assert plan_projection(torch.Size((320, 960)), False, 16, "tracked", "auto", 16).r == 16
     conv = plan_projection(torch.Size((128, 64, 3, 3)), True, 16, "tracked", "auto", 16)
