@@ -25,7 +25,7 @@ from .._wire.codec import dtype_name
 from .._wire.warning import warn
 from .exchange import CollectiveGenerator
 from .optimizer_base import OptimizerBase
-from .options import Group, absolute_rates, refuse_unsupported
+from .options import Group, absolute_rates, is_count, refuse_unsupported, require
 from .resharding import average_residuals, average_state, gather_shards
 from .session import Session
 
@@ -34,6 +34,7 @@ FORMAT = 2  # the format of state dicts, in every group; torch's groups have non
 # entries of a saved group that are no options
 NOT_OPTIONS = {"params", "param_names", "without_state", "residuals", "class", "format"}
 ADAMW_STATE = {"step", "exp_avg", "exp_avg_sq"}  # the state of torch.optim.AdamW
+MOST_STEPS = 2**53  # a float64 counts no further
 
 Layouts = Mapping[str, Layout]
 
@@ -270,6 +271,7 @@ def _read_entries(
                 for name, value in local.items()
             }
             _check_sizes(label, info, layouts, compact)
+            check_step(compact.get("step", 0), f" of {label}")
             yield p, compact
             number += 1
 
@@ -294,8 +296,20 @@ def _read_options(optimizer: OptimizerBase, group: Group, other: Group) -> Group
     rates = absolute_rates(options)
     checked = {**options, **rates}
     optimizer.check_group(checked)
+    checked["step"] = check_step(checked.get("step", 0))
     # check_group may have converted a value; rates keep their signs
     return {name: (options if name in rates else checked)[name] for name in saved_options}
+
+
+def check_step(step: Any, of: str = "") -> int:
+    """Return a saved count of steps.
+
+    Raises ValueError if no run has taken so many.
+    """
+    number = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
+    is_possible = is_count(number, 0) and number <= MOST_STEPS
+    require(is_possible, f"loaded step{of}", number, "a whole number from 0 to 2^53")
+    return int(number)
 
 
 def check_groups(session: Session, state_dict: dict[str, Any]) -> list[Group]:

@@ -11,6 +11,9 @@ clipped and read as usual. In ``step()`` all ranks agree, and this rank's shards
 an applied step changes residuals. FSDP gathers parameters itself.
 
 In a further backward of the same step residuals are left out: they have been sent.
+
+A rank that cannot send its gradients takes part without them, as under DDP, marks its shard of the
+average by NaN, and says so in ``step()``: all ranks raise, and nothing is applied.
 """
 
 from __future__ import annotations
@@ -29,7 +32,6 @@ from .._state.layouts import PaddedVector
 from .._state.residuals import Residuals
 from .._state.shards import ParamColumns, cut_by_rows, place_in_rows
 from .._state.tensors import to_local, upload
-from .._wire.collectives import Communicator, PendingCollective
 from .._wire.payload import Payload
 from .._wire.requests import (
     Agree,
@@ -39,6 +41,7 @@ from .._wire.requests import (
     ReadyToCommit,
     RequestGenerator,
 )
+from .exchange import BucketExchange, ExchangeInputs
 from .optimizer import CompressedOptimizer
 from .reducer import Reducer, Update
 from .session import Session
@@ -204,6 +207,22 @@ class ReduceScatterBucket(Bucket):
                 stored = residuals.stored[number]
                 pending_residuals[p] = PendingResidual(residuals.pack(number, rest), stored)
             pending_residuals[p].state.update(reducer.state_to_commit(i))
+        self._release()
+
+    def refuse_average(self, out: Tensor, pending_residuals: PendingResiduals) -> None:
+        """Write NaN in place of this rank's shard of an average that lacks its gradients: no step
+        applies it, also if the error is caught. Residuals stay.
+        """
+        for p, piece, position in zip(
+            self.model_params, self.pieces, self.bucket_positions, strict=True
+        ):
+            out[piece.columns].fill_(float("nan"))
+            if position is not None and position[1] in (residuals := Residuals(position[0])):
+                stored = residuals.stored[position[1]]
+                pending_residuals.setdefault(p, PendingResidual(stored, stored))
+        self._release()
+
+    def _release(self) -> None:
         for p in self.params:
             p.grad = None
         self.flat, self.state = {}, {}
@@ -240,6 +259,8 @@ class FSDPBackward:
         # the buckets that backward has reduced since the last step, with their phases
         self.buckets_since_step: dict[int, tuple[Bucket, Phase]] = {}
         self.in_flight: list[PendingReduction] = []
+        # why this rank could not send the gradients of a backward; ``step()`` raises it
+        self.error: Exception | None = None
         self._units: dict[tuple[Tensor, ...], FSDPUnit] = {}
         self._bucket_count = 0
         self._backward_number = -1  # of the running backward
@@ -270,12 +291,18 @@ class FSDPBackward:
         self._units, self._bucket_count = {}, 0
 
     def reduce(
-        self, params: Params, rows: Tensor, out: Tensor, blocking: bool, backward: int
+        self,
+        params: Params,
+        rows: Tensor,
+        out: Tensor,
+        blocking: bool,
+        backward: int,
+        problem: Exception | None = None,
     ) -> None:
         """Begin FSDP's reduce-scatter of ``rows``, a row for each rank, into ``out``.
 
         It ends here if ``blocking``, else in ``finish``. ``backward`` is the number of the running
-        backward.
+        backward. ``problem``: why this rank cannot send ``rows``.
 
         All ranks make these calls in the same order. Each call first advances every earlier
         reduction by one collective, then starts its own, so collectives start in the same order
@@ -288,25 +315,30 @@ class FSDPBackward:
             self._optimizer.apply_changed_options()
             self._discard_unapplied()
         buckets = self._buckets_of(params, key, rows.dtype)
-        for reduction in self.in_flight:
-            reduction.advance()
+        self._advance()
         for bucket in buckets:
-            generator = self._reduce_bucket(bucket, rows, out)
-            self.in_flight.append(PendingReduction(generator, self.session.comm))
-        self.in_flight = [one for one in self.in_flight if one.pending is not None]
+            inputs = ExchangeInputs(
+                lambda bucket: self._reduce_bucket(bucket, rows, out),
+                self.session.comm,
+                problem=problem,
+            )
+            self.in_flight.append(PendingReduction(bucket, inputs, is_last=False))
+        self._take_ended()
         if blocking or any(p.grad is not None for p in key):
             self.finish()
 
-    def _reduce_bucket(
-        self, bucket: ReduceScatterBucket, rows: Tensor, out: Tensor
-    ) -> RequestGenerator[None]:
+    def _reduce_bucket(self, bucket: Any, rows: Tensor, out: Tensor) -> RequestGenerator[None]:
         """Average the gradients of one bucket, from ``rows`` into ``out``."""
         bucket.load_rows(rows, self.pending_residuals)
         reducer = self.make_reducer(bucket)
         self.buckets_since_step[bucket.index] = bucket, reducer.phase
         mean = yield from reducer.reduce()
-        bucket.write_shard(reducer, mean, out)
-        bucket.collect_residuals(reducer, self.pending_residuals)
+        if bucket.withholds_gradients:
+            bucket.refuse_average(out, self.pending_residuals)
+        else:
+            bucket.write_shard(reducer, mean, out)
+            bucket.collect_residuals(reducer, self.pending_residuals)
+        yield Agree(mean, reducer.phase)  # ``step()`` does
 
     def _buckets_of(
         self, params: Params, key: tuple[Tensor, ...], dtype: torch.dtype
@@ -355,6 +387,8 @@ class FSDPBackward:
         self.pending_residuals = {
             p: pending for p, pending in self.pending_residuals.items() if p.grad is not None
         }
+        if self.error is not None and all(p.grad is None for p in self.session.bucket_of):
+            self.error = None
         if self.pending_residuals:
             session = self.session
             some = any(
@@ -368,19 +402,38 @@ class FSDPBackward:
 
     def finish(self) -> None:
         """Wait for everything that has begun."""
-        reductions, self.in_flight = self.in_flight, []
-        while reductions:
-            for reduction in reductions:
-                reduction.advance()
-            reductions = [one for one in reductions if one.pending is not None]
+        while self.in_flight:
+            self._advance()
+            self._take_ended()
+
+    def _advance(self) -> None:
+        """Advance every running reduction by one collective; give all up if one fails."""
+        running, self.in_flight = self.in_flight, []
+        for reduction in running:
+            reduction.advance()
+        self.in_flight = running
+
+    def _take_ended(self) -> None:
+        """Forget reductions that have ended, but not why one could not send its gradients."""
+        ended = [one for one in self.in_flight if one.has_reached_agree]
+        self.in_flight = [one for one in self.in_flight if not one.has_reached_agree]
+        for reduction in ended:
+            self.error, reduction.error = self.error or reduction.error, None
+            reduction.close()
 
     def check(self) -> None:
-        """Raise RuntimeError if a GradScaler drives the steps."""
+        """Raise RuntimeError if a GradScaler drives the steps, or what backward could not send."""
         if self.session.has_grad_scaler:
             raise RuntimeError(
                 f"{self.session.name} averages inside FSDP's backward, where it does not know a "
                 "GradScaler's scale: train in bfloat16, without a scaler."
             )
+        error, self.error = self.error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback refers to this frame (a reference cycle)
 
     def commit_residual(self, bucket: Bucket, i: int, norm: float) -> None:
         """Write the residual of tensor i, to which the step is applied. ``norm`` is that of all
@@ -393,33 +446,20 @@ class FSDPBackward:
             self.write_residual(bucket, i, pending, factor)
 
 
-class PendingReduction:
-    """The running generator of one bucket's reducer, and the collective that it waits for.
-
-    Unlike a ``BucketExchange`` it does not take part without gradients when its generator raises:
-    backward raises on this rank, and the other ranks wait for it until their timeout.
+class PendingReduction(BucketExchange):
+    """The exchange of one bucket in backward. Its payloads have no control fields: ``step()`` tells
+    other ranks of an ``error``.
     """
 
-    def __init__(self, generator: RequestGenerator[None], comm: Communicator):
-        self.generator, self.comm = generator, comm
-        self.pending: PendingCollective | None = comm.start(next(generator))
-
     def advance(self) -> None:
-        """Wait for the collective in flight, and start the next, if any."""
-        assert self.pending is not None
-        answer = self.pending.wait()
-        if isinstance(answer, PendingCollective):
-            self.pending = answer
-            return
-        try:
-            request = self.generator.send(answer)
-        except StopIteration:
-            self.pending = None
-            return
-        if isinstance(request, ReadToHost):
-            self.pending = PendingCollective("a number of the device", None, request.tensor.tolist)
-        else:
-            self.pending = self.comm.start(request)
+        """Wait for the collective in flight, or for a number of the device, and start the next."""
+        if self.is_in_flight:
+            self.complete_stage()
+        elif isinstance(self.request, ReadToHost):
+            self.resume_before_agree(self.request.tensor.tolist())
+
+    def _write_control(self) -> None:
+        pass
 
 
 def step_fsdp_shards(

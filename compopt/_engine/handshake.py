@@ -287,19 +287,19 @@ def _explain_difference(what: str, first: str, other: str, rank: int, in_step: b
 
 
 def raise_failure(
-    session: Session, comm: Communicator, failure: str
+    session: Session, comm: Communicator, failure: str, repeats: str = "call step() again"
 ) -> CollectiveGenerator[NoReturn]:
     """Gather why ranks could not send their gradients, and raise a CommunicationError that quotes
     all of them.
 
     ``failure``: the error of this rank; empty if it had none. It is text, because the frames of an
-    exception and this one would refer to each other.
+    exception and this one would refer to each other. ``repeats``: what the user is told to do.
     """
     failures = yield from gather_json(failure, session.device, comm)
     failed = [f"rank {rank} ({text})" for rank, text in enumerate(failures) if text]
     raise CommunicationError(
         f"the gradients of {', '.join(failed) or 'another shard'} could not be sent, and nothing "
-        "was applied: correct the error of that rank, and call step() again on all ranks."
+        f"was applied: correct the error of that rank, and {repeats} on all ranks."
     )
 
 

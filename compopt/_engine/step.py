@@ -343,8 +343,11 @@ class Step:
             self.problem = problem = decision.take_error(self.problem)
             failure = "" if problem is None else f"{type(problem).__name__}: {problem}"
             del problem  # its traceback refers to this frame (a reference cycle)
+            repeats = "call step() again"
+            if self.optimizer.fsdp_backward is not None:  # which has averaged in backward
+                repeats = "repeat zero_grad(), backward and step()"
             try:
-                yield from handshake.raise_failure(session, self.comm, failure)
+                yield from handshake.raise_failure(session, self.comm, failure, repeats)
             except CommunicationError:
                 if self.problem is None:
                     raise

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .codec import QuantizedCodec, QuantizedMean
+from .gloo_threads import wait_until_idle
 from .payload import Payload
 from .requests import (
     AllGather,
@@ -152,8 +153,7 @@ _unowned: set[Work] = set()
 # Groups to destroy once their collectives, for which nobody waits, have ended: gloo would wait for
 # those that other ranks may have given up. By group, since when it has had none.
 _abandoned: dict[ProcessGroup, float] = {}
-# Seconds after its end in which gloo frees the tensors of a collective.
-FREED_WITHIN = 0.05
+WAITS_AT_EXIT = 5.0  # seconds
 # Seconds without a collective after which a group is destroyed. That joins gloo's threads with the
 # interpreter locked, and hangs if one of them has yet to free a tensor, perhaps on a busy machine.
 QUIET = 1.0
@@ -191,14 +191,14 @@ def _release_in_collections() -> None:
 
 @atexit.register
 def _wait_before_exit() -> None:
-    """Wait for collectives in flight: a gloo thread that frees a tensor after the interpreter has
-    ended aborts the process.
+    """Wait for collectives in flight, and for gloo's threads: one that frees a tensor after the
+    interpreter has ended aborts the process. In all at most ``WAITS_AT_EXIT``.
     """
+    deadline = time.monotonic() + WAITS_AT_EXIT
     for work in list(_in_flight):
         with contextlib.suppress(RuntimeError):
-            work.wait(timedelta(seconds=5))
-    if PendingCollective.started:
-        time.sleep(FREED_WITHIN)
+            work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+    wait_until_idle(deadline, PendingCollective.started or _is_initialized())
 
 
 _NO_RANGE = contextlib.nullcontext()

@@ -169,6 +169,8 @@ def unpack(packed: Packed) -> Any:
         return plain
     ((kind, content),) = plain.items()
     if kind == "tensor":
+        if content < 1:
+            raise ValueError(f"tensor {content} of {len(tensors)}")
         return tensors[content - 1]
     if kind not in MAKE:
         raise ValueError(f"unknown kind {kind!r}")
@@ -298,6 +300,10 @@ def remove_snapshot(folder: Path, snapshot: Snapshot) -> None:
 # Reading files
 
 
+def is_list_of(kind: type, value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, kind) for entry in value)
+
+
 def check_trust(folder: Path) -> None:
     """Raise Untrusted if another user may write the folder, or replace it."""
     if folder.exists():
@@ -337,6 +343,8 @@ def read_manifest(folder: Path, snapshot: Snapshot) -> Manifest:
         if Snapshot(*content.pop("snapshot")) != snapshot:
             raise Damaged("it lies where another one was written")
         manifest = Manifest(snapshot, **content)
+        if not is_list_of(str, manifest.lineage):
+            raise Damaged(f"its lineage is {manifest.lineage!r:.80}, and not a list of runs")
         size = (path / STATE).stat().st_size
         if size != manifest.size:
             raise Damaged(f"{STATE} has {size} bytes and had {manifest.size}")

@@ -25,6 +25,7 @@ from ._snapshot_parts import (
     RankParts,
     State,
     assign_snapshots,
+    check_structure,
     choose_snapshots,
     explain_misfit,
     hash_replica,
@@ -140,8 +141,8 @@ class Resume:
             loaded = yield from self._read_assigned(choice, seen)
             if loaded is None:
                 continue
-            state = yield from self._combine(loaded)
-            if not (yield from self._refuse_if_different(choice, state)):
+            state, checksum = yield from self._combine(choice, loaded)
+            if not (yield from self._refuse_if_different(choice, checksum)):
                 break
         self._warn_of_lost_parts(choice)
         yield from self._put_in_place(choice, state)
@@ -194,7 +195,9 @@ class Resume:
         for snapshot in assignment[meeting.comm.rank]:
             try:
                 manifest = files.read_manifest(self.folder, snapshot)
-                loaded.read.append((manifest, files.read_state(self.folder, manifest)))
+                state = files.read_state(self.folder, manifest)
+                check_structure(state)
+                loaded.read.append((manifest, state))
             except Damaged as error:
                 self._refuse(snapshot, error)
         is_read = len(loaded.read) == len(assignment[meeting.comm.rank])
@@ -202,28 +205,43 @@ class Resume:
 
     # Combining
 
-    def _combine(self, loaded: Loaded) -> CollectiveGenerator[State]:
-        """Return what ranks have in common, with this rank's share of their own parts."""
+    def _combine(self, choice: Choice, loaded: Loaded) -> CollectiveGenerator[tuple[State, str]]:
+        """Return what ranks have in common, with this rank's share of their own parts, and the
+        checksum of what replicas have equal.
+
+        Raises RuntimeError on all ranks if any cannot.
+        """
         meeting, states = self.meeting, [state for _, state in loaded.read]
         told = [(read_weight(state), manifest.lineage) for manifest, state in loaded.read]
         rows = yield from meeting.gather(told)
         lineage = next(lineage for row in rows for _, lineage in row)
         meeting.lineage += [run for run in lineage if run not in meeting.lineage]
         state = states[0] if states else None
-        if loaded.are_own():
-            return states[0]
         if not all(loaded.assignment):
             source = next(rank for rank, one in enumerate(loaded.assignment) if one)
             received = yield from self._share(state, source)
             state = state or received
         assert state is not None
+        checksum = problem = ""
+        try:
+            if not loaded.are_own():
+                weights = [weight for rank in meeting.peers for weight, _ in rows[rank]]
+                self._set_own_parts(state, states, weights)
+            checksum = hash_replica(state, self.rank_parts)
+        except Exception as error:
+            problem = describe(error)
+        yield from meeting.raise_problems(problem, f"{choice} in {self.folder} cannot be loaded")
+        return state, checksum
+
+    def _set_own_parts(self, state: State, states: list[State], weights: list[float]) -> None:
+        """Set the own parts of ``state`` to this rank's share of those that all ranks have read;
+        ``states`` are those of this rank.
+        """
         read = [(self.rank_parts.list_parts(one), read_weight(one)) for one in states]
-        weights = [weight for rank in meeting.peers for weight, _ in rows[rank]]
-        self.rank_parts.combine(state, read, meeting.comm.size, weights)
+        self.rank_parts.combine(state, read, self.meeting.comm.size, weights)
         for group in state["optimizer"]["param_groups"]:
             if "residuals" in group:
                 group["residuals"] = "mean"
-        return state
 
     def _share(self, state: State | None, source: int) -> CollectiveGenerator[State]:
         """Send what ranks have in common from rank ``source`` to those without a snapshot."""
@@ -243,12 +261,12 @@ class Resume:
         shared: State = files.unpack(packed)
         return shared
 
-    def _refuse_if_different(self, choice: Choice, state: State) -> CollectiveGenerator[bool]:
+    def _refuse_if_different(self, choice: Choice, checksum: str) -> CollectiveGenerator[bool]:
         """Return whether replicas differ in what they have in common; these snapshots are then
         passed over on all ranks.
         """
         meeting = self.meeting
-        rows = yield from meeting.gather(hash_replica(state, self.rank_parts))
+        rows = yield from meeting.gather(checksum)
         hashes = [[rows[rank] for rank in ranks] for ranks in meeting.members]
         numbers = [n for n, shards in enumerate(hashes) if shards != hashes[0]]
         if not numbers:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._engine.optimizer import CompressedOptimizer
 from .._state.tensors import distribute_like
-from ._snapshot_files import Snapshot, memory_of
+from ._snapshot_files import Damaged, Snapshot, is_list_of, memory_of
 
 State = dict[str, Any]
 Path_ = tuple[Any, ...]  # the keys of a value in nested dicts
@@ -87,6 +87,31 @@ def assign_snapshots(
 
 
 # The parts of a state
+
+
+def check_structure(state: Any) -> None:
+    """Raise Damaged if a state is not built as that of a snapshot, of whatever model."""
+    model, optimizer, stateful = (_get_dict(state, n) for n in ("model", "optimizer", "stateful"))
+    entries = _get_dict(optimizer, "state")
+    groups: Any = optimizer.get("param_groups")
+    if not is_list_of(dict, groups) or not all(is_list_of(str, g.get("params")) for g in groups):
+        raise Damaged("its param_groups are not groups of names")
+    if not all(is_list_of(str, [*names]) for names in (model, entries, stateful)):
+        raise Damaged("not everything in it has a name")
+    if not is_list_of(dict, [*entries.values()]):
+        raise Damaged("not every parameter's state in it is a dict")
+    try:
+        for _, outer in iterate_anchored(state):
+            float(outer["weight"])
+    except Exception as error:
+        raise Damaged(f"its round cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _get_dict(parent: Any, name: str) -> State:
+    value = parent.get(name) if isinstance(parent, dict) else None
+    if not isinstance(value, dict):
+        raise Damaged(f"its {name} is of type {type(value).__name__}, not a dict")
+    return value
 
 
 class RankParts:
@@ -205,6 +230,24 @@ def explain_misfit(state: State, present: State) -> str:
         saved, own = (str([group.get(what) for group in one]) for one in groups)
         if saved != own:
             return f"{what} of parameter groups is {saved}, and {own} in the optimizer"
+    return _explain_misfit_of_base(state, present)
+
+
+def _explain_misfit_of_base(state: State, present: State) -> str:
+    """Return what is missing, or no tensor, of a wrapped optimizer's state: torch loads anything,
+    and the next step would raise. Only what has a parameter's shape is compared.
+    """
+    for name, entry in present["optimizer"]["state"].items():
+        own, saved = (e.get("base") for e in (entry, state["optimizer"]["state"].get(name, {})))
+        if not own or saved is None:  # a parameter that was frozen has none
+            continue
+        if missing := own.keys() - (saved.keys() if isinstance(saved, dict) else ()):
+            return f"the base's state of {name} lacks {', '.join(sorted(missing))}"
+        shape = getattr(present["model"].get(name), "shape", None)
+        for key, value in own.items():
+            is_compared = isinstance(value, Tensor) and value.dim() and value.shape == shape
+            if is_compared and getattr(saved[key], "shape", None) != shape:
+                return f"{key} in the base's state of {name} is no tensor of {[*value.shape]}"
     return ""
 
 

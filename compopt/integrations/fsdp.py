@@ -278,22 +278,26 @@ class OptimizerReduceScatter(TorchAllocation):
         params = [(one.sharded_param, one.fsdp_placement.dim) for one in trainable]
         rows = input_tensor.view(group.size(), -1)
         ranks, length = rows.shape
-        if sum(longest_part_numel(p, dim, ranks) for p, dim in params) != length:
-            raise RuntimeError(
+        needed = sum(longest_part_numel(p, dim, ranks) for p, dim in params)
+        problem: Exception | None = None
+        if needed != length:  # perhaps on this rank only
+            problem = RuntimeError(
                 "some parameters that one fully_shard averages together had no gradient in this "
                 "backward, and the optimizer cannot tell which: call "
                 "model.set_reduce_scatter_unused_params(True), which gives them zeros, or set "
                 "requires_grad=False where they are never used."
             )
+            output_tensor.fill_(float("nan"))
+            rows, output_tensor = rows.new_zeros(1).expand(ranks, needed), rows.new_empty(needed)
         predivided = self._compute_predivision(op, rows)
-        if predivided > 1:
+        if predivided > 1 and problem is None:
             rows.mul_(predivided)
         postdivided = ranks / predivided if op != dist.ReduceOp.AVG else 1
         is_read = postdivided > 1 or self._is_read_in_backward(trainable, output_tensor)
         is_idle = not reduce_scatter.in_flight
         with torch.no_grad():
             backward = torch._C._current_graph_task_id()
-            reduce_scatter.reduce(params, rows, output_tensor, is_read, backward)
+            reduce_scatter.reduce(params, rows, output_tensor, is_read, backward, problem)
             if postdivided > 1:
                 output_tensor.mul_(postdivided)
         if is_idle and reduce_scatter.in_flight:

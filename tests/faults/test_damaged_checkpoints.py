@@ -62,7 +62,16 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "tampered format": (first_group("format", None), "format None"),
     "another class": (first_group("class", "ScapeSGD"), "of ScapeSGD"),
 }
-OPTIONS = {"density": 5.0, "ratio": "x", "dense_steps": -1, "interval": None, "lr": "x", "betas": 3, "compress": "no"}
+OPTIONS = {
+    "density": 5.0,
+    "ratio": "x",
+    "dense_steps": -1,
+    "interval": None,
+    "lr": "x",
+    "betas": 3,
+    "compress": "no",
+    "step": -4,
+}
 
 
 def trained(case, steps: int = 7, size: int = 1):

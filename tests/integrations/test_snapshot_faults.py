@@ -11,6 +11,7 @@ import random
 import re
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from conformance import Small, data, mean_residual
 from ranks import run_ranks
 from sim import Ranks
-from slow_rows import slow_but
+from slow_rows import in_turn, slow_but
 from snapshot_faults import CLASSES, LOST, Fleet, Saved
 from snapshot_kills import kill_and_resume
 from table import CASES, FORMS, INT8, by_name
@@ -256,6 +257,76 @@ def test_it_is_loaded_on_all_ranks_or_on_none(failing, saved, monkeypatch):
     assert fleet.states() == before
 
 
+def put(value: object, *keys: object) -> Callable[[dict], dict]:
+    """Put ``value`` at ``keys`` into a packed state."""
+
+    def change(plain: dict) -> dict:
+        holder = faults.find_in(plain, *keys[:-1])
+        (pairs,) = holder.values()
+        next(pair for pair in pairs if keys[-1] in (pair[0], ...))[1] = value
+        return plain
+
+    return change
+
+
+EMPTY, GROUP, OUTER = {"dict": []}, ("optimizer", "param_groups", 0), ("optimizer", "state", "up.weight", "outer")
+FIRST_BASE = ("optimizer", "state", "up.weight", "base")
+STRUCTURES: dict[str, tuple[str, Callable[[dict], object], str]] = {
+    "no dict": ("SeparateAdam", lambda plain: [plain], "passed over"),
+    "no model": ("SeparateAdam", lambda plain: {"dict": [["optimizer", EMPTY]]}, "passed over"),
+    "model a list": ("SeparateAdam", put([1, 2], "model"), "passed over"),
+    "a number as a name": ("SeparateAdam", put({"dict": [[1, 2]]}, "model"), "passed over"),
+    "optimizer a text": ("SeparateAdam", put("x", "optimizer"), "passed over"),
+    "optimizer empty": ("SeparateAdam", put(EMPTY, "optimizer"), "passed over"),
+    "no groups": ("SeparateAdam", put(None, "optimizer", "param_groups"), "passed over"),
+    "group a text": ("SeparateAdam", put(["x"], "optimizer", "param_groups"), "passed over"),
+    "params a text": ("SeparateAdam", put("x", *GROUP, "params"), "passed over"),
+    "entry a number": ("SeparateAdam", put(1, "optimizer", "state", ...), "passed over"),
+    "step a text": ("SeparateAdam", put("x", *GROUP, "step"), "got 'x'"),
+    "step huge": ("SeparateAdam", put(10**30, *GROUP, "step"), "got 1000000"),
+    "step negative": ("SeparateAdam", put(-4, *GROUP, "step"), "got -4"),
+    "step NaN of a tensor": ("SeparateAdam", put(float("nan"), "optimizer", "state", ..., "step"), "got nan"),
+    "outer a list": ("LocalSteps, rounds", put([1], *OUTER), "passed over"),
+    "weight a list": ("LocalSteps, rounds", put([1], *OUTER, "weight"), r"weight is \[1\]|passed over"),
+    "anchor a number": ("LocalSteps, rounds", put(3, *OUTER, "anchor"), "TypeError|had other values"),
+    "no moments": ("LocalSteps, rounds", put(EMPTY, *FIRST_BASE), "lacks begun, exp_avg, exp_avg_sq, step"),
+    "moments a number": (
+        "LocalSteps, rounds",
+        put(3, *FIRST_BASE, "exp_avg"),
+        "exp_avg in the base's state of .* no tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "size"), in_turn(STRUCTURES, [2, 3]))
+def test_another_structure_is_passed_over_or_refused_on_all_ranks(name, size, saved, tmp_path):
+    """One rank's snapshot has it, with the right checksums; three ranks combine what two have saved."""
+    of, change, words = STRUCTURES[name]
+    run, outcomes = saved[of, 2, False], {}
+    shutil.copytree(run.folder, tmp_path, dirs_exist_ok=True)
+    faults.rewrite_state(tmp_path / "node 1", change)
+    fleet = Fleet(run.case, size, tmp_path, is_shared=False)
+    before = fleet.states()
+
+    def resume(rank: int):
+        try:
+            outcomes[rank] = yield from fleet.snapshots[rank].resume_as_generator()
+        except RuntimeError as error:
+            outcomes[rank] = str(error).replace(f"node {rank}", "node")
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fleet.ranks.world.run([resume(rank) for rank in range(size)])
+    (outcome,) = {*outcomes.values()}
+    assert len(outcomes) == size
+    if outcome == 6:
+        reasons = [str(one.message) for one in told if "passed over: " in str(one.message)]
+        assert any(re.search(words, reason) for reason in reasons)
+    else:
+        assert re.search(f"step 8 in .* cannot be loaded, and nothing was loaded.*{words}", outcome)
+        assert fleet.states() == before
+
+
 class Evil:
     def __reduce__(self):
         return os.system, ('touch "$FLAG"',)
@@ -414,8 +485,9 @@ def test_a_header_promises_as_much_as_there_is():
     for bytes_there in (3, 5):
         with pytest.raises(ValueError, match=f"4 bytes where {bytes_there} are"):
             make_empty({"tensor": 1}, [["float32", []]], bytes_there)
-    with pytest.raises(ValueError, match="unknown kind"):
-        unpack(Packed({"code": []}, []))
+    for plain, words in (({"code": []}, "unknown kind"), ({"tensor": 0}, "tensor 0 of 1")):
+        with pytest.raises(ValueError, match=words):
+            unpack(Packed(plain, [torch.zeros(1)]))
 
 
 def move_by(model: torch.nn.Module, distance: float) -> None:

@@ -6,6 +6,8 @@ to the bit.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 import shutil
 import tempfile
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 from conformance import loss, make_ranks
 from sim import Ranks
-from table import Case, by_name
+from table import CASES, FORMS, Case
 
 from compopt.integrations._snapshot_files import MANIFEST, STATE, pack
 from compopt.integrations._snapshot_parts import RankParts, hash_replica
@@ -25,6 +27,7 @@ from compopt.integrations.snapshots import Snapshots
 
 CLASSES = ["SeparateAdam", "LocalSteps", "RadiusAdamW", "ScapeAdamS", "TagcAdamW"]
 LOST = "the residuals of these ranks are lost"
+NAMED = {case.name: case for case in CASES + FORMS}
 SAVES = [4, 6, 8]  # steps; within a round of LocalSteps too
 
 
@@ -87,11 +90,36 @@ class Fleet:
         return [hash_replica(one._read_state(), RankParts(one._optimizer)) for one in self.snapshots]
 
 
+def rewrite_state(folder: Path, change: Callable[[Any], Any]) -> None:
+    """Change the JSON of the newest snapshot in a node's folder; its checksums are right again."""
+    (path,) = max(folder.glob("step-*")).glob("replica-*")
+    raw = (path / STATE).read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    plain, specs = json.loads(raw[8:end])
+    header = json.dumps([change(plain), specs]).encode()
+    raw = len(header).to_bytes(8, "little") + header + raw[end:]
+    (path / STATE).write_bytes(raw)
+    manifest = json.loads((path / MANIFEST).read_text().split("\n")[0])
+    line = json.dumps({**manifest, "size": len(raw), "sha256": hashlib.sha256(raw).hexdigest()})
+    (path / MANIFEST).write_text(f"{line}\n{hashlib.sha256(line.encode()).hexdigest()}\n")
+
+
+def find_in(plain: Any, *keys: Any) -> dict[Any, Any]:
+    """Return the packed dict or list at ``keys`` of packed dicts and lists; ``...`` is the first that there is."""
+    for key in keys:
+        if isinstance(plain, list):
+            plain = plain[key]
+        else:
+            (pairs,) = plain.values()
+            plain = next(value for name, value in pairs if key in (name, ...))
+    return plain
+
+
 class Saved:
     """A run that has saved three times."""
 
     def __init__(self, folder: Path, name: str, size: int, is_shared: bool):
-        self.folder, self.case, self.size, self.is_shared = folder, by_name[name], size, is_shared
+        self.folder, self.case, self.size, self.is_shared = folder, NAMED[name], size, is_shared
         fleet = Fleet(self.case, size, folder, is_shared)
         self.states, self.checksums = {0: fleet.states()}, {}
         for step in SAVES:

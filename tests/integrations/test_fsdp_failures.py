@@ -1,0 +1,160 @@
+"""A rank that cannot take part inside FSDP2, in backward or in the step: all ranks raise, none has changed anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+
+import torch
+from fsdp_models import Two, apart, cut, loss, make, whole
+from ranks import catch_message, run_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import compopt
+from compopt._engine.fsdp_backward import ReduceScatterBucket
+
+CLASSES: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "tracked": lambda m: compopt.SeparateAdam(m.named_parameters(), lr=1e-2, rank=4, dense_steps=1),
+    "int8": lambda m: compopt.Average(torch.optim.SGD(m.parameters(), lr=1e-3), payload_dtype="int8"),
+    "tagc": lambda m: compopt.TagcAdamW(
+        [{"params": [*m.named_parameters()], "compress": True}], lr=1e-3, density=0.2, dense_steps=1
+    ),
+}
+MESSAGE = "no memory left"
+
+
+class Fails:
+    """Make this rank's next reduction fail before its request number ``at``, once; None: when it is written."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, at: int | None):
+        self.inside, self.at, self.has_failed = optimizer.fsdp_backward, at, False
+        self.make_reducer, self.write_shard = self.inside.make_reducer, ReduceScatterBucket.write_shard
+
+    def __enter__(self) -> None:
+        if self.at is None:
+            ReduceScatterBucket.write_shard = self.fail
+        else:
+            self.inside.make_reducer = self.make
+
+    def __exit__(self, *_: object) -> None:
+        self.inside.make_reducer, ReduceScatterBucket.write_shard = self.make_reducer, self.write_shard
+        assert self.has_failed
+
+    def fail(self, *_: object) -> None:
+        self.has_failed = True
+        raise MemoryError(MESSAGE)
+
+    def make(self, bucket: ReduceScatterBucket) -> object:
+        reducer = self.make_reducer(bucket)
+        if not self.has_failed:
+            reducer.reduce = lambda reduce=reducer.reduce: self.reduce(reduce())
+        return reducer
+
+    def reduce(self, requests: Generator) -> Generator:
+        answer = None
+        for number in range(100):
+            if number == self.at:
+                self.fail()
+            try:
+                request = requests.send(answer)
+            except StopIteration as stop:
+                return stop.value
+            answer = yield request
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    state = optimizer.state_dict()["state"]
+    entries = [v for entry in state.values() for v in entry.values() if isinstance(v, Tensor)]
+    return [whole(model), *(v.full_tensor() if hasattr(v, "full_tensor") else v.clone() for v in entries)]
+
+
+def fails_once(rank: int, name: str, at: int | None) -> dict[str, object]:
+    """A backward in which rank 1 fails, and its step; the step again; then another backward, beside a twin."""
+    models = [cut(make(Two, torch.float32)) for _ in range(2)]
+    optimizer, twin = (CLASSES[name](model) for model in models)
+    for model, one in zip(models, (optimizer, twin), strict=True):
+        for step in range(3):
+            one.zero_grad()
+            loss(model, step, rank, torch.float32).backward()
+            one.step()
+    before = state_of(models[0], optimizer)
+    optimizer.zero_grad()
+    value = loss(models[0], 3, rank, torch.float32)
+    if rank == 1:
+        with Fails(optimizer, at):
+            value.backward()
+    else:
+        value.backward()
+    error = MemoryError if rank == 1 else compopt.CommunicationError
+    told = catch_message(error, optimizer.step)
+    after = state_of(models[0], optimizer)
+    optimizer.step()
+    skipped = optimizer.stats.skipped, state_of(models[0], optimizer)
+    for model, one in zip(models, (optimizer, twin), strict=True):
+        one.zero_grad()
+        loss(model, 4, rank, torch.float32).backward()
+        one.step()
+    return {
+        "told": told,
+        "unchanged": all(map(torch.equal, before, after)) and all(map(torch.equal, before, skipped[1])),
+        "skipped": skipped[0],
+        "apart": apart(*models),
+    }
+
+
+def all_fail_once(rank: int) -> dict[str, dict[str, object]]:
+    cases = [("tracked", 0), ("tracked", 1), ("tracked", 2), ("int8", 0), ("tagc", 1), ("tagc", None)]
+    return {f"{name} {at}": fails_once(rank, name, at) for name, at in cases}
+
+
+def test_all_ranks_raise_and_go_on_when_one_fails_in_backward():
+    of_ranks = run_ranks(all_fail_once, 2)
+    for name, case in ((name, case) for rank in of_ranks for name, case in rank.items()):
+        assert MESSAGE in case["told"], name
+        assert case["unchanged"], name
+        assert case["skipped"] == 1 and case["apart"] == 0, name
+    sentence = (
+        f"step 4 was not applied on rank 0: the gradients of rank 1 (MemoryError: {MESSAGE}) could not be sent, and "
+        "nothing was applied: correct the error of that rank, and repeat zero_grad(), backward and step() on all ranks."
+    )
+    assert {case["told"] for case in of_ranks[0].values()} == {sentence}
+
+
+class Skipping(nn.Module):
+    """A module that one rank alone does not use in some steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.skips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        return (x if self.skips else self.other(x)).sum(1, keepdim=True)
+
+
+def fails_otherwise(rank: int) -> dict[str, str]:
+    """A rank alone has no gradient of some parameters; or cannot begin its step."""
+    model = fully_shard(make(Skipping, torch.float32))
+    optimizer = CLASSES["tracked"](model)
+    results, error = {}, RuntimeError if rank == 1 else compopt.CommunicationError
+    model.skips = rank == 1
+    loss(model, 0, rank, torch.float32).backward()
+    results["unused"] = catch_message(error, optimizer.step)
+    optimizer.zero_grad(set_to_none=False)  # the next backward asks all ranks whether they are zeros
+    model.skips = False
+    loss(model, 1, rank, torch.float32).backward()
+    group = optimizer.param_groups[0]
+    lr, group["lr"] = group["lr"], "x" if rank == 1 else group["lr"]
+    results["option"] = catch_message(ValueError, optimizer.step)
+    group["lr"] = lr
+    optimizer.step()
+    results["steps"] = str(optimizer._session.steps)
+    return results
+
+
+def test_all_ranks_raise_when_one_has_other_gradients_or_cannot_begin_its_step():
+    for results in run_ranks(fails_otherwise, 2):
+        assert "set_reduce_scatter_unused_params(True)" in results["unused"]
+        assert "lr" in results["option"] and "'x'" in results["option"]
+        assert results["steps"] == "1"
