@@ -227,7 +227,7 @@ def test_rate_holds_and_bytes_are_counted(namespaces):
 
 
 PING = """
-import os, socket, statistics, time
+import os, socket, time
 address, seconds = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), []
 if os.environ["RANK"] == "0":
     peer = socket.create_server(address).accept()[0]
@@ -239,19 +239,19 @@ while os.environ["RANK"] == "1":
         time.sleep(0.05)
 for _ in range(5):
     start = time.perf_counter()
-    peer.sendall(b"x")
-    peer.recv(1)
+    if os.environ["RANK"] == "1":
+        peer.sendall(b"x")
+    peer.sendall(peer.recv(1)) if os.environ["RANK"] == "0" else peer.recv(1)
     seconds.append(time.perf_counter() - start)
-print(statistics.median(seconds))
+print(min(seconds))
 """
 
 
 def test_a_round_trip_takes_as_long_as_it_should(namespaces):
     with _net.Links(2, "100mbit", round_trip=0.2) as links:
-        seconds, _ = (float(text) for text in links.run([sys.executable, "-c", PING], timeout=HANG_GUARD))
+        _, seconds = (float(text) for text in links.run([sys.executable, "-c", PING], timeout=HANG_GUARD))
         relay = links._delay
-    # Both send at once, so that each waits for one way. It takes longer where processes wait for a processor.
-    assert 0.1 < seconds < 0.2
+    assert 0.2 < seconds < 0.5  # it takes longer where processes wait for a processor
     assert relay.poll() is not None and namespaces(os.getpid()) == []
 
 
