@@ -31,7 +31,7 @@ ANSWERS = $(BIN)/python -c 'import urllib.request as u; u.urlopen("$(TORCH_INDEX
 
 demo:  ## the same small GPT with DDP + AdamW and with each of compopt's optimizers, on two processes, side by side
 	@echo "This trains a small GPT with DDP + AdamW and with each of compopt's optimizers, on two processes of this machine,"
-	@echo "about 4 minutes on two idle cores, and shows loss, bytes and step times side by side, with what they mean."
+	@echo "about 5 minutes on two idle cores, longer on busy ones, and shows loss, bytes and step times side by side, with what they mean."
 	@test -e .venv/demo || echo "First it sets up .venv, which downloads about 250 MB; nothing outside this folder changes."
 	@$(MAKE) --no-print-directory .venv/demo
 	@$(BIN)/python examples/demo.py

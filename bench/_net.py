@@ -10,7 +10,7 @@ SIGINT, SIGTERM and SIGHUP; what a SIGKILL leaves behind goes with
     python bench/_net.py --clean
 
 Without root, `ip`, `tc` or a kernel that lets us, the ranks are plain processes on loopback: nothing is shaped and
-bytes are not counted.
+bytes are not counted. With `round_trip` a process holds every frame (`_delay.py`) in place of the bridge.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import IO
 
@@ -100,16 +101,19 @@ class Links:
         burst: bytes that may leave ahead of the rate after a pause; None is 72 KiB, or 1 ms at rates where that is
             more. Messages of that size and below cross as if there were no limit, so where they matter it must be less
             (32 KiB holds 100 Mbit/s within 10 %).
+        round_trip: seconds that a message and its answer take beside their bytes; None: a bridge, without delay.
 
     Attributes:
         private: True inside the `with` block when the namespaces exist; False when the ranks share the loopback
             interface, in which case nothing is shaped and `sent_bytes` returns None.
 
     Raises:
-        ValueError: `ranks` or `rate` is not usable.
+        ValueError: `ranks`, `rate` or `round_trip` is not usable.
     """
 
-    def __init__(self, ranks: int, rate: str | None = None, burst: int | None = None) -> None:
+    def __init__(
+        self, ranks: int, rate: str | None = None, burst: int | None = None, round_trip: float | None = None
+    ) -> None:
         if not 1 <= ranks <= 250:
             raise ValueError(f"ranks must be between 1 and 250 (one subnet); got {ranks}.")
         if rate is not None:
@@ -118,6 +122,10 @@ class Links:
         self._name = f"{PREFIX}-{os.getpid()}"
         self._subnet = f"10.77.{os.getpid() % 256}"
         self._signals: dict[int, object] = {}
+        if round_trip is not None and not 0 <= round_trip < 10:
+            raise ValueError(f"round_trip must be seconds from 0 to 10; got {round_trip}.")
+        self._delay: subprocess.Popen[bytes] | None = None
+        self.round_trip, self._switch = round_trip, f"{self._name}-switch"
 
     def __enter__(self) -> Links:
         self._catch_signals()
@@ -208,20 +216,34 @@ class Links:
                 raise RuntimeError(f"the command `{tool}` (package iproute2) is missing.")
         if os.geteuid() != 0:
             raise RuntimeError("network namespaces need root.")
-        switch = f"{self._name}-switch"
+        switch = self._switch
         _call("ip", "netns", "add", switch)
-        _call("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
-        _call("ip", "-n", switch, "link", "set", "br0", "up")
+        if self.round_trip is None:
+            _call("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
+            _call("ip", "-n", switch, "link", "set", "br0", "up")
         for rank in range(self.ranks):
             host, inner, outer = f"{self._name}-r{rank}", f"e{rank}", f"v{rank}"
             _call("ip", "netns", "add", host)
             _call("ip", "-n", switch, "link", "add", outer, "type", "veth", "peer", "name", inner, "netns", host)
-            _call("ip", "-n", switch, "link", "set", outer, "master", "br0", "up")
+            bridge = ["master", "br0"] if self.round_trip is None else []
+            _call("ip", "-n", switch, "link", "set", outer, *bridge, "up")
             _call("ip", "-n", host, "addr", "add", f"{self._subnet}.{rank + 1}/24", "dev", inner)
             _call("ip", "-n", host, "link", "set", inner, "up")
             _call("ip", "-n", host, "link", "set", "lo", "up")
             self._shape(host, inner)  # what this rank sends
             self._shape(switch, outer)  # what it receives
+        if self.round_trip is not None:
+            self._start_delay(self.round_trip / 2)
+
+    def _start_delay(self, seconds: float) -> None:
+        """Start the process that passes frames on; `_tear_down` ends it."""
+        words = ["ip", "netns", "exec", self._switch, sys.executable, str(Path(__file__).parent / "_delay.py")]
+        words += ["--seconds", str(seconds), *(f"v{rank}" for rank in range(self.ranks))]
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True)
+        assert process.stdout is not None
+        if process.stdout.readline() != b"ready\n":
+            raise RuntimeError(f"a process that delays frames cannot be started: `{' '.join(words)}` failed.")
+        self._delay = process
 
     def _shape(self, namespace: str, interface: str) -> None:
         if self.rate is None:
@@ -233,6 +255,10 @@ class Links:
 
     def _tear_down(self) -> None:
         self.private = False
+        if self._delay is not None:
+            self._delay.kill()
+            self._delay.communicate()
+            self._delay = None
         if shutil.which("ip") is None or os.geteuid() != 0:
             return
         for name in _namespaces():

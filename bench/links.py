@@ -4,6 +4,8 @@
     sudo .venv/bin/python bench/links.py --rates 100mbit --methods none ddp powersgd32 --ranks 4
     sudo .venv/bin/python bench/links.py --rates 100mbit --methods none local local-delay1 local-delay30 \
         local-fragments --rounds 4 --steps 59 --save rounds            # rounds of 30 local steps, two a block
+    sudo .venv/bin/python bench/links.py --rates 100mbit 1gbit --round-trips 0 20 80 --methods none ddp adam local \
+        --rounds 4 --steps 14 --batch 2 --save latency        # ms that a message and its answer take, 25 minutes
 
 All methods of one rate share one set of processes and take turns, block by block, after an untimed step that absorbs
 what the method before left in flight. A table a rate, in ms: the median step, the range of the middle half, the mean;
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import statistics
 import sys
@@ -38,6 +41,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 LEARNING_RATE = 3e-4
 TRIAL = 32  # the same, for what first finds out whether compression pays
 SETTLE = 4  # untimed steps before a method's first block: past its dense start and first selection
+PINGS = 9  # whose median is the round trip that a run had
 EVERY = 30  # steps of a round; blocks begin in the middle of one, so that its end is not in the step that opens them
 
 Method = tuple[nn.Module, torch.optim.Optimizer]
@@ -152,6 +156,7 @@ METHODS: dict[str, Factory] = {
     "radius": ours("RadiusAdamW", density=0.4, interval=200, dense_steps=1),
     "scape": ours("ScapeAdamS", density=0.01, density_steps=0),
     "separate": ours("SeparateAdam", projection="gaussian", ratio=16),
+    "adam": ours("SeparateAdam", dense_steps=1),
     "tagc0.0125": ours("TagcAdamW", density=0.0125),
     "tagc0.0125bf16": ours("TagcAdamW", density=0.0125, payload_dtype=torch.bfloat16),
     **{
@@ -220,6 +225,7 @@ class Runner:
         self.cpu_seconds = 0.0  # of the timed steps, all threads
         self.counted: list[int] = []  # bytes that the method itself says it sent, where it says so
         self.phases: list[str] = []  # of the timed steps, likewise
+        self.round_trip: float | None = None  # of a byte, before the first step
         self.sent: int | None = 0  # bytes of all timed steps on this rank's socket
 
     def step(self) -> None:
@@ -247,6 +253,7 @@ class Runner:
         steps = len(self.seconds)
         return {
             "method": self.name,
+            "round_trip": self.round_trip,
             "seconds": self.seconds,
             "cpu_share": self.cpu_seconds / sum(self.seconds),
             "bytes": None if self.sent is None else self.sent / steps,
@@ -271,18 +278,38 @@ def interleave(runners: Sequence[Runner], rounds: int, steps: int) -> None:
 
 
 def over_links(
-    worker: Sequence[str], ranks: int, rate: str, burst: int | None = None, timeout: float = 1800
+    worker: Sequence[str],
+    ranks: int,
+    rate: str,
+    burst: int | None = None,
+    timeout: float = 1800,
+    round_trip: float | None = None,
 ) -> tuple[str, list[tuple[dict, ...]]]:
     """Run a worker that ends in `interleave`, a process a rank, over links of this rate ("unshaped": no shaping).
 
     Returns:
         The rate, or "loopback" where links cannot be made; for each runner its results on all ranks.
     """
-    with Links(ranks, None if rate == "unshaped" else rate, burst) as links:
+    with Links(ranks, None if rate == "unshaped" else rate, burst, round_trip) as links:
         shaped = links.private
         outputs = links.run(worker, timeout=timeout)
     gathered = json.loads(outputs[0].splitlines()[-1])
     return rate if shaped else "loopback", list(zip(*gathered, strict=True))
+
+
+def measure_round_trip() -> float:
+    """Seconds that a byte to the next rank and its answer take: the median of some. Called on all ranks."""
+    rank, seconds, byte = dist.get_rank(), [], torch.zeros(1, dtype=torch.uint8)
+    for _ in range(PINGS):
+        start = time.perf_counter()
+        if rank == 0:
+            dist.send(byte, 1)
+            dist.recv(byte, 1)
+        elif rank == 1:
+            dist.recv(byte, 0)
+            dist.send(byte, 0)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
 
 
 def warn_if_busy(cpu_share: float) -> None:
@@ -291,14 +318,15 @@ def warn_if_busy(cpu_share: float) -> None:
         print(f"Other work kept this machine busy: without communication a step got {cpu_share:.0%} of its core.")
 
 
-def work(methods: list[str], rounds: int, steps: int, batch: int) -> None:
+def work(methods: list[str], rounds: int, steps: int, batch: int, small: bool) -> None:
     """One rank: build every method, settle it, time blocks in turn."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    batches, runners = Batches(dist.get_rank(), batch), []
+    batches, runners, round_trip = Batches(dist.get_rank(), batch), [], measure_round_trip()
     for name in methods:
-        runners.append(Runner(name, *METHODS[name](make_model(), dist.new_group()), batches.next))
+        runners.append(Runner(name, *METHODS[name](make_model(small=small), dist.new_group()), batches.next))
         settle = EVERY + EVERY // 2 if name.startswith("local") else TRIAL if name.endswith("-auto") else SETTLE
+        runners[-1].round_trip = round_trip
         for _ in range(settle):
             runners[-1].step()
     interleave(runners, rounds, steps)
@@ -317,6 +345,7 @@ def summarise(rate: str, ranks: int, gathered: list[tuple[dict, ...]]) -> list[d
             {
                 "rate": rate,
                 "ranks": ranks,
+                "round_trip_ms": 1e3 * first["round_trip"],
                 "method": first["method"],
                 "step_ms": 1e3 * middle,
                 "iqr_ms": 1e3 * (high - low),
@@ -353,7 +382,7 @@ COLUMNS = {
 
 
 def show(rows: list[dict]) -> None:
-    print(f"\n{rows[0]['rate']}, {rows[0]['ranks']} ranks")
+    print(f"\n{rows[0]['rate']}, {rows[0]['ranks']} ranks, a round trip of {rows[0]['round_trip_ms']:.2f} ms")
     print_rows(rows, COLUMNS, "method", 28)
     if rows[0]["method"] == "none":
         warn_if_busy(rows[0]["cpu_share"])
@@ -386,10 +415,14 @@ def plot(rows: list[dict], path: Path) -> None:
 def arguments() -> argparse.Namespace:
     parser = make_parser(__doc__, "--methods", METHODS, DEFAULT_METHODS)
     parser.add_argument("--rates", nargs="+", default=DEFAULT_RATES, help="'unshaped', or as tc writes it: 100mbit")
+    trips = "ms that frames are held, there and back, by a process in place of a bridge"
+    parser.add_argument("--round-trips", nargs="+", type=float, default=[None], metavar="MS", help=trips)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3, help="blocks per method")
     parser.add_argument("--steps", type=int, default=2, help="timed steps per block")
     parser.add_argument("--batch", type=int, default=8, help="sequences of 64 bytes a rank and step")
+    small = "a model of 0.14 M parameters, whose bytes take no time: what is left is latency"
+    parser.add_argument("--small", action="store_true", help=small)
     parser.add_argument("--save", default="links", metavar="NAME", help="name of the CSV in results/")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -404,13 +437,15 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     if options.worker:
-        work(options.methods, options.rounds, options.steps, options.batch)
+        work(options.methods, options.rounds, options.steps, options.batch, options.small)
         return
     worker = [sys.executable, __file__, "--worker", "--methods", *options.methods]
     worker += ["--rounds", str(options.rounds), "--steps", str(options.steps), "--batch", str(options.batch)]
+    worker += ["--small"] * options.small
     rows: list[dict] = []
-    for rate in options.rates:
-        label, gathered = over_links(worker, options.ranks, rate)
+    for rate, trip in itertools.product(options.rates, options.round_trips):
+        seconds = None if trip is None else trip / 1e3
+        label, gathered = over_links(worker, options.ranks, rate, round_trip=seconds)
         measured = summarise(label, options.ranks, gathered)
         show(measured)
         rows += measured

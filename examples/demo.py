@@ -1,11 +1,12 @@
 """Train the same small GPT with DDP + AdamW and with compopt's optimizers on two processes, and say what that saved.
 
-python examples/demo.py          # about four minutes on two idle cores; `make demo` runs this
+python examples/demo.py          # about five minutes on two idle cores, longer on busy ones; `make demo` runs this
 """
 
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ RUNS = {
     "DDP + AdamW": ["--optimizer", "adamw"],
     "SeparateAdam": ["--optimizer", "tracked", "--dense-share", "0.025"],  # 10 steps, its default
     "LocalSteps": ["--optimizer", "local"],
+    "LocalSteps(MuonAdamW)": ["--optimizer", "local-muon"],
     "RadiusAdamW": ["--optimizer", "radius", "--density", "0.4"],
     "ScapeAdamS": ["--optimizer", "scape", "--density", "0.1", "--lr", "1e-3"],
     "TagcAdamW": ["--optimizer", "tagc", "--density", "0.0125"],
@@ -29,7 +31,7 @@ FOLDER = Path(__file__).parent.parent / "runs"
 
 def train(name: str, options: list[str], limit: float) -> dict:
     """Run train_gpt.py on RANKS processes, one thread each; RuntimeError where it fails or takes too long."""
-    out = FOLDER / (name.replace(" ", "").replace("+", "_") + ".json")
+    out = FOLDER / (re.sub(r"\W+", "_", name).strip("_") + ".json")
     out.unlink(missing_ok=True)
     command = [*LAUNCHER, str(SCRIPT), *options, "--out", str(out)]
     # No GPU: the table is about processes with one core each, and there may be fewer GPUs than processes.
@@ -79,10 +81,11 @@ def table(results: dict[str, dict]) -> str:
         "ms a step": (step_ms, "{:.0f}"),
         **{f"at {name}": (lambda r, rate=rate: step_ms(r, rate), "{:.0f}") for name, rate in RATES.items()},
     }
-    lines = [" " * 14 + "".join(f"{label:>15}" for label in columns)]
+    wide = max(map(len, results))
+    lines = [" " * wide + "".join(f"{label:>15}" for label in columns)]
     for name, r in results.items():
         cells = [form.format(value(r)) + f" ({value(r) / value(first):.2f})" for value, form in columns.values()]
-        lines.append(f"{name:<14}" + "".join(f"{cell:>15}" for cell in cells))
+        lines.append(f"{name:<{wide}}" + "".join(f"{cell:>15}" for cell in cells))
     return "\n".join(lines)
 
 

@@ -83,6 +83,7 @@ def advise(
     loss_budget: float = 0.02,
     sources: dict[str, str] | None = None,
     ranks_per_node: int | None = None,
+    sites: int | None = None,
     inside_bits_per_s: float | None = None,
     steps: int | None = None,
     tokens_per_parameter: float | None = None,
@@ -113,6 +114,9 @@ def advise(
         sources: for a number by its name, "given", "measured" or "assumed", where that is not plain
             from the call.
         ranks_per_node: of the ranks, how many share a machine; None: as many as ``shard``, or one.
+        sites: places, of equally many ranks each, whose ranks share one link; ``link_bits_per_s`` is
+            then that of a site, and a site's ranks count as one machine's. None: see
+            ``ranks_per_node``.
         inside_bits_per_s: rate at which one rank sends to those; None: the device's.
         steps: of the run; None: 10,000.
         tokens_per_parameter: that the run trains on, in all; None: 20.
@@ -139,6 +143,14 @@ def advise(
         "inside_bits_per_s": inside_bits_per_s,
     }
     check_positive(**{name: value for name, value in numbers.items() if value is not None})
+    if sites is not None:
+        if ranks_per_node is not None:
+            raise ValueError("sites and ranks_per_node say the same: give one of them.")
+        if not 1 <= sites <= ranks or ranks % sites:
+            raise ValueError(f"sites must divide the {ranks} ranks; got {sites}.")
+        ranks_per_node = ranks // sites
+        if link_bits_per_s is not None:
+            link_bits_per_s /= ranks_per_node
     node = count_ranks_per_node(ranks, shard, ranks_per_node)
     if link_bits_per_s is None and node != ranks:
         raise ValueError(

@@ -1,58 +1,81 @@
-"""The choice of the row that is advised.
+"""The choice of the row that is advised, by the rule of README.md and docs/choosing.md.
 
-A method may be advised when it is ours, its expected loss is within the budget, its state fits, and
-the whole run, with its dense start, is at least 5 % faster than AdamW's. Runs within 5 % of the
-fastest count as equally fast. Of these the one with the lowest loss is advised; among losses that
-seeds could reorder, the first row of the table. Otherwise the advice is to stay dense. The choice
-is deterministic.
+1. Stay dense where AdamW waits for the network less than a fifth of its step.
+2. Else take `SeparateAdam`; `LocalSteps` where its run is 1.25 times as fast as that one's.
+3. Neither is advised where its measured loss exceeds the budget, its state does not fit, or the
+   whole run, with its start, is less than 5 % faster than AdamW's.
+
+Where AdamW itself does not fit, the fastest method that does is advised in place of these two. The
+choice is deterministic.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from .losses import is_settled
 from .methods import METHODS
 from .prediction import Row, Situation, predict_rows
 
+# Below this share of a dense step, the wait for the network is not worth a change.
+SHORT_WAIT = 0.2
 # A smaller predicted speed-up is not worth advising.
 WORTH_IT = 1.05
-# Runs within this factor of the fastest are as fast: predictions err by more.
-AS_FAST = 1.05
-# Losses of one seed vary by this much.
-SAME_LOSS = 0.015
-# A row this much faster is mentioned although its loss exceeds the budget.
+# A run this much faster is worth another class, and is mentioned beyond the loss budget.
 MUCH_FASTER = 1.25
 
 
 def could_help(situation: Situation, row: Row) -> bool:
-    """True if the row is a method of this package with a known loss, averages over a link, and does
-    not wait for shards.
+    """True if the row is a method of this package whose loss was measured in more than one short
+    run, averages over a link, and does not wait for shards.
     """
-    is_known = row.ours and row.expected_loss is not None
+    is_known = row.ours and row.loss is not None and is_settled(row.losses_key)
     return is_known and row.shard < situation.machine.ranks and not row.is_bound_by_shards
 
 
-def allowed_rows(situation: Situation, rows: list[Row]) -> list[Row]:
-    """Return the rows that may be advised, the fastest run first."""
-    limit = 1 + situation.loss_budget + 1e-9
-    allowed = [
+def is_within_budget(situation: Situation, row: Row) -> bool:
+    return (row.loss or 0.0) <= 1 + situation.loss_budget + 1e-9
+
+
+def usable_rows(situation: Situation, rows: list[Row]) -> list[Row]:
+    """Return the rows that fit and are within the budget, the fastest run first."""
+    usable = [
         row
         for row in rows
-        if could_help(situation, row)
-        and row.fits
-        and (row.expected_loss or 0.0) <= limit
-        and (row.run >= WORTH_IT or not rows[0].fits)
+        if could_help(situation, row) and row.fits and is_within_budget(situation, row)
     ]
-    return sorted(allowed, key=lambda row: row.run_s)
+    return sorted(usable, key=lambda row: row.run_s)
+
+
+def allowed_rows(situation: Situation, rows: list[Row]) -> list[Row]:
+    """Return those of them that are worth a change, the fastest run first."""
+    usable = usable_rows(situation, rows)
+    return [row for row in usable if row.run >= WORTH_IT or not rows[0].fits]
+
+
+def waits_briefly(row: Row) -> bool:
+    """True if the wait for the network is less than a fifth of the step."""
+    return row.step.exchange < SHORT_WAIT * row.step.total
+
+
+def find_class(rows: Sequence[Row], name: str) -> Row | None:
+    """Return the first row of a class with its defaults, or of what stands in for it."""
+    return next((r for r in rows if name in (r.method, METHODS[r.method].instead_of)), None)
 
 
 def choose_row(situation: Situation, rows: list[Row]) -> Row | None:
     """The row to advise; None where AdamW is as good."""
+    if rows[0].fits and waits_briefly(rows[0]):
+        return None
     allowed = allowed_rows(situation, rows)
-    as_fast = [row for row in allowed if row.run_s <= AS_FAST * allowed[0].run_s]
-    limit = min((row.expected_loss or 0.0 for row in as_fast), default=0.0) + SAME_LOSS
-    close = [row for row in rows if row in as_fast and (row.expected_loss or 0.0) <= limit]
-    return close[0] if close else None
+    separate = find_class(usable_rows(situation, rows), "SeparateAdam")
+    local = find_class(allowed, "LocalSteps")
+    if local and (separate is None or local.run_s * MUCH_FASTER <= separate.run_s):
+        return local
+    if separate in allowed:
+        return separate
+    return allowed[0] if allowed and not rows[0].fits else None
 
 
 def choose_alternative(situation: Situation, rows: list[Row], best: Row) -> Row | None:
@@ -66,7 +89,7 @@ def choose_alternative(situation: Situation, rows: list[Row], best: Row) -> Row 
     faster = [
         row for row in rows if could_help(situation, row) and row.run_s * MUCH_FASTER <= best.run_s
     ]
-    return min(faster, key=lambda row: (not row.fits, row.expected_loss), default=None)
+    return min(faster, key=lambda row: (not row.fits, row.loss), default=None)
 
 
 def pays_below(situation: Situation) -> float | None:

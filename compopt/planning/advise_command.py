@@ -3,6 +3,7 @@
     compopt-advise --parameters 350M --ranks 8 --link 1gbit --step-time 400
     compopt-advise --parameters 7B --ranks 64 --ranks-per-node 8 --link 50gbit --step-time 2000
     compopt-advise --parameters 1.5B --ranks 4 --link 25mbit --wan --step-time 9000 --memory 80G
+    compopt-advise --parameters 1.5B --ranks 16 --sites 2 --link 1gbit --wan --step-time 2000
     compopt-advise --ranks 8 --link 100mbit --profile train.py
     compopt-advise --pipeline 2 --hidden 768 --layers 12 --sequence 512 --micro-batch 8 --link 1gbit
 
@@ -48,6 +49,7 @@ COMMON_ARGUMENTS = {
 GRADIENT_ARGUMENTS = {
     "ranks": "ranks",
     "ranks_per_node": "ranks_per_node",
+    "sites": "sites",
     "overlap": "overlap_s",
     "memory": "memory_bytes",
     "shard": "shard",
@@ -71,6 +73,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     add("--parameters", type=parse_quantity, help="of the model, for example 350M (or --profile)")
     add("--ranks", type=int, help="processes in all (or give --probed)")
     add("--ranks-per-node", type=int, help="of them, in one machine (else 1)")
+    add("--sites", type=int, help="places whose ranks share one link; --link is then a site's")
     add("--link", type=parse_rate, help="of one rank to other machines, for example 1gbit")
     add("--inside", type=parse_rate, metavar="RATE", help="of one rank inside its machine")
     wait = parser.add_mutually_exclusive_group()
@@ -160,6 +163,8 @@ def gradient_arguments(given: argparse.Namespace) -> dict[str, Any]:
     if "ranks" not in arguments:
         last = " before --profile, whose script gets all that follows" if given.profile else ""
         raise ValueError(f"The number of ranks is missing: give --ranks{last}, or --probed FILE.")
+    if given.sites is not None and given.link is None:
+        raise ValueError("--sites needs --link, the rate of one site's link to the others.")
     node = arguments.get("ranks_per_node", arguments.get("shard", 1))
     if "link_bits_per_s" not in arguments and node != arguments["ranks"]:
         raise ValueError(

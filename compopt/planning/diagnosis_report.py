@@ -201,9 +201,11 @@ def conclude(findings: Findings, rows: Sequence[Row], training: Situation) -> li
 
 def recommend_row(rows: Sequence[Row]) -> Row:
     """Return the row that sends least, among the methods that send few bytes and keep at most
-    `NEGLIGIBLE` less than the best of them.
+    `NEGLIGIBLE` less than the best of them. One whose residual still grows only where all do: what
+    it keeps is not final.
     """
     compressed = [row for row in rows if row.share is not None and row.share < 1]
+    compressed = [row for row in compressed if not row.grows] or compressed
     few = [row for row in compressed if (row.share or 0.0) <= FEW_BYTES]
     candidates = few or compressed
     most = max(row.kept for row in candidates)

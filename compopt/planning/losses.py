@@ -12,11 +12,9 @@ from .formatting import format_count
 
 # Chinchilla's ratio, where the length of a training is not given.
 TOKENS_PER_PARAMETER = 20.0
-# Largest ratio of workers to those of a measurement of local steps that still covers them.
-WORKERS = 4
-# What a loss may be worse by, for each factor of ten between the measured size and another. Tracked
-# projections lost .8 % more on a model 15 times as large; local steps lose less on larger ones.
-ALLOWANCE = 0.005
+# Tokens per parameter of the shortest runs whose losses decide. In shorter ones two settings differ
+# by less than two seeds do.
+SETTLED = 4.0
 
 
 @dataclass(frozen=True)
@@ -41,10 +39,6 @@ class Measurement:
         words = f"{format_count(self.parameters)} parameters, {self.ranks} ranks, "
         words += f"{self.tokens:.2g} tokens per parameter"
         return words if self.source == "bench/results" else f"{words}; {self.source}"
-
-    def allow_for_size(self, parameters: float) -> float:
-        """Return the largest ratio to expect of a model of this size."""
-        return self.ratio + ALLOWANCE * abs(math.log10(parameters / self.parameters))
 
     def distance(self, parameters: float, ranks: int, tokens: float) -> float:
         """Return the distance to a training, in factors of ten (size, length) and four (ranks)."""
@@ -146,10 +140,14 @@ def nearest_measurement(
 ) -> Measurement | None:
     """The measurement of a method that is nearest to a training; None where there is none.
 
-    Local steps lose more with every worker, so those of many workers need a measurement with at
-    least a quarter of them.
+    Local steps lose more with every worker, so they need a measurement with at least as many.
     """
     known: Sequence[Measurement] = LOSSES.get(key, ())
     if key.startswith("LocalSteps"):
-        known = [m for m in known if ranks <= WORKERS * m.ranks]
+        known = [m for m in known if ranks <= m.ranks]
     return min(known, key=lambda m: m.distance(parameters, ranks, tokens), default=None)
+
+
+def is_settled(key: str) -> bool:
+    """True if a method was measured in more than short runs, so that its loss may decide."""
+    return any(m.tokens >= SETTLED for m in LOSSES.get(key, ()))

@@ -211,8 +211,6 @@ class Row:
             of a step.
         fits: whether there is room for these, between steps and at that moment.
         measurement: of the loss, the nearest one.
-        expected_loss: final loss over AdamW's, with an allowance for the distance of that
-            measurement; None where there is none.
         shard_s: seconds that parameters and gradients of a cut copy occupy the slow link in a step.
         baseline: AdamW's row; None in that row itself.
     """
@@ -229,14 +227,20 @@ class Row:
     peak_bytes: float
     fits: bool
     measurement: Measurement | None
-    expected_loss: float | None
     shard_s: float
     baseline: Row | None = field(default=None, repr=False)
 
     @property
+    def losses_key(self) -> str:
+        """Key of its losses in `losses.LOSSES`."""
+        return METHODS[self.method].losses or self.method
+
+    @property
     def loss(self) -> float | None:
         """Final loss over AdamW's as it was measured; None where it was not."""
-        return self.measurement.ratio if self.measurement else self.expected_loss
+        if self.measurement:
+            return self.measurement.ratio
+        return 1.0 if self.baseline is None else None
 
     @property
     def speedup(self) -> float:
@@ -283,12 +287,16 @@ def list_divisors(n: int) -> list[int]:
 
 def choose_shard(situation: Situation, method: Method) -> int:
     """Ranks over which a copy is cut: none if it fits on one, else a machine's, else as few
-    machines as hold it; 1 where nothing does.
+    machines as hold it; 1 where nothing does. Methods of this package cut it over a machine's ranks
+    at least, where there are several machines.
     """
     if situation.shard is not None:
         return situation.shard
     node = situation.machine.ranks_per_node
     layouts = [1, *(node * n for n in list_divisors(situation.machine.ranks // node))]
+    if method.ours and 1 < node < situation.machine.ranks:
+        # Ranks that share a link send a part each, not the same message each.
+        layouts = layouts[1:]
     if method.instead_of:
         layouts = [1]
     return next((n for n in layouts if has_room(situation, method, n)), 1)
@@ -353,7 +361,6 @@ def predict_row(situation: Situation, name: str, baseline: Row | None) -> Row:
     run_s += saves * all_reduce_seconds(replicas, cost.save)
     key, size = method.losses or name, situation.work.parameters
     measurement = nearest_measurement(key, size, replicas.ranks, situation.tokens_per_parameter)
-    expected_loss = 1.0 if baseline is None else None
     return Row(
         method=name,
         ours=method.ours,
@@ -367,7 +374,6 @@ def predict_row(situation: Situation, name: str, baseline: Row | None) -> Row:
         peak_bytes=count_bytes(situation, method, shard)[1],
         fits=has_room(situation, method, shard),
         measurement=measurement,
-        expected_loss=measurement.allow_for_size(size) if measurement else expected_loss,
         shard_s=between_s,
         baseline=baseline,
     )

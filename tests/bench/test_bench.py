@@ -226,6 +226,41 @@ def test_rate_holds_and_bytes_are_counted(namespaces):
     assert namespaces(os.getpid()) == []
 
 
+PING = """
+import os, socket, time
+address, seconds = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), []
+if os.environ["RANK"] == "0":
+    peer = socket.create_server(address).accept()[0]
+while os.environ["RANK"] == "1":
+    try:
+        peer = socket.create_connection(address)
+        break
+    except OSError:
+        time.sleep(0.05)
+for _ in range(5):
+    start = time.perf_counter()
+    if os.environ["RANK"] == "1":
+        peer.sendall(b"x")
+    peer.sendall(peer.recv(1)) if os.environ["RANK"] == "0" else peer.recv(1)
+    seconds.append(time.perf_counter() - start)
+print(min(seconds))
+"""
+
+
+def test_a_round_trip_takes_as_long_as_it_should(namespaces):
+    with _net.Links(2, "100mbit", round_trip=0.2) as links:
+        _, seconds = (float(text) for text in links.run([sys.executable, "-c", PING], timeout=HANG_GUARD))
+        relay = links._delay
+    assert 0.2 < seconds < 0.5  # it takes longer where processes wait for a processor
+    assert relay.poll() is not None and namespaces(os.getpid()) == []
+
+
+@pytest.mark.parametrize("seconds", [-0.1, 10, float("nan")])
+def test_a_round_trip_out_of_range_is_refused(seconds):
+    with pytest.raises(ValueError, match="round_trip"):
+        _net.Links(2, "100mbit", round_trip=seconds)
+
+
 def test_a_failing_rank_ends_the_others(namespaces):
     script = "import os, sys, time; sys.exit('no luck') if os.environ['RANK'] == '1' else time.sleep(1e6)"
     with pytest.raises(RuntimeError, match=r"(?s)Rank 1 .*exit code 1.*no luck"), _net.Links(2) as links:

@@ -360,7 +360,7 @@ def test_demo_says_what_was_saved_and_on_which_links():
 def test_demo_has_every_class_that_is_recommended():
     demo = load("demo")
     classes = {"SeparateAdam", "LocalSteps", "RadiusAdamW", "ScapeAdamS", "TagcAdamW"}
-    assert classes < set(compopt.__all__) and set(demo.RUNS) == {"DDP + AdamW", *classes}
+    assert classes < set(compopt.__all__) and set(demo.RUNS) == {"DDP + AdamW", "LocalSteps(MuonAdamW)", *classes}
 
 
 def test_demo_says_which_run_failed(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import compopt
 from compopt.costmodel import Advice, advise
-from compopt.planning.advice_decision import AS_FAST, SAME_LOSS, WORTH_IT, allowed_rows
+from compopt.planning.advice_decision import MUCH_FASTER, SHORT_WAIT, WORTH_IT, allowed_rows
 from compopt.planning.hardware import DEVICES
 from compopt.planning.losses import LOSSES
 from compopt.planning.methods import LOCAL_PEAK, METHODS
@@ -67,8 +67,11 @@ def test_no_prediction_is_impossible(situation, factor):
     check_table(advice)
 
 
+DEFAULT_ROWS = ["SeparateAdam", "SeparateAdam, residual in int8", "LocalSteps", "LocalSteps, offloaded"]
+
+
 def check_decision(advice: Advice) -> None:
-    """In every situation advice is within the budget, fits, is worth it, and no other is faster and loses less."""
+    """In every situation advice is within the budget, fits and is worth it, and follows the rule of the pages."""
     rows, baseline = {row.method: row for row in advice.rows}, advice.rows[0]
     limit = 1 + advice.situation.loss_budget + 1e-9
     may = [
@@ -76,19 +79,24 @@ def check_decision(advice: Advice) -> None:
         for row in advice.rows
         if row.ours
         and row.fits
-        and row.expected_loss is not None
-        and row.expected_loss <= limit
+        and row.loss is not None
+        and row.loss <= limit
         and row.shard < advice.situation.machine.ranks
         and row.shard_s <= row.step.compute
         and (row.run >= WORTH_IT or not baseline.fits)
     ]
+    classes = {row.method.split(",")[0]: row for row in may if row.method in DEFAULT_ROWS}
     if advice.method == BASELINE:
-        assert not may
+        short = baseline.fits and baseline.step.exchange < SHORT_WAIT * baseline.step.total
+        assert short or not {"SeparateAdam"} & set(classes)
         return
     chosen = rows[advice.method]
-    assert chosen in may and chosen.run_s <= AS_FAST * min(row.run_s for row in may)
-    as_fast = [row for row in may if row.run_s <= AS_FAST * min(row.run_s for row in may)]
-    assert chosen.expected_loss <= min(row.expected_loss for row in as_fast) + SAME_LOSS
+    assert chosen in may
+    if baseline.fits:
+        assert advice.method in DEFAULT_ROWS and baseline.step.exchange >= SHORT_WAIT * baseline.step.total
+    if len(classes) == 2 and advice.method in DEFAULT_ROWS:
+        local, separate = classes["LocalSteps"], classes["SeparateAdam"]
+        assert (chosen is local) == (local.run_s * MUCH_FASTER <= separate.run_s)
 
 
 def table_lines(advice: Advice, all_rows: bool = False) -> list[str]:
@@ -106,8 +114,8 @@ def check_table(advice: Advice) -> None:
     assert len(marked) == 1 and marked[0][2:].startswith(advice.method)
     for row in advice.rows:
         if row not in shown and row.fits:
-            loss = row.expected_loss or 1.0
-            assert any(r.fits and r.run_s <= row.run_s and (r.expected_loss or 9) <= loss for r in advice.rows)
+            loss = row.loss or 1.0
+            assert any(r.fits and r.run_s <= row.run_s and (r.loss or 9) <= loss for r in advice.rows)
     assert len(table_lines(advice, all_rows=True)) == len(advice.rows)
 
 
@@ -130,7 +138,8 @@ def check_table(advice: Advice) -> None:
 #    width.
 # 7. 500 MB a step at 1 Gbit/s are 6 s where a step computes for 0.3: compress. Factors hide behind backward.
 # 8. 10 M parameters, 40 MB, 32 ms at 10 Gbit/s, hidden in a step of 400 ms. Dense.
-# 9. The same at 100 Mbit/s: 3.2 s. On a core projections cost a quarter of the step; local steps next to nothing.
+# 9. The same at 100 Mbit/s: 3.2 s. On a core projections cost a quarter of the step, local steps next to nothing: a run
+#    of these is less than a quarter faster, and loses more. SeparateAdam; name both.
 # 10. 70 B, a copy on 8 or 16 GPUs: 17.5 to 35 GB a rank over 25 GB/s, 1.5 to 3 s, behind a backward of 6. Dense.
 # 11. One process: nobody to average with.  12. NVLink: dense.
 # 13. Four workers across towns, 500 Mbit/s, 30 ms, 1.8 B on 80 GB: 7.2 GB are 170 s. Factors are only 25 MB, but come
@@ -160,8 +169,8 @@ EXPERT = {  # parameters, ranks, bit/s of a rank, seconds of computation, what e
     "7. 124 M on 4 GPUs over 1 Gbit/s": (124e6, 4, 1e9, 0.3, {}, LOW_RANK, []),
     "8. 10 M on two CPUs over 10 Gbit/s": (10e6, 2, 10e9, 0.4, {"device": "cpu"}, BASELINE, []),
     "9. 10 M on two CPUs over 100 Mbit/s": (
-        10e6, 2, 1e8, 0.4, {"device": "cpu"}, LOCAL,
-        ["That of compopt.LocalSteps(MuonAdamW), with a learning rate of its own, was 1.2 % below AdamW's"],
+        10e6, 2, 1e8, 0.4, {"device": "cpu"}, LOW_RANK,
+        ["That of compopt.Separate(MuonAdamW), with a learning rate of its own, was 1.6 % below AdamW's", "LocalSteps"],
     ),
     "10. 70 B on 512 over 200 Gbit/s": (70e9, 512, 2e11, 10.0, H100 | NODE_OF_8, BASELINE, []),
     "11. 1 B alone": (1e9, 1, 1e9, 1.0, H100, BASELINE, ["one process"]),
@@ -454,8 +463,7 @@ def test_a_loss_is_the_nearest_measurements():
     assert local(124e6, 100).loss is None  # of so many workers nothing is known
     one = LOSSES["SeparateAdam"][1]
     row = by_name(advise(861_312_000, ranks=2, link_bits_per_s=1e8, step_s=0.5))["SeparateAdam"]
-    assert row.measurement == one and row.expected_loss == pytest.approx(one.ratio + 3 * 0.005)
-    assert one.allow_for_size(one.parameters / 1000) == pytest.approx(one.ratio + 3 * 0.005), "as far off, if smaller"
+    assert row.measurement == one and row.loss == one.ratio
 
 
 def test_advice_never_contradicts_itself():

@@ -29,6 +29,7 @@ from compopt.planning import advice_report, advise_command, network_probe
 from compopt.planning.advice_decision import pays_below
 from compopt.planning.advise_command import main
 from compopt.planning.formatting import format_count, format_rate, format_seconds, parse_quantity
+from compopt.planning.losses import Measurement
 from compopt.planning.measurement import measure_local
 from compopt.planning.methods import METHODS
 from compopt.planning.network_probe import collective_device
@@ -104,25 +105,25 @@ def test_the_dense_start_and_overlap_lower_the_gain():
 
 def test_the_loss_budget_and_memory_decide_what_may_be_advised():
     assert asked(loss_budget=0.015).method == "SeparateAdam"
-    least_loss = asked(loss_budget=0.002)
-    assert least_loss.method == "SeparateAdam, rank 32, int4" and "0.4 % below AdamW's" in least_loss.why
-    strict = asked(loss_budget=0.0)
-    assert strict.method == BASELINE and "would take" in strict.why
-    loss = "but its loss was 0.4 % below AdamW's where it was measured, with 861 k parameters: "
-    assert f"{loss}for yours the advice allows for 0.1 % above." in strict.why
+    strict = asked(loss_budget=0.0)  # rank 32 in int4 was measured at .996, once, in a short run: that decides nothing
+    assert strict.method == BASELINE and "int4 would take" in strict.why
     least = 8 * 10e6 + METHODS[BASELINE](Workload.of_size(10_000_000), 4).state  # dense fits, residuals do not
     tight = asked(memory_bytes=1.01 * least / 0.6, shard=1)
     fits = {row.method: row.fits for row in tight.rows}
     assert fits[BASELINE] and fits["ScapeAdamS"] and not fits["SeparateAdam"] and not fits["LocalSteps"]
     assert "does not fit" in tight.format(all_rows=True)
     roomy = asked(memory_bytes=1.3 * least / 0.6, shard=1)
-    assert roomy.method == "SeparateAdam, rank 16, int4"  # there is no room for anchors
+    assert roomy.method == "SeparateAdam"  # there is no room for anchors
+
+
+def measured(loss: float) -> Measurement:
+    return Measurement(loss, 1e6, 4, 20)
 
 
 def test_a_row_is_beaten_by_one_that_fits_and_is_no_slower_with_no_higher_loss():
     row = asked().rows[0]
     rows = [
-        dataclasses.replace(row, run_s=seconds, expected_loss=loss, fits=True)
+        dataclasses.replace(row, run_s=seconds, measurement=measured(loss), fits=True)
         for seconds, loss in ((1.0, 1.0), (2.0, 1.01), (3.0, 0.9))
     ]
     assert [advice_report.is_beaten(row, rows) for row in rows] == [False, True, False]
@@ -133,15 +134,18 @@ def test_a_row_is_beaten_by_one_that_fits_and_is_no_slower_with_no_higher_loss()
 def test_an_alternative_over_the_loss_budget_is_named_with_a_but(monkeypatch):
     advice = asked()
     for loss, link in ((1.2, ", but its loss was "), (1.0, "; its loss was ")):
-        other = dataclasses.replace(advice.rows[0], expected_loss=loss, fits=True)
+        other = dataclasses.replace(advice.rows[0], measurement=measured(loss), fits=True)
         monkeypatch.setattr(advice_report, "choose_alternative", lambda *_, other=other: other)
         assert link in advice_report.describe_alternative(advice.situation, advice.rows, advice.rows[1])
 
 
 def test_a_close_call_is_called_one():
-    worth = [asked(link=10 ** (rate / 10), local=(1e10, 1e12)) for rate in range(71, 131, 2)]
+    worth = [
+        asked(ranks=ranks, link=10 ** (rate / 10), local=(1e10, 1e12)) for rate in range(94, 99) for ranks in (4, 8)
+    ]
+    worth += [asked(link=10**9.7, local=(7e9, 7e11)), asked(link=2e8)]
     close = [advice for advice in worth if advice.method != BASELINE and best_run(advice) < 1.2]
-    assert close and all("close call" in advice.why for advice in close)
+    assert len({advice.method for advice in close}) == 2 and all("close call" in advice.why for advice in close)
     assert all(("time both" in advice.why) == advice.method.startswith("LocalSteps") for advice in close)
     assert all(("when=" in advice.why) != ("time both" in advice.why) for advice in close)
     sure = [advice for advice in worth if advice.method != BASELINE and best_run(advice) > 1.3]
@@ -150,12 +154,6 @@ def test_a_close_call_is_called_one():
 
 def best_run(advice):
     return next(row.run for row in advice.rows if row.method == advice.method)
-
-
-def test_local_steps_of_many_ranks_say_how_many_were_measured():
-    many, few = (asked(124e6, ranks=ranks, link=1e7, loss_budget=0.06, latency_s=0.1) for ranks in (24, 2))
-    assert many.method == "LocalSteps" and few.method.startswith("LocalSteps")
-    assert "More than 16 ranks were not measured" in many.why and "not measured" not in few.why
 
 
 def test_a_short_run_has_no_loss_that_was_measured():
@@ -350,7 +348,7 @@ def test_a_latency_is_given_or_that_of_a_wan(capsys):
 
 def test_a_loss_budget_is_passed_on(capsys):
     main([*GIVEN, "--loss-budget", "0"])
-    assert "no method within the loss budget of 0 % makes the run 5 % faster" in " ".join(
+    assert "makes the run 5 % faster within the loss budget of 0 %" in " ".join(
         capsys.readouterr().out.split()
     )
 
@@ -367,7 +365,7 @@ def test_rows_that_others_beat_are_shown_when_asked_for(capsys):
 def test_the_layout_and_the_run_are_given(capsys):
     main([*GIVEN, "--ranks-per-node", "2", "--inside", "10gbit", "--steps", "400", "--tokens-per-parameter", "2"])
     message = capsys.readouterr().out
-    assert "4 ranks, 2 in a machine (given)" in message and "10 Gbit/s a rank inside one (given)" in message
+    assert "4 ranks, 2 in a machine or site (given)" in message and "10 Gbit/s a rank inside one (given)" in message
     assert "a run of 400 steps (given), no saves (assumed), 2 tokens per parameter (given)" in message
     main([*GIVEN, "--save-every", "100", "--frozen", "14G"])
     message = capsys.readouterr().out

@@ -356,6 +356,9 @@ def test_the_smallest_setting_whose_loss_does_not_matter_is_recommended():
     assert recommend_row([*ranks, *others]).method == "tracked 16"  # of a tenth of the bytes: .98 and .96 are alike
     assert recommend_row([*ranks[2:], *others]).method == "tracked 8"
     assert recommend_row(others).method == "Radius 0.5"  # nothing sends little
+    unsettled = dataclasses.replace(ranks[1], grows=True)  # it sends less than it adds to its residual
+    assert recommend_row([ranks[0], unsettled, *ranks[2:], *others]).method == "tracked 32"
+    assert recommend_row([unsettled]) is unsettled
     training = advise(10_000_000, ranks=2, link_bits_per_s=1e9, step_s=0.4).situation
     report = conclude({}, [*ranks, *others], training)
     assert (
