@@ -295,13 +295,13 @@ def adamw(params: Params) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, fused=True)
 
 
-def muon(params: Params) -> torch.optim.Optimizer:
+def muon(params: Params, **options: Any) -> torch.optim.Optimizer:
     """Muon on the matrices of the layers, AdamW on the embeddings and vectors."""
     groups = [
         {"params": params[2:], "use_muon": lambda name, p: p.ndim == 2},
         {"params": params[:2], "use_muon": False},
     ]
-    return compopt.MuonAdamW(groups)
+    return compopt.MuonAdamW(groups, **options)
 
 
 LOCAL = dict(growth_steps=0, dense_steps=0, payload_dtype="int4")
@@ -326,6 +326,7 @@ ROWS: dict[str, tuple[str, Make, int]] = {
     "LocalSteps, between": ("triton", lambda p: compopt.LocalSteps(adamw(p), every=100, **LOCAL), 2),
     "LocalSteps, exchange": ("triton", lambda p: compopt.LocalSteps(adamw(p), every=1, **LOCAL), 2),
     "MuonAdamW": ("triton", muon, 2),
+    "MuonAdamW, rows": ("triton", lambda p: muon(p, normalize="rows"), 2),
 }
 
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -54,8 +54,8 @@ HEAD = re.compile(r"(^|[._])(heads?|lmhead|classifier|logits)(\.|$)|(^|\.)(outpu
 
 # of the Newton-Schulz iteration, by its authors: they raise small singular values fastest
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-# Elements of a batch, at most: a step takes up to 14 bytes of memory for each.
-BATCH = 2**26
+# Elements of a batch, at most: a step takes memory for 4 values of the iteration's dtype for each.
+BATCH = 3 * 2**25
 
 
 class MuonAdamW(CombinedOptimizer):
@@ -340,7 +340,7 @@ class Muon(Optimizer):
         batches = make_batches(slices, BATCH)
         sides = [side for batch in batches for side in batch]
         variances = self._read_variances(sides, group) if group["normalize"] else []
-        waiting = itertools.zip_longest(sides, variances)
+        waiting = itertools.zip_longest(sides, variances)  # no variances: None for each
         remaining = Counter(one.p for one in slices)
         updates: dict[Tensor, Tensor] = {}
         for batch in batches:
@@ -349,8 +349,7 @@ class Muon(Optimizer):
             stacks = [stack_slices(side, updates, choose_dtype(params[0].device)) for side in batch]
             remaining.subtract(tensors)
             updates = {p: update for p, update in updates.items() if remaining[p]}
-            for o in orthogonalize_stacks(stacks, group):
-                apply_update(*next(waiting), o, group)
+            step_stacks(stacks, waiting, group)
         if variances:
             self._write_variances(sides, variances)
 
@@ -405,6 +404,14 @@ class Muon(Optimizer):
             else:
                 state["second_momentum_buffer"] = torch.zeros_like(p[..., :1])
         return one.of(to_local(state["second_momentum_buffer"]))
+
+
+def step_stacks(
+    stacks: list[Tensor], sides: Iterator[tuple[Sequence[Slice], Tensor | None]], group: Group
+) -> None:
+    """Step what is next of the sides and their variances; the list of stacks is emptied."""
+    for o in orthogonalize_stacks(stacks, group):
+        apply_update(*next(sides), o, group)
 
 
 def apply_update(side: Sequence[Slice], variances: Tensor | None, o: Tensor, group: Group) -> None:

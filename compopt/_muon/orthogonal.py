@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,29 +17,27 @@ from .._engine.options import Group
 ROW_EPS = 1e-8
 
 
-def orthogonalize_stacks(stacks: Sequence[Tensor], group: Group) -> list[Tensor]:
-    """Return stacks of one shape or its transpose orthogonalized, each as it lies."""
-    wide = [stack if stack.shape[1] <= stack.shape[2] else stack.mT for stack in stacks]
+def orthogonalize_stacks(stacks: list[Tensor], group: Group) -> list[Tensor]:
+    """Return stacks of one shape or its transpose orthogonalized, each as it lies. The list of
+    stacks is emptied, to free memory, and a stack may be overwritten.
+    """
+    are_wide = [stack.shape[1] <= stack.shape[2] for stack in stacks]
     counts = [len(stack) for stack in stacks]
-    joined = torch.cat(wide) if len(wide) > 1 else wide[0]
-    options = group["ns_coefficients"], group["ns_steps"], group["eps"]
-    parts = orthogonalize(joined, *options).split(counts)
-    return [
-        part if stack.shape[1] <= stack.shape[2] else part.mT
-        for part, stack in zip(parts, stacks, strict=True)
-    ]
+    wide = [x if is_wide else x.mT for x, is_wide in zip(stacks, are_wide, strict=True)]
+    wide = [torch.cat(wide)] if len(wide) > 1 else wide
+    stacks.clear()
+    parts = orthogonalize(wide.pop(), group).split(counts)
+    return [part if is_wide else part.mT for part, is_wide in zip(parts, are_wide, strict=True)]
 
 
-def orthogonalize(
-    x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
-) -> Tensor:
+def orthogonalize(x: Tensor, group: Group) -> Tensor:
     """Bring the singular values of matrices, at least as wide as high, to about 1.
 
-    A step makes s to a s + b s^3 + c s^5, of all singular values s at once.
+    A step makes s to a s + b s^3 + c s^5, of all singular values s at once. Overwrites x.
     """
-    a, b, c = coefficients
-    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps)
-    for _ in range(steps):
+    a, b, c = group["ns_coefficients"]
+    x.div_(torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp_(min=group["eps"]))
+    for _ in range(group["ns_steps"]):
         gram = torch.bmm(x, x.mT)
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)

@@ -169,7 +169,8 @@ MOST = {
     "Average, int8": (46, 1),
     "LocalSteps, between": (11, 1),
     "LocalSteps, exchange": (130, 3),  # with the message in front of its payloads
-    "MuonAdamW": (93, 0),
+    "MuonAdamW": (88, 0),
+    "MuonAdamW, rows": (123, 0),
 }
 
 
@@ -191,7 +192,7 @@ def measured_run() -> dict[str, dict]:
 def test_a_steady_step_launches_and_waits_no_more_than_is_said(name, measured_run):
     row = measured_run[name]
     assert row["launches"] <= MOST[name][0] and row["waits"] == MOST[name][1], row
-    assert row["buckets"] == (name != "MuonAdamW")
+    assert row["buckets"] == (not name.startswith("MuonAdamW"))
 
 
 @pytest.mark.long
