@@ -80,7 +80,7 @@ def verify_peers(
     )
     checksums = torch.tensor(local_checksums, dtype=torch.int64, device="cpu").to(session.device)
     gathered = yield from exchange_one(comm, AllGather(seal(HANDSHAKE, checksums)))
-    rows = [Checksums(*row) for row in open_rows(HANDSHAKE, gathered, len(checksums)).tolist()]
+    rows = [Checksums(*row) for row in open_rows(gathered, len(checksums)).tolist()]
     if _differ(row.backend for row in rows) and all(row.is_backend_automatic for row in rows):
         session.use_pytorch(optimizer)
         return (yield from verify_peers(optimizer, comm, has_problem))
@@ -104,20 +104,18 @@ def seal(kind: int, numbers: Tensor) -> Tensor:
     return message
 
 
-def open_rows(kind: int, rows: Tensor, count: int) -> Tensor:
+def open_rows(rows: Tensor, count: int) -> Tensor:
     """Return ``count`` numbers of the message of each rank, as they were sealed, but in int64.
 
-    Raises CommunicationError if a rank has sent a message of another kind.
+    Raises CommunicationError if ranks have sent messages of different kinds.
     """
     kinds = rows[:, 0].tolist()
-    if len({*kinds, kind}) > 1:
-        alone = [rank for rank, one in enumerate(kinds) if one == HANDSHAKE]
+    if HANDSHAKE in kinds and SYNC in kinds:
         raise CommunicationError(
-            f"rank {alone[0] if alone else 0} compares its optimizer with the others' before its "
-            f"next step, while rank {kinds.index(SYNC) if SYNC in kinds else 0} exchanges what it "
-            "has moved in a round: it alone has loaded a state dict, added a group or changed an "
-            "option. Do so on all ranks, after the same step; load the same checkpoint on all of "
-            "them now"
+            f"rank {kinds.index(HANDSHAKE)} compares its optimizer with the others' before its next "
+            f"step, while rank {kinds.index(SYNC)} exchanges what it has moved in a round: it alone "
+            "has loaded a state dict, added a group or changed an option. Do so on all ranks, after "
+            "the same step; load the same checkpoint on all of them now"
         )
     return rows[:, 1 : 1 + count]
 

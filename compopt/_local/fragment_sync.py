@@ -384,7 +384,7 @@ class FragmentSync:
     def _read_messages(self, running: RunningSync, rows: Tensor) -> CollectiveGenerator[None]:
         """Note what ranks have contributed. Raises if ranks differ, or one lacks a sync."""
         comm = self.comm
-        rows = open_rows(SYNC, rows, FIELDS).contiguous().view(torch.float64)
+        rows = open_rows(rows, FIELDS).contiguous().view(torch.float64)
         exchanges, settings, values, *contributions, squares, sums = rows.unbind(1)
         if rows[:, HAS_FAILED].any():
             yield from self._raise_failure(running)
