@@ -112,10 +112,10 @@ def open_rows(rows: Tensor, count: int) -> Tensor:
     kinds = rows[:, 0].tolist()
     if HANDSHAKE in kinds and SYNC in kinds:
         raise CommunicationError(
-            f"rank {kinds.index(HANDSHAKE)} compares its optimizer with the others' before its next "
-            f"step, while rank {kinds.index(SYNC)} exchanges what it has moved in a round: it alone "
-            "has loaded a state dict, added a group or changed an option. Do so on all ranks, after "
-            "the same step; load the same checkpoint on all of them now"
+            f"rank {kinds.index(HANDSHAKE)} compares its optimizer with the others' before its "
+            f"next step, while rank {kinds.index(SYNC)} exchanges what it has moved in a round: it "
+            "alone has loaded a state dict, added a group or changed an option. Do so on all "
+            "ranks, after the same step; load the same checkpoint on all of them now"
         )
     return rows[:, 1 : 1 + count]
 

@@ -45,6 +45,7 @@ SAY_IT_ALL = [  # they name the argument or the call, and what to write instead:
     "model holds no DistributedDataParallel",
     "selects by name, and these parameters have none",
     "without a name, which may be a hidden matrix",
+    "return the rows of each matrix, which are",
     " in more than one group.",
     "params is empty: pass",
     "params must be named parameters or groups",

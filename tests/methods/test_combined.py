@@ -88,7 +88,8 @@ def test_average_gives_each_its_part_of_the_average(inside, ranks, norm):
 )
 def test_local_steps_are_the_design_with_several_inside(inside, ranks, options):
     def make(params, process_group):
-        options_of_all = dict(growth_steps=0, payload_dtype=None, outer_momentum=0.9, process_group=process_group)
+        options_of_all = dict(growth_steps=0, payload_dtype=None, outer_momentum=0.9, outer_lr=0.7)
+        options_of_all |= dict(process_group=process_group)
         return compopt.LocalSteps(inside(params), 4, **options_of_all, **options)
 
     world, params, optimizers = replicas(ranks, weights(), make)

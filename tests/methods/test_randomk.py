@@ -45,10 +45,11 @@ class Oracle:
             if at is not None:
                 selected.view(-1)[at] = 1
             means.append((sum(residuals) / len(residuals) * selected, residuals, selected))
-        norm = sum(float(s.square().sum()) for s, _, _ in means) ** 0.5
+        given = [any(local[i] is not None for local in grads) for i in range(len(index))]
+        norm = sum(float(s.square().sum()) for (s, _, _), is_given in zip(means, given, strict=True) if is_given) ** 0.5
         factor = 1.0 if self.limit is None else min(1.0, self.limit / (norm + 1e-6))
         for i, (s, residuals, selected) in enumerate(means):
-            if any(local[i] is not None for local in grads):
+            if given[i]:
                 for e, rest in zip(self.e, residuals, strict=True):
                     e[i] = rest * (1 - selected)
                 self._adamw(i, s * factor)

@@ -73,7 +73,7 @@ def test_groups_are_the_bases_own_and_schedulers_act_on_it():
     of_down = plan_projection(model.down.weight.shape, False, 16, "gaussian", "auto")
     biases = model.up.bias.numel() + model.down.bias.numel()
     payload = sum(q.m * q.r for q in (sizes[0], of_down)) + biases
-    assert 0 < optimizer.stats.bytes_sent - 4 * payload < 400  # and the header, and the control words
+    assert 0 < optimizer.stats.bytes_sent - 4 * payload < 500  # and the header, and the control words
 
     extra = nn.Parameter(torch.ones(64, 64))
     optimizer.add_param_group({"params": [extra], "compopt_compress": False})

@@ -253,8 +253,8 @@ def test_a_run_is_charged_the_start_that_its_class_takes():
 def test_a_short_run_is_all_start():
     rows = by_name(advise(124_000_000, **SLOW, steps=5))
     assert rows["SeparateAdam"].run_bytes == pytest.approx((1 + 4 / 128) / 4, rel=1e-6)
-    signs = 32 + 131072 / 2 / 8  # the message in front of an exchange: numbers, and signs of projections
-    exchange = (1 / 2 + 4 / 128) / 4 + signs / (4 * 124e6)  # rounds of one step
+    message = 128  # in front of an exchange
+    exchange = (1 / 2 + 4 / 128) / 4 + message / (4 * 124e6)  # rounds of one step
     assert rows["LocalSteps"].run_bytes == pytest.approx(exchange, rel=1e-6)
 
 
