@@ -48,20 +48,23 @@ def make_batches(slices: Iterable[Slice], most: int) -> list[list[list[Slice]]]:
     """Divide slices into batches, equally on all ranks: one shape of matrices and its transpose,
     and no more than ``most`` elements if they are several. A batch has its slices by shape.
     """
-    by_kind: dict[tuple[int, ...], list[list[Slice]]] = {}
-    for one in sorted(slices, key=lambda one: one.shape):
-        batches = by_kind.setdefault(tuple(sorted(one.shape)), [[]])
-        if batches[-1] and sum(other.numel for other in batches[-1]) + one.numel > most:
-            batches.append([])
-        batches[-1].append(one)
-    return [divide_by_shape(batch) for batches in by_kind.values() for batch in batches]
-
-
-def divide_by_shape(batch: Iterable[Slice]) -> list[list[Slice]]:
     sides: dict[tuple[int, int], list[Slice]] = {}
-    for one in batch:
+    for one in slices:
         sides.setdefault(one.shape, []).append(one)
-    return [*sides.values()]
+    batches: list[list[list[Slice]]] = []
+    kind, numel = (0, 0), 0
+    for shape in sorted(sides, key=lambda shape: (min(shape), max(shape), *shape)):
+        begins_side = True
+        for one in sides[shape]:
+            size = one.numel
+            if kind != (min(shape), max(shape)) or numel + size > most:
+                batches.append([])
+                kind, numel, begins_side = (min(shape), max(shape)), 0, True
+            if begins_side:
+                batches[-1].append([])
+            batches[-1][-1].append(one)
+            numel, begins_side = numel + size, False
+    return batches
 
 
 def stack_slices(side: Sequence[Slice], of: dict[Tensor, Tensor], dtype: torch.dtype) -> Tensor:

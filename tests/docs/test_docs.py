@@ -89,6 +89,7 @@ SAY_IT_ALL = [  # they name the argument or the call, and what to write instead:
     "leave Join out, and call end_round() after",
     "use_muon chooses ",
     "rows are not so many matrices of equal size",
+    "return the rows of each matrix, which are",
     " must be ",  # and what it is
     "its payload must be exact",
     "no snapshot in",
