@@ -348,9 +348,7 @@ def test_a_latency_is_given_or_that_of_a_wan(capsys):
 
 def test_a_loss_budget_is_passed_on(capsys):
     main([*GIVEN, "--loss-budget", "0"])
-    assert "makes the run 5 % faster within the loss budget of 0 %" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    assert "makes the run 5 % faster within the loss budget of 0 %" in " ".join(capsys.readouterr().out.split())
 
 
 def test_rows_that_others_beat_are_shown_when_asked_for(capsys):
