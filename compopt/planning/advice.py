@@ -114,8 +114,8 @@ def advise(
         sources: for a number by its name, "given", "measured" or "assumed", where that is not plain
             from the call.
         ranks_per_node: of the ranks, how many share a machine; None: as many as ``shard``, or one.
-        sites: places, of equally many ranks each, whose ranks share one link; ``link_bits_per_s``
-            is then that of a site, and a site's ranks count as one machine's. None: see
+        sites: places of equally many ranks, which share one link each; ``link_bits_per_s`` is
+            then that of a site, and a site's ranks count as one machine's. None: see
             ``ranks_per_node``.
         inside_bits_per_s: rate at which one rank sends to those; None: the device's.
         steps: of the run; None: 10,000.

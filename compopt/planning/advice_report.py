@@ -85,8 +85,8 @@ def describe_sites(situation: Situation, rows: list[Row], best: Row) -> str:
     if best.shard != node or node == 1 or best.shard == rows[0].shard:
         return ""
     return (
-        f"The {node} ranks of a machine or site share its link: average inside it first, by HSDP "
-        f"as below (docs/hsdp.md), or by DDP, which sends {node} times the bytes of HSDP."
+        f"The {node} ranks of a machine or site share its link: average inside it, by HSDP as "
+        f"below (docs/hsdp.md), or by DDP, which sends {node} times the bytes of HSDP."
     )
 
 
@@ -384,9 +384,7 @@ def format_situation(situation: Situation) -> str:
         inside = format_rate(8 * situation.inside_bytes_per_s)
         lines.insert(2, f"{inside} a rank inside one ({sources['inside']})")
     if machine.ranks_per_node == 1 and machine.ranks > 2 and sources["nodes"] == "assumed":
-        lines.insert(
-            2, "a link of its own for every rank (assumed: where some share one, give --sites)"
-        )
+        lines.insert(2, "a link of its own for every rank (assumed; if some share one: --sites)")
     if situation.memory_bytes is not None:
         lines.append(
             f"{format_quantity(situation.room_bytes)}B of memory for parameters, gradients and "

@@ -149,7 +149,7 @@ def test_ranks_of_a_site_share_its_link():
     assert "by HSDP as below (docs/hsdp.md), or by DDP, which sends 8 times the bytes" in sites.why
     assert 'mesh.get_group("replicate")' in sites.line
     apart = str(advise(**model, link_bits_per_s=1e9))
-    assert "where some share one, give --sites" in apart and "a machine or site" not in apart
+    assert "if some share one: --sites" in apart and "a machine or site" not in apart
     with pytest.raises(ValueError, match="sites must divide the 16 ranks; got 3"):
         advise(**model, sites=3, link_bits_per_s=1e9)
     with pytest.raises(ValueError, match="give one of them"):
