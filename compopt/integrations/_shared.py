@@ -24,7 +24,9 @@ from .._wire.requests import Broadcast
 
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the running backward has ended, after earlier callbacks."""
-    torch.autograd.Variable._execution_engine.queue_callback(partial(_call_outside_dynamo, callback))
+    torch.autograd.Variable._execution_engine.queue_callback(
+        partial(_call_outside_dynamo, callback)
+    )
 
 
 @_disable_dynamo

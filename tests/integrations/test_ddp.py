@@ -179,7 +179,7 @@ def whole_step_compiled(rank: int) -> list:
         traced.update(line for node in graph.graph.nodes for line in (node.stack_trace or "").splitlines())
         return graph.forward
 
-    for around in (lambda step: step, torch.compile(backend=compiler)):
+    def train(around):
         torch.manual_seed(0)
         model = DDP(Net())
         optimizer = compopt.Average(torch.optim.SGD(model.parameters(), lr=0.1), payload_dtype="int8")
@@ -194,7 +194,11 @@ def whole_step_compiled(rank: int) -> list:
         for number in range(3):
             step(batch(number))
         ends.append(nn.utils.parameters_to_vector(model.parameters()).detach())
-    stats, package = optimizer.stats, os.path.dirname(compopt.__file__)
+        return optimizer.stats
+
+    train(lambda step: step)
+    stats = train(torch.compile(backend=compiler))
+    package = os.path.dirname(compopt.__file__)
     ours = [line for line in traced if package in line]
     return [float((ends[0] - ends[1]).abs().max()), stats.buckets - stats.early_buckets, len(traced) > 0, ours]
 
