@@ -89,7 +89,8 @@ def split_state_dict(
         for group in saved_groups
     ]
     wrapper_saved = {"state": wrapper_state, "param_groups": wrapper_groups}
-    base_state = {key: read_entry(entry.get("base", {})) for key, entry in state.items()}
+    keys = [key for group in saved_groups for key in group["params"] if key in state]
+    base_state = {key: read_entry(state[key].get("base", {})) for key in keys}  # as it is stepped
     base_state = {key: entry for key, entry in base_state.items() if entry}
     if "base" in saved:
         beside = saved["base"]
