@@ -388,8 +388,9 @@ class LocalSteps(AnchoredWrapper):
                 # a frozen parameter may have a gradient left
                 others = {*params}.difference(stepped) if len(stepped) < len(params) else {}
                 frozen = {p: None for p in others if not p.requires_grad}
-                with replace_gradients(frozen) if frozen else nullcontext():
+                with replace_gradients(frozen) if frozen else nullcontext(), self._watch_base():
                     self.base.step()
+                self._show_base_in_state()
                 for bucket in session.buckets:
                     bucket.count_steps([p not in others for p in bucket.params])
                 if grads and self._sync is not None:

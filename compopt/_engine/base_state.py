@@ -273,9 +273,13 @@ def read_leaves(value: Any) -> Leaves:
 
 
 def read_base(saved: dict[str, Any], given: Collection[str]) -> Leaves:
-    """Return what ranks share of a base's state dict: its state, and what it learns in groups."""
-    leaves = read_leaves(saved.get("state", {}))
-    leaves.add_learned(saved.get("param_groups", ()), given)
+    """Return what ranks share of the base's in the state dict of a wrapper: its state, and what it
+    learns in groups.
+    """
+    beside = saved.get("base", {})
+    entries = {key: entry["base"] for key, entry in saved["state"].items() if "base" in entry}
+    leaves = read_leaves({**beside.get("state", {}), **entries})
+    leaves.add_learned(beside.get("param_groups", ()), given)
     return leaves
 
 

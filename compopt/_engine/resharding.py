@@ -171,7 +171,7 @@ def catch_up(optimizer: OptimizerBase, comm: Communicator) -> CollectiveGenerato
         for name, value in sorted(saved["state"][key].items())
         if name not in unshared and torch.is_tensor(value)
     ]
-    of_base = read_base(saved.get("base", {}), optimizer.given_options)
+    of_base = read_base(saved, optimizer.given_options)
     counts = torch.tensor(of_base.read_scalars(), dtype=torch.float64, device="cpu")
     params = [to_local(p.detach()) for group in optimizer.param_groups for p in group["params"]]
     step = torch.tensor(session.steps, dtype=torch.int64, device="cpu")

@@ -3,35 +3,34 @@
 ``param_groups`` are the base's. The options of the wrapper's class are in groups of their own,
 ``_wrapper_groups``, one for each of the base's.
 
-A state dict merges the two, because torch.distributed.checkpoint keeps "state" and "param_groups"
-and drops everything else. The base's state of a tensor is in the wrapper's entry, under "base". The
-base's options are in the wrapper's groups, as "base.NAME" if both have an option of that name.
-torch.distributed.checkpoint loads into existing entries only: so before the base's first step an
-entry holds the state that a step on zeros would leave, and "begun" is 0.
+An entry of ``state`` shows the base's state of a tensor beside the wrapper's own, and under "base".
+What a user changes there, the base takes over before it steps. A state dict merges the two, see
+``merged_state.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping, Set
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from .._state.bucket import Bucket
 from .._state.layouts import Layout
-from .._state.tensors import is_accelerator
 from .._wire.collectives import ProcessGroup
+from .._wire.foreign import ForeignCollective, RefuseCollectives
 from . import bases, combined
 from .base_state import copy_state
-from .checkpoint import NOT_OPTIONS, check_groups, describe_group
+from .checkpoint import check_groups, describe_group
 from .combined import OneOrSeveral
+from .merged_state import PREFIX, check_base_checkpoint, save_entry, split_state_dict
 from .optimizer import CompressedOptimizer
 from .options import ComparedGroups, Group, Setting, check_base_group
 from .session import Role
+
+Entry = dict[str, Any]  # of ``state``
 
 
 class Wrapper(CompressedOptimizer):
@@ -46,6 +45,11 @@ class Wrapper(CompressedOptimizer):
     _has_unread_options = False
     # all ranks step ``base`` on the same averages, at first or always
     steps_alike = True
+    # the steps of the base that are watched for collectives of its own
+    _steps_to_watch = 3
+    _own_names: Set[str] = frozenset()  # those in an entry of ``state`` that are not the base's
+    # of every parameter: its entry, and what that has shown of the base's
+    _shown: Mapping[Tensor, tuple[Entry, Entry]] = {}
 
     def __init__(
         self,
@@ -132,6 +136,7 @@ class Wrapper(CompressedOptimizer):
     def add_groups_of_base(self) -> None:
         """Add the wrapper's options for groups that were added to the base."""
         if groups := self.base.param_groups[len(self._wrapper_groups) :]:
+            self._take_changes()
             combined.check_disjoint(combined.list_members(self.base))
             added = [self._options_for(group) for group in groups]
             self._wrapper_groups += added
@@ -144,6 +149,7 @@ class Wrapper(CompressedOptimizer):
                 raise
 
     def _replace_parameters(self) -> None:
+        self._take_changes()
         params = {p for group in self.param_groups for p in group["params"]}
         for p in self._session.parameters - params:
             for member in combined.list_members(self.base):
@@ -241,14 +247,101 @@ class Wrapper(CompressedOptimizer):
         super().after_commit()
         session = self._session
         are_drawn = bases.draw_alike(session.steps, session.device)
-        with are_drawn if self._may_draw else contextlib.nullcontext():
+        with are_drawn if self._may_draw else contextlib.nullcontext(), self._watch_base():
             self._update.step_base()
         self._show_base_in_state()
+
+    @contextlib.contextmanager
+    def _watch_base(self) -> Iterator[None]:
+        """Raise TypeError if the base communicates in this context, one of its first steps."""
+        if not self._steps_to_watch:
+            yield
+            return
+        try:
+            with self._refuse_collectives():
+                yield
+        except ForeignCollective as error:
+            name = combined.describe_members(self.base)
+            raise TypeError(
+                f"base {name} cannot be wrapped: it {bases.COMMUNICATES} ({error}). Use an "
+                "optimizer that steps the tensors of each rank alone (MuonAdamW in place of a "
+                "Muon that is distributed), on parameters that are loaded anew."
+            ) from error
+        self._steps_to_watch -= 1
+
+    def _refuse_collectives(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which a base cannot communicate with the ranks that this optimizer
+        averages over. With those that hold other shards of its parameters it may.
+        """
+        comm = self._session.comm
+        if comm.size == 1 or self.replaces_reduce_scatter:
+            return contextlib.nullcontext()
+        return RefuseCollectives(comm.ranks)
+
+    # The base's state, shown
+
+    def lay_out_changed_state(self) -> None:
+        self._take_changes()
+        super().lay_out_changed_state()
+
+    def after_layout(self) -> None:
+        super().after_layout()
+        buckets = [*self._session.buckets, *self._session.frozen_buckets]
+        names = {name for bucket in buckets for name in self._bucket_layouts(bucket)}
+        self._own_names = {"step", "base", "outer", *names}
+        self._show_base_in_state()
+
+    def _show_base_in_state(self) -> None:
+        """Add the base's to every entry: under "base", where torch.distributed.checkpoint looks for
+        names, and by its own names, where users look for moments.
+        """
+        base_state, own, shown = self.base.state, self._own_names, {}
+        for p, entry in self.state.items():
+            of_base = base_state.get(p, {})
+            values = {name: value for name, value in of_base.items() if name not in own}
+            if is_step_count(of_base.get("step")):
+                values["step"] = of_base["step"]
+            for name in entry.keys() - own - values.keys():
+                del entry[name]
+            entry.update(values, base=of_base)
+            shown[p] = entry, values
+        self._shown = shown
+
+    def _take_changes(self) -> None:
+        """Change the base's state as a user has changed ``state`` since it was shown: entries that
+        were removed or replaced, and values that were assigned.
+        """
+        shown, state, has_changed = self._shown, self.state, False
+        for p in {**shown, **state} if shown else ():
+            entry, (before, values) = state.get(p), shown.get(p, (None, {}))
+            if entry is None or entry is not before:
+                self._replace_base_entry(p, entry or {})
+                has_changed = True
+                continue
+            for name in [n for n, value in values.items() if entry.get(n) is not value]:
+                entry["base"].pop(name, None)
+                if name in entry:
+                    entry["base"][name] = entry[name]
+                has_changed = True
+        if has_changed:
+            self._show_base_in_state()
+
+    def _replace_base_entry(self, p: Tensor, entry: Entry) -> None:
+        """Give the base the entry that a user has put into ``state``, or has moved there from a
+        parameter that ``p`` replaces; none if it is empty.
+        """
+        own = self._own_names - ({"step"} if "step" in entry.get("base", entry) else set())
+        of_base = {**entry.get("base", {}), **{n: x for n, x in entry.items() if n not in own}}
+        for member in combined.list_members(self.base):
+            member.state.pop(p, None)
+            if of_base and any(p is q for group in member.param_groups for q in group["params"]):
+                member.state[p] = of_base
 
     # Checkpoints
 
     def _saved(self) -> dict[str, Any]:
-        """Return the merged state dict, with the base's own under "base"."""
+        """Return the merged state dict, and under "base" what else the base's own holds."""
+        self._take_changes()
         self._show_base_in_state()
         saved, base_saved = super()._saved(), self.base.state_dict()
         for merged, group, wrapper_group in zip(
@@ -262,23 +355,15 @@ class Wrapper(CompressedOptimizer):
             merged.clear()
             merged.update({**group, **hidden, **options, "params": numbers})
         params = [(p, group) for group in self.base.param_groups for p in group["params"]]
+        own, state = self._own_names, dict(base_saved["state"])
         # a base may step another optimizer, which its copies have in common with it
-        with bases.replace_gradients({p: None for p, _ in params}):
+        with bases.replace_gradients({p: None for p, _ in params}), self._refuse_collectives():
             for number, (p, group) in enumerate(params):
-                if number in saved["state"]:
-                    base_entry = save_entry(self.base, p, group, base_saved["state"].get(number))
-                    saved["state"][number] = {**saved["state"][number], "base": base_entry}
-        return {**saved, "base": base_saved}
-
-    def _show_base_in_state(self) -> None:
-        """Add the base's to ``state``, where torch.distributed.checkpoint looks for names."""
-        base_state = self.base.state
-        for p, entry in self.state.items():
-            entry["base"] = base_state.get(p, {})
-
-    def after_layout(self) -> None:
-        super().after_layout()
-        self._show_base_in_state()
+                if (entry := saved["state"].get(number)) is not None:
+                    kept = {name: value for name, value in entry.items() if name in own}
+                    base_entry = save_entry(self.base, p, group, state.pop(number, None))
+                    saved["state"][number] = {**kept, "base": base_entry}
+        return {**saved, "base": {**base_saved, "state": state}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this class, or one of the base's: compression then starts anew.
@@ -341,98 +426,5 @@ class Wrapper(CompressedOptimizer):
         }
 
 
-# Merged state dicts
-
-PREFIX = "base."  # before the name of a base's option that the wrapper has too
-
-
-def save_entry(
-    base: Optimizer, p: Tensor, group: Group, entry: dict[str, Any] | None
-) -> dict[str, Any]:
-    """Return the state of ``p`` as it is saved: that of a first step on zeros before there is one,
-    and "begun".
-    """
-    begun = torch.tensor(float(bool(entry)), dtype=torch.float32, device="cpu")
-    return {**(entry or _make_first_state(base, p, group)), "begun": begun}
-
-
-def read_entry(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return the state that ``save_entry`` has saved; nothing before the first step."""
-    if not float(saved.get("begun", len(saved))) > 0:
-        return {}
-    return {name: value for name, value in saved.items() if name != "begun"}
-
-
-def _make_first_state(base: Optimizer, p: Tensor, group: Group) -> dict[str, Any]:
-    """Return the state that a first step of ``base`` on zeros makes; empty if that raises.
-
-    A copy of ``base``, or of its member, steps a stand-in for this tensor only. One of this package
-    would step its own buckets instead, and has state before its first step.
-    """
-    base = combined.find_owner(base, group)
-    if not p.requires_grad or isinstance(base, CompressedOptimizer):
-        return {}
-    stand_in = torch.nn.Parameter(torch.zeros_like(p))
-    stand_in.grad = torch.zeros_like(p)
-    copied = object.__new__(type(base))
-    copied.__dict__.update(base.__dict__)
-    copied.__dict__.pop("step", None)  # the counting one that a scheduler sets
-    copied.__dict__.update(_optimizer_step_pre_hooks=OrderedDict())
-    copied.__dict__.update(_optimizer_step_post_hooks=OrderedDict())
-    copied.state = defaultdict(dict)
-    copied.param_groups = [{**group, "params": [stand_in]}]
-    devices = [p.device] if is_accelerator(p.device) else []
-    kind = p.device.type if devices else "cpu"  # fork_rng always keeps the CPU's
-    with contextlib.suppress(Exception), torch.random.fork_rng(devices, device_type=kind):
-        copied.step()
-    return dict(copied.state[stand_in])
-
-
-def split_state_dict(
-    saved: dict[str, Any], known: set[str], groups: list[Group]
-) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return the wrapper's state dict, and the base's, or None if there is none.
-
-    ``known``: the wrapper's options. ``groups``: the base's.
-    """
-    state, saved_groups = saved["state"], saved["param_groups"]
-    wrapper_state = {
-        key: {name: value for name, value in entry.items() if name != "base"}
-        for key, entry in state.items()
-    }
-    wrapper_groups = [
-        {name: value for name, value in group.items() if name in known or name in NOT_OPTIONS}
-        for group in saved_groups
-    ]
-    wrapper_saved = {"state": wrapper_state, "param_groups": wrapper_groups}
-    if "base" in saved:
-        return wrapper_saved, saved["base"]
-    if not any("base" in entry for entry in state.values()):
-        return saved, None
-
-    base_state = {key: read_entry(entry.get("base", {})) for key, entry in state.items()}
-    base_state = {key: entry for key, entry in base_state.items() if entry}
-    # entries of a group that are not the wrapper's are the base's or the user's
-    not_of_base = known | NOT_OPTIONS - {"params", "param_names"}
-    base_groups = []
-    for group, current in zip(saved_groups, groups, strict=True):
-        hidden = {n.removeprefix(PREFIX): n for n in group if n.startswith(PREFIX)}
-        names = {n: n for n in group if n not in not_of_base and not n.startswith(PREFIX)}
-        # flattened: only the base's are left
-        flat = {n: n for n in current if n in group and n not in hidden}
-        base_groups.append({n: group[key] for n, key in {**flat, **names, **hidden}.items()})
-    return wrapper_saved, {"state": base_state, "param_groups": base_groups}
-
-
-def check_base_checkpoint(state_dict: dict[str, Any], groups: list[Group], base: str) -> None:
-    """Raise ValueError if a checkpoint without the wrapper's part is not the base's."""
-    if any("residual" in entry for entry in state_dict["state"].values()):
-        raise ValueError(
-            "loaded state dict has residuals but not the base optimizer's state: it is damaged. "
-            "Load what optimizer.state_dict() returned."
-        )
-    if groups and groups[0].get("class", "torch") not in ("torch", base):
-        raise ValueError(
-            f"loaded state dict is of {groups[0]['class']}, and {base} cannot continue from "
-            "it: load one of Separate or of the base optimizer."
-        )
+def is_step_count(value: object) -> bool:
+    return type(value) is Tensor and value.dim() == 0

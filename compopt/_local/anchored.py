@@ -74,6 +74,7 @@ class AnchoredWrapper(Wrapper):
         session.connect_ranks(self)
         self.lay_out_new_parameters()
         self.add_groups_of_base()
+        self._take_changes()
         has_residual = any(bucket.flat["residual"].numel() for bucket in session.buckets)
         if has_residual or session.has_foreign_state(self.state):
             session.rebuild_buckets(self)

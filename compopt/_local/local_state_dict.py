@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from .._engine.checkpoint import check_entry, warn_of_lost_residuals
+from .._engine.merged_state import read_entry, save_entry
 from .._engine.options import is_number
-from .._engine.wrapper import read_entry, save_entry
 from .._state.layouts import LocalShape, TensorInfo
 from .._state.residuals import Residuals
 from .._state.tensors import distribute_like, to_local

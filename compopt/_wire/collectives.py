@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -553,6 +553,20 @@ def get_timeout(group: ProcessGroup | None) -> timedelta | None:
     except (AttributeError, IndexError, RuntimeError):
         return None
     return limit if isinstance(limit, timedelta) else None
+
+
+def list_ranks_of_call(operator: torch._ops.OpOverload, given: dict[str, Any]) -> list[int]:
+    """Return the global ranks among which a call of an operator of PyTorch communicates.
+
+    ``given``: its arguments by name. Nobody, if it is no collective.
+    """
+    kind = operator.namespace
+    if kind == "c10d" and "process_group" in given:
+        return dist.get_process_group_ranks(dist.ProcessGroup.unbox(given["process_group"]))
+    if kind == "_c10d_functional" and isinstance(name := given.get("group_name"), str):
+        resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+        return dist.get_process_group_ranks(resolve(name))
+    return []
 
 
 # Device meshes of DTensors

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .._engine.optimizer import CompressedOptimizer
@@ -22,7 +24,15 @@ from .._wire.requests import Broadcast
 
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the running backward has ended, after earlier callbacks."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    torch.autograd.Variable._execution_engine.queue_callback(
+        partial(_call_outside_dynamo, callback)
+    )
+
+
+@_disable_dynamo
+def _call_outside_dynamo(callback: Callable[[], None]) -> None:
+    """Call ``callback``, which Dynamo would trace if the running backward was compiled."""
+    callback()
 
 
 class Backward:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.distributed.distributed_c10d import _get_default_group
@@ -171,6 +172,7 @@ class Handover:
         """Register hooks that report each gradient, sooner than DDP's buckets of 25 MB."""
         ref = weakref.ref(self)
 
+        @_disable_dynamo  # which runs on in a backward that is part of a compiled step
         def on_gradient(p: Tensor) -> None:
             _call_if_alive(ref, lambda handover: handover.on_gradient(p))
 
@@ -236,6 +238,7 @@ class Handover:
 
 
 # DDP requires these names, and no annotations that are strings, as they would be here
+@_disable_dynamo
 def _hook(state, bucket):  # type: ignore[no-untyped-def]
     """Return DDP's bucket unchanged; averaged as by DDP if no optimizer of compopt is left, and
     inside a site.

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from .._engine.optimizer import CompressedOptimizer, construction_callbacks
 from .._engine.reducing_optimizer import ReducingOptimizer
@@ -139,6 +140,7 @@ class GradientHook:
     def __init__(self, optimizer: CompressedOptimizer):
         self._optimizer, self._backward = weakref.ref(optimizer), Backward()
 
+    @_disable_dynamo
     def __call__(self, p: Tensor) -> None:
         if (optimizer := self._optimizer()) is not None:
             self._backward.is_new(self._on_backward_end)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 
 import pytest
 import torch
@@ -167,6 +168,44 @@ def two_optimizers(rank: int) -> list[float]:
 def test_two_optimizers_may_share_one_ddp():
     first, second = run_ranks(two_optimizers, 2)
     assert first == second
+
+
+def whole_step_compiled(rank: int) -> list:
+    """The distance of a compiled step from an eager one, buckets not sent in backward, and what Dynamo traced of us."""
+    _buckets.BUCKET_BYTES = 80_000  # several buckets
+    ends, traced = [], set()
+
+    def compiler(graph, inputs):
+        traced.update(line for node in graph.graph.nodes for line in (node.stack_trace or "").splitlines())
+        return graph.forward
+
+    def train(around):
+        torch.manual_seed(0)
+        model = DDP(Net())
+        optimizer = compopt.Average(torch.optim.SGD(model.parameters(), lr=0.1), payload_dtype="int8")
+        compopt.attach(model, optimizer)
+
+        @around
+        def step(x):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for number in range(3):
+            step(batch(number))
+        ends.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+        return optimizer.stats
+
+    train(lambda step: step)
+    stats = train(torch.compile(backend=compiler))
+    package = os.path.dirname(compopt.__file__)
+    ours = [line for line in traced if package in line]
+    return [float((ends[0] - ends[1]).abs().max()), stats.buckets - stats.early_buckets, len(traced) > 0, ours]
+
+
+def test_of_a_step_that_is_compiled_whole_no_hook_of_ours_is():
+    for distance, late, is_traced, ours in run_ranks(whole_step_compiled, 2):
+        assert distance == 0 and late == 1 and is_traced and not ours
 
 
 def refusals(rank: int) -> dict[str, str]:

@@ -241,7 +241,7 @@ DAMAGES = {
     "begun": lambda saved: saved["state"][0]["outer"].update(begun=torch.tensor(-5)),
     "syncs": lambda saved: saved["state"][0]["outer"]["optimizer"].update(step="x"),
     "exchange": lambda saved: saved["state"][0]["outer"].update(exchange={"apply_at": "x"}),
-    "step of the base": lambda saved: saved["base"]["state"][0].update(step="abc"),
+    "step of the base": lambda saved: saved["state"][0]["base"].update(step="abc"),
 }
 
 

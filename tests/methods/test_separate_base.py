@@ -234,7 +234,7 @@ def test_a_checkpoint_of_the_base_alone_is_taken_and_one_that_does_not_fit_is_re
     before = copy.deepcopy(optimizer.state_dict())
     broken = copy.deepcopy(before)
     broken["state"][0]["residual"] = torch.zeros(3)
-    broken["base"]["state"][0]["exp_avg"] += 1
+    broken["state"][0]["base"]["exp_avg"] += 1
     with pytest.raises(ValueError, match="residual"):
         optimizer.load_state_dict(broken)
     assert_same(optimizer.state_dict(), before)

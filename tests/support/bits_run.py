@@ -217,12 +217,15 @@ def absent(n: int, rank: int, ranks: int, t: int) -> bool:
 def entries_of(saved: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for number in sorted(saved["state"]):
         for name, value in sorted(saved["state"][number].items()):
-            yield prefix + name, value
+            if name != "base":
+                yield prefix + name, value
     for group in saved.get("param_groups", []):
         message = [group.get(name) for name in ("step", "lr", "residuals", "class", "format")]
         yield prefix + "groups", message
     if "base" in saved:
-        yield from entries_of(saved["base"], "base's ")
+        entries = {number: entry.get("base", {}) for number, entry in saved["state"].items()}
+        of_base = {number: entry for number, entry in entries.items() if float(entry.pop("begun", 0))}
+        yield from entries_of({**saved["base"], "state": {**of_base, **saved["base"]["state"]}}, "base's ")
 
 
 def through_a_file(saved: dict[str, Any]) -> dict[str, Any]:

@@ -39,8 +39,8 @@ def moments(optimizers: Optimizers) -> list[Tensor]:
     saved = first.state_dict()  # settles what is on its way
     if first.sharded:
         return combined(optimizers, "exp_avg")
-    state = saved["base"]["state"] if "base" in saved else saved["state"]
-    entries = [state.get(n, {}) for n in range(len(everywhere(first)))]
+    entries = [saved["state"].get(n, {}) for n in range(len(everywhere(first)))]
+    entries = [entry.get("base", entry) for entry in entries]
     results = [
         entry.get("exp_avg", entry.get("momentum_buffer", torch.zeros_like(p)))
         for entry, p in zip(entries, everywhere(first), strict=True)
