@@ -43,7 +43,7 @@ COLLECTIVES = ("all_reduce", "all_gather", SINGLE, "all_to_all_single", "broadca
 def fake_ranks(ranks: int, left_by_others: float = 0.0) -> Iterator[FakeRanks]:
     """torch.distributed, of which this process is rank 0 of ``ranks``; nothing is sent.
 
-    All ranks hold this one's gradients, on purpose.
+    All ranks hold this one's gradients and number, on purpose.
     """
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
@@ -52,6 +52,7 @@ def fake_ranks(ranks: int, left_by_others: float = 0.0) -> Iterator[FakeRanks]:
         with (
             mock.patch.multiple(dist, **counted),
             mock.patch.object(handshake, "_report_equal_gradients"),
+            mock.patch.object(handshake, "_compare_ranks"),
         ):
             yield comm
     finally:

@@ -46,7 +46,7 @@ from ._engine.exchange import CollectiveGenerator, sum_over_groups
 from ._engine.gradients import GRAD, check_gradients, drop_scale, scale_gradients, unscale_gradients
 from ._engine.handshake import gather_json, warn_without_gradients
 from ._engine.join import JoinHook, copy_options_from_ranks_with_data
-from ._engine.missing_ranks import RankLeft, explain_failure
+from ._engine.missing_ranks import RankLeft, explain_failed_step, explain_failure
 from ._engine.options import (
     ComparedGroups,
     Group,
@@ -265,10 +265,13 @@ class LocalSteps(AnchoredWrapper):
             self._check_own_params()
             self._see_ranks_and_groups()
             self.check_changed_options()
-            if not session.peers_verified and not session.sends_nothing:
-                yield from copy_options_from_ranks_with_data(self)
-                yield from Step(self, session.comm, session.steps + 1).verify_peers()
-            self._ensure_anchors()
+            try:
+                if not session.peers_verified and not session.sends_nothing:
+                    yield from copy_options_from_ranks_with_data(self)
+                    yield from Step(self, session.comm, session.steps + 1).verify_peers()
+                self._ensure_anchors()
+            except (CommunicationError, RankLeft) as error:
+                raise explain_failed_step(session, session.steps + 1, error) from error
             options, params = self._options, self._params
             if (sync := self._sync) is not None:
                 sync.anchors.note_training(params)

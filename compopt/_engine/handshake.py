@@ -1,8 +1,10 @@
 """The handshake: ranks compare their optimizers before they rely on each other.
 
 It runs in the first step, and in the step after a checkpoint was loaded, a group was added, an
-option that decides what is sent was changed, or a collective failed. Ranks gather a few checksums.
-If these differ, ranks gather descriptions as JSON, never pickles, and all raise the same error.
+option that decides what is sent was changed, or a collective failed. Ranks gather their versions
+and a few checksums, in a message of one size in every version. If checksums differ, ranks gather
+descriptions as JSON, never pickles, and all raise the same error.
+
 Between handshakes some bits of the settings' checksum are among the control fields of every
 payload; ranks that differ there gather their descriptions, too.
 
@@ -34,15 +36,17 @@ from .session import Session
 
 VALUES = "checksum of its values"  # a name in a description
 HANDSHAKE, SYNC = 1, 2  # kinds of messages
-MESSAGE = 16  # the numbers of one, of 8 bytes
+# Of 8 bytes: the words of a message, and the first of them, which hold the versions of its rank.
+MESSAGE, VERSION_WORDS = 16, 5
 
 # what must be equal on all ranks, by what it is of and its name: "group 0, lr"
 Description = dict[str, str]
 
 
 class Checksums(NamedTuple):
-    """One rank's numbers, which the handshake compares."""
+    """One rank's numbers, which the handshake compares, and its rank."""
 
+    rank: int
     description: int
     gradients: int  # 0 if there are none
     masks: int
@@ -56,12 +60,16 @@ class Checksums(NamedTuple):
 
 
 def verify_peers(
-    optimizer: OptimizerBase, comm: Communicator, has_problem: bool = False
+    optimizer: OptimizerBase,
+    comm: Communicator,
+    has_problem: bool = False,
+    has_fallen_back: bool = False,
 ) -> CollectiveGenerator[bool]:
     """Compare this rank's optimizer with those of all ranks.
 
     Returns True if any rank had gradients to compare. ``has_problem``: this rank cannot send its
-    gradients; all ranks learn of it in the exchange that follows.
+    gradients; all ranks learn of it in the exchange that follows. ``has_fallen_back``: to PyTorch's
+    operators, because ranks had chosen different backends.
 
     Raises ValueError if ranks differ, RuntimeError if something else has averaged the gradients.
     """
@@ -70,6 +78,7 @@ def verify_peers(
     names = optimizer.mask_state
     masks = [bucket.flat[name] for bucket in session.buckets for name in names]
     local_checksums = Checksums(
+        rank=comm.rank,
         description=checksum_text(describe_optimizer(optimizer)),
         gradients=0 if has_problem else _checksum_gradients(session),
         masks=checksum_text([checksum_values(flat) for flat in masks]),
@@ -80,10 +89,15 @@ def verify_peers(
     )
     checksums = torch.tensor(local_checksums, dtype=torch.int64, device="cpu").to(session.device)
     gathered = yield from exchange_one(comm, AllGather(seal(HANDSHAKE, checksums)))
+    gathered = gathered.cpu()
+    _compare_versions(gathered[:, :VERSION_WORDS].tolist())
     rows = [Checksums(*row) for row in open_rows(gathered, len(checksums)).tolist()]
+    _compare_ranks([row.rank for row in rows])
     if _differ(row.backend for row in rows) and all(row.is_backend_automatic for row in rows):
+        if has_fallen_back:
+            yield from raise_mismatch(optimizer, comm)
         session.use_pytorch(optimizer)
-        return (yield from verify_peers(optimizer, comm, has_problem))
+        return (yield from verify_peers(optimizer, comm, has_problem, has_fallen_back=True))
     if _differ(row.description for row in rows):
         yield from raise_mismatch(optimizer, comm)
     if _differ(row.masks for row in rows):  # some ranks lost theirs
@@ -97,11 +111,10 @@ def verify_peers(
 
 
 def seal(kind: int, numbers: Tensor) -> Tensor:
-    """Return a message of this kind, whose ``numbers`` have 8 bytes each."""
-    message = numbers.new_zeros(MESSAGE, dtype=torch.int64)
-    message[0] = kind
-    message[1 : 1 + len(numbers)] = numbers.view(torch.int64)
-    return message
+    """Return a message of this kind, whose ``numbers`` have 8 bytes each, after the versions."""
+    begin = torch.tensor([*encode_versions(), kind], dtype=torch.int64, device="cpu")
+    message = torch.cat([begin.to(numbers.device), numbers.view(torch.int64)])
+    return torch.nn.functional.pad(message, (0, MESSAGE - len(message)))
 
 
 def open_rows(rows: Tensor, count: int) -> Tensor:
@@ -109,7 +122,7 @@ def open_rows(rows: Tensor, count: int) -> Tensor:
 
     Raises CommunicationError if ranks have sent messages of different kinds.
     """
-    kinds = rows[:, 0].tolist()
+    kinds = rows[:, VERSION_WORDS].tolist()
     if HANDSHAKE in kinds and SYNC in kinds:
         raise CommunicationError(
             f"rank {kinds.index(HANDSHAKE)} compares its optimizer with the others' before its "
@@ -117,7 +130,43 @@ def open_rows(rows: Tensor, count: int) -> Tensor:
             "alone has loaded a state dict, added a group or changed an option. Do so on all "
             "ranks, after the same step; load the same checkpoint on all of them now"
         )
-    return rows[:, 1 : 1 + count]
+    return rows[:, VERSION_WORDS + 1 : VERSION_WORDS + 1 + count]
+
+
+def encode_versions() -> tuple[int, ...]:
+    """Return the versions that all ranks must have, as numbers of 8 bytes.
+
+    Those of torch count, because ranks draw the same random numbers, and PyTorch promises equal
+    ones within a release only.
+    """
+    from .. import __version__  # which is not there yet when this module is imported
+
+    release = ".".join(torch.__version__.split(".")[:2])
+    text = f"torch {release}, compopt {__version__}".encode()[: 8 * VERSION_WORDS]
+    return struct.unpack(f"<{VERSION_WORDS}q", text.ljust(8 * VERSION_WORDS, b"\0"))
+
+
+def _compare_versions(rows: list[list[int]]) -> None:
+    """Raise ValueError if ranks have different versions."""
+    texts = [
+        struct.pack(f"<{len(row)}q", *row).rstrip(b"\0").decode("ascii", "replace") for row in rows
+    ]
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            raise ValueError(
+                f"ranks differ, and nothing was applied. Rank 0 has {texts[0]}, rank {rank} has "
+                f"{text}: install the same versions on all nodes."
+            )
+
+
+def _compare_ranks(ranks: list[int]) -> None:
+    """Raise ValueError if a rank calls itself another than the process group does."""
+    if ranks != [*range(len(ranks))]:
+        raise ValueError(
+            f"the processes of the process group call themselves rank {', '.join(map(str, ranks))},"
+            f" instead of 0 to {len(ranks) - 1}, and nothing was applied: give every process a rank"
+            f" of its own, and make the group by torch.distributed."
+        )
 
 
 def _differ(checksums: Iterator[int]) -> bool:
@@ -313,9 +362,12 @@ def gather_json(
     sizes = (yield from exchange_one(comm, AllGather(size))).view(-1).tolist()
     padded = torch.cat([text, text.new_zeros(max(sizes) - text.numel())])
     rows = yield from exchange_one(comm, AllGather(padded))
-    return [
-        json.loads(bytes(row[:size].tolist())) for row, size in zip(rows.cpu(), sizes, strict=True)
-    ]
+    texts = [bytes(row[:size].tolist()) for row, size in zip(rows.cpu(), sizes, strict=True)]
+    try:
+        return [*map(json.loads, texts)]
+    except ValueError as error:
+        why = f"a rank has sent a message that cannot be read ({error}): start all ranks again"
+        raise CommunicationError(why) from None
 
 
 # The replica check

@@ -200,10 +200,10 @@ class Absence:
         others = [rank for rank in range(comm.size) if rank != comm.rank]
         keys = [f"{WAITS}{rank}" for rank in others]
         texts = _use_store(
-            self.session, lambda store: [store.check([k]) and store.get(k).decode() for k in keys]
+            self.session, lambda store: [store.check([k]) and store.get(k) for k in keys]
         )
         pairs = zip(others, texts or (), strict=False)
-        return [rank for rank, text in pairs if text != json.dumps(self.step)]
+        return [rank for rank, text in pairs if text != json.dumps(self.step).encode()]
 
     def _warn_of_absent(self, waited: float) -> None:
         """Warn, the first time in a run soon, then of long waits only: rank 0 may evaluate."""
@@ -292,6 +292,17 @@ def explain_missing_rank(session: Session) -> str:
     return ""
 
 
+def explain_failed_step(
+    session: Session, number: int, error: CommunicationError | RankLeft
+) -> CommunicationError:
+    """Return the error of step ``number``, which was not applied because of ``error``."""
+    advice = ". Make a new process group on all ranks and call rebind()"
+    return CommunicationError(
+        f"step {number} was not applied on rank {session.comm.rank}: {error}"
+        f"{advice if isinstance(error, RankLeft) else explain_failure(session, error)}"
+    )
+
+
 def explain_failure(session: Session, error: CommunicationError) -> str:
     """Return what to append to ``error``, which ended a step: a note of another rank about this
     step, in brackets; if there is none, and a rank is gone or silent, what happens next.
@@ -308,12 +319,19 @@ def explain_failure(session: Session, error: CommunicationError) -> str:
 
 
 def _read_notes(session: Session) -> list[tuple[Note, str]]:
-    """Read the notes of ranks that have applied no more steps of this optimizer than this rank."""
+    """Read the notes of ranks that have applied no more steps of this optimizer than this rank.
+    What is no note, as of another version, is passed over.
+    """
     comm, (name, steps) = session.comm, _identify_step(session)
     keys = [f"{PREFIX}note/{rank}" for rank in range(comm.size) if rank != comm.rank]
     texts = _use_store(session, lambda store: [store.get(k) for k in keys if store.check([k])])
-    notes = [json.loads(text) for text in texts or () if text]
-    return [(Note(kind), text) for owner, n, kind, text in notes if owner == name and n <= steps]
+    notes = []
+    for text in filter(None, texts or ()):
+        with contextlib.suppress(ValueError, TypeError):
+            owner, n, kind, sentence = json.loads(text)
+            if owner == name and n <= steps:
+                notes.append((Note(kind), str(sentence)))
+    return notes
 
 
 def _use_store(session: Session, function: Callable[[Store], Result]) -> Result | None:

@@ -31,7 +31,7 @@ from .exchange import (
 )
 from .gradients import check_gradients, drop_scale, scale_gradients, unscale_gradients
 from .join import copy_options_from_ranks_with_data
-from .missing_ranks import RankLeft, explain_failure, post_lost_masks
+from .missing_ranks import RankLeft, explain_failed_step, post_lost_masks
 from .optimizer_base import OptimizerBase
 from .resharding import lay_out_trainable_parameters
 from .session import Session
@@ -59,14 +59,7 @@ def exchange_and_commit(optimizer: OptimizerBase) -> CollectiveGenerator[None]:
         drop_scale(optimizer)
         if step is None or not isinstance(error, CommunicationError | RankLeft):
             raise
-        why = (
-            f"{error}. Make a new process group on all ranks and call rebind()"
-            if isinstance(error, RankLeft)
-            else f"{error}{explain_failure(session, error)}"
-        )
-        raise CommunicationError(
-            f"step {step.number} was not applied on rank {comm.rank}: {why}"
-        ) from error
+        raise explain_failed_step(session, step.number, error) from error
     finally:
         # drop the exception: its traceback refers to this frame (a reference cycle)
         if step is not None:

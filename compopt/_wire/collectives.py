@@ -53,6 +53,11 @@ Work: TypeAlias = "dist.Work"
 # Backends that compute a mean, and those that gather into one tensor without copies.
 AVERAGING, GATHERING = ("nccl",), ("nccl", "xccl")
 
+WAY_TO_MAKE_A_GROUP = (
+    "make a group of all ranks by torch.distributed.init_process_group(store=, rank=, "
+    "world_size=), after each change of ranks anew, and leave process_group= out"
+)
+
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own, for a group whose timeout cannot be read
 
 
@@ -235,8 +240,7 @@ class Communicator:
                 "init_process_group first."
             )
         self.group = None if single_process else group or dist.group.WORLD
-        self.rank = 0 if single_process else dist.get_rank(self.group)
-        self.size = 1 if single_process else dist.get_world_size(self.group)
+        self.rank, self.size = (0, 1) if self.group is None else _read_place(self.group)
         self._bytes_sent = 0
         # called with the seconds that a collective blocked the host
         self.on_wait: Callable[[float], None] | None = None
@@ -251,6 +255,16 @@ class Communicator:
     def ranks(self) -> list[int]:
         """The global ranks of the group."""
         return [0] if self.group is None else dist.get_process_group_ranks(self.group)
+
+    def check_unchanged(self) -> None:
+        """Raise CommunicationError if the group has other ranks now than when it was given."""
+        group = self.group
+        if group is not None and (group.rank(), group.size()) != (self.rank, self.size):
+            raise CommunicationError(
+                f"the process group of rank {self.rank} of {self.size} has changed since it was "
+                f"given: it calls itself rank {group.rank()} of {group.size()} now, and nothing "
+                "was applied. Make a new process group, and call rebind() with it on all ranks."
+            )
 
     def with_own_group(self) -> Communicator:
         """Return a communicator of the same ranks over another process group, for collectives that
@@ -280,6 +294,7 @@ class Communicator:
     def start(self, request: Request) -> PendingCollective:
         """Start the collective that answers ``request``, and count its bytes."""
         assert isinstance(request, Collective), f"{request} needs no other rank"
+        self.check_unchanged()
         _release_ended()
         size = count_bytes(request)
         self._bytes_sent += size
@@ -482,6 +497,27 @@ def check_process_group(group: object) -> None:
             f"process_group must be None or a group of torch.distributed, got {group!r}: pass what "
             "torch.distributed.new_group() returns."
         )
+
+
+def _read_place(group: ProcessGroup) -> tuple[int, int]:
+    """Return the rank of this process in ``group``, and the number of ranks.
+
+    Raises ValueError if the group and torch.distributed differ in them: means over such a group
+    would be divided by a wrong number, or two ranks would do the work of one.
+    """
+    try:
+        rank, size = dist.get_rank(group), len(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError):
+        raise ValueError(
+            f"process_group is not registered with torch.distributed: {WAY_TO_MAKE_A_GROUP}."
+        ) from None
+    if (group.rank(), group.size()) != (rank, size):
+        raise ValueError(
+            f"process_group calls itself rank {group.rank()} of {group.size()}, and "
+            f"torch.distributed has registered it as rank {rank} of {size}, as it does with groups "
+            f"that another library makes and resizes (torchft): {WAY_TO_MAKE_A_GROUP}."
+        )
+    return rank, size
 
 
 def connect(group: ProcessGroup | Communicator | None) -> Communicator:

@@ -9,10 +9,11 @@ import torch
 from conformance import Small, assert_same, every_average, loss, make_ranks, snapshot, some_average
 from pairs import name_of
 from sim import World
-from table import CASES, FORMS, Case
+from table import CASES, FORMS, Case, by_name
 from torch import nn
 
 import compopt
+from compopt._engine import handshake
 
 # The handshake is one for all classes: of each kind one, replicated, low-rank, sharded, around a base, in rounds.
 KINDS = "RadiusAdamW", "SeparateAdam", "TagcAdamW", "Separate", "LocalSteps, rounds"
@@ -136,6 +137,87 @@ def test_another_kind_of_device(case):
         return optimizer
 
     refused(small(case), on_a_gpu, "device: rank 0 has 'cpu', rank 1 has 'cuda'")
+
+
+def raised_by_both(case: Case, error: type[Exception], match: str) -> None:
+    """Both ranks raise this, and have not stepped."""
+    ranks = make_ranks(case, 2)
+    ranks.backward(loss)
+    before = [snapshot(optimizer) for optimizer in ranks.optimizers]
+    raised = []
+
+    def listening(optimizer):
+        with pytest.raises(error, match=match):
+            yield from optimizer.step_as_generator()
+        raised.append(optimizer)
+
+    ranks.world.run([listening(optimizer) for optimizer in ranks.optimizers])
+    assert len(raised) == 2
+    for one, optimizer in zip(before, ranks.optimizers, strict=True):
+        assert_same(one, snapshot(optimizer))
+
+
+@pytest.fixture
+def lie(monkeypatch):
+    """What rank 1 writes into its message of the handshake, in place of what is true."""
+    lies: dict[str, int] = {}
+    true = handshake.Checksums
+
+    def write(*read, **written):
+        return true(*read, **written | (lies if written.get("rank") == 1 else {}))
+
+    monkeypatch.setattr(handshake, "Checksums", write)
+    return lies
+
+
+@some
+def test_another_version_is_told_before_all_that_differs_with_it(case, monkeypatch, lie):
+    """In a message of one size, whatever else a version writes into it."""
+    versions, encode = iter(["0.1.0", "0.2.0"]), handshake.encode_versions
+
+    def encode_next():
+        monkeypatch.setattr(compopt, "__version__", next(versions))
+        return encode()
+
+    monkeypatch.setattr(handshake, "encode_versions", encode_next)
+    monkeypatch.setattr(torch, "__version__", "2.13.1+cpu")
+    lie.update(rank=0, description=1)
+    raised_by_both(
+        case, ValueError, r"Rank 0 has torch 2\.13, compopt 0\.1\.0, rank 1 has torch 2\.13, compopt 0\.2\.0"
+    )
+
+
+def test_a_release_of_torch_counts_and_nothing_less(monkeypatch):
+    found = []
+    for version in ("2.13.0+cpu", "2.13.1+cu128", "2.12.1+cpu"):
+        monkeypatch.setattr(torch, "__version__", version)
+        found.append(handshake.encode_versions())
+    assert found[0] == found[1] != found[2] and {*map(len, found)} == {handshake.VERSION_WORDS}
+    monkeypatch.setattr(compopt, "__version__", "0.1.0.dev1234+g0123456789abcdef")
+    assert len(handshake.encode_versions()) == handshake.VERSION_WORDS
+
+
+@some
+def test_two_ranks_of_one_number(case, lie):
+    lie["rank"] = 0
+    raised_by_both(case, ValueError, "call themselves rank 0, 0, instead of 0 to 1, and nothing was applied")
+
+
+@some
+def test_a_rank_that_does_not_fall_back_to_the_common_backend(case, lie):
+    """Others fall back once."""
+    lie["backend"] = 1
+    with pytest.warns(UserWarning, match="ranks have chosen different backends"):
+        raised_by_both(case, ValueError, "ranks differed in an option")
+
+
+def test_a_message_that_cannot_be_read(monkeypatch):
+    ranks = make_ranks(by_name["SeparateAdam"], 2)
+    texts = iter(["{}", "{"])
+    monkeypatch.setattr(handshake.json, "dumps", lambda value: next(texts))
+    gathering = [handshake.gather_json(0, torch.device("cpu"), comm) for comm in ranks.world.comms]
+    with pytest.raises(compopt.CommunicationError, match="a rank has sent a message that cannot be read"):
+        ranks.world.run(gathering)
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))

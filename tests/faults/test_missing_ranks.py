@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import signal
@@ -308,6 +309,30 @@ def test_notes_are_heeded_in_the_steps_that_their_rank_does_not_come_to():
     assert explain_missing_rank(here) == "" and "consolidate_state" in explain_failure(here, FAILED), (
         "it may come later"
     )
+
+
+def test_what_is_no_note_is_passed_over():
+    ranks = make_ranks(by_name["RadiusAdamW"], 3)
+    here, _, there = (optimizer._session for optimizer in ranks.optimizers)
+    store = BoundedStore(dist.HashStore(), HANG_GUARD)
+    for session in (here, there):
+        session.comm.store = store
+    post_note(there, Note.LEFT, "rank 2 was interrupted")
+    owner, steps = missing_ranks._identify_step(here)
+    for text in ("[", "7", "[1, 2]", *map(json.dumps, ([owner, "0", "left", ""], [owner, steps, "gone", ""]))):
+        store.run(lambda s, text=text: s.set(f"{missing_ranks.PREFIX}note/1", text))
+        assert explain_missing_rank(here) == "rank 2 was interrupted"
+        assert explain_failure(here, FAILED) == " (rank 2 was interrupted)"
+
+
+@pytest.mark.parametrize("name", ["SeparateAdam", "LocalSteps, rounds"])
+def test_a_step_that_fails_in_the_handshake_says_which_it_is(name):
+    ranks = make_ranks({**by_name, **{case.name: case for case in FORMS}}[name], 2)
+    ranks.world.failing_everywhere.add(0)
+    with pytest.raises(
+        compopt.CommunicationError, match=r"^step 1 was not applied on rank 0: collective 0 was made to"
+    ):
+        ranks.train(loss, 1)
 
 
 class StuckStore(dist.HashStore):

@@ -279,7 +279,7 @@ def test_bytes_are_rank_times_the_sides():
         optimizer.step()
         words = optimizer.stats.bytes_sent - size * 16 * (960 + 320)
         header = 1 + len(optimizer._buckets[0].control.numbers)
-        assert 0 < words <= 2 * 4 * header + 128, "headers and control words, twice; sixteen words of the handshake"
+        assert 0 < words <= 2 * 4 * header + 128, "headers and control words, twice; the handshake"
 
 
 TRACKED = projecting("tracked", dense_steps=2)
