@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from enum import Enum
 
-from .._wire.collectives import is_launched_by_torchrun
+from .._wire.collectives import Communicator, is_launched_by_torchrun
 from .._wire.requests import CommunicationError, RankSilent
 from .._wire.stores import Store
 from .._wire.warning import warn
@@ -110,6 +110,31 @@ def wait_for_all_to_consolidate(optimizer: OptimizerBase, patience: float | None
                 f"ranks differ in consolidate_state(): rank 0 has {described[0]}, rank {rank} has "
                 f"{description}: consolidate the same optimizers in the same order on all ranks."
             )
+
+
+def wait_for_all_to_save(optimizer: OptimizerBase, comm: Communicator) -> None:
+    """Wait until all ranks of ``comm`` have called ``save()``, and nothing else: messages of a save
+    and of the end of a round, of two sizes, would make gloo end a process.
+
+    Raises CommunicationError, with nothing sent, if some have not after ``optimizer.patience``
+    seconds, by default the timeout of the process group.
+    """
+    if (store := comm.store) is None:
+        return
+    what, patience = f"save() of Snapshots of {optimizer._session.name}", optimizer.patience
+    try:
+        called = gather_at_store(
+            store, comm.rank, comm.size, what, store.limit if patience is None else patience
+        )
+        others = [f"rank {rank} is in {one}" for rank, one in enumerate(called) if one != what]
+    except (RanksMissing, RuntimeError) as error:
+        others = [str(error)]
+    if others:
+        raise CommunicationError(
+            f"save() was called on rank {comm.rank}, but {', '.join(others)}: call it on all ranks "
+            "after the same round (count optimizer.stats.round where rounds end by time) or step. "
+            "Nothing was sent or written."
+        )
 
 
 # Steps

@@ -30,6 +30,7 @@ from torch import nn
 
 from .._engine.exchange import CollectiveGenerator
 from .._engine.handshake import gather_json
+from .._engine.missing_ranks import wait_for_all_to_save
 from .._engine.optimizer import CompressedOptimizer
 from .._engine.options import require
 from .._wire.collectives import Communicator
@@ -103,6 +104,13 @@ class Snapshots:
 
     # Ranks
 
+    def _get_world(self) -> Communicator:
+        """Return the ranks of all shards."""
+        comm, met = self._optimizer.comm, self._meeting
+        if met is not None and met.comm is comm:
+            return met.world
+        return comm if comm.group is None else Communicator()
+
     def _meet(self) -> CollectiveGenerator[Meeting]:
         """Return what ranks have agreed on. The first call, also after ``rebind()``, agrees on the
         run's name, and on a stamp, at least that of all snapshots that any rank sees.
@@ -110,7 +118,7 @@ class Snapshots:
         comm, before = self._optimizer.comm, self._meeting
         if before is not None and before.comm is comm:
             return before
-        world = comm if comm.group is None else Communicator()
+        world = self._get_world()
         device = self._optimizer._session.device
         problem, snapshots = "", []
         try:
@@ -144,8 +152,11 @@ class Snapshots:
         of its own that no ``resume()`` will need.
 
         Raises RuntimeError, on this rank, if the snapshot before could not be written. The earlier
-        ones are complete, and the next ``save()`` writes another one.
+        ones are complete, and the next ``save()`` writes another one. Raises CommunicationError,
+        with nothing sent, if another rank has not come to ``save()`` within ``optimizer.patience``
+        seconds, by default the timeout of the process group.
         """
+        wait_for_all_to_save(self._optimizer, self._get_world())
         _run(self.save_as_generator())
 
     @torch.no_grad()

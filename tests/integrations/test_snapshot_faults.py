@@ -544,6 +544,34 @@ def test_weights_of_a_round_are_carried(size, rounds, tmp_path):
         assert model.weight.item() == pytest.approx(-37 / 9)
 
 
+def save_while_another_ends_its_round(rank: int, folder: str) -> tuple[str, float, int]:
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer = compopt.LocalSteps(torch.optim.SGD(model.parameters(), lr=1.0), round_seconds=1e6, growth_steps=0)
+    snapshots, message = Snapshots(Path(folder) / str(rank), model, optimizer), ""
+    with torch.no_grad():
+        model.weight.zero_()
+    move_by(model, rank + 1.0)
+    optimizer.step()
+    if rank == 0:
+        optimizer.patience = 0.2
+        try:
+            snapshots.save()
+        except compopt.CommunicationError as error:
+            message = str(error)
+        optimizer.patience = None
+    optimizer.end_round()
+    snapshots.save()
+    snapshots.close()
+    return message, model.weight.item(), len(snapshots.find())
+
+
+def test_a_rank_that_saves_while_another_ends_its_round_raises(tmp_path):
+    """And has sent nothing: the round ends when it comes, and both save."""
+    (message, weight, found), (_, other, found_there) = run_ranks(save_while_another_ends_its_round, 2, str(tmp_path))
+    assert re.match(r"save\(\) was called on rank 0, but rank 1 did not come within 0\.2 s: .*same round", message)
+    assert weight == other and (found, found_there) == (1, 1)
+
+
 KILLS = int(os.environ.get("COMPOPT_KILLS", 1))
 KILLS_SETTINGS = [(2, "LocalSteps"), (3, "SeparateAdam")] + [(size, name) for name in CLASSES for size in (2, 3)]
 
