@@ -313,9 +313,10 @@ class Wrapper(CompressedOptimizer):
         """
         shown, state, has_changed = self._shown, self.state, False
         for p in {**shown, **state} if shown else ():
-            entry, (before, values) = state.get(p), shown.get(p, (None, {}))
-            if entry is None or entry is not before:
-                self._replace_base_entry(p, entry or {})
+            before, values = shown.get(p, (None, {}))
+            entry: Entry = state[p] if p in state else {}  # a defaultdict stays as it is
+            if entry is not before:
+                self._replace_base_entry(p, entry)
                 has_changed = True
                 continue
             for name in [n for n, value in values.items() if entry.get(n) is not value]:
