@@ -279,10 +279,10 @@ def test_a_batch_has_one_shape_and_its_transpose_and_is_not_too_large():
     number = {p: i for i, p in enumerate(params)}
     assert [[[number[one.p] for one in side] for side in batch] for batch in batches] == [
         [[2]],
-        [[0, 1, 4], [3]],
-        [[5]],
         [[6]],
         [[7]],
+        [[0, 1, 4], [3]],
+        [[5]],
     ]
 
 
