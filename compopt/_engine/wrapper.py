@@ -314,7 +314,7 @@ class Wrapper(CompressedOptimizer):
         shown, state, has_changed = self._shown, self.state, False
         for p in {**shown, **state} if shown else ():
             before, values = shown.get(p, (None, {}))
-            entry: Entry = state[p] if p in state else {}  # a defaultdict stays as it is
+            entry: Entry = state.get(p, {})  # a defaultdict stays as it is
             if entry is not before:
                 self._replace_base_entry(p, entry)
                 has_changed = True
@@ -362,6 +362,8 @@ class Wrapper(CompressedOptimizer):
             for number, (p, group) in enumerate(params):
                 if (entry := saved["state"].get(number)) is not None:
                     kept = {name: value for name, value in entry.items() if name in own}
+                    if is_step_count(kept.get("step")):  # a base's has torch's default dtype
+                        kept["step"] = kept["step"].float()
                     base_entry = save_entry(self.base, p, group, state.pop(number, None))
                     saved["state"][number] = {**kept, "base": base_entry}
         return {**saved, "base": {**base_saved, "state": state}}

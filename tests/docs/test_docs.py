@@ -26,6 +26,7 @@ ELSEWHERE = {
     "_masks",
     "_selection",
     "_projections",
+    "_snapshot_parts",
     "_snapshot_files",  # what is wrong with a damaged file: quoted by a warning
     "advise",
     "probe",

@@ -225,11 +225,12 @@ def test_local_steps_say_what_an_exchange_sends():
 
 def test_a_model_smaller_than_a_message_has_no_share(capsys):
     def make(params, process_group):
-        return compopt.LocalSteps(torch.optim.AdamW(params), every=30, process_group=process_group)
+        options = dict(every=30, payload_dtype=None, process_group=process_group)
+        return compopt.LocalSteps(torch.optim.AdamW(params), **options)
 
-    Ranks(2, lambda: nn.Linear(24, 1), make).train(small_loss, 1)
+    Ranks(2, lambda: nn.Linear(96, 1), make).train(small_loss, 1)
     printed = capsys.readouterr().err
-    assert "the gradients of a step have 100 bytes: this model is too small" in printed
+    assert "the gradients of a step have 388 bytes: this model is too small" in printed
     assert "%" not in printed
 
 
