@@ -349,7 +349,8 @@ def test_a_state_dict_holds_every_state_in_its_parameters_shape(case):
     kept = [copy.deepcopy(optimizer.state[p]) for p in model.parameters()]
     optimizer.load_state_dict(saved)
     for p, entry in zip(model.parameters(), kept, strict=True):
-        assert all(map(torch.equal, tree_leaves(optimizer.state[p]), tree_leaves(entry)))
+        before, after = (dict(tree_flatten_with_path(one)[0]) for one in (entry, optimizer.state[p]))
+        assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_a_wrapped_optimizer_refuses_a_checkpoint_without_its_base():
