@@ -174,8 +174,13 @@ def drop_absent(exchange: BucketExchange, given: list[bool]) -> bool:
     """Set to zero what an average has of the tensors without a gradient on any rank. True if it may
     have something of them.
     """
-    agreement = exchange.agreement
-    if all(given) or "residual" not in exchange.bucket.state:
+    agreement, bucket = exchange.agreement, exchange.bucket
+    if "residual" not in bucket.state:
+        return False
+    # which tensors may have a residual: where none was loaded, those that have had a gradient
+    before = bucket.cache.get("had_gradients") or [bucket.has_residual] * len(given)
+    bucket.cache["had_gradients"] = [a or b for a, b in zip(before, given, strict=True)]
+    if not any(had and not has for had, has in zip(before, given, strict=True)):
         return False
     if agreement.drop_absent is not None:
         agreement.squared_norm = agreement.drop_absent(given)

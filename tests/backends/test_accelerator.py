@@ -70,6 +70,7 @@ LOOKS = {
     "_sparse.scape_masks restore_masks": ("ScapeAdamS", "whether the next mask was loaded"),
     "_sparse.scape_masks _has_dense_momentum": ("ScapeAdamS, sharded", "whether a mask was loaded"),
     "_lowrank.projecting_optimizer rebuild_cache": ("SeparateAdam, tracked", "whether a basis was loaded"),
+    "_engine.decision read_decision": ("SeparateAdam", "a step in which no rank has a gradient of a tensor any more"),
     # when it is asked for
     "_engine.gradients unscale_gradients": ("AdamS", "a GradScaler's scale"),
     "_engine.resharding average_state": ("RadiusAdamW", "consolidate_state() of a residual in host memory"),

@@ -174,6 +174,11 @@ def test_losses_by_size():
         r"^LocalSteps\(Muon, .*140": "LocalSteps(Muon) 140",
     }
     names |= {r"^LocalSteps\(AdamW\)": "LocalSteps(AdamW) 30, int4, 800"}
+    names |= {r"^DDP \+ NorMuon$": "DDP + NorMuon", r"^Separate\(NorMuon": "Separate(NorMuon) 16"}
+    names |= {
+        r"^LocalSteps\(NorMuon\)": "LocalSteps(NorMuon) 30",
+        r"^LocalSteps\(NorMuon, .*140": "LocalSteps(NorMuon) 140",
+    }
     sizes = {f"{int(row['parameters']) / 1e6:.2g} M": size for (size, _), row in ladder().items()}
     rows = table(RESULTS, "run", "0.18 M, x Muon", "0.86 M, x AdamW")
     for label, name in names.items():
