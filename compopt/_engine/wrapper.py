@@ -303,7 +303,8 @@ class Wrapper(CompressedOptimizer):
                 values["step"] = of_base["step"]
             for name in entry.keys() - own - values.keys():
                 del entry[name]
-            entry.update(values, base=of_base)
+            entry["base"] = of_base
+            entry.update(values)
             shown[p] = entry, values
         self._shown = shown
 
