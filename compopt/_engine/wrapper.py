@@ -314,7 +314,8 @@ class Wrapper(CompressedOptimizer):
         """
         shown, state, has_changed = self._shown, self.state, False
         for p in {**shown, **state} if shown else ():
-            entry, (before, values) = state.get(p), shown.get(p, (None, {}))
+            entry: Entry | None = state.get(p)
+            before, values = shown.get(p, (None, {}))
             if entry is None or entry is not before:
                 self._replace_base_entry(p, entry or {})
                 has_changed = True
