@@ -303,7 +303,8 @@ class Wrapper(CompressedOptimizer):
                 values["step"] = of_base["step"]
             for name in entry.keys() - own - values.keys():
                 del entry[name]
-            entry.update(values, base=of_base)
+            entry["base"] = of_base
+            entry.update(values)
             shown[p] = entry, values
         self._shown = shown
 
@@ -313,10 +314,10 @@ class Wrapper(CompressedOptimizer):
         """
         shown, state, has_changed = self._shown, self.state, False
         for p in {**shown, **state} if shown else ():
+            entry: Entry | None = state.get(p)
             before, values = shown.get(p, (None, {}))
-            entry: Entry = state.get(p, {})  # a defaultdict stays as it is
-            if entry is not before:
-                self._replace_base_entry(p, entry)
+            if entry is None or entry is not before:
+                self._replace_base_entry(p, entry or {})
                 has_changed = True
                 continue
             for name in [n for n, value in values.items() if entry.get(n) is not value]:
