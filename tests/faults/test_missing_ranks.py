@@ -331,7 +331,9 @@ def test_local_steps_that_fail_in_the_handshake_say_which_step_it_is():
 
     ranks = Ranks(2, Small, make)
     ranks.world.failing_everywhere.add(0)
-    with pytest.raises(compopt.CommunicationError, match=r"^step 1 was not applied on rank 0: collective 0 was made to"):
+    with pytest.raises(
+        compopt.CommunicationError, match=r"^step 1 was not applied on rank 0: collective 0 was made to"
+    ):
         ranks.train(loss, 1)
 
 
