@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conformance import loss, make_ranks
+from conformance import Small, loss, make_ranks
 from lossy import run_lossy
 from ranks import FOREVER, HANG_GUARD, free_port, run_ranks
-from sim import SimCommunicator, SimPending
+from sim import Ranks, SimCommunicator, SimPending
 from table import FORMS, by_name
 from torch import nn
 
@@ -325,9 +325,11 @@ def test_what_is_no_note_is_passed_over():
         assert explain_failure(here, FAILED) == " (rank 2 was interrupted)"
 
 
-@pytest.mark.parametrize("name", ["SeparateAdam", "LocalSteps, rounds"])
-def test_a_step_that_fails_in_the_handshake_says_which_it_is(name):
-    ranks = make_ranks({**by_name, **{case.name: case for case in FORMS}}[name], 2)
+def test_local_steps_that_fail_in_the_handshake_say_which_step_it_is():
+    def make(params, process_group):
+        return compopt.LocalSteps(torch.optim.AdamW(params), 2, growth_steps=0, process_group=process_group)
+
+    ranks = Ranks(2, Small, make)
     ranks.world.failing_everywhere.add(0)
     with pytest.raises(
         compopt.CommunicationError, match=r"^step 1 was not applied on rank 0: collective 0 was made to"
