@@ -512,12 +512,12 @@ APPLIED = {
     "AdamS": (compopt.AdamS, dict(ADAM, payload_dtype="int2")),
     "TagcAdamW": (compopt.TagcAdamW, SHARDED),
     "TagcAdamW, sketch": (compopt.TagcAdamW, dict(SHARDED, codec="sketch")),
-    "TagcAdamW, start": (compopt.TagcAdamW, dict(SHARDED, dense_steps=9, payload_dtype="bfloat16")),
 }
 OTHERS = {
     "Gaussian": (compopt.SeparateAdam, dict(ADAM, projection="gaussian", ratio=4)),
     "ScapeAdamS": (compopt.ScapeAdamS, SCAPE),
     "ScapeAdamS, sharded": (compopt.ScapeAdamS, dict(SCAPE, sharded=True)),
+    "TagcAdamW, start": (compopt.TagcAdamW, dict(SHARDED, dense_steps=9, payload_dtype="bfloat16")),
 }
 
 
