@@ -431,4 +431,4 @@ class Wrapper(CompressedOptimizer):
 
 
 def is_step_count(value: object) -> bool:
-    return type(value) is Tensor and value.dim() == 0
+    return isinstance(value, Tensor) and value.dim() == 0

@@ -119,7 +119,10 @@ class AnchorBucket(Bucket):
         values = self.write_pseudo_gradient(self.make_sync_payload())
         if keeps:
             self.pseudo_gradient = values.clone()
-        return stacked_squared_norms(values.split(self.payload.lengths)) / self.replicate_size
+        squares = stacked_squared_norms(values.split(self.payload.lengths))
+        # what the anchors' precision cannot square is not finite: the rank takes the average
+        fits = squares.sum() <= torch.finfo(values.dtype).max
+        return torch.where(fits, squares, math.inf) / self.replicate_size
 
     def make_sync_payload(self) -> Tensor:
         """Make the payload of a sync. Returns the vector to which values are written."""
