@@ -27,36 +27,31 @@ def wait_until_idle(deadline: float, is_used: bool) -> None:
     ``is_used``: process groups exist or existed. Where no threads are seen, because the system does
     not show them or torch gives them another name, this waits ``FREED_WITHIN`` then.
     """
-    threads = _list_threads()
-    if not threads:
-        time.sleep(FREED_WITHIN if is_used else 0)
-        return
     looks = 0
     while looks < LOOKS and time.monotonic() < deadline:
-        looks = looks + 1 if all(map(_is_idle, threads)) else 0
+        busy = list(map(_is_busy, THREADS.iterdir() if THREADS.exists() else ()))
+        if all(one is None for one in busy):
+            time.sleep(FREED_WITHIN if is_used else 0)
+            return
+        looks = 0 if any(busy) else looks + 1
         time.sleep(PAUSE)
 
 
-def _list_threads() -> list[Path]:
-    """Return those of gloo's threads that the system shows."""
-    threads = []
-    for thread in THREADS.iterdir() if THREADS.exists() else ():
-        with suppress(OSError):  # it has ended meanwhile
-            if (thread / "comm").read_text().strip() == NAME:
-                threads.append(thread)
-    return threads
+def _is_busy(thread: Path) -> bool | None:
+    """Return True if a thread of gloo has something to do; None if it is none of gloo.
 
-
-def _is_idle(thread: Path) -> bool:
-    """Return True if a thread waits without a limit, as gloo's do for the next collective; for
-    other ranks, and for the interpreter's lock, they wait with one.
+    Idle ones wait without a limit for the next collective. For other ranks, and for the
+    interpreter's lock, they wait with one. A thread that has hardly run may not have its name yet.
     """
     try:
-        state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
+        name, _, fields = (thread / "stat").read_text().rpartition(")")
     except OSError:  # it has ended
-        return True
-    arguments: list[str] = []
-    with suppress(OSError):  # the system does not tell
-        arguments = (thread / "syscall").read_text().split()[1:]
-    has_limit = len(arguments) > 3 and int(arguments[3], 16) != 0  # of a futex
-    return state == "S" and not has_limit
+        return None
+    state, *numbers = fields.split()
+    if not name.endswith(f"({NAME}"):
+        is_new = numbers[10:12] == ["0", "0"]  # ticks of a processor
+        return True if is_new and state != "S" else None
+    call = ["0"] * 5
+    with suppress(OSError):  # the system does not tell: the state has to do
+        call = (thread / "syscall").read_text().split()
+    return state != "S" or call[0] == "running" or int(call[4], 16) != 0

@@ -15,15 +15,23 @@ from compopt._wire import collectives, gloo_threads
 IDLE, BLOCKED = "202 0x55 0x189 0x0 0x0 0x0 0x0", "202 0x55 0x189 0x0 0x7ffe 0x0 0x0"
 
 
-def write_thread(folder: Path, name: str, state: str, call: str) -> None:
+def write_thread(folder: Path, name: str, state: str, call: str, ticks: int = 7) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "comm").write_text(f"{name}\n")
-    (folder / "stat").write_text(f"1 ({name}) {state} 0 0")
+    (folder / "stat").write_text(f"1 ({name}) {state} " + " ".join(str(n) for n in range(4, 14)) + f" {ticks} {ticks}")
     (folder / "syscall").write_text(f"{call}\n")
 
 
-@pytest.mark.parametrize(("state", "call"), [("R", "running"), ("S", BLOCKED), ("D", IDLE)])
-def test_it_waits_while_a_thread_of_gloo_is_busy(state, call, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("state", "call", "name", "ticks"),
+    [
+        ("R", "running", "pt_gloo_runloop", 7),
+        ("S", "running", "pt_gloo_runloop", 7),
+        ("S", BLOCKED, "pt_gloo_runloop", 7),
+        ("D", IDLE, "pt_gloo_runloop", 7),
+        ("R", "running", "python", 0),  # it has yet to set its name
+    ],
+)
+def test_it_waits_while_a_thread_of_gloo_is_busy(state, call, name, ticks, tmp_path, monkeypatch):
     monkeypatch.setattr(gloo_threads, "THREADS", tmp_path)
     looks = []
 
@@ -34,13 +42,13 @@ def test_it_waits_while_a_thread_of_gloo_is_busy(state, call, tmp_path, monkeypa
 
     monkeypatch.setattr(gloo_threads.time, "sleep", sleep)
     write_thread(tmp_path / "1", "python", "R", "running")
-    write_thread(tmp_path / "2", "pt_gloo_runloop", state, call)
+    write_thread(tmp_path / "2", name, state, call, ticks)
     gloo_threads.wait_until_idle(time.monotonic() + 100, is_used=True)
     assert len(looks) == 5 + gloo_threads.LOOKS
-    write_thread(tmp_path / "2", "pt_gloo_runloop", state, call)
+    write_thread(tmp_path / "2", name, state, call, ticks)
     gloo_threads.wait_until_idle(time.monotonic(), is_used=True)  # no longer than it may
     assert len(looks) == 5 + gloo_threads.LOOKS
-    (tmp_path / "2" / "comm").write_text("python\n")  # no thread is known
+    write_thread(tmp_path / "2", "python", state, call)  # no thread is known
     for is_used in (False, True):
         gloo_threads.wait_until_idle(time.monotonic() + 100, is_used)
         assert looks[-1] == gloo_threads.FREED_WITHIN * is_used
