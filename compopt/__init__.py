@@ -17,7 +17,7 @@ from .separate import Separate, SeparateAdam
 from .tagc import TagcAdamW
 
 if TYPE_CHECKING:
-    from . import activations, costmodel, planning  # noqa: F401
+    from . import activations, costmodel, planning  # noqa: F401 (loaded when first used, below)
     from .planning.diagnose import diagnose
 
 __version__ = "0.1.0"

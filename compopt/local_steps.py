@@ -13,7 +13,9 @@ round has H steps::
     5  w_k <- a_p + what the rank moved since line 2
 
 In the first ``dense_steps`` all gradients are averaged, as ``Average(inner)`` does. Over the next
-``growth_steps`` rounds grow from 1 step to H, mu from 0 and lr from 1 to their values.
+``growth_steps`` rounds grow from 1 step to H, mu from 0 and lr from 1 to their values. With
+``outer_lr="auto"``, the default around Muon, each tensor of d is stretched in line 4 to the mean
+norm of the d_k, and lr is 1 - mu.
 
 Where rounds end by time, or ranks are ``weighted``, line 3 is a mean weighted by the steps or
 samples that ranks took in the round.

@@ -36,8 +36,13 @@ from torch.optim.optimizer import ParamsT
 
 from ._engine.combined import CombinedOptimizer
 from ._engine.options import Group, check_adam, is_count, is_numeric, require, require_option
-from ._muon.orthogonal import choose_dtype, orthogonalize_stacks, scale, update_row_divisors
-from ._muon.slices import Slice, cut_rows, cuts_matrices, make_batches, stack_slices, unstack
+from ._muon.orthogonal import (
+    choose_dtype,
+    orthogonalize_stacks,
+    scale_of_update,
+    update_row_divisors,
+)
+from ._muon.slices import Slice, cut_rows, cuts_matrices, make_batches, stack_slices, unstack_slices
 from ._state.tensors import gather_whole, to_local
 
 UseMuon = Callable[[str, Tensor], bool | int | Sequence[int]]
@@ -403,7 +408,7 @@ class Muon(Optimizer):
                 state["second_momentum_buffer"] = local.new_zeros((*p.shape[:-1], 1))
             else:
                 state["second_momentum_buffer"] = torch.zeros_like(p[..., :1])
-        return one.of(to_local(state["second_momentum_buffer"]))
+        return one.view_rows(to_local(state["second_momentum_buffer"]))
 
 
 def step_stacks(
@@ -422,6 +427,6 @@ def apply_update(side: Sequence[Slice], variances: Tensor | None, o: Tensor, gro
     else:
         divisors = update_row_divisors(o, variances, group["muon_beta2"])
         torch.div(o, divisors.unsqueeze(2), out=stack)
-    weights, results = unstack(side, stack)
-    factor = scale(side[0].shape, group["adjust_lr_fn"], variances is not None)
+    weights, results = unstack_slices(side, stack)
+    factor = scale_of_update(side[0].shape, group["adjust_lr_fn"], variances is not None)
     torch._foreach_add_(weights, results, alpha=-group["lr"] * factor)

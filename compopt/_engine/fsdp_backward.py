@@ -207,7 +207,7 @@ class ReduceScatterBucket(Bucket):
                 stored = residuals.stored[number]
                 pending_residuals[p] = PendingResidual(residuals.pack(number, rest), stored)
             pending_residuals[p].state.update(reducer.state_to_commit(i))
-        self._release()
+        self._forget_gradients()
 
     def refuse_average(self, out: Tensor, pending_residuals: PendingResiduals) -> None:
         """Write NaN in place of this rank's shard of an average that lacks its gradients: no step
@@ -220,9 +220,9 @@ class ReduceScatterBucket(Bucket):
             if position is not None and position[1] in (residuals := Residuals(position[0])):
                 stored = residuals.stored[position[1]]
                 pending_residuals.setdefault(p, PendingResidual(stored, stored))
-        self._release()
+        self._forget_gradients()
 
-    def _release(self) -> None:
+    def _forget_gradients(self) -> None:
         for p in self.params:
             p.grad = None
         self.flat, self.state = {}, {}
@@ -315,7 +315,7 @@ class FSDPBackward:
             self._optimizer.apply_changed_options()
             self._discard_unapplied()
         buckets = self._buckets_of(params, key, rows.dtype)
-        self._advance()
+        self._advance_all()
         for bucket in buckets:
             inputs = ExchangeInputs(
                 lambda bucket: self._reduce_bucket(bucket, rows, out),
@@ -403,10 +403,10 @@ class FSDPBackward:
     def finish(self) -> None:
         """Wait for everything that has begun."""
         while self.in_flight:
-            self._advance()
+            self._advance_all()
             self._take_ended()
 
-    def _advance(self) -> None:
+    def _advance_all(self) -> None:
         """Advance every running reduction by one collective; give all up if one fails."""
         running, self.in_flight = self.in_flight, []
         for reduction in running:

@@ -88,10 +88,10 @@ def verify_peers(
         compressed_time=compressed_time,
     )
     checksums = torch.tensor(local_checksums, dtype=torch.int64, device="cpu").to(session.device)
-    gathered = yield from exchange_one(comm, AllGather(seal(HANDSHAKE, checksums)))
+    gathered = yield from exchange_one(comm, AllGather(pack_message(HANDSHAKE, checksums)))
     gathered = gathered.cpu()
     _compare_versions(gathered[:, :VERSION_WORDS].tolist())
-    rows = [Checksums(*row) for row in open_rows(gathered, len(checksums)).tolist()]
+    rows = [Checksums(*row) for row in unpack_messages(gathered, len(checksums)).tolist()]
     _compare_ranks([row.rank for row in rows])
     if _differ(row.backend for row in rows) and all(row.is_backend_automatic for row in rows):
         if has_fallen_back:
@@ -110,15 +110,17 @@ def verify_peers(
     return comm.size == 1 or any(row.gradients for row in rows)
 
 
-def seal(kind: int, numbers: Tensor) -> Tensor:
+def pack_message(kind: int, numbers: Tensor) -> Tensor:
     """Return a message of this kind, whose ``numbers`` have 8 bytes each, after the versions."""
     begin = torch.tensor([*encode_versions(), kind], dtype=torch.int64, device="cpu")
-    message = torch.cat([begin.to(numbers.device), numbers.view(torch.int64)])
-    return torch.nn.functional.pad(message, (0, MESSAGE - len(message)))
+    words = torch.cat([begin.to(numbers.device), numbers.view(torch.int64)])
+    message = words.new_zeros(MESSAGE)
+    message[: len(words)] = words
+    return message
 
 
-def open_rows(rows: Tensor, count: int) -> Tensor:
-    """Return ``count`` numbers of the message of each rank, as they were sealed, but in int64.
+def unpack_messages(rows: Tensor, count: int) -> Tensor:
+    """Return the ``count`` numbers in the message of each rank, in int64.
 
     Raises CommunicationError if ranks have sent messages of different kinds.
     """

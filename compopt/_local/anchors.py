@@ -75,8 +75,8 @@ class AnchorBucket(Bucket):
     payload: Payload
     pseudo_gradient: Tensor | None = None
     is_averaged = False  # any rank has sent what it has moved
-    mean_norms: list[float] = []  # of each tensor: the mean over ranks of how far it has moved
-    step_lengths: list[float] = []  # of each tensor: the norm of the average over that mean
+    # of each tensor: the norm of the average, over the mean of those of the ranks' movements
+    step_lengths: list[float] = []
 
     def __init__(
         self,
@@ -446,7 +446,7 @@ class Anchors:
             self.are_in_params = False
 
     @torch.no_grad()
-    def average(self, buckets: Sequence[AnchorBucket], steps: float, step: float) -> None:
+    def update_averages(self, buckets: Sequence[AnchorBucket], steps: float, step: float) -> None:
         """Take the new anchors of a sync after ``steps`` steps of a round into their average."""
         if self._average_share is not None:
             weight = average_weight(self._average_share, steps, step)
@@ -574,6 +574,7 @@ def make_sgd(options: Group, fused: bool, anchors: list[Tensor]) -> torch.optim.
 
 
 def is_default_outer(make_outer: MakeOuter) -> bool:
+    """True for the optimizer that ``outer_lr`` and ``outer_momentum`` belong to."""
     return getattr(make_outer, "func", None) is make_sgd
 
 

@@ -30,11 +30,11 @@ from .._engine.exchange import CollectiveGenerator, sum_over_groups
 from .._engine.handshake import (
     MESSAGE,
     SYNC,
-    open_rows,
+    pack_message,
     raise_failure,
     raise_mismatch,
-    seal,
     sum_part,
+    unpack_messages,
 )
 from .._engine.join import copy_options_from_ranks_with_data
 from .._engine.optimizer_base import OptimizerBase
@@ -49,7 +49,6 @@ from .rounds import RoundCounts, outer_progress
 # and of the anchors, the fields of SyncContribution, the squared norm, the sum of the replica
 # check.
 FIELDS = 10
-HAS_FAILED = 7  # the place of that field
 MESSAGE_BYTES = 8 * MESSAGE
 ANCHOR_PARTS = 8  # the replica check compares one of these at each sync
 
@@ -117,16 +116,16 @@ class RunningSync:
         tensors = [t for bucket in self.buckets for t in bucket.tensors]
         return dict(zip(tensors, self.squares.tolist(), strict=True))
 
-    def note_lengths(self, norms: Sequence[float]) -> None:
-        """Note how much longer or shorter than the ranks' pseudo-gradients their average is, whose
-        tensors have these ``norms``.
+    def note_lengths(self, norms: Sequence[float], means: Sequence[float]) -> None:
+        """Note how much longer or shorter than the ranks' pseudo-gradients their average is.
+
+        ``norms``: of the tensors of the average. ``means``: of those of the ranks.
         """
         if self.mean_norm:
             self.step_length = math.hypot(*norms) / self.mean_norm
-        given = iter(norms)
+        lengths = (n / mean if mean else 1.0 for n, mean in zip(norms, means, strict=True))
         for bucket in self.buckets:
-            pairs = zip(bucket.mean_norms, islice(given, len(bucket.tensors)), strict=True)
-            bucket.step_lengths = [norm / mean if mean else 1.0 for mean, norm in pairs]
+            bucket.step_lengths = [*islice(lengths, len(bucket.tensors))]
 
     def poll(self) -> None:
         """Communicate as far as possible without waiting; ``finish`` raises an error."""
@@ -294,7 +293,7 @@ class FragmentSync:
         write_params(received, moved)  # line 5
         session.damage, session.consolidated_at = "", None
         self.anchors.end_sync(buckets)
-        self.anchors.average(buckets, mean.steps, step)
+        self.anchors.update_averages(buckets, mean.steps, step)
         counts.weight = 0.0
         if by_time:
             counts.begin_round(counts.round + 1, session.steps, counts.mean_step + mean.steps)
@@ -339,9 +338,10 @@ class FragmentSync:
             try:
                 message = self._make_message(running)
             except Exception as error:
-                running.problem, numbers = error, [0.0] * FIELDS
-                numbers[HAS_FAILED] = 1.0
-                message = seal(SYNC, torch.tensor(numbers, dtype=torch.float64, device="cpu"))
+                running.problem = error
+                numbers = [0.0, 0.0, 0.0, *SyncContribution(has_failed=True), 0.0, 0.0]
+                fields = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+                message = pack_message(SYNC, fields)
             gathering = self.comm.start(AllGather(message.to(self.session.device)))
             if starts_at_once:
                 running.is_lost = not math.isfinite(float(running.squares.sum()))
@@ -379,14 +379,14 @@ class FragmentSync:
         every, tensors = self.optimizer.check_replicas_every, anchors.list_equal_tensors(session)
         total = sum_part(tensors if every else [], anchors.applied_syncs, ANCHOR_PARTS)
         squared = running.squares.to(device).sum().view(1)
-        return seal(SYNC, torch.cat([sent, squared, total.to(device)]))
+        return pack_message(SYNC, torch.cat([sent, squared, total.to(device)]))
 
     def _read_messages(self, running: RunningSync, rows: Tensor) -> CollectiveGenerator[None]:
         """Note what ranks have contributed. Raises if ranks differ, or one lacks a sync."""
         comm = self.comm
-        rows = open_rows(rows, FIELDS).contiguous().view(torch.float64)
+        rows = unpack_messages(rows, FIELDS).contiguous().view(torch.float64)
         exchanges, settings, values, *contributions, squares, sums = rows.unbind(1)
-        if rows[:, HAS_FAILED].any():
+        if contributions[-1].any():  # has_failed
             yield from self._raise_failure(running)
         if (exchanges != exchanges[0]).any():
             raise CommunicationError(
@@ -440,12 +440,11 @@ class FragmentSync:
         numbers = torch.cat([squares, fields]).tolist()  # the host waits for the device
         own, rest = numbers[: len(squares)], iter(numbers[len(squares) :])
         has_failed = False
+        means: list[float] = []
         for bucket in buckets:
-            flags, (failed,), bucket.mean_norms = (
-                [*islice(rest, n)] for n in (len(bucket.tensors), 1, len(bucket.tensors))
-            )
-            bucket.is_averaged = max(flags) > 0
-            has_failed |= failed > 0
+            bucket.is_averaged = max(islice(rest, len(bucket.tensors))) > 0
+            has_failed |= next(rest) > 0
+            means += islice(rest, len(bucket.tensors))
         copies = [bucket.replicate_size for bucket in buckets for _ in bucket.tensors]
         is_finite = math.isfinite(sum(own))
         own = [square / n if is_finite else 0.0 for square, n in zip(own, copies, strict=True)]
@@ -454,7 +453,7 @@ class FragmentSync:
         if failed:
             yield from self._raise_failure(running)
         running.is_finite = non_finite == 0
-        running.note_lengths([math.sqrt(square) for square in sums])
+        running.note_lengths([math.sqrt(square) for square in sums], means)
 
     def _raise_failure(self, running: RunningSync) -> CollectiveGenerator[None]:
         """Raise why a sync failed: this rank's own error, or one that quotes the others'."""

@@ -58,7 +58,7 @@ def update_row_divisors(x: Tensor, variances: Tensor, beta2: float) -> Tensor:
     return divisors.mul_(lengths.clamp_(min=ROW_EPS))
 
 
-def scale(shape: tuple[int, int], rule: str | None, is_normalized: bool = False) -> float:
+def scale_of_update(shape: tuple[int, int], rule: str | None, is_normalized: bool = False) -> float:
     """Return the factor of an orthogonal update: ``adjust_lr_fn`` of ``torch.optim.Muon``; if
     matrices have a norm of 1, times that of an orthogonal one.
     """

@@ -30,7 +30,7 @@ class Slice(NamedTuple):
     def numel(self) -> int:
         return self.p.numel() // self.p.shape[-2] * self.matrices * self.rows
 
-    def of(self, x: Tensor) -> Tensor:
+    def view_rows(self, x: Tensor) -> Tensor:
         """Return a view of these rows of x, which has the tensor's rows."""
         return x.narrow(-2, self.start, self.matrices * self.rows)
 
@@ -69,19 +69,19 @@ def make_batches(slices: Iterable[Slice], most: int) -> list[list[list[Slice]]]:
 
 def stack_slices(side: Sequence[Slice], of: dict[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
     """Copy a side's matrices, of each tensor's value, to one of shape (number, rows, columns)."""
-    matrices = [one.of(of[one.p]).reshape(-1, *one.shape) for one in side]
+    matrices = [one.view_rows(of[one.p]).reshape(-1, *one.shape) for one in side]
     counts = [len(each) for each in matrices]
     stack = matrices[0].new_empty((sum(counts), *side[0].shape), dtype=dtype)
     torch._foreach_copy_(stack.split(counts), matrices)
     return stack
 
 
-def unstack(side: Sequence[Slice], stack: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+def unstack_slices(side: Sequence[Slice], stack: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """Return the parts of weights that this rank has of a side, and those of a stack for them."""
     weights, results, first = [], [], 0
     for one in side:
         is_cut, local = cuts_matrices(one.p), to_local(one.p)
-        rows = one.of(one.p if is_cut else local)
+        rows = one.view_rows(one.p if is_cut else local)
         shape = rows.shape
         count = shape.numel() // (stack.shape[1] * stack.shape[2])
         part = stack[first : first + count].view(shape)
@@ -95,7 +95,7 @@ def take_local_rows(one: Slice, part: Tensor) -> Tensor:
     """Return what this rank has of a tensor of which a slice is ``part``, and all else zero."""
     if part.shape != one.p.shape:
         whole = part.new_zeros(one.p.shape)
-        one.of(whole).copy_(part)
+        one.view_rows(whole).copy_(part)
         part = whole
     return take_local_part(one.p, part)
 

@@ -600,7 +600,7 @@ def list_ranks_of_call(operator: torch._ops.OpOverload, given: dict[str, Any]) -
     if kind == "c10d" and "process_group" in given:
         return dist.get_process_group_ranks(dist.ProcessGroup.unbox(given["process_group"]))
     if kind == "_c10d_functional" and isinstance(name := given.get("group_name"), str):
-        resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+        resolve: Any = torch._C._distributed_c10d._resolve_process_group
         return dist.get_process_group_ranks(resolve(name))
     return []
 

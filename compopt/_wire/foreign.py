@@ -23,7 +23,7 @@ class RefuseCollectives(TorchDispatchMode):
     """
 
     def __init__(self, ranks: Iterable[int]):
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no annotations
         self._ranks = frozenset(ranks)
 
     @classmethod

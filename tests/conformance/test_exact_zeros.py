@@ -1,4 +1,4 @@
-"""What AdamW leaves where it is, because its gradient is exactly 0 on all ranks, no class moves: weight decay apart.
+"""Weights whose gradient is exactly 0 on all ranks do not move in any class, weight decay apart, as under AdamW.
 
 Padding of an embedding, tokens that never occur, inputs and units that are always 0. AdamW divides an average by its
 own size, so an error of rounding of 1e-8 of a gradient moves such a weight as far as others.

@@ -159,7 +159,7 @@ def raised_by_both(case: Case, error: type[Exception], match: str) -> None:
 
 @pytest.fixture
 def lie(monkeypatch):
-    """What rank 1 writes into its message of the handshake, in place of what is true."""
+    """False numbers that rank 1 writes into its message of the handshake."""
     lies: dict[str, int] = {}
     true = handshake.Checksums
 

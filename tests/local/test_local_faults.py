@@ -438,6 +438,7 @@ def test_a_signal_during_a_takeover_leaves_parameters_at_their_anchors(monkeypat
         step(world, params, optimizers, gradients(2, 3))
 
     become_anchors = Anchors._become_anchors
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 
     def interrupted(*args):
         signal.raise_signal(signal.SIGINT)
@@ -448,6 +449,7 @@ def test_a_signal_during_a_takeover_leaves_parameters_at_their_anchors(monkeypat
         world = World(2)
         calls = [o.rebind_as_generator(comm) for o, comm in zip(optimizers, world.comms, strict=True)]
         world.run([calls[1], calls[0]])  # the late rank is interrupted, not closed because the other was
+    signal.signal(signal.SIGINT, before)
     assert exchanges_of(optimizers[1]) == 1, "it was taken over as a whole before the signal was handled"
     rebind(optimizers, World(2))
     assert [exchanges_of(optimizer) for optimizer in optimizers] == [1, 1] and are_equal(params)
@@ -562,7 +564,7 @@ def test_ranks_that_begin_with_other_weights_are_told_before_a_step_is_taken():
 
 
 def test_all_ranks_but_one_are_lost():
-    """What the others have moved counts as zero."""
+    """The others count as zero, and one is left, whose step keeps its length."""
     params, optimizers = train(2, 7)
     params[1][2].data[0, 0] = float("inf")
     with warnings.catch_warnings():

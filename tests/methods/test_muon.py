@@ -388,11 +388,11 @@ def test_what_it_cannot_step_is_refused_by_name():
         with pytest.raises(
             ValueError, match=rf"use_muon returns {re.escape(repr(parts))} for w \(8, 6\): return the rows"
         ):
-            compopt.MuonAdamW([("w", matrix)], use_muon=lambda name, p: parts)  # noqa: B023
+            compopt.MuonAdamW([("w", matrix)], use_muon=lambda name, p, parts=parts: parts)
     assert compopt.MuonAdamW([("w", matrix)], use_muon=lambda name, p: [8.0]).members[0].rows == {}
     for parts in (3, -2):
         with pytest.raises(ValueError, match=rf"use_muon returns {parts} for w \(8, 6\), whose 8 rows are not so many"):
-            compopt.MuonAdamW([("w", matrix)], use_muon=lambda name, p: parts)  # noqa: B023
+            compopt.MuonAdamW([("w", matrix)], use_muon=lambda name, p, parts=parts: parts)
     with pytest.raises(ValueError, match="maximize must be False"):
         compopt.MuonAdamW([{"params": [nn.Parameter(torch.zeros(3))], "maximize": True}])
     with pytest.raises(ValueError, match="params is empty"):

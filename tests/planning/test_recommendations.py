@@ -52,7 +52,7 @@ Facts = dict[str, float]  # "wait": share of DDP's step; seconds of runs by clas
 
 
 def find_facts(advice: Advice) -> Facts:
-    """What a reader of the pages would measure."""
+    """The numbers that a reader of the pages would measure."""
     rows = {row.method.removesuffix(", offloaded").removesuffix(", residual in int8"): row for row in advice.rows}
     dense = rows["AdamW+DDP"]
     return {
