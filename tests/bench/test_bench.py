@@ -247,11 +247,12 @@ print(min(seconds))
 """
 
 
-def test_a_round_trip_takes_as_long_as_it_should(namespaces):
+@pytest.mark.slow
+def test_a_round_trip_takes_no_less_than_it_should(namespaces):
     with _net.Links(2, "100mbit", round_trip=0.2) as links:
         _, seconds = (float(text) for text in links.run([sys.executable, "-c", PING], timeout=HANG_GUARD))
         relay = links._delay
-    assert 0.2 < seconds < 0.5  # it takes longer where processes wait for a processor
+    assert seconds > 0.2  # and longer where processes wait for a processor
     assert relay.poll() is not None and namespaces(os.getpid()) == []
 
 

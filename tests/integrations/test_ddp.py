@@ -203,6 +203,7 @@ def whole_step_compiled(rank: int) -> list:
     return [float((ends[0] - ends[1]).abs().max()), stats.buckets - stats.early_buckets, len(traced) > 0, ours]
 
 
+@pytest.mark.slow
 def test_of_a_step_that_is_compiled_whole_no_hook_of_ours_is():
     for distance, late, is_traced, ours in run_ranks(whole_step_compiled, 2):
         assert distance == 0 and late == 1 and is_traced and not ours
