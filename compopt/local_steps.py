@@ -14,8 +14,8 @@ round has H steps::
 
 In the first ``dense_steps`` all gradients are averaged, as ``Average(inner)`` does. Over the next
 ``growth_steps`` rounds grow from 1 step to H, mu from 0 and lr from 1 to their values. With
-``outer_lr="auto"``, the default around Muon, each tensor of d is stretched in line 4 to the mean
-norm of the d_k, and lr is 1 - mu.
+``outer_lr="auto"`` each tensor of d is stretched in line 4 to the mean norm of the d_k, and lr is
+1 - mu.
 
 Where rounds end by time, or ranks are ``weighted``, line 3 is a mean weighted by the steps or
 samples that ranks took in the round.
@@ -105,11 +105,11 @@ class LocalSteps(AnchoredWrapper):
         payload_dtype: dtype on the wire, of pseudo-gradients, and of gradients in the averaged
             start; as in :class:`Average`.
         outer_lr, outer_momentum: the rates of the default ``outer`` after a round of ``every``
-            steps. With 1 and 0 ranks average parameters. None are 0.7 and 0.9, or "auto" and 0.6 if
-            the inner optimizer contains a Muon. "auto" keeps the length of a step, from the first
-            exchange on: what ranks have moved in different directions makes their average shorter,
-            and each tensor of it is stretched to the mean length of theirs, by at most the square
-            root of the number of ranks.
+            steps. With 1 and 0 ranks average parameters. A momentum of None is 0.9, or 0.6 if the
+            inner optimizer contains a Muon. A rate of "auto" keeps the length of a step, from the
+            first exchange on: what ranks have moved in different directions makes their average
+            shorter, and each tensor of it is stretched to the mean length of theirs, by at most the
+            square root of the number of ranks.
         average_anchors: keep a mean of the anchors over about the last this share of all steps, as
             0.1, which ``use_anchors(average=True)`` shows. It takes as much memory as an anchor.
         fragments: P, the number of parts of the model, exchanged at different steps of a round.
@@ -156,7 +156,7 @@ class LocalSteps(AnchoredWrapper):
         weighted: bool = False,
         outer: MakeOuter | None = None,
         payload_dtype: PayloadDtype = "int4",
-        outer_lr: float | Literal["auto"] | None = None,
+        outer_lr: float | Literal["auto"] = 0.7,
         outer_momentum: float | None = None,
         average_anchors: float | None = None,
         fragments: int = 1,
@@ -170,12 +170,8 @@ class LocalSteps(AnchoredWrapper):
         simulate: bool = False,
     ):
         inner = combine_optimizers(inner)
-        # these gave the lowest loss (docs/local_settings.md)
-        has_muon = "Muon" in describe_members(inner)
-        if outer_momentum is None:
-            outer_momentum = 0.6 if has_muon else 0.9
-        if outer_lr is None:
-            outer_lr = "auto" if has_muon else 0.7
+        if outer_momentum is None:  # these gave the lowest loss (docs/local_settings.md)
+            outer_momentum = 0.6 if "Muon" in describe_members(inner) else 0.9
         is_one = every is None or round_seconds is None
         require(is_one, "every", every, "left out beside round_seconds= (pass one of them)")
         self.residual_dtype = read_int8("residual_dtype", residual_dtype)
