@@ -22,7 +22,8 @@ from compopt._engine import handshake
 from compopt._state.bits import pack_bits, set_bits_
 from compopt._state.bucket import Bucket
 from compopt._state.masks import encode_mask, partition_mask
-from compopt._wire.collectives import Communicator, PendingCollective
+from compopt._wire.collectives import Communicator
+from compopt._wire.in_flight import PendingCollective
 from compopt._wire.requests import (
     Agree,
     AllGather,

@@ -27,7 +27,7 @@ import corpus
 from sim import World
 from train_gpt import GPT
 
-from compopt._muon import orthogonal
+from compopt.muon import orthogonal
 
 VALIDATION_WINDOWS, VALIDATION_BATCH = 1024, 32
 

@@ -31,7 +31,7 @@ from links import Runner, interleave, over_links, warn_if_busy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from compopt._local.rounds import round_length
+from compopt.local_steps.rounds import round_length
 
 KEPT = RESULTS / "time_to_loss-ladder.jsonl"
 RATE = "100mbit"  # of the picture of README.md

@@ -38,12 +38,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
 from device_calls import COPIES, aten, launches, place, waits
 
 import compopt
+import compopt._backends.choice as backends
 import compopt._engine.decision as decision
 import compopt._engine.handshake as handshake
 import compopt._engine.optimizer as base
-import compopt._ops.backends as backends
+from compopt._backends.triton import tables as triton_tables
 from compopt._engine.exchange import BucketExchange, CollectiveGenerator
-from compopt._ops.triton import tables as triton_tables
 from compopt._wire.collectives import Communicator
 
 HERE = Path(__file__).parent

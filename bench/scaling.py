@@ -32,9 +32,9 @@ from _model import GPT, Batches
 from _table import RESULTS, color, drawing, make_parser, print_rows, read_rows, write_rows
 
 import compopt
-from compopt._sparse.scape_masks import mask_partition_at
 from compopt._state.masks import selection_size
 from compopt._state.tensors import is_compressed
+from compopt.scape.scape_masks import mask_partition_at
 
 SIZES = {"1M": (4, 128, 256, 64), "10M": (8, 320, 256, 64), "124M": (12, 768, 50257, 1024)}  # layers, ...
 RANKS = (2, 8, 64, 512, 4096)

@@ -24,7 +24,7 @@ from _model import GPT, Batches
 from _table import RESULTS, make_parser, read_rows, write_rows
 
 import compopt
-from compopt._ops.native import build
+from compopt._backends.native import build
 
 FUSED = "AdamW, fused"
 ROWS = {

@@ -31,11 +31,12 @@ from ._engine.options import (
     read_int8,
 )
 from ._engine.reducer import AllReduceReducer, step_adams
-from ._ops.operations import Ops, clip_factor, scale_
+from ._ops.norms import clip_factor, scale_
+from ._ops.operations import Ops
 from ._state.bucket import Bucket
 from ._state.layouts import Layout, LocalShape
 from ._state.residuals import residual_layout
-from ._wire.collectives import ProcessGroup
+from ._wire.launch import ProcessGroup
 from ._wire.payload import PayloadDtype
 from ._wire.requests import Agree, RequestGenerator
 

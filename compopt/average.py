@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-from ._engine.combined import OneOrSeveral
-from ._engine.fsdp_backward import step_fsdp_shards
 from ._engine.options import (
     Group,
     ResidualDtype,
@@ -33,12 +31,15 @@ from ._engine.reducer import (
     Update,
     step_by_average,
 )
-from ._engine.reducing_optimizer import GatherDtype, ReducingOptimizer
-from ._engine.wrapper import Wrapper
-from ._ops.operations import Ops, clip_factor
+from ._fsdp.fsdp_backward import step_fsdp_shards
+from ._fsdp.reducing_optimizer import GatherDtype, ReducingOptimizer
+from ._inside.combined import OneOrSeveral
+from ._inside.wrapper import Wrapper
+from ._ops.norms import clip_factor
+from ._ops.operations import Ops
 from ._state.bucket import Bucket
 from ._state.layouts import Layout
-from ._wire.collectives import ProcessGroup
+from ._wire.launch import ProcessGroup
 from ._wire.payload import PayloadDtype
 from ._wire.requests import Agree, RequestGenerator
 

@@ -49,13 +49,14 @@ from ._engine.options import (
     require_option,
 )
 from ._engine.reducer import AllReduceReducer, step_adamw
-from ._ops.operations import Ops, clip_factor, scale_
+from ._ops.norms import clip_factor, scale_
+from ._ops.operations import Ops
 from ._ops.reference import update_magnitudes
 from ._state.bucket import Bucket
 from ._state.layouts import Bits, Layout, LocalShape
 from ._state.masks import Mask, selection_size, sizes_at_density
 from ._state.residuals import residual_layout
-from ._wire.collectives import ProcessGroup
+from ._wire.launch import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype
 from ._wire.requests import Agree, Broadcast, Phase, RequestGenerator
 

@@ -18,18 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compopt._engine.fsdp_backward import step_fsdp_shards
 from compopt._engine.options import check_adam, check_compression, dense_start_of, require
 from compopt._engine.reducer import AdamWUpdate, AllReduceReducer, step_by_average
-from compopt._engine.reducing_optimizer import ReducingOptimizer
-from compopt._ops.operations import clip_factor
-from compopt._sharded.zero1_adamw import step_zero1_shards
+from compopt._fsdp.fsdp_backward import step_fsdp_shards
+from compopt._fsdp.reducing_optimizer import ReducingOptimizer
+from compopt._ops.norms import clip_factor
 from compopt._state.bucket import Bucket
 from compopt._state.layouts import Layout
 from compopt._state.masks import Mask, selection_size
-from compopt._wire.collectives import ProcessGroup
+from compopt._wire.launch import ProcessGroup
 from compopt._wire.payload import PayloadDtype
 from compopt._wire.requests import Agree, RequestGenerator
+from compopt.tagc.zero1_adamw import step_zero1_shards
 
 
 def randomk(bucket: Bucket, reducer: AllReduceReducer, update: AdamWUpdate) -> RequestGenerator[None]:

@@ -1,6 +1,6 @@
 """Orthonormal columns of narrow matrices by Cholesky-QR, run twice, in six launches.
 
-Reference: ``orthonormalize_by_cholesky`` in ``compopt/_lowrank/projections.py``::
+Reference: ``orthonormalize_by_cholesky`` in ``compopt/separate/projections.py``::
 
     C <- X D^-1 + s E         D: the columns' lengths; E: the identity on top of zeros
     L L^T <- C^T C;           Q <- C L^-T

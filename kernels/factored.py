@@ -1,7 +1,7 @@
 """AdamW on an averaged gradient that is a product of two narrow matrices, and the residual, in one
 pass (SEPARATE, lines 4 and 5). The product itself is never in memory.
 
-Reference: ``update_tensors`` in ``compopt/separate.py``.
+Reference: ``update_tensors`` in ``compopt/separate/separate.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Products of gradients plus residuals with narrow matrices, and whether gradients are finite, in
 one pass (SEPARATE, lines 1 and 2).
 
-Reference: ``multiply`` in ``compopt/_lowrank/stacks.py``.
+Reference: ``multiply`` in ``compopt/separate/stacks.py``.
 """
 
 from __future__ import annotations

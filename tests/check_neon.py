@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from compopt._ops.native import build
+from compopt._backends.native import build
 
 ROOT = Path(__file__).parent.parent
 NATIVE = ROOT / "kernels" / "native"

@@ -22,7 +22,7 @@ from sim import Ranks
 from torch import nn
 
 import compopt
-from compopt._ops.native import build
+from compopt._backends.native import build
 
 SANITIZERS = ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 SIZES = [0, 1, 7, 8, 15, 16, 17, 31, 511, 512, 513, 1023, 4095, 4096, 4097, 16383, 16385]

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 
 STEP = """
 import torch, compopt
-from compopt._ops.native.build import find_compiler
+from compopt._backends.native.build import find_compiler
 p = torch.nn.Parameter(torch.randn(64, 64))
 optimizer = compopt.RadiusAdamW([p], lr=0.1, dense_steps=0, interval=100, simulate=True)
 before = p.detach().clone()

@@ -150,7 +150,7 @@ def device(request) -> torch.device:
 @pytest.fixture(params=[pytest.param("torch", marks=pytest.mark.slow), "native", "triton"])
 def backend(request, monkeypatch) -> str:
     """Each backend that float32 parameters on the CPU can have here; Triton's kernels in the interpreter."""
-    from compopt._ops.backends import explain_missing_backend
+    from compopt._backends.choice import explain_missing_backend
 
     if request.param == "triton" and torch.cuda.is_available():
         pytest.skip("kernels run either on the GPU or, with TRITON_INTERPRET=1, in the interpreter")

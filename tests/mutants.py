@@ -49,6 +49,7 @@ class Copy:
 
 sys.meta_path.insert(0, Copy)
 """
+COMPILED = ("kernels/native", "compopt/_backends/native")
 
 
 def copy_of(folder: Path, mutant: Mutant | None) -> str | None:
@@ -167,7 +168,9 @@ def run(
                     on_result(Job(mutant, name, folder, 0, 0.0, 0.0), wrong)
                     shutil.rmtree(folder)
                     continue
-                own_cache = mutant is not None and mutant.file.startswith(("kernels/native", "compopt/_ops/native"))
+                own_cache = mutant is not None and mutant.file.startswith(
+                    ("kernels/native", "compopt/_backends/native")
+                )
                 pid = os.fork() or child(folder, tests, own_cache)
                 now = time.monotonic()
                 running[pid] = Job(mutant, name, folder, pid, now, limit, last_work=now)

@@ -23,8 +23,9 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from .._ops.operations import squared_norms
-from .._wire.collectives import Communicator, profiler_range
+from .._ops.norms import squared_norms
+from .._wire.collectives import Communicator
+from .._wire.in_flight import profiler_range
 from .._wire.payload import bits_differ
 from .exchange import BucketExchange, CollectiveGenerator, sum_over_groups
 

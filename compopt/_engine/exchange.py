@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from .._state.bucket import Bucket
-from .._wire.collectives import Communicator, PendingCollective, profiler_range
+from .._wire.collectives import Communicator
+from .._wire.in_flight import PendingCollective, profiler_range
 from .._wire.payload import ControlFields, FieldValues, Payload, encode_stamp
 from .._wire.requests import (
     Agree,

@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from enum import Enum
 
-from .._wire.collectives import Communicator, is_launched_by_torchrun
+from .._wire.collectives import Communicator
+from .._wire.launch import is_launched_by_torchrun
 from .._wire.requests import CommunicationError, RankSilent
 from .._wire.stores import Store
 from .._wire.warning import warn

@@ -20,13 +20,9 @@ from torch._compile import _disable_dynamo
 
 from .._ops.operations import Ops
 from .._state.bucket import Bucket
-from .._wire.collectives import (
-    Communicator,
-    PendingCollective,
-    ProcessGroup,
-    check_process_group,
-    notify_join,
-)
+from .._wire.collectives import Communicator, check_process_group, notify_join
+from .._wire.in_flight import PendingCollective
+from .._wire.launch import ProcessGroup
 from .._wire.requests import CommunicationError
 from . import checkpoint, missing_ranks, resharding
 from .join import JoinHook, copy_options_from_ranks_with_data

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from .._state.bucket import Bucket
 from .._state.layouts import Layout, LocalShape, Sharded
 from .._state.tensors import is_compressed, to_local
-from .._wire.collectives import PendingCollective
+from .._wire.in_flight import PendingCollective
 from .._wire.requests import RequestGenerator
 from .decision import StepDecision
 from .options import ComparedGroups, Group, Setting, absolute_rates

@@ -21,12 +21,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .._ops.operations import (
-    Ops,
-    flag_gradients,
-    scale_all_,
-    squared_norm,
-)
+from .._ops.norms import scale_all_, squared_norm
+from .._ops.operations import Ops, flag_gradients
 from .._state.bucket import Bucket
 from .._state.masks import Mask
 from .._state.residuals import Residuals

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from .._state.bucket import Bucket
+from .._state.leaves import read_base
 from .._state.residuals import Residuals
 from .._state.shards import unshard
 from .._state.tensors import HOST, to_local
-from .._wire.collectives import Communicator, ProcessGroup, connect
+from .._wire.collectives import Communicator, connect
+from .._wire.launch import ProcessGroup
 from .._wire.requests import AllGather, AllReduceMean, Broadcast
 from .._wire.warning import warn
-from .base_state import read_base
 from .exchange import CollectiveGenerator, exchange_one
 from .handshake import gather_json
 from .optimizer_base import OptimizerBase

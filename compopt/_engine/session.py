@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._ops.backends import choose_backend, fall_back_to_torch
-from .._ops.operations import Ops
+from .._ops.operations import Ops, choose_backend, fall_back_to_torch
 from .._state.bucket import Bucket
 from .._state.buckets import make_buckets
 from .._state.layouts import Layout
@@ -29,16 +28,9 @@ from .._state.residuals import Residuals
 from .._state.shards import cut_evenly
 from .._state.tensors import is_accelerator, to_local
 from .._wire.codec import PAYLOAD_CODECS
-from .._wire.collectives import (
-    Communicator,
-    ProcessGroup,
-    connect,
-    count_launched_ranks,
-    get_rank,
-    get_replicate_size,
-    is_outdated,
-    make_shard_communicators,
-)
+from .._wire.collectives import Communicator, connect, is_outdated
+from .._wire.launch import ProcessGroup, count_launched_ranks, get_rank
+from .._wire.meshes import get_replicate_size, make_shard_communicators
 from .._wire.warning import warn
 from .decision import StepDecision
 from .optimizer_base import OptimizerBase

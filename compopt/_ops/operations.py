@@ -8,9 +8,8 @@ and does not know which backend runs.
 
 from __future__ import annotations
 
-import math
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from itertools import accumulate
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -25,15 +24,38 @@ from .._state.residuals import Residuals
 from .._wire.codec import PAYLOAD_CODECS
 from .._wire.payload import CACHE_ELEMENTS, Payload, Scratch, block_size
 from .._wire.requests import RequestGenerator, RunBatched
+from .._wire.warning import warn
 from . import reference
 
-WIDTH = 65536  # elements of a norm that are added up side by side
-FEW = 4 * WIDTH  # elements whose norm a CPU computes in float64 at once
 HYPER = ("betas", "eps", "weight_decay", "maximize")
 Group = dict[str, Any]
 Positions = Sequence[Tensor | None]  # None: everywhere
 Rest = ParamSpec("Rest")
 Result = TypeVar("Result")
+log = logging.getLogger("compopt")
+
+
+# Choices of a backend for types of device ("cuda", "cpu", ...); the last one counts.
+# ``compopt._backends``, which stands above the methods, adds its own.
+backend_choices: list[Callable[[set[str]], Ops]] = [lambda devices: Ops()]
+
+
+def choose_backend(devices: set[str]) -> Ops:
+    """Return the backend for parameters on these types of device."""
+    return backend_choices[-1](devices)
+
+
+def fall_back_to_torch(rank: int) -> Ops:
+    """Return PyTorch's operators, where ranks have chosen different backends by themselves."""
+    backend = Ops()
+    backend.automatic, backend.reason = True, "torch: ranks had chosen different backends"
+    warn(
+        "ranks have chosen different backends (a compiler or a processor differs), so all take "
+        "PyTorch's operators: COMPOPT_BACKEND=native or torch on all ranks says which.",
+        rank,
+    )
+    log.info("backend: %s", backend.reason)
+    return backend
 
 
 class Fused(NamedTuple):
@@ -48,14 +70,6 @@ class Fused(NamedTuple):
     is_batched: bool = False
 
 
-@cache
-def reference_key(reference: Callable[..., Any]) -> str:
-    """Return the key of a reference function in ``Ops.fused``: "radius.update" is ``update`` of
-    ``compopt/radius.py``.
-    """
-    return f"{reference.__module__.removeprefix('compopt.')}.{reference.__qualname__}"
-
-
 class Ops:
     """The torch backend: PyTorch's operators, ``torch._fused_adamw_`` among them.
 
@@ -67,7 +81,7 @@ class Ops:
     name = "torch"
     reason = ""  # why it was chosen
     automatic = False  # chosen by itself, not by name
-    fused: Mapping[str, Fused] = {}  # by the ``reference_key`` of what they replace
+    fused: Mapping[Callable[..., Any], Fused] = {}  # by the reference functions that they replace
     codecs = PAYLOAD_CODECS  # of payloads
     blocks = BlockCodec()  # of state in 8 bits
 
@@ -111,7 +125,7 @@ class Ops:
         return result
 
     def _find_fused(self, reference: Callable[..., Any], bucket: Bucket) -> Fused | None:
-        fused = self.fused.get(reference_key(reference))
+        fused = self.fused.get(reference)
         return fused if fused is not None and fused.supports(self, bucket) else None
 
     def scratch(
@@ -403,110 +417,4 @@ def flag_gradients(grads: Sequence[Tensor | None], like: Tensor) -> Tensor:
 # Squared norms
 
 
-def squared_norm(x: Tensor) -> Tensor:
-    """Return |x|^2, in float64."""
-    return stacked_squared_norms([x])[0]
-
-
-def total_norm(xs: Sequence[Tensor]) -> Tensor:
-    """Return the L2 norm of all tensors together, on the device of the first, as
-    ``torch.nn.utils.get_total_norm``; in float32 where the norm of float16 tensors overflows.
-    """
-    norm: Tensor = torch.nn.utils.get_total_norm(xs)
-    # in this order: the host waits for float16 tensors only
-    if all(x.dtype != torch.float16 for x in xs) or norm.isfinite():
-        return norm
-    norms = [
-        torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in xs
-    ]
-    norm = torch.linalg.vector_norm(torch.stack([norm.to(xs[0].device) for norm in norms]))
-    return norm
-
-
-def reproducible_squared_norm(x: Tensor) -> Tensor:
-    """Return |x|^2 with the same bits for any number of threads and any processor, for what scales
-    an update.
-
-    Elements a fixed distance apart are added up in turn, in float32, then halves to halves, in
-    float64: elementwise additions and products, which every machine rounds alike.
-    """
-    if x.device.type != "cpu":
-        return squared_norm(x)
-    for dtype in (torch.promote_types(x.dtype, torch.float32), torch.float64):
-        sums = torch.zeros(min(WIDTH, x.numel()), dtype=dtype, device=x.device)
-        memory = torch.empty_like(sums)
-        for part in x.split(WIDTH):
-            wide, square = part.to(dtype), memory[: part.numel()]
-            # not addcmul: a fused one rounds once, not twice
-            sums[: part.numel()].add_(torch.mul(wide, wide, out=square))
-        sums, n = sums.double(), sums.numel()
-        while n > 1:
-            half = (n + 1) // 2
-            sums[: n - half].add_(sums[half:n])
-            n = half
-        total = sums[:1].sum()
-        if total.isfinite():
-            break
-    return total
-
-
-def squared_norms(xs: Sequence[Tensor], reproducible: bool = False) -> list[Tensor]:
-    """Return |x|^2 of each, in float64; on one device in a few launches for all."""
-    if len({x.device for x in xs}) > 1:
-        return [squared for x in xs for squared in stacked_squared_norms([x], reproducible)]
-    return list(stacked_squared_norms(xs, reproducible).unbind()) if xs else []
-
-
-def stacked_squared_norms(xs: Sequence[Tensor], reproducible: bool = False) -> Tensor:
-    """Return |x|^2 of each tensor, all on one device, as one vector in float64."""
-    if xs[0].device.type == "cpu":
-        if reproducible:
-            return torch.stack([reproducible_squared_norm(x).double() for x in xs])
-        if sum(x.numel() for x in xs) > FEW:
-            return squared_norms_on_cpu(xs)
-    # a look at float32 results would cost more than float64
-    if len(xs) == 1:
-        norm: Tensor = torch.linalg.vector_norm(xs[0], dtype=torch.float64)
-        return norm.square_().view(1)
-    return torch.stack(torch._foreach_norm(list(xs), 2, dtype=torch.float64)).square_()
-
-
-def squared_norms_on_cpu(xs: Sequence[Tensor]) -> Tensor:
-    """Return |x|^2 of each: sums of parts in float32, which are added up in float64; all of it in
-    float64 where float32 overflows.
-    """
-    parts = [x.reshape(-1).split(WIDTH) for x in xs]
-    flat = [part for of_one in parts for part in of_one]
-    dtype = torch.promote_types(flat[0].dtype, torch.float32)
-    squares = torch.stack(torch._foreach_norm(flat, 2, dtype=dtype)).double().square_()
-    total = squares.sum()
-    if not math.isfinite(total.item()):
-        squares = torch.stack(torch._foreach_norm(flat, 2, dtype=torch.float64)).square_()
-        total = squares.sum()
-    if len(flat) == len(xs):
-        return squares
-    if len(xs) == 1:
-        return total.view(1)
-    numbers = [i for i, of_one in enumerate(parts) for _ in of_one]
-    at = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    return squares.new_zeros(len(xs)).index_add_(0, at, squares)
-
-
 # Clipping
-
-
-def clip_factor(norm: float, max_norm: float | None) -> float:
-    """Return the factor on a gradient of this norm, as in ``torch.nn.utils.clip_grad_norm_``."""
-    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
-
-
-def scale_(x: Tensor, factor: float) -> None:
-    """Multiply ``x`` by ``factor``, in place. (``_foreach_mul_`` rounds the factor to bfloat16.)"""
-    if factor != 1:
-        x.mul_(factor)
-
-
-def scale_all_(xs: list[Tensor], factor: float) -> None:
-    """Multiply every tensor by ``factor``, in place."""
-    if factor != 1 and xs:
-        torch._foreach_mul_(xs, factor)

@@ -2,7 +2,7 @@
 
 A device is "cuda" for NVIDIA's and AMD's accelerators, "xpu" for Intel's, or one that its maker
 adds to PyTorch under another name (PrivateUse1). Their modules in torch have the same few
-functions, which only this file calls; ``_ops/backends.py`` knows what some of them alone can do.
+functions, which only this file calls; ``_backends/choice.py`` knows what some of them alone can do.
 """
 
 from __future__ import annotations

@@ -8,25 +8,26 @@ silently mix results.
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import functools
-import gc
-import math
-import os
-import re
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .codec import QuantizedCodec, QuantizedMean
-from .gloo_threads import wait_until_idle
+from .in_flight import (
+    PendingCollective,
+    _in_flight,
+    abandon_group,
+    first_line,
+    profiler_range,
+    release_ended,
+)
+from .launch import ProcessGroup, get_timeout, is_initialized
 from .payload import Payload
 from .requests import (
     AllGather,
@@ -44,11 +45,8 @@ from .requests import (
 from .stores import BoundedStore, Store
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import Placement
+    pass
 
-# Aliases, because torch may be built without torch.distributed.
-ProcessGroup: TypeAlias = "dist.ProcessGroup"
-Work: TypeAlias = "dist.Work"
 
 # Backends that compute a mean, and those that gather into one tensor without copies.
 AVERAGING, GATHERING = ("nccl",), ("nccl", "xccl")
@@ -64,164 +62,6 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own, for a group whose timeou
 # Collectives in flight
 
 
-class PendingCollective:
-    """A collective in flight. ``wait`` returns its result, or raises CommunicationError.
-
-    The result may be another PendingCollective: the second of two collectives that together answer
-    a request. ``has_next``: another collective follows before the step decision.
-    """
-
-    # True once any collective was started in this process.
-    started = False
-    # True for ranks that take turns in one process: backward must not wait.
-    is_lockstep = False
-    # called with the seconds that the host was blocked
-    on_wait: Callable[[float], None] | None = None
-
-    def __init__(
-        self,
-        description: str,
-        work: Work | None,
-        on_completion: Callable[[], object],
-        has_next: bool = False,
-    ):
-        self.description, self.work, self.has_next = description, work, has_next
-        self._on_completion = on_completion
-        if work is not None:
-            PendingCollective.started = True
-
-    def wait(self) -> object:
-        if self.work is not None:
-            try:
-                with profiler_range("compopt::exchange"), self._count_wait():
-                    self.work.wait()
-            # gloo raises RuntimeError, of which torch.distributed's own errors are subclasses.
-            except RuntimeError as error:
-                raise RankSilent(f"{self.description} failed: {_first_line(error)}") from error
-            finally:
-                self.untrack()
-        answer = self._on_completion()
-        if isinstance(answer, PendingCollective):
-            answer.on_wait = self.on_wait
-        return answer
-
-    @contextlib.contextmanager
-    def _count_wait(self) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            if self.on_wait is not None:
-                self.on_wait(time.perf_counter() - began)
-
-    @property
-    def is_ready(self) -> bool:
-        """True if ``wait`` would return or raise immediately."""
-        return self.work is None or self.work.is_completed()
-
-    def completes_within(self, seconds: float) -> bool:
-        """Wait for at most so long. Return True if the collective has completed or failed.
-
-        Only gloo allows another wait afterwards: on NCCL a wait that times out ends the group.
-        """
-        if self.work is None:
-            return True
-        try:
-            with self._count_wait():
-                self.work.wait(timedelta(seconds=seconds))
-        except RuntimeError:
-            return self.work.is_completed()
-        return True
-
-    def drain(self) -> None:
-        """Wait until the collective no longer uses its memory; ignore its result and its error."""
-        if self.work is not None:
-            with contextlib.suppress(RuntimeError):
-                self.work.wait()
-            self.untrack()
-
-    def untrack(self) -> None:
-        """Do not wait for this collective at exit: it has ended, or its group has."""
-        if self.work is not None:
-            _in_flight.pop(self.work, None)
-
-    def __del__(self) -> None:
-        # nobody will wait for it: ``_release_ended`` sees when it has ended
-        if self.work is not None and _in_flight and self.work in _in_flight:
-            _unowned.add(self.work)
-            _release_in_collections()
-
-
-# The process group of each collective in flight, and those of them whose optimizer is gone.
-_in_flight: dict[Work, ProcessGroup | None] = {}
-_unowned: set[Work] = set()
-# Groups to destroy once their collectives, for which nobody waits, have ended: gloo would wait for
-# those that other ranks may have given up. By group, since when it has had none.
-_abandoned: dict[ProcessGroup, float] = {}
-WAITS_AT_EXIT = 5.0  # seconds
-# Seconds without a collective after which a group is destroyed. That joins gloo's threads with the
-# interpreter locked, and hangs if one of them has yet to free a tensor, perhaps on a busy machine.
-QUIET = 1.0
-
-
-def _release_ended(phase: str = "start", *_: object) -> None:
-    """Release the memory and the groups of collectives that have ended without anybody waiting.
-
-    Python's collector calls this, too: perhaps no other collective starts.
-    """
-    if phase != "start" or not (_unowned or _abandoned):
-        return
-    now = time.monotonic()
-    # copies: a collection may add to both meanwhile
-    for work in list(_unowned):
-        if work.is_completed():
-            _unowned.discard(work)
-            _in_flight.pop(work, None)
-    groups_in_use = list(_in_flight.values())
-    for group, quiet_since in list(_abandoned.items()):
-        if group in groups_in_use:
-            _abandoned[group] = now
-        elif now > quiet_since + QUIET:
-            is_left = _abandoned.pop(group, None) is not None  # else another thread destroys it
-            with contextlib.suppress(ValueError):  # all groups have been destroyed already
-                if is_left and dist.is_initialized():
-                    dist.destroy_process_group(group)
-
-
-def _release_in_collections() -> None:
-    """Let Python's collector call ``_release_ended``, from the first time that there is a need."""
-    if _release_ended not in gc.callbacks:
-        gc.callbacks.append(_release_ended)
-
-
-@atexit.register
-def _wait_before_exit() -> None:
-    """Wait for collectives in flight, and for gloo's threads: one that frees a tensor after the
-    interpreter has ended aborts the process. In all at most ``WAITS_AT_EXIT``.
-    """
-    deadline = time.monotonic() + WAITS_AT_EXIT
-    for work in list(_in_flight):
-        with contextlib.suppress(RuntimeError):
-            work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-    wait_until_idle(deadline, PendingCollective.started or _is_initialized())
-
-
-_NO_RANGE = contextlib.nullcontext()
-
-
-def profiler_range(name: str) -> contextlib.AbstractContextManager[object]:
-    """Return a named range for the traces of torch.profiler; nothing while no profiler runs."""
-    if getattr(torch.autograd.profiler, "_is_profiler_enabled", False):
-        return torch.autograd.profiler.record_function(name)
-    return _NO_RANGE
-
-
-def _first_line(error: RuntimeError) -> str:
-    """Return what torch says, without the place in gloo's source and what is typical of it."""
-    line = (str(error).splitlines() or [type(error).__name__])[0]
-    return re.sub(r"^\[\S+:\d+\] | This is typically caused by .*$", "", line).rstrip(". ")
-
-
 # Communicators
 
 
@@ -233,7 +73,7 @@ class Communicator:
 
     def __init__(self, group: ProcessGroup | None = None, single_process: bool = False):
         check_process_group(group)
-        single_process = single_process or not _is_initialized()
+        single_process = single_process or not is_initialized()
         if single_process and group is not None:
             raise ValueError(
                 "process_group was given, but torch.distributed is not initialized: call "
@@ -288,14 +128,14 @@ class Communicator:
             self._own_group = Communicator(group)
             self._own_group.on_wait = self.on_wait
             if is_world:
-                weakref.finalize(self, _abandon, group).atexit = False
+                weakref.finalize(self, abandon_group, group).atexit = False
         return self._own_group
 
     def start(self, request: Request) -> PendingCollective:
         """Start the collective that answers ``request``, and count its bytes."""
         assert isinstance(request, Collective), f"{request} needs no other rank"
         self.check_unchanged()
-        _release_ended()
+        release_ended()
         size = count_bytes(request)
         self._bytes_sent += size
         description = f"{type(request).__name__} of {size} bytes over {self.size} ranks"
@@ -414,7 +254,7 @@ class Communicator:
             with profiler_range("compopt::exchange"):
                 work = collective(*args, group=self.group, async_op=True)
         except RuntimeError as error:
-            raise RankSilent(f"{description} could not start: {_first_line(error)}") from error
+            raise RankSilent(f"{description} could not start: {first_line(error)}") from error
         if work is not None:
             _in_flight[work] = self.group
         return work
@@ -525,11 +365,6 @@ def connect(group: ProcessGroup | Communicator | None) -> Communicator:
     return group if isinstance(group, Communicator) else Communicator(group)
 
 
-def _abandon(group: ProcessGroup) -> None:
-    _abandoned[group] = time.monotonic()
-    _release_in_collections()
-
-
 def bitwise_or_rows(rows: Tensor) -> Tensor:
     """Return the bitwise or of all rows, computed by halves."""
     while len(rows) > 1:
@@ -547,98 +382,9 @@ def notify_join(joinable: object) -> None:
 # Processes
 
 
-def _is_initialized() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 def is_outdated(comm: Communicator) -> bool:
     """True if ``comm`` is of a single process, and torch.distributed was initialized since."""
-    return comm.size == 1 and comm.group is None and _is_initialized()
-
-
-def get_rank() -> int:
-    """Return the global rank of this process; before initialization, the one torchrun gave it."""
-    if _is_initialized():
-        return dist.get_rank()
-    rank = os.environ.get("RANK", "0")
-    return int(rank) if rank.isdigit() else 0
-
-
-def is_launched_by_torchrun() -> bool:
-    """True if torchrun, or another elastic agent of torch, has started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def count_launched_ranks() -> int:
-    """Return how many processes a launcher such as torchrun has started, while torch.distributed is
-    not initialized; else 1.
-    """
-    if "RANK" not in os.environ or _is_initialized():
-        return 1
-    size = os.environ.get("WORLD_SIZE", "")
-    return int(size) if size.isdigit() else 1
-
-
-def get_timeout(group: ProcessGroup | None) -> timedelta | None:
-    """Return the timeout of the group's collectives, which torch has under a private name only;
-    None if it cannot be read.
-    """
-    try:
-        device = group._device_types[0]  # type: ignore[union-attr]
-        limit = group._get_backend(device).options._timeout  # type: ignore[union-attr]
-    except (AttributeError, IndexError, RuntimeError):
-        return None
-    return limit if isinstance(limit, timedelta) else None
-
-
-def list_ranks_of_call(operator: torch._ops.OpOverload, given: dict[str, Any]) -> list[int]:
-    """Return the global ranks among which a call of an operator of PyTorch communicates.
-
-    ``given``: its arguments by name. Nobody, if it is no collective.
-    """
-    kind = operator.namespace
-    if kind == "c10d" and "process_group" in given:
-        return dist.get_process_group_ranks(dist.ProcessGroup.unbox(given["process_group"]))
-    if kind == "_c10d_functional" and isinstance(name := given.get("group_name"), str):
-        resolve: Any = torch._C._distributed_c10d._resolve_process_group
-        return dist.get_process_group_ranks(resolve(name))
-    return []
+    return comm.size == 1 and comm.group is None and is_initialized()
 
 
 # Device meshes of DTensors
-
-
-def list_mesh_groups(p: Tensor) -> list[tuple[ProcessGroup, Placement]]:
-    """Return the group of each mesh dimension of a DTensor, and the placement of ``p`` on it."""
-    mesh = getattr(p, "device_mesh", None)
-    if mesh is None:
-        return []
-    return list(zip(mesh.get_all_groups(), getattr(p, "placements", ()), strict=True))
-
-
-def is_sharded_over(p: Tensor, comm: Communicator) -> bool:
-    """True if ``p`` is a DTensor that is sharded over exactly these ranks."""
-    groups = list_mesh_groups(p)
-    if len(groups) != 1 or comm.group is None or comm.size == 1 or not groups[0][1].is_shard():
-        return False
-    return Communicator(groups[0][0]).ranks == comm.ranks
-
-
-def make_shard_communicators(params: Iterable[Tensor]) -> list[Communicator]:
-    """Return a communicator for each mesh dimension of the DTensors: together, the ranks that hold
-    one model.
-    """
-    meshes = dict.fromkeys(getattr(p, "device_mesh", None) for p in params)
-    groups: dict[str, ProcessGroup] = {}
-    for mesh in filter(None, meshes):
-        for group in mesh.get_all_groups():
-            groups.setdefault(group.group_name, group)
-    return [comm for comm in map(Communicator, groups.values()) if comm.size > 1]
-
-
-def get_replicate_size(p: Tensor, shards: list[Communicator]) -> int:
-    """Return how many of the ranks that hold one model have the same part of ``p``."""
-    cutting = {group.group_name for group, where in list_mesh_groups(p) if not where.is_replicate()}
-    return math.prod(
-        comm.size for comm in shards if comm.group is None or comm.group.group_name not in cutting
-    )

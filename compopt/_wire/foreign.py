@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .collectives import list_ranks_of_call
+from .launch import list_ranks_of_call
 
 
 class ForeignCollective(RuntimeError):

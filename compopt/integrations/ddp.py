@@ -32,10 +32,11 @@ from torch.distributed.distributed_c10d import _get_default_group
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from .._engine.module_hooks import Backward, ModuleWatch, copy_first_parameters, list_parameters
 from .._engine.optimizer import CompressedOptimizer, construction_callbacks, join_callbacks
 from .._engine.session import Role
 from .._wire.collectives import Communicator
-from ._shared import Backward, ModuleWatch, copy_first_parameters, list_group_ranks, list_parameters
+from .._wire.launch import list_group_ranks
 
 _ddps: weakref.WeakSet[DDP] = weakref.WeakSet()  # all that were made
 _handovers: weakref.WeakKeyDictionary[DDP, Handover] = weakref.WeakKeyDictionary()

@@ -17,11 +17,11 @@ import inspect
 from typing import Any
 
 from .._engine.checkpoint import describe_residual_source
+from .._engine.module_hooks import end_open_rounds
 from .._engine.optimizer import CompressedOptimizer
 from .._engine.stats import Stats
 from .._wire.warning import warn
-from ..local_steps import LocalSteps
-from ._shared import end_open_rounds
+from ..local_steps.local_steps import LocalSteps
 
 try:
     from transformers import TrainerCallback

@@ -15,8 +15,8 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
+from .._engine.module_hooks import end_open_rounds
 from .._engine.optimizer import CompressedOptimizer
-from ._shared import end_open_rounds
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback

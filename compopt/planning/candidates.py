@@ -21,9 +21,9 @@ from .._engine.optimizer import CompressedOptimizer, without_integrations
 from .._wire.collectives import Communicator
 from ..adams import AdamS
 from ..radius import RadiusAdamW
-from ..scape import ScapeAdamS
-from ..separate import SeparateAdam
-from ..tagc import TagcAdamW
+from ..scape.scape import ScapeAdamS
+from ..separate.separate import SeparateAdam
+from ..tagc.tagc import TagcAdamW
 from .gradient_statistics import SampledTensor
 from .methods import FLOAT, METHODS
 from .workload import Workload

@@ -16,10 +16,12 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .._engine.optimizer import CompressedOptimizer
-from .._lowrank.projections import one_thread
 from .._state.tensors import to_local
-from .._wire.collectives import Communicator, ProcessGroup, is_sharded_over
+from .._wire.collectives import Communicator
+from .._wire.launch import ProcessGroup
+from .._wire.meshes import is_sharded_over
 from .._wire.requests import AllGather, AllReduceMean
+from ..separate.projections import one_thread
 from . import diagnosis_report
 from .advice import advise
 from .candidates import CANDIDATES, TINY, Candidate, CandidateRuns, adam_options

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._lowrank.projections import matrix_shape
 from .._state.tensors import MIN_COMPRESSED_NUMEL, is_compressed, to_local
+from ..separate.projections import matrix_shape
 
 # Sampling
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
-from .._local import rounds
-from .._local.fragment_sync import MESSAGE_BYTES
 from .._wire.payload import ROW as VALUES_PER_SCALE
+from ..local_steps import rounds
+from ..local_steps.fragment_sync import MESSAGE_BYTES
 from .hardware import QR_SLOWDOWN, TOP_K_PASSES
 from .workload import Workload
 

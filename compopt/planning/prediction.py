@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from .._lowrank.projection_options import DEFAULT_RANK
+from ..separate.projection_options import DEFAULT_RANK
 from .hardware import (
     Machine,
     all_gather_seconds,

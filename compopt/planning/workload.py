@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .._lowrank.projections import plan_projection
 from .._state.tensors import MIN_COMPRESSED_NUMEL
-from ..tagc import ATTENTION
+from ..separate.projections import plan_projection
+from ..tagc.tagc import ATTENTION
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 // Values in blocks of 8 bits: residuals between steps. Reference: BlockCodec of compopt/_state/blocks.py; caller:
-// compopt/_ops/native/native_quantization.py. The bits are the same.
+// compopt/_backends/native/native_quantization.py. The bits are the same.
 
 #include "common.h"
 #include <float.h>

@@ -1,7 +1,7 @@
 // Definitions that the passes share. A pass reads float32 tensors in blocks that stay in the core's cache, so that memory is
 // read once although several loops run over a block. Nothing is contracted or reassociated: all machines compute equal bits.
 //
-// Tables come from compopt/_ops/native/: a row for each tensor, every field 8 bytes wide, in the order of the structs here.
+// Tables come from compopt/_backends/native/: a row for each tensor, every field 8 bytes wide, in the order of the structs here.
 // Positions are ascending int32; packed masks hold element i in bit i % 8 of byte i / 8. NULL: there is none.
 //
 // Python has checked dtypes and lengths. The contents of positions and masks are not trusted: a position outside its block

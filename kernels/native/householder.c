@@ -1,5 +1,5 @@
 // Orthonormal columns that span those of a narrow matrix: Householder's reflections, with LAPACK's signs (geqr2, org2r).
-// Reference: orthonormalize of compopt/_lowrank/projections.py; caller: compopt/_ops/native/native_lowrank.py.
+// Reference: orthonormalize of compopt/separate/projections.py; caller: compopt/_backends/native/native_lowrank.py.
 //
 // Sums are taken in one order whatever the instruction set: all machines compute equal bits. A row of zeros gives a row of zeros.
 

@@ -1,6 +1,6 @@
 // SEPARATE with tracked columns: products of gradient plus residual with narrow matrices, and AdamW on the product of two narrow
-// matrices. References: multiply of compopt/_lowrank/stacks.py, update_tensors of compopt/separate.py; caller:
-// compopt/_ops/native/native_lowrank.py.
+// matrices. References: multiply of compopt/separate/stacks.py, update_tensors of compopt/separate/separate.py; caller:
+// compopt/_backends/native/native_lowrank.py.
 //
 // Products are summed in the order of their index, one rounding a term: all machines compute equal bits.
 

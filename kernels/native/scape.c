@@ -1,4 +1,4 @@
-// SCAPE, lines 10, 11 and 15 to 21 (the numbered lines of compopt/scape.py), and AdamS. Reference: scape_ of
+// SCAPE, lines 10, 11 and 15 to 21 (the numbered lines of compopt/scape/scape.py), and AdamS. Reference: scape_ of
 // tests/support/oracles/kernels.py and adams_ of compopt/_ops/reference.py.
 
 #include "common.h"

@@ -1,4 +1,4 @@
-// TAGC, lines 1 to 3 and 5 (the numbered lines of compopt/tagc.py, which has the references), for tensors in the order of a mask.
+// TAGC, lines 1 to 3 and 5 (the numbered lines of compopt/tagc/tagc.py, which has the references), for tensors in the order of a mask.
 
 #include "common.h"
 

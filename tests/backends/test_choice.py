@@ -19,8 +19,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compopt
-from compopt._ops import backends, operations, reference
-from compopt._ops.native import build
+from compopt._backends import choice as backends
+from compopt._backends.native import build
+from compopt._ops import operations, reference
 from compopt._ops.operations import Ops
 
 needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="needs a C compiler")
@@ -173,9 +174,9 @@ def test_a_fused_implementation_has_its_references_place_and_arguments(backend):
 
 def test_a_batched_implementation_names_the_arguments_of_its_reference():
     pytest.importorskip("triton")
-    from compopt import separate
+    from compopt._backends.triton import triton_lowrank, triton_updates
     from compopt._engine import reducer
-    from compopt._ops.triton import triton_lowrank, triton_updates
+    from compopt.separate import separate
 
     calls = {
         reducer.step_adamw: triton_updates.AverageCall,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from ranks import HANG_GUARD
 
-from compopt._ops import backends
+from compopt._backends import choice as backends
 from compopt._state import offload
 from compopt._state import tensors as devices
 from compopt._state.buckets import bucket_bytes

@@ -97,7 +97,7 @@ def test_matrices_of_more_columns_than_a_program_holds_are_multiplied_by_pytorch
     monkeypatch.setenv("COMPOPT_BACKEND", "triton")
     optimizer = compopt.SeparateAdam([nn.Parameter(torch.ones(SHAPES[0], device=device))])
     (bucket,), ops = optimizer._buckets, optimizer.ops
-    fused = [ops.fused[f"_lowrank.stacks.{name}"] for name in ("multiply", "orthonormalize_columns")]
+    fused = [ops.fused[f"separate.stacks.{name}"] for name in ("multiply", "orthonormalize_columns")]
     most = compopt_kernels.MAX_NARROW
     for rank, count in ((16, 2), (17, 1), (most, 1), (most + 1, 0)):
         bucket.group["rank"] = rank

@@ -27,7 +27,7 @@ if torch.cuda.is_available():
 
 import compopt_kernels as kernels
 
-from compopt._ops.triton.tables import TableCache, addresses, make_key
+from compopt._backends.triton.tables import TableCache, addresses, make_key
 from compopt._state import masks
 
 RANKS = 2
@@ -321,7 +321,7 @@ def test_what_is_not_contiguous_is_not_known():
 
 def test_offsets_of_several_masks_are_those_of_each(triton):
     """Computed once for each mask, and joined in the order in which they are asked for."""
-    from compopt._ops.triton.tables import block_offsets_of_all
+    from compopt._backends.triton.tables import block_offsets_of_all
     from compopt._state.buckets import make_buckets
 
     params = [nn.Parameter(torch.zeros(70, 64)) for _ in range(3)]

@@ -14,15 +14,15 @@ from table import CASES, by_name
 from torch import nn
 
 import compopt
-from compopt import tagc
-from compopt._ops.native import build, passes
-from compopt._ops.native.native_ops import NativeOps
-from compopt._ops.native.native_selection import NativeSelection, code_table, find_largest
-from compopt._ops.native.passes import Table
+from compopt._backends.native import build, passes
+from compopt._backends.native.native_ops import NativeOps
+from compopt._backends.native.native_selection import NativeSelection, code_table, find_largest
+from compopt._backends.native.passes import Table
 from compopt._ops.operations import Ops
 from compopt._state import bits as _bits
 from compopt._state.masks import Mask, code_layout, encode_mask, partition_mask
 from compopt._state.shards import cut_evenly
+from compopt.tagc import tagc
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="needs a C compiler")
 

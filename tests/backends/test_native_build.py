@@ -19,8 +19,8 @@ import pytest
 import torch
 from ranks import HANG_GUARD
 
-from compopt._ops import backends
-from compopt._ops.native import build
+from compopt._backends import choice as backends
+from compopt._backends.native import build
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="needs a C compiler")
 
@@ -387,7 +387,9 @@ def test_where_files_cannot_be_locked_each_process_compiles(monkeypatch, cache, 
     assert loaded == list(cache.iterdir())
 
 
-COMPILE = "from compopt._ops.native import build; build.build_library(build.find_compiler(), '', build._cache_folder())"
+COMPILE = (
+    "from compopt._backends.native import build; build.build_library(build.find_compiler(), '', build._cache_folder())"
+)
 
 
 @pytest.mark.slow

@@ -9,18 +9,18 @@ from table import projecting
 from torch import nn
 
 import compopt
+from compopt._backends.native import build
+from compopt._backends.native.native_lowrank import multiply_stacks, orthonormalize_columns, update_separate
+from compopt._backends.native.native_lowrank import write_dense as native_write_dense
+from compopt._backends.native.native_ops import NativeOps
 from compopt._engine.reducer import AdamWUpdate
-from compopt._lowrank.projection_reducer import ProjectionReducer, ReducerInputs, write_dense
-from compopt._lowrank.projections import Projection
-from compopt._lowrank.stacks import ProjectedStack, multiply
-from compopt._ops.native import build
-from compopt._ops.native.native_lowrank import multiply_stacks, orthonormalize_columns, update_separate
-from compopt._ops.native.native_lowrank import write_dense as native_write_dense
-from compopt._ops.native.native_ops import NativeOps
 from compopt._ops.operations import Ops
 from compopt._state.residuals import Residuals
 from compopt._wire.payload import Payload
-from compopt.separate import update_tensors
+from compopt.separate.projection_reducer import ProjectionReducer, ReducerInputs, write_dense
+from compopt.separate.projections import Projection
+from compopt.separate.separate import update_tensors
+from compopt.separate.stacks import ProjectedStack, multiply
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="needs a C compiler")
 RANKS = (1, 3, 4, 16, 17, 33, 64, 65, 130)  # steps of 16 columns; 64 of them are summed at once

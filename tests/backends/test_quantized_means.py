@@ -12,8 +12,8 @@ import torch
 from pairs import name_of, pairs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compopt._ops.native import build
-from compopt._ops.native import native_quantization as native
+from compopt._backends.native import build
+from compopt._backends.native import native_quantization as native
 from compopt._wire.codec import QuantizedCodec, QuantizedMean
 from compopt._wire.payload import ROW, Payload, Scratch, packed_bytes
 from compopt._wire.quantization import BLOCK_ROWS, row_layout
@@ -29,7 +29,7 @@ def codec(request, device) -> Callable:
     """Return what makes the codec to hold against ``QuantizedCodec``: on a GPU Triton's alone."""
     if request.param == "triton":
         pytest.importorskip("compopt_kernels", reason="needs triton")
-        from compopt._ops.triton.triton_ops import TritonCodec
+        from compopt._backends.triton.triton_ops import TritonCodec
 
         return functools.partial(TritonCodec, device.type)
     if device.type != "cpu":

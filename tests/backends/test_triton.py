@@ -19,9 +19,9 @@ from sim import World
 from slow_rows import slow_but
 
 import compopt
-from compopt._lowrank.projections import orthonormalize_by_cholesky
 from compopt._state import buckets
 from compopt._state.masks import code_layout, encode_mask, partition_mask
+from compopt.separate.projections import orthonormalize_by_cholesky
 
 kernels = pytest.importorskip("compopt_kernels", reason="needs triton")
 

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from twins import TwinRanks, start_separate_adam_alike
 
 import compopt
-from compopt._lowrank.matrices import MatrixSource
-from compopt._lowrank.projections import plan_projection
+from compopt.separate.matrices import MatrixSource
+from compopt.separate.projections import plan_projection
 
 LARGE = [(260, 512), (80,), (260, 512)]  # of 133,120 elements: two ranks own, and select in, one each
 SMALL = [(64, 64), (80,), (64, 64)]  # for Triton's interpreter

@@ -29,7 +29,7 @@ from compopt._engine.exchange import StalenessCheck
 from compopt._state import buckets as _buckets
 from compopt._state.bucket import Bucket
 from compopt._wire.payload import bits_differ, encode_bits, encode_stamp
-from compopt.tagc import UnionReducer
+from compopt.tagc.tagc import UnionReducer
 
 
 @pytest.fixture

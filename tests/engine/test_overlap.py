@@ -20,7 +20,7 @@ import compopt
 from compopt._engine.exchange import StalenessCheck
 from compopt._state import buckets
 from compopt._state import buckets as _buckets
-from compopt._wire.collectives import PendingCollective
+from compopt._wire.in_flight import PendingCollective
 
 
 @pytest.fixture

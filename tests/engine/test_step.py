@@ -29,9 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compopt
-from compopt._ops.operations import clip_factor, reproducible_squared_norm, squared_norm, stacked_squared_norms
-from compopt._sparse.scape_masks import density_at
+from compopt._ops.norms import clip_factor, reproducible_squared_norm, squared_norm, stacked_squared_norms
 from compopt._state.masks import Mask
+from compopt.scape.scape_masks import density_at
 
 INT8 = {"payload_dtype": torch.int8}
 TRACKED = projecting("tracked")
@@ -483,7 +483,7 @@ def test_selection_by_a_sample_calls_nothing_that_determinism_refuses():
 @pytest.mark.parametrize(("projection", "uses_qr"), [("gaussian", False), ("tracked", True)])
 def test_ranks_compare_what_their_devices_compute_where_they_compute_it(projection, uses_qr, monkeypatch):
     """Only a QR differs between devices: who uses none is not refused for one."""
-    from compopt._lowrank import matrices
+    from compopt.separate import matrices
 
     case = next(case for case in CASES if case.name == "SeparateAdam")
     ranks = make_ranks(dataclasses.replace(case, compressed=projecting(projection)), 2)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import compopt
-from compopt._ops import backends
+from compopt._backends import choice as backends
 from compopt._wire.warning import warn
 
 HERE = Path(__file__).resolve()

@@ -25,11 +25,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
 from compopt._engine import missing_ranks
-from compopt._engine.fsdp_backward import FSDPBackward
 from compopt._engine.step import Step
+from compopt._fsdp import fsdp_gather as _fsdp_gather
+from compopt._fsdp.fsdp_backward import FSDPBackward
 from compopt._state.tensors import to_local
-from compopt._wire.collectives import PendingCollective
-from compopt.integrations import _fsdp_gather
+from compopt._wire.in_flight import PendingCollective
 
 BEFORE = 6  # steps all three take: the next is a sparse one
 DYING = 1

@@ -36,7 +36,8 @@ from compopt._engine.missing_ranks import (
     post_note,
     run_watching_ranks,
 )
-from compopt._wire.collectives import Communicator, PendingCollective, get_group_store
+from compopt._wire.collectives import Communicator, get_group_store
+from compopt._wire.in_flight import PendingCollective
 from compopt._wire.requests import RankSilent
 from compopt._wire.stores import BoundedStore
 

@@ -23,7 +23,7 @@ from test_properties import Example, Run
 from torch import nn
 
 import compopt
-from compopt._wire import collectives, gloo_threads
+from compopt._wire import gloo_threads, in_flight
 
 STEPS = int(os.environ.get("COMPOPT_SOAK", 0)) // len(CASES) or 60  # of each class
 FAULTS = ["not finite", "absent", "absent everywhere", "failure", "saved and loaded", "rank replaced"]
@@ -240,7 +240,7 @@ def count_what_lives() -> dict[str, int]:
     """Threads, open files, process groups and tensors of this process, once nothing is in flight any more."""
     gc.collect()  # what is dropped may be in a cycle, and then has yet to give its group up
     for _ in range(1000):
-        if not (collectives._unowned or collectives._abandoned):
+        if not (in_flight._unowned or in_flight._abandoned):
             break
         gc.collect()
         time.sleep(0.01)
@@ -249,9 +249,9 @@ def count_what_lives() -> dict[str, int]:
     return {
         "threads": len(os.listdir("/proc/self/task")),
         "files": len(os.listdir("/proc/self/fd")),
-        "groups": len(dist.distributed_c10d._world.pg_map) + len(collectives._abandoned),
+        "groups": len(dist.distributed_c10d._world.pg_map) + len(in_flight._abandoned),
         "tensors": sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()),
-        "in flight": len(collectives._in_flight),
+        "in flight": len(in_flight._in_flight),
     }
 
 

@@ -18,9 +18,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import compopt
+from compopt._fsdp.fsdp_gather import FSDPAllGather
+from compopt._fsdp.fsdp_gather import Shard as LocalShard
 from compopt._ops.operations import Ops
-from compopt.integrations._fsdp_gather import FSDPAllGather
-from compopt.integrations._fsdp_gather import Shard as LocalShard
 
 
 def separate(model: nn.Module, **options) -> compopt.SeparateAdam:
@@ -223,15 +223,15 @@ def frozen(rank: int) -> dict[str, float]:
             )
         )
     sent = []
-    gather = compopt.integrations._fsdp_gather.gather_into
+    gather = compopt._fsdp.fsdp_gather.gather_into
 
     def count(output, tensor, *args):
         sent.append(tensor.numel())
         return gather(output, tensor, *args)
 
-    compopt.integrations._fsdp_gather.gather_into = count
+    compopt._fsdp.fsdp_gather.gather_into = count
     out = model(torch.ones(1, 67))
-    compopt.integrations._fsdp_gather.gather_into = gather
+    compopt._fsdp.fsdp_gather.gather_into = gather
     out.sum().backward()
     optimizer.step()
     ranks = dist.get_world_size()

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import compopt
-from compopt._ops.backends import choose_backend
+from compopt._backends.choice import choose_backend
 from compopt._state.tensors import to_local
 
 KINDS = {

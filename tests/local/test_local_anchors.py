@@ -16,7 +16,7 @@ from ranks import run_ranks
 from slow_rows import slow_but
 
 import compopt
-from compopt._local.anchors import copy_wide
+from compopt.local_steps.anchor_bucket import copy_wide
 
 OPTIONS = [dict(), dict(fragments=2), dict(delay=2), dict(payload_dtype="int4", fragments=2, delay=1)]
 

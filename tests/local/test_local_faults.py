@@ -15,8 +15,8 @@ from ranks import run_ranks
 from sim import World
 
 import compopt
-from compopt._local.anchors import Anchors
-from compopt._local.fragment_sync import FragmentSync
+from compopt.local_steps.anchors import Anchors
+from compopt.local_steps.fragment_sync import FragmentSync
 
 
 def test_a_failed_exchange_leaves_the_inner_step_and_is_tried_again():

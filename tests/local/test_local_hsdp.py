@@ -330,7 +330,7 @@ def ends_by_time(rank: int) -> list[str]:
     """Two replicas of two shards; a step takes 3 s by the first shard's clock and 6 s by the other's."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from compopt._local import rounds
+    from compopt.local_steps import rounds
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     seconds = 0.0

@@ -17,7 +17,7 @@ from ranks import FOREVER, run_ranks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
-from compopt._wire import collectives
+from compopt._wire import in_flight
 
 # Bytes. Messages of 48 bytes, in which gloo's ranks say that they are ready, may arrive in another step than theirs.
 HEADERS = 500
@@ -130,7 +130,8 @@ def test_ddp_collects_gradients_only_where_somebody_averages_them():
 
 
 def waits_apart(rank: int) -> float:
-    from compopt._wire.collectives import Communicator, get_timeout
+    from compopt._wire.collectives import Communicator
+    from compopt._wire.launch import get_timeout
 
     comm = Communicator()
     timeout = get_timeout(comm.with_own_group().group).total_seconds()
@@ -167,7 +168,7 @@ def loads_again_and_again(rank: int) -> list[tuple[int, int, int]]:
     often = open_resources()
     torch.distributed.barrier()
     del optimizer
-    time.sleep(collectives.QUIET + 0.1)  # until then its group may have tensors to free
+    time.sleep(in_flight.QUIET + 0.1)  # until then its group may have tensors to free
     gc.collect()
     after = open_resources()
     p.data.fill_(1.0)

@@ -16,7 +16,7 @@ from slow_rows import slow_but
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compopt
-from compopt._local.anchors import assign_to_fragments
+from compopt.local_steps.anchors import assign_to_fragments
 
 PARTS = [[0, 1, 2], [3, 4]]  # of SHAPES: those whose middle is in the first half of all elements, and the others
 
@@ -173,7 +173,7 @@ def test_any_optimizer_of_torch_may_step_anchors(payload_dtype):
 
 @pytest.mark.parametrize(("kept_bytes", "delay"), [(0, 0), (0, 1), (2**30, 0)])
 def test_an_exchange_frees_its_memory_unless_that_is_little(kept_bytes, delay, monkeypatch):
-    monkeypatch.setattr("compopt._local.anchors.KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr("compopt.local_steps.anchors.KEPT_BYTES", kept_bytes)
     _, optimizers = train(2, 9, torch.float32, payload_dtype="int4", delay=delay)
     for bucket in optimizers[0]._anchors.buckets:
         assert not hasattr(bucket, "payload") and bucket.pseudo_gradient is None

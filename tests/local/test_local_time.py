@@ -17,7 +17,7 @@ from ranks import run_ranks
 from sim import World
 
 import compopt
-from compopt.integrations._shared import end_open_rounds
+from compopt._engine.module_hooks import end_open_rounds
 
 COUNTS = [[3, 2, 4], [1, 1, 4], [2, 3, 1], [5, 1, 1]]  # steps of three ranks in four rounds
 
@@ -27,7 +27,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 100.0
-        monkeypatch.setattr("compopt._local.rounds.monotonic", lambda: self.now)
+        monkeypatch.setattr("compopt.local_steps.rounds.monotonic", lambda: self.now)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from problems import gradients, replicas, step
 from torch import nn
 
 import compopt
-from compopt._ops.native import build
+from compopt._backends.native import build
 
 SHAPES = [(64, 80), (80,), (3, 300, 90), ()]
 

@@ -15,7 +15,7 @@ from sim import Ranks
 from torch import Tensor, nn
 
 import compopt
-from compopt._engine.base_state import copy_state
+from compopt._state.leaves import copy_state
 
 ALL = [compopt.Average, compopt.Separate, compopt.LocalSteps]
 PLAIN = dict(payload_dtype=None, growth_steps=0, outer_lr=1.0, outer_momentum=0.0)

@@ -23,7 +23,7 @@ from slow_rows import slow_but
 from torch import Tensor, nn
 
 import compopt
-from compopt._engine.base_state import read_leaves
+from compopt._state.leaves import read_leaves
 
 FAST = "torch SGD", "torch-optimizer Lamb", "torch-optimizer AdaBelief"
 PAGE = (Path(__file__).parents[2] / "docs/bases.md").read_text()

@@ -12,7 +12,7 @@ from table import by_name, in_int8
 from torch import nn
 
 import compopt
-from compopt._ops.native.native_ops import NativeOps
+from compopt._backends.native.native_ops import NativeOps
 from compopt._state.blocks import BLOCK_BYTES, BlockCodec
 from compopt._state.residuals import Residuals
 

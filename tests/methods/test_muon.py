@@ -24,9 +24,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 import compopt
-from compopt import muon
-from compopt._muon import orthogonal
-from compopt._muon.slices import cut_rows, make_batches
+from compopt.muon import muon, orthogonal
+from compopt.muon.slices import cut_rows, make_batches
 
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch.optim.Muon, of torch 2.9")
 

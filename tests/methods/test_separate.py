@@ -17,8 +17,8 @@ from table import projecting
 from torch import Tensor, nn
 
 import compopt
-from compopt._lowrank.matrices import MatrixSource
-from compopt._lowrank.projections import plan_projection
+from compopt.separate.matrices import MatrixSource
+from compopt.separate.projections import plan_projection
 
 ADAM = dict(lr=3e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
 BASES = {
@@ -231,8 +231,8 @@ def test_the_seed_decides_about_the_matrices_and_nothing_else_does():
 
 
 def test_matrices_are_other_ones_in_every_step_and_for_every_tensor():
-    from compopt._lowrank.matrices import MatrixSource
-    from compopt._lowrank.projections import plan_projection as plan_of
+    from compopt.separate.matrices import MatrixSource
+    from compopt.separate.projections import plan_projection as plan_of
 
     q = plan_of((64, 80), False, 16, "gaussian", "auto", 4)
     bucket = compopt.SeparateAdam(

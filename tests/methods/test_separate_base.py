@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 import compopt
-from compopt._lowrank.projections import plan_projection
+from compopt.separate.projections import plan_projection
 
 
 class Net(nn.Module):

@@ -17,8 +17,8 @@ from slow_rows import in_turn
 from torch import Tensor, nn
 
 import compopt
-from compopt import tagc
-from compopt.tagc import count_selected
+from compopt.tagc import tagc
+from compopt.tagc.tagc import count_selected
 
 SHAPES = [(64, 65), (80,), (64, 66), (3, 41, 47), (10, 10)]
 HYPER = {"lr": 3e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}

@@ -21,10 +21,10 @@ from table import by_name, projecting
 from torch import nn
 
 import compopt
-from compopt._lowrank.matrices import MatrixSource, gaussian_quantiles
-from compopt._lowrank.projection_options import RESET_INTERVALS
-from compopt._lowrank.projections import is_dtensor, orthonormalize, orthonormalize_by_cholesky, plan_projection
 from compopt._state.bucket import Bucket
+from compopt.separate.matrices import MatrixSource, gaussian_quantiles
+from compopt.separate.projection_options import RESET_INTERVALS
+from compopt.separate.projections import is_dtensor, orthonormalize, orthonormalize_by_cholesky, plan_projection
 
 
 def bucket_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, index: int = 0) -> Bucket:

@@ -19,10 +19,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _should_co
 
 import compopt
 from compopt import costmodel
-from compopt._local.fragment_sync import MESSAGE_BYTES
 from compopt._wire.codec import QuantizedCodec
 from compopt._wire.payload import Payload
 from compopt.costmodel import LayerCosts, Workload, speedup
+from compopt.local_steps.fragment_sync import MESSAGE_BYTES
 from compopt.planning import advise_command
 from compopt.planning.hardware import Machine, all_reduce_seconds
 from compopt.planning.measurement import fit, fit_communication

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from compopt._lowrank import projections
 from compopt._wire.requests import CommunicationError
+from compopt.separate import projections
 
 CPU = torch.device("cpu")
 SIZE, STEPS, STEADY = 2, 10, 3  # ranks; steps of a run; how many of the last are counted

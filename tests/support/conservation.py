@@ -21,9 +21,9 @@ import torch
 from table import Case
 from torch import Tensor
 
-from compopt._lowrank.projection_options import is_reset_step
-from compopt._ops.operations import clip_factor
+from compopt._ops.norms import clip_factor
 from compopt._wire.codec import dtype_name
+from compopt.separate.projection_options import is_reset_step
 
 Optimizers = list[torch.optim.Optimizer]
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}  # of what ``Ledger.check`` returns

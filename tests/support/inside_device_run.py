@@ -21,14 +21,14 @@ from fake_device import Device, OnDevice
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from compopt._engine.fsdp_backward import PendingResiduals, ReduceScatterBucket
+from compopt._fsdp.fsdp_backward import PendingResiduals, ReduceScatterBucket
+from compopt._fsdp.fsdp_shards import place_in_rows
 from compopt._ops.operations import Ops
 from compopt._state.bucket import Bucket
 from compopt._state.layouts import LocalShape
 from compopt._state.residuals import Residuals
-from compopt._state.shards import place_in_rows
 from compopt._wire.requests import BitOr, ReadToHost, ReduceScatterMean, average_rows
-from compopt.tagc import UnionReducer
+from compopt.tagc.tagc import UnionReducer
 
 SHAPES = [(96, 70), (33,), (130, 65)]  # the second is sent as it is
 CASES: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ from launches import DEVICE, Counts, counting_device
 
 import compopt
 import compopt._state.buckets as dealing
-from compopt._ops.triton.triton_ops import TritonOps
+from compopt._backends.triton.triton_ops import TritonOps
 from compopt._state.buckets import bucket_bytes, make_buckets
 
 SMALL = dict(width=128, layers=2, words=500, places=64)  # 28 tensors in one bucket, 10 of them compressed

@@ -30,7 +30,7 @@ FOREVER = timedelta(seconds=2 * HANG_GUARD)  # a process group's timeout, where 
 _context = multiprocessing.get_context("forkserver")
 PRELOADED = ["tests.support.without_collections"]  # found from the root, where pytest runs
 PRELOADED += ["torch", "torch.distributed", "torch.distributed.fsdp", "torch._dynamo", "compopt", "pytest"]
-PRELOADED += ["compopt._ops.native.native_ops"]
+PRELOADED += ["compopt._backends.native.native_ops"]
 
 
 def preload(*modules: str) -> None:

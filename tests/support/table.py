@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import compopt
-from compopt._engine.reducing_optimizer import ReducingOptimizer
-from compopt._engine.wrapper import Wrapper
+from compopt._fsdp.reducing_optimizer import ReducingOptimizer
+from compopt._inside.wrapper import Wrapper
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from randomk import RandomK

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from compopt._wire import collectives, gloo_threads
+from compopt._wire import gloo_threads, in_flight
 
 IDLE, BLOCKED = "202 0x55 0x189 0x0 0x0 0x0 0x0", "202 0x55 0x189 0x0 0x7ffe 0x0 0x0"
 
@@ -61,7 +61,7 @@ def ends_before_its_peers(rank: int) -> list[bool]:
         time.sleep(0.5)
     work = dist.all_reduce(torch.ones(1000), async_op=True)
     was_completed = work.is_completed()
-    collectives._wait_before_exit()
+    in_flight._wait_before_exit()
     return [was_completed, work.is_completed()]
 
 

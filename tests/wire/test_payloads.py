@@ -20,8 +20,8 @@ from table import CASES, FORMS, Case, by_name
 from torch import nn
 
 import compopt
-from compopt._sharded.zero1_adamw import UPDATE_DTYPES, UpdateDtype
 from compopt._wire.codec import PAYLOAD_CODECS
+from compopt.tagc.zero1_adamw import UPDATE_DTYPES, UpdateDtype
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 

@@ -1,0 +1,321 @@
+"""The optimizers that are wrapped: which are refused and why, their options and modes, the random
+numbers that they draw, and their step on averaged gradients.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .._engine.optimizer import CompressedOptimizer
+from .._engine.options import Group
+from .._state.bucket import Bucket
+from .._state.tensors import distribute_like, get_grad_dtype, is_accelerator, to_local
+from .._wire.launch import get_rank
+from .._wire.warning import warn
+from .combined import describe_members, list_members
+
+OPTION_PREFIX = "compopt_"  # before the name of a wrapper's option in a group of the base
+
+CLOSURE = (
+    "evaluates the model again within its step, where gradients are one rank's own and cannot be "
+    "averaged"
+)
+COMMUNICATES = "communicates within its step, on its own"
+# optimizers that no wrapper can step, by the names of their classes: why, and what to use
+REFUSED = {
+    "LBFGS": (CLOSURE, "an optimizer with one gradient per step"),
+    "GSAM": (CLOSURE, "its base optimizer without it"),
+    "AliG": ("needs the loss of a closure in its step", "another optimizer"),
+    "PCGrad": ("needs several losses in backward", "its optimizer without it"),
+    "LOMO": ("steps within backward, before gradients are averaged", "Average(torch.optim.SGD)"),
+    "AdaLOMO": (
+        "steps within backward, before gradients are averaged",
+        "Average(torch.optim.Adafactor)",
+    ),
+    "Adahessian": ("differentiates gradients, which averages have lost", "Separate(AdamW)"),
+    "AdaHessian": ("differentiates gradients, which averages have lost", "Separate(AdamW)"),
+    "SophiaH": ("differentiates gradients, which averages have lost", "Separate(AdamW)"),
+    "SparseAdam": ("takes sparse gradients, and averages are dense", "torch.optim.Adam"),
+    "ZeroRedundancyOptimizer": (
+        "shards its state, sends parameters from within its step, and has a state dict on one rank "
+        "only",
+        "TagcAdamW, whose state is sharded, or the optimizer itself over parameters that "
+        "fully_shard shards",
+    ),
+    "DistributedMuon": (COMMUNICATES, "MuonAdamW"),
+    "DeMo": (COMMUNICATES, "Separate or LocalSteps around an optimizer that does not"),
+}
+
+
+# Refusals
+
+
+def check_base(base: object) -> None:
+    """Raise TypeError or ValueError if an optimizer cannot be wrapped."""
+    if not isinstance(base, Optimizer):
+        raise TypeError(
+            f"base must be a torch optimizer, got {type(base).__name__}: pass e.g. "
+            "torch.optim.AdamW(...)."
+        )
+    for member in list_members(base):
+        name = type(member).__name__
+        if (found := find_refusal(member)) is not None:
+            why, instead = found
+            raise TypeError(f"base {name} cannot be wrapped: it {why}. Use {instead}.")
+        if getattr(member, "rank_local_state", ()):
+            raise ValueError(
+                f"base {name} compresses by itself: wrap one that does not, or use {name} directly."
+            )
+        if not isinstance(member, CompressedOptimizer):
+            check_state_dict(member)
+
+
+def find_refusal(base: Optimizer) -> tuple[str, str] | None:
+    """Return why an optimizer cannot be wrapped, and what to use; None if nothing speaks against
+    it.
+    """
+    for parent in type(base).__mro__:
+        if parent.__name__ in REFUSED:
+            return REFUSED[parent.__name__]
+    if hasattr(base, "first_step") and hasattr(base, "second_step"):  # SAM and its relatives
+        return CLOSURE, "its base optimizer without it"
+    closure = inspect.signature(type(base).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        return CLOSURE, "its variant without a closure, or an optimizer with one gradient per step"
+    return None
+
+
+def check_state_dict(base: Optimizer) -> None:
+    """Raise ValueError if the state dict of ``base`` is none of torch's form."""
+    name, why = type(base).__name__, ""
+    try:
+        saved = base.state_dict()
+        if missing := [key for key in ("state", "param_groups") if key not in saved]:
+            why = f"has no {' and no '.join(map(repr, missing))}"
+    except Exception as error:
+        why = f"raises {type(error).__name__} ({error})"
+    if why:
+        raise ValueError(
+            f"base {name} has a state_dict() that {why}, so it could not be saved: use an "
+            "optimizer whose state dict has 'state' and 'param_groups', as torch's have."
+        )
+
+
+# Options in groups
+
+
+def select_options(group: Group, names: tuple[str, ...]) -> Group:
+    """Return a wrapper's options that a group of the base has, as ``compopt_NAME``."""
+    named = ((name, OPTION_PREFIX + name) for name in names)
+    return {name: group[key] for name, key in named if key in group}
+
+
+def warn_of_unread_options(
+    group: Group, base: Optimizer, names: tuple[str, ...], wrapper: str
+) -> bool:
+    """Warn if a group of ``base`` has an option by the name that it has in the wrapper: there it is
+    the base's. Returns whether it has.
+    """
+    unread = [
+        name
+        for name in names
+        if name in group and name not in base.defaults and OPTION_PREFIX + name not in group
+    ]
+    if unread:
+        shown = ", ".join(f"{name}={group[name]!r}" for name in unread)
+        own = ", ".join(OPTION_PREFIX + name for name in unread)
+        warn(
+            f"a group of {type(base).__name__} has {shown}, which {wrapper} leaves to "
+            f"{type(base).__name__}: for an option of {wrapper} write {own} there.",
+            get_rank(),
+        )
+    return bool(unread)
+
+
+def list_constructor_options(base: Optimizer) -> set[str]:
+    """Return the names that constructors of an optimizer's class take. What else is in its groups
+    it counts or learns by itself (Prodigy's d, Schedule-Free's k), or it is the user's.
+    """
+    names = {"params", "param_names"}
+    for member in list_members(base):
+        constructors = (vars(c).get("__init__") for c in type(member).__mro__)
+        names.update(n for c in constructors if c for n in inspect.signature(c).parameters)
+        if isinstance(member, CompressedOptimizer):  # its groups have no other numbers
+            names.update(member.defaults)
+    return names
+
+
+# Modes: Schedule-Free has parameters to train on, and others to evaluate and save
+
+
+def find_switch(base: Optimizer, name: str) -> Callable[[], None]:
+    """Return a function that calls ``name``, train or eval, of all members that have it.
+
+    Raises AttributeError if none has.
+    """
+    methods = [getattr(m, name) for m in list_members(base) if callable(getattr(m, name, None))]
+    if not methods:
+        raise AttributeError(f"{describe_members(base)} has no {name}().")
+
+    def switch() -> None:
+        for method in methods:
+            method()
+
+    return switch
+
+
+def has_modes(base: Optimizer) -> bool:
+    return any(callable(getattr(member, "eval", None)) for member in list_members(base))
+
+
+def is_in_eval_mode(base: Optimizer) -> bool:
+    """True if the model has the parameters to evaluate."""
+    flags = [
+        flag
+        for member in list_members(base)
+        if callable(getattr(member, "eval", None))
+        for flag in (
+            getattr(member, "train_mode", True),
+            *(group.get("train_mode", True) for group in member.param_groups),
+        )
+    ]
+    return not all(flags)
+
+
+def check_mode(base: Optimizer) -> None:
+    """Raise RuntimeError in eval mode, before anything is sent."""
+    if is_in_eval_mode(base):
+        raise RuntimeError(
+            f"{describe_members(base)} is in eval mode, and a step needs train mode: call "
+            "optimizer.train() on all ranks before the first step and after every evaluation."
+        )
+
+
+# Random numbers
+
+
+def may_draw(base: Optimizer) -> bool:
+    """True if the step of an optimizer may draw random numbers; those of torch do not. A wrapper
+    then lets it draw the same on all ranks (``draw_alike``).
+    """
+    modules = [type(member).__module__ for member in list_members(base)]
+    return not all(module.startswith(("torch.", "compopt.")) for module in modules)
+
+
+@contextmanager
+def draw_alike(seed: int, device: torch.device) -> Iterator[None]:
+    """Let all ranks draw the same random numbers in this context: those of torch, NumPy and Python
+    begin at ``seed``. Afterwards they go on as before.
+    """
+    devices = [device] if is_accelerator(device) else []
+    kind = device.type if devices else "cpu"  # fork_rng always keeps the CPU's
+    numpy = sys.modules.get("numpy")
+    before = random.getstate(), numpy and numpy.random.get_state()
+    with torch.random.fork_rng(devices, device_type=kind):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if numpy:
+            numpy.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            if numpy:
+                numpy.random.set_state(before[1])
+
+
+# The step on averaged gradients
+
+
+class WrappedUpdate:
+    """The step of a torch optimizer, ``base``, on all averages of a step."""
+
+    def __init__(self, base: Optimizer):
+        self.base = base
+        self._averages: dict[Tensor, Tensor] = {}  # this rank's part of each, of this step
+        self._memory: dict[Tensor, Tensor] = {}
+        self._stacks: dict[Tensor, Tensor] = {}  # memory for neighbours, by the first parameter
+        self._applied: set[Tensor] = set()  # the parameters with an average in this step
+
+    def memory_for(
+        self, bucket: Bucket, indices: Sequence[int], averages: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """Return the memory of averages that the base can read as they are, else memory that lives
+        until the base has stepped; on a CPU, where new pages cost more than copies, as long as this
+        object.
+        """
+        memory: list[Tensor] = []
+        for i, given in zip(indices, averages, strict=True):
+            p = bucket.params[i]
+            if given is not None and given.dtype == get_grad_dtype(p) and not bucket.is_dtensor:
+                self._averages[p] = given.view(p.shape)
+            else:
+                if p not in self._memory:
+                    self._memory[p] = torch.empty_like(
+                        to_local(p.detach()),
+                        dtype=get_grad_dtype(p),
+                        memory_format=torch.contiguous_format,
+                    )
+                self._averages[p] = self._memory[p]
+            memory.append(self._averages[p])
+        return memory
+
+    def memory_for_stack(self, bucket: Bucket, indices: range) -> Tensor:
+        params = [bucket.params[i] for i in indices]
+        first = params[0]
+        shape = (len(params), *to_local(first).shape)
+        if first not in self._stacks or self._stacks[first].shape != shape:
+            dtype = get_grad_dtype(first)
+            self._stacks[first] = torch.empty(shape, dtype=dtype, device=bucket.device)
+        stack = self._stacks[first]
+        self._averages.update(zip(params, stack.unbind(), strict=True))
+        return stack
+
+    def apply(self, bucket: Bucket, indices: list[int], averages: list[Tensor]) -> None:
+        self._applied.update(bucket.params[i] for i in indices)
+
+    def step_base(self) -> None:
+        """Step ``base`` once, on all averages.
+
+        Meanwhile ``p.grad`` is the average, or None if no rank had a gradient.
+        """
+        params = [p for group in self.base.param_groups for p in group["params"]]
+        averages, self._averages = self._averages, {}
+        gradients = {p: as_gradient(averages[p], p) if p in averages else None for p in params}
+        with replace_gradients(gradients):
+            self.base.step()
+        self._averages = {}
+        self._memory = {p: x for p, x in self._memory.items() if p.device.type == "cpu"}
+        self._stacks = {p: x for p, x in self._stacks.items() if p.device.type == "cpu"}
+
+
+def as_gradient(average: Tensor, p: Tensor) -> Tensor:
+    """Return the average of this rank's part of ``p`` as backward would leave it: in the placements
+    of ``p``, and in its strides, because torch's fused steps on CPUs read both in memory order.
+    """
+    param = p.detach()
+    local = to_local(param)
+    if not local.is_contiguous():
+        average = torch.empty_like(local, dtype=average.dtype).copy_(average)
+    return distribute_like(param, average)
+
+
+@contextmanager
+def replace_gradients(gradients: Mapping[Tensor, Tensor | None]) -> Iterator[None]:
+    """Set ``p.grad`` to these gradients in this context; restore the previous ones after it."""
+    previous = {p: p.grad for p in gradients}
+    try:
+        for p, gradient in gradients.items():
+            p.grad = gradient
+        yield
+    finally:
+        for p, gradient in previous.items():
+            p.grad = gradient

@@ -1,1 +1,0 @@
-"""Local steps. README.md in this folder says what lives here and what it may import."""

@@ -1,1 +1,0 @@
-"""Low-rank methods. README.md lists the files, and what they may import."""

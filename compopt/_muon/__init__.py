@@ -1,1 +1,0 @@
-"""Muon's arithmetic. README.md lists the files, and what they may import."""

@@ -1,1 +1,0 @@
-"""Sharded state. README.md in this folder says what lives here and what it may import."""

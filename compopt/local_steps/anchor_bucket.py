@@ -1,0 +1,255 @@
+"""The anchors of parameters in one bucket of a fragment, and their residuals; what a sync computes
+on them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .._engine.options import Group
+from .._ops.norms import scale_, stacked_squared_norms
+from .._state.bucket import Bucket
+from .._state.buckets import bucket_bytes
+from .._state.layouts import LocalShape
+from .._state.residuals import Residuals, residual_layout
+from .._state.tensors import HOST, distribute_like, pin, to_local, upload
+from .._wire.payload import ControlFields, Payload
+from .rounds import outer_gain
+
+# On a device a bucket holds so many times what one of gradients does: nothing overlaps with
+# backward, and each costs launches.
+TIMES_GRADIENTS = 8
+
+
+# Payloads of a small model keep their memory on a CPU: new pages cost more than all computation.
+KEPT_BYTES = 128 * 2**20
+
+
+@dataclass(eq=False, slots=True)
+class Anchored:
+    """A parameter, its anchor, this rank's ``part`` of the anchor and of its ``average``, and the
+    fragment in which it is exchanged.
+
+    ``has_moved`` is true if the parameter has moved since its last sync, or may have. ``is_sent``
+    is true if it is part of the sync in flight, or was part of the last one.
+    """
+
+    param: Tensor
+    fragment: int
+    anchor: nn.Parameter
+    part: Tensor
+    has_moved: bool = False
+    is_sent: bool = True
+    average: Tensor | None = None
+
+
+class AnchorBucket(Bucket):
+    """Anchors of one fragment, whose parameters have one dtype and device, and their residuals.
+
+    ``anchors`` has all of them as one vector. ``payload`` exists during a sync. During a delayed
+    one ``pseudo_gradient`` is what the rank had moved when the sync began.
+    """
+
+    payload: Payload
+    pseudo_gradient: Tensor | None = None
+    is_averaged = False  # any rank has sent what it has moved
+    # of each tensor: the norm of the average, over the mean of those of the ranks' movements
+    step_lengths: list[float] = []
+
+    def __init__(
+        self,
+        index: int,
+        group: Group,
+        flat: Tensor,
+        tensors: list[Anchored],
+        residual_dtype: str | None,
+    ):
+        names = [f"anchor {i}" for i in range(len(tensors))]
+        super().__init__(index, group, [t.anchor for t in tensors], names)
+        self.anchors, self.tensors = flat, tensors
+        self.average: Tensor | None = None  # of the last anchors, as one vector
+        layout = residual_layout(LocalShape(self.compute_dtype), residual_dtype)
+        self.allocate("residual", layout, [{}] * len(tensors))
+
+    @property
+    def sent(self) -> list[Anchored]:
+        """The tensors that are part of the sync."""
+        return [t for t in self.tensors if t.is_sent]
+
+    @property
+    def sent_indices(self) -> list[int]:
+        return [i for i, t in enumerate(self.tensors) if t.is_sent]
+
+    def view_sent(self, flat: Tensor) -> list[Tensor]:
+        """Cut a vector into the tensors that are part of the sync."""
+        parts = [t.part for t in self.sent]
+        pieces = flat.split([part.numel() for part in parts])
+        return [piece.view_as(part) for piece, part in zip(pieces, parts, strict=False)]
+
+    # A sync
+
+    def begin_sync(self, keeps: bool = False) -> Tensor:
+        """Make the payload of a sync with the pseudo-gradient. Returns the squared norm of each of
+        its tensors.
+
+        ``keeps``: what the rank has moved is kept until the sync is applied.
+        """
+        values = self.write_pseudo_gradient(self.make_sync_payload())
+        if keeps:
+            self.pseudo_gradient = values.clone()
+        squares = stacked_squared_norms(values.split(self.payload.lengths))
+        # what the anchors' precision cannot square is not finite: the rank takes the average
+        fits = squares.sum() <= torch.finfo(values.dtype).max
+        return torch.where(fits, squares, math.inf) / self.replicate_size
+
+    def make_sync_payload(self) -> Tensor:
+        """Make the payload of a sync. Returns the vector to which values are written."""
+        lengths = [n * t.is_sent for t, n in zip(self.tensors, self.lengths, strict=True)]
+        flags = [float(t.is_sent) for t in self.tensors]
+        self.control = ControlFields(failed=[0.0], norms=[0.0] * len(self.tensors))
+        self.payload = self.make_payload(lengths, self.group["payload_dtype"], gradient_flags=flags)
+        return self.payload.unrounded_body
+
+    def write_pseudo_gradient(self, out: Tensor) -> Tensor:
+        """Write the pseudo-gradient (line 2 of the module ``local_steps``) to a vector; return it.
+        The rank began at the anchors in the parameters' dtype.
+        """
+        if sent := self.sent:
+            values, dtype = self.view_sent(out), sent[0].param.dtype
+            if len(sent) == len(self.tensors):
+                out.copy_(self.anchors.to(dtype))
+            else:
+                torch._foreach_copy_(values, [t.part.to(dtype) for t in sent])
+            params = [to_local(t.param.detach()).to(out.device) for t in sent]
+            torch._foreach_sub_(values, params)
+        return out
+
+    def encode(self, weight: float, is_lost: bool, norms: Tensor) -> Payload:
+        """Write what this rank sends: the pseudo-gradient and the ``norms`` of its tensors times
+        ``weight``, and the residual.
+
+        ``is_lost``: its parameters are not finite, and it takes the average of the others.
+        """
+        values = self.payload.unrounded_body
+        if is_lost:
+            self.payload.header.zero_()
+            values.zero_()
+        else:
+            self.payload.control[self.control.slices["norms"]].copy_(norms * weight)
+        scale_(values, weight)
+        residuals, indices = Residuals(self), self.sent_indices
+        if residuals.is_exact and len(indices) == len(self.tensors):
+            return self.payload.round(residuals.flat)
+        if indices and (self.is_rounded or self.has_residual):
+            residuals.add_to(list(zip(indices, self.view_sent(values), strict=True)))
+        return self.payload.round()
+
+    def encode_failure(self) -> Payload:
+        """Write that this rank has an error, and no values."""
+        if "payload" not in vars(self):  # it could not be made before
+            self.make_sync_payload()
+        self.payload.flat.zero_()
+        self.payload.unrounded_body.zero_()
+        self.payload.control.fill_(1)
+        return self.payload
+
+    def set_gradients(self, ranks: int | None = None) -> None:
+        """Set the anchors' ``grad`` to the average; of so many ``ranks``, to that with the mean
+        length of what they have moved.
+        """
+        if self.is_averaged:
+            mean = self.view_sent(self.payload.body.to(self.dtype))
+            if ranks is not None:
+                lengths = [self.step_lengths[i] for i in self.sent_indices]
+                torch._foreach_mul_(mean, [outer_gain(length, ranks) for length in lengths])
+            for t, g in zip(self.sent, mean, strict=True):
+                t.anchor.grad = distribute_like(t.anchor, g)
+
+    def keep_unsent(self) -> None:
+        """Set residuals to what rounding has taken off."""
+        errors = self.payload.rounding_errors
+        if not self.is_averaged or not self.sent_indices:
+            return
+        residuals, indices = Residuals(self), self.sent_indices
+        if errors is None:
+            residuals.scale(indices, 0)
+        elif residuals.is_exact and len(indices) == len(self.tensors):
+            residuals.set_all(errors)
+        else:
+            residuals.set(list(zip(indices, self.view_sent(errors), strict=True)))
+        self.cache.pop("has_residual", None)
+
+    def keep_average(self) -> None:
+        """Begin an average of anchors, at the present ones."""
+        self.average = self.anchors.clone()
+        parts = self.average.split([t.part.numel() for t in self.tensors])
+        for t, part in zip(self.tensors, parts, strict=True):
+            t.average = part.view(t.part.shape)
+
+    def moved_since(self) -> Tensor:
+        """Return what the rank has moved since the sync began: the pseudo-gradient at that time
+        minus the present one.
+        """
+        assert self.pseudo_gradient is not None
+        now = self.write_pseudo_gradient(torch.empty_like(self.pseudo_gradient))
+        return self.pseudo_gradient - now
+
+
+@torch.no_grad()
+def write_params(
+    tensors: Sequence[Anchored], moved: Sequence[Tensor] = (), average: bool = False
+) -> None:
+    """Write line 5 to parameters: their anchors, plus what the rank ``moved`` since; or the
+    ``average`` of anchors. The memory of ``moved`` is overwritten.
+    """
+    params = [to_local(t.param.detach()) for t in tensors]
+    values = [t.part if t.average is None or not average else t.average for t in tensors]
+    if moved:
+        torch._foreach_add_([*moved], values)
+    if params:
+        pairs = zip(params, moved or values, strict=True)
+        torch._foreach_copy_(params, [x.to(p.device) for p, x in pairs])
+
+
+def copy_wide(tensors: Sequence[Tensor], on_host: bool) -> tuple[Tensor, list[Tensor]]:
+    """Copy tensors in at least float32 to one vector; return it, and its views in their shapes."""
+    parts, first = [to_local(p.detach()) for p in tensors], tensors[0]
+    flat = torch.empty(
+        sum(part.numel() for part in parts),
+        dtype=torch.promote_types(first.dtype, torch.float32),
+        device=HOST if on_host else first.device,
+    )
+    flat = pin(flat, first.device) if on_host else flat
+    views = flat.split([part.numel() for part in parts])
+    copies = [view.view(part.shape) for view, part in zip(views, parts, strict=True)]
+    torch._foreach_copy_(copies, [part.to(flat.device) for part in parts])
+    return flat, copies
+
+
+def cut_uniform_runs(params: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Cut parameters into runs of one dtype, device and placement, of a limited size."""
+    runs: dict[tuple[object, ...], list[list[Tensor]]] = {}
+    sizes: dict[tuple[object, ...], int] = {}
+    for p in params:
+        mesh, placements = getattr(p, "device_mesh", None), getattr(p, "placements", None)
+        key, size = (p.dtype, p.device, mesh, placements), to_local(p).numel() * p.element_size()
+        sizes[key] = sizes.get(key, 0) + size
+        limit = bucket_bytes(p.device) * (1 if p.device.type == "cpu" else TIMES_GRADIENTS)
+        if key not in runs or sizes[key] > limit:
+            runs.setdefault(key, []).append([])
+            sizes[key] = size
+        runs[key][-1].append(p)
+    return [run for of_key in runs.values() for run in of_key]
+
+
+def sum_squares(norms: Sequence[Tensor], copies: Sequence[int]) -> Tensor:
+    """Return the sum of squares, each divided by the number of ``copies`` that shards hold of the
+    part, so that their sum over shards is that of the whole model.
+    """
+    squares = torch.stack([*norms]).double().square_()
+    return squares.div_(upload(copies, torch.float64, squares.device)).sum()

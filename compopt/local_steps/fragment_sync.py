@@ -1,0 +1,472 @@
+"""The sync of fragments: lines 2 to 5 of the module ``local_steps``, and the message before its
+payloads.
+
+A sync has the stages of a step: read, exchange, agree, commit. Nothing that outlives the sync is
+written before the commit. All ranks decide on the same numbers, so a sync is applied on all of them
+or on none.
+
+The message of a rank has what must be equal on all ranks, its weight in the average, and the norm
+of its pseudo-gradient.
+
+Ranks of unequal weights send their pseudo-gradients times ``ranks * weight / sum of weights``. The
+plain mean of these is the weighted mean, so payloads need no weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._engine.exchange import CollectiveGenerator, sum_over_groups
+from .._engine.handshake import (
+    MESSAGE,
+    SYNC,
+    pack_message,
+    raise_failure,
+    raise_mismatch,
+    sum_part,
+    unpack_messages,
+)
+from .._engine.join import copy_options_from_ranks_with_data
+from .._engine.optimizer_base import OptimizerBase
+from .._engine.signals import defer_signals
+from .._ops.norms import stacked_squared_norms
+from .._wire.collectives import Communicator
+from .._wire.in_flight import PendingCollective
+from .._wire.requests import AllGather, AllReduceMean, CommunicationError, EncodeError
+from .anchor_bucket import AnchorBucket, Anchored, write_params
+from .anchors import Anchors
+from .outer import check_outer_rates
+from .rounds import RoundCounts, outer_progress
+
+# The number of float64 fields of a message: the number of syncs, the checksums of the settings
+# and of the anchors, the fields of SyncContribution, the squared norm, the sum of the replica
+# check.
+FIELDS = 10
+MESSAGE_BYTES = 8 * MESSAGE
+ANCHOR_PARTS = 8  # the replica check compares one of these at each sync
+
+
+class SyncContribution(NamedTuple):
+    """A rank's contribution to a sync: its weight in the average, and the steps and seconds
+    since the last sync that was applied. ``is_last``: the rank waits in ``end_round()``.
+    ``has_failed``: it could not begin.
+    """
+
+    weight: float = 1.0
+    steps: float = 0
+    seconds: float = 0.0
+    is_last: float = False
+    has_failed: float = False
+
+
+@dataclass(eq=False)
+class RunningSync:
+    """A sync from its beginning to its end, applied after step ``apply_at`` (0: at once).
+
+    ``squares``: the squared norm of each tensor of this rank's pseudo-gradient, of all shards.
+    ``contribution``: of this rank. ``collectives``: all communication up to the decision, as a
+    generator, which runs beside training; at last ``is_decided``. ``problem``: why this rank could
+    not send anything.
+
+    When messages have arrived: ``is_lost``, this rank's parameters are not finite, so it sends
+    zeros and takes the average; ``mean`` of all contributions, whose ``is_last`` is 1 if every rank
+    waits in ``end_round()``; ``factor`` on what this rank sends: its weight over their mean;
+    ``mean_norm``, of pseudo-gradients, by the ranks' weights. When it is decided: ``is_finite``, of
+    the average, and ``step_length``, its norm over ``mean_norm``; None if nothing has moved.
+    ``received``: the parameters that have new anchors; None if the sync was not applied.
+    """
+
+    fragments: frozenset[int]
+    buckets: list[AnchorBucket]
+    apply_at: int
+    squares: Tensor
+    contribution: SyncContribution
+    collectives: CollectiveGenerator[None] | None = None
+    waiting: PendingCollective | None = None
+    error: Exception | None = None
+    problem: Exception | None = None
+    is_decided: bool = False
+    is_lost: bool = False
+    mean: SyncContribution = field(default_factory=SyncContribution)
+    factor: float = 1.0
+    mean_norm: float = 0.0
+    is_finite: bool = True
+    step_length: float | None = None
+    received: list[Anchored] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no rank has stepped, and all wait in ``end_round()``."""
+        return self.mean.is_last == 1 and not self.mean.steps
+
+    def norms_of(self, bucket: AnchorBucket) -> Tensor:
+        """Return the norm of each tensor of this rank's pseudo-gradient in a bucket."""
+        at = sum(len(one.tensors) for one in self.buckets[: self.buckets.index(bucket)])
+        return self.squares[at : at + len(bucket.tensors)].sqrt()
+
+    def list_squares(self) -> dict[Anchored, float]:
+        """Return the squared norm of each tensor of this rank's pseudo-gradient."""
+        tensors = [t for bucket in self.buckets for t in bucket.tensors]
+        return dict(zip(tensors, self.squares.tolist(), strict=True))
+
+    def note_lengths(self, norms: Sequence[float], means: Sequence[float]) -> None:
+        """Note how much longer or shorter than the ranks' pseudo-gradients their average is.
+
+        ``norms``: of the tensors of the average. ``means``: of those of the ranks.
+        """
+        if self.mean_norm:
+            self.step_length = math.hypot(*norms) / self.mean_norm
+        lengths = (n / mean if mean else 1.0 for n, mean in zip(norms, means, strict=True))
+        for bucket in self.buckets:
+            bucket.step_lengths = [*islice(lengths, len(bucket.tensors))]
+
+    def poll(self) -> None:
+        """Communicate as far as possible without waiting; ``finish`` raises an error."""
+        while not self.is_decided and self.error is None:
+            if self.waiting is not None and not self.waiting.is_ready:
+                return
+            try:
+                self._advance()
+            except Exception as error:
+                self.error = error
+
+    def finish(self) -> CollectiveGenerator[None]:
+        """Communicate up to the decision."""
+        while not self.is_decided:
+            if self.error is not None:
+                raise self.error
+            if self.waiting is not None:
+                yield self.waiting
+            self._advance()
+
+    def _advance(self) -> None:
+        assert self.collectives is not None
+        self.waiting = next(self.collectives, None)
+        self.is_decided = self.waiting is None
+
+
+class FragmentSync:
+    """Anchors, and the sync of their fragments, one at a time.
+
+    ``LocalSteps`` adds fragments to those that are ``due``. ``prepare_sync`` begins their exchange,
+    which backward polls where there is a delay, and ``perform_sync`` ends it: it is applied on all
+    ranks, or on none. If it fails, or ``cancel`` gives it up (in a rebind), its fragments are due
+    again.
+
+    ``optimizer``: that of the inner steps, and ``session`` its.
+    """
+
+    def __init__(self, optimizer: OptimizerBase, anchors: Anchors):
+        self.optimizer: OptimizerBase = weakref.proxy(optimizer)  # which has this for an attribute
+        self.session, self.anchors = optimizer._session, anchors
+        self.due: frozenset[int] = frozenset()
+        self.running: RunningSync | None = None
+        self.are_equal = False  # ranks have compared their anchors, and nothing has failed since
+        self.is_comparing = False  # settings show checksums of the anchors
+        self._connection: Communicator | None = None  # that of the session, when last seen
+        self.comm: Communicator
+        self.shards: list[Communicator]
+
+    def connect(self) -> None:
+        """Exchange anchors over the ranks of the session. Delayed syncs run beside training, so
+        they get process groups of their own.
+        """
+        session = self.session
+        if self._connection is session.comm:
+            return
+        # before new groups are made: torch names them by the number of those that there are
+        self._connection, self.shards = None, []
+        vars(self).pop("comm", None)
+        comm, shards = session.comm, session.shard_communicators
+        if self.anchors.is_delayed:
+            comm, shards = comm.with_own_group(), [one.with_own_group() for one in shards]
+        self.comm, self.shards, self._connection = comm, shards, session.comm
+        self.are_equal = False
+        self.anchors.note_shards(session.shard_communicators)
+
+    @torch.no_grad()
+    def prepare_sync(
+        self, counts: RoundCounts, steps: int, apply_at: int = 0, is_last: bool = False
+    ) -> CollectiveGenerator[None]:
+        """Begin the sync of the fragments that are due, after a round of ``steps`` steps."""
+        session, fragments = self.session, self.due
+        yield from copy_options_from_ranks_with_data(self.optimizer)
+        buckets = self.anchors.list_buckets(fragments)
+        is_as_before = all(t.has_moved == t.is_sent for b in buckets for t in b.tensors)
+        for t in (t for bucket in buckets for t in bucket.tensors):
+            t.is_sent, t.has_moved = t.has_moved, False
+        try:
+            squares, problem = self._read_movement(buckets, keeps=apply_at > 0)
+            has_failed: float = problem is not None
+            if self.shards:  # norms are those of all shards
+                numbers = [*squares.tolist(), has_failed]
+                *sums, has_failed = yield from sum_over_groups(self.shards, numbers, session.device)
+                squares = squares.new_tensor(sums)
+        except BaseException:
+            self._undo(buckets)
+            raise
+        self.due = frozenset()
+        weight = counts.weight if session.option_groups[0]["weighted"] else 1.0
+        contribution = SyncContribution(weight, steps, counts.seconds, is_last, has_failed > 0)
+        self.start(fragments, apply_at, squares, contribution, is_as_before, problem)
+        del problem  # its traceback refers to this frame (a reference cycle)
+        if apply_at and self.running is not None:
+            self.running.poll()
+
+    def _read_movement(
+        self, buckets: Sequence[AnchorBucket], keeps: bool
+    ) -> tuple[Tensor, Exception | None]:
+        """Write pseudo-gradients to payloads (line 2). Returns the squared norm of each tensor; or
+        zeros, and the error of this rank, of which its message tells the others.
+        """
+        try:
+            return torch.cat([bucket.begin_sync(keeps) for bucket in buckets]), None
+        except Exception as error:  # out of memory, most likely
+            count = sum(len(bucket.tensors) for bucket in buckets)
+            zeros = torch.zeros(count, dtype=torch.float64, device="cpu")
+            return zeros.to(self.session.device), error
+
+    def start(
+        self,
+        fragments: frozenset[int],
+        apply_at: int,
+        squares: Tensor,
+        contribution: SyncContribution,
+        is_as_before: bool = False,
+        problem: Exception | None = None,
+    ) -> None:
+        """Put a sync in flight, whose pseudo-gradients are in the payloads.
+
+        ``is_as_before``: the last sync was of the same tensors. ``problem``: why this rank cannot
+        take part.
+        """
+        buckets = self.anchors.list_buckets(fragments)
+        self.running = running = RunningSync(fragments, buckets, apply_at, squares, contribution)
+        running.problem = problem
+        del problem
+        running.collectives = self._communicate(running, apply_at > 0 and is_as_before)
+
+    @torch.no_grad()
+    def perform_sync(self, counts: RoundCounts) -> CollectiveGenerator[RunningSync]:
+        """Wait for the sync in flight, and apply it, unless the average is not finite; return it.
+
+        If it fails, on all ranks, nothing is applied.
+        """
+        running = self.running
+        assert running is not None
+        try:
+            yield from running.finish()
+            with defer_signals():
+                running.received = self._apply(running, counts)
+        except BaseException:
+            self.are_equal = False  # a sync may be missing here, or elsewhere
+            self.cancel()
+            raise
+        self.running, self.are_equal = None, True
+        return running
+
+    def _apply(self, running: RunningSync, counts: RoundCounts) -> list[Anchored] | None:
+        """Do lines 4 and 5, if all ranks have decided to. Returns the parameters that received new
+        anchors: those that were sent, or all if this rank's are not finite.
+        """
+        session, buckets, mean = self.session, running.buckets, running.mean
+        if running.is_empty or not running.is_finite:
+            self._undo(buckets, have_moved=not running.is_empty)
+            return None
+        options, is_lost = session.option_groups[0], running.is_lost
+        is_late = running.apply_at > 0 and not is_lost
+        moved = [x for b in buckets for x in b.view_sent(b.moved_since())] if is_late else []
+        session.damage = f"the exchange before step {session.steps + 1} was interrupted"
+        progress = outer_progress(options, mean.steps, mean.seconds)
+        by_time = options["round_seconds"] is not None
+        step = counts.mean_step + mean.steps if by_time else options["step"]
+        self.anchors.step_outer(buckets, progress, self.comm.size)  # line 4
+        members = [t for bucket in buckets for t in bucket.tensors]
+        received = members if is_lost else [t for t in members if t.is_sent]
+        write_params(received, moved)  # line 5
+        session.damage, session.consolidated_at = "", None
+        self.anchors.end_sync(buckets)
+        self.anchors.update_averages(buckets, mean.steps, step)
+        counts.weight = 0.0
+        if by_time:
+            counts.begin_round(counts.round + 1, session.steps, counts.mean_step + mean.steps)
+        return received
+
+    def _undo(self, buckets: Sequence[AnchorBucket], have_moved: bool = True) -> None:
+        """Undo what ``prepare_sync`` has done for a sync that is not applied."""
+        self.anchors.end_sync(buckets)
+        for t in (t for bucket in buckets for t in bucket.tensors):
+            t.has_moved |= t.is_sent and have_moved
+
+    def cancel(self) -> None:
+        """Give up what is in flight; its fragments are due again."""
+        running, self.running = self.running, None
+        if running is not None and running.collectives is not None:
+            running.collectives.close()
+            running.problem = None  # its traceback refers to this frame (a reference cycle)
+            for bucket in running.buckets:
+                bucket.release_memory()  # what was abandoned may still write to it
+            self._undo(running.buckets)
+            self.due |= running.fragments
+
+    def drain(self) -> None:
+        """Wait for collectives in flight, because the next sync uses the same group."""
+        if self.running is not None:
+            with contextlib.suppress(Exception):
+                for pending in self.running.finish():
+                    if pending.is_lockstep:  # in the simulator no rank may wait for another here
+                        return
+
+    # The communication of a sync
+
+    def _communicate(self, running: RunningSync, starts_at_once: bool) -> CollectiveGenerator[None]:
+        """Exchange messages and payloads, up to the decision.
+
+        Payloads start when messages have arrived: ranks then know that they fit, and all weights.
+        With a delay payloads start at once, to travel while training goes on, unless other tensors
+        are sent than before; weights are then equal.
+        """
+        started: list[PendingCollective] = []
+        try:
+            try:
+                message = self._make_message(running)
+            except Exception as error:
+                running.problem = error
+                numbers = [0.0, 0.0, 0.0, *SyncContribution(has_failed=True), 0.0, 0.0]
+                fields = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+                message = pack_message(SYNC, fields)
+            gathering = self.comm.start(AllGather(message.to(self.session.device)))
+            if starts_at_once:
+                running.is_lost = not math.isfinite(float(running.squares.sum()))
+                started = [self._start_payload(running, bucket) for bucket in running.buckets]
+            yield gathering
+            rows = gathering.wait()
+            assert isinstance(rows, Tensor)
+            yield from self._read_messages(running, rows.cpu())
+            if running.is_empty:
+                return
+            if not starts_at_once:
+                started = [self._start_payload(running, bucket) for bucket in running.buckets]
+            while started:
+                answers = []
+                for pending in started:
+                    yield pending
+                    answers.append(pending.wait())
+                started = [one for one in answers if isinstance(one, PendingCollective)]
+            yield from self._decide(running)
+        except BaseException as error:
+            for pending in started:
+                # after an interrupt, or in a new group, nothing may arrive
+                pending.drain() if isinstance(error, Exception) else pending.untrack()
+            raise
+
+    def _make_message(self, running: RunningSync) -> Tensor:
+        """Return this rank's message."""
+        session, anchors, device = self.session, self.anchors, self.session.device
+        session.options.refresh(self.optimizer._compared_groups)
+        are_sent = bytes(t.is_sent for bucket in running.buckets for t in bucket.tensors)
+        checksum = zlib.crc32(are_sent, self.optimizer.checksum_settings())
+        values = 0 if self.are_equal else anchors.checksum()
+        numbers = [anchors.applied_syncs, checksum, values, *running.contribution]
+        sent = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(device)
+        every, tensors = self.optimizer.check_replicas_every, anchors.list_equal_tensors(session)
+        total = sum_part(tensors if every else [], anchors.applied_syncs, ANCHOR_PARTS)
+        squared = running.squares.to(device).sum().view(1)
+        return pack_message(SYNC, torch.cat([sent, squared, total.to(device)]))
+
+    def _read_messages(self, running: RunningSync, rows: Tensor) -> CollectiveGenerator[None]:
+        """Note what ranks have contributed. Raises if ranks differ, or one lacks a sync."""
+        comm = self.comm
+        rows = unpack_messages(rows, FIELDS).contiguous().view(torch.float64)
+        exchanges, settings, values, *contributions, squares, sums = rows.unbind(1)
+        if contributions[-1].any():  # has_failed
+            yield from self._raise_failure(running)
+        if (exchanges != exchanges[0]).any():
+            raise CommunicationError(
+                f"rank {int(exchanges.argmin())} lacks an exchange that others have applied: call "
+                "rebind() on all ranks"
+            )
+        compared = values[values != 0]
+        sums = sums.contiguous().view(torch.int64)
+        have_parted = bool((compared != compared[:1]).any() or (sums != sums[0]).any())
+        have_other_settings = bool((settings != settings[comm.rank]).any())
+        if have_parted or have_other_settings:
+            self.is_comparing = not have_other_settings
+            try:
+                yield from raise_mismatch(self.optimizer, comm, in_step=self.are_equal)
+            finally:
+                self.is_comparing = False
+        mean = SyncContribution(*(float(values.mean()) for values in contributions))
+        # where no rank has any weight, all have the same
+        running.mean = mean
+        weights = contributions[0] if mean.weight else torch.ones_like(contributions[0])
+        running.factor = running.contribution.weight / mean.weight if mean.weight else 1.0
+        running.is_lost = not bool(squares[comm.rank].isfinite())
+        norms = torch.where(squares.isfinite(), squares, 0.0).sqrt()
+        running.mean_norm = float(weights @ norms / weights.sum())
+
+    def _start_payload(self, running: RunningSync, bucket: AnchorBucket) -> PendingCollective:
+        """Start the mean of a bucket's payload (line 3). If this rank cannot encode it, the payload
+        says so; otherwise the others would wait until their timeout.
+        """
+        try:
+            if running.problem is not None:  # of a delayed sync, whose payloads are under way
+                raise running.problem
+            check_outer_rates(self.anchors.outer)
+            payload = bucket.encode(running.factor, running.is_lost, running.norms_of(bucket))
+            return self.comm.start(AllReduceMean(payload))
+        except CommunicationError:
+            raise
+        except Exception as error:
+            cause = error.__cause__ if isinstance(error, EncodeError) else None
+            running.problem = cause if isinstance(cause, Exception) else error
+        return self.comm.start(AllReduceMean(bucket.encode_failure()))
+
+    def _decide(self, running: RunningSync) -> CollectiveGenerator[None]:
+        """Note whether the average is finite, and its length, on all shards. Raises if a rank has
+        failed.
+        """
+        buckets, shards = running.buckets, self.shards
+        bodies = [bucket.payload.body.split(bucket.payload.lengths) for bucket in buckets]
+        squares = torch.cat([stacked_squared_norms(parts) for parts in bodies])
+        fields = torch.cat([bucket.payload.fields for bucket in buckets]).double()
+        numbers = torch.cat([squares, fields]).tolist()  # the host waits for the device
+        own, rest = numbers[: len(squares)], iter(numbers[len(squares) :])
+        has_failed = False
+        means: list[float] = []
+        for bucket in buckets:
+            bucket.is_averaged = max(islice(rest, len(bucket.tensors))) > 0
+            has_failed |= next(rest) > 0
+            means += islice(rest, len(bucket.tensors))
+        copies = [bucket.replicate_size for bucket in buckets for _ in bucket.tensors]
+        is_finite = math.isfinite(sum(own))
+        own = [square / n if is_finite else 0.0 for square, n in zip(own, copies, strict=True)]
+        facts = [float(not is_finite), float(has_failed), *own]
+        non_finite, failed, *sums = yield from sum_over_groups(shards, facts, self.session.device)
+        if failed:
+            yield from self._raise_failure(running)
+        running.is_finite = non_finite == 0
+        running.note_lengths([math.sqrt(square) for square in sums], means)
+
+    def _raise_failure(self, running: RunningSync) -> CollectiveGenerator[None]:
+        """Raise why a sync failed: this rank's own error, or one that quotes the others'."""
+        problem = running.problem
+        failure = "" if problem is None else f"{type(problem).__name__}: {problem}"
+        try:
+            yield from raise_failure(self.session, self.comm, failure)
+        except CommunicationError:
+            if problem is None:
+                raise
+            raise problem from None
+        finally:
+            del problem  # its traceback refers to this frame (a reference cycle)

@@ -1,0 +1,5 @@
+"""SCAPE; Algorithm 1 is in scape.py, Algorithm 2 in sharded_scape.py."""
+
+from .scape import ScapeAdamS
+
+__all__ = ["ScapeAdamS"]

@@ -1,0 +1,5 @@
+"""TAGC; its lines are in tagc.py."""
+
+from .tagc import TagcAdamW
+
+__all__ = ["TagcAdamW"]
