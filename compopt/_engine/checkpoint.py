@@ -23,7 +23,6 @@ from .._state.layouts import Layout, TensorInfo
 from .._state.tensors import to_local
 from .._wire.codec import dtype_name
 from .._wire.warning import warn
-from .exchange import CollectiveGenerator
 from .optimizer_base import OptimizerBase
 from .options import Group, absolute_rates, is_count, refuse_unsupported, require
 from .resharding import average_residuals, average_state, gather_shards
@@ -119,7 +118,7 @@ def describe_residual_source(optimizer: OptimizerBase) -> str:
     return f"rank {comm.rank} of {comm.size}"
 
 
-def consolidate_as_generator(optimizer: OptimizerBase) -> CollectiveGenerator[None]:
+def consolidate(optimizer: OptimizerBase) -> None:
     """Replace residuals by their mean over ranks, and gather sharded state for the next state
     dict.
     """
@@ -129,10 +128,10 @@ def consolidate_as_generator(optimizer: OptimizerBase) -> CollectiveGenerator[No
     session.overlap.discard()  # payloads of a backward hold the residuals of before
     for bucket in session.buckets:
         for name in optimizer.rank_local_state:
-            yield from average_residuals(bucket, name, bucket.device, session.comm)
+            average_residuals(bucket, name, bucket.device, session.comm)
         bucket.gathered_state = {}
         for name in bucket.sharded_names:
-            bucket.gathered_state[name] = yield from gather_shards(bucket, name, session.comm)
+            bucket.gathered_state[name] = gather_shards(bucket, name, session.comm)
     for bucket in session.frozen_buckets:
         for p in bucket.params:
             entry = optimizer.state.get(p, {})
@@ -140,7 +139,7 @@ def consolidate_as_generator(optimizer: OptimizerBase) -> CollectiveGenerator[No
                 layout, info = optimizer._bucket_layouts(bucket)[name], TensorInfo(p, True)
                 if name in entry and layout.numel(info):  # local steps keep none of their start
                     values = layout.expand(entry[name], info, entry)
-                    yield from average_state(values, bucket.device, session.comm)
+                    average_state(values, bucket.device, session.comm)
                     entry[name].copy_(layout.compact(to_local(values), info, entry))
     session.consolidated_at = session.steps
     session.count_save()

@@ -27,7 +27,7 @@ from .._ops.norms import squared_norms
 from .._wire.collectives import Communicator
 from .._wire.in_flight import profiler_range
 from .._wire.payload import bits_differ
-from .exchange import BucketExchange, CollectiveGenerator, sum_over_groups
+from .exchange import BucketExchange, sum_over_groups
 
 ELSEWHERE = -1  # the index of a bucket that another rank of the model holds
 
@@ -122,7 +122,7 @@ def read_decision(
 
 def combine_decisions(
     decision: StepDecision, comms: Sequence[Communicator], device: torch.device
-) -> CollectiveGenerator[None]:
+) -> None:
     """Combine ``decision`` with those of all ranks of ``comms``, the dimensions of a mesh. Each
     rank has averaged another part of the gradient.
     """
@@ -130,7 +130,7 @@ def combine_decisions(
         return
     facts = [decision.non_finite, decision.mismatched, decision.has_failed_rank, decision.misplaced]
     fields = [0.0 if decision.non_finite else decision.norm**2, *(float(bool(x)) for x in facts)]
-    sums = yield from sum_over_groups(comms, fields, device)
+    sums = sum_over_groups(comms, fields, device)
     squared, non_finite, mismatched, failed, misplaced = sums
     decision.norm = squared**0.5
     decision.mismatched, decision.has_failed_rank = mismatched > 0, failed > 0

@@ -7,11 +7,11 @@ finishes gradients, and not on how many exchanges start in backward (see ``Excha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -36,10 +36,6 @@ from .._wire.requests import (
 )
 
 Algorithm = Callable[[Bucket], RequestGenerator[None]]
-Result = TypeVar("Result")
-# It yields each collective before it waits for it: there the simulator resumes another rank, and a
-# real step looks for missing ranks.
-CollectiveGenerator = Generator[PendingCollective, None, Result]
 
 
 class StalenessCheck:
@@ -283,6 +279,10 @@ class BucketExchange:
 class ExchangeSchedule:
     """The exchanges of one step, and how far they have come.
 
+    Bucket after bucket starts. After each one, the exchanges before it that have a next stage
+    complete one stage, in order. When all have started, the rest follows in turns; numbers of the
+    device are read when every bucket has reached that point. All ranks share this order.
+
     Backward runs as much of the schedule as its gradients allow, but never starts the last bucket;
     ``step()`` runs the rest. So ranks still agree when one of them has come further in backward.
     """
@@ -292,8 +292,8 @@ class ExchangeSchedule:
         self.exchanges: list[BucketExchange] = []
         self.inputs = ExchangeInputs(algorithm, comm)
         self.error: CommunicationError | None = None  # raised in backward; the step raises it
-        self._order = _start_in_order(buckets, self.exchanges, self.inputs)
-        self._next: Bucket | PendingCollective | None = next(self._order)
+        # exchanges that may have a stage to complete before the next bucket starts
+        self._behind: deque[BucketExchange] = deque()
 
     def run_in_backward(self, is_ready: Callable[[Bucket], bool]) -> None:
         """Run as far as gradients are ready, waiting for collectives that have started; the step
@@ -302,28 +302,33 @@ class ExchangeSchedule:
         In the simulator ranks take turns, so none may wait for another here.
         """
         self.inputs.in_backward = True
-        while self.error is None and self._next is not None:
-            if isinstance(self._next, Bucket):
-                if self._next is self.buckets[-1] or not is_ready(self._next):
+        while self.error is None and len(self.exchanges) < len(self.buckets) - 1:
+            if self._skip_complete():
+                if self._behind[0].in_flight.is_lockstep:
                     break
-            elif self._next.is_lockstep:
+            elif not is_ready(self.buckets[len(self.exchanges)]):
                 break
             try:
-                self._next = next(self._order, None)
+                self._run_next()
             except CommunicationError as error:
                 self.error = error
         self.inputs.in_backward = False
 
-    def run(self) -> CollectiveGenerator[None]:
+    def run(self) -> None:
         """Run the rest, until every exchange has reached its ``Agree``."""
         if self.error is not None:
             # drop the exception: its traceback refers to this object (a reference cycle)
             error, self.error = self.error, None
             raise error
-        while self._next is not None:
-            if not isinstance(self._next, Bucket):
-                yield self._next
-            self._next = next(self._order, None)
+        while self._skip_complete() or len(self.exchanges) < len(self.buckets):
+            self._run_next()
+        while waiting := [one for one in self.exchanges if not one.has_reached_agree]:
+            reading = [one for one in waiting if isinstance(one.request, ReadToHost)]
+            if reading and not any(one.has_next_stage for one in waiting):
+                _read_together(reading)
+            for exchange in waiting:
+                if exchange.is_in_flight:
+                    exchange.complete_stage()
 
     def abandon(self, waits: bool = True) -> None:
         """Give up what has started; by default wait for what is in flight."""
@@ -331,32 +336,19 @@ class ExchangeSchedule:
         for exchange in self.exchanges:
             exchange.abandon(waits)
 
+    def _skip_complete(self) -> bool:
+        """Return True if an exchange has a stage to complete before the next bucket starts."""
+        while self._behind and not self._behind[0].has_next_stage:
+            self._behind.popleft()
+        return bool(self._behind)
 
-def _start_in_order(
-    buckets: list[Bucket], exchanges: list[BucketExchange], inputs: ExchangeInputs
-) -> Generator[Bucket | PendingCollective, None, None]:
-    """Start the collectives of a step in the order that all ranks share.
-
-    Bucket after bucket starts. After each one, the exchanges before it that have a next stage
-    complete one stage, in order. When all have started, the rest follows in turns; numbers of
-    the device are read when every bucket has reached that point. Yields the bucket that is about to
-    start, or the collective that is about to be waited for.
-    """
-    for bucket in buckets:
-        yield bucket
-        exchanges.append(BucketExchange(bucket, inputs, bucket is buckets[-1]))
-        for exchange in exchanges[:-1]:
-            if exchange.has_next_stage:
-                yield exchange.in_flight
-                exchange.complete_stage()
-    while waiting := [exchange for exchange in exchanges if not exchange.has_reached_agree]:
-        reading = [exchange for exchange in waiting if isinstance(exchange.request, ReadToHost)]
-        if reading and not any(exchange.has_next_stage for exchange in waiting):
-            _read_together(reading)
-        for exchange in waiting:
-            if exchange.is_in_flight:
-                yield exchange.in_flight
-                exchange.complete_stage()
+    def _run_next(self) -> None:
+        """Complete the next stage that is due, or start the next bucket."""
+        if self._skip_complete():
+            self._behind.popleft().complete_stage()
+            return
+        bucket, self._behind = self.buckets[len(self.exchanges)], deque(self.exchanges)
+        self.exchanges.append(BucketExchange(bucket, self.inputs, bucket is self.buckets[-1]))
 
 
 def _read_together(exchanges: list[BucketExchange]) -> None:
@@ -393,26 +385,22 @@ def run_batched_requests(
 # Other collectives
 
 
-def exchange_one(
-    comm: Communicator, request: AllGather | AllReduceMean | Broadcast
-) -> CollectiveGenerator[Tensor]:
+def exchange_one(comm: Communicator, request: AllGather | AllReduceMean | Broadcast) -> Tensor:
     """Start one request, and return its answer."""
-    pending = comm.start(request)
-    yield pending
-    answer = pending.wait()
+    answer = comm.start(request).wait()
     assert isinstance(answer, Tensor)
     return answer
 
 
 def sum_over_groups(
     comms: Sequence[Communicator], numbers: Sequence[float], device: torch.device
-) -> CollectiveGenerator[list[float]]:
+) -> list[float]:
     """Return the sums over the ranks of all communicators, which are dimensions of a mesh."""
     if not comms:
         return [*numbers]
     message = torch.tensor(numbers, dtype=torch.float64, device=device)
     for comm in comms:
-        mean = yield from exchange_one(comm, AllReduceMean(message))
+        mean = exchange_one(comm, AllReduceMean(message))
         message = mean * comm.size
     summed: list[float] = message.tolist()
     return summed

@@ -30,7 +30,7 @@ from .._state.tensors import to_local
 from .._wire.collectives import Communicator
 from .._wire.requests import AllGather, CommunicationError
 from .decision import StepDecision
-from .exchange import CollectiveGenerator, exchange_one
+from .exchange import exchange_one
 from .optimizer_base import OptimizerBase
 from .session import Session
 
@@ -64,7 +64,7 @@ def verify_peers(
     comm: Communicator,
     has_problem: bool = False,
     has_fallen_back: bool = False,
-) -> CollectiveGenerator[bool]:
+) -> bool:
     """Compare this rank's optimizer with those of all ranks.
 
     Returns True if any rank had gradients to compare. ``has_problem``: this rank cannot send its
@@ -88,18 +88,18 @@ def verify_peers(
         compressed_time=compressed_time,
     )
     checksums = torch.tensor(local_checksums, dtype=torch.int64, device="cpu").to(session.device)
-    gathered = yield from exchange_one(comm, AllGather(pack_message(HANDSHAKE, checksums)))
+    gathered = exchange_one(comm, AllGather(pack_message(HANDSHAKE, checksums)))
     gathered = gathered.cpu()
     _compare_versions(gathered[:, :VERSION_WORDS].tolist())
     rows = [Checksums(*row) for row in unpack_messages(gathered, len(checksums)).tolist()]
     _compare_ranks([row.rank for row in rows])
     if _differ(row.backend for row in rows) and all(row.is_backend_automatic for row in rows):
         if has_fallen_back:
-            yield from raise_mismatch(optimizer, comm)
+            raise_mismatch(optimizer, comm)
         session.use_pytorch(optimizer)
-        return (yield from verify_peers(optimizer, comm, has_problem, has_fallen_back=True))
+        return verify_peers(optimizer, comm, has_problem, has_fallen_back=True)
     if _differ(row.description for row in rows):
-        yield from raise_mismatch(optimizer, comm)
+        raise_mismatch(optimizer, comm)
     if _differ(row.masks for row in rows):  # some ranks lost theirs
         session.forget_masks(names)
     times = [[row.dense_time, row.compressed_time] for row in rows]
@@ -284,15 +284,13 @@ def _checksum_gradients(session: Session) -> int:
 # Errors that all ranks raise
 
 
-def raise_mismatch(
-    optimizer: OptimizerBase, comm: Communicator, in_step: bool = False
-) -> CollectiveGenerator[NoReturn]:
+def raise_mismatch(optimizer: OptimizerBase, comm: Communicator, in_step: bool = False) -> NoReturn:
     """Gather the descriptions, and raise a ValueError that names the first difference.
 
     ``in_step``: a step has found it, so ranks were equal in an earlier one.
     """
     device = optimizer._session.device
-    first, *others = yield from gather_json(describe_optimizer(optimizer), device, comm)
+    first, *others = gather_json(describe_optimizer(optimizer), device, comm)
     for rank, other in enumerate(others, start=1):
         different = [key for key in first | other if first.get(key) != other.get(key)]
         if different:
@@ -337,14 +335,14 @@ def _explain_difference(what: str, first: str, other: str, rank: int, in_step: b
 
 def raise_failure(
     session: Session, comm: Communicator, failure: str, repeats: str = "call step() again"
-) -> CollectiveGenerator[NoReturn]:
+) -> NoReturn:
     """Gather why ranks could not send their gradients, and raise a CommunicationError that quotes
     all of them.
 
     ``failure``: the error of this rank; empty if it had none. It is text, because the frames of an
     exception and this one would refer to each other. ``repeats``: what the user is told to do.
     """
-    failures = yield from gather_json(failure, session.device, comm)
+    failures = gather_json(failure, session.device, comm)
     failed = [f"rank {rank} ({text})" for rank, text in enumerate(failures) if text]
     raise CommunicationError(
         f"the gradients of {', '.join(failed) or 'another shard'} could not be sent, and nothing "
@@ -355,15 +353,13 @@ def raise_failure(
 # Collectives
 
 
-def gather_json(
-    value: object, device: torch.device, comm: Communicator
-) -> CollectiveGenerator[list[Any]]:
+def gather_json(value: object, device: torch.device, comm: Communicator) -> list[Any]:
     """Gather ``value`` of every rank."""
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     size = torch.tensor([text.numel()], dtype=torch.int64, device=device)
-    sizes = (yield from exchange_one(comm, AllGather(size))).view(-1).tolist()
+    sizes = (exchange_one(comm, AllGather(size))).view(-1).tolist()
     padded = torch.cat([text, text.new_zeros(max(sizes) - text.numel())])
-    rows = yield from exchange_one(comm, AllGather(padded))
+    rows = exchange_one(comm, AllGather(padded))
     texts = [bytes(row[:size].tolist()) for row, size in zip(rows.cpu(), sizes, strict=True)]
     try:
         return [*map(json.loads, texts)]

@@ -13,7 +13,6 @@ import json
 import torch
 from torch import Tensor
 
-from .exchange import CollectiveGenerator
 from .handshake import gather_json
 from .missing_ranks import run_watching_ranks
 from .optimizer_base import OptimizerBase
@@ -37,7 +36,7 @@ class JoinHook:
         for p in session.parameters:
             p.grad = None
         session.has_data = False
-        run_watching_ranks(optimizer, optimizer.step_as_generator())
+        run_watching_ranks(optimizer, optimizer.take_step)
         for on_step in tuple(session.step_callbacks):
             on_step()
 
@@ -46,7 +45,7 @@ class JoinHook:
         self._optimizer.end_join()
 
 
-def copy_options_from_ranks_with_data(optimizer: OptimizerBase) -> CollectiveGenerator[None]:
+def copy_options_from_ranks_with_data(optimizer: OptimizerBase) -> None:
     """In a join, copy the options of the first rank with data to ranks without data. On all ranks,
     set the ``gradient_factor`` of buckets, which is not 1 if the mean is over ranks with data only.
     """
@@ -60,7 +59,7 @@ def copy_options_from_ranks_with_data(optimizer: OptimizerBase) -> CollectiveGen
         {n: make_comparable(v) for n, v in g.items() if n not in LOCAL_ENTRIES} for g in groups
     ]
     options = [{n: v for n, v in g.items() if _is_number(v)} for g in options]
-    rows = yield from gather_json([session.has_data, options], session.device, session.comm)
+    rows = gather_json([session.has_data, options], session.device, session.comm)
     with_data = [rank_options for has_data, rank_options in rows if has_data]
     if not session.has_data and with_data:
         for group, rank_options in zip(groups, with_data[0], strict=True):

@@ -17,16 +17,18 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from enum import Enum
+from typing import TypeVar
 
 from .._wire.collectives import Communicator
+from .._wire.in_flight import looking_after
 from .._wire.launch import is_launched_by_torchrun
 from .._wire.requests import CommunicationError, RankSilent
 from .._wire.stores import Store
 from .._wire.warning import warn
-from .exchange import CollectiveGenerator, Result
 from .optimizer_base import OptimizerBase
 from .session import Session
 
+Result = TypeVar("Result")
 PREFIX = "compopt/"  # begins all keys, because the store is shared
 # Seconds. In consolidate_state() rank 0 waits PATIENCE for the others. They wait longer for rank 0,
 # which may evaluate before it calls it.
@@ -141,26 +143,20 @@ def wait_for_all_to_save(optimizer: OptimizerBase, comm: Communicator) -> None:
 # Steps
 
 
-def run_watching_ranks(optimizer: OptimizerBase, collectives: CollectiveGenerator[None]) -> None:
-    """Run a step to its end; while it waits, look for notes of ranks that have left it, and name
-    ranks that have not come to it.
+def run_watching_ranks(optimizer: OptimizerBase, take_step: Callable[[], None]) -> None:
+    """Take a step; while it waits, look for notes of ranks that have left it, and name ranks that
+    have not come to it.
     """
     session: Session = optimizer._session
     withdraw_note(session)
     absence = Absence(optimizer)
     try:
-        for pending in collectives:
-            if not session.comm.can_poll_store(session.device):
-                watch_beside(absence)
-                continue
-            try:
-                while not pending.completes_within(LOOK_AFTER):
-                    sentence = explain_missing_rank(session) or absence.find_absent_ranks()
-                    if sentence:
-                        post_note(session, Note.LEFT, sentence)
-                        raise RankLeft(sentence)
-            except BaseException as error:  # raise it where the step waits
-                collectives.throw(error)
+        if session.comm.can_poll_store(session.device):
+            with looking_after(LOOK_AFTER, absence.look):
+                take_step()
+        else:
+            watch_beside(absence)
+            take_step()
     except CommunicationError as error:
         # its text says what its causes say: leave out their frames, and those of this package
         raise error.with_traceback(None) from None
@@ -193,6 +189,12 @@ class Absence:
         self.step = _identify_step(self.session)
         self.is_announced = self.is_told = False
         self.session.absent_ranks = ""
+
+    def look(self) -> None:
+        """Raise RankLeft where the step waits, if a rank has left it or is waited for no longer."""
+        if sentence := explain_missing_rank(self.session) or self.find_absent_ranks():
+            post_note(self.session, Note.LEFT, sentence)
+            raise RankLeft(sentence)
 
     def find_absent_ranks(self) -> str:
         """Find the ranks that do not wait in this step, and warn of them. Returns why to raise, if

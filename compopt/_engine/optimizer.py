@@ -7,7 +7,7 @@ Classes override the methods of ``OptimizerBase``. The data between steps is in 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import chain
@@ -21,7 +21,6 @@ from torch._compile import _disable_dynamo
 from .._ops.operations import Ops
 from .._state.bucket import Bucket
 from .._wire.collectives import Communicator, check_process_group, notify_join
-from .._wire.in_flight import PendingCollective
 from .._wire.launch import ProcessGroup
 from .._wire.requests import CommunicationError
 from . import checkpoint, missing_ranks, resharding
@@ -143,14 +142,14 @@ class CompressedOptimizer(OptimizerBase):
                 loss = closure()
         if self.is_joining:
             notify_join(self)
-        missing_ranks.run_watching_ranks(self, self.step_as_generator())
+        missing_ranks.run_watching_ranks(self, self.take_step)
         for on_step in tuple(self.step_callbacks):
             on_step()
         return loss
 
-    def step_as_generator(self) -> Generator[PendingCollective, None, None]:
-        """Return the step as a generator, which yields each collective before it waits for it."""
-        return exchange_and_commit(self)
+    def take_step(self) -> None:
+        """Take a step, without the hooks of ``step()``."""
+        exchange_and_commit(self)
 
     # step() unscales and skips instead of GradScaler, so that all ranks agree
     _step_supports_amp_scaling = True
@@ -168,8 +167,7 @@ class CompressedOptimizer(OptimizerBase):
         more ranks; CommunicationError if ranks fail again.
         """
         try:
-            for _ in self.rebind_as_generator(process_group):
-                pass
+            self._rebind(process_group)
         except CommunicationError as error:
             raise CommunicationError(
                 f"rebind() of {self._session.name} failed on rank {self.comm.rank}: {error}. Make "
@@ -178,10 +176,8 @@ class CompressedOptimizer(OptimizerBase):
             ) from None
 
     @torch.no_grad()
-    def rebind_as_generator(
-        self, process_group: ProcessGroup | Communicator | None = None
-    ) -> Generator[PendingCollective, None, None]:
-        yield from resharding.rebind_optimizer(self, process_group)
+    def _rebind(self, process_group: ProcessGroup | Communicator | None = None) -> None:
+        resharding.rebind_optimizer(self, process_group)
 
     # Join: ranks that run out of data
 
@@ -219,8 +215,7 @@ class CompressedOptimizer(OptimizerBase):
         had data last, because its scheduler may have stepped since its last step.
         """
         session = self._session
-        for _ in copy_options_from_ranks_with_data(self):
-            pass
+        copy_options_from_ranks_with_data(self)
         self._join_config, session.has_data, session.divides_by_all = None, True, True
         for bucket in session.buckets:
             bucket.gradient_factor = 1.0
@@ -404,8 +399,7 @@ class CompressedOptimizer(OptimizerBase):
         session.refresh_ranks(self)
         missing_ranks.wait_for_all_to_consolidate(self, patience)
         try:
-            for _ in self.consolidate_as_generator():
-                pass
+            self._consolidate()
         except CommunicationError as error:
             raise CommunicationError(
                 f"consolidate_state() failed on rank {session.comm.rank} after step "
@@ -421,12 +415,12 @@ class CompressedOptimizer(OptimizerBase):
         """
         self.consolidate_state()
 
-    def consolidate_as_generator(self) -> Generator[PendingCollective, None, None]:
-        yield from checkpoint.consolidate_as_generator(self)
+    def _consolidate(self) -> None:
+        checkpoint.consolidate(self)
 
-    def average_shares_as_generator(self) -> Generator[PendingCollective, None, None]:
+    def average_shares(self) -> None:
         """Replace what a resume has shared out among other ranks by its mean, see ``Snapshots``."""
-        yield from self.consolidate_as_generator()
+        self._consolidate()
 
     # Copies
 

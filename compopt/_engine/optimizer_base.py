@@ -8,7 +8,7 @@ the rest (``CompressedOptimizer``, ``Wrapper``).
 from __future__ import annotations
 
 import zlib
-from collections.abc import Container, Generator
+from collections.abc import Container
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from .._state.bucket import Bucket
 from .._state.layouts import Layout, LocalShape, Sharded
 from .._state.tensors import is_compressed, to_local
-from .._wire.in_flight import PendingCollective
 from .._wire.requests import RequestGenerator
 from .decision import StepDecision
 from .options import ComparedGroups, Group, Setting, absolute_rates
@@ -260,8 +259,8 @@ class OptimizerBase(Optimizer):
         layout = Sharded if self.sharded and not self.whole_masters else LocalShape
         return {**layouts, "master": layout(torch.float32)}
 
-    def step_as_generator(self) -> Generator[PendingCollective, None, None]:
-        """Return the step as a generator, which yields each collective that it waits for."""
+    def take_step(self) -> None:
+        """Take a step, without the hooks of ``step()``."""
         raise NotImplementedError
 
     def end_join(self) -> None:

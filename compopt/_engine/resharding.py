@@ -27,7 +27,7 @@ from .._wire.collectives import Communicator, connect
 from .._wire.launch import ProcessGroup
 from .._wire.requests import AllGather, AllReduceMean, Broadcast
 from .._wire.warning import warn
-from .exchange import CollectiveGenerator, exchange_one
+from .exchange import exchange_one
 from .handshake import gather_json
 from .optimizer_base import OptimizerBase
 from .options import Group
@@ -40,34 +40,32 @@ LEARNED_OPTIONS = ("adapted", "pays", "dense_until")
 
 def average_state(
     tensor: Tensor, device: torch.device, comm: Communicator, weight: float = 1.0
-) -> CollectiveGenerator[None]:
+) -> None:
     """Replace a tensor by its mean over ranks, in which this rank has a ``weight``; the mean weight
     is 1.
     """
     request = AllReduceMean(to_local(tensor).to(device, copy=True).mul_(weight))
-    to_local(tensor).copy_((yield from exchange_one(comm, request)))
+    to_local(tensor).copy_(exchange_one(comm, request))
 
 
-def average_residuals(
-    bucket: Bucket, name: str, device: torch.device, comm: Communicator
-) -> CollectiveGenerator[None]:
+def average_residuals(bucket: Bucket, name: str, device: torch.device, comm: Communicator) -> None:
     """Replace the residuals of a bucket by their mean over ranks."""
     with Residuals(bucket, name).open() as opened:
         if opened.flat.numel():
-            yield from average_state(opened.flat, device, comm)
+            average_state(opened.flat, device, comm)
     bucket.cache.pop("has_residual", None)
 
 
 def gather_shards(
     bucket: Bucket, name: str, comm: Communicator, owners: list[int] | None = None
-) -> CollectiveGenerator[list[Tensor | None]]:
+) -> list[Tensor | None]:
     """Gather one sharded state of a bucket in host memory; None for tensors without that state.
 
     All ranks must call it. Shards whose owner is gone become the parameter for masters, else 0.
     """
     shards, flat = bucket.shards, bucket.flat[name].to(bucket.device)
     padded = torch.nn.functional.pad(flat, (0, shards.max_numel - flat.numel()))
-    rows = yield from exchange_one(comm, AllGather(padded))
+    rows = exchange_one(comm, AllGather(padded))
     gathered: list[Tensor | None] = []
     for p, n, part in zip(bucket.params, shards.lengths, bucket.state[name], strict=True):
         if name == "master":
@@ -80,15 +78,13 @@ def gather_shards(
     return gathered
 
 
-def reshard_state(
-    old: list[Bucket], new: list[Bucket], comm: Communicator
-) -> CollectiveGenerator[None]:
+def reshard_state(old: list[Bucket], new: list[Bucket], comm: Communicator) -> None:
     """Copy the sharded state of ``old`` buckets to ``new`` ones, over the remaining ranks."""
     rank_before = torch.tensor([old[0].shards.rank], dtype=torch.int64, device=old[0].device)
-    owners = (yield from exchange_one(comm, AllGather(rank_before))).view(-1).tolist()
+    owners = (exchange_one(comm, AllGather(rank_before))).view(-1).tolist()
     for before, after in zip(old, new, strict=True):
         for name in before.sharded_names:
-            gathered = yield from gather_shards(before, name, comm, owners)
+            gathered = gather_shards(before, name, comm, owners)
             for vector, shard, (start, stop) in zip(
                 gathered, after.state[name], after.shards.own_ranges, strict=True
             ):
@@ -96,9 +92,7 @@ def reshard_state(
                     shard.copy_(vector[start:stop])
 
 
-def lay_out_trainable_parameters(
-    optimizer: OptimizerBase, comm: Communicator
-) -> CollectiveGenerator[None]:
+def lay_out_trainable_parameters(optimizer: OptimizerBase, comm: Communicator) -> None:
     """Lay out the parameters that require a gradient now, which are the same on all ranks.
 
     Sharded state of a frozen parameter is gathered on every rank.
@@ -107,7 +101,7 @@ def lay_out_trainable_parameters(
     session.settle_state()
     for bucket in session.buckets:
         for name in bucket.sharded_names:
-            gathered = yield from gather_shards(bucket, name, comm)
+            gathered = gather_shards(bucket, name, comm)
             for entry, vector in zip(bucket.entries, gathered, strict=True):
                 if vector is not None:
                     entry[name] = vector.to(bucket.device)
@@ -123,9 +117,7 @@ def lay_out_trainable_parameters(
 # Recovery after ranks were lost
 
 
-def rebind_optimizer(
-    optimizer: OptimizerBase, group: ProcessGroup | Communicator | None
-) -> CollectiveGenerator[None]:
+def rebind_optimizer(optimizer: OptimizerBase, group: ProcessGroup | Communicator | None) -> None:
     """Continue over another group (see ``CompressedOptimizer.rebind``)."""
     session, sharded = optimizer._session, optimizer.sharded
     size_before = session.begin_rebind()
@@ -144,15 +136,15 @@ def rebind_optimizer(
     if sharded:
         session.buckets_to_reshard = session.buckets_to_reshard or session.buckets
     session.switch_group(optimizer, group)
-    yield from catch_up(optimizer, session.comm)
+    catch_up(optimizer, session.comm)
     if sharded:
         before = session.buckets_to_reshard or session.buckets
-        yield from reshard_state(before, session.buckets, session.comm)
+        reshard_state(before, session.buckets, session.comm)
     session.end_rebind()
     warn_of_lost_ranks(optimizer, size_before, session.comm.size)
 
 
-def catch_up(optimizer: OptimizerBase, comm: Communicator) -> CollectiveGenerator[None]:
+def catch_up(optimizer: OptimizerBase, comm: Communicator) -> None:
     """Copy state from a rank that is ahead to ranks that are one step behind.
 
     These lose their residuals, which may have been sent with the step that the others applied and
@@ -177,12 +169,12 @@ def catch_up(optimizer: OptimizerBase, comm: Communicator) -> CollectiveGenerato
     params = [to_local(p.detach()) for group in optimizer.param_groups for p in group["params"]]
     step = torch.tensor(session.steps, dtype=torch.int64, device="cpu")
     tensors = [step, *params, *shared, *of_base.tensors, counts]
-    copied = yield from copy_from_rank_ahead(comm, session.device, tensors, session.steps)
+    copied = copy_from_rank_ahead(comm, session.device, tensors, session.steps)
     if copied is None:
         return
     source, messages = copied
     results = [{name: group[name] for name in LEARNED_OPTIONS if name in group} for group in groups]
-    learned = (yield from gather_json(results, session.device, comm))[source]
+    learned = (gather_json(results, session.device, comm))[source]
     if messages:
         with defer_signals():
             session.damage = "rebind() was interrupted while it wrote a step of another rank"
@@ -198,7 +190,7 @@ def copy_from_rank_ahead(
     count: int,
     limit: int = 1,
     unit: str = "step",
-) -> CollectiveGenerator[tuple[int, list[Tensor]] | None]:
+) -> tuple[int, list[Tensor]] | None:
     """Send ``tensors`` from the rank that has applied most steps to all others.
 
     ``count``: how many this rank has applied; -1 if it is new. Returns None if no rank is behind,
@@ -207,7 +199,7 @@ def copy_from_rank_ahead(
     Raises ValueError if a rank is more than ``limit`` behind.
     """
     numbers = torch.tensor([count, len(tensors)], dtype=torch.int64, device=device)
-    rows = (yield from exchange_one(comm, AllGather(numbers))).tolist()
+    rows = (exchange_one(comm, AllGather(numbers))).tolist()
     counts = [count for count, _ in rows]
     latest = max(counts)
     if min(counts) == latest:
@@ -222,7 +214,7 @@ def copy_from_rank_ahead(
     source, received = counts.index(latest), []
     for tensor in tensors:
         message = _without_bools(tensor).to(device, copy=True).contiguous()
-        message = yield from exchange_one(comm, Broadcast(message, source))
+        message = exchange_one(comm, Broadcast(message, source))
         received += [message.to(HOST)] if count < latest else []
     if late := ", ".join(f"rank {rank}" for rank, n in enumerate(counts) if 0 <= n < latest):
         warn(

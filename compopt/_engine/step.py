@@ -26,7 +26,6 @@ from . import handshake
 from .decision import StepDecision, combine_decisions, read_decision
 from .exchange import (
     BucketExchange,
-    CollectiveGenerator,
     ExchangeSchedule,
     exchange_one,
     run_batched_requests,
@@ -41,22 +40,22 @@ from .signals import defer_signals
 from .stats import describe_compression, show_line
 
 
-def exchange_and_commit(optimizer: OptimizerBase) -> CollectiveGenerator[None]:
-    """Take a step, as a generator that yields each collective it is about to wait for."""
+def exchange_and_commit(optimizer: OptimizerBase) -> None:
+    """Take a step."""
     session, step = optimizer._session, None
     try:
         session.check_can_step()
         comm = session.connect_ranks(optimizer)  # first: state may have to be resharded
         if optimizer._join_config is not None:
-            yield from copy_options_from_ranks_with_data(optimizer)
+            copy_options_from_ranks_with_data(optimizer)
         step = Step(optimizer, comm, session.steps + 1)
-        decision = yield from step.exchange()
+        decision = step.exchange()
         if decision is not None:
             step.commit(decision)
         if optimizer.fsdp_backward is not None:
             optimizer.fsdp_backward.end_step()
     except BaseException as error:
-        if step is not None and not isinstance(error, GeneratorExit):
+        if step is not None:
             step.undo()
         drop_scale(optimizer)
         if step is None or not isinstance(error, CommunicationError | RankLeft):
@@ -88,25 +87,25 @@ class Step:
     def buckets(self) -> list[Bucket]:
         return self.session.buckets
 
-    def exchange(self) -> CollectiveGenerator[StepDecision | None]:
+    def exchange(self) -> StepDecision | None:
         """Run until all ranks have decided whether to commit.
 
         Returns None if there is nothing to exchange.
         """
         session = self.session
         self.problem = self._apply_changed_options() or self._prepare_gradients()
-        yield from self._finish_post_commit()
+        self._finish_post_commit()
         if not session.peers_verified:
-            yield from self.verify_peers()
+            self.verify_peers()
         if not self.buckets:
             return None
-        decision = yield from self._exchange_buckets()
+        decision = self._exchange_buckets()
         if decision.control_means["unfrozen"][0] > 0:
             # requires_grad has changed on some rank
-            yield from self.verify_peers()
+            self.verify_peers()
             if not self.buckets:
                 return None
-            decision = yield from self._exchange_buckets()
+            decision = self._exchange_buckets()
         if decision.resent:
             session.warn_once(
                 "stale gradients",
@@ -116,7 +115,7 @@ class Step:
                 "communication behind backward.",
                 self.comm.rank,
             )
-        yield from self._raise_if_failed(decision)
+        self._raise_if_failed(decision)
         return decision
 
     def commit(self, decision: StepDecision) -> None:
@@ -192,12 +191,10 @@ class Step:
             return error
         return None
 
-    def _finish_post_commit(self) -> CollectiveGenerator[None]:
+    def _finish_post_commit(self) -> None:
         """Wait for the exchanges after the last commit, and find out whether a handshake is due."""
         session, post_commit = self.session, self.session.post_commit
         if post_commit.exchanges:
-            for exchange in post_commit.exchanges:
-                yield exchange.in_flight
             post_commit.finish()
         if post_commit.lost and not post_commit.unconfirmed:
             post_lost_masks(session)
@@ -205,7 +202,7 @@ class Step:
             # tell all ranks whether any has lost a mask that all must have
             flag = [float(post_commit.lost)]
             lost = torch.tensor(flag, dtype=torch.float32, device=session.device)
-            mean = yield from exchange_one(self.comm, AllReduceMean(lost))
+            mean = exchange_one(self.comm, AllReduceMean(lost))
             post_commit.lost = float(mean) > 0
         post_commit.unconfirmed = False
         for bucket in session.buckets:
@@ -216,22 +213,22 @@ class Step:
             post_commit.lost = False
             session.peers_verified = False
 
-    def verify_peers(self) -> CollectiveGenerator[None]:
+    def verify_peers(self) -> None:
         """Run the handshake, and lay out the parameters that require a gradient now."""
         session = self.session
         session.overlap.discard()
         optimizer, has_problem = self.optimizer, self.problem is not None
-        had_gradients = yield from handshake.verify_peers(optimizer, self.comm, has_problem)
+        had_gradients = handshake.verify_peers(optimizer, self.comm, has_problem)
         session.replica_checksum = 0  # the handshake has compared all parameters
         if session.trainable_has_changed:  # the same on all ranks: the handshake has compared it
-            yield from lay_out_trainable_parameters(optimizer, self.comm)
+            lay_out_trainable_parameters(optimizer, self.comm)
             optimizer.before_exchange()
         # without gradients to compare, the next step begins with a handshake too
         session.peers_verified = had_gradients or optimizer.replaces_reduce_scatter
 
     # The exchange
 
-    def _exchange_buckets(self) -> CollectiveGenerator[StepDecision]:
+    def _exchange_buckets(self) -> StepDecision:
         """Exchange all buckets, and decide.
 
         Raises CommunicationError, with nothing applied, when a collective failed.
@@ -241,7 +238,7 @@ class Step:
         try:
             begun = session.overlap.schedule and session.overlap.take_schedule()
             schedules.append(begun or ExchangeSchedule(buckets, session.algorithm, comm))
-            decision = yield from self._run_schedule(schedules)
+            decision = self._run_schedule(schedules)
             exchanges = decision.exchanges
             covers_shard_only = any(one.agreement.covers_shard_only for one in exchanges)
             comms = session.shard_communicators
@@ -256,12 +253,10 @@ class Step:
                 if error is not None:
                     raise error
                 decision.has_failed_rank = True
-            yield from combine_decisions(decision, comms, buckets[-1].device)
+            combine_decisions(decision, comms, buckets[-1].device)
             session.overlap.is_stopped |= decision.resent
             if decision.applied and covers_shard_only:
-                yield from _run_to_commit(decision)
-        except GeneratorExit:
-            raise
+                _run_to_commit(decision)
         except BaseException as error:
             for schedule in schedules:
                 schedule.abandon(waits=isinstance(error, Exception))  # not after an interrupt
@@ -271,7 +266,7 @@ class Step:
                 exchange.close()
         return decision
 
-    def _run_schedule(self, schedules: list[ExchangeSchedule]) -> CollectiveGenerator[StepDecision]:
+    def _run_schedule(self, schedules: list[ExchangeSchedule]) -> StepDecision:
         """Run the only one of ``schedules``. If any rank's payloads from backward are stale, append
         a second one, which sends them again: the caller abandons both if something raises.
         """
@@ -297,7 +292,7 @@ class Step:
             "unfrozen": [float(is_unfrozen)],
             "settings": encode_bits(checksum, 16),
         }
-        yield from schedule.run()
+        schedule.run()
         decision = read_decision(exchanges, replica_sum)
         session.replica_checksum = handshake.checksum_sum(decision.replica_sum)
         if decision.control_means["stale"][0] == 0 or len(exchanges) == 1:
@@ -307,7 +302,7 @@ class Step:
             exchange.abandon()
         again = ExchangeSchedule(schedule.buckets[:-1], schedule.inputs.algorithm, comm)
         schedules.append(again)
-        yield from again.run()
+        again.run()
         decision = read_decision([*again.exchanges, exchanges[-1]])
         decision.resent = True
         return decision
@@ -321,7 +316,7 @@ class Step:
         buckets = [*self.session.buckets, *self.session.frozen_buckets]
         return handshake.sum_part([p for bucket in buckets for p in bucket.local_params], *due)
 
-    def _raise_if_failed(self, decision: StepDecision) -> CollectiveGenerator[None]:
+    def _raise_if_failed(self, decision: StepDecision) -> None:
         """Raise the same error on all ranks if the step failed."""
         session = self.session
         if decision.misplaced:
@@ -342,13 +337,13 @@ class Step:
             if self.optimizer.fsdp_backward is not None:  # which has averaged in backward
                 repeats = "repeat zero_grad(), backward and step()"
             try:
-                yield from handshake.raise_failure(session, self.comm, failure, repeats)
+                handshake.raise_failure(session, self.comm, failure, repeats)
             except CommunicationError:
                 if self.problem is None:
                     raise
                 raise self.problem from None
         if decision.mismatched:
-            yield from handshake.raise_mismatch(self.optimizer, self.comm, in_step=True)
+            handshake.raise_mismatch(self.optimizer, self.comm, in_step=True)
 
     # After it
 
@@ -414,7 +409,7 @@ class Step:
         show_line(f"{session.name}: {text}")
 
 
-def _run_to_commit(decision: StepDecision) -> CollectiveGenerator[None]:
+def _run_to_commit(decision: StepDecision) -> None:
     """Resume sharded generators with the norm, and wait until each has gathered its updated
     parameters.
     """
@@ -423,7 +418,6 @@ def _run_to_commit(decision: StepDecision) -> CollectiveGenerator[None]:
         exchange.resume_and_start_next(decision.norm)
     while waiting := [e for e in exchanges if not isinstance(e.request, ReadyToCommit)]:
         for exchange in waiting:
-            yield exchange.in_flight
             exchange.resume_and_start_next(exchange.in_flight.wait())
 
 

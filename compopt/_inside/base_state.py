@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._engine.exchange import CollectiveGenerator, exchange_one
+from .._engine.exchange import exchange_one
 from .._engine.options import Group
 from .._engine.session import Session
 from .._state.bucket import Bucket
@@ -24,7 +24,7 @@ MEAN_SQUARES = ".second_momentum_buffer"
 
 def average_base(
     base: Optimizer, buckets: Sequence[Bucket], comm: Communicator, session: Session
-) -> CollectiveGenerator[None]:
+) -> None:
     """Replace the state of a wrapped optimizer by its mean over ranks.
 
     State of a parameter that is more than floats of the parameter's shape, mean squares of its rows
@@ -34,7 +34,7 @@ def average_base(
     """
     state = base.state
     entries = {p: read_leaves(state.get(p, {})) for bucket in buckets for p in bucket.params}
-    alike = yield from _find_alike(entries, buckets, comm)
+    alike = _find_alike(entries, buckets, comm)
     for p in entries.keys() - alike:
         _say_kept(session, entries[p])
     # a factor of a square matrix has the shape of the matrix: what is a factor, others tell
@@ -60,15 +60,15 @@ def average_base(
             of_rank_0.scalars += entry.scalars
         for values in means.values():
             flat = torch.cat([value.to(bucket.device).reshape(-1) for value in values])
-            flat = yield from exchange_one(comm, AllReduceMean(flat))
+            flat = exchange_one(comm, AllReduceMean(flat))
             for value, part in zip(values, flat.split([v.numel() for v in values]), strict=True):
                 value.copy_(part.view(value.shape))
-        yield from copy_from_rank_0(of_rank_0, bucket.device, comm)
+        copy_from_rank_0(of_rank_0, bucket.device, comm)
 
 
 def _find_alike(
     entries: dict[Tensor, Leaves], buckets: Sequence[Bucket], comm: Communicator
-) -> CollectiveGenerator[set[Tensor]]:
+) -> set[Tensor]:
     """Return the parameters whose entries have one form on all ranks, and hold nothing unknown."""
     alike: set[Tensor] = set()
     for bucket in buckets:
@@ -76,7 +76,7 @@ def _find_alike(
         checksums = torch.tensor(
             [zlib.crc32(form.encode()) for form in forms], dtype=torch.int64, device=bucket.device
         )
-        rows = yield from exchange_one(comm, AllGather(checksums))
+        rows = exchange_one(comm, AllGather(checksums))
         are_equal = rows.eq(rows[0]).all(0).tolist()
         pairs = zip(bucket.params, are_equal, strict=True)
         alike.update(p for p, is_equal in pairs if is_equal and not entries[p].unknown)
@@ -85,7 +85,7 @@ def _find_alike(
 
 def copy_learned_options(
     groups: Sequence[Group], given: Collection[str], comm: Communicator, session: Session
-) -> CollectiveGenerator[None]:
+) -> None:
     """Replace numbers and tensors in a base's groups by rank 0's, but for the options that are
     ``given`` to its constructor; all stay if they have another form on any rank.
     """
@@ -93,9 +93,9 @@ def copy_learned_options(
     leaves.add_learned(groups, given)
     form = zlib.crc32(repr(leaves.kinds).encode())
     checksum = torch.tensor([form], dtype=torch.int64, device=session.device)
-    rows = yield from exchange_one(comm, AllGather(checksum))
+    rows = exchange_one(comm, AllGather(checksum))
     if bool((rows == rows[0]).all()):
-        yield from copy_from_rank_0(leaves, session.device, comm)
+        copy_from_rank_0(leaves, session.device, comm)
 
 
 def has_mean(value: Tensor, path: str, p: Tensor) -> bool:
@@ -121,16 +121,14 @@ def _say_kept(session: Session, entry: Leaves) -> None:
         )
 
 
-def copy_from_rank_0(
-    leaves: Leaves, device: torch.device, comm: Communicator
-) -> CollectiveGenerator[None]:
+def copy_from_rank_0(leaves: Leaves, device: torch.device, comm: Communicator) -> None:
     """Replace tensors and numbers by rank 0's, which are sent as bytes."""
     if not leaves.tensors and not leaves.scalars:
         return
     scalars = torch.tensor(leaves.read_scalars(), dtype=torch.float64, device="cpu")
     values = [*leaves.tensors, scalars]
     raw = [value.detach().reshape(-1).view(torch.uint8).to(device) for value in values]
-    flat = yield from exchange_one(comm, Broadcast(torch.cat(raw)))
+    flat = exchange_one(comm, Broadcast(torch.cat(raw)))
     parts = flat.split([part.numel() for part in raw])
     # clones begin where a tensor of any dtype may
     answers = [p.clone().view(v.dtype).view(v.shape) for p, v in zip(parts, values, strict=True)]

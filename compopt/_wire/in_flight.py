@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import gc
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -55,6 +56,9 @@ class PendingCollective:
     def wait(self) -> object:
         if self.work is not None:
             try:
+                if look := getattr(_watch, "look", None):
+                    while not self.completes_within(_watch.seconds):
+                        look()
                 with profiler_range("compopt::exchange"), self._count_wait():
                     self.work.wait()
             # gloo raises RuntimeError, of which torch.distributed's own errors are subclasses.
@@ -174,6 +178,23 @@ def _wait_before_exit() -> None:
         with contextlib.suppress(RuntimeError):
             work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
     wait_until_idle(deadline, PendingCollective.started or is_initialized())
+
+
+# What this thread calls while it waits for long.
+_watch = threading.local()
+
+
+@contextlib.contextmanager
+def looking_after(seconds: float, look: Callable[[], None]) -> Iterator[None]:
+    """Call ``look`` in this block whenever a collective has been waited for so long; what it raises
+    is raised where this thread waits.
+    """
+    before = getattr(_watch, "look", None)
+    _watch.look, _watch.seconds = look, seconds
+    try:
+        yield
+    finally:
+        _watch.look = before
 
 
 _NO_RANGE = contextlib.nullcontext()

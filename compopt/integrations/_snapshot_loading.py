@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._engine.exchange import CollectiveGenerator, exchange_one
+from .._engine.exchange import exchange_one
 from .._engine.handshake import gather_json
 from .._state.tensors import HOST
 from .._wire.collectives import Communicator
@@ -75,13 +75,13 @@ class Meeting:
     def name_snapshot(self, step: int, stamp: int) -> Snapshot:
         return Snapshot(step, stamp, self.lineage[0], self.comm.rank, self.comm.size, *self.place)
 
-    def gather(self, value: object) -> CollectiveGenerator[list[Any]]:
+    def gather(self, value: object) -> list[Any]:
         """Return the value of every rank of ``world``."""
-        return (yield from gather_json(value, self.device, self.world))
+        return gather_json(value, self.device, self.world)
 
-    def raise_problems(self, problem: str, what: str) -> CollectiveGenerator[None]:
+    def raise_problems(self, problem: str, what: str) -> None:
         """Raise RuntimeError on all ranks if any has a problem."""
-        raise_told((yield from self.gather(problem)), what)
+        raise_told((self.gather(problem)), what)
 
 
 def raise_told(problems: Iterable[str], what: str) -> None:
@@ -127,25 +127,25 @@ class Resume:
     write: Callable[[State], None]
     refused: dict[Snapshot, str] = field(default_factory=dict)
 
-    def run(self) -> CollectiveGenerator[bool | None]:
+    def run(self) -> bool | None:
         """Load the newest snapshots that can be used. Return whether each rank has its own part
         back; None if there are no snapshots.
         """
         while True:
-            rows = yield from self.meeting.gather(self._list_intact())
+            rows = self.meeting.gather(self._list_intact())
             seen = [[Snapshot(*fields) for fields in row] for row in rows]
             choice = choose_snapshots(s for snapshots in seen for s in snapshots)
             if choice is None:
-                yield from self._raise_if_refused()
+                self._raise_if_refused()
                 return None
-            loaded = yield from self._read_assigned(choice, seen)
+            loaded = self._read_assigned(choice, seen)
             if loaded is None:
                 continue
-            state, checksum = yield from self._combine(choice, loaded)
-            if not (yield from self._refuse_if_different(choice, checksum)):
+            state, checksum = self._combine(choice, loaded)
+            if not (self._refuse_if_different(choice, checksum)):
                 break
         self._warn_of_lost_parts(choice)
-        yield from self._put_in_place(choice, state)
+        self._put_in_place(choice, state)
         self.meeting.resumed = choice.snapshots[0].stamp
         return loaded.are_own()
 
@@ -169,16 +169,14 @@ class Resume:
             path = self.folder / snapshot.name
             warn(f"the snapshot {path} is damaged, and is passed over: {error}.", 0)  # on this rank
 
-    def _raise_if_refused(self) -> CollectiveGenerator[None]:
+    def _raise_if_refused(self) -> None:
         """Raise on all ranks if any has complete snapshots, none of which can be used."""
         told = "; ".join(f"{self.folder / s.name}: {why}" for s, why in self.refused.items())
-        yield from self.meeting.raise_problems(
+        self.meeting.raise_problems(
             told, f"no snapshot in {self.folder} can be loaded (move it away to begin anew)"
         )
 
-    def _read_assigned(
-        self, choice: Choice, seen: list[list[Snapshot]]
-    ) -> CollectiveGenerator[Loaded | None]:
+    def _read_assigned(self, choice: Choice, seen: list[list[Snapshot]]) -> Loaded | None:
         """Read the snapshots that are assigned to this rank into memory; None if any rank could not
         read one of its own.
         """
@@ -201,11 +199,11 @@ class Resume:
             except Damaged as error:
                 self._refuse(snapshot, error)
         is_read = len(loaded.read) == len(assignment[meeting.comm.rank])
-        return loaded if all((yield from meeting.gather(is_read))) else None
+        return loaded if all(meeting.gather(is_read)) else None
 
     # Combining
 
-    def _combine(self, choice: Choice, loaded: Loaded) -> CollectiveGenerator[tuple[State, str]]:
+    def _combine(self, choice: Choice, loaded: Loaded) -> tuple[State, str]:
         """Return what ranks have in common, with this rank's share of their own parts, and the
         checksum of what replicas have equal.
 
@@ -213,13 +211,13 @@ class Resume:
         """
         meeting, states = self.meeting, [state for _, state in loaded.read]
         told = [(read_weight(state), manifest.lineage) for manifest, state in loaded.read]
-        rows = yield from meeting.gather(told)
+        rows = meeting.gather(told)
         lineage = next(lineage for row in rows for _, lineage in row)
         meeting.lineage += [run for run in lineage if run not in meeting.lineage]
         state = states[0] if states else None
         if not all(loaded.assignment):
             source = next(rank for rank, one in enumerate(loaded.assignment) if one)
-            received = yield from self._share(state, source)
+            received = self._share(state, source)
             state = state or received
         assert state is not None
         checksum = problem = ""
@@ -230,7 +228,7 @@ class Resume:
             checksum = hash_replica(state, self.rank_parts)
         except Exception as error:
             problem = describe(error)
-        yield from meeting.raise_problems(problem, f"{choice} in {self.folder} cannot be loaded")
+        meeting.raise_problems(problem, f"{choice} in {self.folder} cannot be loaded")
         return state, checksum
 
     def _set_own_parts(self, state: State, states: list[State], weights: list[float]) -> None:
@@ -243,12 +241,12 @@ class Resume:
             if "residuals" in group:
                 group["residuals"] = "mean"
 
-    def _share(self, state: State | None, source: int) -> CollectiveGenerator[State]:
+    def _share(self, state: State | None, source: int) -> State:
         """Send what ranks have in common from rank ``source`` to those without a snapshot."""
         comm, device = self.meeting.comm, self.meeting.device
         packed = files.pack(state) if comm.rank == source else Packed(None, [])
         size = sum(tensor.nbytes for tensor in packed.tensors)
-        rows = yield from gather_json([*packed.describe(), size], device, comm)
+        rows = gather_json([*packed.describe(), size], device, comm)
         if comm.rank != source:
             packed = files.make_empty(*rows[source])
         leaves = iterate_leaves(files.unpack(packed))
@@ -256,17 +254,17 @@ class Resume:
         for tensor in packed.tensors:
             if id(tensor) not in own:
                 raw = tensor.view(-1).view(torch.uint8).to(device)
-                raw = (yield from exchange_one(comm, Broadcast(raw, source))).to(HOST)
+                raw = (exchange_one(comm, Broadcast(raw, source))).to(HOST)
                 tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
         shared: State = files.unpack(packed)
         return shared
 
-    def _refuse_if_different(self, choice: Choice, checksum: str) -> CollectiveGenerator[bool]:
+    def _refuse_if_different(self, choice: Choice, checksum: str) -> bool:
         """Return whether replicas differ in what they have in common; these snapshots are then
         passed over on all ranks.
         """
         meeting = self.meeting
-        rows = yield from meeting.gather(checksum)
+        rows = meeting.gather(checksum)
         hashes = [[rows[rank] for rank in ranks] for ranks in meeting.members]
         numbers = [n for n, shards in enumerate(hashes) if shards != hashes[0]]
         if not numbers:
@@ -294,7 +292,7 @@ class Resume:
 
     # Putting in place
 
-    def _put_in_place(self, choice: Choice, state: State) -> CollectiveGenerator[None]:
+    def _put_in_place(self, choice: Choice, state: State) -> None:
         """Load a state on all ranks, or on none."""
         meeting, problem, before = self.meeting, "", None
         what = f"{choice} in {self.folder}"
@@ -303,13 +301,13 @@ class Resume:
             problem = explain_misfit(state, before)
         except Exception as error:
             problem = describe(error)
-        yield from meeting.raise_problems(problem, f"{what} cannot be loaded")
+        meeting.raise_problems(problem, f"{what} cannot be loaded")
         try:
             self.write(state)
         except Exception as error:
             problem = describe(error)
-        problems = yield from meeting.gather(problem)
+        problems = meeting.gather(problem)
         if any(problems) and before is not None:
             with suppress(Exception):  # what failed in loading may fail again
                 self.write(before)
-        yield from meeting.raise_problems(problem, f"{what} cannot be loaded")
+        meeting.raise_problems(problem, f"{what} cannot be loaded")

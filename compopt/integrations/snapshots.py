@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +28,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from .._engine.exchange import CollectiveGenerator
 from .._engine.handshake import gather_json
 from .._engine.missing_ranks import wait_for_all_to_save
 from .._engine.optimizer import CompressedOptimizer
@@ -111,7 +110,7 @@ class Snapshots:
             return met.world
         return comm if comm.group is None else Communicator()
 
-    def _meet(self) -> CollectiveGenerator[Meeting]:
+    def _meet(self) -> Meeting:
         """Return what ranks have agreed on. The first call, also after ``rebind()``, agrees on the
         run's name, and on a stamp, at least that of all snapshots that any rank sees.
         """
@@ -133,7 +132,7 @@ class Snapshots:
             )
         stamp = max([time.time_ns(), self._stamp, *(s.stamp for s in snapshots)])
         told = [comm.rank, stamp, secrets.token_hex(8), problem]
-        rows = yield from gather_json(told, device, world)
+        rows = gather_json(told, device, world)
         numbers, stamps, tokens, problems = zip(*rows, strict=True)
         raise_told(problems, f"snapshots cannot be in {self.folder}")
         lineage = [tokens[0], *(before.lineage if before else [])]
@@ -144,6 +143,7 @@ class Snapshots:
 
     # Saving
 
+    @torch.no_grad()
     def save(self) -> None:
         """Write a snapshot in the background. All ranks call this after the same step.
 
@@ -157,21 +157,16 @@ class Snapshots:
         seconds, by default the timeout of the process group.
         """
         wait_for_all_to_save(self._optimizer, self._get_world())
-        _run(self.save_as_generator())
-
-    @torch.no_grad()
-    def save_as_generator(self) -> CollectiveGenerator[None]:
-        """Return ``save()`` as a generator, which yields each collective before it waits for it."""
-        meeting = yield from self._meet()
+        meeting = self._meet()
         self._stamp += 1  # also if this rank could not write the last one: stamps are alike on all
         problem = self._finish_writing()
         if self._optimizer.sharded:  # with all ranks, also if this one has to raise
-            yield from self._optimizer.consolidate_as_generator()
+            self._optimizer._consolidate()
         try:
             packed = files.pack(self._read_state())  # a copy in host memory
         except Exception as error:
             problem = problem or error
-        rows = yield from meeting.gather(meeting.written)
+        rows = meeting.gather(meeting.written)
         self._remove_old(meeting, sorted(set.intersection(*map(set, rows)))[-self._keep :])
         self._warn_of_other_runs(meeting)
         if problem is not None:  # now that ranks have told each other
@@ -253,6 +248,7 @@ class Snapshots:
 
     # Resuming
 
+    @torch.no_grad()
     def resume(self) -> int:
         """Load the newest snapshot that is complete and intact on all replicas, and return its
         step; 0 if the folders of all ranks have none. All ranks must call this.
@@ -263,20 +259,15 @@ class Snapshots:
         Raises RuntimeError, on all ranks and with nothing loaded, if snapshots are there and none
         can be loaded, or if they are of another model or optimizer.
         """
-        return _run(self.resume_as_generator())
-
-    @torch.no_grad()
-    def resume_as_generator(self) -> CollectiveGenerator[int]:
-        """Return ``resume()`` as a generator, which yields each collective before it waits."""
-        meeting = yield from self._meet()
+        meeting = self._meet()
         self._finish_writing()  # what could not be written is incomplete, and passed over
         parts = RankParts(self._optimizer)
         resume = Resume(self.folder, meeting, parts, self._read_state, self._write_state)
-        are_own = yield from resume.run()
+        are_own = resume.run()
         if are_own is None:
             return 0
         if not are_own:
-            yield from self._optimizer.average_shares_as_generator()
+            self._optimizer.average_shares()
         return self._optimizer._session.steps
 
     def _write_state(self, state: State) -> None:
@@ -291,16 +282,6 @@ class Snapshots:
             set_state_dict(self._model, self._optimizer, **parts)
         for name, thing in self._stateful.items():
             thing.load_state_dict(state["stateful"][name])
-
-
-def _run(turns: Generator[Any, None, Result]) -> Result:
-    """Run a generator of collectives to its end, and return its result."""
-    while True:
-        try:
-            next(turns)
-        except StopIteration as stop:
-            result: Result = stop.value
-            return result
 
 
 @contextmanager

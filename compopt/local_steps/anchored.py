@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from .._engine.checkpoint import check_groups, warn_of_missing_state
 from .._engine.decision import StepDecision
-from .._engine.exchange import CollectiveGenerator
 from .._engine.handshake import gather_json
 from .._engine.options import Group
 from .._engine.resharding import catch_up, warn_of_lost_ranks
@@ -23,7 +21,6 @@ from .._inside.bases import has_modes
 from .._inside.wrapper import Wrapper
 from .._state.tensors import HOST
 from .._wire.collectives import Communicator
-from .._wire.in_flight import PendingCollective
 from .._wire.launch import ProcessGroup
 from .._wire.requests import CommunicationError
 from .anchors import Anchors, assign_to_fragments
@@ -172,9 +169,7 @@ class AnchoredWrapper(Wrapper):
     # Other ranks
 
     @torch.no_grad()
-    def rebind_as_generator(
-        self, process_group: ProcessGroup | Communicator | None = None
-    ) -> Generator[PendingCollective, None, None]:
+    def _rebind(self, process_group: ProcessGroup | Communicator | None = None) -> None:
         session = self._session
         self._check_own_params()
         before = session.begin_rebind()
@@ -182,7 +177,7 @@ class AnchoredWrapper(Wrapper):
             self._sync.cancel()
         session.forget_in_flight()
         session.switch_group(self, process_group)
-        fragments, due = yield from self._adopt_counts()
+        fragments, due = self._adopt_counts()
         if fragments:
             self._see_ranks_and_groups()
             is_new = self._sync is None
@@ -192,20 +187,20 @@ class AnchoredWrapper(Wrapper):
                     self._sync.due = due
                 self._ensure_anchors()
                 anchors = self._anchors
-                if anchors is not None and (yield from anchors.catch_up(session, is_new)):
+                if anchors is not None and (anchors.catch_up(session, is_new)):
                     self._counts.weight = 0.0
             except BaseException:
                 if is_new:  # the next rebind() finds this rank as new as it is
                     self._sync = None
                 raise
         else:
-            yield from catch_up(self, session.comm)
+            catch_up(self, session.comm)
         residual_norm = (self._anchors or session).residual_norm
         session.stats.residual_norm = weak_method(residual_norm)
         session.end_rebind()
         warn_of_lost_ranks(self, before, session.comm.size, residual_norm)
 
-    def _adopt_counts(self) -> CollectiveGenerator[tuple[list[int], frozenset[int]]]:
+    def _adopt_counts(self) -> tuple[list[int], frozenset[int]]:
         """Adopt the counts of the rank that is furthest, of those with anchors. Returns the
         fragments of that rank, none if no rank has anchors, and those that are due on any rank.
 
@@ -220,7 +215,7 @@ class AnchoredWrapper(Wrapper):
         known = (counts.round, options["step"], counts.begun, counts.mean_step, exchanges)
         are_due = [sync is not None and n in sync.due for n in fragments]
         row = [sync is not None, *known, fragments, are_due]
-        rows = yield from gather_json(row, session.device, session.comm)
+        rows = gather_json(row, session.device, session.comm)
         has_anchors, number, step, begun, mean_step, _, fragments, _ = max(rows)
         if not has_anchors:
             return [], frozenset()

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._engine.exchange import CollectiveGenerator
 from .._engine.handshake import VALUES, checksum_values
 from .._engine.options import Group, Setting
 from .._engine.resharding import copy_from_rank_ahead, write_tensors
@@ -187,7 +186,7 @@ class Anchors:
         """Compute a number above 0 that is equal for equal anchors."""
         return zlib.crc32(repr([checksum_values(b.anchors) for b in self.buckets]).encode()) or 1
 
-    def catch_up(self, session: Session, is_new: bool) -> CollectiveGenerator[bool]:
+    def catch_up(self, session: Session, is_new: bool) -> bool:
         """Copy anchors from a rank that is ahead. On a rank that is new or lacks a sync, the
         parameters of the exchanged fragments become their anchors, without residuals; others keep
         what they moved.
@@ -201,7 +200,7 @@ class Anchors:
         averages = [bucket.average for bucket in self.buckets if bucket.average is not None]
         tensors = [counts, *(bucket.anchors for bucket in self.buckets), *averages, *moments]
         count = -1 if is_new else self.applied_syncs
-        copied = yield from copy_from_rank_ahead(
+        copied = copy_from_rank_ahead(
             session.comm, session.device, tensors, count, len(groups), "exchange"
         )
         if copied is None or not copied[1]:

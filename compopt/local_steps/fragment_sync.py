@@ -18,15 +18,15 @@ import contextlib
 import math
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from .._engine.exchange import CollectiveGenerator, sum_over_groups
+from .._engine.exchange import sum_over_groups
 from .._engine.handshake import (
     MESSAGE,
     SYNC,
@@ -69,6 +69,14 @@ class SyncContribution(NamedTuple):
     has_failed: float = False
 
 
+class Pause:
+    """In place of a collective: what follows waits for ranks of this site, which may be in backward
+    and wait for this one. So it has to be in ``step()``.
+    """
+
+    is_ready = is_lockstep = False
+
+
 @dataclass(eq=False)
 class RunningSync:
     """A sync from its beginning to its end, applied after step ``apply_at`` (0: at once).
@@ -91,8 +99,8 @@ class RunningSync:
     apply_at: int
     squares: Tensor
     contribution: SyncContribution
-    collectives: CollectiveGenerator[None] | None = None
-    waiting: PendingCollective | None = None
+    collectives: Generator[PendingCollective | Pause, None, None] | None = None
+    waiting: PendingCollective | Pause | None = None
     error: Exception | None = None
     problem: Exception | None = None
     is_decided: bool = False
@@ -140,13 +148,15 @@ class RunningSync:
             except Exception as error:
                 self.error = error
 
-    def finish(self) -> CollectiveGenerator[None]:
-        """Communicate up to the decision."""
+    def finish(self, in_turns: bool = True) -> None:
+        """Communicate up to the decision; unless ranks may take turns, only as far as no simulated
+        rank would wait for another.
+        """
         while not self.is_decided:
             if self.error is not None:
                 raise self.error
-            if self.waiting is not None:
-                yield self.waiting
+            if not in_turns and getattr(self.waiting, "is_lockstep", False):
+                return
             self._advance()
 
     def _advance(self) -> None:
@@ -197,10 +207,10 @@ class FragmentSync:
     @torch.no_grad()
     def prepare_sync(
         self, counts: RoundCounts, steps: int, apply_at: int = 0, is_last: bool = False
-    ) -> CollectiveGenerator[None]:
+    ) -> None:
         """Begin the sync of the fragments that are due, after a round of ``steps`` steps."""
         session, fragments = self.session, self.due
-        yield from copy_options_from_ranks_with_data(self.optimizer)
+        copy_options_from_ranks_with_data(self.optimizer)
         buckets = self.anchors.list_buckets(fragments)
         is_as_before = all(t.has_moved == t.is_sent for b in buckets for t in b.tensors)
         for t in (t for bucket in buckets for t in bucket.tensors):
@@ -210,7 +220,7 @@ class FragmentSync:
             has_failed: float = problem is not None
             if self.shards:  # norms are those of all shards
                 numbers = [*squares.tolist(), has_failed]
-                *sums, has_failed = yield from sum_over_groups(self.shards, numbers, session.device)
+                *sums, has_failed = sum_over_groups(self.shards, numbers, session.device)
                 squares = squares.new_tensor(sums)
         except BaseException:
             self._undo(buckets)
@@ -257,7 +267,7 @@ class FragmentSync:
         running.collectives = self._communicate(running, apply_at > 0 and is_as_before)
 
     @torch.no_grad()
-    def perform_sync(self, counts: RoundCounts) -> CollectiveGenerator[RunningSync]:
+    def perform_sync(self, counts: RoundCounts) -> RunningSync:
         """Wait for the sync in flight, and apply it, unless the average is not finite; return it.
 
         If it fails, on all ranks, nothing is applied.
@@ -265,7 +275,7 @@ class FragmentSync:
         running = self.running
         assert running is not None
         try:
-            yield from running.finish()
+            running.finish()
             with defer_signals():
                 running.received = self._apply(running, counts)
         except BaseException:
@@ -323,14 +333,15 @@ class FragmentSync:
         """Wait for collectives in flight, because the next sync uses the same group."""
         if self.running is not None:
             with contextlib.suppress(Exception):
-                for pending in self.running.finish():
-                    if pending.is_lockstep:  # in the simulator no rank may wait for another here
-                        return
+                self.running.finish(in_turns=False)
 
     # The communication of a sync
 
-    def _communicate(self, running: RunningSync, starts_at_once: bool) -> CollectiveGenerator[None]:
-        """Exchange messages and payloads, up to the decision.
+    def _communicate(
+        self, running: RunningSync, starts_at_once: bool
+    ) -> Generator[PendingCollective | Pause, None, None]:
+        """Exchange messages and payloads, up to the decision. Yield what has to be waited for next:
+        with a delay backward goes on with it only when that is ready.
 
         Payloads start when messages have arrived: ranks then know that they fit, and all weights.
         With a delay payloads start at once, to travel while training goes on, unless other tensors
@@ -352,7 +363,11 @@ class FragmentSync:
             yield gathering
             rows = gathering.wait()
             assert isinstance(rows, Tensor)
-            yield from self._read_messages(running, rows.cpu())
+            rows = unpack_messages(rows.cpu(), FIELDS).contiguous().view(torch.float64)
+            if (problem := self._find_problem(rows)) is not None:
+                yield Pause()
+                problem(running)
+            self._read_contributions(running, rows)
             if running.is_empty:
                 return
             if not starts_at_once:
@@ -363,7 +378,11 @@ class FragmentSync:
                     yield pending
                     answers.append(pending.wait())
                 started = [one for one in answers if isinstance(one, PendingCollective)]
-            yield from self._decide(running)
+            if self.shards:
+                yield Pause()
+            if self._measure_average(running):
+                yield Pause()
+                self._raise_failure(running)
         except BaseException as error:
             for pending in started:
                 # after an interrupt, or in a new group, nothing may arrive
@@ -384,13 +403,13 @@ class FragmentSync:
         squared = running.squares.to(device).sum().view(1)
         return pack_message(SYNC, torch.cat([sent, squared, total.to(device)]))
 
-    def _read_messages(self, running: RunningSync, rows: Tensor) -> CollectiveGenerator[None]:
-        """Note what ranks have contributed. Raises if ranks differ, or one lacks a sync."""
-        comm = self.comm
-        rows = unpack_messages(rows, FIELDS).contiguous().view(torch.float64)
-        exchanges, settings, values, *contributions, squares, sums = rows.unbind(1)
+    def _find_problem(self, rows: Tensor) -> Callable[[RunningSync], None] | None:
+        """Return what raises, on all ranks, if a rank could not begin or ranks differ; it asks them
+        why. Raises if one lacks a sync.
+        """
+        exchanges, settings, values, *contributions, _, sums = rows.unbind(1)
         if contributions[-1].any():  # has_failed
-            yield from self._raise_failure(running)
+            return self._raise_failure
         if (exchanges != exchanges[0]).any():
             raise CommunicationError(
                 f"rank {int(exchanges.argmin())} lacks an exchange that others have applied: call "
@@ -399,19 +418,30 @@ class FragmentSync:
         compared = values[values != 0]
         sums = sums.contiguous().view(torch.int64)
         have_parted = bool((compared != compared[:1]).any() or (sums != sums[0]).any())
-        have_other_settings = bool((settings != settings[comm.rank]).any())
-        if have_parted or have_other_settings:
-            self.is_comparing = not have_other_settings
-            try:
-                yield from raise_mismatch(self.optimizer, comm, in_step=self.are_equal)
-            finally:
-                self.is_comparing = False
+        have_other_settings = bool((settings != settings[self.comm.rank]).any())
+        if not (have_parted or have_other_settings):
+            return None
+        return self._raise_other_settings if have_other_settings else self._raise_other_anchors
+
+    def _raise_other_settings(self, running: RunningSync) -> NoReturn:
+        raise_mismatch(self.optimizer, self.comm, in_step=self.are_equal)
+
+    def _raise_other_anchors(self, running: RunningSync) -> NoReturn:
+        self.is_comparing = True
+        try:
+            raise_mismatch(self.optimizer, self.comm, in_step=self.are_equal)
+        finally:
+            self.is_comparing = False
+
+    def _read_contributions(self, running: RunningSync, rows: Tensor) -> None:
+        """Note what ranks have contributed."""
+        _, _, _, *contributions, squares, _ = rows.unbind(1)
         mean = SyncContribution(*(float(values.mean()) for values in contributions))
         # where no rank has any weight, all have the same
         running.mean = mean
         weights = contributions[0] if mean.weight else torch.ones_like(contributions[0])
         running.factor = running.contribution.weight / mean.weight if mean.weight else 1.0
-        running.is_lost = not bool(squares[comm.rank].isfinite())
+        running.is_lost = not bool(squares[self.comm.rank].isfinite())
         norms = torch.where(squares.isfinite(), squares, 0.0).sqrt()
         running.mean_norm = float(weights @ norms / weights.sum())
 
@@ -432,9 +462,9 @@ class FragmentSync:
             running.problem = cause if isinstance(cause, Exception) else error
         return self.comm.start(AllReduceMean(bucket.encode_failure()))
 
-    def _decide(self, running: RunningSync) -> CollectiveGenerator[None]:
-        """Note whether the average is finite, and its length, on all shards. Raises if a rank has
-        failed.
+    def _measure_average(self, running: RunningSync) -> bool:
+        """Note whether the average is finite, and its length, on all shards. Return True if a rank
+        has failed.
         """
         buckets, shards = running.buckets, self.shards
         bodies = [bucket.payload.body.split(bucket.payload.lengths) for bucket in buckets]
@@ -452,18 +482,18 @@ class FragmentSync:
         is_finite = math.isfinite(sum(own))
         own = [square / n if is_finite else 0.0 for square, n in zip(own, copies, strict=True)]
         facts = [float(not is_finite), float(has_failed), *own]
-        non_finite, failed, *sums = yield from sum_over_groups(shards, facts, self.session.device)
-        if failed:
-            yield from self._raise_failure(running)
-        running.is_finite = non_finite == 0
-        running.note_lengths([math.sqrt(square) for square in sums], means)
+        non_finite, failed, *sums = sum_over_groups(shards, facts, self.session.device)
+        if not failed:
+            running.is_finite = non_finite == 0
+            running.note_lengths([math.sqrt(square) for square in sums], means)
+        return failed > 0
 
-    def _raise_failure(self, running: RunningSync) -> CollectiveGenerator[None]:
+    def _raise_failure(self, running: RunningSync) -> NoReturn:
         """Raise why a sync failed: this rank's own error, or one that quotes the others'."""
         problem = running.problem
         failure = "" if problem is None else f"{type(problem).__name__}: {problem}"
         try:
-            yield from raise_failure(self.session, self.comm, failure)
+            raise_failure(self.session, self.comm, failure)
         except CommunicationError:
             if problem is None:
                 raise

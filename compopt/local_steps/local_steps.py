@@ -33,7 +33,7 @@ parameters that is a_p rounded to bfloat16. Otherwise rounding errors would leak
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from .._engine.decision import StepDecision
-from .._engine.exchange import CollectiveGenerator, sum_over_groups
+from .._engine.exchange import sum_over_groups
 from .._engine.gradients import (
     GRAD,
     check_gradients,
@@ -74,7 +74,6 @@ from .._state.bucket import Bucket
 from .._state.layouts import Layout, LocalShape, PaddedVector
 from .._state.residuals import residual_layout
 from .._state.tensors import to_local
-from .._wire.in_flight import PendingCollective
 from .._wire.launch import ProcessGroup, get_rank
 from .._wire.meshes import get_replicate_size
 from .._wire.payload import PayloadDtype
@@ -269,9 +268,9 @@ class LocalSteps(AnchoredWrapper):
         self._samples = samples
         return super().step(closure)
 
-    def step_as_generator(self) -> Generator[PendingCollective, None, None]:
+    def take_step(self) -> None:
         if self.averages_gradients:
-            yield from super().step_as_generator()
+            super().take_step()
             return
         session = self._session
         try:
@@ -283,8 +282,8 @@ class LocalSteps(AnchoredWrapper):
             self.check_changed_options()
             try:
                 if not session.peers_verified and not session.sends_nothing:
-                    yield from copy_options_from_ranks_with_data(self)
-                    yield from Step(self, session.comm, session.steps + 1).verify_peers()
+                    copy_options_from_ranks_with_data(self)
+                    Step(self, session.comm, session.steps + 1).verify_peers()
                 self._ensure_anchors()
             except (CommunicationError, RankLeft) as error:
                 raise explain_failed_step(session, session.steps + 1, error) from error
@@ -293,10 +292,10 @@ class LocalSteps(AnchoredWrapper):
                 sync.anchors.note_training(params)
                 if options["round_seconds"] is not None:
                     self._counts.read_clock()
-            norm = yield from self._step_inner(params, options)  # line 1
+            norm = self._step_inner(params, options)  # line 1
             try:
                 with self._explain_failed_sync():
-                    yield from self._synchronize(options)
+                    self._synchronize(options)
             finally:
                 session.ddp_left_gradients = False
                 self._note_open_round()
@@ -325,7 +324,7 @@ class LocalSteps(AnchoredWrapper):
 
     # Exchanges
 
-    def _synchronize(self, options: Group) -> CollectiveGenerator[None]:
+    def _synchronize(self, options: Group) -> None:
         """Apply the sync whose delay has ended, and begin the one that is due after this step."""
         counts, sync, self._is_exchanged = self._counts, self._sync, False
         if sync is None:
@@ -342,19 +341,19 @@ class LocalSteps(AnchoredWrapper):
             if in_round >= length:
                 counts.round, counts.begun = counts.round + 1, step
         if sync.running is not None and (sync.due or step >= sync.running.apply_at):
-            yield from self._perform_and_report(sync)
+            self._perform_and_report(sync)
         if sync.due:
             # at most the number of steps between two exchanges
             delay = min(int(options["delay"]), length // int(count))
-            yield from sync.prepare_sync(counts, length, apply_at=step + delay if delay else 0)
+            sync.prepare_sync(counts, length, apply_at=step + delay if delay else 0)
             if not delay:
-                yield from self._perform_and_report(sync)
+                self._perform_and_report(sync)
 
-    def _perform_and_report(self, sync: FragmentSync) -> CollectiveGenerator[RunningSync]:
+    def _perform_and_report(self, sync: FragmentSync) -> RunningSync:
         """Wait for the sync in flight, apply it, and report it."""
         session = self._session
         waited = session.waits.seconds
-        result = yield from sync.perform_sync(self._counts)
+        result = sync.perform_sync(self._counts)
         self._sync_stats = {
             **self._sync_stats,
             **({} if result.step_length is None else {"step_length": result.step_length}),
@@ -377,7 +376,7 @@ class LocalSteps(AnchoredWrapper):
 
     # Line 1: a rank's own step
 
-    def _step_inner(self, params: list[Tensor], options: Group) -> CollectiveGenerator[float]:
+    def _step_inner(self, params: list[Tensor], options: Group) -> float:
         """Step the inner optimizer, unless a gradient of this rank, or of another shard of its
         replica, is not finite, and count the step. Signals are handled afterwards.
 
@@ -396,7 +395,7 @@ class LocalSteps(AnchoredWrapper):
             step = options["step"] + 1
             warn_without_gradients(session, step, "adds nothing to the average of its round")
         try:
-            norm = yield from self._gradient_norm(grads, copies)
+            norm = self._gradient_norm(grads, copies)
         except BaseException:
             if scale is not None:
                 scale_gradients(session, scale)
@@ -419,7 +418,7 @@ class LocalSteps(AnchoredWrapper):
             self._samples = None
         return norm
 
-    def _gradient_norm(self, grads: list[Tensor], copies: list[int]) -> CollectiveGenerator[float]:
+    def _gradient_norm(self, grads: list[Tensor], copies: list[int]) -> float:
         """Return the norm over all shards of the replica, NaN if a GradScaler has found an inf.
 
         In the same message shards agree on the time of the round. ``copies``: see ``sum_squares``.
@@ -433,7 +432,7 @@ class LocalSteps(AnchoredWrapper):
         elif grads:
             squared = float(sum_squares([total_norm([g]) for g in grads], copies))
         numbers = [squared, self._counts.seconds]
-        total, seconds = yield from sum_over_groups(shards, numbers, self._session.device)
+        total, seconds = sum_over_groups(shards, numbers, self._session.device)
         self._counts.seconds = seconds / math.prod(comm.size for comm in shards)
         return math.sqrt(total)
 
@@ -451,18 +450,17 @@ class LocalSteps(AnchoredWrapper):
         Raises CommunicationError if the exchange failed; it is tried again after the next step.
         """
         with self._explain_failed_sync():
-            for _ in self.end_round_as_generator():
-                pass
+            self._end_round()
 
-    def end_round_as_generator(self) -> Generator[PendingCollective, None, None]:
+    def _end_round(self) -> None:
         self._check_own_params()
         if self._sync is not None:
             with self._in_train_mode():
-                yield from self._sync_the_rest(self._sync)
+                self._sync_the_rest(self._sync)
                 if self._has_modes:  # eval() sets parameters by the base's state
-                    yield from self._average_base()
+                    self._average_base()
 
-    def _sync_the_rest(self, sync: FragmentSync) -> CollectiveGenerator[None]:
+    def _sync_the_rest(self, sync: FragmentSync) -> None:
         """Exchange what has moved since the last sync of its fragment."""
         counts, last, self._is_exchanged = self._counts, self._session.stats, False
         self._session.refresh_ranks(self)
@@ -470,7 +468,7 @@ class LocalSteps(AnchoredWrapper):
         step = self._options["step"]
         in_round = step - counts.begun
         if sync.running is not None:
-            yield from self._perform_and_report(sync)
+            self._perform_and_report(sync)
         if self._options["round_seconds"] is not None:
             # take part in the rounds of ranks that still train, until all have called this
             is_last = False
@@ -478,14 +476,14 @@ class LocalSteps(AnchoredWrapper):
                 counts.read_clock()
                 sync.anchors.note_training(self._params)
                 sync.due = frozenset(sync.anchors.groups)
-                yield from sync.prepare_sync(counts, step - counts.begun, is_last=True)
-                is_last = (yield from self._perform_and_report(sync)).mean.is_last == 1
+                sync.prepare_sync(counts, step - counts.begun, is_last=True)
+                is_last = (self._perform_and_report(sync)).mean.is_last == 1
         elif in_round > 0:
             counts.round, counts.begun = counts.round + 1, step
         sync.due |= {t.fragment for t in sync.anchors.tensors if t.has_moved}
         if sync.due:
-            yield from sync.prepare_sync(counts, max(1, in_round))
-            yield from self._perform_and_report(sync)
+            sync.prepare_sync(counts, max(1, in_round))
+            self._perform_and_report(sync)
         self._note_open_round()
         if self._is_exchanged or in_round > 0:
             self._report(last.grad_norm, is_step=False)
@@ -585,41 +583,41 @@ class LocalSteps(AnchoredWrapper):
 
     # Checkpoints
 
-    def consolidate_as_generator(self) -> Generator[PendingCollective, None, None]:
+    def _consolidate(self) -> None:
         """Replace residuals and the state of the inner optimizer by their means over ranks; within
         a round parameters too, so that all ranks have moved the same.
         """
         session, sync = self._session, self._sync
         self._check_own_params()
         if sync is not None and sync.running is not None:
-            yield from self._perform_and_report(sync)
+            self._perform_and_report(sync)
         if sync is not None and self.round_is_open:
             weight = 1.0
             if self._options["weighted"]:  # this rank's weight over the mean of all weights
                 counted = self._counts.weight
-                weights = yield from gather_json(counted, session.device, session.comm)
+                weights = gather_json(counted, session.device, session.comm)
                 weight = counted / (sum(weights) / len(weights)) if any(weights) else 1.0
             for t in sync.anchors.tensors:
                 if not bool(to_local(t.param.detach()).isfinite().all()):
                     write_params([t])
                     reset_moments(self.base, [t])
-                yield from average_state(t.param.detach(), session.device, session.comm, weight)
+                average_state(t.param.detach(), session.device, session.comm, weight)
         if sync is not None:
             for bucket in sync.anchors.buckets:
-                yield from average_residuals(bucket, "residual", session.device, session.comm)
-            yield from self._average_base()
-        yield from super().consolidate_as_generator()
+                average_residuals(bucket, "residual", session.device, session.comm)
+            self._average_base()
+        super()._consolidate()
 
-    def average_shares_as_generator(self) -> Generator[PendingCollective, None, None]:
+    def average_shares(self) -> None:
         """Replace what a resume has shared out among other ranks by its mean, see ``Snapshots``.
 
         In the averaged start too, where moments are equal otherwise, and not sent in a save.
         """
-        yield from self.consolidate_as_generator()
+        self._consolidate()
         if self._sync is None:
-            yield from self._average_base()
+            self._average_base()
 
-    def _average_base(self) -> CollectiveGenerator[None]:
+    def _average_base(self) -> None:
         """Replace the state of the inner optimizer by its mean over ranks, and the numbers that it
         keeps in its groups by rank 0's.
         """
@@ -628,5 +626,5 @@ class LocalSteps(AnchoredWrapper):
         trained = {t.param for t in self._anchors.tensors} if self._anchors else set()
         unfrozen = [b for b in session.frozen_buckets if not trained.isdisjoint(b.params)]
         buckets = [*session.buckets, *unfrozen]
-        yield from average_base(self.base, buckets, session.comm, session)
-        yield from copy_learned_options(groups, self.given_options, session.comm, session)
+        average_base(self.base, buckets, session.comm, session)
+        copy_learned_options(groups, self.given_options, session.comm, session)

@@ -187,8 +187,7 @@ class CandidateRun:
             p.copy_(weight)
             p.grad = grad
         # step() would call hooks that others have registered.
-        for _ in self.optimizer.step_as_generator():
-            pass
+        self.optimizer.take_step()
         for p, weight in zip(self.params, weights, strict=True):
             p.grad = None
             p.sub_(weight)

@@ -32,7 +32,6 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .._engine.decision import StepDecision
-from .._engine.exchange import CollectiveGenerator
 from .._engine.optimizer import CompressedOptimizer
 from .._engine.options import (
     Group,
@@ -334,9 +333,9 @@ class ScapeAdamS(CompressedOptimizer):
                     overlaps[name] = int(count_set_bits(newest.bits[i], positions)), newest.sizes[i]
         return overlaps
 
-    def consolidate_as_generator(self) -> CollectiveGenerator[None]:
+    def _consolidate(self) -> None:
         """Replace residuals by their mean, and move the common residual into them."""
-        yield from super().consolidate_as_generator()
+        super()._consolidate()
         for bucket in self._buckets:
             add_common_residual(bucket)
 

@@ -19,9 +19,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compopt
+from compopt._backends import apex as apex_backend
 from compopt._backends import choice as backends
 from compopt._backends.native import build
-from compopt._ops import operations, reference
+from compopt._ops import norms, reference
 from compopt._ops.operations import Ops
 
 needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="needs a C compiler")
@@ -130,7 +131,7 @@ def test_apex_is_taken_on_cuda_where_triton_is_not(monkeypatch, apex):
     steps = [torch.tensor(float(n)) for n in (3, 5, 3, 3)]
     plain = [[x.clone() for x in column] for column in columns]
     Ops().adamw(group, *plain, steps)
-    monkeypatch.setattr(backends, "APEX_DEVICE", "cpu")
+    monkeypatch.setattr(apex_backend, "APEX_DEVICE", "cpu")
     chosen.adamw(group, *columns, steps)
     assert sorted(apex) == [(1, 1, 3), (1, 1, 5)]  # a launch for each number of steps
     for ours, theirs in zip(columns, plain, strict=True):
@@ -158,18 +159,17 @@ def test_a_back_end_that_is_installed_but_does_not_run_gives_way(monkeypatch):
 def test_a_fused_implementation_has_its_references_place_and_arguments(backend):
     if backend == "triton":
         pytest.importorskip("triton")
-    module = importlib.import_module(f"compopt._ops.{backend}.{backend}_ops")
+    module = importlib.import_module(f"compopt._backends.{backend}.{backend}_ops")
     fused = {"native": "NativeOps", "triton": "TritonOps"}[backend]
-    for key, implementation in getattr(module, fused).fused.items():
-        place, _, name = key.rpartition(".")
-        reference_function = getattr(importlib.import_module(f"compopt.{place}"), name)
-        assert operations.reference_key(reference_function) == key
+    for reference_function, implementation in getattr(module, fused).fused.items():
+        place = reference_function.__module__.removeprefix("compopt.")
         if not implementation.is_batched:
             expected, given = (list(inspect.signature(f).parameters) for f in (reference_function, implementation.run))
-            assert given == expected, key
+            assert given == expected, place
         if "lowrank" not in implementation.run.__module__:  # whoever reads one finds the other, and the caller
             first = " ".join(implementation.run.__doc__.partition("\n\n")[0].split())
-            assert f"``{key}``" in first and ("called by" in first or "made by" in first), key
+            name = f"{place.rpartition('.')[2]}.{reference_function.__name__}"
+            assert f"{name}``" in first and "called by" in first, name
 
 
 def test_a_batched_implementation_names_the_arguments_of_its_reference():
@@ -214,7 +214,7 @@ def test_a_compressed_step_waits_for_the_device_once(monkeypatch, device, name):
     options = {"RadiusAdamW": {"dense_steps": 0}, "ScapeAdamS": {"density": 0.1, "density_steps": 0}}
     optimizer = getattr(compopt, name)(model.parameters(), simulate=True, **options[name])
     monkeypatch.setattr(
-        operations, "squared_norms_on_cpu", lambda xs: torch.stack(torch._foreach_norm(xs, dtype=torch.float64))
+        norms, "squared_norms_on_cpu", lambda xs: torch.stack(torch._foreach_norm(xs, dtype=torch.float64))
     )
     lists, brought = [], torch.Tensor.tolist  # the norm as on a GPU: on the CPU it looks whether float32 overflowed
     for step in range(4):

@@ -14,6 +14,7 @@ from sim import World
 from torch import Tensor, nn
 
 import compopt
+from compopt.separate import stacks
 
 compopt_kernels = pytest.importorskip("compopt_kernels", reason="needs triton")
 
@@ -97,7 +98,7 @@ def test_matrices_of_more_columns_than_a_program_holds_are_multiplied_by_pytorch
     monkeypatch.setenv("COMPOPT_BACKEND", "triton")
     optimizer = compopt.SeparateAdam([nn.Parameter(torch.ones(SHAPES[0], device=device))])
     (bucket,), ops = optimizer._buckets, optimizer.ops
-    fused = [ops.fused[f"separate.stacks.{name}"] for name in ("multiply", "orthonormalize_columns")]
+    fused = [ops.fused[function] for function in (stacks.multiply, stacks.orthonormalize_columns)]
     most = compopt_kernels.MAX_NARROW
     for rank, count in ((16, 2), (17, 1), (most, 1), (most + 1, 0)):
         bucket.group["rank"] = rank

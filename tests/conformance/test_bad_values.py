@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from conformance import Small, assert_same, loss, snapshot
-from sim import Ranks
+from sim import Ranks, noting
 from slow_rows import in_turn
 from torch import nn
 
@@ -166,9 +166,9 @@ def test_a_rate_that_a_scheduler_makes_nan_is_refused_by_the_next_step_and_nothi
         for rank in on:
             ranks.optimizers[rank].param_groups[0][option] = value
         if wrapper == "LocalSteps":  # a step of a rank's own: others learn that it is gone at the end of the round
-            turns = [ranks.optimizers[rank].step_as_generator() for rank in on]
+            turns = [ranks.optimizers[rank].step for rank in on]
         else:
-            turns = [optimizer.step_as_generator() for optimizer in ranks.optimizers]
+            turns = [optimizer.step for optimizer in ranks.optimizers]
         sent = [comm.bytes_sent for comm in ranks.world.comms]
         errors = run_all(ranks, turns)
         says = NOT_FINITE.format(option, "base")
@@ -207,7 +207,7 @@ def test_a_rate_of_the_outer_optimizer_that_becomes_nan_is_refused_on_all_ranks_
 
 def take_step(ranks: Ranks) -> list[BaseException]:
     ranks.backward(loss)
-    return run_all(ranks, [optimizer.step_as_generator() for optimizer in ranks.optimizers])
+    return run_all(ranks, [optimizer.step for optimizer in ranks.optimizers])
 
 
 def tells(option: str, says: str) -> Callable[[BaseException], bool]:
@@ -215,17 +215,10 @@ def tells(option: str, says: str) -> Callable[[BaseException], bool]:
     return lambda error: says in str(error) or re.search(f"ranks differ.* {option}: rank 0 has", str(error)) is not None
 
 
-def run_all(ranks: Ranks, turns: list) -> list[BaseException]:
-    """Run the ranks' generators; return what each raised."""
+def run_all(ranks: Ranks, calls: list) -> list[BaseException]:
+    """Run a call of each rank; return what each raised."""
     errors: list[BaseException] = []
-
-    def noting(turn):
-        try:
-            yield from turn
-        except (ValueError, compopt.CommunicationError) as error:
-            errors.append(error)
-
-    ranks.world.run([noting(turn) for turn in turns])
+    ranks.world.run([noting(call, errors, ValueError, compopt.CommunicationError) for call in calls])
     return errors
 
 
@@ -245,7 +238,7 @@ def test_a_rate_of_an_own_class_that_becomes_infinite_is_refused_on_all_ranks(na
         ranks.optimizers[1].param_groups[0][option] = -INF
         ranks.backward(loss)
         before = [snapshot(optimizer) for optimizer in ranks.optimizers]
-        errors = run_all(ranks, [optimizer.step_as_generator() for optimizer in ranks.optimizers])
+        errors = run_all(ranks, [optimizer.step for optimizer in ranks.optimizers])
         assert len(errors) == 2 and all(map(tells(option, f"{option} must be finite"), errors)), errors
         for old, optimizer in zip(before, ranks.optimizers, strict=True):
             assert_same(old, snapshot(optimizer))

@@ -109,7 +109,7 @@ def test_after_a_round_was_ended_replicas_are_equal_and_a_saved_run_goes_on(case
                 one.backward(step)
                 one.step()
         for one in filter(None, (run, other)):
-            one.world.run([optimizer.end_round_as_generator() for optimizer in one.optimizers])
+            one.world.run([optimizer.end_round for optimizer in one.optimizers])
             assert_replicas_equal(one)
         for p, q in zip(*(everywhere(r.optimizers[-1]) for r in (run, other)), strict=True) if other else ():
             assert torch.equal(p, q), "the run that was resumed went another way"

@@ -42,7 +42,9 @@ def optimizers() -> list[type[torch.optim.Optimizer]]:
     results = []
     for cls in descendants(CompressedOptimizer) | {compopt.MuonAdamW}:
         private = any(part.startswith("_") for part in cls.__module__.split("."))
-        if not private and source_of(cls).parent in (ROOT / "compopt", ROOT / "examples"):
+        file = source_of(cls)
+        has_own_folder = file.parent.name == file.stem
+        if not private and (has_own_folder or file.parent in (ROOT / "compopt", ROOT / "examples")):
             results.append(cls)
     return sorted(results, key=lambda cls: cls.__name__)
 
@@ -63,7 +65,7 @@ def forgotten(cls: type[torch.optim.Optimizer], table: Sequence[Case] = (*CASES,
         results += _in_the_table(cls, table)
     if not any((ROOT / "tests").rglob(f"test_{file.stem}.py")):
         results.append(f"{name} has no tests of its own: write tests/methods/test_{file.stem}.py, with an oracle")
-    if file.parent != ROOT / "compopt":
+    if file.parent == ROOT / "examples":
         if f"examples/{file.name}" not in read(*(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))):
             results.append(f"{name} is on no page: name examples/{file.name} in docs/")
         return results
@@ -76,7 +78,7 @@ def forgotten(cls: type[torch.optim.Optimizer], table: Sequence[Case] = (*CASES,
         "CHANGELOG.md": f"`{name}",
     }
     results += [f"{name} is not in {place}" for place, words in places.items() if words not in read(place)]
-    if file.name not in read("CONTRIBUTING.md").split("## Layout")[1]:
+    if not re.search(rf"{file.stem}(\.py|/)", read("CONTRIBUTING.md").split("## Layout")[1]):
         results.append(f"{name} is not in CONTRIBUTING.md's layout picture: add {file.name}")
     return results
 

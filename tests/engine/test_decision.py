@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -159,7 +160,7 @@ def combined(*decisions: StepDecision) -> list[StepDecision]:
     """The decisions of shards of one model, combined."""
     world, device = World(len(decisions)), torch.device("cpu")
     pairs = zip(world.comms, decisions, strict=True)
-    world.run([combine_decisions(decision, [comm], device) for comm, decision in pairs])
+    world.run([partial(combine_decisions, decision, [comm], device) for comm, decision in pairs])
     return list(decisions)
 
 

@@ -179,7 +179,7 @@ def test_the_simulator_reports_ranks_that_would_hang(make):
     train(ranks, 3)
     ranks.backward(loss)
     with pytest.raises(Deadlock):
-        ranks.world.run([ranks.optimizers[0].step_as_generator()])
+        ranks.world.run([ranks.optimizers[0].step])
 
 
 def test_an_update_that_raises_stop_iteration_is_an_error(monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from collections.abc import Generator
 from datetime import timedelta
 
 import pytest
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from conformance import AVERAGING, TRACKED, assert_same, every_average, loss, make_ranks, snapshot, some_average
 from pairs import name_of
 from ranks import FOREVER, run_ranks
-from sim import Ranks, World
+from sim import Ranks, World, noting
 from slow_rows import in_turn, slow_but
 from table import CASES, FORMS, Case, by_name
 from torch import nn
@@ -48,14 +47,6 @@ def find_in_buckets(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> str:
     return next(f"parameter {n} of group {g}" for g, n, q in places if q is p)
 
 
-def caught(turns: Generator, errors: list[Exception]) -> Generator:
-    """A rank's turns; the error it ends with is noted."""
-    try:
-        yield from turns
-    except Exception as error:
-        errors.append(error)
-
-
 @every_average
 def test_a_sparse_gradient_on_one_rank_is_refused_by_name_and_all_hear_of_it(case):
     ranks = make_ranks(case, 2)
@@ -65,7 +56,7 @@ def test_a_sparse_gradient_on_one_rank_is_refused_by_name_and_all_hear_of_it(cas
     kept = ranks.models[1].down.weight.grad
     ranks.models[1].down.weight.grad = kept.to_sparse()
     errors: list[Exception] = []
-    ranks.world.run([caught(optimizer.step_as_generator(), errors) for optimizer in ranks.optimizers])
+    ranks.world.run([noting(optimizer.step, errors) for optimizer in ranks.optimizers])
     (theirs,) = (error for error in errors if isinstance(error, compopt.CommunicationError))
     (ours,) = (error for error in errors if isinstance(error, TypeError))
     place = find_in_buckets(ranks.optimizers[1], ranks.models[1].down.weight)
@@ -95,7 +86,7 @@ def refuse_resized(ranks: Ranks, form: str) -> None:
     shape = (rows, columns + 8) if form == "another size" else (columns, rows)
     weight.data, weight.grad = torch.ones(shape), torch.ones(shape)
     errors: list[Exception] = []
-    ranks.world.run([caught(optimizer.step_as_generator(), errors) for optimizer in ranks.optimizers])
+    ranks.world.run([noting(optimizer.step, errors) for optimizer in ranks.optimizers])
     (theirs,) = (error for error in errors if isinstance(error, compopt.CommunicationError))
     (ours,) = (error for error in errors if isinstance(error, TypeError))
     place = find_in_buckets(ranks.optimizers[1], weight)

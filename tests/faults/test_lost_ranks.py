@@ -17,6 +17,7 @@ from fsdp_models import cut, make, whole
 from fsdp_models import train as train_model
 from lossy import CASES, Training, announce, attempt, connect, limit_waits, run_lossy, same, state, train
 from ranks import FOREVER, run_ranks
+from sim import Begun
 from slow_rows import slow_but
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -45,8 +46,7 @@ def die(trainings: list[Training], rank: int, when: str) -> None:
     for training in trainings:
         training.backward(rank)
     if when == "in the exchange":
-        for training in trainings:
-            next(training.optimizer.step_as_generator())
+        _ = [Begun(training.optimizer.take_step) for training in trainings]
     elif when == "before the commit":
 
         def commit(*args):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 
 import pytest
 import torch
 from conformance import Small, assert_same, every_average, loss, make_ranks, snapshot, some_average
 from pairs import name_of
-from sim import World
+from sim import Deadlock, World
 from table import CASES, FORMS, Case, by_name
 from torch import nn
 
@@ -33,13 +34,13 @@ def refused(a, b, *words: str) -> None:
         before = snapshot(optimizer)
         heard.append((optimizer, before))
 
-    def listening(optimizer):
+    def listen(optimizer):
         with pytest.raises(ValueError, match="ranks differ, and nothing was applied") as caught:
-            yield from optimizer.step_as_generator()
+            optimizer.step()
         messages.append(str(caught.value))
 
     messages: list[str] = []
-    world.run([listening(optimizer) for optimizer, _ in heard])
+    world.run([partial(listen, optimizer) for optimizer, _ in heard])
     assert len(messages) == 2 and messages[0] == messages[1]
     for word in ("ank 0 has", "rank 1 has", *words):
         assert word in messages[0], messages[0]
@@ -146,12 +147,12 @@ def raised_by_both(case: Case, error: type[Exception], match: str) -> None:
     before = [snapshot(optimizer) for optimizer in ranks.optimizers]
     raised = []
 
-    def listening(optimizer):
+    def listen(optimizer):
         with pytest.raises(error, match=match):
-            yield from optimizer.step_as_generator()
+            optimizer.step()
         raised.append(optimizer)
 
-    ranks.world.run([listening(optimizer) for optimizer in ranks.optimizers])
+    ranks.world.run([partial(listen, optimizer) for optimizer in ranks.optimizers])
     assert len(raised) == 2
     for one, optimizer in zip(before, ranks.optimizers, strict=True):
         assert_same(one, snapshot(optimizer))
@@ -215,7 +216,7 @@ def test_a_message_that_cannot_be_read(monkeypatch):
     ranks = make_ranks(by_name["SeparateAdam"], 2)
     texts = iter(["{}", "{"])
     monkeypatch.setattr(handshake.json, "dumps", lambda value: next(texts))
-    gathering = [handshake.gather_json(0, torch.device("cpu"), comm) for comm in ranks.world.comms]
+    gathering = [partial(handshake.gather_json, 0, torch.device("cpu"), comm) for comm in ranks.world.comms]
     with pytest.raises(compopt.CommunicationError, match="a rank has sent a message that cannot be read"):
         ranks.world.run(gathering)
 
@@ -270,10 +271,11 @@ def test_payloads_of_different_lengths_never_meet(option):
     ranks.train(loss, 6)
     ranks.optimizers[1].param_groups[0][option] = {"density": 0.2, "interval": 1}[option]
     ranks.backward(loss)
-    first = [next(optimizer.step_as_generator()) for optimizer in ranks.optimizers[:1]]
-    assert first and ranks.world.asked
+    with pytest.raises(Deadlock):  # the other rank has not come
+        ranks.world.run([ranks.optimizers[0].step])
+    assert ranks.world.asked
     with pytest.raises(AssertionError, match=r"different collectives.*AllGather.*AllReduceMean"):
-        next(ranks.optimizers[1].step_as_generator())
+        ranks.world.run([ranks.optimizers[1].step])
 
 
 @some_average("RadiusAdamW", "SeparateAdam", "TagcAdamW")
@@ -285,12 +287,12 @@ def test_a_rank_that_cannot_send_in_the_first_step_is_told_by_all(case):
     p.grad = p.grad.to_sparse()
     messages = []
 
-    def listening(optimizer):
+    def listen(optimizer):
         with pytest.raises((compopt.CommunicationError, TypeError, RuntimeError), match="sparse") as caught:
-            yield from optimizer.step_as_generator()
+            optimizer.step()
         messages.append((type(caught.value) is compopt.CommunicationError, str(caught.value)))
 
-    ranks.world.run([listening(optimizer) for optimizer in ranks.optimizers])
+    ranks.world.run([partial(listen, optimizer) for optimizer in ranks.optimizers])
     assert sorted(is_told for is_told, _ in messages) == [False, True, True]
     assert all("the gradients of rank 1 (" in message for is_told, message in messages if is_told)
     ranks.train(loss, 2)

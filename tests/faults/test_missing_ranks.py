@@ -20,7 +20,7 @@ import torch.distributed as dist
 from conformance import Small, loss, make_ranks
 from lossy import run_lossy
 from ranks import FOREVER, HANG_GUARD, free_port, run_ranks
-from sim import Ranks, SimCommunicator, SimPending
+from sim import Ranks, SimCommunicator
 from table import FORMS, by_name
 from torch import nn
 
@@ -299,7 +299,7 @@ def test_notes_are_heeded_in_the_steps_that_their_rank_does_not_come_to():
     assert explain_missing_rank(here) == explain_failure(here, FAILED) == ""
     here.option_groups[0]["step"] += 2
     assert explain_missing_rank(here)
-    run_watching_ranks(ranks.optimizers[1], iter(()))
+    run_watching_ranks(ranks.optimizers[1], lambda: None)
     assert explain_missing_rank(here) == "", "it has taken a step since"
 
     post_lost_masks(there)
@@ -390,8 +390,9 @@ def test_a_step_does_not_wait_for_the_store(monkeypatch):
     session.comm.store = BoundedStore(stuck, 0.05)
     monkeypatch.setattr(SimCommunicator, "can_poll_store", lambda comm, device: True)
     waits = iter([False, False, True])
-    monkeypatch.setattr(SimPending, "completes_within", lambda pending, seconds: next(waits), raising=False)
-    run_watching_ranks(ranks.optimizers[0], iter([SimPending(None, 0, 0, False)]))
+    monkeypatch.setattr(PendingCollective, "completes_within", lambda pending, seconds: next(waits))
+    pending = PendingCollective("of the test", type("Done", (), {"wait": lambda work: None})(), lambda: None)
+    run_watching_ranks(ranks.optimizers[0], pending.wait)
     assert next(waits, None) is None and explain_failure(session, RankSilent("it failed")).startswith(". Another rank")
     with pytest.raises(compopt.CommunicationError, match=r"could not reach the other ranks.* does not answer"):
         ranks.optimizers[0].consolidate_state()

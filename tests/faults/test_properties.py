@@ -9,6 +9,7 @@ import inspect
 import os
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -144,7 +145,7 @@ class Run:
             self.optimizers = self.optimizers[1:]
             self.world = World(len(self.optimizers))
             pairs = zip(self.optimizers, self.world.comms, strict=True)
-            self.world.run([optimizer.rebind_as_generator(comm) for optimizer, comm in pairs])
+            self.world.run([partial(optimizer.rebind, comm) for optimizer, comm in pairs])
 
     def saved_and_loaded(self, step: int) -> None:
         self.world.consolidate(self.optimizers)

@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ class Soak(Run):
         self.world.consolidate(self.optimizers)
         if self.optimizers[0].sharded:  # nobody's shards fit any more
             with pytest.raises(ValueError, match="ranks, because its state is sharded"):
-                next(self.optimizers[0].rebind_as_generator(World(4).comms[0]))
+                self.optimizers[0].rebind(World(4).comms[0])
             old, self.world = self.optimizers[0], World(4)
             self.optimizers = [self.resumed(old, comm) for comm in self.world.comms]
         else:
@@ -64,7 +65,7 @@ class Soak(Run):
     def join(self, optimizers: list) -> None:
         self.world = World(len(optimizers))
         pairs = zip(optimizers, self.world.comms, strict=True)
-        self.world.run([optimizer.rebind_as_generator(comm) for optimizer, comm in pairs])
+        self.world.run([partial(optimizer.rebind, comm) for optimizer, comm in pairs])
 
 
 def tensors(run: Soak) -> int:
@@ -189,7 +190,7 @@ class Rounds(Soak):
     def ended(self, step: int) -> None:
         for attempt in range(3):  # a failure may be waiting for it, and one beside
             try:
-                self.world.run([optimizer.end_round_as_generator() for optimizer in self.optimizers])
+                self.world.run([optimizer.end_round for optimizer in self.optimizers])
                 break
             except compopt.CommunicationError:
                 assert attempt < 2

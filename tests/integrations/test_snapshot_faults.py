@@ -12,6 +12,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -310,13 +311,13 @@ def test_another_structure_is_passed_over_or_refused_on_all_ranks(name, size, sa
 
     def resume(rank: int):
         try:
-            outcomes[rank] = yield from fleet.snapshots[rank].resume_as_generator()
+            outcomes[rank] = fleet.snapshots[rank].resume()
         except RuntimeError as error:
             outcomes[rank] = str(error).replace(f"node {rank}", "node")
 
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        fleet.ranks.world.run([resume(rank) for rank in range(size)])
+        fleet.ranks.world.run([partial(resume, rank) for rank in range(size)])
     (outcome,) = {*outcomes.values()}
     assert len(outcomes) == size
     if outcome == 6:
@@ -520,26 +521,24 @@ def test_weights_of_a_round_are_carried(size, rounds, tmp_path):
         return ranks, snapshots
 
     ranks, snapshots = make(3)
-    for (_, model, optimizer), distance, weight in zip(ranks, (1.0, 2.0, 6.0), (1, 3, 5), strict=True):
+    for model, distance in zip(ranks.models, (1.0, 2.0, 6.0), strict=True):
         move_by(model, distance)
-        optimizer._samples = weight
-    ranks.world.step(ranks.optimizers)
+    ranks.world.step(ranks.optimizers, (1, 3, 5))
     if "round_seconds" in rounds:  # a rank that takes more steps than the others
         move_by(ranks.models[1], 0.0)
-        ranks.optimizers[1]._samples = 0
-        assert [*ranks.optimizers[1].step_as_generator()] == []
-    ranks.world.run([one.save_as_generator() for one in snapshots])
+        ranks.optimizers[1].step(samples=0)
+    ranks.world.run([one.save for one in snapshots])
     for one in snapshots:
         one.close()
     again, snapshots = make(size)
-    again.world.run([one.resume_as_generator() for one in snapshots])
+    again.world.run([one.resume for one in snapshots])
     assert {optimizer._session.steps for optimizer in again.optimizers} <= {1, 2}
     if size == 1:  # a single process has no round to end
         assert again.models[0].weight.item() == pytest.approx(-37 / 9)
         return
     weights = [optimizer._counts.weight for optimizer in again.optimizers]
     assert weights == ([1, 3, 5] if size == 3 else [3] * size)
-    again.world.run([optimizer.end_round_as_generator() for optimizer in again.optimizers])
+    again.world.run([optimizer.end_round for optimizer in again.optimizers])
     for model in again.models:
         assert model.weight.item() == pytest.approx(-37 / 9)
 

@@ -332,9 +332,7 @@ def lengths_of(moved: list[torch.Tensor], samples: list[float], lost: int | None
         return compopt.LocalSteps(sgd, 1, process_group=process_group, **options)
 
     world, params, optimizers = replicas(len(moved), [torch.zeros(50, dtype=torch.float64)], make)
-    for optimizer, number in zip(optimizers, samples, strict=True):
-        optimizer._samples = number
-    step(world, params, optimizers, [[m] for m in moved])
+    step(world, params, optimizers, [[m] for m in moved], samples)
     return [optimizer.stats.step_length for optimizer in optimizers]
 
 
@@ -409,9 +407,7 @@ def test_auto_weighs_ranks():
         return compopt.LocalSteps(torch.optim.SGD(params, lr=1.0), 1, process_group=process_group, **options)
 
     world, params, optimizers = replicas(2, [torch.zeros(2)], make)
-    for optimizer, samples in zip(optimizers, (4, 1), strict=True):
-        optimizer._samples = samples
-    step(world, params, optimizers, [[torch.tensor([2.0, 0.0])], [torch.tensor([0.0, 1.0])]])
+    step(world, params, optimizers, [[torch.tensor([2.0, 0.0])], [torch.tensor([0.0, 1.0])]], (4, 1))
     mean = torch.tensor([1.6, 0.2])
     wanted = -1.8 * mean / mean.norm()
     torch.testing.assert_close(params[0][0].detach(), wanted)

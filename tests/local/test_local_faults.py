@@ -6,6 +6,7 @@ import copy
 import re
 import signal
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -72,7 +73,7 @@ def test_survivors_and_newcomers_go_on_from_the_anchors():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pairs = list(zip(optimizers[:2], world.comms, strict=True))
-        world.run([optimizer.rebind_as_generator(comm) for optimizer, comm in pairs])
+        world.run([partial(optimizer.rebind, comm) for optimizer, comm in pairs])
         assert all(map(torch.equal, params[0], before))  # what a rank has moved stays
         step(world, params[:2], optimizers[:2], gradients(2, 6))
         step(world, params[:2], optimizers[:2], gradients(2, 7))
@@ -82,7 +83,7 @@ def test_survivors_and_newcomers_go_on_from_the_anchors():
         own = [torch.nn.Parameter(torch.zeros_like(w)) for w in weights()]
         new = compopt.LocalSteps(adamw(own), 4, growth_steps=0, payload_dtype=None, process_group=World(1).comms[0])
         ranks, theirs = [*optimizers[:2], new], [*params[:2], own]
-        world.run([optimizer.rebind_as_generator(comm) for optimizer, comm in zip(ranks, world.comms, strict=True)])
+        world.run([partial(optimizer.rebind, comm) for optimizer, comm in zip(ranks, world.comms, strict=True)])
     assert all(map(torch.equal, own, params[0]))
     for t in range(8, 12):
         step(world, theirs, ranks, gradients(3, t))
@@ -146,7 +147,7 @@ def test_ranks_that_end_a_round_after_unequal_numbers_of_steps_are_told_so():
     world = optimizers[0].comm.world
     for p, g in zip(params[1], gradients(2, 2)[1], strict=True):
         p.grad = g
-    world.run([optimizers[1].step_as_generator()])
+    world.run([optimizers[1].step])
     with pytest.raises(ValueError, match=r"Rank 0 has taken 2 steps, rank 1 has taken 3 \(group 0\)"):
         end_round(optimizers)
 
@@ -183,7 +184,7 @@ def test_what_a_layer_moved_before_it_was_frozen_is_averaged_too(at, options):
             given[2] = None
         step(world, params, optimizers, grads)
     if options.get("delay"):
-        world.run([optimizer.end_round_as_generator() for optimizer in optimizers])
+        world.run([optimizer.end_round for optimizer in optimizers])
     assert all(map(torch.equal, *params))
     if not options:
         (as_it_was, *_), _ = train(2, at - at % 4)
@@ -295,7 +296,7 @@ def rebind(optimizers, world) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pairs = zip(optimizers, world.comms, strict=True)
-        world.run([optimizer.rebind_as_generator(comm) for optimizer, comm in pairs])
+        world.run([partial(optimizer.rebind, comm) for optimizer, comm in pairs])
 
 
 def test_a_rank_that_lacks_an_exchange_takes_it_over_and_does_not_repeat_it():
@@ -405,7 +406,7 @@ def test_a_rank_that_joins_may_do_so_again_where_its_first_rebind_failed(steps, 
     world = World(3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing of a new rank is lost
-        world.run([o.rebind_as_generator(comm) for o, comm in zip(optimizers, world.comms, strict=True)])
+        world.run([partial(o.rebind, comm) for o, comm in zip(optimizers, world.comms, strict=True)])
     assert all(map(torch.equal, new, anchors))
     for t in range(steps, 12):
         step(world, params, optimizers, gradients(3, t))
@@ -447,7 +448,7 @@ def test_a_signal_during_a_takeover_leaves_parameters_at_their_anchors(monkeypat
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(Anchors, "_become_anchors", interrupted)
         world = World(2)
-        calls = [o.rebind_as_generator(comm) for o, comm in zip(optimizers, world.comms, strict=True)]
+        calls = [partial(o.rebind, comm) for o, comm in zip(optimizers, world.comms, strict=True)]
         world.run([calls[1], calls[0]])  # the late rank is interrupted, not closed because the other was
     signal.signal(signal.SIGINT, before)
     assert exchanges_of(optimizers[1]) == 1, "it was taken over as a whole before the signal was handled"
@@ -643,11 +644,10 @@ def test_consolidation_within_a_round_weighs_ranks_as_the_round_does():
     params, optimizers = train(2, 0, inner=sgd, weighted=True, outer_lr=1.0, outer_momentum=0.0)
     world, before = optimizers[0].comm.world, params[0][0].detach().clone()
     for t in range(4):
-        for rank, (own, optimizer) in enumerate(zip(params, optimizers, strict=True)):
+        for rank, own in enumerate(params):
             for p in own:
                 p.grad = torch.full_like(p, float(rank))
-            optimizer._samples = (3.0, 1.0)[rank]  # as step(samples=) sets it
-        world.step(optimizers)
+        world.step(optimizers, (3.0, 1.0))
         if t == 2:
             kept = [[p.detach().clone() for p in own] for own in params]
             world.failing_everywhere.add(world.comms[0].started + 1)  # after the weights

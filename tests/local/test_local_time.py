@@ -7,9 +7,11 @@ import math
 import statistics
 import time
 import warnings
+from functools import partial
 
 import pytest
 import torch
+from greenlet import getcurrent, greenlet
 from local_runs import adamw, are_equal, end_round
 from oracles import local as oracle
 from problems import gradients, replicas, weights
@@ -23,11 +25,24 @@ COUNTS = [[3, 2, 4], [1, 1, 4], [2, 3, 1], [5, 1, 1]]  # steps of three ranks in
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """Seconds that pass when a test says so, on each simulated rank by itself while ranks run."""
 
     def __init__(self, monkeypatch):
-        self.now = 100.0
+        self.common, self.own = 100.0, {}
         monkeypatch.setattr("compopt.local_steps.rounds.monotonic", lambda: self.now)
+
+    @property
+    def now(self) -> float:
+        for rank in [rank for rank in self.own if rank.dead]:
+            self.common = max(self.common, self.own.pop(rank))
+        return self.own.get(getcurrent(), self.common)
+
+    @now.setter
+    def now(self, seconds: float) -> None:
+        if getcurrent().parent is not None:
+            self.own[getcurrent()] = seconds
+        else:
+            self.common = seconds
 
 
 @pytest.fixture
@@ -49,44 +64,32 @@ def gradient(rank: int, t: int, dtype=torch.float64) -> list[torch.Tensor]:
     return gradients(rank + 1, t, dtype=dtype)[rank]
 
 
-def give(params, optimizer, rank: int, samples=None) -> None:
+def give(params, optimizer, rank: int) -> None:
     """The gradients of a rank's coming step."""
     t = optimizer._option_groups[0]["step"]
     for p, g in zip(params[rank], gradient(rank, t, params[rank][0].dtype), strict=True):
         p.grad = g
-    optimizer._samples = samples
 
 
 def take_steps(clock, params, optimizer, rank: int, steps: int, samples=None, is_round=True):
-    """A rank's steps, as turns; time is over before the last of a round. Ranks have clocks of their own."""
-    return _steps(clock, clock.now, params, optimizer, rank, steps, samples, is_round)
-
-
-def _steps(clock, now, params, optimizer, rank, steps, samples, is_round):
+    """Take a rank's steps; time is over before the last of a round. Ranks have clocks of their own."""
     for n in range(steps):
-        give(params, optimizer, rank, samples)
-        now += 11 * (is_round and n == steps - 1)
-        turns = optimizer.step_as_generator()
-        while True:
-            clock.now = now
-            try:
-                pending = next(turns)
-            except StopIteration:
-                break
-            yield pending
+        give(params, optimizer, rank)
+        clock.now += 11 * (is_round and n == steps - 1)
+        optimizer.step(samples=samples)
         assert optimizer.stats.phase in ("exchanged" if is_round and n == steps - 1 else "local", "skipped", "dense")
 
 
 def take_alone(clock, world, params, optimizers, rank: int, steps: int) -> None:
     """Steps of one rank, within a round, when ranks know each other."""
-    world.run([take_steps(clock, params, optimizers[rank], rank, steps, is_round=False)])
+    world.run([partial(take_steps, clock, params, optimizers[rank], rank, steps, is_round=False)])
 
 
 def take_round(clock, world, params, optimizers, counts, samples=None) -> None:
     """A round in which ranks take so many steps."""
     samples = samples or [None] * len(counts)
     turns = [
-        take_steps(clock, params, optimizer, rank, *pair)
+        partial(take_steps, clock, params, optimizer, rank, *pair)
         for (rank, optimizer), pair in zip(enumerate(optimizers), zip(counts, samples, strict=True), strict=True)
     ]
     world.run(turns)
@@ -185,8 +188,8 @@ def test_weights_of_every_round_are_its_own():
     world, params, optimizers = make_ranks(2, round_seconds=None, every=2, weighted=True)
     for t in range(6):
         for rank, optimizer in enumerate(optimizers):
-            give(params, optimizer, rank, samples=[1 + t, 2][rank])
-        world.step(optimizers)
+            give(params, optimizer, rank)
+        world.step(optimizers, [1 + t, 2])
     assert optimizers[0].stats.weight == pytest.approx(11 / 15)
 
 
@@ -213,16 +216,12 @@ def test_time_that_a_rank_waits_is_not_of_the_next_round(clock):
     take_round(clock, world, params, optimizers, [2, 2])
     clock.now += 11
     give(params, optimizers[0], 0)
-    turns = optimizers[0].step_as_generator()
-    pending = next(turns)
-
-    def go_on():
-        yield pending
-        yield from turns
-
+    waiting = greenlet(optimizers[0].step)
+    with torch.no_grad():
+        waiting.switch()
     clock.now += 100
     give(params, optimizers[1], 1)
-    world.run([go_on(), optimizers[1].step_as_generator()])
+    world.run([waiting, optimizers[1].step])
     assert [optimizer.stats.phase for optimizer in optimizers] == ["exchanged"] * 2
     take_alone(clock, world, params, optimizers, 0, 1)
 
@@ -305,11 +304,11 @@ def test_the_end_of_a_round_waits_for_all_ranks_and_follows_their_rounds(clock):
 
     def go_on():
         for steps in (4, 2):
-            yield from take_steps(clock, params, optimizers[1], 1, steps)
-        yield from take_steps(clock, params, optimizers[1], 1, 2, is_round=False)
-        yield from optimizers[1].end_round_as_generator()
+            take_steps(clock, params, optimizers[1], 1, steps)
+        take_steps(clock, params, optimizers[1], 1, 2, is_round=False)
+        optimizers[1].end_round()
 
-    world.run([optimizers[0].end_round_as_generator(), go_on()])
+    world.run([optimizers[0].end_round, go_on])
     assert are_equal(params) and [optimizer.stats.round for optimizer in optimizers] == [4, 4]
     before = copy.deepcopy(params[0])
     end_round(optimizers)
@@ -398,7 +397,7 @@ def rebind(world, optimizers) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pairs = zip(optimizers, world.comms, strict=True)
-        world.run([optimizer.rebind_as_generator(comm) for optimizer, comm in pairs])
+        world.run([partial(optimizer.rebind, comm) for optimizer, comm in pairs])
 
 
 def test_survivors_keep_their_steps_and_a_new_rank_has_none(clock):

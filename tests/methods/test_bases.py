@@ -71,7 +71,7 @@ def ranks_of(cls: type, make_base: Any, size: int = 2, **options: Any) -> Ranks:
 
 
 def end_round(ranks: Ranks) -> None:
-    ranks.world.run([optimizer.end_round_as_generator() for optimizer in ranks.optimizers])
+    ranks.world.run([optimizer.end_round for optimizer in ranks.optimizers])
 
 
 def switch(ranks: Ranks, mode: str) -> None:

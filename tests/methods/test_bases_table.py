@@ -153,7 +153,7 @@ def test_a_base_trains_saves_and_resumes_as_the_table_says(row, wrapper):
         losses = ranks.train(loss, 4)
         assert all(map(math.isfinite, losses))
         if wrapper == "LocalSteps":
-            ranks.world.run([optimizer.end_round_as_generator() for optimizer in ranks.optimizers])
+            ranks.world.run([optimizer.end_round for optimizer in ranks.optimizers])
         ranks.assert_replicas_equal()
         train_mode(ranks.optimizers, "eval")
         ranks.assert_replicas_equal()

@@ -383,7 +383,7 @@ def test_after_a_rank_is_lost_the_shards_of_the_others_are_kept():
     params, optimizers = [params[r] for r in survivors], [optimizers[r] for r in survivors]
     with pytest.warns(UserWarning, match="1 of 3 ranks are gone.* shards begin again"):
         world.run(
-            [optimizer.rebind_as_generator(comm) for optimizer, comm in zip(optimizers, world.comms, strict=True)]
+            [functools.partial(optimizer.rebind, comm) for optimizer, comm in zip(optimizers, world.comms, strict=True)]
         )
     world.consolidate(optimizers)
     saved = optimizers[1].state_dict()["state"][0]["exp_avg_sq"]
@@ -402,7 +402,7 @@ def test_after_a_rebind_that_failed_no_step_is_taken_without_moments():
 
     def rebind(world):
         pairs = zip(optimizers, world.comms, strict=True)
-        world.run([optimizer.rebind_as_generator(comm) for optimizer, comm in pairs])
+        world.run([functools.partial(optimizer.rebind, comm) for optimizer, comm in pairs])
 
     failing = World(2)
     failing.failing_everywhere.add(0)
@@ -437,7 +437,7 @@ def test_a_rank_that_alone_missed_the_parameters_takes_the_step_over(dtype):
     world = World(2)
     with pytest.warns(UserWarning, match="rank 1 had not applied step 4"):
         world.run(
-            [optimizer.rebind_as_generator(comm) for optimizer, comm in zip(optimizers, world.comms, strict=True)]
+            [functools.partial(optimizer.rebind, comm) for optimizer, comm in zip(optimizers, world.comms, strict=True)]
         )
     step(world, params, optimizers, gradients(2, 4, SHAPES, dtype))
     assert [o.stats.applied_steps for o in optimizers] == [5, 5]

@@ -216,7 +216,7 @@ def test_after_a_rank_is_lost_its_shard_owes_nothing_and_the_others_what_they_di
     params, optimizers, world = [params[0], params[2]], [optimizers[0], optimizers[2]], World(2)
     with pytest.warns(UserWarning, match="1 of 3 ranks are gone"):
         world.run(
-            [optimizer.rebind_as_generator(comm) for optimizer, comm in zip(optimizers, world.comms, strict=True)]
+            [functools.partial(optimizer.rebind, comm) for optimizer, comm in zip(optimizers, world.comms, strict=True)]
         )
     for before, after, a, n in zip(whole, mean_residuals(params, optimizers), first, gone, strict=True):
         before[a : a + n] = 0
@@ -237,7 +237,7 @@ def test_a_rank_that_missed_the_codes_does_not_send_again_what_they_held():
     world = World(2)
     with pytest.warns(UserWarning, match="rank 1 had not applied step 4"):
         world.run(
-            [optimizer.rebind_as_generator(comm) for optimizer, comm in zip(optimizers, world.comms, strict=True)]
+            [functools.partial(optimizer.rebind, comm) for optimizer, comm in zip(optimizers, world.comms, strict=True)]
         )
     assert all(map(torch.equal, kept, [optimizers[0].state[p]["update_residual"] for p in params[0]]))
     assert any(e.any() for e in kept) and not any(optimizers[1].state[p]["update_residual"].any() for p in params[1])

@@ -205,7 +205,7 @@ def test_a_rank_that_is_level_keeps_what_it_owes_when_another_takes_the_step_ove
     unsent = run.held(2)
     comms = Run(make, 3).world
     with pytest.warns(UserWarning, match="rank 1 had not applied step 4"):
-        comms.run([o.rebind_as_generator(comm) for o, comm in zip(run.optimizers, comms.comms, strict=True)])
+        comms.run([functools.partial(o.rebind, comm) for o, comm in zip(run.optimizers, comms.comms, strict=True)])
     run.world = comms
     for results, kept in zip(run.residuals(2), unsent, strict=True):
         assert torch.equal(results, kept) and kept.any()
@@ -235,7 +235,7 @@ def moved(run: Run, survivors: list[int]) -> None:
     """These ranks go on over a group of their own."""
     run.world = World(len(survivors))
     run.optimizers, run.params = ([of[rank] for rank in survivors] for of in (run.optimizers, run.params))
-    run.world.run([o.rebind_as_generator(comm) for o, comm in zip(run.optimizers, run.world.comms, strict=True)])
+    run.world.run([functools.partial(o.rebind, comm) for o, comm in zip(run.optimizers, run.world.comms, strict=True)])
 
 
 @pytest.mark.filterwarnings("error:.*ranks are gone")

@@ -29,7 +29,7 @@ def single(ranks: int, t: int) -> list[list[torch.Tensor]]:
 
 
 def end_round(optimizers) -> None:
-    optimizers[0].comm.world.run([optimizer.end_round_as_generator() for optimizer in optimizers])
+    optimizers[0].comm.world.run([optimizer.end_round for optimizer in optimizers])
 
 
 def are_equal(params) -> bool:

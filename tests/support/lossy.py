@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from conformance import data, snapshot
 from ranks import FOREVER, HANG_GUARD, _context, answers_of, be_patient, send_answer
+from sim import Begun
 from table import CASES as ALL
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -82,15 +83,16 @@ class Training:
 def attempt(trainings: list[Training]) -> None:
     """A step of each, all begun before the first is waited for; errors and the seconds they took are noted."""
     begun = time.monotonic()
-    turns = [training.optimizer.step_as_generator() for training in trainings]
-    for finish in (False, True):
-        for training, turn in zip(trainings, turns, strict=True):
+    calls: dict[Training, Begun] = {}
+    for finishes in (False, True):
+        for training in trainings:
             if "error" in training.report:
                 continue
             try:
-                for _ in turn:
-                    if not finish:
-                        break
+                if finishes:
+                    calls[training].finish()
+                else:
+                    calls[training] = Begun(training.optimizer.take_step)
             except compopt.CommunicationError as error:
                 training.report.update(error=str(error), seconds=time.monotonic() - begun)
 

@@ -16,7 +16,7 @@ learning rates falling linearly to 0 and no weight decay:
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -268,9 +268,15 @@ def replicas(
     return world, params, optimizers
 
 
-def step(world: World, params: Tensors, optimizers: Optimizers, grads: list[list[Tensor | None]]) -> None:
+def step(
+    world: World,
+    params: Tensors,
+    optimizers: Optimizers,
+    grads: list[list[Tensor | None]],
+    samples: Sequence[float] | None = None,
+) -> None:
     """One step of all ranks on these gradients; None is a tensor without one."""
     for local, given in zip(params, grads, strict=True):
         for p, g in zip(local, given, strict=True):
             p.grad = None if g is None else g.clone()
-    world.step(optimizers)
+    world.step(optimizers, samples)

@@ -1,17 +1,20 @@
 """N ranks in one process, in lockstep: real optimizers over a communicator that answers when all ranks have asked.
 
 A step of four ranks takes milliseconds instead of seconds, nothing is random, and ranks that would hang raise Deadlock.
+Each rank is a greenlet, which lets the next one run where it waits for a collective.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor, nn
 
 from compopt._wire.collectives import Communicator, count_bytes
+from compopt._wire.in_flight import PendingCollective
 from compopt._wire.payload import Payload
 from compopt._wire.requests import (
     AllGather,
@@ -48,6 +51,11 @@ class SimPending:
         pass
 
     def wait(self) -> object:
+        here = getcurrent()
+        if here.parent is not None:  # also where it is answered: so ranks run in the order of their numbers
+            here.parent.switch(self)
+            while not (self.is_ready or self.world.fails(self)):
+                here.parent.switch(self)
         if (self.rank, self.number) in self.world.failing or self.number in self.world.failing_everywhere:
             raise CommunicationError(f"collective {self.number} was made to fail")
         if not self.is_ready:
@@ -82,6 +90,42 @@ class SimCommunicator(Communicator):
 
     def __deepcopy__(self, memo: dict) -> SimCommunicator:
         return self
+
+
+class Begun:
+    """A call that has come to its first wait for other ranks, real ones; ``finish`` goes on with it."""
+
+    def __init__(self, function: Callable[[], object]):
+        self.call, wait = greenlet(function), PendingCollective.wait
+
+        def stop(pending: PendingCollective) -> object:
+            PendingCollective.wait = wait
+            getcurrent().parent.switch()
+            return wait(pending)
+
+        PendingCollective.wait = stop
+        try:
+            self.call.switch()
+        finally:
+            PendingCollective.wait = wait
+
+    def finish(self) -> None:
+        if not self.call.dead:
+            self.call.switch()
+
+
+def noting(function: Callable[[], object], errors: list, *kinds: type[BaseException]) -> Callable[[], None]:
+    """A rank's call; the error that it ends with is noted, and not raised."""
+
+    def call() -> None:
+        try:
+            function()
+        except Exception as error:
+            if not isinstance(error, kinds or Exception):
+                raise
+            errors.append(error)
+
+    return call
 
 
 class World:
@@ -149,31 +193,49 @@ class World:
             mean.decode_mean(gathered)
         return payloads
 
-    def step(self, optimizers: list) -> None:
-        """``optimizer.step()`` on all ranks. Raises what the lowest rank raised."""
-        self.run([optimizer.step_as_generator() for optimizer in optimizers])
+    def step(self, optimizers: list, samples: Sequence[float] | None = None) -> None:
+        """``optimizer.step()`` on all ranks, with ``samples`` of each. Raises what the lowest rank raised."""
+        if samples is None:
+            self.run([optimizer.step for optimizer in optimizers])
+        else:
+            pairs = zip(optimizers, samples, strict=True)
+            self.run([functools.partial(optimizer.step, samples=number) for optimizer, number in pairs])
 
     def consolidate(self, optimizers: list) -> None:
-        self.run([optimizer.consolidate_as_generator() for optimizer in optimizers])
+        self.run([optimizer.consolidate_state for optimizer in optimizers])
 
     @torch.no_grad()
-    def run(self, turns: list[Generator]) -> None:
-        """Advance the ranks' generators in turn until all have ended."""
-        waiting: dict[int, object] = dict.fromkeys(range(len(turns)))
+    def run(self, functions: list[Callable[[], object]]) -> list[object]:
+        """Call one function a rank, in turns; return what they return. A greenlet that waits already goes on."""
+        ranks = [one if isinstance(one, greenlet) else greenlet(one) for one in functions]
+        try:
+            return self._take_turns(ranks)
+        finally:  # what is not ended here would end at any time, and leave its contexts then
+            for rank in ranks:
+                if not rank.dead:
+                    rank.throw(GreenletExit)
+
+    def _take_turns(self, ranks: list[greenlet]) -> list[object]:
+        waiting: dict[int, SimPending | None] = dict.fromkeys(range(len(ranks)))
+        results: dict[int, object] = {}
         errors: dict[int, BaseException] = {}
         while waiting:
             moved = False
             for rank, pending in list(waiting.items()):
-                if pending is not None and not pending.is_ready and not self._fails(pending):
+                if pending is not None and not pending.is_ready and not self.fails(pending):
                     continue
                 moved = True
                 try:
-                    waiting[rank] = next(turns[rank])
-                except StopIteration:
-                    del waiting[rank]
+                    answer = ranks[rank].switch()
                 except Exception as error:
                     errors[rank] = error
                     del waiting[rank]
+                    continue
+                if ranks[rank].dead:
+                    results[rank] = answer
+                    del waiting[rank]
+                else:
+                    waiting[rank] = answer
             if not moved:
                 raise (
                     errors[min(errors)]
@@ -182,8 +244,9 @@ class World:
                 )
         if errors:
             raise errors[min(errors)]
+        return [results[rank] for rank in range(len(ranks))]
 
-    def _fails(self, pending: SimPending) -> bool:
+    def fails(self, pending: SimPending) -> bool:
         return (pending.rank, pending.number) in self.failing or pending.number in self.failing_everywhere
 
 
@@ -216,7 +279,7 @@ class Ranks:
         self.optimizers = [self.optimizers[rank] for rank in survivors]
         self.world = World(len(survivors))
         pairs = zip(self.optimizers, self.world.comms, strict=True)
-        self.world.run([optimizer.rebind_as_generator(comm) for optimizer, comm in pairs])
+        self.world.run([functools.partial(optimizer.rebind, comm) for optimizer, comm in pairs])
 
     def __iter__(self) -> Iterator[tuple[int, nn.Module, torch.optim.Optimizer]]:
         return zip(range(self.world.size), self.models, self.optimizers, strict=True)

@@ -67,7 +67,7 @@ class Fleet:
             position.taken = self.ranks.steps
 
     def save(self) -> None:
-        self.ranks.world.run([one.save_as_generator() for one in self.snapshots])
+        self.ranks.world.run([one.save for one in self.snapshots])
         for one in self.snapshots:
             one.close()
 
@@ -75,7 +75,7 @@ class Fleet:
         """Return the step that all ranks are at, and what they were warned of."""
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            self.ranks.world.run([one.resume_as_generator() for one in self.snapshots])
+            self.ranks.world.run([one.resume for one in self.snapshots])
         (step,) = {optimizer._session.steps for optimizer in self.ranks.optimizers}
         self.ranks.steps = step
         return step, [str(warning.message) for warning in told]
