@@ -357,7 +357,7 @@ def gather_json(value: object, device: torch.device, comm: Communicator) -> list
     """Gather ``value`` of every rank."""
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     size = torch.tensor([text.numel()], dtype=torch.int64, device=device)
-    sizes = (exchange_one(comm, AllGather(size))).view(-1).tolist()
+    sizes = exchange_one(comm, AllGather(size)).view(-1).tolist()
     padded = torch.cat([text, text.new_zeros(max(sizes) - text.numel())])
     rows = exchange_one(comm, AllGather(padded))
     texts = [bytes(row[:size].tolist()) for row, size in zip(rows.cpu(), sizes, strict=True)]

@@ -81,7 +81,7 @@ def gather_shards(
 def reshard_state(old: list[Bucket], new: list[Bucket], comm: Communicator) -> None:
     """Copy the sharded state of ``old`` buckets to ``new`` ones, over the remaining ranks."""
     rank_before = torch.tensor([old[0].shards.rank], dtype=torch.int64, device=old[0].device)
-    owners = (exchange_one(comm, AllGather(rank_before))).view(-1).tolist()
+    owners = exchange_one(comm, AllGather(rank_before)).view(-1).tolist()
     for before, after in zip(old, new, strict=True):
         for name in before.sharded_names:
             gathered = gather_shards(before, name, comm, owners)
@@ -174,7 +174,7 @@ def catch_up(optimizer: OptimizerBase, comm: Communicator) -> None:
         return
     source, messages = copied
     results = [{name: group[name] for name in LEARNED_OPTIONS if name in group} for group in groups]
-    learned = (gather_json(results, session.device, comm))[source]
+    learned = gather_json(results, session.device, comm)[source]
     if messages:
         with defer_signals():
             session.damage = "rebind() was interrupted while it wrote a step of another rank"
@@ -199,7 +199,7 @@ def copy_from_rank_ahead(
     Raises ValueError if a rank is more than ``limit`` behind.
     """
     numbers = torch.tensor([count, len(tensors)], dtype=torch.int64, device=device)
-    rows = (exchange_one(comm, AllGather(numbers))).tolist()
+    rows = exchange_one(comm, AllGather(numbers)).tolist()
     counts = [count for count, _ in rows]
     latest = max(counts)
     if min(counts) == latest:

@@ -254,7 +254,7 @@ class Resume:
         for tensor in packed.tensors:
             if id(tensor) not in own:
                 raw = tensor.view(-1).view(torch.uint8).to(device)
-                raw = (exchange_one(comm, Broadcast(raw, source))).to(HOST)
+                raw = exchange_one(comm, Broadcast(raw, source)).to(HOST)
                 tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
         shared: State = files.unpack(packed)
         return shared

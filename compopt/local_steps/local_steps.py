@@ -477,7 +477,7 @@ class LocalSteps(AnchoredWrapper):
                 sync.anchors.note_training(self._params)
                 sync.due = frozenset(sync.anchors.groups)
                 sync.prepare_sync(counts, step - counts.begun, is_last=True)
-                is_last = (self._perform_and_report(sync)).mean.is_last == 1
+                is_last = self._perform_and_report(sync).mean.is_last == 1
         elif in_round > 0:
             counts.round, counts.begun = counts.round + 1, step
         sync.due |= {t.fragment for t in sync.anchors.tensors if t.has_moved}
