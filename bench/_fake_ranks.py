@@ -84,7 +84,7 @@ class FakeRanks(Communicator):
 
     def follow(self, optimizer: Any) -> None:
         """Learn which bucket a request is of. Again after whatever rebuilds the optimizer's buckets."""
-        algorithm = optimizer._session.algorithm
+        algorithm = optimizer._engine.algorithm
 
         def noted(bucket: Bucket) -> Generator[Request, object, None]:
             answer = None
@@ -94,7 +94,7 @@ class FakeRanks(Communicator):
                     self.bucket = None if isinstance(request, Agree | ReadyToCommit) else bucket
                     answer = yield request
 
-        optimizer._session.algorithm = noted
+        optimizer._engine.algorithm = noted
 
     def start(self, request: Request) -> PendingCollective:
         bucket, self.bucket = self.bucket, None

@@ -340,8 +340,8 @@ def count(name: str, params: Params) -> tuple[dict[str, Any], Counts]:
         counts.clear()
         optimizer.step()
         asked = (counts.launches, counts.waits, counts.uploads, counts.collectives)
-        session = getattr(optimizer, "_session", None)  # MuonAdamW alone has none
-        return row_of(name, 0 if session is None else len(session.buckets), *asked), counts
+        engine = getattr(optimizer, "_engine", None)  # MuonAdamW alone has none
+        return row_of(name, 0 if engine is None else len(engine.buckets), *asked), counts
 
 
 def row_of(name: str, buckets: int, launches: int, waits: int, uploads: int, collectives: int) -> dict[str, Any]:
@@ -373,7 +373,7 @@ def tagc(width: int, layers: int, words: int, bucket_bytes: int) -> dict[str, An
             before = comm.calls
             optimizer.step()
         asked = (counts.launches.total(), counts.accesses.total(), counts.uploads.total(), comm.calls - before)
-        return row_of("TAGC .0125", len(optimizer._session.buckets), *asked)
+        return row_of("TAGC .0125", len(optimizer._engine.buckets), *asked)
 
 
 COLUMNS = {name: (name, "5d") for name in ("buckets", "launches", "waits", "uploads", "collectives")}

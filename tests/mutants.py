@@ -130,7 +130,7 @@ class Job:
         return "SURVIVED" if code == 0 else f"no verdict (pytest's {code}): {complaints(output)}"
 
 
-def processor_time(session: int) -> tuple[float, float, int]:
+def processor_time(engine: int) -> tuple[float, float, int]:
     """The processor time of a child and all that it has started, for how long their main threads have waited for a
     processor, which one that computes beside much other work does all the time, and how many processes they are.
     """
@@ -138,7 +138,7 @@ def processor_time(session: int) -> tuple[float, float, int]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended since
             fields = stat.read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session:
+            if int(fields[3]) == engine:
                 ticks, processes = ticks + sum(map(int, fields[11:15])), processes + 1
                 delay += int((stat.parent / "schedstat").read_text().split()[1])
     return ticks / os.sysconf("SC_CLK_TCK"), delay / 1e9, processes

@@ -23,10 +23,9 @@ from .._state.layouts import Layout, TensorInfo
 from .._state.tensors import to_local
 from .._wire.codec import dtype_name
 from .._wire.warning import warn
-from .optimizer_base import OptimizerBase
+from .engine import Engine
 from .options import Group, absolute_rates, is_count, refuse_unsupported, require
 from .resharding import average_residuals, average_state, gather_shards
-from .session import Session
 
 FORMAT = 2  # the format of state dicts, in every group; torch's groups have none
 
@@ -41,37 +40,37 @@ Layouts = Mapping[str, Layout]
 # Saving
 
 
-def settle_for_saving(session: Session) -> None:
+def settle_for_saving(engine: Engine) -> None:
     """Wait for everything in flight, and raise if a step was applied in part."""
-    session.check_sound()
-    session.settle_state()
+    engine.check_sound()
+    engine.settle_state()
 
 
 @contextmanager
-def without_hooks(optimizer: OptimizerBase) -> Iterator[None]:
+def without_hooks(engine: Engine) -> Iterator[None]:
     """Call no state dict hooks of ``optimizer`` in this context."""
     names = "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"
-    hooks = {name: getattr(optimizer, name) for name in names}
-    vars(optimizer).update({name: OrderedDict() for name in names})
+    hooks = {name: getattr(engine, name) for name in names}
+    vars(engine).update({name: OrderedDict() for name in names})
     try:
         yield
     finally:
-        vars(optimizer).update(hooks)
+        vars(engine).update(hooks)
 
 
-def complete_state_dict(optimizer: OptimizerBase, saved: dict[str, Any]) -> None:
+def complete_state_dict(engine: Engine, saved: dict[str, Any]) -> None:
     """Give every state of torch's state dict its parameter's shape, and complete its groups."""
-    session, groups = optimizer._session, optimizer.param_groups
+    groups = engine.method.param_groups
     params = [p for group in groups for p in group["params"]]
     number = {p: n for n, p in enumerate(params)}
-    for bucket in [*session.buckets, *session.frozen_buckets]:
-        layouts = {**optimizer._bucket_layouts(bucket), **bucket.layouts}  # as it is stored
+    for bucket in [*engine.buckets, *engine.frozen_buckets]:
+        layouts = {**engine.method._bucket_layouts(bucket), **bucket.layouts}  # as it is stored
         for i, p in enumerate(bucket.params):
             if entry := saved["state"].get(number[p]):
                 saved["state"][number[p]] = expand_entry(bucket, i, layouts, entry)
-    session.refresh_ranks(optimizer)  # groups say whose residuals these are
+    engine.refresh_ranks()  # groups say whose residuals these are
     for saved_group, group in zip(saved["param_groups"], groups, strict=True):
-        saved_group.update(describe_group(optimizer, group))
+        saved_group.update(describe_group(engine, group))
 
 
 def expand_entry(bucket: Bucket, i: int, layouts: Layouts, entry: dict[str, Any]) -> dict[str, Any]:
@@ -86,88 +85,84 @@ def expand_entry(bucket: Bucket, i: int, layouts: Layouts, entry: dict[str, Any]
     return expanded
 
 
-def describe_group(optimizer: OptimizerBase, group: Group) -> dict[str, Any]:
+def describe_group(engine: Engine, group: Group) -> dict[str, Any]:
     """Return the entries that every group of a state dict has beside its options: whose residuals
     it holds, the class and format, and which parameters have no state.
     """
     entries = {
-        "residuals": describe_residual_source(optimizer),
-        "class": optimizer._session.name,
+        "residuals": describe_residual_source(engine),
+        "class": engine.name,
         "format": FORMAT,
     }
     if "payload_dtype" in group:  # users may set it
         entries["payload_dtype"] = dtype_name(group["payload_dtype"])
     # never trained: a checkpoint without their state is not damaged
-    state = optimizer.state
+    state = engine.method.state
     without = [index for index, p in enumerate(group["params"]) if not state.get(p)]
     # also if empty: torch.distributed.checkpoint refuses to load what a checkpoint lacks
     return {**entries, "without_state": without}
 
 
-def describe_residual_source(optimizer: OptimizerBase) -> str:
+def describe_residual_source(engine: Engine) -> str:
     """Return the rank whose residuals a state dict would hold now, or "mean" for their mean over
     ranks.
     """
-    session: Session = optimizer._session
-    if not (optimizer.sharded or optimizer.rank_local_state):
+    if not (engine.method.sharded or engine.method.rank_local_state):
         return "mean"
-    is_gathered = all(b.gathered_state or not b.sharded_names for b in session.buckets)
-    comm = session.comm
-    if comm.size == 1 or (is_gathered and session.consolidated_at == session.steps):
+    is_gathered = all(b.gathered_state or not b.sharded_names for b in engine.buckets)
+    comm = engine.comm
+    if comm.size == 1 or (is_gathered and engine.consolidated_at == engine.steps):
         return "mean"
     return f"rank {comm.rank} of {comm.size}"
 
 
-def consolidate(optimizer: OptimizerBase) -> None:
+def consolidate(engine: Engine) -> None:
     """Replace residuals by their mean over ranks, and gather sharded state for the next state
     dict.
     """
-    session: Session = optimizer._session
-    settle_for_saving(session)
-    session.refresh_ranks(optimizer)
-    session.overlap.discard()  # payloads of a backward hold the residuals of before
-    for bucket in session.buckets:
-        for name in optimizer.rank_local_state:
-            average_residuals(bucket, name, bucket.device, session.comm)
+    settle_for_saving(engine)
+    engine.refresh_ranks()
+    engine.overlap.discard()  # payloads of a backward hold the residuals of before
+    for bucket in engine.buckets:
+        for name in engine.method.rank_local_state:
+            average_residuals(bucket, name, bucket.device, engine.comm)
         bucket.gathered_state = {}
         for name in bucket.sharded_names:
-            bucket.gathered_state[name] = gather_shards(bucket, name, session.comm)
-    for bucket in session.frozen_buckets:
+            bucket.gathered_state[name] = gather_shards(bucket, name, engine.comm)
+    for bucket in engine.frozen_buckets:
         for p in bucket.params:
-            entry = optimizer.state.get(p, {})
-            for name in optimizer.rank_local_state:
-                layout, info = optimizer._bucket_layouts(bucket)[name], TensorInfo(p, True)
+            entry = engine.method.state.get(p, {})
+            for name in engine.method.rank_local_state:
+                layout, info = engine.method._bucket_layouts(bucket)[name], TensorInfo(p, True)
                 if name in entry and layout.numel(info):  # local steps keep none of their start
                     values = layout.expand(entry[name], info, entry)
-                    average_state(values, bucket.device, session.comm)
+                    average_state(values, bucket.device, engine.comm)
                     entry[name].copy_(layout.compact(to_local(values), info, entry))
-    session.consolidated_at = session.steps
-    session.count_save()
+    engine.consolidated_at = engine.steps
+    engine.count_save()
 
 
-def warn_of_missing_state(optimizer: OptimizerBase, buckets: Sequence[Bucket] = ()) -> None:
+def warn_of_missing_state(engine: Engine, buckets: Sequence[Bucket] = ()) -> None:
     """Warn once, on the rank that saves, about state of other ranks that a state dict lacks.
 
-    ``buckets``: others beside the session's, whose residuals it holds too.
+    ``buckets``: others beside the engine's, whose residuals it holds too.
     """
-    session: Session = optimizer._session
-    if "saving" in session.warned or describe_residual_source(optimizer) == "mean":
+    if "saving" in engine.warned or describe_residual_source(engine) == "mean":
         return
-    if missing := list(_describe_missing_state(optimizer, [*session.buckets, *buckets])):
-        session.warned.add("saving")
+    if missing := list(_describe_missing_state(engine, [*engine.buckets, *buckets])):
+        engine.warned.add("saving")
         warn(
-            f"this state dict of {session.name} is incomplete: {', and '.join(missing)}. Call "
+            f"this state dict of {engine.name} is incomplete: {', and '.join(missing)}. Call "
             "consolidate_state() on all ranks before rank 0 saves.",
             0,  # warn on this rank, whatever its number
         )
 
 
-def _describe_missing_state(optimizer: OptimizerBase, buckets: Sequence[Bucket]) -> Iterator[str]:
-    session: Session = optimizer._session
-    comm = session.comm
+def _describe_missing_state(engine: Engine, buckets: Sequence[Bucket]) -> Iterator[str]:
+    comm = engine.comm
     others = "the other rank" if comm.size == 2 else f"the other {comm.size - 1} ranks"
     cut = [bucket for bucket in buckets if bucket.sharded_names]
-    if cut and session.steps:
+    if cut and engine.steps:
         elements = sum(sum(bucket.shards.own_sizes) for bucket in cut)
         share = elements / max(1, sum(bucket.numel for bucket in cut))
         names = ", ".join(dict.fromkeys(n for bucket in cut for n in bucket.sharded_names))
@@ -176,45 +171,44 @@ def _describe_missing_state(optimizer: OptimizerBase, buckets: Sequence[Bucket])
             "rest"
         )
     # other ranks have residuals in the same steps as this one
-    residuals = optimizer.rank_local_state
+    residuals = engine.method.rank_local_state
     if any(bucket.flat[name].any() for bucket in buckets for name in residuals):
         yield f"it lacks the residuals of {others} ({', '.join(residuals)})"
     # inner optimizers step by themselves on every rank; inside FSDP2 parameters differ as shards
-    if not (optimizer.has_equal_replicas or optimizer.replaces_reduce_scatter):
+    if not (engine.method.has_equal_replicas or engine.method.replaces_reduce_scatter):
         yield f"it lacks the inner optimizer's state of {others}"
 
 
 # Loading
 
 
-def load_state(optimizer: OptimizerBase, state_dict: dict[str, Any]) -> None:
-    """Load all groups and tensors of ``state_dict`` into the optimizer, or none.
+def load_state(engine: Engine, state_dict: dict[str, Any]) -> None:
+    """Load all groups and tensors of ``state_dict`` into the engine, or none.
 
     Raises ValueError if it does not fit.
     """
-    session: Session = optimizer._session
-    session.refresh_ranks(optimizer)
-    groups, saved = session.option_groups, check_groups(session, state_dict)
-    class_name = _check_class(session.name, state_dict)
+    engine.refresh_ranks()
+    groups, saved = engine.option_groups, check_groups(engine, state_dict)
+    class_name = _check_class(engine.name, state_dict)
     options = [
-        _read_options(optimizer, group, other) for group, other in zip(groups, saved, strict=True)
+        _read_options(engine, group, other) for group, other in zip(groups, saved, strict=True)
     ]
     with _apply_options(groups, options):  # they determine which state there is
-        entries = dict(_read_entries(optimizer, state_dict, class_name))
+        entries = dict(_read_entries(engine, state_dict, class_name))
         if saved and saved[0].get("step", 0):  # nothing is lost before the first step
-            names = optimizer.rank_local_state
+            names = engine.method.rank_local_state
             states = (entry[n] for entry in entries.values() for n in names if n in entry)
-            warn_of_lost_residuals(optimizer, saved[0].get("residuals", "mean"), states)
+            warn_of_lost_residuals(engine, saved[0].get("residuals", "mean"), states)
 
     counted = max([float(entry.get("step", 0)) for entry in entries.values()], default=0.0)
     for group, other in zip(groups, saved, strict=True):
         if "step" not in other:  # torch.optim counts steps by parameter only
             group["step"] = int(counted)
-    state = optimizer.state
+    state = engine.method.state
     state.update(entries)
     # copy the state of frozen parameters, which is in no bucket
-    for bucket in session.frozen_buckets:
-        layouts = optimizer._bucket_layouts(bucket)
+    for bucket in engine.frozen_buckets:
+        layouts = engine.method._bucket_layouts(bucket)
         dtypes = {name: layout.dtype for name, layout in layouts.items()} | {"step": torch.float32}
         for p in bucket.params:
             entry = state.pop(p)
@@ -238,19 +232,18 @@ def _apply_options(groups: list[Group], options: list[Group]) -> Iterator[None]:
 
 
 def _read_entries(
-    optimizer: OptimizerBase, state_dict: dict[str, Any], class_name: str
+    engine: Engine, state_dict: dict[str, Any], class_name: str
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     """Yield every parameter and its state, in the form in which memory keeps it.
 
     Raises ValueError if a state is missing, or has another size.
     """
-    session: Session = optimizer._session
     known: dict[Tensor, tuple[TensorInfo, Layouts]] = {}
-    for bucket in [*session.buckets, *session.frozen_buckets]:
+    for bucket in [*engine.buckets, *engine.frozen_buckets]:
         for p, compressed in zip(bucket.params, bucket.compressed, strict=True):
-            known[p] = TensorInfo(p, compressed), optimizer._bucket_layouts(bucket)
-    is_same_class, number = class_name == session.name, 0
-    for group, other in zip(session.option_groups, state_dict["param_groups"], strict=True):
+            known[p] = TensorInfo(p, compressed), engine.method._bucket_layouts(bucket)
+    is_same_class, number = class_name == engine.name, 0
+    for group, other in zip(engine.option_groups, state_dict["param_groups"], strict=True):
         names = group.get("param_names") or other.get("param_names")
         options = {**group, **other}
         for index, (p, key) in enumerate(zip(group["params"], other["params"], strict=True)):
@@ -262,8 +255,8 @@ def _read_entries(
             # torch.distributed.checkpoint leaves out that of a parameter which is frozen now
             is_needed = p.requires_grad and index not in other.get("without_state", ())
             if entry or (is_same_class and is_needed):
-                compressed = is_same_class and optimizer.is_compressed(p, options, name)
-                _check_is_complete(label, entry, layouts, compressed, session.name)
+                compressed = is_same_class and engine.method.is_compressed(p, options, name)
+                _check_is_complete(label, entry, layouts, compressed, engine.name)
             local = {n: _to_tensor(v) for n, v in entry.items() if n in layouts or n == "step"}
             compact = {
                 name: layouts[name].compact(value, info, local) if name in layouts else value
@@ -282,7 +275,7 @@ def _to_tensor(value: Any) -> Tensor:
     return torch.tensor(float(value), dtype=torch.float32, device="cpu")
 
 
-def _read_options(optimizer: OptimizerBase, group: Group, other: Group) -> Group:
+def _read_options(engine: Engine, group: Group, other: Group) -> Group:
     """Return the options of one saved group, also those that only the user knows.
 
     The optimizer keeps its own names of parameters: they select what is compressed. Raises
@@ -294,7 +287,7 @@ def _read_options(optimizer: OptimizerBase, group: Group, other: Group) -> Group
     refuse_unsupported({name: saved_options[name] for name in saved_options.keys() & {"amsgrad"}})
     rates = absolute_rates(options)
     checked = {**options, **rates}
-    optimizer.check_group(checked)
+    engine.method.check_group(checked)
     checked["step"] = check_step(checked.get("step", 0))
     # check_group may have converted a value; rates keep their signs
     return {name: (options if name in rates else checked)[name] for name in saved_options}
@@ -311,7 +304,7 @@ def check_step(step: Any, of: str = "") -> int:
     return int(number)
 
 
-def check_groups(session: Session, state_dict: dict[str, Any]) -> list[Group]:
+def check_groups(engine: Engine, state_dict: dict[str, Any]) -> list[Group]:
     """Return the saved groups.
 
     Raises ValueError if their number, their lengths or their format do not fit.
@@ -321,7 +314,7 @@ def check_groups(session: Session, state_dict: dict[str, Any]) -> list[Group]:
             raise ValueError(
                 f"loaded state dict has no {key!r}: it is no optimizer's state_dict()."
             )
-    groups: list[Group] = session.option_groups
+    groups: list[Group] = engine.option_groups
     saved: list[Group] = state_dict["param_groups"]
     if len(groups) != len(saved):
         raise ValueError(
@@ -395,18 +388,18 @@ def _check_sizes(label: str, info: TensorInfo, layouts: Layouts, entry: dict[str
             )
 
 
-def warn_of_lost_residuals(optimizer: OptimizerBase, source: str, states: Iterable[Tensor]) -> None:
+def warn_of_lost_residuals(engine: Engine, source: str, states: Iterable[Tensor]) -> None:
     """Warn if a checkpoint holds only one rank's residuals or shards, on the first rank that did
     not write it.
 
     ``source``: whose residuals these ``states`` are. Nothing is lost in a dense start, which leaves
     no residuals.
     """
-    comm = optimizer._session.comm
+    comm = engine.comm
     first = int(source == f"rank 0 of {comm.size}")
     if source == "mean" or comm.rank != first:
         return
-    if optimizer.sharded or any(bool(value.any()) for value in states):
+    if engine.method.sharded or any(bool(value.any()) for value in states):
         warn(
             f"this checkpoint holds the residuals of {source} and is loaded on rank "
             f"{comm.rank} of {comm.size}: those of the other ranks are lost. Call "

@@ -11,18 +11,17 @@ from torch import Tensor
 
 from .._state.bucket import Bucket
 from .._state.tensors import to_local
-from .optimizer_base import OptimizerBase
-from .session import Session
+from .engine import Engine
 
 SHAPE, DTYPE, DEVICE = map(attrgetter, ("shape", "dtype", "device"))
 GRAD, IS_SPARSE, is_present = attrgetter("grad"), attrgetter("is_sparse"), partial(is_not, None)
 
 
-def check_gradients(session: Session) -> None:
+def check_gradients(engine: Engine) -> None:
     """Raise TypeError if a parameter has changed its shape, dtype or device, or has a sparse
     gradient.
     """
-    for bucket in session.buckets:
+    for bucket in engine.buckets:
         local_params = bucket.local_params if bucket.is_dtensor else bucket.params
         dtypes, devices = {*map(DTYPE, bucket.params)}, {*map(DEVICE, bucket.params)}
         is_same = dtypes == {bucket.dtype} and devices == {bucket.device}
@@ -32,7 +31,7 @@ def check_gradients(session: Session) -> None:
             names = zip(bucket.params, bucket.names, strict=True)
             name = next(name for p, name in names if p.grad is not None and p.grad.is_sparse)
             raise TypeError(
-                f"{session.name} got a sparse gradient for {name}: use dense gradients "
+                f"{engine.name} got a sparse gradient for {name}: use dense gradients "
                 "(sparse=False)."
             )
 
@@ -50,32 +49,32 @@ def _raise_changed(bucket: Bucket, local_params: Iterable[Tensor]) -> None:
             )
 
 
-def unscale_gradients(optimizer: OptimizerBase) -> float | None:
+def unscale_gradients(engine: Engine) -> float | None:
     """Divide the gradients by a GradScaler's scale, which may differ between ranks; return it.
 
     Returns None if no scaler left one. With a scaler no bucket starts in backward: its gradients
     are not yet the ones to send.
     """
-    optimizer._session.has_grad_scaler = hasattr(optimizer, "found_inf")
-    scale = getattr(optimizer, "grad_scale", None)
+    engine.has_grad_scaler = hasattr(engine, "found_inf")
+    scale = getattr(engine, "grad_scale", None)
     if scale is None:
         return None
-    scale_gradients(optimizer._session, float(scale.double().reciprocal()))
+    scale_gradients(engine, float(scale.double().reciprocal()))
     return float(scale)
 
 
-def scale_gradients(session: Session, factor: float) -> None:
+def scale_gradients(engine: Engine, factor: float) -> None:
     """Multiply the gradients, after an error by the scale again: the step can be repeated."""
-    params = [p for group in session.option_groups for p in group["params"]]
+    params = [p for group in engine.option_groups for p in group["params"]]
     grads = [to_local(p.grad) for p in params if p.requires_grad and p.grad is not None]
     if grads:
         torch._foreach_mul_(grads, factor)
 
 
-def drop_scale(optimizer: OptimizerBase) -> None:
+def drop_scale(engine: Engine) -> None:
     """Drop a GradScaler's scale after the step has raised: the next one would multiply its own
     scale by it, and a scaler deletes it only if ``step()`` succeeds.
     """
     for name in ("grad_scale", "found_inf"):
-        if hasattr(optimizer, name):
-            delattr(optimizer, name)
+        if hasattr(engine, name):
+            delattr(engine, name)

@@ -30,9 +30,8 @@ from .._state.tensors import to_local
 from .._wire.collectives import Communicator
 from .._wire.requests import AllGather, CommunicationError
 from .decision import StepDecision
+from .engine import Engine
 from .exchange import exchange_one
-from .optimizer_base import OptimizerBase
-from .session import Session
 
 VALUES = "checksum of its values"  # a name in a description
 HANDSHAKE, SYNC = 1, 2  # kinds of messages
@@ -60,7 +59,7 @@ class Checksums(NamedTuple):
 
 
 def verify_peers(
-    optimizer: OptimizerBase,
+    engine: Engine,
     comm: Communicator,
     has_problem: bool = False,
     has_fallen_back: bool = False,
@@ -73,21 +72,20 @@ def verify_peers(
 
     Raises ValueError if ranks differ, RuntimeError if something else has averaged the gradients.
     """
-    session: Session = optimizer._session
-    dense_time, compressed_time = (session.trial and session.trial.compute_medians()) or (0, 0)
-    names = optimizer.mask_state
-    masks = [bucket.flat[name] for bucket in session.buckets for name in names]
+    dense_time, compressed_time = (engine.trial and engine.trial.compute_medians()) or (0, 0)
+    names = engine.method.mask_state
+    masks = [bucket.flat[name] for bucket in engine.buckets for name in names]
     local_checksums = Checksums(
         rank=comm.rank,
-        description=checksum_text(describe_optimizer(optimizer)),
-        gradients=0 if has_problem else _checksum_gradients(session),
+        description=checksum_text(describe_optimizer(engine)),
+        gradients=0 if has_problem else _checksum_gradients(engine),
         masks=checksum_text([checksum_values(flat) for flat in masks]),
-        backend=checksum_text(session.ops.name),
-        is_backend_automatic=session.ops.automatic,
+        backend=checksum_text(engine.ops.name),
+        is_backend_automatic=engine.ops.automatic,
         dense_time=dense_time,
         compressed_time=compressed_time,
     )
-    checksums = torch.tensor(local_checksums, dtype=torch.int64, device="cpu").to(session.device)
+    checksums = torch.tensor(local_checksums, dtype=torch.int64, device="cpu").to(engine.device)
     gathered = exchange_one(comm, AllGather(pack_message(HANDSHAKE, checksums)))
     gathered = gathered.cpu()
     _compare_versions(gathered[:, :VERSION_WORDS].tolist())
@@ -95,18 +93,18 @@ def verify_peers(
     _compare_ranks([row.rank for row in rows])
     if _differ(row.backend for row in rows) and all(row.is_backend_automatic for row in rows):
         if has_fallen_back:
-            raise_mismatch(optimizer, comm)
-        session.use_pytorch(optimizer)
-        return verify_peers(optimizer, comm, has_problem, has_fallen_back=True)
+            raise_mismatch(engine, comm)
+        engine.use_pytorch()
+        return verify_peers(engine, comm, has_problem, has_fallen_back=True)
     if _differ(row.description for row in rows):
-        raise_mismatch(optimizer, comm)
+        raise_mismatch(engine, comm)
     if _differ(row.masks for row in rows):  # some ranks lost theirs
-        session.forget_masks(names)
+        engine.forget_masks(names)
     times = [[row.dense_time, row.compressed_time] for row in rows]
-    if session.trial is not None and all(map(all, times)):
-        session.trial.compare_medians(times)
+    if engine.trial is not None and all(map(all, times)):
+        engine.trial.compare_medians(times)
     if comm.size > 1 and local_checksums.gradients and not _differ(row.gradients for row in rows):
-        _report_equal_gradients(session, comm)
+        _report_equal_gradients(engine, comm)
     return comm.size == 1 or any(row.gradients for row in rows)
 
 
@@ -175,11 +173,11 @@ def _differ(checksums: Iterator[int]) -> bool:
     return len(set(checksums)) > 1
 
 
-def _report_equal_gradients(session: Session, comm: Communicator) -> None:
+def _report_equal_gradients(engine: Engine, comm: Communicator) -> None:
     """Warn once that ranks train on the same data, if DDP did not average their gradients; else
     raise RuntimeError.
     """
-    if not session.ddp_left_gradients:
+    if not engine.ddp_left_gradients:
         raise RuntimeError(
             "all ranks hold bit-identical gradients: something averaged them before step(), or "
             "all ranks train on the same data. If DistributedDataParallel wraps the model, call "
@@ -188,7 +186,7 @@ def _report_equal_gradients(session: Session, comm: Communicator) -> None:
             "replicate() does, use DistributedDataParallel in its place; if the data is the same, "
             "give each rank its own (on CPUs by Accelerator(cpu=True), or the Trainer's use_cpu)."
         )
-    session.warn_once(
+    engine.warn_once(
         "same data",
         f"all {comm.size} ranks hold bit-identical gradients: they train on the same data, and "
         "learn no more than a single one. Likely causes: no DistributedSampler, or the same "
@@ -198,22 +196,22 @@ def _report_equal_gradients(session: Session, comm: Communicator) -> None:
     )
 
 
-def warn_if_without_gradients(session: Session, decision: StepDecision) -> None:
+def warn_if_without_gradients(engine: Engine, decision: StepDecision) -> None:
     """Warn once on a rank without gradients in a step in which other ranks had some."""
-    for bucket in session.buckets:
+    for bucket in engine.buckets:
         for p in bucket.params:
             if p.grad is not None:
                 return
     exchanges = decision.exchanges
     if any(any(one.agreement.payload.have_gradients) for one in exchanges):
-        warn_without_gradients(session, session.steps, "counts as zeros in the mean over ranks")
+        warn_without_gradients(engine, engine.steps, "counts as zeros in the mean over ranks")
 
 
-def warn_without_gradients(session: Session, step: int, consequence: str) -> None:
+def warn_without_gradients(engine: Engine, step: int, consequence: str) -> None:
     """Warn once that this rank had no gradients; ``consequence`` completes "it ..."."""
-    session.warn_once(
+    engine.warn_once(
         "no gradients",
-        f"rank {session.comm.rank} had no gradients in step {step}: it {consequence}. Call "
+        f"rank {engine.comm.rank} had no gradients in step {step}: it {consequence}. Call "
         "backward() on every rank before step().",
         0,  # warn on this rank, whatever its number
     )
@@ -222,28 +220,27 @@ def warn_without_gradients(session: Session, step: int, consequence: str) -> Non
 # The facts and checksums that ranks compare
 
 
-def describe_optimizer(optimizer: OptimizerBase) -> Description:
+def describe_optimizer(engine: Engine) -> Description:
     """Describe everything that must be equal on all ranks.
 
     What explains other differences comes first: the class before its options, shapes before values.
     """
-    session: Session = optimizer._session
     description: Description = {}
-    for subject, values in optimizer.list_settings():
+    for subject, values in engine.method.list_settings():
         plain = values if isinstance(values, dict) else {"": values}
         for name, value in sorted(plain.items()):
             description[f"{subject}, {name}" if name else subject] = repr(value)
-    description["check_replicas_every"] = repr(optimizer.check_replicas_every)
+    description["check_replicas_every"] = repr(engine.method.check_replicas_every)
     layouts: Description = {}
     checksums: Description = {}
     located = {
         p: (name, is_compressed)
-        for bucket in [*session.buckets, *session.frozen_buckets]
+        for bucket in [*engine.buckets, *engine.frozen_buckets]
         for p, name, is_compressed in zip(
             bucket.params, bucket.names, bucket.compressed, strict=True
         )
     }
-    params = (p for group in session.option_groups for p in group["params"])
+    params = (p for group in engine.option_groups for p in group["params"])
     for i, p in enumerate(params):
         name, is_compressed = located[p]
         description[f"parameter {i}"] = name
@@ -251,7 +248,7 @@ def describe_optimizer(optimizer: OptimizerBase) -> Description:
         layouts[f"{name}, dtype"] = str(p.dtype)
         layouts[f"{name}, requires_grad"] = str(p.requires_grad)
         layouts[f"{name}, compress"] = str(is_compressed)
-        if optimizer.has_equal_replicas:
+        if engine.method.has_equal_replicas:
             checksums[f"{name}, {VALUES}"] = str(checksum_values(to_local(p.detach())))
     return description | layouts | checksums
 
@@ -266,7 +263,7 @@ def checksum_values(tensor: Tensor) -> int:
     return int((raw.view(torch.int16) if raw.numel() % 2 == 0 else raw).sum(dtype=torch.int64))
 
 
-def _checksum_gradients(session: Session) -> int:
+def _checksum_gradients(engine: Engine) -> int:
     """Compute a number that is equal on ranks whose gradients have equal bits; 0 if there is
     nothing to compare.
 
@@ -274,7 +271,7 @@ def _checksum_gradients(session: Session) -> int:
     data.
     """
     sums = []
-    for p in chain.from_iterable(bucket.params for bucket in session.buckets):
+    for p in chain.from_iterable(bucket.params for bucket in engine.buckets):
         g = None if p.grad is None else to_local(p.grad)
         counts = g is not None and bool(g.any()) and bool(g.isfinite().all())
         sums.append(checksum_values(g) or 1 if counts and g is not None else 0)
@@ -284,13 +281,13 @@ def _checksum_gradients(session: Session) -> int:
 # Errors that all ranks raise
 
 
-def raise_mismatch(optimizer: OptimizerBase, comm: Communicator, in_step: bool = False) -> NoReturn:
+def raise_mismatch(engine: Engine, comm: Communicator, in_step: bool = False) -> NoReturn:
     """Gather the descriptions, and raise a ValueError that names the first difference.
 
     ``in_step``: a step has found it, so ranks were equal in an earlier one.
     """
-    device = optimizer._session.device
-    first, *others = gather_json(describe_optimizer(optimizer), device, comm)
+    device = engine.device
+    first, *others = gather_json(describe_optimizer(engine), device, comm)
     for rank, other in enumerate(others, start=1):
         different = [key for key in first | other if first.get(key) != other.get(key)]
         if different:
@@ -334,7 +331,7 @@ def _explain_difference(what: str, first: str, other: str, rank: int, in_step: b
 
 
 def raise_failure(
-    session: Session, comm: Communicator, failure: str, repeats: str = "call step() again"
+    engine: Engine, comm: Communicator, failure: str, repeats: str = "call step() again"
 ) -> NoReturn:
     """Gather why ranks could not send their gradients, and raise a CommunicationError that quotes
     all of them.
@@ -342,7 +339,7 @@ def raise_failure(
     ``failure``: the error of this rank; empty if it had none. It is text, because the frames of an
     exception and this one would refer to each other. ``repeats``: what the user is told to do.
     """
-    failures = gather_json(failure, session.device, comm)
+    failures = gather_json(failure, engine.device, comm)
     failed = [f"rank {rank} ({text})" for rank, text in enumerate(failures) if text]
     raise CommunicationError(
         f"the gradients of {', '.join(failed) or 'another shard'} could not be sent, and nothing "

@@ -13,11 +13,11 @@ import json
 import torch
 from torch import Tensor
 
+from .engine import Engine
 from .handshake import gather_json
+from .method import Method
 from .missing_ranks import run_watching_ranks
-from .optimizer_base import OptimizerBase
 from .options import make_comparable
-from .session import Session
 
 # entries of a group that are not options, and may differ between ranks
 LOCAL_ENTRIES = {"params", "param_names"}
@@ -26,18 +26,18 @@ LOCAL_ENTRIES = {"params", "param_names"}
 class JoinHook:
     """The hooks that a rank without data calls; the interface of torch's ``JoinHook``."""
 
-    def __init__(self, optimizer: OptimizerBase):
+    def __init__(self, optimizer: Method):
         self._optimizer = optimizer
 
     @torch.no_grad()
     def main_hook(self) -> None:
         """Take part in a step of the ranks that have data."""
-        optimizer, session = self._optimizer, self._optimizer._session
-        for p in session.parameters:
+        optimizer, engine = self._optimizer, self._optimizer._engine
+        for p in engine.parameters:
             p.grad = None
-        session.has_data = False
-        run_watching_ranks(optimizer, optimizer.take_step)
-        for on_step in tuple(session.step_callbacks):
+        engine.has_data = False
+        run_watching_ranks(engine, optimizer.take_step)
+        for on_step in tuple(engine.step_callbacks):
             on_step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -45,23 +45,22 @@ class JoinHook:
         self._optimizer.end_join()
 
 
-def copy_options_from_ranks_with_data(optimizer: OptimizerBase) -> None:
+def copy_options_from_ranks_with_data(engine: Engine) -> None:
     """In a join, copy the options of the first rank with data to ranks without data. On all ranks,
     set the ``gradient_factor`` of buckets, which is not 1 if the mean is over ranks with data only.
     """
-    session: Session = optimizer._session
-    if not optimizer.is_joining or session.comm.size == 1:
+    if not engine.method.is_joining or engine.comm.size == 1:
         return
-    groups = [*optimizer.param_groups]
-    if session.option_groups is not optimizer.param_groups:
-        groups += session.option_groups
+    groups = [*engine.method.param_groups]
+    if engine.option_groups is not engine.method.param_groups:
+        groups += engine.option_groups
     options = [
         {n: make_comparable(v) for n, v in g.items() if n not in LOCAL_ENTRIES} for g in groups
     ]
     options = [{n: v for n, v in g.items() if _is_number(v)} for g in options]
-    rows = gather_json([session.has_data, options], session.device, session.comm)
+    rows = gather_json([engine.has_data, options], engine.device, engine.comm)
     with_data = [rank_options for has_data, rank_options in rows if has_data]
-    if not session.has_data and with_data:
+    if not engine.has_data and with_data:
         for group, rank_options in zip(groups, with_data[0], strict=True):
             for name, value in rank_options.items():
                 current = group.get(name)
@@ -71,8 +70,8 @@ def copy_options_from_ranks_with_data(optimizer: OptimizerBase) -> None:
                     current.fill_(value)
                 else:
                     group[name] = tuple(value) if isinstance(value, list) else value
-    factor = 1.0 if session.divides_by_all else session.comm.size / max(1, len(with_data))
-    for bucket in session.buckets:
+    factor = 1.0 if engine.divides_by_all else engine.comm.size / max(1, len(with_data))
+    for bucket in engine.buckets:
         bucket.gradient_factor = factor
 
 

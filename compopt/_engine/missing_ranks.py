@@ -25,8 +25,7 @@ from .._wire.launch import is_launched_by_torchrun
 from .._wire.requests import CommunicationError, RankSilent
 from .._wire.stores import Store
 from .._wire.warning import warn
-from .optimizer_base import OptimizerBase
-from .session import Session
+from .engine import Engine
 
 Result = TypeVar("Result")
 PREFIX = "compopt/"  # begins all keys, because the store is shared
@@ -72,20 +71,20 @@ class RankLeft(BaseException):
 # Consolidation
 
 
-def wait_for_all_to_consolidate(optimizer: OptimizerBase, patience: float | None) -> None:
-    """Wait until all ranks have called ``consolidate_state()`` on the same optimizer.
+def wait_for_all_to_consolidate(engine: Engine, patience: float | None) -> None:
+    """Wait until all ranks have called ``consolidate_state()`` on the same engine.method.
 
     Raises CommunicationError, with nothing started, if some have not after ``patience`` seconds;
     ValueError if they consolidate different optimizers.
     """
-    session, names = optimizer._session, optimizer.rank_local_state
-    comm, store = session.comm, session.comm.store
-    if store is None or not (names or optimizer.sharded):
+    names = engine.method.rank_local_state
+    comm, store = engine.comm, engine.comm.store
+    if store is None or not (names or engine.method.sharded):
         return
-    averaged = sum(bucket.flat[name].numel() for bucket in session.buckets for name in names)
+    averaged = sum(bucket.flat[name].numel() for bucket in engine.buckets for name in names)
     in_shards = sum(
         bucket.shards.max_numel * len(bucket.sharded_names)
-        for bucket in session.buckets
+        for bucket in engine.buckets
         if bucket.is_sharded
     )
     state = f"{averaged} elements of {', '.join(names) or 'nothing'}, {in_shards} in shards"
@@ -93,11 +92,11 @@ def wait_for_all_to_consolidate(optimizer: OptimizerBase, patience: float | None
         patience = PATIENCE if comm.rank == 0 else PATIENCE_WITH_RANK_0
     try:
         described = gather_at_store(
-            store, comm.rank, comm.size, f"{session.name}, {state}", patience
+            store, comm.rank, comm.size, f"{engine.name}, {state}", patience
         )
     except RanksMissing as error:
         who = f"rank {comm.rank}"
-        post_note(session, Note.CONSOLIDATES, f"{who} was in consolidate_state(): {ADVICE}")
+        post_note(engine, Note.CONSOLIDATES, f"{who} was in consolidate_state(): {ADVICE}")
         raise CommunicationError(
             f"consolidate_state() was called on rank {comm.rank}, but {error}: {ADVICE}, or wait "
             "longer (patience=). Nothing was changed."
@@ -115,16 +114,16 @@ def wait_for_all_to_consolidate(optimizer: OptimizerBase, patience: float | None
             )
 
 
-def wait_for_all_to_save(optimizer: OptimizerBase, comm: Communicator) -> None:
+def wait_for_all_to_save(engine: Engine, comm: Communicator) -> None:
     """Wait until all ranks of ``comm`` have called ``save()``, and nothing else: messages of a save
     and of the end of a round, of two sizes, would make gloo end a process.
 
-    Raises CommunicationError, with nothing sent, if some have not after ``optimizer.patience``
+    Raises CommunicationError, with nothing sent, if some have not after ``engine.method.patience``
     seconds, by default the timeout of the process group.
     """
     if (store := comm.store) is None:
         return
-    what, patience = f"save() of Snapshots of {optimizer._session.name}", optimizer.patience
+    what, patience = f"save() of Snapshots of {engine.name}", engine.method.patience
     try:
         called = gather_at_store(
             store, comm.rank, comm.size, what, store.limit if patience is None else patience
@@ -143,15 +142,14 @@ def wait_for_all_to_save(optimizer: OptimizerBase, comm: Communicator) -> None:
 # Steps
 
 
-def run_watching_ranks(optimizer: OptimizerBase, take_step: Callable[[], None]) -> None:
+def run_watching_ranks(engine: Engine, take_step: Callable[[], None]) -> None:
     """Take a step; while it waits, look for notes of ranks that have left it, and name ranks that
     have not come to it.
     """
-    session: Session = optimizer._session
-    withdraw_note(session)
-    absence = Absence(optimizer)
+    withdraw_note(engine)
+    absence = Absence(engine)
     try:
-        if session.comm.can_poll_store(session.device):
+        if engine.comm.can_poll_store(engine.device):
             with looking_after(LOOK_AFTER, absence.look):
                 take_step()
         else:
@@ -161,16 +159,16 @@ def run_watching_ranks(optimizer: OptimizerBase, take_step: Callable[[], None]) 
         # its text says what its causes say: leave out their frames, and those of this package
         raise error.with_traceback(None) from None
     except Exception as error:
-        who, what = f"rank {session.comm.rank}", f"{type(error).__name__}: {error}"
-        post_note(session, Note.FAILED, f"{who} raised {what}")
+        who, what = f"rank {engine.comm.rank}", f"{type(error).__name__}: {error}"
+        post_note(engine, Note.FAILED, f"{who} raised {what}")
         raise
     except BaseException as error:
-        who, name = f"rank {session.comm.rank}", type(error).__name__
-        post_note(session, Note.LEFT, f"{who} was interrupted by {name} after step {session.steps}")
+        who, name = f"rank {engine.comm.rank}", type(error).__name__
+        post_note(engine, Note.LEFT, f"{who} was interrupted by {name} after step {engine.steps}")
         raise
     finally:
         absence.stop_looking()
-    withdraw_note(session)
+    withdraw_note(engine)
 
 
 class Absence:
@@ -181,65 +179,65 @@ class Absence:
     So they wait on, and say for whom. With ``optimizer.patience`` they raise after so many seconds.
     """
 
-    def __init__(self, optimizer: OptimizerBase):
-        self.session: Session = optimizer._session
-        self.patience = optimizer.patience
-        self.is_looking = optimizer._is_in_step  # else ranks take steps at their own pace
+    def __init__(self, engine: Engine):
+        self.engine, method = engine, engine.method
+        self.patience = method.patience
+        self.is_looking = method._is_in_step  # else ranks take steps at their own pace
         self.began = time.monotonic()
-        self.step = _identify_step(self.session)
+        self.step = _identify_step(self.engine)
         self.is_announced = self.is_told = False
-        self.session.absent_ranks = ""
+        self.engine.absent_ranks = ""
 
     def look(self) -> None:
         """Raise RankLeft where the step waits, if a rank has left it or is waited for no longer."""
-        if sentence := explain_missing_rank(self.session) or self.find_absent_ranks():
-            post_note(self.session, Note.LEFT, sentence)
+        if sentence := explain_missing_rank(self.engine) or self.find_absent_ranks():
+            post_note(self.engine, Note.LEFT, sentence)
             raise RankLeft(sentence)
 
     def find_absent_ranks(self) -> str:
         """Find the ranks that do not wait in this step, and warn of them. Returns why to raise, if
         they are to be waited for no longer.
         """
-        session, waited = self.session, time.monotonic() - self.began
+        engine, waited = self.engine, time.monotonic() - self.began
         if not self.is_looking:
             return ""
         if not self.is_announced:
             text = json.dumps(self.step)
-            _use_store(session, lambda store: store.set(f"{WAITS}{session.comm.rank}", text))
+            _use_store(engine, lambda store: store.set(f"{WAITS}{engine.comm.rank}", text))
             self.is_announced = True
         if waited < NAME_AFTER:
             return ""
         ranks = self._list_not_waiting()
-        session.absent_ranks = ""
+        engine.absent_ranks = ""
         if not ranks:
             return ""
         have = "have" if len(ranks) > 1 else "has"
-        session.absent_ranks = f"{list_ranks(ranks)} {have} not come to step {self.step[1] + 1}"
-        is_first_waiting = session.comm.rank == min({*range(session.comm.size)} - {*ranks})
+        engine.absent_ranks = f"{list_ranks(ranks)} {have} not come to step {self.step[1] + 1}"
+        is_first_waiting = engine.comm.rank == min({*range(engine.comm.size)} - {*ranks})
         if is_first_waiting and not self.is_told:
             self._warn_of_absent(waited)
         if self.patience is None or waited < self.patience:
             return ""
-        return f"{session.absent_ranks} within {waited:.0f} s: {UNEVEN}"
+        return f"{engine.absent_ranks} within {waited:.0f} s: {UNEVEN}"
 
     def _list_not_waiting(self) -> list[int]:
         """Return the ranks that do not wait in this step; none if the store does not answer."""
-        comm = self.session.comm
+        comm = self.engine.comm
         others = [rank for rank in range(comm.size) if rank != comm.rank]
         keys = [f"{WAITS}{rank}" for rank in others]
         texts = _use_store(
-            self.session, lambda store: [store.check([k]) and store.get(k) for k in keys]
+            self.engine, lambda store: [store.check([k]) and store.get(k) for k in keys]
         )
         pairs = zip(others, texts or (), strict=False)
         return [rank for rank, text in pairs if text != json.dumps(self.step).encode()]
 
     def _warn_of_absent(self, waited: float) -> None:
         """Warn, the first time in a run soon, then of long waits only: rank 0 may evaluate."""
-        session = self.session
-        if waited >= NAME_AGAIN or session.claim_first("late ranks"):
+        engine = self.engine
+        if waited >= NAME_AGAIN or engine.claim_first("late ranks"):
             self.is_told = True
             warn(
-                f"{session.absent_ranks}, in which rank {session.comm.rank} has waited for "
+                f"{engine.absent_ranks}, in which rank {engine.comm.rank} has waited for "
                 f"{waited:.0f} s, and waits on until the timeout of the process group. If that "
                 f"rank is not busy (evaluates, saves, loads data), {UNEVEN}.",
                 0,  # on this rank, whichever it is
@@ -260,7 +258,7 @@ def list_ranks(ranks: Sequence[int]) -> str:
 
 def watch_beside(absence: Absence) -> None:
     """Look for absent ranks on a thread, where the host cannot do so while it waits (NCCL)."""
-    if absence.session.comm.store is None or absence in _watched:
+    if absence.engine.comm.store is None or absence in _watched:
         return
     _watched.append(absence)
     if not _watchers:
@@ -280,79 +278,79 @@ def _look_repeatedly() -> None:
             if time.monotonic() - absence.began > LOOK_AFTER:
                 with contextlib.suppress(Exception):
                     absence.find_absent_ranks()
-            del absence  # and with it the optimizer's session
+            del absence  # and with it the optimizer's engine
 
 
-def post_lost_masks(session: Session) -> None:
+def post_lost_masks(engine: Engine) -> None:
     """Post a note that this rank has lost its masks."""
-    who = f"rank {session.comm.rank}"
+    who = f"rank {engine.comm.rank}"
     post_note(
-        session,
+        engine,
         Note.LOST_MASKS,
-        f"{who} lost the masks that followed step {session.steps}, and others have them",
+        f"{who} lost the masks that followed step {engine.steps}, and others have them",
     )
 
 
-def post_note(session: Session, kind: Note, sentence: str) -> None:
+def post_note(engine: Engine, kind: Note, sentence: str) -> None:
     """Post a note of this rank, in place of an earlier one, until ``withdraw_note``."""
-    session.posted_note = kind.value
-    _write_note(session, json.dumps([*_identify_step(session), kind.value, sentence]))
+    engine.posted_note = kind.value
+    _write_note(engine, json.dumps([*_identify_step(engine), kind.value, sentence]))
 
 
-def withdraw_note(session: Session) -> None:
+def withdraw_note(engine: Engine) -> None:
     """Remove this rank's note, if there is one: the rank takes part again."""
-    if session.posted_note:
-        _write_note(session, "")
-    session.posted_note = ""
+    if engine.posted_note:
+        _write_note(engine, "")
+    engine.posted_note = ""
 
 
-def _write_note(session: Session, text: str) -> None:
-    key = f"{PREFIX}note/{session.comm.rank}"
-    _use_store(session, lambda store: store.set(key, text))
+def _write_note(engine: Engine, text: str) -> None:
+    key = f"{PREFIX}note/{engine.comm.rank}"
+    _use_store(engine, lambda store: store.set(key, text))
 
 
-def explain_missing_rank(session: Session) -> str:
+def explain_missing_rank(engine: Engine) -> str:
     """Return which rank will not join the running step, and why; empty if no note says so."""
-    for kind, sentence in _read_notes(session):
-        both_lost = kind is Note.LOST_MASKS and session.posted_note == kind.value
+    for kind, sentence in _read_notes(engine):
+        both_lost = kind is Note.LOST_MASKS and engine.posted_note == kind.value
         if kind not in (Note.CONSOLIDATES, Note.FAILED) and not both_lost:
             return sentence
     return ""
 
 
 def explain_failed_step(
-    session: Session, number: int, error: CommunicationError | RankLeft
+    engine: Engine, number: int, error: CommunicationError | RankLeft
 ) -> CommunicationError:
     """Return the error of step ``number``, which was not applied because of ``error``."""
     advice = ". Make a new process group on all ranks and call rebind()"
     return CommunicationError(
-        f"step {number} was not applied on rank {session.comm.rank}: {error}"
-        f"{advice if isinstance(error, RankLeft) else explain_failure(session, error)}"
+        f"step {number} was not applied on rank {engine.comm.rank}: {error}"
+        f"{advice if isinstance(error, RankLeft) else explain_failure(engine, error)}"
     )
 
 
-def explain_failure(session: Session, error: CommunicationError) -> str:
+def explain_failure(engine: Engine, error: CommunicationError) -> str:
     """Return what to append to ``error``, which ended a step: a note of another rank about this
     step, in brackets; if there is none, and a rank is gone or silent, what happens next.
     """
     is_silent = isinstance(error, RankSilent)  # else collectives have told what failed
-    for kind, sentence in _read_notes(session):
+    for kind, sentence in _read_notes(engine):
         if kind is not Note.FAILED or is_silent:
             return f" ({sentence})"
     if not is_silent:
         return ""
-    absent = session.absent_ranks.capitalize()
+    absent = engine.absent_ranks.capitalize()
     why = f"{absent}: {UNEVEN}. {SILENT}" if absent else SILENT
     return f". {why}{RESTART if is_launched_by_torchrun() else CONTINUE}"
 
 
-def _read_notes(session: Session) -> list[tuple[Note, str]]:
+def _read_notes(engine: Engine) -> list[tuple[Note, str]]:
     """Read the notes of ranks that have applied no more steps of this optimizer than this rank.
     What is no note, as of another version, is passed over.
     """
-    comm, (name, steps) = session.comm, _identify_step(session)
+    comm, (name, steps) = engine.comm, _identify_step(engine)
     keys = [f"{PREFIX}note/{rank}" for rank in range(comm.size) if rank != comm.rank]
-    texts = _use_store(session, lambda store: [store.get(k) for k in keys if store.check([k])])
+    texts = _use_store(engine, lambda store: [store.get(k) for k in keys if store.check([k])])
     notes = []
     for text in filter(None, texts or ()):
         with contextlib.suppress(ValueError, TypeError):
@@ -362,20 +360,20 @@ def _read_notes(session: Session) -> list[tuple[Note, str]]:
     return notes
 
 
-def _use_store(session: Session, function: Callable[[Store], Result]) -> Result | None:
+def _use_store(engine: Engine, function: Callable[[Store], Result]) -> Result | None:
     """Return what ``function`` returns for the store of the group; None if it does not answer soon,
     or there is none.
     """
-    store = session.comm.store
+    store = engine.comm.store
     if store is not None:
         with contextlib.suppress(RuntimeError):
             return store.run(function, min(NOTE_LIMIT, NOTE_SHARE * store.limit))
     return None
 
 
-def _identify_step(session: Session) -> tuple[str, int]:
+def _identify_step(engine: Engine) -> tuple[str, int]:
     """Return the optimizer and the step that a note refers to."""
-    return f"{session.name} of {len(session.parameters)} parameters", session.steps
+    return f"{engine.name} of {len(engine.parameters)} parameters", engine.steps
 
 
 # Meetings

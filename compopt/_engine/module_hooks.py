@@ -17,8 +17,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .._state.tensors import to_local
 from .._wire.requests import Broadcast
+from .engine import Engine
 from .optimizer import CompressedOptimizer
-from .session import Session
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
@@ -55,11 +55,11 @@ def list_parameters(optimizer: CompressedOptimizer) -> set[Tensor]:
 
 
 @torch.no_grad()
-def copy_first_parameters(session: Session) -> None:
+def copy_first_parameters(engine: Engine) -> None:
     """Set the parameters to those of the first rank of the optimizer's group."""
-    for bucket in [*session.buckets, *session.frozen_buckets]:
+    for bucket in [*engine.buckets, *engine.frozen_buckets]:
         for p in bucket.params:
-            session.comm.start(Broadcast(to_local(p.detach()))).wait()
+            engine.comm.start(Broadcast(to_local(p.detach()))).wait()
 
 
 def end_open_rounds(optimizers: Iterable[Any]) -> None:
@@ -112,7 +112,7 @@ class ModuleWatch:
     def on_step(self) -> None:
         """Stop waiting for parameters that have a gradient without such a module."""
         optimizer = self._optimizer()
-        params = frozenset() if optimizer is None else optimizer._session.parameters
+        params = frozenset() if optimizer is None else optimizer._engine.parameters
         self._remaining = {p for p in self._remaining if p.grad is None and p in params}
         self._end_if_complete()
 

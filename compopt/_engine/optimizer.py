@@ -1,7 +1,7 @@
 """The interface that all classes share with torch.optim: groups, closure, hooks, state and
 checkpoints.
 
-Classes override the methods of ``OptimizerBase``. The data between steps is in the session.
+Classes override the methods of ``Method``. The data between steps is in the engine.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from .._wire.collectives import Communicator, check_process_group, notify_join
 from .._wire.launch import ProcessGroup
 from .._wire.requests import CommunicationError
 from . import checkpoint, missing_ranks, resharding
+from .engine import Engine
 from .join import JoinHook, copy_options_from_ranks_with_data
-from .optimizer_base import OptimizerBase
+from .method import Method
 from .options import (
     TRIAL_OPTIONS,
     Group,
     check_tensors,
     refuse_unsupported,
 )
-from .session import Session
 from .stats import Stats
 from .step import exchange_and_commit, start_in_backward
 
@@ -55,7 +55,7 @@ def without_integrations() -> Iterator[None]:
         _has_integrations.reset(token)
 
 
-class CompressedOptimizer(OptimizerBase):
+class CompressedOptimizer(Method):
     """Base of the optimizers that average their own gradients, compressed.
 
     A step is all or nothing. If any rank has a non-finite gradient, all ranks skip the step. If a
@@ -64,7 +64,7 @@ class CompressedOptimizer(OptimizerBase):
     failed may have applied the step; :meth:`rebind` then copies its state to the others.
     """
 
-    _session: Session
+    _engine: Engine
 
     def __init__(
         self,
@@ -75,12 +75,12 @@ class CompressedOptimizer(OptimizerBase):
     ):
         check_process_group(process_group)
         self.simulate = simulate
-        self._session = Session(self, process_group)
+        self._engine = Engine(self, process_group)
         trial_options = TRIAL_OPTIONS if "when" in defaults else {}
         defaults = {**defaults, **trial_options, "compress": None, "step": 0}
         self._check_defaults(defaults)  # before parameters, as torch
         super().__init__(params, defaults)
-        self._session.build_buckets(self)
+        self._engine.build_buckets()
         if _has_integrations.get():
             for on_construction in construction_callbacks:
                 on_construction(self)
@@ -93,17 +93,17 @@ class CompressedOptimizer(OptimizerBase):
     @property
     def stats(self) -> Stats:
         """Numbers of the last step."""
-        return self._session.stats
+        return self._engine.stats
 
     @property
     def comm(self) -> Communicator:
         """The ranks to average over; connected when first needed."""
-        return self._session.refresh_ranks(self)
+        return self._engine.refresh_ranks()
 
     @property
     def ops(self) -> Ops:
         """The kernels in use."""
-        return self._session.ops
+        return self._engine.ops
 
     @property
     def backend(self) -> str:
@@ -118,11 +118,11 @@ class CompressedOptimizer(OptimizerBase):
     @property
     def step_callbacks(self) -> list[Callable[[], None]]:
         """Functions that integrations have called after every step."""
-        return self._session.step_callbacks
+        return self._engine.step_callbacks
 
     @property
     def _buckets(self) -> list[Bucket]:
-        return self._session.buckets
+        return self._engine.buckets
 
     # Stepping
 
@@ -142,14 +142,14 @@ class CompressedOptimizer(OptimizerBase):
                 loss = closure()
         if self.is_joining:
             notify_join(self)
-        missing_ranks.run_watching_ranks(self, self.take_step)
+        missing_ranks.run_watching_ranks(self._engine, self.take_step)
         for on_step in tuple(self.step_callbacks):
             on_step()
         return loss
 
     def take_step(self) -> None:
         """Take a step, without the hooks of ``step()``."""
-        exchange_and_commit(self)
+        exchange_and_commit(self._engine)
 
     # step() unscales and skips instead of GradScaler, so that all ranks agree
     _step_supports_amp_scaling = True
@@ -170,14 +170,14 @@ class CompressedOptimizer(OptimizerBase):
             self._rebind(process_group)
         except CommunicationError as error:
             raise CommunicationError(
-                f"rebind() of {self._session.name} failed on rank {self.comm.rank}: {error}. Make "
+                f"rebind() of {self._engine.name} failed on rank {self.comm.rank}: {error}. Make "
                 "a new process group of the ranks that are left, and call rebind() again on all of "
                 "them."
             ) from None
 
     @torch.no_grad()
     def _rebind(self, process_group: ProcessGroup | Communicator | None = None) -> None:
-        resharding.rebind_optimizer(self, process_group)
+        resharding.rebind_optimizer(self._engine, process_group)
 
     # Join: ranks that run out of data
 
@@ -195,7 +195,7 @@ class CompressedOptimizer(OptimizerBase):
                 "Join cannot stand in for FSDP2's collectives: give all ranks equally many batches "
                 "(drop_last=True)."
             )
-        self._session.divides_by_all = bool(kwargs.get("divide_by_initial_world_size", True))
+        self._engine.divides_by_all = bool(kwargs.get("divide_by_initial_world_size", True))
         for on_join in join_callbacks:
             on_join(self)
         return JoinHook(self)
@@ -203,7 +203,7 @@ class CompressedOptimizer(OptimizerBase):
     @property
     def join_device(self) -> torch.device:
         """The device of the collectives of torch's ``Join``."""
-        return self._session.device
+        return self._engine.device
 
     @property
     def join_process_group(self) -> Any:
@@ -214,21 +214,21 @@ class CompressedOptimizer(OptimizerBase):
         """End a ``Join``: from now on all ranks have data again. Copy the options of a rank that
         had data last, because its scheduler may have stepped since its last step.
         """
-        session = self._session
-        copy_options_from_ranks_with_data(self)
-        self._join_config, session.has_data, session.divides_by_all = None, True, True
-        for bucket in session.buckets:
+        engine = self._engine
+        copy_options_from_ranks_with_data(self._engine)
+        self._join_config, engine.has_data, engine.divides_by_all = None, True, True
+        for bucket in engine.buckets:
             bucket.gradient_factor = 1.0
 
     # Calls of the integrations
 
     def gradients_ready(self, params: Iterable[Tensor]) -> None:
         """Start the exchanges of complete buckets: backward has finished ``params``."""
-        start_in_backward(self, params)
+        start_in_backward(self._engine, params)
 
     def backward_done(self) -> None:
         """End the exchanges of a backward: it has finished all gradients."""
-        self._session.overlap.on_backward_end()
+        self._engine.overlap.on_backward_end()
 
     # Groups
 
@@ -255,7 +255,7 @@ class CompressedOptimizer(OptimizerBase):
         """Drop the state of a group that was removed."""
         for p in group["params"]:
             self.state.pop(p, None)
-        self._session.rebuild_buckets(self)
+        self._engine.rebuild_buckets()
 
     def lay_out_new_parameters(self) -> None:
         """Lay out state anew if ``param_groups`` hold other parameters by now: Accelerate puts
@@ -264,7 +264,7 @@ class CompressedOptimizer(OptimizerBase):
         # more groups: new ones of a base
         groups = self.param_groups[: len(self._option_groups)]
         params = chain.from_iterable(map(itemgetter("params"), groups))
-        if self._session.parameters != set(params):
+        if self._engine.parameters != set(params):
             self._replace_parameters()
             for on_construction in construction_callbacks:
                 on_construction(self)
@@ -278,25 +278,25 @@ class CompressedOptimizer(OptimizerBase):
             for group in self.param_groups:
                 self._forget_shards(group)
         params = {p for group in self.param_groups for p in group["params"]}
-        for p in self._session.parameters - params:
+        for p in self._engine.parameters - params:
             self.state.pop(p, None)
-        self._session.rebuild_buckets(self)
+        self._engine.rebuild_buckets()
 
     def _forget_shards(self, group: Group) -> None:
         """Drop the shards of a group whose parameters have changed.
 
         Raises ValueError if a step has filled shards of parameters that stay.
         """
-        session = self._session
-        layout = [*session.buckets, *session.frozen_buckets]
+        engine = self._engine
+        layout = [*engine.buckets, *engine.frozen_buckets]
         buckets = [bucket for bucket in layout if bucket.group is group]
         before, now = {p for bucket in buckets for p in bucket.params}, {*group["params"]}
         if before == now:
             return
-        if session.steps and before & now:
+        if engine.steps and before & now:
             raise ValueError(
-                f"{session.name} has cut its state into shards, and the parameters of a group have "
-                f"changed after step {session.steps}: add parameters by add_param_group(), or make "
+                f"{engine.name} has cut its state into shards, and the parameters of a group have "
+                f"changed after step {engine.steps}: add parameters by add_param_group(), or make "
                 "the optimizer anew and load a consolidated checkpoint."
             )
         for bucket in buckets:
@@ -312,9 +312,9 @@ class CompressedOptimizer(OptimizerBase):
 
     def _lay_out_group(self, group: Group) -> None:
         """Lay out a group that was added after the optimizer was made."""
-        if self._session.is_built:
+        if self._engine.is_built:
             group["step"] = self._option_groups[0]["step"]
-            self._session.rebuild_buckets(self)
+            self._engine.rebuild_buckets()
 
     # Checkpoints
 
@@ -326,7 +326,7 @@ class CompressedOptimizer(OptimizerBase):
         own. The groups record which, under ``residuals``, and the ``class`` and ``format``. A
         warning says once if state of other ranks is missing.
         """
-        self._session.check_has_shards()
+        self._engine.check_has_shards()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         saved = self._make_state_dict()
@@ -336,15 +336,15 @@ class CompressedOptimizer(OptimizerBase):
 
     def _make_state_dict(self) -> dict[str, Any]:
         saved = self._saved()
-        checkpoint.warn_of_missing_state(self)
+        checkpoint.warn_of_missing_state(self._engine)
         return saved
 
     def _saved(self) -> dict[str, Any]:
-        checkpoint.settle_for_saving(self._session)
+        checkpoint.settle_for_saving(self._engine)
         self.apply_changed_options()
-        with checkpoint.without_hooks(self):  # they are given the complete state dict
+        with checkpoint.without_hooks(self._engine):  # they are given the complete state dict
             saved: dict[str, Any] = super().state_dict()
-        checkpoint.complete_state_dict(self, saved)
+        checkpoint.complete_state_dict(self._engine, saved)
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -360,21 +360,21 @@ class CompressedOptimizer(OptimizerBase):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         self._load_without_hooks(state_dict)
-        self._session.end_rebind()  # left by a rebind that failed
+        self._engine.end_rebind()  # left by a rebind that failed
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
     @torch.no_grad()
     def _load_without_hooks(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict; call no hooks."""
-        session = self._session
-        session.settle_state()
-        session.overlap.discard()
-        checkpoint.load_state(self, state_dict)
-        session.consolidated_at = None
-        session.rebuild_buckets(self)
-        session.consecutive_skips, session.damage = 0, ""
-        session.peers_verified = False
+        engine = self._engine
+        engine.settle_state()
+        engine.overlap.discard()
+        checkpoint.load_state(self._engine, state_dict)
+        engine.consolidated_at = None
+        engine.rebuild_buckets()
+        engine.consecutive_skips, engine.damage = 0, ""
+        engine.peers_verified = False
 
     @torch.inference_mode(False)  # its memory is used in later steps
     @torch.no_grad()
@@ -393,17 +393,17 @@ class CompressedOptimizer(OptimizerBase):
         ``step()`` instead; also if a rank dies meanwhile, when some residuals may be means already
         on some ranks; ValueError if ranks consolidate different optimizers.
         """
-        session = self._session
-        session.check_has_shards()
-        checkpoint.settle_for_saving(session)
-        session.refresh_ranks(self)
-        missing_ranks.wait_for_all_to_consolidate(self, patience)
+        engine = self._engine
+        engine.check_has_shards()
+        checkpoint.settle_for_saving(engine)
+        engine.refresh_ranks()
+        missing_ranks.wait_for_all_to_consolidate(self._engine, patience)
         try:
             self._consolidate()
         except CommunicationError as error:
             raise CommunicationError(
-                f"consolidate_state() failed on rank {session.comm.rank} after step "
-                f"{session.steps}: {error}. Do not save. Make a new process group of the ranks "
+                f"consolidate_state() failed on rank {engine.comm.rank} after step "
+                f"{engine.steps}: {error}. Do not save. Make a new process group of the ranks "
                 "that are left and call rebind(), or load a checkpoint."
             ) from None
 
@@ -416,7 +416,7 @@ class CompressedOptimizer(OptimizerBase):
         self.consolidate_state()
 
     def _consolidate(self) -> None:
-        checkpoint.consolidate(self)
+        checkpoint.consolidate(self._engine)
 
     def average_shares(self) -> None:
         """Replace what a resume has shared out among other ranks by its mean, see ``Snapshots``."""
@@ -425,13 +425,13 @@ class CompressedOptimizer(OptimizerBase):
     # Copies
 
     def __getstate__(self) -> dict[str, Any]:
-        self._session.check_has_shards()
-        if self._session.group is not None:
+        self._engine.check_has_shards()
+        if self._engine.group is not None:
             raise TypeError(
                 "an optimizer with a process_group cannot be pickled: save its state_dict() "
                 "instead."
             )
-        checkpoint.settle_for_saving(self._session)
+        checkpoint.settle_for_saving(self._engine)
         return self._copyable_attributes()
 
     def _copyable_attributes(self) -> dict[str, Any]:
@@ -445,8 +445,8 @@ class CompressedOptimizer(OptimizerBase):
             "max_skipped": self.max_skipped,
             "check_replicas_every": self.check_replicas_every,
             "patience": self.patience,
-            "_parameters": self._session.parameters,
-            "_trainable": self._session.trainable,
+            "_parameters": self._engine.parameters,
+            "_trainable": self._engine.trainable,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -457,15 +457,13 @@ class CompressedOptimizer(OptimizerBase):
     ) -> None:
         """Become a copy of the optimizer with these contents."""
         contents = dict(contents)
-        self._session = Session(
-            self, group, contents.pop("_parameters"), contents.pop("_trainable")
-        )
+        self._engine = Engine(self, group, contents.pop("_parameters"), contents.pop("_trainable"))
         super().__setstate__(contents)
-        self._session.build_buckets(self)
+        self._engine.build_buckets()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedOptimizer:
-        self._session.check_has_shards()
-        checkpoint.settle_for_saving(self._session)
+        self._engine.check_has_shards()
+        checkpoint.settle_for_saving(self._engine)
         new = type(self).__new__(type(self))
-        new._restore_copy(copy.deepcopy(self._copyable_attributes(), memo), self._session.group)
+        new._restore_copy(copy.deepcopy(self._copyable_attributes(), memo), self._engine.group)
         return new

@@ -27,11 +27,10 @@ from .._wire.collectives import Communicator, connect
 from .._wire.launch import ProcessGroup
 from .._wire.requests import AllGather, AllReduceMean, Broadcast
 from .._wire.warning import warn
+from .engine import Engine
 from .exchange import exchange_one
 from .handshake import gather_json
-from .optimizer_base import OptimizerBase
 from .options import Group
-from .session import Session
 from .signals import defer_signals
 
 # options that a commit sets, alike on all ranks
@@ -92,14 +91,14 @@ def reshard_state(old: list[Bucket], new: list[Bucket], comm: Communicator) -> N
                     shard.copy_(vector[start:stop])
 
 
-def lay_out_trainable_parameters(optimizer: OptimizerBase, comm: Communicator) -> None:
+def lay_out_trainable_parameters(engine: Engine, comm: Communicator) -> None:
     """Lay out the parameters that require a gradient now, which are the same on all ranks.
 
     Sharded state of a frozen parameter is gathered on every rank.
     """
-    session, state = optimizer._session, optimizer.state
-    session.settle_state()
-    for bucket in session.buckets:
+    state = engine.method.state
+    engine.settle_state()
+    for bucket in engine.buckets:
         for name in bucket.sharded_names:
             gathered = gather_shards(bucket, name, comm)
             for entry, vector in zip(bucket.entries, gathered, strict=True):
@@ -108,43 +107,43 @@ def lay_out_trainable_parameters(optimizer: OptimizerBase, comm: Communicator) -
         for p, entry in zip(bucket.params, bucket.entries, strict=True):
             if not p.requires_grad:
                 state[p] = {name: t.clone() for name, t in entry.items() if isinstance(t, Tensor)}
-    session.trainable = frozenset(p for p in session.parameters if p.requires_grad)
-    session.rebuild_buckets(optimizer)
-    for bucket in session.buckets:
+    engine.trainable = frozenset(p for p in engine.parameters if p.requires_grad)
+    engine.rebuild_buckets()
+    for bucket in engine.buckets:
         bucket.update_masters()
 
 
 # Recovery after ranks were lost
 
 
-def rebind_optimizer(optimizer: OptimizerBase, group: ProcessGroup | Communicator | None) -> None:
+def rebind_optimizer(engine: Engine, group: ProcessGroup | Communicator | None) -> None:
     """Continue over another group (see ``CompressedOptimizer.rebind``)."""
-    session, sharded = optimizer._session, optimizer.sharded
-    size_before = session.begin_rebind()
+    sharded = engine.method.sharded
+    size_before = engine.begin_rebind()
     if sharded and (size := connect(group).size) > size_before:
         raise ValueError(
-            f"rebind of {session.name} cannot go from {size_before} to {size} ranks, because its "
+            f"rebind of {engine.name} cannot go from {size_before} to {size} ranks, because its "
             "state is sharded: load a consolidated checkpoint on all ranks instead."
         )
-    session.forget_in_flight()
-    session.forget_masks(optimizer.mask_state)
-    session.offload.finish()
-    for bucket in session.buckets:
+    engine.forget_in_flight()
+    engine.forget_masks(engine.method.mask_state)
+    engine.offload.finish()
+    for bucket in engine.buckets:
         for entry in bucket.entries:
             for name in bucket.sharded_names:
                 entry.pop(name, None)
     if sharded:
-        session.buckets_to_reshard = session.buckets_to_reshard or session.buckets
-    session.switch_group(optimizer, group)
-    catch_up(optimizer, session.comm)
+        engine.buckets_to_reshard = engine.buckets_to_reshard or engine.buckets
+    engine.switch_group(group)
+    catch_up(engine, engine.comm)
     if sharded:
-        before = session.buckets_to_reshard or session.buckets
-        reshard_state(before, session.buckets, session.comm)
-    session.end_rebind()
-    warn_of_lost_ranks(optimizer, size_before, session.comm.size)
+        before = engine.buckets_to_reshard or engine.buckets
+        reshard_state(before, engine.buckets, engine.comm)
+    engine.end_rebind()
+    warn_of_lost_ranks(engine, size_before, engine.comm.size)
 
 
-def catch_up(optimizer: OptimizerBase, comm: Communicator) -> None:
+def catch_up(engine: Engine, comm: Communicator) -> None:
     """Copy state from a rank that is ahead to ranks that are one step behind.
 
     These lose their residuals, which may have been sent with the step that the others applied and
@@ -153,34 +152,33 @@ def catch_up(optimizer: OptimizerBase, comm: Communicator) -> None:
     Raises:
         ValueError: ranks are further apart than one failed step can explain.
     """
-    session = optimizer._session
-    groups, saved = session.option_groups, optimizer._saved()
+    groups, saved = engine.option_groups, engine.method._saved()
     # all tensors that ranks share, in the same order on all of them
-    unshared = {name for bucket in session.buckets for name in bucket.sharded_names}
-    unshared.update(optimizer.rank_local_state)
+    unshared = {name for bucket in engine.buckets for name in bucket.sharded_names}
+    unshared.update(engine.method.rank_local_state)
     shared = [
         to_local(value)
         for key in sorted(saved["state"])
         for name, value in sorted(saved["state"][key].items())
         if name not in unshared and torch.is_tensor(value)
     ]
-    of_base = read_base(saved, optimizer.given_options)
+    of_base = read_base(saved, engine.method.given_options)
     counts = torch.tensor(of_base.read_scalars(), dtype=torch.float64, device="cpu")
-    params = [to_local(p.detach()) for group in optimizer.param_groups for p in group["params"]]
-    step = torch.tensor(session.steps, dtype=torch.int64, device="cpu")
+    params = [to_local(p.detach()) for group in engine.method.param_groups for p in group["params"]]
+    step = torch.tensor(engine.steps, dtype=torch.int64, device="cpu")
     tensors = [step, *params, *shared, *of_base.tensors, counts]
-    copied = copy_from_rank_ahead(comm, session.device, tensors, session.steps)
+    copied = copy_from_rank_ahead(comm, engine.device, tensors, engine.steps)
     if copied is None:
         return
     source, messages = copied
     results = [{name: group[name] for name in LEARNED_OPTIONS if name in group} for group in groups]
-    learned = gather_json(results, session.device, comm)[source]
+    learned = gather_json(results, engine.device, comm)[source]
     if messages:
         with defer_signals():
-            session.damage = "rebind() was interrupted while it wrote a step of another rank"
+            engine.damage = "rebind() was interrupted while it wrote a step of another rank"
             write_tensors(tensors, messages)
             of_base.write_scalars(counts.tolist())
-            _load_without_residuals(optimizer, saved, int(step), learned)
+            _load_without_residuals(engine, saved, int(step), learned)
 
 
 def copy_from_rank_ahead(
@@ -237,20 +235,19 @@ def _without_bools(tensor: Tensor) -> Tensor:
 
 
 def _load_without_residuals(
-    optimizer: OptimizerBase, saved: dict[str, Any], step: int, learned: list[Group]
+    engine: Engine, saved: dict[str, Any], step: int, learned: list[Group]
 ) -> None:
     """Load ``saved``, which has the tensors of the rank that is ahead, with that rank's ``step``
     and ``learned`` options, and zeros for residuals.
     """
-    session: Session = optimizer._session
     for entry in saved["state"].values():
-        for name in set(optimizer.rank_local_state) & entry.keys():
+        for name in set(engine.method.rank_local_state) & entry.keys():
             entry[name] = torch.zeros_like(entry[name])
     for group, options in zip(saved["param_groups"], learned, strict=True):
         group.update(_to_tuples(options), step=step, residuals="mean")
-    optimizer._load_without_hooks(saved)
-    for bucket in session.buckets_to_reshard or session.buckets:
-        for name in set(optimizer.owner_only_state) & bucket.flat.keys():
+    engine.method._load_without_hooks(saved)
+    for bucket in engine.buckets_to_reshard or engine.buckets:
+        for name in set(engine.method.owner_only_state) & bucket.flat.keys():
             Residuals(bucket, name).clear()
 
 
@@ -262,21 +259,22 @@ def _to_tuples(value: Any) -> Any:
 
 
 def warn_of_lost_ranks(
-    optimizer: OptimizerBase,
+    engine: Engine,
     size_before: int,
     size: int,
     residual_norm: Callable[[], float] | None = None,
 ) -> None:
     """Warn if ranks are gone, and their residuals with them.
 
-    ``residual_norm``: computes the norm of this rank's residuals, if the session holds only a part.
+    ``residual_norm``: computes the norm of this rank's residuals, if the engine holds only a part.
     """
-    session: Session = optimizer._session
-    if optimizer.rank_local_state and size < size_before:
-        shards = " The moments of their shards begin again at zero." if optimizer.sharded else ""
-        norm = (residual_norm or session.residual_norm)()
+    if engine.method.rank_local_state and size < size_before:
+        shards = (
+            " The moments of their shards begin again at zero." if engine.method.sharded else ""
+        )
+        norm = (residual_norm or engine.residual_norm)()
         warn(
             f"{size_before - size} of {size_before} ranks are gone, and their residuals are lost. "
             f"The remaining {size} keep theirs (on this rank of norm {norm:.3g}).{shards}",
-            session.comm.rank,
+            engine.comm.rank,
         )

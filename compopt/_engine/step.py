@@ -24,6 +24,7 @@ from .._wire.payload import FieldValues, encode_bits
 from .._wire.requests import AllReduceMean, Answer, CommunicationError, ReadyToCommit, RunBatched
 from . import handshake
 from .decision import StepDecision, combine_decisions, read_decision
+from .engine import Engine
 from .exchange import (
     BucketExchange,
     ExchangeSchedule,
@@ -33,34 +34,32 @@ from .exchange import (
 from .gradients import check_gradients, drop_scale, scale_gradients, unscale_gradients
 from .join import copy_options_from_ranks_with_data
 from .missing_ranks import RankLeft, explain_failed_step, post_lost_masks
-from .optimizer_base import OptimizerBase
 from .resharding import lay_out_trainable_parameters
-from .session import Session
 from .signals import defer_signals
 from .stats import describe_compression, show_line
 
 
-def exchange_and_commit(optimizer: OptimizerBase) -> None:
+def exchange_and_commit(engine: Engine) -> None:
     """Take a step."""
-    session, step = optimizer._session, None
+    step = None
     try:
-        session.check_can_step()
-        comm = session.connect_ranks(optimizer)  # first: state may have to be resharded
-        if optimizer._join_config is not None:
-            copy_options_from_ranks_with_data(optimizer)
-        step = Step(optimizer, comm, session.steps + 1)
+        engine.check_can_step()
+        comm = engine.connect_ranks()  # first: state may have to be resharded
+        if engine.method._join_config is not None:
+            copy_options_from_ranks_with_data(engine)
+        step = Step(engine, comm, engine.steps + 1)
         decision = step.exchange()
         if decision is not None:
             step.commit(decision)
-        if optimizer.fsdp_backward is not None:
-            optimizer.fsdp_backward.end_step()
+        if engine.method.fsdp_backward is not None:
+            engine.method.fsdp_backward.end_step()
     except BaseException as error:
         if step is not None:
             step.undo()
-        drop_scale(optimizer)
+        drop_scale(engine)
         if step is None or not isinstance(error, CommunicationError | RankLeft):
             raise
-        raise explain_failed_step(session, step.number, error) from error
+        raise explain_failed_step(engine, step.number, error) from error
     finally:
         # drop the exception: its traceback refers to this frame (a reference cycle)
         if step is not None:
@@ -70,10 +69,8 @@ def exchange_and_commit(optimizer: OptimizerBase) -> None:
 class Step:
     """The running step."""
 
-    session: Session
-
-    def __init__(self, optimizer: OptimizerBase, comm: Communicator, number: int):
-        self.optimizer, self.session = optimizer, optimizer._session
+    def __init__(self, engine: Engine, comm: Communicator, number: int):
+        self.engine, self.method = engine, engine.method
         self.comm, self.number = comm, number
         # why this rank cannot send its gradients
         self.problem: Exception | None = None
@@ -85,17 +82,17 @@ class Step:
 
     @property
     def buckets(self) -> list[Bucket]:
-        return self.session.buckets
+        return self.engine.buckets
 
     def exchange(self) -> StepDecision | None:
         """Run until all ranks have decided whether to commit.
 
         Returns None if there is nothing to exchange.
         """
-        session = self.session
+        engine = self.engine
         self.problem = self._apply_changed_options() or self._prepare_gradients()
         self._finish_post_commit()
-        if not session.peers_verified:
+        if not engine.peers_verified:
             self.verify_peers()
         if not self.buckets:
             return None
@@ -107,7 +104,7 @@ class Step:
                 return None
             decision = self._exchange_buckets()
         if decision.resent:
-            session.warn_once(
+            engine.warn_once(
                 "stale gradients",
                 "gradients were changed between backward and step() (a clip, an unscale, another "
                 "backward?), so payloads sent during backward had to be sent again. From now on "
@@ -120,12 +117,12 @@ class Step:
 
     def commit(self, decision: StepDecision) -> None:
         """Apply or skip the step as a whole, and report it. Signals are deferred meanwhile."""
-        session = self.session
+        engine = self.engine
         with defer_signals():
             if decision.applied:
-                session.ddp_left_gradients = False
+                engine.ddp_left_gradients = False
                 try:
-                    session.damage = f"step {self.number} was interrupted"
+                    engine.damage = f"step {self.number} was interrupted"
                     with profiler_range("compopt::commit"):
                         self._commit_buckets(decision)
                 except BaseException as error:
@@ -133,21 +130,21 @@ class Step:
                     where = "after its buckets"
                     if bucket is not None:
                         where = f"in bucket {bucket.index} ({bucket.names[0]}, ...)"
-                    session.damage = (
+                    engine.damage = (
                         f"step {self.number} was applied in part: {kind} was raised {where} "
                         f"({error})"
                     )
-                    for bucket in session.buckets:
+                    for bucket in engine.buckets:
                         bucket.cache.clear()  # derived from state, which may be wrong
                     raise
-                session.damage = ""
+                engine.damage = ""
             # read again: a commit may have adapted options, alike on all ranks
-            session.options.refresh(self.optimizer._compared_groups)
-            session.verified_message_options = session.options.message_options
+            engine.options.refresh(self.method._compared_groups)
+            engine.verified_message_options = engine.options.message_options
             self.is_complete = True
-        is_read = self.optimizer.fsdp_backward is None
-        if decision.applied and is_read and session.has_data and self.comm.size > 1:
-            handshake.warn_if_without_gradients(session, decision)
+        is_read = self.method.fsdp_backward is None
+        if decision.applied and is_read and engine.has_data and self.comm.size > 1:
+            handshake.warn_if_without_gradients(engine, decision)
         self._report(decision)
 
     def undo(self) -> None:
@@ -155,8 +152,8 @@ class Step:
         if self.is_complete:
             return
         if self.scale is not None:
-            scale_gradients(self.session, self.scale)
-        self.session.peers_verified = False  # ranks may be a step apart now
+            scale_gradients(self.engine, self.scale)
+        self.engine.peers_verified = False  # ranks may be a step apart now
 
     # Before the exchange
 
@@ -165,7 +162,7 @@ class Step:
 
         Returns an error instead of raising it, as ``_prepare_gradients``.
         """
-        optimizer = self.optimizer
+        optimizer = self.method
         optimizer.lay_out_new_parameters()
         try:
             optimizer.check_changed_options()
@@ -179,12 +176,12 @@ class Step:
 
         Returns an error instead of raising it: all ranks learn of it in the exchange.
         """
-        session = self.session
+        engine = self.engine
         try:
-            check_gradients(session)
-            self.scale = unscale_gradients(self.optimizer)
-            self.optimizer.before_exchange()
-            for bucket in session.buckets:
+            check_gradients(engine)
+            self.scale = unscale_gradients(self.engine)
+            self.method.before_exchange()
+            for bucket in engine.buckets:
                 if "master" in bucket.state:
                     bucket.update_masters()
         except Exception as error:
@@ -193,38 +190,38 @@ class Step:
 
     def _finish_post_commit(self) -> None:
         """Wait for the exchanges after the last commit, and find out whether a handshake is due."""
-        session, post_commit = self.session, self.session.post_commit
+        engine, post_commit = self.engine, self.engine.post_commit
         if post_commit.exchanges:
             post_commit.finish()
         if post_commit.lost and not post_commit.unconfirmed:
-            post_lost_masks(session)
+            post_lost_masks(engine)
         if post_commit.unconfirmed and self.comm.size > 1:
             # tell all ranks whether any has lost a mask that all must have
             flag = [float(post_commit.lost)]
-            lost = torch.tensor(flag, dtype=torch.float32, device=session.device)
+            lost = torch.tensor(flag, dtype=torch.float32, device=engine.device)
             mean = exchange_one(self.comm, AllReduceMean(lost))
             post_commit.lost = float(mean) > 0
         post_commit.unconfirmed = False
-        for bucket in session.buckets:
+        for bucket in engine.buckets:
             bucket.gathered_state = {}
         # without buckets there is no payload to report it
-        is_unfrozen = not self.buckets and session.trainable_has_changed
-        if post_commit.lost or is_unfrozen or session.has_new_options:
+        is_unfrozen = not self.buckets and engine.trainable_has_changed
+        if post_commit.lost or is_unfrozen or engine.has_new_options:
             post_commit.lost = False
-            session.peers_verified = False
+            engine.peers_verified = False
 
     def verify_peers(self) -> None:
         """Run the handshake, and lay out the parameters that require a gradient now."""
-        session = self.session
-        session.overlap.discard()
-        optimizer, has_problem = self.optimizer, self.problem is not None
-        had_gradients = handshake.verify_peers(optimizer, self.comm, has_problem)
-        session.replica_checksum = 0  # the handshake has compared all parameters
-        if session.trainable_has_changed:  # the same on all ranks: the handshake has compared it
-            lay_out_trainable_parameters(optimizer, self.comm)
+        engine = self.engine
+        engine.overlap.discard()
+        optimizer, has_problem = self.method, self.problem is not None
+        had_gradients = handshake.verify_peers(engine, self.comm, has_problem)
+        engine.replica_checksum = 0  # the handshake has compared all parameters
+        if engine.trainable_has_changed:  # the same on all ranks: the handshake has compared it
+            lay_out_trainable_parameters(engine, self.comm)
             optimizer.before_exchange()
         # without gradients to compare, the next step begins with a handshake too
-        session.peers_verified = had_gradients or optimizer.replaces_reduce_scatter
+        engine.peers_verified = had_gradients or optimizer.replaces_reduce_scatter
 
     # The exchange
 
@@ -233,15 +230,15 @@ class Step:
 
         Raises CommunicationError, with nothing applied, when a collective failed.
         """
-        session, comm, buckets = self.session, self.comm, self.buckets
+        engine, comm, buckets = self.engine, self.comm, self.buckets
         schedules: list[ExchangeSchedule] = []
         try:
-            begun = session.overlap.schedule and session.overlap.take_schedule()
-            schedules.append(begun or ExchangeSchedule(buckets, session.algorithm, comm))
+            begun = engine.overlap.schedule and engine.overlap.take_schedule()
+            schedules.append(begun or ExchangeSchedule(buckets, engine.algorithm, comm))
             decision = self._run_schedule(schedules)
             exchanges = decision.exchanges
             covers_shard_only = any(one.agreement.covers_shard_only for one in exchanges)
-            comms = session.shard_communicators
+            comms = engine.shard_communicators
             if covers_shard_only:
                 comms = [comm, *comms]
             has_error = any(exchange.error is not None for exchange in exchanges)
@@ -254,7 +251,7 @@ class Step:
                     raise error
                 decision.has_failed_rank = True
             combine_decisions(decision, comms, buckets[-1].device)
-            session.overlap.is_stopped |= decision.resent
+            engine.overlap.is_stopped |= decision.resent
             if decision.applied and covers_shard_only:
                 _run_to_commit(decision)
         except BaseException as error:
@@ -271,13 +268,13 @@ class Step:
         a second one, which sends them again: the caller abandons both if something raises.
         """
         (schedule,) = schedules
-        session, comm, exchanges = self.session, self.comm, schedule.exchanges
+        engine, comm, exchanges = self.engine, self.comm, schedule.exchanges
         stale = [one.measure_staleness() for one in exchanges if one.in_backward]
         any_stale: FieldValues = [0.0]
         if stale:
             device = schedule.buckets[-1].device
             any_stale = torch.cat([one.to(device) for one in stale]).amax(0, keepdim=True)
-        is_unfrozen = session.trainable_has_changed
+        is_unfrozen = engine.trainable_has_changed
         schedule.inputs.problem = self.problem
         if is_unfrozen:  # all ranks learn of a problem, and nothing is applied
             schedule.inputs.problem = RuntimeError(
@@ -285,16 +282,16 @@ class Step:
             )
         replica_sum = self._sum_replicas()
         # the settings, and what the last step has summed
-        checksum = self.optimizer.checksum_settings() ^ session.replica_checksum
+        checksum = self.method.checksum_settings() ^ engine.replica_checksum
         schedule.inputs.last_fields = {
             "stale": any_stale,
-            "waits": session.waits.make_field(self.number, comm.rank, comm.size),
+            "waits": engine.waits.make_field(self.number, comm.rank, comm.size),
             "unfrozen": [float(is_unfrozen)],
             "settings": encode_bits(checksum, 16),
         }
         schedule.run()
         decision = read_decision(exchanges, replica_sum)
-        session.replica_checksum = handshake.checksum_sum(decision.replica_sum)
+        engine.replica_checksum = handshake.checksum_sum(decision.replica_sum)
         if decision.control_means["stale"][0] == 0 or len(exchanges) == 1:
             decision.early_buckets = len(stale)
             return decision
@@ -309,19 +306,19 @@ class Step:
 
     def _sum_replicas(self) -> torch.Tensor | None:
         """Sum the part of the parameters that ranks compare in this step, if one is due."""
-        optimizer, comm = self.optimizer, self.comm
+        optimizer, comm = self.method, self.comm
         due = handshake.find_part(self.number, optimizer.check_replicas_every)
         if due is None or comm.size == 1 or not optimizer.has_equal_replicas:
             return None
-        buckets = [*self.session.buckets, *self.session.frozen_buckets]
+        buckets = [*self.engine.buckets, *self.engine.frozen_buckets]
         return handshake.sum_part([p for bucket in buckets for p in bucket.local_params], *due)
 
     def _raise_if_failed(self, decision: StepDecision) -> None:
         """Raise the same error on all ranks if the step failed."""
-        session = self.session
+        engine = self.engine
         if decision.misplaced:
             where = ", ".join(
-                f"bucket {i}, of {session.buckets[i].names[0]}" if i >= 0 else "another shard"
+                f"bucket {i}, of {engine.buckets[i].names[0]}" if i >= 0 else "another shard"
                 for i in decision.misplaced
             )
             raise CommunicationError(
@@ -334,33 +331,33 @@ class Step:
             failure = "" if problem is None else f"{type(problem).__name__}: {problem}"
             del problem  # its traceback refers to this frame (a reference cycle)
             repeats = "call step() again"
-            if self.optimizer.fsdp_backward is not None:  # which has averaged in backward
+            if self.method.fsdp_backward is not None:  # which has averaged in backward
                 repeats = "repeat zero_grad(), backward and step()"
             try:
-                handshake.raise_failure(session, self.comm, failure, repeats)
+                handshake.raise_failure(engine, self.comm, failure, repeats)
             except CommunicationError:
                 if self.problem is None:
                     raise
                 raise self.problem from None
         if decision.mismatched:
-            handshake.raise_mismatch(self.optimizer, self.comm, in_step=True)
+            handshake.raise_mismatch(self.engine, self.comm, in_step=True)
 
     # After it
 
     def _commit_buckets(self, decision: StepDecision) -> None:
         """Let every bucket apply the step, and count it."""
-        session = self.session
+        engine = self.engine
         for exchange in decision.exchanges:
             self.committing = exchange.bucket
             self._commit_bucket(exchange, decision.norm)
         self.committing = None
         run_batched_requests(decision.exchanges, self._commit_bucket)
-        self.optimizer.after_commit()
-        for group in session.option_groups:
+        self.method.after_commit()
+        for group in engine.option_groups:
             group["step"] += 1
-        if session.trial is not None and session.trial.result:
-            session.trial.record_result()
-            session.trial_result, session.trial = session.trial.result, None
+        if engine.trial is not None and engine.trial.result:
+            engine.trial.record_result()
+            engine.trial_result, engine.trial = engine.trial.result, None
 
     def _commit_bucket(self, exchange: BucketExchange, answer: Answer) -> None:
         """Resume the generator of one bucket, which applies the step. It stops at a ``RunBatched``,
@@ -375,26 +372,26 @@ class Step:
         except CommunicationError:
             pass
         if not isinstance(exchange.request, RunBatched):
-            self.session.post_commit.add(exchange)
+            self.engine.post_commit.add(exchange)
 
     def _report(self, decision: StepDecision) -> None:
         """Update ``stats``; after the first step show a line."""
-        session, comm, applied = self.session, self.comm, decision.applied
-        if applied and "compression" not in session.warned:
+        engine, comm, applied = self.engine, self.comm, decision.applied
+        if applied and "compression" not in engine.warned:
             self._show_first_line()
-        session.waits.note_field(self.number, comm.size, decision.control_means["waits"][0])
-        session.update_stats(self.optimizer, decision, session.take_bytes_sent())
-        trial = None if session.sends_nothing else session.trial
-        if trial and trial.time_step(decision.phase_of, applied, session.device):
-            session.peers_verified = False  # the next step's handshake compares ranks' times
-        if not applied or session.consecutive_skips:
-            session.count_skips(applied, self.optimizer.max_skipped)
+        engine.waits.note_field(self.number, comm.size, decision.control_means["waits"][0])
+        engine.update_stats(decision, engine.take_bytes_sent())
+        trial = None if engine.sends_nothing else engine.trial
+        if trial and trial.time_step(decision.phase_of, applied, engine.device):
+            engine.peers_verified = False  # the next step's handshake compares ranks' times
+        if not applied or engine.consecutive_skips:
+            engine.count_skips(applied, self.method.max_skipped)
 
     def _show_first_line(self) -> None:
         """Show on rank 0 what is compressed, if the class compresses."""
-        session, comm, optimizer = self.session, self.comm, self.optimizer
-        session.warned.add("compression")
-        groups = session.option_groups
+        engine, comm, optimizer = self.engine, self.comm, self.method
+        engine.warned.add("compression")
+        groups = engine.option_groups
         compresses = bool(groups) and all("when" in group for group in groups)
         if not compresses or not comm.rank == 0 == get_rank():
             return
@@ -402,11 +399,11 @@ class Step:
             "there are no other ranks, so every step is the base's and nothing is sent "
             "(simulate=True compresses all the same)."
         )
-        if not session.sends_nothing:
-            values = [optimizer.estimate_values_sent(b, comm.size) for b in session.buckets]
+        if not engine.sends_nothing:
+            values = [optimizer.estimate_values_sent(b, comm.size) for b in engine.buckets]
             in_fsdp = optimizer.replaces_reduce_scatter
-            text = describe_compression(session.buckets, values, in_fsdp)
-        show_line(f"{session.name}: {text}")
+            text = describe_compression(engine.buckets, values, in_fsdp)
+        show_line(f"{engine.name}: {text}")
 
 
 def _run_to_commit(decision: StepDecision) -> None:
@@ -422,21 +419,20 @@ def _run_to_commit(decision: StepDecision) -> None:
 
 
 @torch.no_grad()
-def start_in_backward(optimizer: OptimizerBase, params: Iterable[torch.Tensor]) -> None:
+def start_in_backward(engine: Engine, params: Iterable[torch.Tensor]) -> None:
     """Start the exchanges of all buckets that are ready, except the last, in their order.
 
     ``params``: those whose gradients backward has just finished.
     """
-    session: Session = optimizer._session
-    comm = session.refresh_ranks(optimizer)
-    if not session.peers_verified or session.damage or session.has_grad_scaler or comm.size == 1:
+    comm = engine.refresh_ranks()
+    if not engine.peers_verified or engine.damage or engine.has_grad_scaler or comm.size == 1:
         return
-    if optimizer.is_joining:  # a rank without data has no backward
+    if engine.method.is_joining:  # a rank without data has no backward
         return
-    overlap = session.overlap
+    overlap = engine.overlap
     if overlap.is_idle:
-        session.options.refresh(optimizer._compared_groups)
-        if session.has_new_options or session.trainable_has_changed:
+        engine.options.refresh(engine.method._compared_groups)
+        if engine.has_new_options or engine.trainable_has_changed:
             return
-    finished = [(p, session.bucket_of[p]) for p in params if p in session.bucket_of]
-    overlap.start_ready(finished, session.buckets, session.algorithm, comm)
+    finished = [(p, engine.bucket_of[p]) for p in params if p in engine.bucket_of]
+    overlap.start_ready(finished, engine.buckets, engine.algorithm, comm)

@@ -18,7 +18,6 @@ average by NaN, and says so in ``step()``: all ranks raise, and nothing is appli
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,10 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._engine.engine import Engine
 from .._engine.exchange import BucketExchange, ExchangeInputs
-from .._engine.optimizer import CompressedOptimizer
 from .._engine.reducer import Reducer, Update
-from .._engine.session import Session
 from .._ops.norms import clip_factor, stacked_squared_norms
 from .._ops.operations import Ops
 from .._state.bucket import Bucket
@@ -49,7 +47,7 @@ from .fsdp_shards import ParamColumns, cut_by_rows, place_in_rows
 
 # the parameters whose gradients a row holds, in order, and the dimension along which each is cut
 Params = Sequence[tuple[Tensor, int]]
-# a bucket of the session, and which of its tensors
+# a bucket of the engine, and which of its tensors
 BucketPosition = tuple[Bucket, int]
 
 
@@ -100,7 +98,7 @@ class ReduceScatterBucket(Bucket):
     Its ``params`` are stand-ins without memory; only their ``grad`` is real. A stand-in that the
     reducer needs ``as_matrix`` has the parameter's global shape, and ranks own the rows of it that
     FSDP gives them. Any other is a vector in the order of FSDP's shards, padded so that all ranks
-    own equally many elements. ``bucket_positions`` say where the parameters are in the session's
+    own equally many elements. ``bucket_positions`` say where the parameters are in the engine's
     buckets, which hold their state. The position of a parameter that was unfrozen since the last
     step is None: it is in no bucket and has no residual yet, and its gradient is sent unrounded.
     """
@@ -108,16 +106,16 @@ class ReduceScatterBucket(Bucket):
     def __init__(
         self,
         index: int,
-        session: Session,
+        engine: Engine,
         pieces: list[ParamColumns],
         bucket_positions: list[BucketPosition | None],
         as_matrix: list[bool],
         dtype: torch.dtype,
     ):
         self.pieces, self.bucket_positions, self.as_matrix = pieces, bucket_positions, as_matrix
-        self.rank, ranks = session.comm.rank, session.comm.size
+        self.rank, ranks = engine.comm.rank, engine.comm.size
         first, device = bucket_positions[0], pieces[0].p.device
-        group = {**session.option_groups[0], "payload_dtype": None}
+        group = {**engine.option_groups[0], "payload_dtype": None}
         names, compressed = ["unfrozen"] * len(pieces), [False] * len(pieces)
         if first is not None:
             known, group = [*filter(None, bucket_positions)], first[0].group
@@ -138,7 +136,7 @@ class ReduceScatterBucket(Bucket):
         compressed_pieces = [piece for piece, c in zip(pieces, compressed, strict=True) if c]
         owned = [sum(piece.count_filled(r) for piece in compressed_pieces) for r in range(ranks)]
         self.shards = cut_by_rows(ranges, owned, compressed, self.rank)
-        self.codecs = session.ops.codecs
+        self.codecs = engine.ops.codecs
 
     def load_rows(self, rows: Tensor, pending_residuals: PendingResiduals) -> None:
         """Read this rank's gradients from ``rows``; copy the residuals to be sent."""
@@ -248,12 +246,11 @@ class FSDPBackward:
 
     def __init__(
         self,
-        optimizer: CompressedOptimizer,
+        engine: Engine,
         make_reducer: Callable[[Bucket], Reducer],
         write_residual: WriteResidual,
     ):
-        self.session, self.make_reducer = optimizer._session, make_reducer
-        self._optimizer = weakref.proxy(optimizer)
+        self.engine, self.make_reducer = engine, make_reducer
         self.write_residual = write_residual
         # kept when state is laid out again between backward and step(), which has to commit it
         self.pending_residuals: PendingResiduals = {}
@@ -275,7 +272,7 @@ class FSDPBackward:
     @property
     def dense_bytes(self) -> int:
         """Bytes that FSDP2 itself would have sent."""
-        buckets = self.session.buckets
+        buckets = self.engine.buckets
         return sum(p.numel() * b.grad_dtype.itemsize for b in buckets for p in b.params)
 
     def end_step(self) -> None:
@@ -313,14 +310,14 @@ class FSDPBackward:
         if backward != self._backward_number:
             self._backward_number = backward
             self.finish()  # reductions of a backward that raised
-            self._optimizer.apply_changed_options()
+            self.engine.method.apply_changed_options()
             self._discard_unapplied()
         buckets = self._buckets_of(params, key, rows.dtype)
         self._advance_all()
         for bucket in buckets:
             inputs = ExchangeInputs(
                 lambda bucket: self._reduce_bucket(bucket, rows, out),
-                self.session.comm,
+                self.engine.comm,
                 problem=problem,
             )
             self.in_flight.append(PendingReduction(bucket, inputs, is_last=False))
@@ -346,14 +343,14 @@ class FSDPBackward:
     ) -> list[ReduceScatterBucket]:
         """Return a bucket for each parameter group; new ones if a reducer needs other shapes."""
         if key not in self._units:
-            pieces = place_in_rows(params, self.session.comm.size)
+            pieces = place_in_rows(params, self.engine.comm.size)
             positions: list[BucketPosition | None] = [None] * len(key)
             for n, p in enumerate(key):
-                if (bucket := self.session.bucket_of.get(p)) is not None:
+                if (bucket := self.engine.bucket_of.get(p)) is not None:
                     i = next(i for i, other in enumerate(bucket.params) if other is p)
                     positions[n] = bucket, i
             self._units[key] = FSDPUnit(pieces, positions)
-        unit, needs_matrix = self._units[key], self._optimizer.reduces_as_matrix
+        unit, needs_matrix = self._units[key], self.engine.method.reduces_as_matrix
         positions = unit.bucket_positions
         as_matrix = [position is not None and needs_matrix(*position) for position in positions]
         if unit.as_matrix != as_matrix:
@@ -368,7 +365,7 @@ class FSDPBackward:
             unit.buckets = [
                 ReduceScatterBucket(
                     first + number,
-                    self.session,
+                    self.engine,
                     [unit.pieces[n] for n in indices],
                     [positions[n] for n in indices],
                     [as_matrix[n] for n in indices],
@@ -388,15 +385,15 @@ class FSDPBackward:
         self.pending_residuals = {
             p: pending for p, pending in self.pending_residuals.items() if p.grad is not None
         }
-        if self.error is not None and all(p.grad is None for p in self.session.bucket_of):
+        if self.error is not None and all(p.grad is None for p in self.engine.bucket_of):
             self.error = None
         if self.pending_residuals:
-            session = self.session
+            engine = self.engine
             some = any(
                 bool(to_local(p.grad).any()) for p in self.pending_residuals if p.grad is not None
             )
-            flag = torch.tensor([float(some)], dtype=torch.float32, device=session.device)
-            pending = session.comm.start(AllReduceMean(flag))
+            flag = torch.tensor([float(some)], dtype=torch.float32, device=engine.device)
+            pending = engine.comm.start(AllReduceMean(flag))
             pending.wait()
             if not flag.item():
                 self.pending_residuals = {}
@@ -424,9 +421,9 @@ class FSDPBackward:
 
     def check(self) -> None:
         """Raise RuntimeError if a GradScaler drives the steps, or what backward could not send."""
-        if self.session.has_grad_scaler:
+        if self.engine.has_grad_scaler:
             raise RuntimeError(
-                f"{self.session.name} averages inside FSDP's backward, where it does not know a "
+                f"{self.engine.name} averages inside FSDP's backward, where it does not know a "
                 "GradScaler's scale: train in bfloat16, without a scaler."
             )
         error, self.error = self.error, None

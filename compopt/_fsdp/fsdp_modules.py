@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from .._engine.engine import Role
 from .._engine.module_hooks import (
     Backward,
     ModuleWatch,
@@ -37,7 +38,6 @@ from .._engine.module_hooks import (
     list_parameters,
 )
 from .._engine.optimizer import CompressedOptimizer, construction_callbacks
-from .._engine.session import Role
 from .._wire.meshes import list_mesh_groups
 from .fsdp_gather import FSDPAllGather, TorchAllocation
 from .fsdp_shards import longest_part_numel
@@ -63,7 +63,7 @@ def _on_construction(optimizer: CompressedOptimizer) -> None:
         check_meshes(optimizer)
     if not has_dtensors:
         return
-    copy_first_parameters(optimizer._session)
+    copy_first_parameters(optimizer._engine)
     register_gradient_hooks(optimizer)
     if isinstance(optimizer, ReducingOptimizer):
         set_gathers(list_fsdp_modules(), optimizer)
@@ -97,10 +97,10 @@ def check_meshes(optimizer: CompressedOptimizer) -> None:
     """Raise ValueError if ranks of the optimizer's group hold different shards, if FSDP2 averages
     their gradients already, or if a parameter belongs to FSDP1.
     """
-    session = optimizer._session
-    group = session.refresh_ranks(optimizer).group
+    engine = optimizer._engine
+    group = engine.refresh_ranks().group
     ranks = set(dist.get_process_group_ranks(group)) if group is not None else set()
-    buckets = [*session.buckets, *session.frozen_buckets]
+    buckets = [*engine.buckets, *engine.frozen_buckets]
     for p, name in (pair for b in buckets for pair in zip(b.params, b.names, strict=True)):
         if _is_flat_parameter(p):
             raise ValueError(
@@ -183,7 +183,7 @@ def replace_reduce_scatter(optimizer: ReducingOptimizer) -> None:
 
     if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
         raise ValueError(
-            f"FSDP2 shards the parameters over the ranks of this {optimizer._session.name}, and "
+            f"FSDP2 shards the parameters over the ranks of this {optimizer._engine.name}, and "
             f"PyTorch {torch.__version__} has no hook into its reduce-scatter "
             "(FSDPModule.set_custom_reduce_scatter): use a later PyTorch (2.13 has it), or "
             "DistributedDataParallel."
@@ -247,10 +247,10 @@ def _warn_if_shared(group: Any, optimizer: CompressedOptimizer, params: set[Tens
         return
     others = list_parameters(other) - params
     if any(one.sharded_param in others for one in group.fsdp_params):
-        optimizer._session.warn_once(
+        optimizer._engine.warn_once(
             "shared module",
             "two optimizers of compopt share a module that fully_shard wraps. "
-            f"{optimizer._session.name}, which came last, averages its gradients, those of the "
+            f"{optimizer._engine.name}, which came last, averages its gradients, those of the "
             "other uncompressed: give all parameters of a module to one optimizer, in parameter "
             "groups or as compopt.Separate([first, second]).",
             optimizer.comm.rank,
@@ -273,7 +273,7 @@ class OptimizerReduceScatter(TorchAllocation):
     ) -> None:
         optimizer = self._optimizer()
         reduce_scatter = None if optimizer is None else optimizer.fsdp_backward
-        if optimizer is None or reduce_scatter is None or optimizer._session.role is Role.REPLACED:
+        if optimizer is None or reduce_scatter is None or optimizer._engine.role is Role.REPLACED:
             dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group)
             return
         trainable = [one for one in self._group.fsdp_params if one.sharded_param.requires_grad]

@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 import torch
 
+from .._engine.engine import weak_method
 from .._engine.optimizer import CompressedOptimizer
 from .._engine.options import Setting
 from .._engine.reducer import Reducer
-from .._engine.session import weak_method
 from .._state.bucket import Bucket
 from .._state.layouts import GlobalShape, Layout, LocalShape, Sharded
 from .._state.residuals import Residuals, residual_layout
@@ -78,7 +78,7 @@ class ReducingOptimizer(CompressedOptimizer):
         params = [p for group in self._option_groups for p in group["params"]]
         flags = [False]  # of each parameter: whether FSDP2 shards it over the optimizer's ranks
         if any(hasattr(p, "device_mesh") for p in params):
-            comm = connect(self._session.group)
+            comm = connect(self._engine.group)
             flags = [is_sharded_over(p, comm) for p in params]
         fsdp_shards_params = all(flags)
         if any(flags) and not fsdp_shards_params:
@@ -105,7 +105,7 @@ class ReducingOptimizer(CompressedOptimizer):
         super().after_layout()
         if self.replaces_reduce_scatter and self.fsdp_backward is None:
             self.fsdp_backward = FSDPBackward(
-                self, weak_method(self.make_reducer), weak_method(self.write_residual)
+                self._engine, weak_method(self.make_reducer), weak_method(self.write_residual)
             )
         if self.fsdp_backward is not None:
             self.fsdp_backward.forget_units()

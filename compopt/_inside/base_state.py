@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .._engine.engine import Engine
 from .._engine.exchange import exchange_one
 from .._engine.options import Group
-from .._engine.session import Session
 from .._state.bucket import Bucket
 from .._state.leaves import Leaves, read_leaves
 from .._state.tensors import to_local
@@ -23,7 +23,7 @@ MEAN_SQUARES = ".second_momentum_buffer"
 
 
 def average_base(
-    base: Optimizer, buckets: Sequence[Bucket], comm: Communicator, session: Session
+    base: Optimizer, buckets: Sequence[Bucket], comm: Communicator, engine: Engine
 ) -> None:
     """Replace the state of a wrapped optimizer by its mean over ranks.
 
@@ -36,7 +36,7 @@ def average_base(
     entries = {p: read_leaves(state.get(p, {})) for bucket in buckets for p in bucket.params}
     alike = _find_alike(entries, buckets, comm)
     for p in entries.keys() - alike:
-        _say_kept(session, entries[p])
+        _say_kept(engine, entries[p])
     # a factor of a square matrix has the shape of the matrix: what is a factor, others tell
     factors = {
         path
@@ -84,7 +84,7 @@ def _find_alike(
 
 
 def copy_learned_options(
-    groups: Sequence[Group], given: Collection[str], comm: Communicator, session: Session
+    groups: Sequence[Group], given: Collection[str], comm: Communicator, engine: Engine
 ) -> None:
     """Replace numbers and tensors in a base's groups by rank 0's, but for the options that are
     ``given`` to its constructor; all stay if they have another form on any rank.
@@ -92,10 +92,10 @@ def copy_learned_options(
     leaves = Leaves()
     leaves.add_learned(groups, given)
     form = zlib.crc32(repr(leaves.kinds).encode())
-    checksum = torch.tensor([form], dtype=torch.int64, device=session.device)
+    checksum = torch.tensor([form], dtype=torch.int64, device=engine.device)
     rows = exchange_one(comm, AllGather(checksum))
     if bool((rows == rows[0]).all()):
-        copy_from_rank_0(leaves, session.device, comm)
+        copy_from_rank_0(leaves, engine.device, comm)
 
 
 def has_mean(value: Tensor, path: str, p: Tensor) -> bool:
@@ -110,14 +110,14 @@ def is_like(value: Tensor, p: Tensor) -> bool:
     return has_shape and shape != () and value.is_floating_point() and value.element_size() > 1
 
 
-def _say_kept(session: Session, entry: Leaves) -> None:
+def _say_kept(engine: Engine, entry: Leaves) -> None:
     if entry.kinds or entry.unknown:
         held = f"holds {min(entry.unknown)}" if entry.unknown else "has another form on other ranks"
-        session.warn_once(
+        engine.warn_once(
             "base state kept",
-            f"state of the base {held}, and stays rank {session.comm.rank}'s own: nothing averages "
+            f"state of the base {held}, and stays rank {engine.comm.rank}'s own: nothing averages "
             "it, and a checkpoint has that of the rank which writes it.",
-            session.comm.rank,
+            engine.comm.rank,
         )
 
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from .._engine.checkpoint import check_groups, describe_group
+from .._engine.engine import Role
 from .._engine.optimizer import CompressedOptimizer
 from .._engine.options import ComparedGroups, Group, Setting, check_base_group
-from .._engine.session import Role
 from .._state.bucket import Bucket
 from .._state.layouts import Layout
 from .._state.leaves import copy_state
@@ -145,13 +145,13 @@ class Wrapper(CompressedOptimizer):
                     self._lay_out_group(options)
             except (TypeError, ValueError):
                 del self._wrapper_groups[-len(added) :]
-                self._session.rebuild_buckets(self)
+                self._engine.rebuild_buckets()
                 raise
 
     def _replace_parameters(self) -> None:
         self._take_changes()
         params = {p for group in self.param_groups for p in group["params"]}
-        for p in self._session.parameters - params:
+        for p in self._engine.parameters - params:
             for member in combined.list_members(self.base):
                 member.state.pop(p, None)
         if len(self._wrapper_groups) > len(self.param_groups):  # the base's have been removed
@@ -197,7 +197,7 @@ class Wrapper(CompressedOptimizer):
     def before_layout(self) -> None:
         super().before_layout()
         for inner in self._compressed_members:
-            inner._session.role, inner._session.connection = Role.WRAPPED, None
+            inner._engine.role, inner._engine.connection = Role.WRAPPED, None
         self._update = bases.WrappedUpdate(self.base)
         members = combined.list_members(self.base)
         self._base_options = {name for member in members for name in member.defaults}
@@ -212,7 +212,7 @@ class Wrapper(CompressedOptimizer):
 
     def on_fallback(self) -> None:
         for inner in self._compressed_members:
-            inner._session.use_pytorch(inner)
+            inner._engine.use_pytorch()
 
     # Modes of the base
 
@@ -245,8 +245,8 @@ class Wrapper(CompressedOptimizer):
     def after_commit(self) -> None:
         """Step the base on the averaged gradients."""
         super().after_commit()
-        session = self._session
-        are_drawn = bases.draw_alike(session.steps, session.device)
+        engine = self._engine
+        are_drawn = bases.draw_alike(engine.steps, engine.device)
         with are_drawn if self._may_draw else contextlib.nullcontext(), self._watch_base():
             self._update.step_base()
         self._show_base_in_state()
@@ -273,7 +273,7 @@ class Wrapper(CompressedOptimizer):
         """Return a context in which a base cannot communicate with the ranks that this optimizer
         averages over. With those that hold other shards of its parameters it may.
         """
-        comm = self._session.comm
+        comm = self._engine.comm
         if comm.size == 1 or self.replaces_reduce_scatter:
             return contextlib.nullcontext()
         return RefuseCollectives(comm.ranks)
@@ -286,7 +286,7 @@ class Wrapper(CompressedOptimizer):
 
     def after_layout(self) -> None:
         super().after_layout()
-        buckets = [*self._session.buckets, *self._session.frozen_buckets]
+        buckets = [*self._engine.buckets, *self._engine.frozen_buckets]
         names = {name for bucket in buckets for name in self._bucket_layouts(bucket)}
         self._own_names = {"step", "base", "outer", *names}
         self._show_base_in_state()
@@ -350,7 +350,7 @@ class Wrapper(CompressedOptimizer):
             saved["param_groups"], base_saved["param_groups"], self._wrapper_groups, strict=True
         ):
             options = {n: wrapper_group[n] for n in self._wrapper_defaults if n in wrapper_group}
-            options |= describe_group(self, wrapper_group)
+            options |= describe_group(self._engine, wrapper_group)
             shared = group.keys() & options.keys() - {"params"}
             hidden = {PREFIX + name: group[name] for name in shared}
             numbers = merged["params"]
@@ -379,13 +379,13 @@ class Wrapper(CompressedOptimizer):
 
     @torch.no_grad()
     def _load_without_hooks(self, state_dict: dict[str, Any]) -> None:
-        groups = check_groups(self._session, state_dict)
+        groups = check_groups(self._engine, state_dict)
         wrapper_saved, base_saved = split_state_dict(
             state_dict, set(self._wrapper_defaults), self.param_groups
         )
         if base_saved is None:
             check_base_checkpoint(state_dict, groups, combined.describe_members(self.base))
-        check_groups(self._session, base_saved or state_dict)
+        check_groups(self._engine, base_saved or state_dict)
         before = self.base.state_dict()
         try:
             try:
@@ -407,17 +407,17 @@ class Wrapper(CompressedOptimizer):
 
     def _begin_anew(self) -> None:
         """Clear the wrapper's state and step counts."""
-        session = self._session
-        session.settle_state()
-        for bucket in session.buckets:
+        engine = self._engine
+        engine.settle_state()
+        for bucket in engine.buckets:
             for tensors in bucket.state.values():
                 for tensor in tensors:
                     if tensor is not None:
                         tensor.zero_()
         for group in self._wrapper_groups:
             group["step"] = 0
-        session.consolidated_at, session.damage = None, ""
-        session.rebuild_buckets(self)
+        engine.consolidated_at, engine.damage = None, ""
+        engine.rebuild_buckets()
 
     def _copyable_attributes(self) -> dict[str, Any]:
         contents = super()._copyable_attributes()

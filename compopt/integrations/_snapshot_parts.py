@@ -120,7 +120,7 @@ class RankParts:
     def __init__(self, optimizer: CompressedOptimizer):
         self._names = {*optimizer.rank_local_state, "residual", "pseudo_gradient"}
         self._has_local_moments = hasattr(optimizer, "end_round")
-        self._is_weighted = bool(optimizer._session.option_groups[0].get("weighted", False))
+        self._is_weighted = bool(optimizer._engine.option_groups[0].get("weighted", False))
 
     def is_rank_part(self, path: Path_, value: Any) -> bool:
         """Return True if the value at ``path`` is a rank's own."""

@@ -32,9 +32,9 @@ from torch.distributed.distributed_c10d import _get_default_group
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from .._engine.engine import Role
 from .._engine.module_hooks import Backward, ModuleWatch, copy_first_parameters, list_parameters
 from .._engine.optimizer import CompressedOptimizer, construction_callbacks, join_callbacks
-from .._engine.session import Role
 from .._wire.collectives import Communicator
 from .._wire.launch import list_group_ranks
 
@@ -124,19 +124,19 @@ class Handover:
 
     def add_optimizer(self, optimizer: CompressedOptimizer) -> None:
         """Give ``optimizer`` the gradients, in place of earlier ones over the same parameters."""
-        if optimizer._session.role is Role.WRAPPED:
+        if optimizer._engine.role is Role.WRAPPED:
             return
         params = list_parameters(optimizer)
         for ref in [*self._optimizers]:
             other = ref()
-            if other is None or other._session.role is Role.WRAPPED:
+            if other is None or other._engine.role is Role.WRAPPED:
                 self._optimizers.remove(ref)
             elif other is not optimizer and not params.isdisjoint(list_parameters(other)):
                 if _since_of[other] > _since_of[optimizer]:
-                    optimizer._session.mark_replaced()
+                    optimizer._engine.mark_replaced()
                     return
                 self._optimizers.remove(ref)
-                other._session.mark_replaced()
+                other._engine.mark_replaced()
         if groups_form_site(self.ddp, optimizer):
             join_site(self.ddp, optimizer)
         if all(ref() is not optimizer for ref in self._optimizers):
@@ -146,7 +146,7 @@ class Handover:
             self._optimizers.append(ref)
         self._required_grad = []
         self.register_parameter_hooks()
-        optimizer._session.role = Role.ACTIVE
+        optimizer._engine.role = Role.ACTIVE
 
     def iterate_optimizers(self) -> Iterator[CompressedOptimizer]:
         return (optimizer for ref in [*self._optimizers] if (optimizer := ref()) is not None)
@@ -156,7 +156,7 @@ class Handover:
     @property
     def is_inside_site(self) -> bool:
         """True if DDP averages gradients inside a site, before the optimizer does between sites."""
-        return any(optimizer._session.site is not None for optimizer in self.iterate_optimizers())
+        return any(optimizer._engine.site is not None for optimizer in self.iterate_optimizers())
 
     @property
     def is_by_parameter(self) -> bool:
@@ -197,7 +197,7 @@ class Handover:
                 self._required_grad = required_grad
         for optimizer in self.iterate_optimizers():
             if self._is_idle:
-                optimizer._session.ddp_left_gradients = True
+                optimizer._engine.ddp_left_gradients = True
             # DDP writes the averages of a site when backward has ended
             optimizer.gradients_ready([] if self.is_inside_site else params)
 
@@ -254,7 +254,7 @@ def _hook(state, bucket):  # type: ignore[no-untyped-def]
     if is_in_backward and not handover.is_by_parameter:
         handover.on_gradients_ready(bucket.parameters())
     for optimizer in optimizers:
-        optimizer._session.ddp_left_gradients = True
+        optimizer._engine.ddp_left_gradients = True
     if handover.is_inside_site:
         return allreduce_hook(handover.ddp.process_group, bucket)
     done: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -282,7 +282,7 @@ def _check_handover(ddp: DDP, optimizer: CompressedOptimizer) -> None:
             "'python_reducer', which a compopt optimizer cannot replace: set "
             "optimize_ddp = 'ddp_optimizer' before the model is wrapped."
         )
-    if optimizer._session.role is Role.WRAPPED:
+    if optimizer._engine.role is Role.WRAPPED:
         return
     ddp_ranks = list_group_ranks(ddp.process_group)
     if ddp_ranks is None:
@@ -315,13 +315,13 @@ def join_site(ddp: DDP, optimizer: CompressedOptimizer) -> None:
     """Let ``optimizer`` decide together with the other ranks of this site, and begin with the
     parameters of the first site, as DDP begins with those of the first rank.
     """
-    session, site = optimizer._session, Communicator(ddp.process_group)
-    if session.site is not None and session.site.ranks == site.ranks:
+    engine, site = optimizer._engine, Communicator(ddp.process_group)
+    if engine.site is not None and engine.site.ranks == site.ranks:
         return
-    session.site = site
-    if session.steps == 0:
-        copy_first_parameters(session)
-    session.rebuild_buckets(optimizer)
+    engine.site = site
+    if engine.steps == 0:
+        copy_first_parameters(engine)
+    engine.rebuild_buckets()
 
 
 def _list_alive(ddps: Iterable[DDP]) -> list[DDP]:
@@ -394,7 +394,7 @@ def _on_registration(module: nn.Module, name: str, child: nn.Module | None) -> N
         _ddps.add(module)
         params = set(child.parameters())
         for optimizer, watch in [*_watch_of.items()]:
-            is_found = optimizer._session.role is Role.ACTIVE and not watch.is_active
+            is_found = optimizer._engine.role is Role.ACTIVE and not watch.is_active
             if is_found and not params.isdisjoint(list_parameters(optimizer)):
                 _watch_of[optimizer] = ModuleWatch(optimizer, hand_over_gradients)
 

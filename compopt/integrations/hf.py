@@ -143,7 +143,7 @@ class CompoptCallback(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         ours = unwrap_optimizer(kwargs["optimizer"])
-        owner = describe_residual_source(ours)
+        owner = describe_residual_source(ours._engine)
         is_open = getattr(ours, "round_is_open", False)
         contents = ["the model of rank 0 within a round"] if is_open else []
         contents += [f"the residuals of {owner} only"] if owner != "mean" else []

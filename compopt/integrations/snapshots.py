@@ -118,7 +118,7 @@ class Snapshots:
         if before is not None and before.comm is comm:
             return before
         world = self._get_world()
-        device = self._optimizer._session.device
+        device = self._optimizer._engine.device
         problem, snapshots = "", []
         try:
             files.check_trust(self.folder)
@@ -156,7 +156,7 @@ class Snapshots:
         with nothing sent, if another rank has not come to ``save()`` within ``optimizer.patience``
         seconds, by default the timeout of the process group.
         """
-        wait_for_all_to_save(self._optimizer, self._get_world())
+        wait_for_all_to_save(self._optimizer._engine, self._get_world())
         meeting = self._meet()
         self._stamp += 1  # also if this rank could not write the last one: stamps are alike on all
         problem = self._finish_writing()
@@ -171,7 +171,7 @@ class Snapshots:
         self._warn_of_other_runs(meeting)
         if problem is not None:  # now that ranks have told each other
             raise problem
-        snapshot = meeting.name_snapshot(self._optimizer._session.steps, self._stamp)
+        snapshot = meeting.name_snapshot(self._optimizer._engine.steps, self._stamp)
         manifest = Manifest(snapshot, [*meeting.lineage])
         executor = ThreadPoolExecutor(1, "compopt snapshot")
         future = executor.submit(files.write_snapshot, self.folder, packed, manifest)
@@ -268,7 +268,7 @@ class Snapshots:
             return 0
         if not are_own:
             self._optimizer.average_shares()
-        return self._optimizer._session.steps
+        return self._optimizer._engine.steps
 
     def _write_state(self, state: State) -> None:
         from torch.distributed.checkpoint.state_dict import set_state_dict
@@ -287,7 +287,7 @@ class Snapshots:
 @contextmanager
 def _without_warning(optimizer: CompressedOptimizer) -> Iterator[None]:
     """Do not warn in this block of state that other ranks have: they save it themselves."""
-    warned = optimizer._session.warned
+    warned = optimizer._engine.warned
     is_new = "saving" not in warned
     warned.add("saving")
     try:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from .._engine.checkpoint import check_groups, warn_of_missing_state
 from .._engine.decision import StepDecision
+from .._engine.engine import weak_method
 from .._engine.handshake import gather_json
 from .._engine.options import Group
 from .._engine.resharding import catch_up, warn_of_lost_ranks
-from .._engine.session import weak_method
 from .._inside.bases import has_modes
 from .._inside.wrapper import Wrapper
 from .._state.tensors import HOST
@@ -70,24 +70,24 @@ class AnchoredWrapper(Wrapper):
 
     def _see_ranks_and_groups(self) -> None:
         """Connect ranks, add new groups, and keep nothing of the averaged start."""
-        session = self._session
-        session.connect_ranks(self)
+        engine = self._engine
+        engine.connect_ranks()
         self.lay_out_new_parameters()
         self.add_groups_of_base()
         self._take_changes()
-        has_residual = any(bucket.flat["residual"].numel() for bucket in session.buckets)
-        if has_residual or session.has_foreign_state(self.state):
-            session.rebuild_buckets(self)
+        has_residual = any(bucket.flat["residual"].numel() for bucket in engine.buckets)
+        if has_residual or engine.has_foreign_state(self.state):
+            engine.rebuild_buckets()
 
     def _ensure_anchors(self) -> None:
         """Make anchors once there are other ranks, and something to train."""
-        session, options, counts = self._session, self._options, self._counts
-        if self.offload and not session.comm.can_exchange(HOST):
+        engine, options, counts = self._engine, self._options, self._counts
+        if self.offload and not engine.comm.can_exchange(HOST):
             raise ValueError(
                 "offload='outer' exchanges tensors in host memory, and the process group has no "
                 "backend for those: make it by init_process_group('cpu:gloo,cuda:nccl')."
             )
-        if session.sends_nothing:
+        if engine.sends_nothing:
             self._drop_anchors()
         elif self._sync is None:
             counts.begun = options["step"]
@@ -109,7 +109,7 @@ class AnchoredWrapper(Wrapper):
         are_plain = not any(hasattr(p, "device_mesh") for p in params)  # SGD fuses no DTensors
         make_outer = self._make_outer or partial(make_sgd, options, are_plain)
         anchors = Anchors(params, fragments, options, make_outer, self.ops, on_host, dtype)
-        return FragmentSync(self, anchors)
+        return FragmentSync(self._engine, anchors)
 
     def _drop_anchors(self) -> None:
         if self._sync is not None:
@@ -164,19 +164,19 @@ class AnchoredWrapper(Wrapper):
         if self._sync is not None:
             step = self._options["step"]
             self._open_round = self._open_round or OpenRound(self, step - 1)
-            self._open_round.update(self.round_is_open, step, self._session.comm)
+            self._open_round.update(self.round_is_open, step, self._engine.comm)
 
     # Other ranks
 
     @torch.no_grad()
     def _rebind(self, process_group: ProcessGroup | Communicator | None = None) -> None:
-        session = self._session
+        engine = self._engine
         self._check_own_params()
-        before = session.begin_rebind()
+        before = engine.begin_rebind()
         if self._sync is not None:
             self._sync.cancel()
-        session.forget_in_flight()
-        session.switch_group(self, process_group)
+        engine.forget_in_flight()
+        engine.switch_group(process_group)
         fragments, due = self._adopt_counts()
         if fragments:
             self._see_ranks_and_groups()
@@ -187,18 +187,18 @@ class AnchoredWrapper(Wrapper):
                     self._sync.due = due
                 self._ensure_anchors()
                 anchors = self._anchors
-                if anchors is not None and (anchors.catch_up(session, is_new)):
+                if anchors is not None and (anchors.catch_up(engine, is_new)):
                     self._counts.weight = 0.0
             except BaseException:
                 if is_new:  # the next rebind() finds this rank as new as it is
                     self._sync = None
                 raise
         else:
-            catch_up(self, session.comm)
-        residual_norm = (self._anchors or session).residual_norm
-        session.stats.residual_norm = weak_method(residual_norm)
-        session.end_rebind()
-        warn_of_lost_ranks(self, before, session.comm.size, residual_norm)
+            catch_up(self._engine, engine.comm)
+        residual_norm = (self._anchors or engine).residual_norm
+        engine.stats.residual_norm = weak_method(residual_norm)
+        engine.end_rebind()
+        warn_of_lost_ranks(self._engine, before, engine.comm.size, residual_norm)
 
     def _adopt_counts(self) -> tuple[list[int], frozenset[int]]:
         """Adopt the counts of the rank that is furthest, of those with anchors. Returns the
@@ -207,7 +207,7 @@ class AnchoredWrapper(Wrapper):
         If rounds end by time, a rank that has anchors keeps its number of steps, and begins a round
         if others have begun a later one.
         """
-        session, options, counts = self._session, self._options, self._counts
+        engine, options, counts = self._engine, self._options, self._counts
         sync = self._sync
         fragment_of = {t.param: t.fragment for t in sync.anchors.tensors} if sync else {}
         fragments = [fragment_of.get(p, -1) for p in self._params]
@@ -215,7 +215,7 @@ class AnchoredWrapper(Wrapper):
         known = (counts.round, options["step"], counts.begun, counts.mean_step, exchanges)
         are_due = [sync is not None and n in sync.due for n in fragments]
         row = [sync is not None, *known, fragments, are_due]
-        rows = gather_json(row, session.device, session.comm)
+        rows = gather_json(row, engine.device, engine.comm)
         has_anchors, number, step, begun, mean_step, _, fragments, _ = max(rows)
         if not has_anchors:
             return [], frozenset()
@@ -245,7 +245,7 @@ class AnchoredWrapper(Wrapper):
         for place, entry in enumerate(self._save_rounds()):
             if entry is not None:
                 saved["state"].setdefault(place, {})["outer"] = entry
-        warn_of_missing_state(self, self._anchors.buckets if self._anchors else ())
+        warn_of_missing_state(self._engine, self._anchors.buckets if self._anchors else ())
         return saved
 
     def _save_rounds(self) -> list[Entry | None]:
@@ -270,8 +270,8 @@ class AnchoredWrapper(Wrapper):
     @torch.no_grad()
     def _load_without_hooks(self, state_dict: dict[str, Any]) -> None:
         self._check_own_params()
-        groups = check_groups(self._session, state_dict)
-        state_dict, entries = split_rounds(state_dict, self._session.name)
+        groups = check_groups(self._engine, state_dict)
+        state_dict, entries = split_rounds(state_dict, self._engine.name)
         saved = self._restore_anchors(entries, {**self._options, **groups[0]})
         if saved is not None and saved.is_open:
             self._check_frozen(state_dict)
@@ -298,9 +298,9 @@ class AnchoredWrapper(Wrapper):
         try:
             if (saved := read_rounds(entries)) is None:
                 return None
-            self._session.connect_ranks(self)
+            self._engine.connect_ranks()
             # a single process without a group may meet others before the next step
-            if self._session.sends_nothing and self._session.group is not None:
+            if self._engine.sends_nothing and self._engine.group is not None:
                 return saved
             if (sync := self._make_sync(options, saved.fragments)) is not None:
                 sync.connect()
@@ -329,7 +329,7 @@ class AnchoredWrapper(Wrapper):
         if self._open_round is not None:
             self._open_round.update(False, self._counts.begun, self.comm)
         self._note_open_round()
-        self._session.stats = self.add_to_stats(self._session.stats, StepDecision())
+        self._engine.stats = self.add_to_stats(self._engine.stats, StepDecision())
 
     def _begin_anew(self) -> None:
         self._counts = RoundCounts()

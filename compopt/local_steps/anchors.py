@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .._engine.engine import Engine
 from .._engine.handshake import VALUES, checksum_values
 from .._engine.options import Group, Setting
 from .._engine.resharding import copy_from_rank_ahead, write_tensors
-from .._engine.session import Session
 from .._engine.signals import defer_signals
 from .._ops.operations import Ops, choose_backend
 from .._state.residuals import Residuals
@@ -166,19 +166,19 @@ class Anchors:
         for bucket in self.buckets:
             bucket.replicate_size = get_replicate_size(bucket.tensors[0].param, shards)
 
-    def list_values(self, session: Session) -> list[Setting]:
+    def list_values(self, engine: Engine) -> list[Setting]:
         """Return the checksum of each anchor, and of each parameter that never had one."""
         anchors = [(f"anchor {i}", t.anchor) for i, t in enumerate(self.tensors)]
-        values = [*anchors, *self._list_untrained(session)]
+        values = [*anchors, *self._list_untrained(engine)]
         return [(name, {VALUES: checksum_values(to_local(x.detach()))}) for name, x in values]
 
-    def list_equal_tensors(self, session: Session) -> list[Tensor]:
+    def list_equal_tensors(self, engine: Engine) -> list[Tensor]:
         """Return the tensors that are equal on all ranks even within a round."""
-        return [*(b.anchors for b in self.buckets), *(p for _, p in self._list_untrained(session))]
+        return [*(b.anchors for b in self.buckets), *(p for _, p in self._list_untrained(engine))]
 
-    def _list_untrained(self, session: Session) -> list[tuple[str, Tensor]]:
+    def _list_untrained(self, engine: Engine) -> list[tuple[str, Tensor]]:
         trained = {t.param for t in self.tensors}
-        buckets = session.frozen_buckets
+        buckets = engine.frozen_buckets
         named = (pair for b in buckets for pair in zip(b.names, b.params, strict=True))
         return [(name, p) for name, p in named if p not in trained]
 
@@ -186,7 +186,7 @@ class Anchors:
         """Compute a number above 0 that is equal for equal anchors."""
         return zlib.crc32(repr([checksum_values(b.anchors) for b in self.buckets]).encode()) or 1
 
-    def catch_up(self, session: Session, is_new: bool) -> bool:
+    def catch_up(self, engine: Engine, is_new: bool) -> bool:
         """Copy anchors from a rank that is ahead. On a rank that is new or lacks a sync, the
         parameters of the exchanged fragments become their anchors, without residuals; others keep
         what they moved.
@@ -201,18 +201,18 @@ class Anchors:
         tensors = [counts, *(bucket.anchors for bucket in self.buckets), *averages, *moments]
         count = -1 if is_new else self.applied_syncs
         copied = copy_from_rank_ahead(
-            session.comm, session.device, tensors, count, len(groups), "exchange"
+            engine.comm, engine.device, tensors, count, len(groups), "exchange"
         )
         if copied is None or not copied[1]:
             return False
         with defer_signals():
-            session.damage = "rebind() was interrupted while it wrote an exchange of another rank"
+            engine.damage = "rebind() was interrupted while it wrote an exchange of another rank"
             write_tensors(tensors, copied[1])
             for group, step in zip(groups, counts.tolist(), strict=True):
                 if is_new or group["step"] != step:
                     self._become_anchors(group)
                 group["step"] = step
-            session.damage = ""
+            engine.damage = ""
         return True
 
     def _become_anchors(self, group: Group) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import weakref
 import zlib
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from .._engine.engine import Engine
 from .._engine.exchange import sum_over_groups
 from .._engine.handshake import (
     MESSAGE,
@@ -37,7 +37,6 @@ from .._engine.handshake import (
     unpack_messages,
 )
 from .._engine.join import copy_options_from_ranks_with_data
-from .._engine.optimizer_base import OptimizerBase
 from .._engine.signals import defer_signals
 from .._ops.norms import stacked_squared_norms
 from .._wire.collectives import Communicator
@@ -173,44 +172,43 @@ class FragmentSync:
     ranks, or on none. If it fails, or ``cancel`` gives it up (in a rebind), its fragments are due
     again.
 
-    ``optimizer``: that of the inner steps, and ``session`` its.
+    ``engine``: that of the inner steps.
     """
 
-    def __init__(self, optimizer: OptimizerBase, anchors: Anchors):
-        self.optimizer: OptimizerBase = weakref.proxy(optimizer)  # which has this for an attribute
-        self.session, self.anchors = optimizer._session, anchors
+    def __init__(self, engine: Engine, anchors: Anchors):
+        self.engine, self.anchors = engine, anchors
         self.due: frozenset[int] = frozenset()
         self.running: RunningSync | None = None
         self.are_equal = False  # ranks have compared their anchors, and nothing has failed since
         self.is_comparing = False  # settings show checksums of the anchors
-        self._connection: Communicator | None = None  # that of the session, when last seen
+        self._connection: Communicator | None = None  # that of the engine, when last seen
         self.comm: Communicator
         self.shards: list[Communicator]
 
     def connect(self) -> None:
-        """Exchange anchors over the ranks of the session. Delayed syncs run beside training, so
+        """Exchange anchors over the ranks of the engine. Delayed syncs run beside training, so
         they get process groups of their own.
         """
-        session = self.session
-        if self._connection is session.comm:
+        engine = self.engine
+        if self._connection is engine.comm:
             return
         # before new groups are made: torch names them by the number of those that there are
         self._connection, self.shards = None, []
         vars(self).pop("comm", None)
-        comm, shards = session.comm, session.shard_communicators
+        comm, shards = engine.comm, engine.shard_communicators
         if self.anchors.is_delayed:
             comm, shards = comm.with_own_group(), [one.with_own_group() for one in shards]
-        self.comm, self.shards, self._connection = comm, shards, session.comm
+        self.comm, self.shards, self._connection = comm, shards, engine.comm
         self.are_equal = False
-        self.anchors.note_shards(session.shard_communicators)
+        self.anchors.note_shards(engine.shard_communicators)
 
     @torch.no_grad()
     def prepare_sync(
         self, counts: RoundCounts, steps: int, apply_at: int = 0, is_last: bool = False
     ) -> None:
         """Begin the sync of the fragments that are due, after a round of ``steps`` steps."""
-        session, fragments = self.session, self.due
-        copy_options_from_ranks_with_data(self.optimizer)
+        engine, fragments = self.engine, self.due
+        copy_options_from_ranks_with_data(self.engine)
         buckets = self.anchors.list_buckets(fragments)
         is_as_before = all(t.has_moved == t.is_sent for b in buckets for t in b.tensors)
         for t in (t for bucket in buckets for t in bucket.tensors):
@@ -220,13 +218,13 @@ class FragmentSync:
             has_failed: float = problem is not None
             if self.shards:  # norms are those of all shards
                 numbers = [*squares.tolist(), has_failed]
-                *sums, has_failed = sum_over_groups(self.shards, numbers, session.device)
+                *sums, has_failed = sum_over_groups(self.shards, numbers, engine.device)
                 squares = squares.new_tensor(sums)
         except BaseException:
             self._undo(buckets)
             raise
         self.due = frozenset()
-        weight = counts.weight if session.option_groups[0]["weighted"] else 1.0
+        weight = counts.weight if engine.option_groups[0]["weighted"] else 1.0
         contribution = SyncContribution(weight, steps, counts.seconds, is_last, has_failed > 0)
         self.start(fragments, apply_at, squares, contribution, is_as_before, problem)
         del problem  # its traceback refers to this frame (a reference cycle)
@@ -244,7 +242,7 @@ class FragmentSync:
         except Exception as error:  # out of memory, most likely
             count = sum(len(bucket.tensors) for bucket in buckets)
             zeros = torch.zeros(count, dtype=torch.float64, device="cpu")
-            return zeros.to(self.session.device), error
+            return zeros.to(self.engine.device), error
 
     def start(
         self,
@@ -289,14 +287,14 @@ class FragmentSync:
         """Do lines 4 and 5, if all ranks have decided to. Returns the parameters that received new
         anchors: those that were sent, or all if this rank's are not finite.
         """
-        session, buckets, mean = self.session, running.buckets, running.mean
+        engine, buckets, mean = self.engine, running.buckets, running.mean
         if running.is_empty or not running.is_finite:
             self._undo(buckets, have_moved=not running.is_empty)
             return None
-        options, is_lost = session.option_groups[0], running.is_lost
+        options, is_lost = engine.option_groups[0], running.is_lost
         is_late = running.apply_at > 0 and not is_lost
         moved = [x for b in buckets for x in b.view_sent(b.moved_since())] if is_late else []
-        session.damage = f"the exchange before step {session.steps + 1} was interrupted"
+        engine.damage = f"the exchange before step {engine.steps + 1} was interrupted"
         progress = outer_progress(options, mean.steps, mean.seconds)
         by_time = options["round_seconds"] is not None
         step = counts.mean_step + mean.steps if by_time else options["step"]
@@ -304,12 +302,12 @@ class FragmentSync:
         members = [t for bucket in buckets for t in bucket.tensors]
         received = members if is_lost else [t for t in members if t.is_sent]
         write_params(received, moved)  # line 5
-        session.damage, session.consolidated_at = "", None
+        engine.damage, engine.consolidated_at = "", None
         self.anchors.end_sync(buckets)
         self.anchors.update_averages(buckets, mean.steps, step)
         counts.weight = 0.0
         if by_time:
-            counts.begin_round(counts.round + 1, session.steps, counts.mean_step + mean.steps)
+            counts.begin_round(counts.round + 1, engine.steps, counts.mean_step + mean.steps)
         return received
 
     def _undo(self, buckets: Sequence[AnchorBucket], have_moved: bool = True) -> None:
@@ -356,7 +354,7 @@ class FragmentSync:
                 numbers = [0.0, 0.0, 0.0, *SyncContribution(has_failed=True), 0.0, 0.0]
                 fields = torch.tensor(numbers, dtype=torch.float64, device="cpu")
                 message = pack_message(SYNC, fields)
-            gathering = self.comm.start(AllGather(message.to(self.session.device)))
+            gathering = self.comm.start(AllGather(message.to(self.engine.device)))
             if starts_at_once:
                 running.is_lost = not math.isfinite(float(running.squares.sum()))
                 started = [self._start_payload(running, bucket) for bucket in running.buckets]
@@ -391,14 +389,14 @@ class FragmentSync:
 
     def _make_message(self, running: RunningSync) -> Tensor:
         """Return this rank's message."""
-        session, anchors, device = self.session, self.anchors, self.session.device
-        session.options.refresh(self.optimizer._compared_groups)
+        engine, anchors, device = self.engine, self.anchors, self.engine.device
+        engine.options.refresh(engine.method._compared_groups)
         are_sent = bytes(t.is_sent for bucket in running.buckets for t in bucket.tensors)
-        checksum = zlib.crc32(are_sent, self.optimizer.checksum_settings())
+        checksum = zlib.crc32(are_sent, self.engine.method.checksum_settings())
         values = 0 if self.are_equal else anchors.checksum()
         numbers = [anchors.applied_syncs, checksum, values, *running.contribution]
         sent = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(device)
-        every, tensors = self.optimizer.check_replicas_every, anchors.list_equal_tensors(session)
+        every, tensors = self.engine.method.check_replicas_every, anchors.list_equal_tensors(engine)
         total = sum_part(tensors if every else [], anchors.applied_syncs, ANCHOR_PARTS)
         squared = running.squares.to(device).sum().view(1)
         return pack_message(SYNC, torch.cat([sent, squared, total.to(device)]))
@@ -424,12 +422,12 @@ class FragmentSync:
         return self._raise_other_settings if have_other_settings else self._raise_other_anchors
 
     def _raise_other_settings(self, running: RunningSync) -> NoReturn:
-        raise_mismatch(self.optimizer, self.comm, in_step=self.are_equal)
+        raise_mismatch(self.engine, self.comm, in_step=self.are_equal)
 
     def _raise_other_anchors(self, running: RunningSync) -> NoReturn:
         self.is_comparing = True
         try:
-            raise_mismatch(self.optimizer, self.comm, in_step=self.are_equal)
+            raise_mismatch(self.engine, self.comm, in_step=self.are_equal)
         finally:
             self.is_comparing = False
 
@@ -482,7 +480,7 @@ class FragmentSync:
         is_finite = math.isfinite(sum(own))
         own = [square / n if is_finite else 0.0 for square, n in zip(own, copies, strict=True)]
         facts = [float(not is_finite), float(has_failed), *own]
-        non_finite, failed, *sums = sum_over_groups(shards, facts, self.session.device)
+        non_finite, failed, *sums = sum_over_groups(shards, facts, self.engine.device)
         if not failed:
             running.is_finite = non_finite == 0
             running.note_lengths([math.sqrt(square) for square in sums], means)
@@ -493,7 +491,7 @@ class FragmentSync:
         problem = running.problem
         failure = "" if problem is None else f"{type(problem).__name__}: {problem}"
         try:
-            raise_failure(self.session, self.comm, failure)
+            raise_failure(self.engine, self.comm, failure)
         except CommunicationError:
             if problem is None:
                 raise

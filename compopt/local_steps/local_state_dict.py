@@ -161,7 +161,7 @@ class SavedRounds:
         for bucket in anchors.buckets:
             new = [saved_residuals[t] for t in bucket.tensors]
             Residuals(bucket).set(list(enumerate(new)))
-        warn_of_lost_residuals(sync.optimizer, residuals, saved_residuals.values())
+        warn_of_lost_residuals(sync.engine, residuals, saved_residuals.values())
         squares: list[float] = []
         for bucket in anchors.list_buckets((self.exchange or {}).get("fragments", ())):
             values = bucket.make_sync_payload()

@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from .._engine.decision import StepDecision
+from .._engine.engine import weak_method
 from .._engine.exchange import sum_over_groups
 from .._engine.gradients import (
     GRAD,
@@ -62,7 +63,6 @@ from .._engine.options import (
     require,
 )
 from .._engine.resharding import average_residuals, average_state
-from .._engine.session import weak_method
 from .._engine.signals import defer_signals
 from .._engine.stats import Stats, show_line
 from .._engine.step import Step
@@ -237,7 +237,7 @@ class LocalSteps(AnchoredWrapper):
     def _running_settings(self) -> list[Setting]:
         counts, sync = self._counts, self._sync
         if sync is not None and self._is_comparing:  # with a delay ranks do so at different steps
-            return sync.anchors.list_values(self._session)
+            return sync.anchors.list_values(self._engine)
         running = {"round": counts.round, "mean_step": counts.mean_step}
         if self._is_in_step:
             running["begun"] = counts.begun
@@ -272,21 +272,21 @@ class LocalSteps(AnchoredWrapper):
         if self.averages_gradients:
             super().take_step()
             return
-        session = self._session
+        engine = self._engine
         try:
-            session.check_can_step()
+            engine.check_can_step()
             if self._has_modes:
                 check_mode(self.base)
             self._check_own_params()
             self._see_ranks_and_groups()
             self.check_changed_options()
             try:
-                if not session.peers_verified and not session.sends_nothing:
-                    copy_options_from_ranks_with_data(self)
-                    Step(self, session.comm, session.steps + 1).verify_peers()
+                if not engine.peers_verified and not engine.sends_nothing:
+                    copy_options_from_ranks_with_data(self._engine)
+                    Step(engine, engine.comm, engine.steps + 1).verify_peers()
                 self._ensure_anchors()
             except (CommunicationError, RankLeft) as error:
-                raise explain_failed_step(session, session.steps + 1, error) from error
+                raise explain_failed_step(engine, engine.steps + 1, error) from error
             options, params = self._options, self._params
             if (sync := self._sync) is not None:
                 sync.anchors.note_training(params)
@@ -297,28 +297,28 @@ class LocalSteps(AnchoredWrapper):
                 with self._explain_failed_sync():
                     self._synchronize(options)
             finally:
-                session.ddp_left_gradients = False
+                engine.ddp_left_gradients = False
                 self._note_open_round()
             self._report(norm)
-            if session.consecutive_skips or not math.isfinite(norm):
-                session.count_skips(math.isfinite(norm), self.max_skipped)
+            if engine.consecutive_skips or not math.isfinite(norm):
+                engine.count_skips(math.isfinite(norm), self.max_skipped)
         except BaseException:
-            drop_scale(self)
+            drop_scale(self._engine)
             raise
 
     @contextmanager
     def _explain_failed_sync(self) -> Iterator[None]:
         """Say in the error of a sync what has become of the step, on which rank, and what to do."""
-        session = self._session
+        engine = self._engine
         try:
             yield
         except (CommunicationError, RankLeft) as error:
             why, advice = "", "Make a new process group on all ranks and call rebind()"
             if not isinstance(error, RankLeft):
-                why = explain_failure(session, error)
+                why = explain_failure(engine, error)
                 advice = "The exchange is tried again after the next step, and by end_round()"
             raise CommunicationError(
-                f"step {session.steps} was taken on rank {session.comm.rank}, but not the exchange "
+                f"step {engine.steps} was taken on rank {engine.comm.rank}, but not the exchange "
                 f"that follows it: {error}{why}. {advice}."
             ) from error
 
@@ -351,23 +351,23 @@ class LocalSteps(AnchoredWrapper):
 
     def _perform_and_report(self, sync: FragmentSync) -> RunningSync:
         """Wait for the sync in flight, apply it, and report it."""
-        session = self._session
-        waited = session.waits.seconds
+        engine = self._engine
+        waited = engine.waits.seconds
         result = sync.perform_sync(self._counts)
         self._sync_stats = {
             **self._sync_stats,
             **({} if result.step_length is None else {"step_length": result.step_length}),
-            "weight": result.factor / session.comm.size,
+            "weight": result.factor / engine.comm.size,
             "round_steps": int(result.contribution.steps),
-            "round_wait_seconds": session.waits.seconds - waited,
+            "round_wait_seconds": engine.waits.seconds - waited,
         }
         self._is_exchanged |= result.received is not None
         if result.received is not None and result.is_lost:
             reset_moments(self.base, result.received)
-            session.warn_once(
+            engine.warn_once(
                 "lost",
-                f"rank {session.comm.rank} had parameters that are not finite after step "
-                f"{session.steps}: it took the average, in which what it moved counts as zero, and "
+                f"rank {engine.comm.rank} had parameters that are not finite after step "
+                f"{engine.steps}: it took the average, in which what it moved counts as zero, and "
                 "zeroed its moments that are not finite. Lower the learning rate, or clip "
                 "(max_grad_norm=).",
                 0,  # on this rank, whichever it is
@@ -382,23 +382,23 @@ class LocalSteps(AnchoredWrapper):
 
         Returns the norm of the gradients; it is finite where the step was taken.
         """
-        session = self._session
-        check_gradients(session)
-        scale = unscale_gradients(self)
+        engine = self._engine
+        check_gradients(engine)
+        scale = unscale_gradients(self._engine)
         stepped = [p for p in params if p.requires_grad and p.grad is not None]
         grads: list[Tensor] = [*map(GRAD, stepped)]
-        shards = session.shard_communicators
+        shards = engine.shard_communicators
         copies = [get_replicate_size(p, shards) for p in stepped] if shards else []
-        if any(bucket.is_dtensor for bucket in session.buckets):
+        if any(bucket.is_dtensor for bucket in engine.buckets):
             grads = [*map(to_local, grads)]
-        if not grads and session.comm.size > 1 and session.trainable and session.has_data:
+        if not grads and engine.comm.size > 1 and engine.trainable and engine.has_data:
             step = options["step"] + 1
-            warn_without_gradients(session, step, "adds nothing to the average of its round")
+            warn_without_gradients(engine, step, "adds nothing to the average of its round")
         try:
             norm = self._gradient_norm(grads, copies)
         except BaseException:
             if scale is not None:
-                scale_gradients(session, scale)
+                scale_gradients(engine, scale)
             raise
         with defer_signals():
             if math.isfinite(norm):
@@ -409,7 +409,7 @@ class LocalSteps(AnchoredWrapper):
                 with replace_gradients(frozen) if frozen else nullcontext(), self._watch_base():
                     self.base.step()
                 self._show_base_in_state()
-                for bucket in session.buckets:
+                for bucket in engine.buckets:
                     bucket.count_steps([p not in others for p in bucket.params])
                 if grads and self._sync is not None:
                     self._counts.weight += 1 if self._samples is None else self._samples
@@ -423,7 +423,7 @@ class LocalSteps(AnchoredWrapper):
 
         In the same message shards agree on the time of the round. ``copies``: see ``sum_squares``.
         """
-        shards = self._session.shard_communicators
+        shards = self._engine.shard_communicators
         squared = 0.0
         if getattr(self, "found_inf", None):
             squared = math.nan
@@ -432,7 +432,7 @@ class LocalSteps(AnchoredWrapper):
         elif grads:
             squared = float(sum_squares([total_norm([g]) for g in grads], copies))
         numbers = [squared, self._counts.seconds]
-        total, seconds = sum_over_groups(shards, numbers, self._session.device)
+        total, seconds = sum_over_groups(shards, numbers, self._engine.device)
         self._counts.seconds = seconds / math.prod(comm.size for comm in shards)
         return math.sqrt(total)
 
@@ -462,8 +462,8 @@ class LocalSteps(AnchoredWrapper):
 
     def _sync_the_rest(self, sync: FragmentSync) -> None:
         """Exchange what has moved since the last sync of its fragment."""
-        counts, last, self._is_exchanged = self._counts, self._session.stats, False
-        self._session.refresh_ranks(self)
+        counts, last, self._is_exchanged = self._counts, self._engine.stats, False
+        self._engine.refresh_ranks()
         sync.connect()
         step = self._options["step"]
         in_round = step - counts.begun
@@ -487,7 +487,7 @@ class LocalSteps(AnchoredWrapper):
         self._note_open_round()
         if self._is_exchanged or in_round > 0:
             self._report(last.grad_norm, is_step=False)
-            self._session.stats.bytes_sent += last.bytes_sent
+            self._engine.stats.bytes_sent += last.bytes_sent
 
     # Join: ranks that run out of data
 
@@ -558,7 +558,7 @@ class LocalSteps(AnchoredWrapper):
 
     def after_layout(self) -> None:
         super().after_layout()
-        self._session.stats = self.add_to_stats(self._session.stats, StepDecision())
+        self._engine.stats = self.add_to_stats(self._engine.stats, StepDecision())
 
     def add_to_stats(self, stats: Stats, decision: StepDecision) -> Stats:
         options, counts = self._options, self._counts
@@ -570,16 +570,16 @@ class LocalSteps(AnchoredWrapper):
 
     def _report(self, norm: float, is_step: bool = True) -> None:
         """Update ``stats`` after a step or the end of a round."""
-        session, is_applied = self._session, self._is_exchanged
-        phase = "exchanged" if is_applied else "dense" if session.sends_nothing else "local"
+        engine, is_applied = self._engine, self._is_exchanged
+        phase = "exchanged" if is_applied else "dense" if engine.sends_nothing else "local"
         non_finite = [] if math.isfinite(norm) else ["of this rank"]
         decision = StepDecision(norm=norm, phase_of={0: phase}, non_finite=non_finite)
-        session.update_stats(self, decision, session.take_bytes_sent(), is_step)
-        is_shown = is_applied and session.comm.rank == 0 == get_rank() and session.comm.size > 1
-        stats = session.stats
-        if is_shown and stats.bytes_dense and session.claim_first("compression"):
+        engine.update_stats(decision, engine.take_bytes_sent(), is_step)
+        is_shown = is_applied and engine.comm.rank == 0 == get_rank() and engine.comm.size > 1
+        stats = engine.stats
+        if is_shown and stats.bytes_dense and engine.claim_first("compression"):
             text = describe_rounds(self._options, stats.bytes_sent, stats.bytes_dense)
-            show_line(f"{session.name}: {text}")
+            show_line(f"{engine.name}: {text}")
 
     # Checkpoints
 
@@ -587,7 +587,7 @@ class LocalSteps(AnchoredWrapper):
         """Replace residuals and the state of the inner optimizer by their means over ranks; within
         a round parameters too, so that all ranks have moved the same.
         """
-        session, sync = self._session, self._sync
+        engine, sync = self._engine, self._sync
         self._check_own_params()
         if sync is not None and sync.running is not None:
             self._perform_and_report(sync)
@@ -595,16 +595,16 @@ class LocalSteps(AnchoredWrapper):
             weight = 1.0
             if self._options["weighted"]:  # this rank's weight over the mean of all weights
                 counted = self._counts.weight
-                weights = gather_json(counted, session.device, session.comm)
+                weights = gather_json(counted, engine.device, engine.comm)
                 weight = counted / (sum(weights) / len(weights)) if any(weights) else 1.0
             for t in sync.anchors.tensors:
                 if not bool(to_local(t.param.detach()).isfinite().all()):
                     write_params([t])
                     reset_moments(self.base, [t])
-                average_state(t.param.detach(), session.device, session.comm, weight)
+                average_state(t.param.detach(), engine.device, engine.comm, weight)
         if sync is not None:
             for bucket in sync.anchors.buckets:
-                average_residuals(bucket, "residual", session.device, session.comm)
+                average_residuals(bucket, "residual", engine.device, engine.comm)
             self._average_base()
         super()._consolidate()
 
@@ -621,10 +621,10 @@ class LocalSteps(AnchoredWrapper):
         """Replace the state of the inner optimizer by its mean over ranks, and the numbers that it
         keeps in its groups by rank 0's.
         """
-        session, groups = self._session, self.param_groups
+        engine, groups = self._engine, self.param_groups
         # a layer that is unfrozen between local steps has an anchor, and stays in no bucket
         trained = {t.param for t in self._anchors.tensors} if self._anchors else set()
-        unfrozen = [b for b in session.frozen_buckets if not trained.isdisjoint(b.params)]
-        buckets = [*session.buckets, *unfrozen]
-        average_base(self.base, buckets, session.comm, session)
-        copy_learned_options(groups, self.given_options, session.comm, session)
+        unfrozen = [b for b in engine.frozen_buckets if not trained.isdisjoint(b.params)]
+        buckets = [*engine.buckets, *unfrozen]
+        average_base(self.base, buckets, engine.comm, engine)
+        copy_learned_options(groups, self.given_options, engine.comm, engine)

@@ -91,7 +91,7 @@ def construct_silently(make: Callable[..., Any], params: Any, **options: Any) ->
     """An optimizer of this package without other ranks, hooks or messages."""
     with without_integrations():
         made = make(params, process_group=Communicator(single_process=True), **options)
-    made._session.warned.add("compression")
+    made._engine.warned.add("compression")
     return made
 
 

@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .._engine.decision import StepDecision
+from .._engine.engine import weak_method
 from .._engine.optimizer import CompressedOptimizer
 from .._engine.options import (
     Group,
@@ -44,7 +45,6 @@ from .._engine.options import (
     require,
     require_option,
 )
-from .._engine.session import weak_method
 from .._engine.stats import Stats
 from .._ops.norms import clip_factor, scale_
 from .._ops.operations import Ops
@@ -323,7 +323,7 @@ class ScapeAdamS(CompressedOptimizer):
 
         The newest mask is the next step's. Tensors that have not had two masks are left out.
         """
-        self._session.post_commit.finish()
+        self._engine.post_commit.finish()
         overlaps: dict[str, tuple[int, int]] = {}
         for bucket in self._buckets:
             newest, momentum_mask = bucket.cache.get("next_mask"), bucket.cache["momentum_mask"]

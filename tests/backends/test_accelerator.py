@@ -58,7 +58,7 @@ LOOKS = {
     "_state.bucket update_masters": ("ScapeAdamS", "offload='all': parameters are compared with masters"),
     "_state.bucket fetch_state": ("ScapeAdamS, sharded", "offloaded masters at positions found on the device"),
     "local_steps.anchors copy_wide": ("LocalSteps, offloaded", "when they are made: anchors are the parameters"),
-    "_engine.session _fill_state": ("ScapeAdamS", "when it is made: offloaded masters are the parameters"),
+    "_engine.engine _fill_state": ("ScapeAdamS", "when it is made: offloaded masters are the parameters"),
     "local_steps.anchors write_pseudo_gradient": ("LocalSteps, offloaded", "a round's end: parameters, on their way"),
     # at the first step, and after state was loaded, lost or moved
     "_engine.handshake verify_peers": ("AdamS", "the handshake: checksums of all ranks, compared on the host"),
@@ -99,7 +99,7 @@ def name(request) -> str:
 
 @pytest.fixture
 def found(name, request) -> dict:
-    asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
+    asked = {item.callspec.params.get("name") for item in request.engine.items if hasattr(item, "callspec")}
     names = [other for other in RUNS if other in asked]
     first = names.index(name) // TOGETHER * TOGETHER
     found = ran(tuple(names[first : first + TOGETHER]))[name]

@@ -170,7 +170,7 @@ def state_set_from_outside(job: Job) -> None:
 def masks_forgotten(job: Job) -> None:
     """A step that chooses masks anew."""
     for optimizer in job.optimizers:
-        optimizer._session.forget_masks(optimizer.mask_state)
+        optimizer._engine.forget_masks(optimizer.mask_state)
 
 
 def not_finite(job: Job) -> None:

@@ -353,7 +353,7 @@ def test_a_checkpoint_of_one_process_goes_on_over_two_ranks(case: Case):
 def test_a_trial_does_not_time_what_cannot_be_compared():
     (*_, phases) = alone(compopt.RadiusAdamW, steps=3, when="auto", dense_steps=1)
     _, optimizer, _ = alone(compopt.RadiusAdamW, steps=3, when="auto", dense_steps=1)
-    assert set(phases) == {"dense"} and not any(optimizer._session.trial._seconds.values())
+    assert set(phases) == {"dense"} and not any(optimizer._engine.trial._seconds.values())
 
 
 def met(rank: int, folder: str) -> dict[str, tuple[list[str], bool]]:

@@ -323,7 +323,7 @@ def test_it_stays_dense_where_compressed_steps_are_not_clearly_faster(case, seco
         assert optimizer.stats.residual_norm() == 0
         again = case.make(make_model().parameters(), when="auto")
         again.load_state_dict(optimizer.state_dict())
-        assert again._session.trial is None and again._option_groups[0]["pays"] is False
+        assert again._engine.trial is None and again._option_groups[0]["pays"] is False
         assert again._option_groups[0]["dense_steps"] == case.compressed["dense_steps"]
     ranks.assert_replicas_equal()
 
@@ -390,11 +390,11 @@ def test_only_groups_that_say_auto_are_tried(case, dense_steps, monkeypatch):
 def test_where_the_ranks_cannot_compare_their_times_no_step_is_half_taken(case, monkeypatch):
     """The exchange of times comes before anything of its step: what says "not applied" was not applied."""
     ranks = train(case, 1.0, 1.1, monkeypatch, when="auto")
-    while not ranks.optimizers[0]._session.trial.compute_medians():
+    while not ranks.optimizers[0]._engine.trial.compute_medians():
         ranks.one_step()
     for optimizer in ranks.optimizers:
         optimizer.state_dict()  # waits for masks
-    started = ranks.world.comms[0].started + ranks.optimizers[0]._session.post_commit.unconfirmed
+    started = ranks.world.comms[0].started + ranks.optimizers[0]._engine.post_commit.unconfirmed
     ranks.world.failing_everywhere.add(started)
     before = [p.detach().clone() for p in ranks.models[0].parameters()]
     step = ranks.optimizers[0]._option_groups[0]["step"]
@@ -411,7 +411,7 @@ def test_where_the_ranks_cannot_compare_their_times_no_step_is_half_taken(case, 
 
 def test_a_model_with_nothing_to_compress_is_not_tried():
     optimizer = compopt.RadiusAdamW([nn.Parameter(torch.zeros(9))], when="auto")
-    assert optimizer._session.trial is None
+    assert optimizer._engine.trial is None
 
 
 def test_it_says_what_it_cannot_take():

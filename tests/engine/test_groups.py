@@ -43,10 +43,10 @@ def test_a_group_may_hold_anything_and_ranks_do_not_differ_by_it(case):
         optimizer.param_groups[0].update(anything(rank))
     ranks.train(loss, 3)
     for rank, _, optimizer in ranks:  # changed, and no reason for a handshake
-        before = optimizer._session.options.message_options
+        before = optimizer._engine.options.message_options
         optimizer.param_groups[0].update(anything(rank + 1))
         optimizer.apply_changed_options()
-        assert optimizer._session.options.message_options == before
+        assert optimizer._engine.options.message_options == before
     ranks.train(loss, 1)
     assert all(optimizer.stats.applied_steps == 4 and optimizer.stats.skipped == 0 for optimizer in ranks.optimizers)
     ranks.finish_round(loss)

@@ -53,9 +53,9 @@ def trained(case: Case, comm: object, steps: int) -> tuple[nn.Module, torch.opti
 
 
 def begun_in_backward(optimizer) -> None:
-    session = optimizer._session
-    finished = [(p, bucket) for bucket in session.buckets for p in bucket.params]
-    session.overlap.start_ready(finished, session.buckets, session.algorithm, session.comm)
+    engine = optimizer._engine
+    finished = [(p, bucket) for bucket in engine.buckets for p in bucket.params]
+    engine.overlap.start_ready(finished, engine.buckets, engine.algorithm, engine.comm)
 
 
 @pytest.mark.usefixtures("several_buckets")
@@ -66,7 +66,7 @@ def test_a_deleted_optimizer_is_gone_at_once(case, no_collector):
     optimizer.state_dict()
     if getattr(optimizer, "averages_gradients", True):  # a local step sends nothing in backward
         begun_in_backward(optimizer)
-        assert optimizer._session.overlap.schedule.exchanges
+        assert optimizer._engine.overlap.schedule.exchanges
     stats, gone = optimizer.stats, [weakref.ref(optimizer), weakref.ref(model), weakref.ref(model[0].weight)]
     del optimizer
     assert gone[0]() is None

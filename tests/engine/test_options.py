@@ -182,7 +182,7 @@ def test_all_five_papers_are_there():
 def test_a_papers_settings_are_one_call(call):
     def make(ps, process_group):
         optimizer = eval(f"compopt.{call}", {"compopt": compopt, "torch": torch, "params": ps})
-        optimizer._session.switch_group(optimizer, process_group)
+        optimizer._engine.switch_group(optimizer, process_group)
         return optimizer
 
     ranks = Ranks(2, Small, make)
@@ -344,12 +344,12 @@ def test_a_steady_step_renders_nothing_and_a_rate_alone_where_it_changes(case, c
     assert counted() == dict(rendered=0, checked=0, compared=0)
     for optimizer in ranks.optimizers:
         optimizer.param_groups[0]["lr"] *= 0.5
-    before = [optimizer._session.options.message_options for optimizer in ranks.optimizers]
+    before = [optimizer._engine.options.message_options for optimizer in ranks.optimizers]
     ranks.train(loss, 1)
     is_wrapper = hasattr(ranks.optimizers[0], "base")  # whose base has the rate, and checks it
     assert counted() == dict(rendered=2, checked=0 if is_wrapper else 2, compared=0)
     assert all(
-        optimizer._session.options.message_options is text
+        optimizer._engine.options.message_options is text
         for optimizer, text in zip(ranks.optimizers, before, strict=True)
     )
 

@@ -122,7 +122,7 @@ def test_a_handshake_forgets_the_last_sum():
         optimizer.check_replicas_every = 1
     ranks.train(loss, 3)
     saved = [optimizer.state_dict() for optimizer in ranks.optimizers]
-    ranks.optimizers[0]._session.replica_checksum ^= 5  # as after a step that one rank lost
+    ranks.optimizers[0]._engine.replica_checksum ^= 5  # as after a step that one rank lost
     for optimizer, state in zip(ranks.optimizers, saved, strict=True):
         optimizer.load_state_dict(state)
     ranks.train(loss, 3)
@@ -303,7 +303,7 @@ def test_gradients_that_were_averaged_before_are_refused(case, dtype):
         for _ in range(5):  # local steps look when they first exchange
             step(True)
     if not isinstance(ranks.optimizers[0], compopt.LocalSteps):
-        assert {optimizer._session.steps for optimizer in ranks.optimizers} == {1}
+        assert {optimizer._engine.steps for optimizer in ranks.optimizers} == {1}
     step(False)
     step(True)
     step(False)

@@ -164,8 +164,8 @@ class Broken(Exception):
 
 def broken_in(ranks: Ranks, bucket: int) -> None:
     """Rank 0's algorithm raises in the commit of this bucket."""
-    session = ranks.optimizers[0]._session
-    algorithm = session.algorithm
+    engine = ranks.optimizers[0]._engine
+    algorithm = engine.algorithm
 
     def breaking(b):
         generator, answer = algorithm(b), None
@@ -181,7 +181,7 @@ def broken_in(ranks: Ranks, bucket: int) -> None:
             ):
                 raise Broken("of the test")
 
-    session.algorithm = breaking
+    engine.algorithm = breaking
 
 
 @every_average
@@ -193,12 +193,12 @@ def test_a_step_that_breaks_off_is_told_until_a_checkpoint_is_loaded(case, monke
     optimizer.consolidate_state()
     weights = copy.deepcopy(ranks.models[0].state_dict())
     saved = copy.deepcopy(optimizer.state_dict())
-    algorithm = optimizer._session.algorithm
+    algorithm = optimizer._engine.algorithm
     broken_in(ranks, bucket=len(optimizer._buckets) - 1)
     ranks.backward(loss)
     with pytest.raises(Broken):
         optimizer.step()
-    optimizer._session.algorithm = algorithm
+    optimizer._engine.algorithm = algorithm
     where = f"bucket {len(optimizer._buckets) - 1}"
     what = rf"step 5 was applied in part: Broken was raised in {where} .* Load a checkpoint"
     calls = (optimizer.step, optimizer.state_dict, optimizer.consolidate_state, lambda: copy.deepcopy(optimizer))

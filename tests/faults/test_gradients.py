@@ -270,7 +270,7 @@ FAILING, STEPS = 5, 8
 
 def fail(optimizer, bucket: int, after: int, error: BaseException) -> None:
     """Its algorithm raises once, in the bucket with this number, when it has had so many answers."""
-    algorithm, left = optimizer._session.algorithm, [error]
+    algorithm, left = optimizer._engine.algorithm, [error]
 
     def failing(b):
         generator, answer, had = algorithm(b), None, 0
@@ -284,7 +284,7 @@ def fail(optimizer, bucket: int, after: int, error: BaseException) -> None:
                 return
             had += 1
 
-    optimizer._session.algorithm = failing
+    optimizer._engine.algorithm = failing
 
 
 def fail_to_encode(bucket, error: Exception) -> None:

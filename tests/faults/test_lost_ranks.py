@@ -68,9 +68,7 @@ def limit_waits_after_commits(trainings: list[Training]) -> Iterator[None]:
     commit = Step._commit_buckets
 
     def limiting(self, *args):
-        limit_waits(
-            TIMEOUT, but=[training for training in trainings if training.optimizer._session is not self.session]
-        )
+        limit_waits(TIMEOUT, but=[training for training in trainings if training.optimizer._engine is not self.engine])
         return commit(self, *args)
 
     Step._commit_buckets = limiting

@@ -215,7 +215,7 @@ def interrupted(rank: int, name: str) -> dict:
         message = f"{type(error).__name__}: {error}"
     PendingCollective.completes_within = completes_within
     run.optimizer.rebind(groups[1])
-    run.t = run.optimizer._session.steps
+    run.t = run.optimizer._engine.steps
     run.train(4)
     if name.startswith("LocalSteps"):
         run.optimizer.end_round()
@@ -286,10 +286,10 @@ def test_a_meeting_ends_without_the_rank_that_was_to_end_it(monkeypatch):
 def test_notes_are_heeded_in_the_steps_that_their_rank_does_not_come_to():
     ranks = make_ranks(by_name["RadiusAdamW"], 2)
     ranks.train(loss, 3)
-    here, there = (optimizer._session for optimizer in ranks.optimizers)
+    here, there = (optimizer._engine for optimizer in ranks.optimizers)
     store = BoundedStore(dist.HashStore(), HANG_GUARD)
-    for session in (here, there):
-        session.comm.store = store
+    for engine in (here, there):
+        engine.comm.store = store
     post_note(there, Note.LEFT, "rank 1 was interrupted")
     assert (
         explain_missing_rank(here) == "rank 1 was interrupted"
@@ -299,7 +299,7 @@ def test_notes_are_heeded_in_the_steps_that_their_rank_does_not_come_to():
     assert explain_missing_rank(here) == explain_failure(here, FAILED) == ""
     here.option_groups[0]["step"] += 2
     assert explain_missing_rank(here)
-    run_watching_ranks(ranks.optimizers[1], lambda: None)
+    run_watching_ranks(ranks.optimizers[1]._engine, lambda: None)
     assert explain_missing_rank(here) == "", "it has taken a step since"
 
     post_lost_masks(there)
@@ -314,10 +314,10 @@ def test_notes_are_heeded_in_the_steps_that_their_rank_does_not_come_to():
 
 def test_what_is_no_note_is_passed_over():
     ranks = make_ranks(by_name["RadiusAdamW"], 3)
-    here, _, there = (optimizer._session for optimizer in ranks.optimizers)
+    here, _, there = (optimizer._engine for optimizer in ranks.optimizers)
     store = BoundedStore(dist.HashStore(), HANG_GUARD)
-    for session in (here, there):
-        session.comm.store = store
+    for engine in (here, there):
+        engine.comm.store = store
     post_note(there, Note.LEFT, "rank 2 was interrupted")
     owner, steps = missing_ranks._identify_step(here)
     for text in ("[", "7", "[1, 2]", *map(json.dumps, ([owner, "0", "left", ""], [owner, steps, "gone", ""]))):
@@ -386,14 +386,14 @@ def test_a_step_does_not_wait_for_the_store(monkeypatch):
     monkeypatch.setattr(missing_ranks, "NOTE_LIMIT", 0.01)
     ranks = make_ranks(by_name["RadiusAdamW"], 2)
     ranks.train(loss, 2)
-    session, stuck = ranks.optimizers[0]._session, StuckStore()
-    session.comm.store = BoundedStore(stuck, 0.05)
+    engine, stuck = ranks.optimizers[0]._engine, StuckStore()
+    engine.comm.store = BoundedStore(stuck, 0.05)
     monkeypatch.setattr(SimCommunicator, "can_poll_store", lambda comm, device: True)
     waits = iter([False, False, True])
     monkeypatch.setattr(PendingCollective, "completes_within", lambda pending, seconds: next(waits))
     pending = PendingCollective("of the test", type("Done", (), {"wait": lambda work: None})(), lambda: None)
-    run_watching_ranks(ranks.optimizers[0], pending.wait)
-    assert next(waits, None) is None and explain_failure(session, RankSilent("it failed")).startswith(". Another rank")
+    run_watching_ranks(ranks.optimizers[0]._engine, pending.wait)
+    assert next(waits, None) is None and explain_failure(engine, RankSilent("it failed")).startswith(". Another rank")
     with pytest.raises(compopt.CommunicationError, match=r"could not reach the other ranks.* does not answer"):
         ranks.optimizers[0].consolidate_state()
     stuck.answers.set()

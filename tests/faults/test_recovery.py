@@ -48,7 +48,7 @@ def test_ranks_behind_take_the_step_over(case, at):
     alike.train(loss, 1)
     first = 0
     if ranks.optimizers[0].sharded:  # the last message that the step waits for brings the parameters
-        first = alike.world.comms[0].started - started - len(alike.optimizers[0]._session.post_commit.exchanges) - 1
+        first = alike.world.comms[0].started - started - len(alike.optimizers[0]._engine.post_commit.exchanges) - 1
     fail_the_step(ranks, on=[1, 3], first=first)
     assert_same(before, snapshot(ranks.optimizers[1]))
     ahead = [p.detach().clone() for p in ranks.models[0].parameters()]
@@ -144,8 +144,8 @@ def test_masks_that_reached_some_ranks_only_never_meet_payloads_of_another_lengt
     ranks = make_ranks(case, 3)
     ranks.train(loss, 5)
     ranks.backward(loss)
-    tails = [exchange.in_flight for exchange in ranks.optimizers[1]._session.post_commit.exchanges]
-    if not tails or ranks.optimizers[1]._session.post_commit.unconfirmed:
+    tails = [exchange.in_flight for exchange in ranks.optimizers[1]._engine.post_commit.exchanges]
+    if not tails or ranks.optimizers[1]._engine.post_commit.unconfirmed:
         pytest.skip("sends nothing behind the commit, or asks before it relies on it")
     ranks.world.failing.update((1, pending.number) for pending in tails)
     before = snapshot(ranks.optimizers[0])[: len(list(ranks.models[0].parameters()))]
@@ -166,7 +166,7 @@ def test_a_mask_of_radius_lost_on_one_rank_is_chosen_anew_by_all(on):
     phases = []
     for _ in range(11):
         ranks.backward(loss)
-        tails = [exchange.in_flight for exchange in ranks.optimizers[0]._session.post_commit.exchanges]
+        tails = [exchange.in_flight for exchange in ranks.optimizers[0]._engine.post_commit.exchanges]
         if ranks.steps == 4:
             assert len(tails) > 0
             ranks.world.failing.update((rank, pending.number) for rank in on for pending in tails)
@@ -183,12 +183,12 @@ def test_ranks_that_meet_again_after_some_lost_their_masks_choose_them_anew(case
     """After the timeouts that a lost mask may end in, every rank begins with a handshake: it tells."""
     ranks = make_ranks(case, 3)
     ranks.train(loss, 5)
-    tails = [exchange.in_flight for exchange in ranks.optimizers[1]._session.post_commit.exchanges]
+    tails = [exchange.in_flight for exchange in ranks.optimizers[1]._engine.post_commit.exchanges]
     if not tails:
         pytest.skip("sends nothing behind the commit")
     ranks.world.failing.update((1, pending.number) for pending in tails)
     for optimizer in ranks.optimizers:
-        optimizer._session.peers_verified = False
+        optimizer._engine.peers_verified = False
     ranks.train(loss, 1)
     assert {optimizer.stats.phase for optimizer in ranks.optimizers} <= {"dense", "resample"}
     ranks.train(loss, 4)

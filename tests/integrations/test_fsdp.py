@@ -306,7 +306,7 @@ def run(name: str, mesh, overlapped: bool, backwards: int, steps: int) -> tuple[
     model, rank = cut_in_parts(mesh), mesh.get_rank()
     groups = [{"params": list(part.named_parameters())} for part in (model.up, model.norm, model.down, model.flat)]
     optimizer = by_name[name].make(groups, process_group=mesh.get_group("replicate"))
-    optimizer._session.overlap.is_stopped = not overlapped
+    optimizer._engine.overlap.is_stopped = not overlapped
     results = []
     for step in range(steps):
         optimizer.zero_grad()

@@ -149,7 +149,7 @@ def fails_otherwise(rank: int) -> dict[str, str]:
     results["option"] = catch_message(ValueError, optimizer.step)
     group["lr"] = lr
     optimizer.step()
-    results["steps"] = str(optimizer._session.steps)
+    results["steps"] = str(optimizer._engine.steps)
     return results
 
 

@@ -224,7 +224,7 @@ def test_a_trainer_that_never_logs_keeps_no_stats_of_earlier_steps():
     gc.collect()
     assert first() is None
     ended = dataclasses.replace(optimizer.stats, bytes_sent=600)  # as where a round ends with the epoch
-    callback._prepare_events = lambda ours, control: setattr(ours._session, "stats", ended)
+    callback._prepare_events = lambda ours, control: setattr(ours._engine, "stats", ended)
     callback.on_epoch_end(None, None, control, optimizer=optimizer)
     logs, state = {"loss": 1.0}, SimpleNamespace(log_history=[{}])
     LogStats(callback).on_log(None, state, control, logs)

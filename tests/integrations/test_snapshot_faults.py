@@ -390,7 +390,7 @@ def test_a_crafted_message_of_a_peer_runs_nothing(content, flag, saved, tmp_path
     with pytest.raises(Exception):  # noqa: B017 -- whatever the bytes lead to
         fleet.resume()
     assert not flag.exists()
-    assert [optimizer._session.steps for optimizer in fleet.ranks.optimizers] == [0, 0]
+    assert [optimizer._engine.steps for optimizer in fleet.ranks.optimizers] == [0, 0]
 
 
 @pytest.mark.parametrize("what", ["folder", "parent", "snapshot", "file", "link"])
@@ -532,7 +532,7 @@ def test_weights_of_a_round_are_carried(size, rounds, tmp_path):
         one.close()
     again, snapshots = make(size)
     again.world.run([one.resume for one in snapshots])
-    assert {optimizer._session.steps for optimizer in again.optimizers} <= {1, 2}
+    assert {optimizer._engine.steps for optimizer in again.optimizers} <= {1, 2}
     if size == 1:  # a single process has no round to end
         assert again.models[0].weight.item() == pytest.approx(-37 / 9)
         return

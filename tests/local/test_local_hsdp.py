@@ -155,8 +155,8 @@ def groups_of(rank: int) -> list[bool]:
     """Return True if the exchange and the decision of shards run over groups in which training sends nothing."""
     model, optimizer = sharded(delay=1)
     train(model, optimizer, rank, range(1))
-    sync, session = optimizer._sync, optimizer._session
-    pairs = [(sync.comm, session.comm), *zip(sync.shards, session.shard_communicators, strict=True)]
+    sync, engine = optimizer._sync, optimizer._engine
+    pairs = [(sync.comm, engine.comm), *zip(sync.shards, engine.shard_communicators, strict=True)]
     return [beside.group is not training.group and beside.ranks == training.ranks for beside, training in pairs]
 
 

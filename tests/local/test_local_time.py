@@ -230,7 +230,7 @@ def test_the_wait_of_a_round_is_that_of_its_exchange_alone(clock):
     world, params, optimizers = make_ranks(2)
     take_round(clock, world, params, optimizers, [2, 2])
     for optimizer in optimizers:
-        optimizer._session.waits.add_wait(100.0)  # of earlier exchanges; simulated ranks wait for nothing
+        optimizer._engine.waits.add_wait(100.0)  # of earlier exchanges; simulated ranks wait for nothing
     take_round(clock, world, params, optimizers, [2, 2])
     assert [optimizer.stats.round_wait_seconds for optimizer in optimizers] == [0.0, 0.0]
 

@@ -70,7 +70,7 @@ def test_all_ranks_take_rank_0s_mask_and_a_lost_one_makes_the_next_step_resample
     world, _, params, optimizers = make(2, density=0.3, interval=100, dense_steps=0)
     step(world, params, optimizers, gradients(2, 0))
     for pending in (
-        exchange.in_flight for optimizer in optimizers for exchange in optimizer._session.post_commit.exchanges
+        exchange.in_flight for optimizer in optimizers for exchange in optimizer._engine.post_commit.exchanges
     ):
         world.failing_everywhere.add(pending.number)
     step(world, params, optimizers, gradients(2, 1))

@@ -325,7 +325,7 @@ def test_a_guess_that_leads_nowhere_loses_nothing(guess):
         run.step()
     for _ in range(2):
         for optimizer in run.optimizers:
-            optimizer._session.settle_state()
+            optimizer._engine.settle_state()
             for bucket in optimizer._buckets:
                 bucket.cache["guesses"].fill_(guess)
         run.step()
@@ -349,7 +349,7 @@ def test_a_mask_that_is_lost_is_not_the_one_before_it(dtype):
         run.step()
     step(run.world, run.params, run.optimizers, gradients(2, run.t, run.shapes, dtype))
     for pending in (
-        exchange.in_flight for optimizer in run.optimizers for exchange in optimizer._session.post_commit.exchanges
+        exchange.in_flight for optimizer in run.optimizers for exchange in optimizer._engine.post_commit.exchanges
     ):
         run.world.failing_everywhere.add(pending.number)
     for optimizer in run.optimizers:
@@ -395,7 +395,7 @@ def test_a_lost_mask_makes_the_next_step_dense_and_nothing_is_lost_with_it():
     for t in range(3):
         step(world, params, optimizers, gradients(2, t, SHAPES))
     for pending in (
-        exchange.in_flight for optimizer in optimizers for exchange in optimizer._session.post_commit.exchanges
+        exchange.in_flight for optimizer in optimizers for exchange in optimizer._engine.post_commit.exchanges
     ):
         world.failing_everywhere.add(pending.number)
     p = params[0][0]
@@ -415,7 +415,7 @@ def test_a_checkpoint_with_a_mask_in_flight_continues_to_the_bit(at):
     world, _, params, optimizers = make(2, shapes, **options)
     for t in range(at):
         step(world, params, optimizers, gradients(2, t, shapes))
-    assert all(optimizer._session.post_commit.exchanges for optimizer in optimizers)  # in flight
+    assert all(optimizer._engine.post_commit.exchanges for optimizer in optimizers)  # in flight
     reached = [[p.detach().clone() for p in local] for local in params]
     saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
     again, _, new_params, new = make(2, shapes, **options)

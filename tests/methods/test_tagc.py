@@ -452,7 +452,7 @@ def test_masters_are_the_same_whoever_owns_them():
         for t in range(4):
             grads = gradients(1, t, SHAPES, torch.bfloat16)[0]
             for o in optimizers:
-                o._session.ddp_left_gradients = True  # bit-identical gradients on purpose
+                o._engine.ddp_left_gradients = True  # bit-identical gradients on purpose
             step(world, params, optimizers, [grads] * ranks)
         results.append(params[-1])
     for a, b in itertools.combinations(results, 2):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
-from compopt._engine import session
+from compopt._engine import engine
 from compopt._state import buckets
 from compopt._state.layouts import Bits, Layout, LocalShape, OnMask, PaddedVector, Sharded, TensorInfo
 from compopt._state.shards import cut_evenly
@@ -160,10 +160,10 @@ def trained(rank: int) -> dict[str, list]:
     for name, make in CLASSES.items():
         model = DDP(Net())
         if name == "early":  # made when there were no other ranks yet
-            session.connect, connect = lambda group: Communicator(single_process=True), session.connect
-            session.is_outdated, is_outdated = lambda comm: False, session.is_outdated
+            engine.connect, connect = lambda group: Communicator(single_process=True), engine.connect
+            engine.is_outdated, is_outdated = lambda comm: False, engine.is_outdated
             optimizer = make(model.named_parameters(), lr=1e-2)
-            session.connect, session.is_outdated = connect, is_outdated
+            engine.connect, engine.is_outdated = connect, is_outdated
         else:
             optimizer = make(model.named_parameters(), lr=1e-2)
         losses = []

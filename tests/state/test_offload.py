@@ -231,11 +231,11 @@ def test_the_device_keeps_what_the_paper_says_and_what_is_selected():
         for p in params:
             p.grad.normal_(generator=torch.Generator().manual_seed(step))
         optimizer.step()
-    optimizer._session.settle_state()
+    optimizer._engine.settle_state()
     host = {b.flat["residual"].untyped_storage().data_ptr() for b in optimizer._buckets}
     held = {at: size for at, size in storages().items() if at not in before and at not in host}
     masks = sum(b.flat[name].nbytes for b in optimizer._buckets for name in ("mask", "next_mask"))
-    buffers = sum(x.nbytes for double in optimizer._session.offload.buffers.values() for x in double.buffers)
+    buffers = sum(x.nbytes for double in optimizer._engine.offload.buffers.values() for x in double.buffers)
     assert (masks, buffers) == (n / 4, 8 * largest)
     selected = 4 * 4 * density * n
     scratch = sum(x.nbytes for x in optimizer.ops._scratch.tensors)
@@ -281,7 +281,7 @@ def trained(form, steps: int = 3) -> Ranks:
     ranks = Ranks(2, lambda: Small(dtype), lambda ps, process_group: cls(ps, process_group=process_group, **options))
     ranks.train(loss, steps)
     for optimizer in ranks.optimizers:
-        optimizer._session.settle_state()
+        optimizer._engine.settle_state()
     return ranks
 
 
@@ -318,7 +318,7 @@ def put_on(bucket, convert) -> None:
 @every
 def test_consolidation_mixes_no_devices(form):
     optimizer = trained(form).optimizers[0]
-    optimizer._session.connection = Answered()
+    optimizer._engine.connection = Answered()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         for bucket in optimizer._buckets:
@@ -361,7 +361,7 @@ def test_what_is_owed_is_read_when_it_has_arrived():
     case = by_name["RadiusAdamW"]
     optimizer = case.make(Small().parameters(), offload="residual")
     bucket = optimizer._buckets[0]
-    optimizer._session.offload.streams[bucket.device] = Late()
+    optimizer._engine.offload.streams[bucket.device] = Late()
     for residual in bucket.iterate_state("residual", write=True):
         if residual is not None:
             residual.fill_(1.0)

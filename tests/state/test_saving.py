@@ -131,7 +131,7 @@ def test_a_copy_averages_over_the_same_group_and_one_with_a_group_is_not_pickled
     run = Run(RADIUS).train(1)
     (comm, _), (optimizer, _) = run.world.comms, run.optimizers
     assert copy.deepcopy(optimizer).comm is optimizer.comm
-    assert optimizer._session.group is comm
+    assert optimizer._engine.group is comm
     with pytest.raises(TypeError, match="cannot be pickled: save its state_dict"):
         pickle.dumps(optimizer)
 
@@ -153,7 +153,7 @@ def test_consolidation_between_a_backward_and_its_step_sends_residuals_once(make
             for p, g in zip(params, grads, strict=True):
                 p.grad = g.clone()
             if run is early:
-                optimizer._session.ddp_left_gradients = True  # as DDP's hook says
+                optimizer._engine.ddp_left_gradients = True  # as DDP's hook says
                 optimizer.gradients_ready(reversed(params))
                 optimizer.backward_done()
         run.world.consolidate(run.optimizers)
@@ -259,9 +259,7 @@ def test_masters_whose_owner_is_gone_are_what_parameters_are():
 
 def test_what_is_on_its_way_over_a_group_that_is_gone_is_let_go(monkeypatch):
     run, let_go = Run(RADIUS).train(1), []
-    tails = [
-        exchange.in_flight for optimizer in run.optimizers for exchange in optimizer._session.post_commit.exchanges
-    ]
+    tails = [exchange.in_flight for optimizer in run.optimizers for exchange in optimizer._engine.post_commit.exchanges]
     assert tails
     monkeypatch.setattr(SimPending, "untrack", lambda pending: let_go.append(pending))
     moved(run, [0, 1])

@@ -76,7 +76,7 @@ class Fleet:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             self.ranks.world.run([one.resume for one in self.snapshots])
-        (step,) = {optimizer._session.steps for optimizer in self.ranks.optimizers}
+        (step,) = {optimizer._engine.steps for optimizer in self.ranks.optimizers}
         self.ranks.steps = step
         return step, [str(warning.message) for warning in told]
 

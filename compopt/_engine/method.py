@@ -1,4 +1,4 @@
-"""The hooks through which a session drives its optimizer, and the options that ranks compare.
+"""The hooks through which a engine drives its optimizer, and the options that ranks compare.
 
 A class must define its state (``state_layouts``), the step of one bucket (``algorithm``) and the
 checks of its options (``check_group``). Most other hooks have a default; the base classes define
@@ -26,10 +26,10 @@ from .options import ComparedGroups, Group, Setting, absolute_rates
 from .stats import Stats
 
 
-class OptimizerBase(Optimizer):
+class Method(Optimizer):
     """The attributes and methods that classes of optimizers override."""
 
-    _session: Any  # the ``Session``, which imports this file
+    _engine: Any  # the ``Engine``, which imports this file
     # state that differs from rank to rank, of which only the mean over ranks matters
     rank_local_state: tuple[str, ...] = ()
     # sharded error feedback, which only the owner of a shard has; consolidate_state() gathers it
@@ -168,14 +168,14 @@ class OptimizerBase(Optimizer):
         # backends round differently, and select differently among equal values
         return [
             ("class", type(self).__name__ + sharded),
-            ("backend", self._session.ops.name),
+            ("backend", self._engine.ops.name),
             # so do PyTorch's operators on two kinds of devices
-            ("device", self._session.device.type),
+            ("device", self._engine.device.type),
         ]
 
     def list_settings(self) -> list[Setting]:
         """Return all that must be equal on all ranks in every step."""
-        snapshot, compared = self._session.options, self._compared_groups
+        snapshot, compared = self._engine.options, self._compared_groups
         snapshot.refresh(compared)
         options: list[Setting] = []
         groups = chain.from_iterable(map(itemgetter(1), compared))
@@ -188,25 +188,25 @@ class OptimizerBase(Optimizer):
 
     def checksum_settings(self) -> int:
         """Return a number that is equal on ranks with equal settings."""
-        snapshot = self._session.options
+        snapshot = self._engine.options
         if snapshot.checksum is None:
             fixed = [seen.fixed for seen in snapshot.groups]
             snapshot.checksum = zlib.crc32(repr([*self._settings(), *fixed]).encode())
         running: list[object] = [*self._running_settings()]
         if self._is_in_step:
-            running += [*map(itemgetter("step"), self._session.option_groups), snapshot.rates]
+            running += [*map(itemgetter("step"), self._engine.option_groups), snapshot.rates]
         return zlib.crc32(repr(running).encode(), snapshot.checksum)
 
     def check_changed_options(self) -> None:
         """Check the options of groups that have changed since their last check."""
-        snapshot = self._session.options
+        snapshot = self._engine.options
         snapshot.refresh(self._compared_groups)
         if not snapshot.unchecked:
             return
         self.read_options()
         snapshot.refresh(self._compared_groups)
         self.check_groups(snapshot.unchecked)
-        if self._session.has_new_options:
+        if self._engine.has_new_options:
             self._refuse_changed_compression()
         snapshot.unchecked.clear()
 
@@ -214,8 +214,8 @@ class OptimizerBase(Optimizer):
         """Raise ValueError if a group selects other tensors than when state was laid out: it would
         be saved as complete, and lack theirs.
         """
-        session = self._session
-        for bucket in [*session.buckets, *session.frozen_buckets]:
+        engine = self._engine
+        for bucket in [*engine.buckets, *engine.frozen_buckets]:
             tensors = zip(
                 bucket.params, bucket.names, bucket.shapes, bucket.compressed, strict=True
             )
@@ -237,17 +237,17 @@ class OptimizerBase(Optimizer):
 
     def lay_out_changed_state(self) -> None:
         """Lay out state again if new options need state of another kind or size (``rank``)."""
-        session = self._session
-        session.option_groups = self._option_groups
-        has_new_layout = session.has_new_options and self.has_new_layout
-        if has_new_layout or session.has_foreign_state(self.state):
-            session.rebuild_buckets(self)
+        engine = self._engine
+        engine.option_groups = self._option_groups
+        has_new_layout = engine.has_new_options and self.has_new_layout
+        if has_new_layout or engine.has_foreign_state(self.state):
+            engine.rebuild_buckets()
 
     def apply_changed_options(self) -> None:
         """Lay out state again where parameters or options were changed; check nothing."""
         self.lay_out_new_parameters()
         self.read_options()
-        self._session.options.refresh(self._compared_groups)
+        self._engine.options.refresh(self._compared_groups)
         self.lay_out_changed_state()
 
     def _bucket_layouts(self, bucket: Bucket) -> dict[str, Layout]:

@@ -1,9 +1,9 @@
-"""The session of one optimizer: its buckets and their state, the ranks it averages with, its
+"""The engine of one optimizer: its buckets and their state, the ranks it averages with, its
 backend, and the exchanges in flight.
 
-A session is data: the ``CompressedOptimizer`` that owns it passes itself where its hooks are
-called. ``build_buckets`` lays out buckets and state for the current groups; it runs again after
-groups, ranks or a checkpoint have changed them. Data of a single step is in ``Step``.
+An engine knows the ``Method``, whose hooks it calls, and of the optimizer nothing else.
+``build_buckets`` lays out buckets and state for the current groups; it runs again after groups,
+ranks or a checkpoint have changed them. Data of a single step is in ``Step``.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from .._wire.codec import PAYLOAD_CODECS
 from .._wire.collectives import Communicator, connect, is_outdated
 from .._wire.launch import ProcessGroup, count_launched_ranks, get_rank
 from .._wire.meshes import get_replicate_size, make_shard_communicators
+from .._wire.requests import RequestGenerator
 from .._wire.warning import warn
 from .decision import StepDecision
-from .optimizer_base import OptimizerBase
+from .method import Method
 from .options import Group, OptionSnapshot
 from .overlap import BackwardOverlap, PostCommitExchanges
 from .stats import RunTotals, Stats, WaitRecord, show_summary
@@ -71,16 +72,19 @@ def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class Session:
+class Engine:
     """The data of one optimizer between steps."""
 
     def __init__(
         self,
-        optimizer: OptimizerBase,
+        optimizer: Method,
         group: ProcessGroup | Communicator | None,
         parameters: frozenset[Tensor] = frozenset(),
         trainable: frozenset[Tensor] = frozenset(),
     ):
+        # an engine belongs to its method: a strong reference would be a cycle, and an optimizer in
+        # a cycle lives, with its model, until Python's collector runs, at another time on each rank
+        self._method = weakref.ref(optimizer)
         self.name = type(optimizer).__name__
         self.role = Role.ACTIVE
         self.warned: set[str] = set()  # keys of warnings and lines that were shown
@@ -123,7 +127,6 @@ class Session:
         self.size_before_rebind = 0
 
         # in flight
-        self.algorithm = weak_method(optimizer.algorithm)
         self.post_commit = PostCommitExchanges()
         self.overlap = BackwardOverlap(self.post_commit)
         self.ddp_left_gradients = False  # DDP did not average those of the coming step
@@ -143,6 +146,18 @@ class Session:
         self.trial_result = ""
         self.step_callbacks: list[Callable[[], None]] = []  # called after every step
         self._weak_residual_norm = weak_method(self.residual_norm)
+
+    @property
+    def method(self) -> Method:
+        """The optimizer, as the ``Method`` whose hooks the engine calls."""
+        method = self._method()
+        if method is None:
+            raise ReferenceError(f"this {self.name} was deleted: call it earlier.")
+        return method
+
+    def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
+        """Return the generator that steps one bucket."""
+        return self.method.algorithm(bucket)
 
     @property
     def steps(self) -> int:
@@ -215,7 +230,6 @@ class Session:
 
     def update_stats(
         self,
-        optimizer: OptimizerBase,
         decision: StepDecision,
         bytes_sent: int,
         is_step: bool = True,
@@ -224,7 +238,7 @@ class Session:
 
         ``is_step``: False for an exchange that follows the step.
         """
-        applied, totals = decision.applied, self.totals
+        applied, totals, method = decision.applied, self.totals, self.method
         totals.skipped += is_step and not applied
         waited, waited_for_ranks = self.waits.take_step()
         phases = "+".join(sorted({*decision.phase_of.values()})) or "dense"
@@ -245,15 +259,15 @@ class Session:
             wait_seconds=waited,
             straggler_seconds=waited_for_ranks,
         )
-        stats = optimizer.add_to_stats(stats, decision)
+        stats = method.add_to_stats(stats, decision)
         totals.add_exchange(stats, is_step)
         stats.run = replace(totals)
         self.stats = stats
         is_shown = "summary" not in self.warned and self.comm.size > 1
         if is_shown and self.claim_first("summary") and get_rank() == 0:
             # when the optimizer is deleted, or the program ends
-            baseline = "FSDP2" if optimizer.replaces_reduce_scatter else "DDP"
-            weakref.finalize(optimizer, show_summary, self.name, totals, baseline)
+            baseline = "FSDP2" if method.replaces_reduce_scatter else "DDP"
+            weakref.finalize(method, show_summary, self.name, totals, baseline)
 
     def take_bytes_sent(self) -> int:
         """Return the bytes that the connection has sent since the last call."""
@@ -281,11 +295,11 @@ class Session:
 
     @torch.inference_mode(False)  # its memory is used in later steps
     @torch.no_grad()
-    def build_buckets(self, optimizer: OptimizerBase) -> None:
+    def build_buckets(self) -> None:
         """Lay out buckets and state for the current groups, and copy the existing state."""
-        connection = self.connection
-        optimizer.before_layout()
-        self.option_groups = groups = optimizer._option_groups
+        connection, method = self.connection, self.method
+        method.before_layout()
+        self.option_groups = groups = method._option_groups
         self.ops = choose_backend({p.device.type for group in groups for p in group["params"]})
         self.stats = Stats(
             skipped=self.totals.skipped,
@@ -306,36 +320,36 @@ class Session:
         self._requires_grad = {p: p in self.trainable for p in params}
         self.buckets = make_buckets(
             groups,
-            optimizer.is_compressed,
+            method.is_compressed,
             self.trainable,
-            lambda bucket: estimate_bytes_sent(optimizer, bucket),
+            lambda bucket: estimate_bytes_sent(method, bucket),
         )
         not_trainable = self.parameters - self.trainable
-        self.frozen_buckets = make_buckets(groups, optimizer.is_compressed, not_trainable)
+        self.frozen_buckets = make_buckets(groups, method.is_compressed, not_trainable)
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.dense_bytes = sum(bucket.dense_bytes for bucket in self.buckets)
         self.trial = begin_trial(groups, self.buckets)
-        self.offload = Offload(OFFLOADED.get(optimizer.offload or "", ()))
+        self.offload = Offload(OFFLOADED.get(method.offload or "", ()))
         # inside FSDP2 the mesh is that of the optimizer's own ranks: no others hold shards
-        on_mesh = () if optimizer.replaces_reduce_scatter else self.buckets
+        on_mesh = () if method.replaces_reduce_scatter else self.buckets
         params_on_mesh = (p for bucket in on_mesh for p in bucket.params)
         self.shard_communicators = make_shard_communicators(params_on_mesh)
         if self.site is not None and self.site.size > 1:
             self.shard_communicators.append(self.site)
         self.is_built = True
         has_one_rank = connection is not None and connection.size == 1
-        self.sends_nothing = has_one_rank and not optimizer.simulate
+        self.sends_nothing = has_one_rank and not method.simulate
         for bucket in self.buckets:
             bucket.sends_nothing = self.sends_nothing
             bucket.replicate_size = get_replicate_size(bucket.params[0], self.shard_communicators)
             bucket.offload = self.offload if self.offload.names else None
-            if optimizer.sharded:
+            if method.sharded:
                 comm = self.comm
                 bucket.shards = cut_evenly(bucket.lengths, bucket.compressed, comm.rank, comm.size)
             bucket.codecs, bucket.blocks = self.ops.codecs, self.ops.blocks
-            self._fill_state(bucket, optimizer._bucket_layouts(bucket), optimizer.state)
-            optimizer.rebuild_cache(bucket)
-        optimizer.after_layout()
+            self._fill_state(bucket, method._bucket_layouts(bucket), method.state)
+            method.rebuild_cache(bucket)
+        method.after_layout()
 
     def _fill_state(
         self, bucket: Bucket, layouts: dict[str, Layout], state: MutableMapping[Tensor, Any]
@@ -370,11 +384,11 @@ class Session:
             state[p] = entry
         bucket.entries = [state[p] for p in bucket.params]
 
-    def rebuild_buckets(self, optimizer: OptimizerBase) -> None:
+    def rebuild_buckets(self) -> None:
         """Lay out buckets and state again, over the same ranks."""
         self.settle_state()
         self.overlap.discard()
-        self.build_buckets(optimizer)
+        self.build_buckets()
 
     def settle_state(self) -> None:
         """Wait for the exchanges after the last commit, and for copies of offloaded state."""
@@ -387,14 +401,14 @@ class Session:
         buckets = [bucket for bucket in self.buckets if "residual" in bucket.flat]
         return math.sqrt(sum(Residuals(bucket).norm() ** 2 for bucket in buckets))
 
-    def use_pytorch(self, optimizer: OptimizerBase) -> None:
+    def use_pytorch(self) -> None:
         """Fall back to PyTorch's operators, because ranks have chosen different backends."""
         self.ops = fall_back_to_torch(self.comm.rank)
         self.options.checksum = None
         for bucket in self.buckets:
             bucket.codecs, bucket.blocks = self.ops.codecs, self.ops.blocks
-            optimizer.rebuild_cache(bucket)
-        optimizer.on_fallback()
+            self.method.rebuild_cache(bucket)
+        self.method.on_fallback()
 
     def forget_masks(self, names: Iterable[str]) -> None:
         """Clear the masks of these names: the next step chooses new ones."""
@@ -416,7 +430,7 @@ class Session:
             self.connection.on_wait = self.waits.add_wait
         return self.connection
 
-    def refresh_ranks(self, optimizer: OptimizerBase) -> Communicator:
+    def refresh_ranks(self) -> Communicator:
         """Connect again if the default process group is another one now, and return the ranks.
 
         Without a group the optimizer is a single process until torch.distributed is initialized,
@@ -431,20 +445,20 @@ class Session:
             self.settle_state()
             self.overlap.discard()
             self.connection = None  # shards are laid out for the ranks of the new group
-            self.build_buckets(optimizer)
+            self.build_buckets()
             return self.comm
         return connection
 
-    def connect_ranks(self, optimizer: OptimizerBase) -> Communicator:
+    def connect_ranks(self) -> Communicator:
         """Connect the ranks of the coming step, and tell buckets if there is only one.
 
         Warns once if a launcher has started several processes that are not connected.
         """
-        comm = self.refresh_ranks(optimizer)
+        comm = self.refresh_ranks()
         comm.check_unchanged()
         if comm.size == 1 and self.group is None and self.role is not Role.WRAPPED:
             self._warn_if_not_connected()
-        sends_nothing = comm.size == 1 and not optimizer.simulate
+        sends_nothing = comm.size == 1 and not self.method.simulate
         if sends_nothing != self.sends_nothing:
             self.sends_nothing = sends_nothing
             for bucket in self.buckets:
@@ -463,12 +477,10 @@ class Session:
                 get_rank(),
             )
 
-    def switch_group(
-        self, optimizer: OptimizerBase, group: ProcessGroup | Communicator | None
-    ) -> None:
+    def switch_group(self, group: ProcessGroup | Communicator | None) -> None:
         """Average over another group from now on."""
         self.group, self.connection = group, None
-        self.build_buckets(optimizer)
+        self.build_buckets()
 
     def begin_rebind(self) -> int:
         """Return the number of ranks before this rebind, or before the first that failed."""
@@ -492,8 +504,8 @@ class Session:
         self.post_commit.finish()
 
 
-def estimate_bytes_sent(optimizer: OptimizerBase, bucket: Bucket) -> float:
+def estimate_bytes_sent(method: Method, bucket: Bucket) -> float:
     """Estimate the bytes of a bucket's payload in a compressed step."""
-    values = optimizer.values_in_payload(bucket, 2)
+    values = method.values_in_payload(bucket, 2)
     size = PAYLOAD_CODECS[bucket.group.get("payload_dtype")].bytes_per_value(bucket.grad_dtype)
     return size * (bucket.numel if values is None else values)
