@@ -55,10 +55,10 @@ class PendingCollective:
 
     def wait(self) -> object:
         if self.work is not None:
+            if look := getattr(_watch, "look", None):
+                while not self.completes_within(_watch.seconds):
+                    look()
             try:
-                if look := getattr(_watch, "look", None):
-                    while not self.completes_within(_watch.seconds):
-                        look()
                 with profiler_range("compopt::exchange"), self._count_wait():
                     self.work.wait()
             # gloo raises RuntimeError, of which torch.distributed's own errors are subclasses.
