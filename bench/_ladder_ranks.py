@@ -238,9 +238,9 @@ class Lockstep(Ranks):
         self.world.step(self.optimizers)
 
     def finish(self) -> None:
-        if hasattr(self.optimizers[0], "end_round_as_generator"):
+        if hasattr(self.optimizers[0], "end_round"):
             before = self.sent_in_step()  # stats then count the last step again
-            self.world.run([optimizer.end_round_as_generator() for optimizer in self.optimizers])
+            self.world.run([optimizer.end_round for optimizer in self.optimizers])
             self.bytes_sent += self.sent_in_step() - before
 
 

@@ -283,7 +283,8 @@ def test_a_meeting_ends_without_the_rank_that_was_to_end_it(monkeypatch):
         gather_at_store(store, 1, 2, "b", patience=0)
 
 
-def test_notes_are_heeded_in_the_steps_that_their_rank_does_not_come_to():
+def test_notes_are_heeded_in_the_steps_that_their_rank_does_not_come_to(monkeypatch):
+    monkeypatch.setattr(SimCommunicator, "can_poll_store", lambda comm, device: True)
     ranks = make_ranks(by_name["RadiusAdamW"], 2)
     ranks.train(loss, 3)
     here, there = (optimizer._engine for optimizer in ranks.optimizers)
