@@ -24,6 +24,7 @@ from .._state.tensors import to_local
 from .._wire.codec import dtype_name
 from .._wire.warning import warn
 from .engine import Engine
+from .method import Method
 from .options import Group, absolute_rates, is_count, refuse_unsupported, require
 from .resharding import average_residuals, average_state, gather_shards
 
@@ -47,15 +48,15 @@ def settle_for_saving(engine: Engine) -> None:
 
 
 @contextmanager
-def without_hooks(engine: Engine) -> Iterator[None]:
+def without_hooks(optimizer: Method) -> Iterator[None]:
     """Call no state dict hooks of ``optimizer`` in this context."""
     names = "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"
-    hooks = {name: getattr(engine, name) for name in names}
-    vars(engine).update({name: OrderedDict() for name in names})
+    hooks = {name: getattr(optimizer, name) for name in names}
+    vars(optimizer).update({name: OrderedDict() for name in names})
     try:
         yield
     finally:
-        vars(engine).update(hooks)
+        vars(optimizer).update(hooks)
 
 
 def complete_state_dict(engine: Engine, saved: dict[str, Any]) -> None:

@@ -31,7 +31,6 @@ from .._wire.codec import PAYLOAD_CODECS
 from .._wire.collectives import Communicator, connect, is_outdated
 from .._wire.launch import ProcessGroup, count_launched_ranks, get_rank
 from .._wire.meshes import get_replicate_size, make_shard_communicators
-from .._wire.requests import RequestGenerator
 from .._wire.warning import warn
 from .decision import StepDecision
 from .method import Method
@@ -127,6 +126,7 @@ class Engine:
         self.size_before_rebind = 0
 
         # in flight
+        self.algorithm = weak_method(optimizer.algorithm)  # schedules hold it, and the engine them
         self.post_commit = PostCommitExchanges()
         self.overlap = BackwardOverlap(self.post_commit)
         self.ddp_left_gradients = False  # DDP did not average those of the coming step
@@ -154,10 +154,6 @@ class Engine:
         if method is None:
             raise ReferenceError(f"this {self.name} was deleted: call it earlier.")
         return method
-
-    def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
-        """Return the generator that steps one bucket."""
-        return self.method.algorithm(bucket)
 
     @property
     def steps(self) -> int:

@@ -55,8 +55,8 @@ def unscale_gradients(engine: Engine) -> float | None:
     Returns None if no scaler left one. With a scaler no bucket starts in backward: its gradients
     are not yet the ones to send.
     """
-    engine.has_grad_scaler = hasattr(engine, "found_inf")
-    scale = getattr(engine, "grad_scale", None)
+    engine.has_grad_scaler = hasattr(engine.method, "found_inf")
+    scale = getattr(engine.method, "grad_scale", None)
     if scale is None:
         return None
     scale_gradients(engine, float(scale.double().reciprocal()))
@@ -76,5 +76,5 @@ def drop_scale(engine: Engine) -> None:
     scale by it, and a scaler deletes it only if ``step()`` succeeds.
     """
     for name in ("grad_scale", "found_inf"):
-        if hasattr(engine, name):
-            delattr(engine, name)
+        if hasattr(engine.method, name):
+            delattr(engine.method, name)

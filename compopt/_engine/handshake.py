@@ -32,6 +32,7 @@ from .._wire.requests import AllGather, CommunicationError
 from .decision import StepDecision
 from .engine import Engine
 from .exchange import exchange_one
+from .settings import list_settings
 
 VALUES = "checksum of its values"  # a name in a description
 HANDSHAKE, SYNC = 1, 2  # kinds of messages
@@ -226,7 +227,7 @@ def describe_optimizer(engine: Engine) -> Description:
     What explains other differences comes first: the class before its options, shapes before values.
     """
     description: Description = {}
-    for subject, values in engine.method.list_settings():
+    for subject, values in list_settings(engine):
         plain = values if isinstance(values, dict) else {"": values}
         for name, value in sorted(plain.items()):
             description[f"{subject}, {name}" if name else subject] = repr(value)

@@ -1,4 +1,4 @@
-"""The hooks through which a engine drives its optimizer, and the options that ranks compare.
+"""The hooks through which an engine drives its optimizer, and the options that ranks compare.
 
 A class must define its state (``state_layouts``), the step of one bucket (``algorithm``) and the
 checks of its options (``check_group``). Most other hooks have a default; the base classes define
@@ -7,10 +7,7 @@ the rest (``CompressedOptimizer``, ``Wrapper``).
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Container
-from itertools import chain
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,7 +16,7 @@ from torch.optim import Optimizer
 
 from .._state.bucket import Bucket
 from .._state.layouts import Layout, LocalShape, Sharded
-from .._state.tensors import is_compressed, to_local
+from .._state.tensors import is_compressed
 from .._wire.requests import RequestGenerator
 from .decision import StepDecision
 from .options import ComparedGroups, Group, Setting, absolute_rates
@@ -172,62 +169,6 @@ class Method(Optimizer):
             # so do PyTorch's operators on two kinds of devices
             ("device", self._engine.device.type),
         ]
-
-    def list_settings(self) -> list[Setting]:
-        """Return all that must be equal on all ranks in every step."""
-        snapshot, compared = self._engine.options, self._compared_groups
-        snapshot.refresh(compared)
-        options: list[Setting] = []
-        groups = chain.from_iterable(map(itemgetter(1), compared))
-        for seen, group in zip(snapshot.groups, groups, strict=True):
-            steps = {"step": group["step"]} if "step" in group else {}
-            running = {**seen.rates, **steps} if self._is_in_step else {}
-            options.append((seen.name, {**seen.fixed, **running}))
-        first, *others = self._settings()  # the class, which explains differences of the others
-        return [first, *options, *others, *self._running_settings()]
-
-    def checksum_settings(self) -> int:
-        """Return a number that is equal on ranks with equal settings."""
-        snapshot = self._engine.options
-        if snapshot.checksum is None:
-            fixed = [seen.fixed for seen in snapshot.groups]
-            snapshot.checksum = zlib.crc32(repr([*self._settings(), *fixed]).encode())
-        running: list[object] = [*self._running_settings()]
-        if self._is_in_step:
-            running += [*map(itemgetter("step"), self._engine.option_groups), snapshot.rates]
-        return zlib.crc32(repr(running).encode(), snapshot.checksum)
-
-    def check_changed_options(self) -> None:
-        """Check the options of groups that have changed since their last check."""
-        snapshot = self._engine.options
-        snapshot.refresh(self._compared_groups)
-        if not snapshot.unchecked:
-            return
-        self.read_options()
-        snapshot.refresh(self._compared_groups)
-        self.check_groups(snapshot.unchecked)
-        if self._engine.has_new_options:
-            self._refuse_changed_compression()
-        snapshot.unchecked.clear()
-
-    def _refuse_changed_compression(self) -> None:
-        """Raise ValueError if a group selects other tensors than when state was laid out: it would
-        be saved as complete, and lack theirs.
-        """
-        engine = self._engine
-        for bucket in [*engine.buckets, *engine.frozen_buckets]:
-            tensors = zip(
-                bucket.params, bucket.names, bucket.shapes, bucket.compressed, strict=True
-            )
-            for p, name, shape, compressed in tensors:
-                if to_local(p).shape != shape:
-                    continue  # the step refuses a parameter of another shape by name
-                if self.is_compressed(p, bucket.group, name) != compressed:
-                    choice = bucket.group.get("compress")
-                    raise ValueError(
-                        f"compress={choice!r} would change whether {name} is compressed, for which "
-                        "state is laid out: set it back, and choose it when the optimizer is made."
-                    )
 
     def check_groups(self, numbers: Container[int]) -> None:
         """Check the options of the groups of these numbers."""

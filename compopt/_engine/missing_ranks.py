@@ -72,7 +72,7 @@ class RankLeft(BaseException):
 
 
 def wait_for_all_to_consolidate(engine: Engine, patience: float | None) -> None:
-    """Wait until all ranks have called ``consolidate_state()`` on the same engine.method.
+    """Wait until all ranks have called ``consolidate_state()`` on the same optimizer.
 
     Raises CommunicationError, with nothing started, if some have not after ``patience`` seconds;
     ValueError if they consolidate different optimizers.
@@ -118,7 +118,7 @@ def wait_for_all_to_save(engine: Engine, comm: Communicator) -> None:
     """Wait until all ranks of ``comm`` have called ``save()``, and nothing else: messages of a save
     and of the end of a round, of two sizes, would make gloo end a process.
 
-    Raises CommunicationError, with nothing sent, if some have not after ``engine.method.patience``
+    Raises CommunicationError, with nothing sent, if some have not after ``optimizer.patience``
     seconds, by default the timeout of the process group.
     """
     if (store := comm.store) is None:

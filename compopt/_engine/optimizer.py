@@ -342,7 +342,7 @@ class CompressedOptimizer(Method):
     def _saved(self) -> dict[str, Any]:
         checkpoint.settle_for_saving(self._engine)
         self.apply_changed_options()
-        with checkpoint.without_hooks(self._engine):  # they are given the complete state dict
+        with checkpoint.without_hooks(self):  # they are given the complete state dict
             saved: dict[str, Any] = super().state_dict()
         checkpoint.complete_state_dict(self._engine, saved)
         return saved

@@ -35,6 +35,7 @@ from .gradients import check_gradients, drop_scale, scale_gradients, unscale_gra
 from .join import copy_options_from_ranks_with_data
 from .missing_ranks import RankLeft, explain_failed_step, post_lost_masks
 from .resharding import lay_out_trainable_parameters
+from .settings import check_changed_options, checksum_settings
 from .signals import defer_signals
 from .stats import describe_compression, show_line
 
@@ -165,7 +166,7 @@ class Step:
         optimizer = self.method
         optimizer.lay_out_new_parameters()
         try:
-            optimizer.check_changed_options()
+            check_changed_options(self.engine)
         except (TypeError, ValueError) as error:
             return error
         optimizer.lay_out_changed_state()
@@ -282,7 +283,7 @@ class Step:
             )
         replica_sum = self._sum_replicas()
         # the settings, and what the last step has summed
-        checksum = self.method.checksum_settings() ^ engine.replica_checksum
+        checksum = checksum_settings(engine) ^ engine.replica_checksum
         schedule.inputs.last_fields = {
             "stale": any_stale,
             "waits": engine.waits.make_field(self.number, comm.rank, comm.size),

@@ -37,6 +37,7 @@ from .._engine.handshake import (
     unpack_messages,
 )
 from .._engine.join import copy_options_from_ranks_with_data
+from .._engine.settings import checksum_settings
 from .._engine.signals import defer_signals
 from .._ops.norms import stacked_squared_norms
 from .._wire.collectives import Communicator
@@ -392,7 +393,7 @@ class FragmentSync:
         engine, anchors, device = self.engine, self.anchors, self.engine.device
         engine.options.refresh(engine.method._compared_groups)
         are_sent = bytes(t.is_sent for bucket in running.buckets for t in bucket.tensors)
-        checksum = zlib.crc32(are_sent, self.engine.method.checksum_settings())
+        checksum = zlib.crc32(are_sent, checksum_settings(engine))
         values = 0 if self.are_equal else anchors.checksum()
         numbers = [anchors.applied_syncs, checksum, values, *running.contribution]
         sent = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(device)

@@ -63,6 +63,7 @@ from .._engine.options import (
     require,
 )
 from .._engine.resharding import average_residuals, average_state
+from .._engine.settings import check_changed_options
 from .._engine.signals import defer_signals
 from .._engine.stats import Stats, show_line
 from .._engine.step import Step
@@ -279,7 +280,7 @@ class LocalSteps(AnchoredWrapper):
                 check_mode(self.base)
             self._check_own_params()
             self._see_ranks_and_groups()
-            self.check_changed_options()
+            check_changed_options(engine)
             try:
                 if not engine.peers_verified and not engine.sends_nothing:
                     copy_options_from_ranks_with_data(self._engine)

@@ -182,7 +182,7 @@ def test_all_five_papers_are_there():
 def test_a_papers_settings_are_one_call(call):
     def make(ps, process_group):
         optimizer = eval(f"compopt.{call}", {"compopt": compopt, "torch": torch, "params": ps})
-        optimizer._engine.switch_group(optimizer, process_group)
+        optimizer._engine.switch_group(process_group)
         return optimizer
 
     ranks = Ranks(2, Small, make)
