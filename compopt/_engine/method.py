@@ -1,4 +1,4 @@
-"""The hooks through which an engine drives its optimizer, and the options that ranks compare.
+"""The hooks through which an engine drives its optimizer.
 
 A class must define its state (``state_layouts``), the step of one bucket (``algorithm``) and the
 checks of its options (``check_group``). Most other hooks have a default; the base classes define
