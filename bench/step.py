@@ -44,9 +44,6 @@ ROWS = {
         torch.optim.AdamW(p, lr=3e-4, fused=True), every=1, growth_steps=0
     ),
     "SeparateAdam 16": lambda p: compopt.SeparateAdam(p, lr=3e-4, projection="gaussian", ratio=16),
-    "SeparateAdam 16, blocks": lambda p: compopt.SeparateAdam(
-        p, lr=3e-4, projection="gaussian", ratio=16, block_rows="auto"
-    ),
 }
 SIZES = {"1M": (5, 128, 4), "10M": (8, 320, 5), "124M": (17, 768, 12), "355M": (28, 1024, 16)}  # layers, width, heads
 STEPS = {"1M": (60, 200), "10M": (60, 40), "124M": (30, 12), "355M": (20, 8)}  # untimed, timed

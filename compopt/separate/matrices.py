@@ -50,10 +50,7 @@ class MatrixSource:
         seed: int,
         step: int,
     ) -> RandomMatrices:
-        """Draw R of each projected tensor, a stack of them where it is projected in blocks.
-
-        They are valid until the next call.
-        """
+        """Draw R of each projected tensor, valid until the next call."""
         counts = [0 if q is None else math.prod(q.random_shape) for q in plan]
         words = [(count + 3) // 4 for count in counts]  # a word holds four numbers of 16 bits
         if not any(words):

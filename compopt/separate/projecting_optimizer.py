@@ -38,7 +38,7 @@ from .projections import Projection, is_dtensor, plan_projection
 from .stacks import ProjectedStack
 
 Plan = list[Projection | None]  # one for each tensor of a bucket; None: sent dense
-PLAN_OPTIONS = ("projection", "rank", "ratio", "ef_beta", "block_rows", "adapted")
+PLAN_OPTIONS = ("projection", "rank", "ratio", "ef_beta", "adapted")
 
 
 class ProjectingOptimizer(ReducingOptimizer):
@@ -325,9 +325,7 @@ def plan_tensor(
     ratio, beta = adapted_options(group, index)
     local = to_local(p).shape if shape is None else shape
     shape, sharded = (p.shape, False) if unsharded else (local, is_dtensor(p))
-    return plan_projection(
-        shape, sharded, ratio, group["projection"], beta, group["rank"], group["block_rows"]
-    )
+    return plan_projection(shape, sharded, ratio, group["projection"], beta, group["rank"])
 
 
 def adapted_options(group: Group, index: int) -> tuple[float, float | str]:

@@ -90,7 +90,7 @@ def check_options(group: Group) -> None:
     require_option(is_interval, group, "reset_interval", 'None, "auto" or an integer >= 1')
     require_option(is_positive_integer(group["rank"]), group, "rank", "an integer >= 1")
 
-    kind, interval, height = group["projection"], group["adapt_interval"], group["block_rows"]
+    kind, interval = group["projection"], group["adapt_interval"]
     is_tracked = kind == "tracked"
     adapts_rank = is_tracked and group["adaptive"]
     require(not adapts_rank, "adaptive", True, "False with projection='tracked'")
@@ -98,9 +98,6 @@ def check_options(group: Group) -> None:
     is_known = isinstance(kind, str) and kind in RESET_INTERVALS
     require_option(is_known, group, "projection", kinds)
     require_option(is_count(interval), group, "adapt_interval", "an integer >= 1")
-    is_height = height in (None, "auto") or (not is_tracked and is_positive_integer(height))
-    wanted = "None, 'auto' or, of a random projection, an integer >= 1"
-    require_option(is_height, group, "block_rows", wanted)
 
 
 def is_positive_integer(number: Any) -> bool:

@@ -37,7 +37,7 @@ class Projection:
     ``rows`` and ``columns`` are the tensor as a matrix. Where ``transposes``, H is its transpose,
     so that its rows are projected. ``beta`` is the weight of the old error; the error grows without
     bound below ``least_beta``. ``inflation`` is the squared norm of a reconstruction over that of
-    the averaged gradient. ``block_height`` rows of H share one R (None: all rows).
+    the averaged gradient.
     """
 
     rows: int
@@ -51,48 +51,20 @@ class Projection:
     scale: float = 1.0
     inflation: float = 1.0
     least_beta: float = 0.0
-    block_height: int | None = None
 
     @property
     def is_tracked(self) -> bool:
         return self.kind == "tracked"
 
     @property
-    def random_shape(self) -> tuple[int, ...]:
-        """Shape of R, or of a stack of one R for each block of rows."""
-        if self.block_height is None:
-            return self.d, self.r
-        return math.ceil(self.m / self.block_height), self.d, self.r
-
-    def view_as_matrix(self, tensor: Tensor) -> Tensor:
-        """View a contiguous tensor as the (m, d) matrix H."""
-        return self.view_as_matrices(tensor)[0]
+    def random_shape(self) -> tuple[int, int]:
+        """Shape of R."""
+        return self.d, self.r
 
     def view_as_matrices(self, stack: Tensor) -> Tensor:
         """View a contiguous stack of tensors as the (k, m, d) matrices H."""
         matrices = stack.view(-1, self.rows, self.columns)
         return matrices.mT if self.transposes else matrices
-
-    def has_blocks(self, R: Tensor) -> bool:
-        """True if R, of a stack of tensors, has columns of its own for each block of rows."""
-        return self.block_height is not None and R.dim() > 3
-
-    def iterate_blocks(
-        self, R: Tensor, left: Tensor, right: Tensor
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield each R with the rows of two (stacks of) matrices that it belongs to.
-
-        All full blocks come first, as one stack, then the remaining rows.
-        """
-        assert self.block_height is not None
-        count, rest = divmod(left.shape[-2], self.block_height)
-        rows, blocks = left.shape[-2] - rest, (count, self.block_height)
-        if count:
-            left_blocks = left[..., :rows, :].unflatten(-2, blocks)
-            right_blocks = right[..., :rows, :].unflatten(-2, blocks)
-            yield R[..., :count, :, :], left_blocks, right_blocks
-        if rest:
-            yield R[..., count, :, :], left[..., rows:, :], right[..., rows:, :]
 
 
 @lru_cache(maxsize=4096, typed=True)
@@ -103,7 +75,6 @@ def plan_projection(
     kind: str,
     ef_beta: float | str,
     rank: int = 16,
-    block_rows: int | str | None = None,
 ) -> Projection | None:
     """Choose the projection of a tensor of this (local) shape; None where it is sent dense.
 
@@ -138,14 +109,7 @@ def plan_projection(
         scale, inflation, least_beta, best_beta = 1 / r, 1 + w, (w - 1) / (w + 1), w / (1 + w)
     beta = best_beta if isinstance(ef_beta, str) else ef_beta
 
-    height: int | None = None
-    if kind != "tracked":
-        # "auto": one random number for each four elements; fewer rows hardly reduce the loss
-        height = 4 * r if isinstance(block_rows, str) else block_rows
-        height = None if height is None or height >= m else height
-    return Projection(
-        rows, columns, transposes, m, d, r, kind, beta, scale, inflation, least_beta, height
-    )
+    return Projection(rows, columns, transposes, m, d, r, kind, beta, scale, inflation, least_beta)
 
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:

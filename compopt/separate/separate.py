@@ -26,8 +26,6 @@ every number it sends. This sends equally many numbers with the same mean square
 times fewer. But the error lies in the gradient's column space, so Lemma 4.2 does not hold. For a
 gradient of rank 1, 16 x 128 at ratio 16, the squared error along one direction of the same column
 space is .125 |g|^2; with one vector per number it is .008, and the lemma's bound is 3 / 128 = .023.
-``block_rows`` is between the two: blocks of rows with an R of their own. With b blocks that error
-is .125 / b, so the lemma holds from 6 blocks on, and the training loss is lower (bench/RESULTS.md).
 """
 
 from __future__ import annotations
@@ -148,10 +146,6 @@ class SeparateAdam(ProjectingOptimizer):
         ratio: the factor by which a random projection makes a tensor smaller (None: 16). Its
             smaller side (the last dimension where rows are sharded, or fewer than 64) shrinks from
             d to ceil(d / ratio); 1 averages dense. Tracked projections refuse it.
-        block_rows: rows of a randomly projected tensor that share one random matrix (columns, if
-            rows are projected). None: all. "auto": 4 * ceil(d / ratio); one
-            random number is drawn per 4 elements. Smaller blocks send as many bytes, have a smaller
-            error for gradients of low rank, and draw more numbers. 1 is nearest to the paper.
         ef_beta: weight of the old error in the error feedback. "auto": the most stable, w / (1 + w)
             with w = (d + 1) / r; 0 for tracked projections, which then drop nothing. 1: no error
             feedback. A warning says if the error would grow without bound.
@@ -202,7 +196,6 @@ class SeparateAdam(ProjectingOptimizer):
         seed: int = 0,
         projection: Literal["gaussian", "tracked"] = "tracked",
         rank: int | None = None,
-        block_rows: int | Literal["auto"] | None = None,
         adaptive: bool = False,
         adapt_interval: int = 2000,
         dense_steps: int | None = None,
@@ -228,7 +221,6 @@ class SeparateAdam(ProjectingOptimizer):
             ef_beta=ef_beta,
             reset_interval=reset_interval,
             seed=seed,
-            block_rows=block_rows,
             adaptive=adaptive,
             adapt_interval=adapt_interval,
             adapted=None,
@@ -300,7 +292,6 @@ class Separate(Wrapper, ProjectingOptimizer):
         seed: int = 0,
         projection: Literal["gaussian", "tracked"] = "tracked",
         rank: int | None = None,
-        block_rows: int | Literal["auto"] | None = None,
         adaptive: bool = False,
         adapt_interval: int = 2000,
         dense_steps: int | None = None,
@@ -318,7 +309,6 @@ class Separate(Wrapper, ProjectingOptimizer):
             ef_beta=ef_beta,
             reset_interval=reset_interval,
             seed=seed,
-            block_rows=block_rows,
             adaptive=adaptive,
             adapt_interval=adapt_interval,
             max_grad_norm=max_grad_norm,

@@ -27,7 +27,6 @@ and int8 keeps the small ones.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -141,10 +140,7 @@ def multiply(
         h = stack.projection.view_as_matrices(add_residual(ops, stack))
         p = stack.view_as_P(part) if makes_P else stack.view_as_projected(part)
         h = h.mT if makes_P else h
-        if stack.projection.has_blocks(R):
-            for columns, rows, p_rows in stack.projection.iterate_blocks(R, h, p):
-                p_rows.copy_(rows @ columns)
-        elif p.dtype != R.dtype:
+        if p.dtype != R.dtype:
             p.copy_(h @ R)
         elif p.is_contiguous():
             torch.bmm(h, R, out=p)
@@ -176,17 +172,14 @@ def reconstruct(ops: Ops, stack: ProjectedStack, factor: float, out: Tensor) -> 
     if projection.scale * factor != 1:
         p = p * (projection.scale * factor)
     wide = out if out.dtype == R.dtype else make_room(ops, R, out.shape)
-    expand(projection, p, R, stack.projection.view_as_matrices(wide))
+    expand(p, R, projection.view_as_matrices(wide))
     if wide is not out:
         out.copy_(wide)
 
 
-def expand(projection: Projection, p: Tensor, R: Tensor, out: Tensor) -> None:
+def expand(p: Tensor, R: Tensor, out: Tensor) -> None:
     """Write ``p R^T`` to ``out``, (k, m, d)."""
-    if projection.has_blocks(R):
-        for columns, rows, out_rows in projection.iterate_blocks(R, p, out):
-            out_rows.copy_(rows @ columns.mT)
-    elif out.is_contiguous():
+    if out.is_contiguous():
         torch.bmm(p, R.mT, out=out)
     else:
         torch.bmm(R, p.mT, out=out.mT)
@@ -207,10 +200,7 @@ def keep_unsent(stack: ProjectedStack, factor: float) -> None:
     with stack.residual.open() as e:
         add_gradients(stack, e, new)
         matrices = projection.view_as_matrices(e)
-        if projection.has_blocks(R):
-            for columns, p_rows, e_rows in projection.iterate_blocks(R, p, matrices):
-                e_rows.add_(p_rows @ columns.mT, alpha=scale)
-        elif matrices.is_contiguous():
+        if matrices.is_contiguous():
             matrices.baddbmm_(p, R.mT, alpha=scale)
         else:
             matrices.mT.baddbmm_(R, p.mT, alpha=scale)
@@ -224,18 +214,11 @@ def reconstruct_rows(
     p = stack.view_as_projected(part).to(R.dtype)
     if projection.transposes:
         rows = R.new_empty(1, last - first, projection.m)
-        expand(projection, p, R[..., first:last, :], rows.mT)
+        expand(p, R[..., first:last, :], rows.mT)
         return rows[0].mul_(projection.scale)
-    height = projection.block_height
-    if height is None or not projection.has_blocks(R):
-        p, first, last = p[:, first:last], 0, last - first
-    else:  # only the blocks that contain these rows
-        begin, end = first // height, math.ceil(last / height)
-        R, p = R[:, begin:end], p[:, begin * height : end * height]
-        first, last = first - begin * height, last - begin * height
-    rows = R.new_empty(1, p.shape[1], projection.d)
-    expand(projection, p, R, rows)
-    return rows[0, first:last].mul_(projection.scale)
+    rows = R.new_empty(1, last - first, projection.d)
+    expand(p[:, first:last], R, rows)
+    return rows[0].mul_(projection.scale)
 
 
 def compute_cosines(stack: ProjectedStack, part: Tensor) -> Tensor:
@@ -245,7 +228,7 @@ def compute_cosines(stack: ProjectedStack, part: Tensor) -> Tensor:
     g = torch.stack([zeros if g is None else g.to(R.dtype) for g in stack.grads]).contiguous()
     ghat = torch.empty_like(g)
     p = stack.view_as_projected(part).to(R.dtype)
-    expand(stack.projection, p, R, stack.projection.view_as_matrices(ghat))
+    expand(p, R, stack.projection.view_as_matrices(ghat))
     g, ghat = g.flatten(1), ghat.flatten(1)
     lengths = torch.linalg.vector_norm(g, dim=1) * torch.linalg.vector_norm(ghat, dim=1)
     cosines: Tensor = (g * ghat).sum(1) / lengths.clamp_min(torch.finfo(R.dtype).tiny)

@@ -23,7 +23,7 @@ from compopt._state.tensors import to_local
 
 KINDS = {
     # blocks of rows that divide no number of rows; residuals are set to zero after the fourth of five steps
-    "gaussian": {"projection": "gaussian", "ratio": 4, "block_rows": 24, "reset_interval": 4},
+    "gaussian": {"projection": "gaussian", "ratio": 4, "reset_interval": 4},
     "tracked": {"projection": "tracked", "rank": 4},
 }
 

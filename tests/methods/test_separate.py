@@ -11,7 +11,6 @@ import torch
 from oracles import SeparateOracle
 from problems import COMPRESSED, MATRICES, SHAPES, gradients, replicas, step, weights
 from ranks import run_ranks
-from sim import World
 from slow_rows import slow_but
 from table import projecting
 from torch import Tensor, nn
@@ -39,59 +38,51 @@ def make(ranks: int, base: str = "SeparateAdam", **options):
 
 
 @functools.cache
-def plan_of(ratio: float, kind: str, height: int | str | None) -> tuple:
+def plan_of(ratio: float, kind: str) -> tuple:
     """Return the projection of every tensor."""
     return tuple(
-        plan_projection(torch.Size(s), False, ratio, kind, 0.9, block_rows=height) if c else None
+        plan_projection(torch.Size(s), False, ratio, kind, 0.9) if c else None
         for s, c in zip(SHAPES, COMPRESSED, strict=True)
     )
 
 
 @functools.cache
-def drawn(ratio: float, kind: str, height: int | str | None, t: int) -> list[torch.Tensor | None]:
+def drawn(ratio: float, kind: str, t: int) -> list[torch.Tensor | None]:
     """For every tensor the matrices that the package draws at step t, scaled for the oracle, which divides by r.
 
     Whatever the base and the number of ranks, they are the same: a QR of 1920 x 240 numbers is worth keeping.
     """
-    plan = plan_of(ratio, kind, height)
+    plan = plan_of(ratio, kind)
     order = list(reversed(range(len(SHAPES))))  # a bucket holds its tensors in reverse
     bucket = make(1, ratio=ratio, projection=kind)[2][0]._buckets[0]
     matrices = MatrixSource().draw(bucket, order, [plan[i] for i in order], 0, t)
-    scaled: list[list[torch.Tensor | None]] = [[None]] * len(SHAPES)
+    scaled: list[torch.Tensor | None] = [None] * len(SHAPES)
     for i, matrix in zip(order, matrices, strict=True):
         if matrix is not None:
-            R = matrix * (1.0 if kind == "gaussian" else plan[i].r ** 0.5)
-            scaled[i] = [*R.view(-1, *R.shape[-2:])]
-    return [R for local in scaled for R in local]
+            scaled[i] = matrix * (1.0 if kind == "gaussian" else plan[i].r ** 0.5)
+    return scaled
 
 
-def as_drawn(ratio: float, kind: str, height: int | str | None):
-    """Return the oracle's form: every tensor with its projected dimension last, each block of rows that has an R of its
-    own as a tensor, and the matrices the package draws.
-    """
+def as_drawn(ratio: float, kind: str):
+    """Return the oracle's form: every tensor with its projected dimension last, and the matrices the package draws."""
 
     def turned(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        pairs = zip(plan_of(ratio, kind, height), tensors, strict=True)
-        blocks = ([t] if q is None else q.view_as_matrix(t.contiguous()).split(q.block_height or q.m) for q, t in pairs)
-        return [block for local in blocks for block in local]
+        pairs = zip(plan_of(ratio, kind), tensors, strict=True)
+        return [t if q is None else q.view_as_matrices(t.contiguous())[0] for q, t in pairs]
 
-    return turned, lambda t, i: drawn(ratio, kind, height, t)[i]
+    return turned, lambda t, i: drawn(ratio, kind, t)[i]
 
 
 OPTIONS = {
     "auto": dict(ratio=8, reset_interval=4),
     "clipped": dict(ratio=4, ef_beta=0.95, reset_interval=None, dense_steps=3, max_grad_norm=20.0),
     "no error feedback": dict(ratio=16, ef_beta=1.0, max_grad_norm=20.0),
-    "blocks": dict(ratio=8, block_rows=48, reset_interval=4, max_grad_norm=20.0, dense_steps=2),
-    "blocks by themselves": dict(ratio=8, block_rows="auto"),
 }
 # Every base with every number of ranks once; of the other options each meets every base, and every number of ranks.
 RUNS = [
     *(("auto", base, ranks) for base in ("SeparateAdam", *BASES) for ranks in (1, 2, 4)),
     *(("clipped", base, ranks) for base, ranks in (("SeparateAdam", 2), ("AdamW", 4), ("SGD", 1))),
     *(("no error feedback", base, ranks) for base, ranks in (("SeparateAdam", 2), ("AdamW", 1), ("SGD", 4))),
-    *(("blocks", base, ranks) for base, ranks in (("SeparateAdam", 2), ("AdamW", 1), ("SGD", 4))),
-    ("blocks by themselves", "SeparateAdam", 2),
 ]
 
 
@@ -104,8 +95,8 @@ def is_fast(options: str, base: str, ranks: int) -> bool:
 def test_equals_the_oracle(ranks, base, options):
     options = OPTIONS[options]
     world, params, optimizers = make(ranks, base, **options)
-    turned, random = as_drawn(options["ratio"], "gaussian", options.get("block_rows"))
-    message = {k: v for k, v in options.items() if k not in ("ratio", "block_rows")}
+    turned, random = as_drawn(options["ratio"], "gaussian")
+    message = {k: v for k, v in options.items() if k != "ratio"}
     inner = BASES["AdamW" if base == "SeparateAdam" else base]
     compress = [random(1, i) is not None for i in range(len(turned(weights())))]
     oracle = SeparateOracle(turned(weights()), ranks, inner, random, compress=compress, **message)
@@ -483,11 +474,11 @@ ROWS, COLUMNS, RATIO = 16, 128, 16
 R = COLUMNS // RATIO
 
 
-def reconstructions(g: torch.Tensor, steps: int, **options) -> list[torch.Tensor]:
+def reconstructions(g: torch.Tensor, steps: int) -> list[torch.Tensor]:
     """Return what SGD is given of one gradient in each of several steps, on one process."""
     p = nn.Parameter(torch.zeros_like(g))
     sgd = torch.optim.SGD([{"params": [p], "compopt_compress": True}], lr=1.0)
-    optimizer = compopt.Separate(sgd, projection="gaussian", ratio=RATIO, ef_beta=1.0, simulate=True, **options)
+    optimizer = compopt.Separate(sgd, projection="gaussian", ratio=RATIO, ef_beta=1.0, simulate=True)
     results = []
     for _ in range(steps):
         before = p.detach().clone()
@@ -497,104 +488,17 @@ def reconstructions(g: torch.Tensor, steps: int, **options) -> list[torch.Tensor
     return results
 
 
-@pytest.mark.parametrize("height", [None, 8, 2, 1])
-def test_along_the_gradients_own_column_space_the_error_falls_with_the_number_of_blocks(height):
-    """Of g = u v^T, along u x^T with x across v, each block adds |u_block|^4 / r: with even u 1 / (blocks r).
-
-    One vector of the paper's, as long as g, has 1 / (rows r); its Lemma 4.2 allows 3 / COLUMNS.
+def test_along_the_gradients_own_column_space_the_error_is_larger_than_the_papers():
+    """Of g = u v^T, along u x^T with x across v, it is 1 / r. One vector of the paper's, as long as g, has
+    1 / (rows r); its Lemma 4.2 allows 3 / COLUMNS.
     """
     draw = torch.Generator().manual_seed(1)
     u = torch.ones(ROWS) / ROWS**0.5
     Q = torch.linalg.qr(torch.randn(COLUMNS, COLUMNS, generator=draw)).Q
     v, across = Q[:, 0], Q[:, 1:]
-    results = reconstructions(torch.outer(u, v), 100, block_rows=height)
+    results = reconstructions(torch.outer(u, v), 100)
     variance = torch.stack([(u @ ghat @ across).square().mean() for ghat in results]).mean()
-    blocks = 1 if height is None else ROWS // height
-    assert variance == pytest.approx(1 / (blocks * R), rel=0.15)
-    assert (variance < 3 / COLUMNS) == (blocks >= 8)
+    assert variance == pytest.approx(1 / R, rel=0.15)
+    assert variance > 3 / COLUMNS
     mean = torch.stack(results).mean(0)
     assert torch.sum(mean * torch.outer(u, v)) == pytest.approx(1, abs=0.15)  # unbiased
-
-
-BLOCKS_SHAPES = [
-    (65, 96),
-    (64, 96),
-    (96, 65),
-    (63, 96),
-    (80, 64, 3, 3),
-    (1, 4096),
-    (130, 64),
-]  # rows beside 64, both ways
-
-
-@pytest.mark.parametrize("height", [1, 32, 64, 65, "auto"])
-@pytest.mark.parametrize("base", ["SeparateAdam", "Separate"])
-def test_what_is_not_sent_is_owed_in_every_block(height, base):
-    """e_t - e_(t-1) = (1 - beta) (g - ghat), in float32 on the default backend; heights beside numbers of rows."""
-    params = [nn.Parameter(torch.zeros(shape)) for shape in BLOCKS_SHAPES]
-    message = dict(projection="gaussian", ratio=8, ef_beta=0.9, reset_interval=None, block_rows=height, simulate=True)
-    sgd = torch.optim.SGD([{"params": params, "compopt_compress": True}], lr=1.0)
-    if base == "Separate":
-        optimizer = compopt.Separate(sgd, **message)
-    else:
-        optimizer = compopt.SeparateAdam([{"params": params, "compress": True}], **message)
-    draw = torch.Generator().manual_seed(0)
-    for _ in range(3):
-        before = [(p.detach().clone(), optimizer.state[p].get("residual", torch.zeros_like(p)).clone()) for p in params]
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=draw)
-        optimizer.step()
-        for p, (old, residuals) in zip(params, before, strict=True):
-            change = optimizer.state[p]["residual"] - residuals
-            assert change.norm() > 0.01 * p.grad.norm()
-            if base == "Separate":
-                torch.testing.assert_close(change, 0.1 * (p.grad - (old - p.detach())), rtol=1e-4, atol=1e-4)
-
-
-def test_as_many_bytes_and_replicas_are_equal():
-    sent, world = [], World(2)
-    for height in (None, 48, 1):
-        params = [[nn.Parameter(torch.ones(shape)) for shape in BLOCKS_SHAPES] for _ in range(2)]
-        optimizers = [
-            compopt.SeparateAdam(local, projection="gaussian", block_rows=height, process_group=world.comms[rank])
-            for rank, local in enumerate(params)
-        ]
-        for t in range(3):
-            for rank, local in enumerate(params):
-                for p in local:
-                    p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * t + rank))
-            world.step(optimizers)
-        assert all(torch.equal(*pair) for pair in zip(*params, strict=True))
-        sent.append(optimizers[0].stats.bytes_sent)
-    assert len({*sent}) == 1
-
-
-def test_blocks_of_all_rows_are_one():
-    draws = [reconstructions(torch.ones(ROWS, COLUMNS), 2, block_rows=height) for height in (None, ROWS, ROWS + 1)]
-    for results in draws[1:]:
-        assert all(map(torch.equal, draws[0], results))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [dict(projection="gaussian", block_rows=0), dict(projection="gaussian", block_rows="all"), dict(block_rows=8)],
-)
-def test_what_it_may_be(options):
-    with pytest.raises(ValueError, match=r"block_rows must be None, 'auto' or, of a random projection, an integer"):
-        compopt.SeparateAdam([nn.Parameter(torch.ones(64, 64))], **options)
-
-
-def test_a_group_may_say_its_own_and_a_checkpoint_that_says_none_goes_on():
-    params = [nn.Parameter(torch.ones(64, 96)) for _ in range(2)]
-    groups = [{"params": params[:1], "block_rows": 8}, {"params": params[1:]}]
-    optimizer = compopt.SeparateAdam(groups, projection="gaussian", simulate=True)
-    assert [group["block_rows"] for group in optimizer.param_groups] == [8, None]
-    for p in params:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    state = optimizer.state_dict()
-    for group in state["param_groups"]:
-        del group["block_rows"]  # as it was saved before there were blocks
-    optimizer.load_state_dict(state)
-    optimizer.step()
-    assert {group["block_rows"] for group in optimizer.param_groups} <= {8, None}

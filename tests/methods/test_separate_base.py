@@ -193,7 +193,7 @@ def test_an_adapted_ef_beta_stays_above_the_bound_of_its_projection():
         assert ratio < 32 and beta == projection.least_beta > 0.9
 
 
-@pytest.mark.parametrize(("name", "value"), [("rank", 8.0), ("block_rows", 8.0), ("ratio", float("inf"))])
+@pytest.mark.parametrize(("name", "value"), [("rank", 8.0), ("ratio", float("inf"))])
 def test_a_size_of_another_kind_is_refused(name, value):
     options = {} if name == "rank" else {"projection": "gaussian"}
     with pytest.raises(ValueError, match=f"{name} must be .*, got {value}"):

@@ -61,8 +61,8 @@ def test_what_is_projected(shape, sharded, m, d, r):
     q = plan_projection(torch.Size(shape), sharded, 16, "gaussian", "auto")
     assert (q.m, q.d, q.r) == (m, d, r)
     x = torch.arange(m * d).view(shape)
-    assert q.view_as_matrix(x).shape == (m, d)
-    assert torch.equal((q.view_as_matrix(x).t() if q.transposes else q.view_as_matrix(x)).reshape(shape), x)
+    assert q.view_as_matrices(x)[0].shape == (m, d)
+    assert torch.equal((q.view_as_matrices(x)[0].t() if q.transposes else q.view_as_matrices(x)[0]).reshape(shape), x)
 
 
 def test_what_is_sent_dense():
@@ -81,8 +81,8 @@ def test_the_gaussian_reconstruction_is_unbiased_with_the_variance_it_should_hav
     errors = []
     for seed in range(2000):
         _, R = draw(shape, 8, seed=seed)
-        ghat = q.view_as_matrix(torch.empty_like(g)).copy_(q.view_as_matrix(g) @ R @ R.t() * q.scale)
-        errors.append((ghat - q.view_as_matrix(g)).flatten())
+        ghat = q.view_as_matrices(torch.empty_like(g))[0].copy_(q.view_as_matrices(g)[0] @ R @ R.t() * q.scale)
+        errors.append((ghat - q.view_as_matrices(g)[0]).flatten())
     errors = torch.stack(errors)
     w = (q.d + 1) / q.r
     assert float(errors.square().sum(1).mean() / g.square().sum()) == pytest.approx(w, rel=0.05)

@@ -49,7 +49,6 @@ MORE = [
     also("SeparateAdam", "residual in int8", rank=4, dense_steps=2, residual_dtype="int8", max_grad_norm=0.5),
     also("RadiusAdamW", "residual in int8", density=0.4, interval=3, dense_steps=2, residual_dtype="int8"),
     also("SeparateAdam", "adaptive", projection="gaussian", ratio=8, dense_steps=0, adaptive=True, adapt_interval=4),
-    also("SeparateAdam", "blocks", projection="gaussian", ratio=8, dense_steps=2, block_rows=24, max_grad_norm=0.5),
     also("TagcAdamW", "large", density=0.1, dense_steps=2),
     also("TagcAdamW", "odd", density=0.1, dense_steps=2, payload_dtype="bfloat16", max_grad_norm=0.5),
     also("TagcAdamW", "int2", density=0.1, dense_steps=2, payload_dtype="bfloat16", update_dtype="int2"),

@@ -35,7 +35,6 @@ OPTIONS: dict[str, list[Any]] = {  # of the classes that know them
     "ratio": [2, 7.5, 16, 1],
     "projection": ["gaussian", "tracked"],
     "rank": [1, 4],
-    "block_rows": [None, "auto", 7],
     "reset_interval": ["auto", None, 3],
     "adaptive": [False, False, True],
     "adapt_interval": [2],
@@ -57,7 +56,6 @@ REFUSED = (  # what a class may say to what is drawn
     "is for float32 parameters, to which updates can be added",
     "payload_dtype must be None or a floating-point dtype where state is sharded",
     "adaptive must be False with projection='tracked'",
-    "block_rows must be None, 'auto' or, of a random projection",
 )
 
 
