@@ -99,7 +99,7 @@ def name(request) -> str:
 
 @pytest.fixture
 def found(name, request) -> dict:
-    asked = {item.callspec.params.get("name") for item in request.engine.items if hasattr(item, "callspec")}
+    asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
     names = [other for other in RUNS if other in asked]
     first = names.index(name) // TOGETHER * TOGETHER
     found = ran(tuple(names[first : first + TOGETHER]))[name]

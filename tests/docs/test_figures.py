@@ -176,7 +176,7 @@ def test_losses_by_size():
     names |= {r"^LocalSteps\(AdamW\)": "LocalSteps(AdamW) 30, int4, 800"}
     names |= {r"^DDP \+ NorMuon$": "DDP + NorMuon", r"^Separate\(NorMuon": "Separate(NorMuon) 16"}
     names |= {
-        r"^LocalSteps\(NorMuon\)": "LocalSteps(NorMuon) 30",
+        r"^LocalSteps\(NorMuon\)": "LocalSteps(NorMuon) 30, a fixed outer rate",
         r"^LocalSteps\(NorMuon, .*140": "LocalSteps(NorMuon) 140",
     }
     sizes = {f"{int(row['parameters']) / 1e6:.2g} M": size for (size, _), row in ladder().items()}

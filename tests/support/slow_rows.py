@@ -26,7 +26,7 @@ def in_turn(these: Iterable[Any], those: Sequence[Any]) -> list[Any]:
 
 def selected(request: pytest.FixtureRequest, name: str) -> list[Any]:
     """Return the values that this parameter has in the tests of the file that run and use this fixture, each once."""
-    items = (item for item in request.engine.items if item.path == request.path)
+    items = (item for item in request.session.items if item.path == request.path)
     items = (item for item in items if request.fixturename in getattr(item, "fixturenames", ()))
     rows = (item.callspec.params for item in items if hasattr(item, "callspec"))
     return list(dict.fromkeys(row[name] for row in rows if name in row))
