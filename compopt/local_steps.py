@@ -67,6 +67,7 @@ from ._local import rounds
 from ._local.anchored import AnchoredWrapper
 from ._local.anchors import GROUP, MakeOuter, reset_moments, sum_squares, write_params
 from ._local.fragment_sync import FragmentSync, RunningSync
+from ._local.other_calls import run_end_of_round
 from ._ops.operations import clip_factor, scale_all_, total_norm
 from ._state.bucket import Bucket
 from ._state.layouts import Layout, LocalShape, PaddedVector
@@ -430,11 +431,15 @@ class LocalSteps(AnchoredWrapper):
         before an evaluation, and before the model is saved. It changes nothing if parameters are
         equal already.
 
-        Raises CommunicationError if the exchange failed; it is tried again after the next step.
+        Raises CommunicationError if the exchange failed, also because another rank is in
+        ``consolidate_state()`` or saves; it is tried again after the next step.
         """
         with self._explain_failed_sync():
-            for _ in self.end_round_as_generator():
-                pass
+            turns = self.end_round_as_generator()
+            if self._sync is None:
+                _ = [*turns]
+            else:
+                run_end_of_round(self._session, self._sync, turns)
 
     def end_round_as_generator(self) -> Generator[PendingCollective, None, None]:
         self._check_own_params()

@@ -35,7 +35,8 @@ from .optimizer_base import OptimizerBase
 from .session import Session
 
 VALUES = "checksum of its values"  # a name in a description
-HANDSHAKE, SYNC = 1, 2  # kinds of messages
+HANDSHAKE, SYNC, SAVE, CONSOLIDATION = 1, 2, 3, 4  # kinds of messages
+CALLS = {SAVE: "save() of Snapshots", CONSOLIDATION: "consolidate_state()"}
 # Of 8 bytes: the words of a message, and the first of them, which hold the versions of its rank.
 MESSAGE, VERSION_WORDS = 16, 5
 
@@ -132,6 +133,13 @@ def unpack_messages(rows: Tensor, count: int) -> Tensor:
             "alone has loaded a state dict, added a group or changed an option. Do so on all "
             "ranks, after the same step; load the same checkpoint on all of them now"
         )
+    for kind, call in CALLS.items():
+        if kind in kinds and SYNC in kinds:
+            raise CommunicationError(
+                f"rank {kinds.index(SYNC)} ends a round, in end_round() of LocalSteps, while rank "
+                f"{kinds.index(kind)} is in {call}: make both calls on all ranks in the same "
+                "order, after the same round (count optimizer.stats.round where rounds end by time)"
+            )
     return rows[:, VERSION_WORDS + 1 : VERSION_WORDS + 1 + count]
 
 

@@ -264,6 +264,16 @@ class OptimizerBase(Optimizer):
         """Return the step as a generator, which yields each collective that it waits for."""
         raise NotImplementedError
 
+    def find_end_of_round(self) -> str:
+        """Return which rank waits in ``end_round()`` for this one; empty if none does."""
+        return ""
+
+    def answer_end_of_round(self, kind: int) -> Generator[PendingCollective, None, None]:
+        """Tell ranks that wait in ``end_round()`` which call this one is in: a kind of message.
+        Raises CommunicationError on all ranks.
+        """
+        raise NotImplementedError
+
     def end_join(self) -> None:
         """Called on all ranks when the last one has finished its data."""
         raise NotImplementedError

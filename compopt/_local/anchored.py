@@ -27,6 +27,7 @@ from .._wire.requests import CommunicationError
 from .anchors import Anchors, MakeOuter, assign_to_fragments, make_sgd
 from .fragment_sync import FragmentSync
 from .local_state_dict import Entry, SavedRounds, read_rounds, save_rounds, split_rounds
+from .other_calls import answer_end_of_round, find_end_of_round
 from .rounds import OpenRound, RoundCounts
 
 
@@ -167,6 +168,13 @@ class AnchoredWrapper(Wrapper):
             self._open_round.update(self.round_is_open, step, self._session.comm)
 
     # Other ranks
+
+    def find_end_of_round(self) -> str:
+        return "" if self._sync is None else find_end_of_round(self._session, self._sync)
+
+    def answer_end_of_round(self, kind: int) -> Generator[PendingCollective, None, None]:
+        assert self._sync is not None
+        yield from answer_end_of_round(self._session, self._sync, kind)
 
     @torch.no_grad()
     def rebind_as_generator(

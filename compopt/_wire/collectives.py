@@ -17,6 +17,7 @@ import os
 import re
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -159,6 +160,7 @@ _unowned: set[Work] = set()
 # those that other ranks may have given up. By group, since when it has had none.
 _abandoned: dict[ProcessGroup, float] = {}
 WAITS_AT_EXIT = 5.0  # seconds
+FIRST_OF_OWN = 10**9  # numbers of groups of some ranks, above those that torch gives
 # Seconds without a collective after which a group is destroyed. That joins gloo's threads with the
 # interpreter locked, and hangs if one of them has yet to free a tensor, perhaps on a busy machine.
 QUIET = 1.0
@@ -242,6 +244,7 @@ class Communicator:
         self.group = None if single_process else group or dist.group.WORLD
         self.rank, self.size = (0, 1) if self.group is None else _read_place(self.group)
         self._bytes_sent = 0
+        self.started = 0  # collectives, in the same order on all ranks
         # called with the seconds that a collective blocked the host
         self.on_wait: Callable[[float], None] | None = None
         self._own_group: Communicator | None = None
@@ -279,9 +282,10 @@ class Communicator:
         if self._own_group is None:
             limit, is_world = get_timeout(self.group), self.size == dist.get_world_size()
             try:
-                group = dist.new_group(
-                    self.ranks, timeout=limit, use_local_synchronization=not is_world
-                )
+                with contextlib.nullcontext() if is_world else _name_apart(self.ranks):
+                    group = dist.new_group(
+                        self.ranks, timeout=limit, use_local_synchronization=not is_world
+                    )
             except RuntimeError as error:
                 why = f"the process group of delayed exchanges could not be made: {error}"
                 raise CommunicationError(why) from error
@@ -298,6 +302,7 @@ class Communicator:
         _release_ended()
         size = count_bytes(request)
         self._bytes_sent += size
+        self.started += 1
         description = f"{type(request).__name__} of {size} bytes over {self.size} ranks"
         if self.size == 1:
             answer = _answer_alone(request)
@@ -523,6 +528,29 @@ def _read_place(group: ProcessGroup) -> tuple[int, int]:
 def connect(group: ProcessGroup | Communicator | None) -> Communicator:
     """Return a communicator over ``group``, which may be one already."""
     return group if isinstance(group, Communicator) else Communicator(group)
+
+
+# How many groups of its own a process has made of some of all ranks, by the group of all ranks.
+_made: weakref.WeakKeyDictionary[ProcessGroup, Counter[tuple[int, ...]]]
+_made = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def _name_apart(ranks: list[int]) -> Iterator[None]:
+    """Let torch name the next group by what its ranks have in common, and not count it.
+
+    From 2.14 on its name has the number of groups that this process has made, and it counts as one:
+    ranks outside of it would be one behind, and wait for the next group by another name.
+    """
+    all_ranks, world = dist.group.WORLD, dist.distributed_c10d._world
+    assert all_ranks is not None
+    counts = _made.setdefault(all_ranks, Counter())
+    before, counts[tuple(ranks)] = world.group_count, counts[tuple(ranks)] + 1
+    world.group_count = FIRST_OF_OWN + counts[tuple(ranks)]
+    try:
+        yield
+    finally:
+        world.group_count = before
 
 
 def _abandon(group: ProcessGroup) -> None:
