@@ -262,9 +262,9 @@ class LocalSteps(AnchoredWrapper):
             if self._has_modes:
                 check_mode(self.base)
             self._check_own_params()
-            self._see_ranks_and_groups()
-            self.check_changed_options()
             try:
+                self._see_ranks_and_groups()
+                self.check_changed_options()
                 if not session.peers_verified and not session.sends_nothing:
                     yield from copy_options_from_ranks_with_data(self)
                     yield from Step(self, session.comm, session.steps + 1).verify_peers()

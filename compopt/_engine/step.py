@@ -57,9 +57,10 @@ def exchange_and_commit(optimizer: OptimizerBase) -> CollectiveGenerator[None]:
         if step is not None and not isinstance(error, GeneratorExit):
             step.undo()
         drop_scale(optimizer)
-        if step is None or not isinstance(error, CommunicationError | RankLeft):
+        if not isinstance(error, CommunicationError | RankLeft):
             raise
-        raise explain_failed_step(session, step.number, error) from error
+        number = session.steps + 1 if step is None else step.number
+        raise explain_failed_step(session, number, error) from error
     finally:
         # drop the exception: its traceback refers to this frame (a reference cycle)
         if step is not None:
