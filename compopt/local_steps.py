@@ -75,7 +75,7 @@ from ._state.residuals import residual_layout
 from ._state.tensors import to_local
 from ._wire.collectives import PendingCollective, ProcessGroup, get_rank, get_replicate_size
 from ._wire.payload import PayloadDtype
-from ._wire.requests import CommunicationError, RequestGenerator
+from ._wire.requests import CallsDiffer, CommunicationError, RequestGenerator
 from .average import average
 
 
@@ -267,7 +267,10 @@ class LocalSteps(AnchoredWrapper):
                 self.check_changed_options()
                 if not session.peers_verified and not session.sends_nothing:
                     yield from copy_options_from_ranks_with_data(self)
-                    yield from Step(self, session.comm, session.steps + 1).verify_peers()
+                    # over the group of exchanges, where it meets those of ranks that begin none
+                    if self._sync is not None:
+                        yield from self._sync.decide_running()
+                    yield from Step(self, session.comm.beside, session.steps + 1).verify_peers()
                 self._ensure_anchors()
             except (CommunicationError, RankLeft) as error:
                 raise explain_failed_step(session, session.steps + 1, error) from error
@@ -298,7 +301,7 @@ class LocalSteps(AnchoredWrapper):
             yield
         except (CommunicationError, RankLeft) as error:
             why, advice = "", "Make a new process group on all ranks and call rebind()"
-            if not isinstance(error, RankLeft):
+            if not isinstance(error, RankLeft | CallsDiffer):
                 why = explain_failure(session, error)
                 advice = "The exchange is tried again after the next step, and by end_round()"
             raise CommunicationError(

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .._state.tensors import to_local
 from .._wire.collectives import Communicator
-from .._wire.requests import AllGather, CommunicationError
+from .._wire.requests import AllGather, CallsDiffer, CommunicationError
 from .decision import StepDecision
 from .exchange import CollectiveGenerator, exchange_one
 from .optimizer_base import OptimizerBase
@@ -123,11 +123,11 @@ def pack_message(kind: int, numbers: Tensor) -> Tensor:
 def unpack_messages(rows: Tensor, count: int) -> Tensor:
     """Return the ``count`` numbers in the message of each rank, in int64.
 
-    Raises CommunicationError if ranks have sent messages of different kinds.
+    Raises CommunicationError, or CallsDiffer, if ranks have sent messages of different kinds.
     """
     kinds = rows[:, VERSION_WORDS].tolist()
     if HANDSHAKE in kinds and SYNC in kinds:
-        raise CommunicationError(
+        raise CallsDiffer(
             f"rank {kinds.index(HANDSHAKE)} compares its optimizer with the others' before its "
             f"next step, while rank {kinds.index(SYNC)} exchanges what it has moved in a round: it "
             "alone has loaded a state dict, added a group or changed an option. Do so on all "

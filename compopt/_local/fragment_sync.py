@@ -41,7 +41,7 @@ from .._engine.optimizer_base import OptimizerBase
 from .._engine.signals import defer_signals
 from .._ops.operations import stacked_squared_norms
 from .._wire.collectives import Communicator, PendingCollective
-from .._wire.requests import AllGather, AllReduceMean, CommunicationError, EncodeError
+from .._wire.requests import AllGather, AllReduceMean, CallsDiffer, CommunicationError, EncodeError
 from .anchors import AnchorBucket, Anchored, Anchors, check_outer_rates, write_params
 from .rounds import RoundCounts, outer_progress
 
@@ -305,6 +305,16 @@ class FragmentSync:
         for t in (t for bucket in buckets for t in bucket.tensors):
             t.has_moved |= t.is_sent and have_moved
 
+    def decide_running(self) -> CollectiveGenerator[None]:
+        """Wait until the sync in flight is decided, and leave it to be applied later."""
+        if self.running is not None:
+            try:
+                yield from self.running.finish()
+            except BaseException:
+                self.are_equal = False
+                self.cancel()
+                raise
+
     def cancel(self) -> None:
         """Give up what is in flight; its fragments are due again."""
         running, self.running = self.running, None
@@ -363,8 +373,9 @@ class FragmentSync:
             yield from self._decide(running)
         except BaseException as error:
             for pending in started:
-                # after an interrupt, or in a new group, nothing may arrive
-                pending.drain() if isinstance(error, Exception) else pending.untrack()
+                # after an interrupt, in a new group, or of other ranks nothing may arrive
+                may_arrive = isinstance(error, Exception) and not isinstance(error, CallsDiffer)
+                pending.drain() if may_arrive else pending.untrack()
             raise
 
     def _make_message(self, running: RunningSync) -> Tensor:

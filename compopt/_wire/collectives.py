@@ -295,6 +295,11 @@ class Communicator:
                 weakref.finalize(self, _abandon, group).atexit = False
         return self._own_group
 
+    @property
+    def beside(self) -> Communicator:
+        """The communicator of its own process group, if that was made; else this one."""
+        return self._own_group or self
+
     def start(self, request: Request) -> PendingCollective:
         """Start the collective that answers ``request``, and count its bytes."""
         assert isinstance(request, Collective), f"{request} needs no other rank"
