@@ -28,14 +28,15 @@ from torch import Tensor
 
 from .._state.tensors import to_local
 from .._wire.collectives import Communicator
-from .._wire.requests import AllGather, CommunicationError
+from .._wire.requests import AllGather, CallsDiffer, CommunicationError
 from .decision import StepDecision
 from .engine import Engine
 from .exchange import exchange_one
 from .settings import list_settings
 
 VALUES = "checksum of its values"  # a name in a description
-HANDSHAKE, SYNC = 1, 2  # kinds of messages
+HANDSHAKE, SYNC, SAVE, CONSOLIDATION = 1, 2, 3, 4  # kinds of messages
+CALLS = {SAVE: "save() of Snapshots", CONSOLIDATION: "consolidate_state()"}
 # Of 8 bytes: the words of a message, and the first of them, which hold the versions of its rank.
 MESSAGE, VERSION_WORDS = 16, 5
 
@@ -121,16 +122,23 @@ def pack_message(kind: int, numbers: Tensor) -> Tensor:
 def unpack_messages(rows: Tensor, count: int) -> Tensor:
     """Return the ``count`` numbers in the message of each rank, in int64.
 
-    Raises CommunicationError if ranks have sent messages of different kinds.
+    Raises CommunicationError, or CallsDiffer, if ranks have sent messages of different kinds.
     """
     kinds = rows[:, VERSION_WORDS].tolist()
     if HANDSHAKE in kinds and SYNC in kinds:
-        raise CommunicationError(
+        raise CallsDiffer(
             f"rank {kinds.index(HANDSHAKE)} compares its optimizer with the others' before its "
             f"next step, while rank {kinds.index(SYNC)} exchanges what it has moved in a round: it "
             "alone has loaded a state dict, added a group or changed an option. Do so on all "
             "ranks, after the same step; load the same checkpoint on all of them now"
         )
+    for kind, call in CALLS.items():
+        if kind in kinds and SYNC in kinds:
+            raise CommunicationError(
+                f"rank {kinds.index(SYNC)} ends a round, in end_round() of LocalSteps, while rank "
+                f"{kinds.index(kind)} is in {call}: make both calls on all ranks in the same "
+                "order, after the same round (count optimizer.stats.round where rounds end by time)"
+            )
     return rows[:, VERSION_WORDS + 1 : VERSION_WORDS + 1 + count]
 
 

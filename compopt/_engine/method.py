@@ -204,6 +204,16 @@ class Method(Optimizer):
         """Take a step, without the hooks of ``step()``."""
         raise NotImplementedError
 
+    def find_end_of_round(self) -> str:
+        """Return which rank waits in ``end_round()`` for this one; empty if none does."""
+        return ""
+
+    def answer_end_of_round(self, kind: int) -> None:
+        """Tell ranks that wait in ``end_round()`` which call this one is in: a kind of message.
+        Raises CommunicationError on all ranks.
+        """
+        raise NotImplementedError
+
     def end_join(self) -> None:
         """Called on all ranks when the last one has finished its data."""
         raise NotImplementedError

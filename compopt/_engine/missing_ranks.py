@@ -26,6 +26,7 @@ from .._wire.requests import CommunicationError, RankSilent
 from .._wire.stores import Store
 from .._wire.warning import warn
 from .engine import Engine
+from .handshake import CONSOLIDATION, SAVE
 
 Result = TypeVar("Result")
 PREFIX = "compopt/"  # begins all keys, because the store is shared
@@ -33,6 +34,7 @@ PREFIX = "compopt/"  # begins all keys, because the store is shared
 # which may evaluate before it calls it.
 PATIENCE, PATIENCE_WITH_RANK_0 = 10.0, 1800.0
 LOOK_AFTER = 2.0  # seconds that a step waits before it looks for notes
+LOOK_AGAIN = 0.5  # seconds after which a rank that waits at the store looks where others are
 # Seconds that a rank waits in a step before it names those that have not come, and before it does
 # so again in a later step.
 NAME_AFTER, NAME_AGAIN = 5.0, 60.0
@@ -90,11 +92,14 @@ def wait_for_all_to_consolidate(engine: Engine, patience: float | None) -> None:
     state = f"{averaged} elements of {', '.join(names) or 'nothing'}, {in_shards} in shards"
     if patience is None:
         patience = PATIENCE if comm.rank == 0 else PATIENCE_WITH_RANK_0
+    look = engine.method.find_end_of_round
     try:
         described = gather_at_store(
-            store, comm.rank, comm.size, f"{engine.name}, {state}", patience
+            store, comm.rank, comm.size, f"{engine.name}, {state}", patience, look
         )
     except RanksMissing as error:
+        if told := _answer_end_of_round(engine, CONSOLIDATION, str(error)):
+            raise CommunicationError(f"{told}. Nothing was changed.") from None
         who = f"rank {comm.rank}"
         post_note(engine, Note.CONSOLIDATES, f"{who} was in consolidate_state(): {ADVICE}")
         raise CommunicationError(
@@ -125,11 +130,13 @@ def wait_for_all_to_save(engine: Engine, comm: Communicator) -> None:
         return
     what, patience = f"save() of Snapshots of {engine.name}", engine.method.patience
     try:
-        called = gather_at_store(
-            store, comm.rank, comm.size, what, store.limit if patience is None else patience
-        )
+        patience = store.limit if patience is None else patience
+        look = engine.method.find_end_of_round
+        called = gather_at_store(store, comm.rank, comm.size, what, patience, look)
         others = [f"rank {rank} is in {one}" for rank, one in enumerate(called) if one != what]
     except (RanksMissing, RuntimeError) as error:
+        if told := _answer_end_of_round(engine, SAVE, str(error)):
+            raise CommunicationError(f"{told}. Nothing was written.") from None
         others = [str(error)]
     if others:
         raise CommunicationError(
@@ -137,6 +144,21 @@ def wait_for_all_to_save(engine: Engine, comm: Communicator) -> None:
             "after the same round (count optimizer.stats.round where rounds end by time) or step. "
             "Nothing was sent or written."
         )
+
+
+def _answer_end_of_round(engine: Engine, kind: int, why: str) -> str:
+    """Answer ranks that wait in ``end_round()`` for this one, if some do. Returns what all ranks
+    are told. ``why`` the meeting has failed: if others have found such a rank, so does this one.
+    """
+    until = time.monotonic() + (2 * LOOK_AFTER if "end_round()" in why else 0.0)
+    while not (found := engine.method.find_end_of_round()) and time.monotonic() < until:
+        time.sleep(0.01)
+    if found:
+        try:
+            engine.method.answer_end_of_round(kind)
+        except CommunicationError as error:
+            return str(error)
+    return ""
 
 
 # Steps
@@ -203,7 +225,7 @@ class Absence:
             return ""
         if not self.is_announced:
             text = json.dumps(self.step)
-            _use_store(engine, lambda store: store.set(f"{WAITS}{engine.comm.rank}", text))
+            use_store(engine, lambda store: store.set(f"{WAITS}{engine.comm.rank}", text))
             self.is_announced = True
         if waited < NAME_AFTER:
             return ""
@@ -225,7 +247,7 @@ class Absence:
         comm = self.engine.comm
         others = [rank for rank in range(comm.size) if rank != comm.rank]
         keys = [f"{WAITS}{rank}" for rank in others]
-        texts = _use_store(
+        texts = use_store(
             self.engine, lambda store: [store.check([k]) and store.get(k) for k in keys]
         )
         pairs = zip(others, texts or (), strict=False)
@@ -306,7 +328,7 @@ def withdraw_note(engine: Engine) -> None:
 
 def _write_note(engine: Engine, text: str) -> None:
     key = f"{PREFIX}note/{engine.comm.rank}"
-    _use_store(engine, lambda store: store.set(key, text))
+    use_store(engine, lambda store: store.set(key, text))
 
 
 def explain_missing_rank(engine: Engine) -> str:
@@ -350,7 +372,7 @@ def _read_notes(engine: Engine) -> list[tuple[Note, str]]:
     """
     comm, (name, steps) = engine.comm, _identify_step(engine)
     keys = [f"{PREFIX}note/{rank}" for rank in range(comm.size) if rank != comm.rank]
-    texts = _use_store(engine, lambda store: [store.get(k) for k in keys if store.check([k])])
+    texts = use_store(engine, lambda store: [store.get(k) for k in keys if store.check([k])])
     notes = []
     for text in filter(None, texts or ()):
         with contextlib.suppress(ValueError, TypeError):
@@ -360,7 +382,7 @@ def _read_notes(engine: Engine) -> list[tuple[Note, str]]:
     return notes
 
 
-def _use_store(engine: Engine, function: Callable[[Store], Result]) -> Result | None:
+def use_store(engine: Engine, function: Callable[[Store], Result]) -> Result | None:
     """Return what ``function`` returns for the store of the group; None if it does not answer soon,
     or there is none.
     """
@@ -383,12 +405,20 @@ class RanksMissing(Exception):
     """Some ranks did not come to a meeting; the message names them."""
 
 
-def gather_at_store(store: Store, rank: int, size: int, text: str, patience: float) -> list[str]:
+def gather_at_store(
+    store: Store,
+    rank: int,
+    size: int,
+    text: str,
+    patience: float,
+    look: Callable[[], str] = str,
+) -> list[str]:
     """Wait until all ranks have called this, and return the texts of all.
 
     A collective that only some ranks start hangs, and desynchronizes a gloo group permanently; a
-    rank that gives up here has not started one. Raises RanksMissing on all waiting ranks if one of
-    them gives up after ``patience`` seconds or is interrupted; RuntimeError if the store does not
+    rank that gives up here has not started one. ``look``, which is called while this rank waits,
+    says why not to wait, or nothing. Raises RanksMissing on all waiting ranks if one of them gives
+    up, then or after ``patience`` seconds, or is interrupted; RuntimeError if the store does not
     answer.
     """
     ended = f"{PREFIX}meetings"  # the number of ended meetings, and of the running one
@@ -405,9 +435,13 @@ def gather_at_store(store: Store, rank: int, size: int, text: str, patience: flo
     store.set(f"{prefix}{rank}", text)
     if store.add(f"{prefix}arrived", 1) == size:
         end("")
-    until = time.monotonic() + patience
+    until, looks_at = time.monotonic() + patience, time.monotonic() + LOOK_AGAIN
     try:
         while not store.check([f"{prefix}outcome"]):
+            if time.monotonic() > looks_at:
+                looks_at = time.monotonic() + LOOK_AGAIN
+                if found := look():
+                    end(found)
             if time.monotonic() > until:
                 absent = [f"rank {r}" for r in range(size) if not store.check([f"{prefix}{r}"])]
                 end(f"{', '.join(absent)} did not come within {patience:g} s")

@@ -58,9 +58,10 @@ def exchange_and_commit(engine: Engine) -> None:
         if step is not None:
             step.undo()
         drop_scale(engine)
-        if step is None or not isinstance(error, CommunicationError | RankLeft):
+        if not isinstance(error, CommunicationError | RankLeft):
             raise
-        raise explain_failed_step(engine, step.number, error) from error
+        number = engine.steps + 1 if step is None else step.number
+        raise explain_failed_step(engine, number, error) from error
     finally:
         # drop the exception: its traceback refers to this frame (a reference cycle)
         if step is not None:

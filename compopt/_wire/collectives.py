@@ -8,9 +8,11 @@ silently mix results.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -56,6 +58,7 @@ WAY_TO_MAKE_A_GROUP = (
     "world_size=), after each change of ranks anew, and leave process_group= out"
 )
 
+FIRST_OF_OWN = 10**9  # numbers of groups of some ranks, above those that torch gives
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own, for a group whose timeout cannot be read
 
 
@@ -82,6 +85,7 @@ class Communicator:
         self.group = None if single_process else group or dist.group.WORLD
         self.rank, self.size = (0, 1) if self.group is None else _read_place(self.group)
         self._bytes_sent = 0
+        self.started = 0  # collectives, in the same order on all ranks
         # called with the seconds that a collective blocked the host
         self.on_wait: Callable[[float], None] | None = None
         self._own_group: Communicator | None = None
@@ -119,9 +123,10 @@ class Communicator:
         if self._own_group is None:
             limit, is_world = get_timeout(self.group), self.size == dist.get_world_size()
             try:
-                group = dist.new_group(
-                    self.ranks, timeout=limit, use_local_synchronization=not is_world
-                )
+                with contextlib.nullcontext() if is_world else _name_apart(self.ranks):
+                    group = dist.new_group(
+                        self.ranks, timeout=limit, use_local_synchronization=not is_world
+                    )
             except RuntimeError as error:
                 why = f"the process group of delayed exchanges could not be made: {error}"
                 raise CommunicationError(why) from error
@@ -131,6 +136,11 @@ class Communicator:
                 weakref.finalize(self, abandon_group, group).atexit = False
         return self._own_group
 
+    @property
+    def beside(self) -> Communicator:
+        """The communicator of its own process group, if that was made; else this one."""
+        return self._own_group or self
+
     def start(self, request: Request) -> PendingCollective:
         """Start the collective that answers ``request``, and count its bytes."""
         assert isinstance(request, Collective), f"{request} needs no other rank"
@@ -138,6 +148,7 @@ class Communicator:
         release_ended()
         size = count_bytes(request)
         self._bytes_sent += size
+        self.started += 1
         description = f"{type(request).__name__} of {size} bytes over {self.size} ranks"
         if self.size == 1:
             answer = _answer_alone(request)
@@ -363,6 +374,29 @@ def _read_place(group: ProcessGroup) -> tuple[int, int]:
 def connect(group: ProcessGroup | Communicator | None) -> Communicator:
     """Return a communicator over ``group``, which may be one already."""
     return group if isinstance(group, Communicator) else Communicator(group)
+
+
+# How many groups of its own a process has made of some of all ranks, by the group of all ranks.
+_made: weakref.WeakKeyDictionary[ProcessGroup, Counter[tuple[int, ...]]]
+_made = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def _name_apart(ranks: list[int]) -> Iterator[None]:
+    """Let torch name the next group by what its ranks have in common, and not count it.
+
+    From 2.14 on its name has the number of groups that this process has made, and it counts as one:
+    ranks outside of it would be one behind, and wait for the next group by another name.
+    """
+    all_ranks, world = dist.group.WORLD, dist.distributed_c10d._world
+    assert all_ranks is not None
+    counts = _made.setdefault(all_ranks, Counter())
+    before, counts[tuple(ranks)] = world.group_count, counts[tuple(ranks)] + 1
+    world.group_count = FIRST_OF_OWN + counts[tuple(ranks)]
+    try:
+        yield
+    finally:
+        world.group_count = before
 
 
 def bitwise_or_rows(rows: Tensor) -> Tensor:

@@ -159,6 +159,10 @@ class CommunicationError(RuntimeError):
     """
 
 
+class CallsDiffer(CommunicationError):
+    """Ranks have met in different calls. What one has started beside it never completes."""
+
+
 class RankSilent(CommunicationError):
     """A collective failed on its way: another rank is gone, or does not answer."""
 

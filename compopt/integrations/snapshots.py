@@ -154,7 +154,8 @@ class Snapshots:
         Raises RuntimeError, on this rank, if the snapshot before could not be written. The earlier
         ones are complete, and the next ``save()`` writes another one. Raises CommunicationError,
         with nothing sent, if another rank has not come to ``save()`` within ``optimizer.patience``
-        seconds, by default the timeout of the process group.
+        seconds, by default the timeout of the process group; and soon, on all ranks, if another is
+        in ``end_round()`` of LocalSteps.
         """
         wait_for_all_to_save(self._optimizer._engine, self._get_world())
         meeting = self._meet()

@@ -26,6 +26,7 @@ from .._wire.requests import CommunicationError
 from .anchors import Anchors, assign_to_fragments
 from .fragment_sync import FragmentSync
 from .local_state_dict import Entry, SavedRounds, read_rounds, save_rounds, split_rounds
+from .other_calls import answer_end_of_round, find_end_of_round
 from .outer import MakeOuter, make_sgd
 from .rounds import OpenRound, RoundCounts
 
@@ -167,6 +168,13 @@ class AnchoredWrapper(Wrapper):
             self._open_round.update(self.round_is_open, step, self._engine.comm)
 
     # Other ranks
+
+    def find_end_of_round(self) -> str:
+        return "" if self._sync is None else find_end_of_round(self._engine, self._sync)
+
+    def answer_end_of_round(self, kind: int) -> None:
+        assert self._sync is not None
+        answer_end_of_round(self._engine, self._sync, kind)
 
     @torch.no_grad()
     def _rebind(self, process_group: ProcessGroup | Communicator | None = None) -> None:

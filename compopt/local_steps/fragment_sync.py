@@ -42,7 +42,7 @@ from .._engine.signals import defer_signals
 from .._ops.norms import stacked_squared_norms
 from .._wire.collectives import Communicator
 from .._wire.in_flight import PendingCollective
-from .._wire.requests import AllGather, AllReduceMean, CommunicationError, EncodeError
+from .._wire.requests import AllGather, AllReduceMean, CallsDiffer, CommunicationError, EncodeError
 from .anchor_bucket import AnchorBucket, Anchored, write_params
 from .anchors import Anchors
 from .outer import check_outer_rates
@@ -317,6 +317,16 @@ class FragmentSync:
         for t in (t for bucket in buckets for t in bucket.tensors):
             t.has_moved |= t.is_sent and have_moved
 
+    def decide_running(self) -> None:
+        """Wait until the sync in flight is decided, and leave it to be applied later."""
+        if self.running is not None:
+            try:
+                self.running.finish()
+            except BaseException:
+                self.are_equal = False
+                self.cancel()
+                raise
+
     def cancel(self) -> None:
         """Give up what is in flight; its fragments are due again."""
         running, self.running = self.running, None
@@ -384,8 +394,9 @@ class FragmentSync:
                 self._raise_failure(running)
         except BaseException as error:
             for pending in started:
-                # after an interrupt, or in a new group, nothing may arrive
-                pending.drain() if isinstance(error, Exception) else pending.untrack()
+                # after an interrupt, in a new group, or of other ranks nothing may arrive
+                may_arrive = isinstance(error, Exception) and not isinstance(error, CallsDiffer)
+                pending.drain() if may_arrive else pending.untrack()
             raise
 
     def _make_message(self, running: RunningSync) -> Tensor:

@@ -78,12 +78,13 @@ from .._state.tensors import to_local
 from .._wire.launch import ProcessGroup, get_rank
 from .._wire.meshes import get_replicate_size
 from .._wire.payload import PayloadDtype
-from .._wire.requests import CommunicationError, RequestGenerator
+from .._wire.requests import CallsDiffer, CommunicationError, RequestGenerator
 from ..average import average
 from .anchor_bucket import sum_squares, write_params
 from .anchored import AnchoredWrapper
 from .anchors import reset_moments
 from .fragment_sync import FragmentSync, RunningSync
+from .other_calls import run_end_of_round
 from .outer import GROUP, MakeOuter
 from .rounds import (
     LocalStats,
@@ -279,12 +280,15 @@ class LocalSteps(AnchoredWrapper):
             if self._has_modes:
                 check_mode(self.base)
             self._check_own_params()
-            self._see_ranks_and_groups()
-            check_changed_options(engine)
             try:
+                self._see_ranks_and_groups()
+                check_changed_options(engine)
                 if not engine.peers_verified and not engine.sends_nothing:
-                    copy_options_from_ranks_with_data(self._engine)
-                    Step(engine, engine.comm, engine.steps + 1).verify_peers()
+                    copy_options_from_ranks_with_data(engine)
+                    # over the group of exchanges, where it meets those of ranks that begin none
+                    if self._sync is not None:
+                        self._sync.decide_running()
+                    Step(engine, engine.comm.beside, engine.steps + 1).verify_peers()
                 self._ensure_anchors()
             except (CommunicationError, RankLeft) as error:
                 raise explain_failed_step(engine, engine.steps + 1, error) from error
@@ -315,7 +319,7 @@ class LocalSteps(AnchoredWrapper):
             yield
         except (CommunicationError, RankLeft) as error:
             why, advice = "", "Make a new process group on all ranks and call rebind()"
-            if not isinstance(error, RankLeft):
+            if not isinstance(error, RankLeft | CallsDiffer):
                 why = explain_failure(engine, error)
                 advice = "The exchange is tried again after the next step, and by end_round()"
             raise CommunicationError(
@@ -448,10 +452,14 @@ class LocalSteps(AnchoredWrapper):
         before an evaluation, and before the model is saved. It changes nothing if parameters are
         equal already.
 
-        Raises CommunicationError if the exchange failed; it is tried again after the next step.
+        Raises CommunicationError if the exchange failed, also because another rank is in
+        ``consolidate_state()`` or saves; it is tried again after the next step.
         """
         with self._explain_failed_sync():
-            self._end_round()
+            if self._sync is None:
+                self._end_round()
+            else:
+                run_end_of_round(self._engine, self._sync, self._end_round)
 
     def _end_round(self) -> None:
         self._check_own_params()

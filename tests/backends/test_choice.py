@@ -14,6 +14,7 @@ import pytest
 import torch
 from backend_runs import SHAPE, Net, assert_same, loss, trained
 from sim import Ranks, World
+from slow_rows import slow_but
 from table import by_name
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,7 +49,14 @@ TRITON = {  # each class twice: what it does in all its phases, and the options 
 }
 
 
-@pytest.mark.parametrize("name, options", [(name, options) for name, all_ in TRITON.items() for options in all_])
+# those that select by more and that project: test_triton.py has them for several buckets
+QUICK = "RadiusAdamW", "AdamS"
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    slow_but(lambda name, _: name in QUICK, [(name, options) for name, all_ in TRITON.items() for options in all_]),
+)
 def test_triton_equals_torch(monkeypatch, device, name, options):
     plain, ours = (trained(backend, monkeypatch, name, device, **options) for backend in ("torch", "triton"))
     assert_same(ours, plain)

@@ -84,15 +84,15 @@ def test_the_library_is_built_once(cache):
 STEP = "import torch, compopt; o = compopt.AdamS([torch.nn.Parameter(torch.zeros(3))]); print(o.backend)"
 
 
-def test_a_damaged_library_is_never_loaded(cache):
+@pytest.mark.parametrize("is_empty", [pytest.param(True, marks=pytest.mark.slow), False], ids=["empty", "changed"])
+def test_a_damaged_library_is_never_loaded(cache, is_empty):
     """Truncated it would end the process with SIGBUS, of zero length never be built again: seen from outside, here."""
     whole = built(cache)
     contents = whole.read_bytes()
     middle = len(contents) // 2
     other = contents[:middle] + bytes([contents[middle] ^ 1]) + contents[middle + 1 :]
-    for damaged in (b"", other):
-        whole.write_bytes(damaged)
-        assert built(cache).read_bytes() == contents
+    whole.write_bytes(b"" if is_empty else other)
+    assert built(cache).read_bytes() == contents
     whole.write_bytes(contents[: middle // 4096 * 4096])
     done = subprocess.run([sys.executable, "-c", STEP], capture_output=True, text=True, timeout=HANG_GUARD)
     assert (done.returncode, done.stdout.strip()) == (0, "native"), done.stderr

@@ -219,7 +219,11 @@ def test_factored(device, tile, grad):
 
 
 @pytest.mark.parametrize(
-    "grad, sent, transposed", [(torch.float32, torch.float32, False), (torch.bfloat16, torch.float16, True)]
+    "grad, sent, transposed",
+    [
+        pytest.param(torch.float32, torch.float32, False, marks=pytest.mark.slow),
+        (torch.bfloat16, torch.float16, True),
+    ],
 )
 def test_project(device, transposed, grad, sent):
     """Also of more rows and columns than a program adds up; one tensor has no gradient, one an infinite one."""
@@ -274,7 +278,13 @@ def test_orthonormalize(device):
 # elements of a block: several programs a tensor, and one
 @pytest.mark.parametrize(
     ("case", "size"),
-    [("normal", 64), ("ties", 64), ("zeros", 1024), ("huge and tiny", 1024), ("alike in 16 bits", 64)],
+    [
+        pytest.param("normal", 64, marks=pytest.mark.slow),
+        ("ties", 64),
+        ("zeros", 1024),
+        ("huge and tiny", 1024),
+        ("alike in 16 bits", 64),
+    ],
 )
 def test_top_k(device, case, size):
     """Exactly k, none left out is larger than one taken, and of equal ones the first are taken."""
@@ -418,7 +428,7 @@ OPTIONS = {
     },
 }
 
-SLOW = ["ScapeAdamS, rounded", "SeparateAdam", "SeparateAdam, rounded"]
+SLOW = ["ScapeAdamS", "ScapeAdamS, rounded", "SeparateAdam", "SeparateAdam, rounded"]
 
 
 SHAPES = [*((64, 70 + k) for k in range(4)), (37,)]  # a bucket a matrix

@@ -127,8 +127,8 @@ def test_gradients_are_conserved(case, backend, ranks):
 
 
 def is_fast(payload: str, backend: str, case: Case) -> bool:
-    """By the C passes all, by operators the table's lines."""
-    return backend == "native" or case in CASES
+    """By the C passes all, by operators every second of the table's lines."""
+    return backend == "native" or case in CASES[::2]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_what_a_payload_rounds_off_is_owed(case, backend, payload):
 
 @pytest.mark.parametrize(
     ("case", "payload_dtype"),
-    slow_but(lambda case, payload: case in CASES or payload is None, itertools.product(ALL, (None, "int8"))),
+    slow_but(lambda case, payload: case in CASES[::2] or payload is None, itertools.product(ALL, (None, "int8"))),
     ids=name_of,
 )
 def test_a_clip_takes_what_was_sent_and_nothing_that_is_owed(case, backend, payload_dtype):

@@ -59,7 +59,7 @@ def slope(model: Beside, rank: int, step: int) -> torch.Tensor:
 ROWS = [
     (case, *row) for case in ALL for row in pairs(SIZES if case.name in BY_SIZE else SIZES[:1], *BACKENDS_AND_RANKS)
 ]
-MAIN = "RadiusAdamW", "SeparateAdam", "TagcAdamW"  # the others in large sizes with `make slow`
+MAIN = "RadiusAdamW", "TagcAdamW"  # the others in large sizes with `make slow`
 
 
 @functools.lru_cache(maxsize=4)

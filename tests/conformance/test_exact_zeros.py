@@ -85,7 +85,7 @@ def move(make: Make, shape: tuple[int, int], zero: Tensor, lr_scale: float, **op
 
 
 def is_fast(case: str, backend: str) -> bool:
-    stores_numbers = not case.endswith(", int8") or case == "SeparateAdam, int8, int8"
+    stores_numbers = not case.endswith((", int8", ", bfloat16, None")) or case == "SeparateAdam, int8, int8"
     return (case, backend) == ("SeparateAdam, None, None", "torch") or (backend == "native" and stores_numbers)
 
 

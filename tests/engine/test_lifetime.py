@@ -87,6 +87,7 @@ def test_a_failed_step_leaves_no_cycle(no_collector):
     assert gone() is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("several_buckets")
 def test_the_collector_may_run_while_the_package_is_imported():
     """It calls a function of ours, which may only be there once all that it reads is."""

@@ -84,6 +84,7 @@ SCRIPTS = {
     "compiled": (plain, {"compiled": True}),
 }
 SLOW = ["skipped loss", "grads set to zero", "no rank uses a layer", "bucket views", "bucket views, accumulated"]
+SLOW += ["compiled"]  # test_lifetime.py compiles models under and around DDP
 
 
 def train(script, options: dict, make_optimizer, steps: int = 7, optimizer_first: bool = False):

@@ -9,6 +9,7 @@ import socket
 import struct
 import time
 import warnings
+from datetime import timedelta
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
 from compopt._wire import in_flight
+from compopt._wire.collectives import Communicator
 
 # Bytes. Messages of 48 bytes, in which gloo's ranks say that they are ready, may arrive in another step than theirs.
 HEADERS = 500
@@ -280,3 +282,30 @@ def test_ranks_go_and_come_within_a_round_of_muon(options):
     results = run_ranks(comes_and_goes, 3, options)
     assert all(result["kept"] and result["falls"] for result in results)
     assert len({(result["sum"], result["step"]) for result in results}) == 1
+
+
+def name_as_newer_torch(ranks: list[int], use_hashed_name: bool) -> str:
+    """As torch 2.14 does, also where an older one runs: all groups that this process makes are counted."""
+    world = dist.distributed_c10d._world
+    name = f"{'_'.join(map(str, ranks))} {world.group_count}" if use_hashed_name else str(world.group_count)
+    world.group_count += 1
+    return name
+
+
+def groups_of_some_and_of_all(rank: int) -> list[float]:
+    dist.distributed_c10d._process_group_name = name_as_newer_torch
+    limit, sums = timedelta(seconds=20), []
+    pair = dist.new_group([0, 1], timeout=limit)
+    for _ in range(2):
+        own = Communicator(pair).with_own_group() if rank < 2 else None
+        for group in (own.group if own else None, dist.new_group(timeout=limit)):
+            if group is not None:
+                one = torch.ones(1)
+                dist.all_reduce(one, group=group)
+                sums.append(float(one))
+    return sums
+
+
+def test_a_group_of_some_ranks_leaves_the_names_of_later_groups_equal():
+    """Ranks that are not in it wait under the same name; and the second one of the same ranks has another name."""
+    assert run_ranks(groups_of_some_and_of_all, 3) == [[2, 3, 2, 3], [2, 3, 2, 3], [3, 3]]

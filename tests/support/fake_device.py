@@ -265,6 +265,7 @@ class Module(_DummyBackendModule):
     def _lazy_init(self) -> None: ...
 
 
+@functools.cache
 def register() -> torch.device:
     """Make it PyTorch's accelerator, for the rest of this process."""
     _setup_privateuseone_for_python_backend(NAME, backend_module=Module())

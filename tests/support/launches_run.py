@@ -68,6 +68,7 @@ if __name__ == "__main__":
     dealing.DEVICE_BUCKET_BYTES = most
     buckets = make_buckets([{"params": launches.gpt2()}])
     results["buckets"] = {"most": bucket_bytes(DEVICE), "all": [(len(b.params), 4 * b.numel) for b in buckets]}
-    results["TAGC .0125"] = launches.apart(64, 5, 500, 2**19)
-    results["bucket by bucket"]["TAGC .0125"] = launches.apart(64, 5, 500, 2**15)
+    # last: this process keeps its device
+    results["TAGC .0125"] = launches.tagc(64, 5, 500, 2**19)
+    results["bucket by bucket"]["TAGC .0125"] = launches.tagc(64, 5, 500, 2**15)
     print(json.dumps(results))
