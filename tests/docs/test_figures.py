@@ -76,6 +76,15 @@ def test_the_first_table_of_the_readme_is_of_the_ladder():
                 check(cell, kept[key], f"README, {name}, {heading}")
 
 
+def test_the_readme_says_what_normuon_gains():
+    names = "DDP + NorMuon", "Separate(NorMuon) 16", "LocalSteps(NorMuon) 30, a fixed outer rate"
+    (said,) = re.findall(r"As NorMuon [^.]*=0\.9`\) the rows of `MuonAdamW` end at\n(.*?)\. With", README.read_text())
+    for name, number in zip(names, re.findall(r"\d\.\d+", said), strict=True):
+        row = ladder()["0.2M", name]
+        assert row["seeds"] == "3"
+        check(number, row["to_adamw"], f"README, {name}")
+
+
 COLUMNS = {"bytes": "bytes_percent", "Muon": "to_muon", "loss": "to_adamw", "AdamW": "to_adamw"}
 LINKS = {
     r"^DDP \+ fused AdamW": "ddp",
