@@ -20,7 +20,7 @@ from ..._wire.codec import make_codecs
 from ..._wire.payload import Payload
 from ..operations import Fused, Ops
 from ..shared_steps import is_tracked
-from .build import isa_of_library, load_library
+from .library import isa_of_library, load_library
 from .native_lowrank import multiply_stacks, orthonormalize_columns, update_separate, write_dense
 from .native_quantization import NativeBlocks, NativeCodec
 from .native_selection import NativeSelection, find_largest, select_largest
