@@ -254,13 +254,13 @@ def by_itself(monkeypatch) -> None:
 
 @pytest.mark.usefixtures("by_itself")
 @needs_passes
-def test_it_is_taken_on_the_cpu_where_there_is_a_compiler(monkeypatch):
+def test_it_is_taken_on_the_cpu_where_its_passes_are_compiled(monkeypatch):
     assert backends.choose_backend({"cpu"}).name == "native"
     assert backends.choose_backend({"cpu", "meta"}).name == "torch"
     monkeypatch.setattr(backends, "find_objects", dict)
     assert backends.choose_backend({"cpu"}).name == "torch"
     monkeypatch.setenv("COMPOPT_BACKEND", "native")
-    with pytest.raises(RuntimeError, match="native cannot run here: there is no C compiler"):
+    with pytest.raises(RuntimeError, match="native cannot run here: the compiled passes are not installed"):
         backends.choose_backend({"cpu"})
 
 
@@ -275,11 +275,11 @@ def test_one_line_of_log_says_what_and_why(monkeypatch, caplog):
     assert compopt.AdamS(parameters()).backend_reason == "torch: COMPOPT_BACKEND names it"
     monkeypatch.delenv("COMPOPT_BACKEND")
     monkeypatch.setattr(backends, "find_objects", dict)
-    assert "there is no C compiler" in compopt.AdamS(parameters()).backend_reason
+    assert "passes are not installed" in compopt.AdamS(parameters()).backend_reason
     assert [record.getMessage() for record in caplog.records] == [
         f"backend: native ({isa}): the fastest that runs here",
         "backend: torch: COMPOPT_BACKEND names it",
-        "backend: torch: no native, there is no C compiler ($CC, cc, gcc, clang)",
+        "backend: torch: no native, the compiled passes are not installed",
     ]
 
 
@@ -314,7 +314,7 @@ def test_ranks_for_which_another_back_end_was_named_are_refused(monkeypatch):
 
 
 def lame(monkeypatch, make):
-    """As ``make``, on a machine without a compiler."""
+    """As ``make``, on a machine without the compiled passes."""
     with monkeypatch.context() as patch:
         patch.setattr(backends, "find_objects", dict)
         return make()
