@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 ANSWERS = $(BIN)/python -c 'import urllib.request as u; u.urlopen("$(TORCH_INDEX)/torch/", timeout=3)' 2>/dev/null
 
-.PHONY: demo test slow properties fuzz soak elastic sites sanitize neon mutants versions lint types wheel docs bench gpu clean
+.PHONY: demo kernels test slow properties fuzz soak elastic sites sanitize neon mutants versions lint types wheel docs bench gpu clean
 
 .venv/demo: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -24,7 +24,12 @@ ANSWERS = $(BIN)/python -c 'import urllib.request as u; u.urlopen("$(TORCH_INDEX
 	@$(PIP) --editable '.[demo]'
 	@touch $@
 
-.venv/ready: .venv/demo
+# Installing compopt compiles the C passes; this compiles them again where they have changed since.
+.venv/passes: .venv/demo $(wildcard kernels/native/*.[ch]) kernels/native/build_passes.py
+	@$(BIN)/python kernels/native/build_passes.py
+	@touch $@
+
+.venv/ready: .venv/demo | .venv/passes
 	@echo "Installing what the tests need into .venv"
 	@$(PIP) --quiet --editable '.[dev]'
 	@touch $@
@@ -35,6 +40,8 @@ demo:  ## the same small GPT with DDP + AdamW and with each of compopt's optimiz
 	@test -e .venv/demo || echo "First it sets up .venv, which downloads about 250 MB; nothing outside this folder changes."
 	@$(MAKE) --no-print-directory .venv/demo
 	@$(BIN)/python examples/demo.py
+
+kernels: .venv/passes  ## compile the C passes of kernels/native that are older than their sources
 
 # Three: there is one to work while another waits for ranks. Bytecode is kept also where the environment says otherwise:
 # tests start some hundred processes.

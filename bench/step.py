@@ -24,7 +24,7 @@ from _model import GPT, Batches
 from _table import RESULTS, make_parser, read_rows, write_rows
 
 import compopt
-from compopt._backends.native import build
+from compopt._backends.native import library
 
 FUSED = "AdamW, fused"
 ROWS = {
@@ -118,8 +118,8 @@ def again(isa: str) -> None:
 
 
 def instruction_set() -> str:
-    """Return what the C passes have; none where there is no compiler."""
-    return build.isa_of_library(build.load_library()) if build.find_compiler() else "none"
+    """Return what the C passes have; none where they are not compiled."""
+    return library.isa_of_library(library.load_library()) if library.find_objects() else "none"
 
 
 def keep(rows: list[dict]) -> None:

@@ -14,15 +14,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import torch
 
-sys.path.append(os.path.join(os.path.dirname(__file__), "support"))
+sys.path += [os.path.join(os.path.dirname(__file__), folder) for folder in ("support", "../kernels/native")]
+from build_passes import compile_passes, find_compiler
 from sim import Ranks
 from torch import nn
 
 import compopt
-from compopt._backends.native import build
+from compopt._backends.native import library
 
 SANITIZERS = ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 SIZES = [0, 1, 7, 8, 15, 16, 17, 31, 511, 512, 513, 1023, 4095, 4096, 4097, 16383, 16385]
@@ -102,9 +104,9 @@ def example(seed: int) -> None:
 
 def inside(seconds: float) -> None:
     """In a process with the sanitizer."""
-    build.FLAGS[:] = [*build.FLAGS, *SANITIZERS]
-    build.load_library()
-    example(0)  # builds it, and imports what is slow to import
+    folder = Path(os.environ["COMPOPT_SANITIZED_PASSES"])
+    library.find_objects = lambda: {path.stem: path for path in folder.glob("*.so")}
+    example(0)  # imports what is slow to import
     start, seed = time.monotonic(), 1
     while time.monotonic() - start < seconds:
         try:
@@ -116,24 +118,26 @@ def inside(seconds: float) -> None:
     print(f"{os.environ['COMPOPT_NATIVE_ISA']}: {seed} examples, nothing found")
 
 
-def runtime_of(cc: str) -> str:
+def runtime_of(compiler: list[str]) -> str:
     """The sanitizer's library, which has to be loaded before everything else."""
-    message = subprocess.run([cc, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    message = subprocess.run([*compiler, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
     if not os.path.isabs(message):
-        raise SystemExit(f"{cc} has no libasan.so: use gcc (CC=gcc), and install its sanitizers.")
+        raise SystemExit(f"{compiler[0]} has no libasan.so: use gcc (CC=gcc), and install its sanitizers.")
     return os.path.realpath(message)
 
 
 def main() -> None:
     if os.environ.get("COMPOPT_SANITIZED"):
         return inside(float(os.environ["COMPOPT_SANITIZED"]))
-    seconds, cc = sys.argv[1] if len(sys.argv) > 1 else "20", build.find_compiler()
-    with tempfile.TemporaryDirectory() as cache:
-        for isa in build.list_isas(cc):
+    seconds = sys.argv[1] if len(sys.argv) > 1 else "20"
+    with tempfile.TemporaryDirectory() as folder:
+        for isa in (isas := library.list_isas()):
+            compile_passes(isa, Path(folder) / f"{isa}.so", SANITIZERS)
+        for isa in isas:
             environment = {
                 **os.environ, "COMPOPT_SANITIZED": seconds, "COMPOPT_NATIVE_ISA": isa, "COMPOPT_BACKEND": "native",
-                "LD_PRELOAD": runtime_of(cc), "XDG_CACHE_HOME": cache, "ASAN_OPTIONS": "detect_leaks=0",
-                "UBSAN_OPTIONS": "print_stacktrace=1",
+                "LD_PRELOAD": runtime_of(find_compiler()), "COMPOPT_SANITIZED_PASSES": folder,
+                "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1",
             }  # fmt: skip
             done = subprocess.run([sys.executable, __file__], env=environment, timeout=float(seconds) + 300)
             if done.returncode:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import build_passes
 import pytest
 import torch
 from processor_times import ProcessorTimes
@@ -76,6 +77,10 @@ def remember_types() -> None:
     interpreter._get_np_dtype = find_dtype_once
     core.block_type.__init__, core.tensor.__init__ = make_block_as_before, make_tensor_as_before
 
+
+if build_passes.find_compiler() and (stale := build_passes.find_stale()):
+    names = ", ".join(stale)
+    pytest.exit(f"The C passes for {names} are missing or older than their sources: make kernels", returncode=4)
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     patch_language_once()

@@ -62,11 +62,13 @@ def copy_of(folder: Path, mutant: Mutant | None) -> str | None:
         return misfit
     path = folder / mutant.file
     path.write_text(mutant.patched(path.read_text()))
-    words = ["cc", "-fsyntax-only", "-std=gnu11", "-w", str(path)]
-    return "no C" if path.suffix == ".c" and subprocess.run(words, capture_output=True).returncode else None
+    if path.suffix not in (".c", ".h"):
+        return None
+    built = subprocess.run([sys.executable, path.with_name("build_passes.py")], capture_output=True, text=True)
+    return f"no C, {built.stderr.strip()[-600:]}" if built.returncode else None
 
 
-def child(folder: Path, tests: list[str], own_cache: bool) -> int:
+def child(folder: Path, tests: list[str]) -> int:
     """Run tests on the copy; never returns."""
     os.setsid()
     output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -75,8 +77,6 @@ def child(folder: Path, tests: list[str], own_cache: bool) -> int:
     (folder / "sitecustomize.py").write_text(FINDER)
     os.environ["COMPOPT_COPY"] = str(folder)
     os.environ["PYTHONPATH"] = str(folder)
-    if own_cache:
-        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     exec(FINDER, {})
     sys.dont_write_bytecode = True
     os.chdir(ROOT)
@@ -168,10 +168,7 @@ def run(
                     on_result(Job(mutant, name, folder, 0, 0.0, 0.0), wrong)
                     shutil.rmtree(folder)
                     continue
-                own_cache = mutant is not None and mutant.file.startswith(
-                    ("kernels/native", "compopt/_backends/native")
-                )
-                pid = os.fork() or child(folder, tests, own_cache)
+                pid = os.fork() or child(folder, tests)
                 now = time.monotonic()
                 running[pid] = Job(mutant, name, folder, pid, now, limit, last_work=now)
             if not running:

@@ -1,7 +1,7 @@
 """The choice of an optimizer's backend, which ``optimizer.backend`` and ``backend_reason`` show.
 
 On an accelerator it is "triton" if triton is installed and has a driver, else "apex" on CUDA
-devices with NVIDIA's apex. On the CPU it is "native" if there is a C compiler and the C passes are
+devices with NVIDIA's apex. On the CPU it is "native" if the C passes are compiled, and they are
 vectorized for the processor, or PyTorch's operators are not. Otherwise it is "torch". The
 environment variable COMPOPT_BACKEND names a backend; only it selects "triton" on Triton's
 interpreter. If ranks choose differently, all fall back to "torch".
@@ -22,9 +22,15 @@ import torch
 from .._ops.operations import Ops, backend_choices
 from .._wire.launch import get_rank
 from .._wire.warning import warn
-from .native.build import UnknownISA, find_compiler
+from .native.library import UnknownISA, find_objects
 
 NAMES = ("auto", "torch", "native", "triton", "apex")
+NOT_COMPILED = "the compiled passes are not installed"
+INSTALL = (
+    "When compopt was installed there was no C compiler, or it failed (pip install -v says which). "
+    "Install gcc or clang, then compopt again with --force-reinstall --no-deps --no-cache-dir; or "
+    "set COMPOPT_BACKEND=torch."
+)
 log = logging.getLogger("compopt")
 
 
@@ -59,6 +65,8 @@ def _choose_fastest(devices: set[str]) -> Ops:
     reasons = []
     for name in ("native",) if devices <= {"cpu"} else ("triton", "apex"):
         missing = explain_missing_backend(name, devices)
+        if missing == NOT_COMPILED:
+            _warn_once(f"{missing}; PyTorch's operators run. {INSTALL}")
         if missing or is_interpreted(name):
             reasons.append(f"no {name}, {missing or 'it is interpreted'}")
             continue
@@ -66,8 +74,11 @@ def _choose_fastest(devices: set[str]) -> Ops:
             backend = make_backend(name)
         except UnknownISA:  # an explicit COMPOPT_NATIVE_ISA is not ignored
             raise
-        except Exception as error:  # no compiler, another driver: kernels are built here
-            _warn_of_failure(name, str(error))
+        except Exception as error:  # another libc or driver, no compiler: kernels are built here
+            _warn_once(
+                f"the {name} backend is installed but does not run, PyTorch's operators take its "
+                f"place: {error}"
+            )
             reasons.append(f"{name} does not run ({error})")
             continue
         has_vectors = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "NO AVX")
@@ -84,13 +95,9 @@ def _choose_fastest(devices: set[str]) -> Ops:
 
 
 @lru_cache
-def _warn_of_failure(name: str, error: str) -> None:
-    """Warn at the first call with this error: a backend is chosen whenever buckets are made."""
-    warn(
-        f"the {name} backend is installed but does not run, PyTorch's operators take its place: "
-        f"{error}",
-        get_rank(),
-    )
+def _warn_once(message: str) -> None:
+    """Warn at the first call: a backend is chosen whenever buckets are made."""
+    warn(message, get_rank())
 
 
 def _describe_choice(backend: Ops, reason: str) -> str:
@@ -108,7 +115,7 @@ def explain_missing_backend(name: str, devices: set[str]) -> str:
     if name == "native":
         if devices != {"cpu"}:
             return "not all parameters are on the CPU"
-        return "" if find_compiler() else "there is no C compiler ($CC, cc, gcc, clang)"
+        return "" if find_objects() else NOT_COMPILED
     if name == "apex" and "cuda" not in devices:
         return "no parameter is on a CUDA device"
     if name == "triton" and devices <= {"cpu"} and not is_interpreted(name):

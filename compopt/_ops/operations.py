@@ -50,7 +50,7 @@ def fall_back_to_torch(rank: int) -> Ops:
     backend = Ops()
     backend.automatic, backend.reason = True, "torch: ranks had chosen different backends"
     warn(
-        "ranks have chosen different backends (a compiler or a processor differs), so all take "
+        "ranks have chosen different backends (compiled passes or a processor differ), so all take "
         "PyTorch's operators: COMPOPT_BACKEND=native or torch on all ranks says which.",
         rank,
     )

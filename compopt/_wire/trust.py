@@ -1,6 +1,4 @@
-"""Folders and files that nobody but this user can have written: the compiled passes that a process
-loads, and the snapshots that a run resumes from.
-"""
+"""Folders and files that nobody but this user can have written: snapshots to resume from."""
 
 from __future__ import annotations
 
@@ -53,12 +51,3 @@ def check_own(path: Path) -> None:
         raise Untrusted(f"{path} belongs to the user {status.st_uid}")
     if status.st_mode & 0o022:
         raise Untrusted(f"{path} is writable for others ({stat.filemode(status.st_mode)})")
-
-
-def is_own_file(path: Path) -> bool:
-    """Return True if a path is a file that nobody but this user may write."""
-    try:
-        check_own(path)
-    except (OSError, Untrusted):
-        return False
-    return path.is_file()

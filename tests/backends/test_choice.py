@@ -22,11 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import compopt
 from compopt._backends import apex as apex_backend
 from compopt._backends import choice as backends
-from compopt._backends.native import build
+from compopt._backends.native import library
 from compopt._ops import norms, reference
 from compopt._ops.operations import Ops
 
-needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="needs a C compiler")
+needs_passes = pytest.mark.skipif(not library.find_objects(), reason="needs the compiled passes")
 
 
 TRITON = {  # each class twice: what it does in all its phases, and the options that its kernels see
@@ -74,7 +74,7 @@ def test_triton_brings_float32_masters_to_bfloat16_parameters(monkeypatch, devic
     torch.testing.assert_close(p.float(), optimizer.state[p]["master"], rtol=1e-2, atol=1e-2)  # it cuts off
 
 
-@pytest.mark.parametrize("backend", ["torch", pytest.param("native", marks=needs_compiler)])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("native", marks=needs_passes)])
 def test_a_rank_without_a_gradient_computes_the_same_bits(monkeypatch, backend):
     """A gradient of its own, or none, must not choose between two loops that round differently."""
     monkeypatch.setenv("COMPOPT_BACKEND", backend)
@@ -262,38 +262,38 @@ def by_itself(monkeypatch) -> None:
 
 
 @pytest.mark.usefixtures("by_itself")
-@needs_compiler
-def test_it_is_taken_on_the_cpu_where_there_is_a_compiler(monkeypatch):
+@needs_passes
+def test_it_is_taken_on_the_cpu_where_its_passes_are_compiled(monkeypatch):
     assert backends.choose_backend({"cpu"}).name == "native"
     assert backends.choose_backend({"cpu", "meta"}).name == "torch"
-    monkeypatch.setattr(backends, "find_compiler", lambda: None)
+    monkeypatch.setattr(backends, "find_objects", dict)
     assert backends.choose_backend({"cpu"}).name == "torch"
     monkeypatch.setenv("COMPOPT_BACKEND", "native")
-    with pytest.raises(RuntimeError, match="native cannot run here: there is no C compiler"):
+    with pytest.raises(RuntimeError, match="native cannot run here: the compiled passes are not installed"):
         backends.choose_backend({"cpu"})
 
 
 @pytest.mark.usefixtures("by_itself")
-@needs_compiler
+@needs_passes
 def test_one_line_of_log_says_what_and_why(monkeypatch, caplog):
     caplog.set_level(logging.INFO, "compopt")
-    isa = build.list_isas(build.find_compiler())[0]
+    isa = library.list_isas()[0]
     optimizer = compopt.AdamS(parameters())
     assert optimizer.backend_reason == f"native ({isa}): the fastest that runs here"
     monkeypatch.setenv("COMPOPT_BACKEND", "torch")
     assert compopt.AdamS(parameters()).backend_reason == "torch: COMPOPT_BACKEND names it"
     monkeypatch.delenv("COMPOPT_BACKEND")
-    monkeypatch.setattr(backends, "find_compiler", lambda: None)
-    assert "there is no C compiler" in compopt.AdamS(parameters()).backend_reason
+    monkeypatch.setattr(backends, "find_objects", dict)
+    assert "passes are not installed" in compopt.AdamS(parameters()).backend_reason
     assert [record.getMessage() for record in caplog.records] == [
         f"backend: native ({isa}): the fastest that runs here",
         "backend: torch: COMPOPT_BACKEND names it",
-        "backend: torch: no native, there is no C compiler ($CC, cc, gcc, clang)",
+        "backend: torch: no native, the compiled passes are not installed",
     ]
 
 
 @pytest.mark.usefixtures("by_itself")
-@needs_compiler
+@needs_passes
 @pytest.mark.parametrize("vectors, chosen", [("AVX2", "torch"), ("DEFAULT", "native"), ("NO AVX", "native")])
 def test_without_vectors_it_is_taken_where_torch_has_none_either(monkeypatch, vectors, chosen):
     monkeypatch.setenv("COMPOPT_NATIVE_ISA", "portable")
@@ -323,9 +323,9 @@ def test_ranks_for_which_another_back_end_was_named_are_refused(monkeypatch):
 
 
 def lame(monkeypatch, make):
-    """As ``make``, on a machine without a compiler."""
+    """As ``make``, on a machine without the compiled passes."""
     with monkeypatch.context() as patch:
-        patch.setattr(backends, "find_compiler", lambda: None)
+        patch.setattr(backends, "find_objects", dict)
         return make()
 
 
@@ -338,7 +338,7 @@ CLASSES = {
 
 
 @pytest.mark.usefixtures("by_itself")
-@needs_compiler
+@needs_passes
 @pytest.mark.parametrize("name", CLASSES)
 def test_ranks_that_chose_differently_by_themselves_all_take_pytorchs_operators(monkeypatch, name):
     """From the first step on; and where one is laid out anew on another machine in the midst of training."""
@@ -376,10 +376,10 @@ def test_ranks_that_chose_differently_by_themselves_all_take_pytorchs_operators(
 
 
 @pytest.mark.usefixtures("by_itself")
-@needs_compiler
+@needs_passes
 @pytest.mark.parametrize("name", CLASSES)
 def test_ranks_with_different_instruction_sets_train_together(monkeypatch, name):
-    here = build.list_isas(build.find_compiler())
+    here = library.list_isas()
     monkeypatch.setenv("COMPOPT_BACKEND", "native")
 
     def make(params, process_group):

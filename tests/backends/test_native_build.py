@@ -1,37 +1,25 @@
-"""The kept library: built once, checked before it is loaded, built anew where it is damaged or cannot be loaded."""
+"""The passes that are compiled when the package is installed: which are compiled, when, and which are loaded."""
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
+import importlib.util
 import os
-import pwd
-import signal
-import subprocess
-import sys
-import tempfile
-import time
+import platform
+import runpy
+import shutil
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from ranks import HANG_GUARD
 
 from compopt._backends import choice as backends
-from compopt._backends.native import build
+from compopt._backends.native import library
 
-pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="needs a C compiler")
-
-
-# A compiler in place of the real one, once that has built the library: it hands out the same file in no time, as
-# writable as a compiler's output is with umask 0.
-COPIES = """#!/bin/sh
-[ "$1" = --version ] && exec {real} --version
-while [ "$1" != -o ]; do shift; done
-exec install -m 777 {library} "$2"
-"""
+NATIVE = Path(importlib.util.find_spec("compopt_kernels").origin).parent / "native"
+build = SimpleNamespace(**runpy.run_path(str(NATIVE / "build_passes.py")))
+needs_passes = pytest.mark.skipif(not library.find_objects(), reason="needs the compiled passes")
+FAILS = "#!/bin/sh\necho no disk >&2\nexit 1\n"
 
 
 def program(path: Path, text: str) -> str:
@@ -41,368 +29,165 @@ def program(path: Path, text: str) -> str:
     return str(path)
 
 
-@pytest.fixture(scope="module")
-def quick(tmp_path_factory) -> str:
-    """A compiler that takes no time: what the real one builds, which is not for speed here, it builds once."""
-    folder, real = tmp_path_factory.mktemp("quick"), build.find_compiler()
-    unoptimised = program(folder / "unoptimised", f'#!/bin/sh\nexec {real} "$@" -O0\n')
-    library = build.build_library(unoptimised, "", folder)
-    return program(folder / "cc", COPIES.format(real=real, library=library))
-
-
-@pytest.fixture
-def cache(monkeypatch, tmp_path, quick) -> Path:
-    """A cache of this test's own."""
-    monkeypatch.delenv("COMPOPT_BACKEND", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("CC", quick)
-    build._load_once.cache_clear()
-    backends._warn_of_failure.cache_clear()
-    yield tmp_path / "compopt"
-    build._load_once.cache_clear()
-
-
-def built(folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    return build.build_library(build.find_compiler(), "", folder)
-
-
-def test_a_compiler_that_fails_gives_way(monkeypatch, cache):
-    monkeypatch.setenv("CC", program(cache.parent / "cc", "#!/bin/sh\necho no disk >&2\nexit 1\n"))
-    with pytest.warns(UserWarning, match="native backend is installed but does not run.* no disk"):
-        assert backends.choose_backend({"cpu"}).name == "torch"
-    assert not list(cache.glob("*"))
-
-
-def test_the_library_is_built_once(cache):
-    first = built(cache)
-    stamp = first.stat().st_mtime_ns
-    assert built(cache) == first and first.stat().st_mtime_ns == stamp
-    assert [p.name for p in cache.iterdir()] == [first.name]
-
-
-STEP = "import torch, compopt; o = compopt.AdamS([torch.nn.Parameter(torch.zeros(3))]); print(o.backend)"
-
-
-@pytest.mark.parametrize("is_empty", [pytest.param(True, marks=pytest.mark.slow), False], ids=["empty", "changed"])
-def test_a_damaged_library_is_never_loaded(cache, is_empty):
-    """Truncated it would end the process with SIGBUS, of zero length never be built again: seen from outside, here."""
-    whole = built(cache)
-    contents = whole.read_bytes()
-    middle = len(contents) // 2
-    other = contents[:middle] + bytes([contents[middle] ^ 1]) + contents[middle + 1 :]
-    whole.write_bytes(b"" if is_empty else other)
-    assert built(cache).read_bytes() == contents
-    whole.write_bytes(contents[: middle // 4096 * 4096])
-    done = subprocess.run([sys.executable, "-c", STEP], capture_output=True, text=True, timeout=HANG_GUARD)
-    assert (done.returncode, done.stdout.strip()) == (0, "native"), done.stderr
-    assert built(cache).read_bytes() == contents
-
-
-def test_what_cannot_be_loaded_or_kept_is_built_for_this_process_alone(monkeypatch, cache):
-    """A library made for another libc; a home where nothing can be written."""
-    loads, real = [], ctypes.CDLL
-
-    def refuse(path: str):
-        loads.append(path)
-        if path.startswith(str(cache)):
-            raise OSError("version `GLIBC_9.9' not found")
-        return real(path)
-
-    monkeypatch.setattr(build.ctypes, "CDLL", refuse)
-    assert backends.choose_backend({"cpu"}).name == "native"
-    assert len(loads) == 2 and not Path(loads[1]).exists()
-    build._load_once.cache_clear()
-    monkeypatch.setattr(build.ctypes, "CDLL", real)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
-    assert backends.choose_backend({"cpu"}).name == "native"
-
-
-@pytest.mark.parametrize("part", ["compiler", "libc", "processor", "isa"])
-def test_the_name_says_what_it_was_made_of(monkeypatch, cache, part):
-    cc, first = build.find_compiler(), built(cache).name
-    if part == "isa":
-        assert build.build_library(cc, "portable", cache).name.startswith("native-portable-")
-        return
-    if part == "compiler":
-        message = '[ "$1" = --version ] && echo cc 99 && exit'
-        cc = program(cache / "cc", f'#!/bin/sh\n{message}\nexec {cc} "$@"\n')
-    elif part == "libc":
-        monkeypatch.setattr(build.platform, "libc_ver", lambda: ("musl", "1.2"))
-    else:
-        monkeypatch.setattr(build, "_processor", lambda: b"flags: fpu")
-    assert build.build_library(cc, "", cache).name != first
-
-
-OTHER = 4242  # a user id that is not ours
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
-
-
-def plant(folder: Path) -> Path:
-    """A library that somebody else has put into the cache: its name is right, its contents are theirs."""
-    ours = built(folder)
-    ours.rename(planted := folder / "planted")
-    planted.write_bytes(b"\x7fELF and what follows")
-    named = folder / build._name_of(ours.name.rsplit("-", 1)[0], planted)
-    return planted.rename(named)
+# Compiling
 
 
 @pytest.mark.parametrize(
-    "fault",
-    ["group may write", "others may write", pytest.param("another owner", marks=needs_root), "symlink", "folder"],
+    ("machine", "isas"),
+    {
+        "x86_64": ["avx512", "avx2", "portable"],
+        "aarch64": ["neon", "portable"],
+        "arm64": ["neon", "portable"],
+        "riscv64": ["portable"],
+    }.items(),
 )
-def test_a_file_that_another_user_could_have_written_is_built_anew(cache, fault):
-    planted = plant(cache)
-    contents = planted.read_bytes()
-    if fault == "another owner":
-        os.chown(planted, OTHER, -1)
-    elif fault == "symlink":
-        planted.rename(elsewhere := cache.parent / "elsewhere")
-        planted.symlink_to(elsewhere)
-    elif fault == "folder":
-        planted.unlink()
-        planted.mkdir()
-    else:
-        planted.chmod(0o720 if fault == "group may write" else 0o702)
-    ours = built(cache)
-    assert ours != planted and ours.read_bytes() != contents
-    assert built(cache) == ours, "and it is kept"
+def test_a_kind_of_machine_has_these_instruction_sets(machine, isas):
+    assert build.isas_of(machine) == isas
+    assert set(isas) <= {*build.TARGETS} == {*library.ISAS}
 
 
-def test_a_file_of_the_same_name_is_replaced_if_another_user_could_have_written_it(cache):
-    ours = built(cache)
-    ours.chmod(0o777)
-    assert built(cache) == ours
-    assert ours.stat().st_mode & 0o022 == 0
+def test_nothing_is_compiled_for_this_processor_alone():
+    """A wheel goes to others."""
+    words = [word for flags in (build.FLAGS, *build.TARGETS.values()) for word in flags]
+    assert not [word for word in words if "native" in word or word.startswith(("-march", "-mcpu"))]
 
 
-def test_nobody_else_may_write_what_is_kept_whatever_the_umask(monkeypatch, cache):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent / "new" / "home"))
-    before = os.umask(0)
-    try:
-        assert backends.choose_backend({"cpu"}).name == "native"
-    finally:
-        os.umask(before)
-    new = cache.parent / "new"
-    (kept,) = (new / "home" / "compopt").iterdir()
-    for path in (new, new / "home", kept.parent, kept):
-        assert path.stat().st_mode & 0o022 == 0, path
+def test_the_named_compiler_is_taken_or_none(monkeypatch, tmp_path):
+    monkeypatch.setenv("CC", f"{program(tmp_path / 'mine', FAILS)} -m64")
+    assert build.find_compiler() == [str(tmp_path / "mine"), "-m64"]
+    monkeypatch.setenv("CC", str(tmp_path / "none"))
+    assert build.find_compiler() is None
+    with pytest.raises(RuntimeError, match=r"PyTorch's operators will run in their place: there is no C compiler"):
+        build.compile_passes("portable", tmp_path / "portable.so")
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert build.find_compiler() is None
+    program(tmp_path / "clang", FAILS)
+    assert build.find_compiler() == [str(tmp_path / "clang")]
 
 
-@pytest.fixture
-def loaded(monkeypatch) -> list[Path]:
-    """The paths of the libraries that were loaded."""
-    paths, load = [], ctypes.CDLL
-    monkeypatch.setattr(build.ctypes, "CDLL", lambda path: paths.append(Path(path)) or load(path))
-    return paths
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "group may write",
-        "others may write",
-        "others may write, sticky",
-        pytest.param("another owner", marks=needs_root),
-        "parent: others may write",
-        pytest.param("parent: another owner", marks=needs_root),
-        pytest.param("parent: another owner, sticky", marks=needs_root),
-        "symlink to a folder that others may write",
-    ],
-)
-def test_a_folder_where_another_user_may_write_is_not_used(monkeypatch, cache, loaded, fault):
-    kept = built(cache)
-    changed = cache.parent if fault.startswith("parent") else cache
-    if "another owner" in fault:
-        os.chown(changed, OTHER, -1)
-        changed.chmod(0o1755 if "sticky" in fault else 0o755)
-    elif fault.startswith("symlink"):
-        cache.rename(changed := cache.parent / "shared")
-        changed.chmod(0o777)
-        cache.symlink_to(changed)
-    else:
-        changed.chmod(0o775 if "group" in fault else 0o1777 if "sticky" in fault else 0o777)
-    with pytest.warns(UserWarning, match=f"compiled anew.*{changed} .*XDG_CACHE_HOME"):
-        assert backends.choose_backend({"cpu"}).name == "native"
-    (path,) = loaded
-    assert changed not in path.parents and not path.exists()
-    assert kept.name == path.name
-
-
-@pytest.mark.parametrize("case", ["sticky parent", "symlink to a folder of our own"])
-def test_a_folder_where_nobody_else_may_write_is_used(cache, loaded, case):
-    kept = built(cache)
-    if case == "sticky parent":
-        cache.parent.chmod(0o1777)
-    else:
-        cache.rename(elsewhere := cache.parent / "elsewhere")
-        cache.symlink_to(elsewhere)
-    assert backends.choose_backend({"cpu"}).name == "native"
-    assert loaded == [kept.resolve()]
-
-
-def test_it_is_loaded_with_another_default_dtype(cache):
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert backends.choose_backend({"cpu"}).name == "native"
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-# Where nothing can be kept
-
-
-def in_cache_it_fails(compiler: str, cache: Path) -> str:
-    """A compiler that finds the disk of the cache full."""
-    full = f'case "$*" in *{cache}/*) echo No space left on device >&2; exit 1;; esac'
-    return program(cache.parent / "full", f'#!/bin/sh\n{full}\nexec {compiler} "$@"\n')
-
-
-@pytest.mark.parametrize("fault", ["no home", "full disk"])
-def test_without_a_home_or_room_in_it_the_library_is_built_for_this_process_alone(monkeypatch, cache, loaded, fault):
-    if fault == "no home":
-        monkeypatch.delenv("XDG_CACHE_HOME")
-        monkeypatch.delenv("HOME")
-        monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # the user has no entry
-    else:
-        monkeypatch.setenv("CC", in_cache_it_fails(os.environ["CC"], cache))
-    assert backends.choose_backend({"cpu"}).name == "native"
-    assert [path.exists() for path in loaded] == [False]
-    assert not list(cache.glob("*"))
-
-
-def test_private_folders_of_killed_builds_are_removed_by_a_later_one(monkeypatch, cache):
-    places = [cache.parent / "tmp" / f"{build.BUILDING}{name}" for name in ("killed", "running")]
-    for place in places:
-        place.mkdir(parents=True)
-    monkeypatch.setattr(tempfile, "tempdir", str(places[0].parent))
-    os.utime(places[0], times=(0, time.time() - 3 * build.LIMIT))
-    monkeypatch.setenv("CC", in_cache_it_fails(os.environ["CC"], cache))
-    assert backends.choose_backend({"cpu"}).name == "native"
-    assert list(places[0].parent.iterdir()) == [places[1]]
-
-
-# A compiler that hangs; several processes
-
-HANGS = """#!/bin/sh
-[ "$1" = {answers} -o -e {repaired} ] && exec {quick} "$@"
-echo $$ >> {calls}
-sleep 600 &
-echo $! >> {sleeping}
-wait
+# A compiler that takes no time: it writes its options to where the object should be.
+WRITES = """#!/bin/sh
+all="$*"
+while [ "$1" != -o ]; do shift; done
+echo "$all" > "$2"
 """
 
 
+def test_an_object_takes_the_place_of_an_older_one(monkeypatch, tmp_path):
+    """What a process has loaded stays as it is; a failure leaves what there was, and says what the compiler said."""
+    out = tmp_path / "objects" / "avx2.so"
+    monkeypatch.setenv("CC", program(tmp_path / "cc", WRITES))
+    build.compile_passes("avx2", out)
+    with out.open() as loaded:
+        build.compile_passes("avx2", out, ["-g"])
+        assert "-g" not in loaded.read().split()
+    text = out.read_text()
+    assert {*build.FLAGS, *build.TARGETS["avx2"], "-g"} <= {*text.split()}
+    assert text.count(".c ") == len([*NATIVE.glob("*.c")])
+    monkeypatch.setenv("CC", program(tmp_path / "cc", FAILS))
+    with pytest.raises(RuntimeError, match=r"cc could not compile the C passes for avx2: no disk"):
+        build.compile_passes("avx2", out)
+    assert [*out.parent.iterdir()] == [out] and out.read_text() == text
+
+
+def test_what_is_older_than_its_sources_is_compiled_again(monkeypatch, tmp_path):
+    folder = shutil.copytree(NATIVE, tmp_path / "native", ignore=shutil.ignore_patterns("*.so"))
+    here = SimpleNamespace(**runpy.run_path(str(folder / "build_passes.py")))
+    monkeypatch.setenv("CC", program(tmp_path / "cc", WRITES))
+    assert here.find_stale() == here.ISAS
+    assert here.main() is None
+    assert here.find_stale() == []
+    time = 1 + max((folder / f"{isa}.so").stat().st_mtime for isa in here.ISAS)
+    os.utime(folder / "common.h", (time, time))
+    assert here.find_stale() == here.ISAS
+    os.utime(folder / "portable.so", (time, time))
+    assert here.find_stale() == here.ISAS[:-1]
+    monkeypatch.setenv("CC", program(tmp_path / "cc", FAILS))
+    assert "no disk" in here.main()
+
+
+def test_without_a_compiler_it_says_so(monkeypatch, capsys):
+    monkeypatch.setenv("CC", "/none")
+    assert build.main() is None
+    assert capsys.readouterr().err == f"{build.NO_COMPILER}\n"
+
+
+# Loading
+
+
 @pytest.fixture
-def hanging(monkeypatch, cache, quick, request) -> tuple[Path, Path, Path]:
-    """Files of a compiler that hangs: its calls, and the processes it runs; if the third exists, it does not hang."""
-    answers = getattr(request, "param", "--version")
-    files = {name: cache.parent / name for name in ("calls", "sleeping", "repaired")}
-    text = HANGS.format(answers=answers, quick=quick, **files)
-    monkeypatch.setenv("CC", program(cache.parent / "hangs", text))
-    yield tuple(files.values())
-    for pid in files["sleeping"].read_text().split():
-        if is_running(pid):
-            os.kill(int(pid), signal.SIGKILL)
+def by_itself(monkeypatch) -> None:
+    for name in ("COMPOPT_BACKEND", "COMPOPT_NATIVE_ISA"):
+        monkeypatch.delenv(name, raising=False)
+    backends._warn_once.cache_clear()
 
 
-def is_running(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
+@needs_passes
+@pytest.mark.usefixtures("by_itself")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="needs several instruction sets")
+@pytest.mark.parametrize("has, taken", [(b"avx512 avx2", "avx512"), (b"avx2", "avx2"), (b"", "portable")])
+def test_the_best_that_the_processor_has_is_taken(monkeypatch, has, taken):
+    paths = []
+    processor = SimpleNamespace(processor=lambda: has)
+
+    def note(path: Path):
+        paths.append(path)
+        return processor if len(paths) == 1 else path.stem
+
+    monkeypatch.setattr(library, "_load", note)
+    assert library.load_library() == taken
+    assert [path.stem for path in paths] == ["portable", taken], "the portable passes run on all processors"
 
 
-def wait_until(condition) -> None:
-    end = time.monotonic() + 60  # of what takes milliseconds, or one start of Python
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+@needs_passes
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="compares with Linux")
+def test_the_processor_has_what_linux_says():
+    flags = {word for line in Path("/proc/cpuinfo").read_text().splitlines() for word in line.split()}
+    has = [isa for isa in build.ISAS if isa in ("neon", "portable") or {"avx512": "avx512vl"}.get(isa, isa) in flags]
+    assert library.list_isas() == has
 
 
-@pytest.mark.parametrize("hanging", ["nothing", "--version"], indirect=True)
-def test_a_compiler_that_hangs_is_ended_once_and_said_once(monkeypatch, cache, hanging):
-    monkeypatch.setattr(build, "LIMIT", 0.3)
-    calls, sleeping, _ = hanging
-    with pytest.warns(UserWarning, match=r"hangs has not finished within 0.3 s.* COMPOPT_BACKEND=torch") as said:
+@needs_passes
+@pytest.mark.usefixtures("by_itself")
+def test_what_is_not_compiled_is_not_taken(monkeypatch, tmp_path):
+    """A compiler that does not know an instruction set leaves the others."""
+    shutil.copy(library.find_objects()["portable"], tmp_path)
+    (tmp_path / "native").mkdir()
+    (tmp_path / "portable.so").rename(tmp_path / "native" / "portable.so")
+    found = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: found)
+    assert library.list_isas() == ["portable"]
+    with pytest.raises(ValueError, match="of what is compiled this processor has portable"):
+        library.load_library("avx2")
+
+
+@pytest.mark.usefixtures("by_itself")
+@pytest.mark.parametrize("missing", ["package", "objects"])
+def test_without_the_passes_it_is_said_once_and_pytorchs_operators_run(monkeypatch, tmp_path, missing):
+    found = None if missing == "package" else SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: found)
+    with pytest.warns(UserWarning, match=r"compiled passes are not installed; PyTorch's operators run\. When") as said:
         for _ in range(3):
-            assert backends.choose_backend({"cpu"}).name == "torch"
-    assert len(said) == len(calls.read_text().split()) == 1
-    wait_until(lambda: not any(map(is_running, sleeping.read_text().split())))
-    assert not list(cache.glob("*"))
-
-
-def lock(folder: Path, name: str):
-    """The lock of a process that compiles the library of this name."""
-    folder.mkdir(exist_ok=True)
-    file = (folder / f"{name}.lock").open("wb")
-    fcntl.flock(file, fcntl.LOCK_EX)
-    return file
-
-
-@pytest.mark.parametrize("ends", ["built", "failed", "killed"])
-def test_a_process_waits_for_the_one_that_compiles(monkeypatch, cache, loaded, ends):
-    ours = built(cache)
-    contents, name = ours.read_bytes(), ours.name.rsplit("-", 1)[0]
-    ours.unlink()
-    running, waits = lock(cache, name), []
-
-    def end(seconds: float) -> None:
-        waits.append(seconds)
-        if ends == "built":
-            ours.write_bytes(contents)
-            ours.chmod(0o700)
-        if ends != "killed":
-            os.unlink(running.name)
-        running.close()
-
-    monkeypatch.setattr(build, "time", SimpleNamespace(monotonic=time.monotonic, time=time.time, sleep=end))
-    assert backends.choose_backend({"cpu"}).name == "native"
-    assert len(waits) == 1
-    assert [path.exists() for path in loaded] == [ends == "built"], "else it is built for this process alone"
-    loaded.clear()
-    build._load_once.cache_clear()
-    assert backends.choose_backend({"cpu"}).name == "native"
-    assert loaded == [ours] == list(cache.iterdir())
-
-
-def test_a_process_that_has_waited_for_too_long_does_without(monkeypatch, cache):
-    name = built(cache).name.rsplit("-", 1)[0]
-    for path in cache.iterdir():
-        path.unlink()
-    monkeypatch.setattr(build, "LIMIT", 0.1)
-    with lock(cache, name), pytest.warns(UserWarning, match=r"another process has been compiling for 0.1 s"):
-        assert backends.choose_backend({"cpu"}).name == "torch"
+            ops = backends.choose_backend({"cpu"})
+    assert (ops.name, len(said)) == ("torch", 1)
+    assert ops.reason == "torch: no native, the compiled passes are not installed"
+    monkeypatch.setenv("COMPOPT_BACKEND", "torch")
+    backends._warn_once.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert backends.choose_backend({"cpu"}).name == "torch", "as before: ranks have agreed on it"
+        assert backends.choose_backend({"cpu"}).name == "torch"
 
 
-def test_where_files_cannot_be_locked_each_process_compiles(monkeypatch, cache, loaded):
-    def refuse(*_: object) -> None:
-        raise OSError(38, "Function not implemented")
+@needs_passes
+@pytest.mark.usefixtures("by_itself")
+def test_passes_that_cannot_be_loaded_give_way(monkeypatch):
+    """Compiled on a machine with another libc."""
 
-    monkeypatch.setattr(build.fcntl, "flock", refuse)
-    assert backends.choose_backend({"cpu"}).name == "native"
-    assert loaded == list(cache.iterdir())
+    def refuse(path: str):
+        raise OSError("version `GLIBC_9.9' not found")
 
-
-COMPILE = (
-    "from compopt._backends.native import build; build.build_library(build.find_compiler(), '', build._cache_folder())"
-)
-
-
-@pytest.mark.slow
-def test_a_build_that_was_killed_leaves_nothing_behind_once_another_one_has_run(cache, hanging):
-    calls, _, repaired = hanging
-    killed = subprocess.Popen([sys.executable, "-c", COMPILE])
-    wait_until(calls.exists)
-    killed.kill()
-    killed.wait()
-    os.killpg(int(calls.read_text()), signal.SIGKILL)
-    assert len(list(cache.iterdir())) == 2, "its lock and its folder"
-    other = cache / f"{build.BUILDING}native-avx2-of-another-machine"
-    other.mkdir()
-    repaired.touch()
-    ours = built(cache)
-    assert {*cache.iterdir()} == {ours, other}
+    library._load.cache_clear()
+    monkeypatch.setattr(library.ctypes, "CDLL", refuse)
+    with pytest.warns(UserWarning, match="native backend is installed but does not run.* `GLIBC_9.9'"):
+        assert backends.choose_backend({"cpu"}).name == "torch"

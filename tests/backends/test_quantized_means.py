@@ -12,7 +12,7 @@ import torch
 from pairs import name_of, pairs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compopt._backends.native import build
+from compopt._backends.native import library
 from compopt._backends.native import native_quantization as native
 from compopt._wire.codec import QuantizedCodec, QuantizedMean
 from compopt._wire.payload import ROW, Payload, Scratch, packed_bytes
@@ -38,9 +38,9 @@ def codec(request, device) -> Callable:
 
 
 def library_of(name: str):
-    if build.find_compiler() is None:
-        pytest.skip("needs a C compiler")
-    return build._load(build.find_compiler(), "" if name == "native" else name)
+    if not library.find_objects():
+        pytest.skip("needs the compiled passes")
+    return library.load_library("" if name == "native" else name)
 
 
 def exchanged(make: Callable, device: torch.device, lengths: tuple, ranks: int, bits: int, odd: bool = False) -> tuple:
@@ -174,11 +174,11 @@ def test_what_they_cannot_take_is_left_to_the_reference(codec, device):
 )
 def test_a_chunk_alone_has_the_references_codes(isa, lengths, dtype, bits):
     """The rounding errors are written over the values."""
-    library = library_of(isa)
+    passes = library_of(isa)
     (chunk,) = row_layout(lengths, 1).chunks
     values = torch.randn(chunk.stop, generator=torch.Generator().manual_seed(2)).to(dtype)
     results = []
-    for codec in (QuantizedCodec(bits), native.NativeCodec(library, bits)):
+    for codec in (QuantizedCodec(bits), native.NativeCodec(passes, bits)):
         x, out, scratch = values.clone(), torch.empty_like(values), Scratch()
         scales, quantized = torch.zeros(chunk.rows), torch.zeros(packed_bytes(chunk.stop, bits), dtype=torch.int8)
         codec.quantize(x, [chunk], [scales], [quantized], x, (3, 1), scratch)

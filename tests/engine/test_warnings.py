@@ -172,7 +172,7 @@ def test_a_back_end_that_does_not_run(monkeypatch):
     monkeypatch.delenv("COMPOPT_BACKEND", raising=False)
     monkeypatch.setattr(backends, "explain_missing_backend", lambda name, devices: "")
     monkeypatch.setattr(backends, "make_backend", fails)
-    backends._warn_of_failure.cache_clear()
+    backends._warn_once.cache_clear()
     ((text, file, _),) = heard(lambda: compopt.AdamS([nn.Parameter(torch.ones(64, 64))]))
     assert "native backend is installed but does not run" in text and file == str(HERE)
 

@@ -24,7 +24,7 @@ from ...scape import scape
 from ...separate import projection_reducer, separate, stacks
 from ...separate.projection_options import is_tracked
 from ...tagc import tagc
-from .build import isa_of_library, load_library
+from .library import isa_of_library, load_library
 from .native_lowrank import multiply_stacks, orthonormalize_columns, update_separate, write_dense
 from .native_quantization import NativeBlocks, NativeCodec
 from .native_selection import find_largest, select_largest
