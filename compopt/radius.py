@@ -43,10 +43,10 @@ from ._engine.options import (
     check_torch_options,
     dense_start_of,
     is_count,
-    is_numeric,
     read_int8,
     require,
     require_option,
+    require_share,
 )
 from ._engine.reducer import AllReduceReducer, step_adamw
 from ._ops.norms import clip_factor, scale_
@@ -225,9 +225,7 @@ class RadiusAdamW(CompressedOptimizer):
     def check_group(self, group: Group) -> None:
         check_adam(group)
         check_compression(group)
-        density = group["density"]
-        is_share = is_numeric(density) and 0 < density <= 1
-        require_option(is_share, group, "density", "in (0, 1]")
+        require_share(group, "density")
         require_option(is_count(group["interval"]), group, "interval", "an integer >= 1")
 
     def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:

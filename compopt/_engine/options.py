@@ -66,6 +66,17 @@ def require_option(is_valid: bool, group: Group, name: str, wanted: str) -> None
     require(is_valid, name, group[name], wanted)
 
 
+def require_choice(group: Group, name: str, *choices: str) -> None:
+    """Raise a ValueError unless an option of ``group`` is one of these names."""
+    require_option(group[name] in choices, group, name, " or ".join(map(repr, choices)))
+
+
+def require_share(group: Group, name: str) -> None:
+    """Raise a ValueError unless an option of ``group`` is a number in (0, 1]."""
+    share = group[name]
+    require_option(is_numeric(share) and 0 < share <= 1, group, name, "in (0, 1]")
+
+
 def is_numeric(value: object) -> bool:
     """True for a number, also of NumPy or in a tensor; not for text, as which YAML reads 1e-3."""
     if isinstance(value, Tensor):
@@ -183,8 +194,8 @@ def check_tensors(group: Mapping[str, Any]) -> None:
 
 def check_compression(group: dict[str, Any]) -> None:
     """Check the options that all compressing classes share, and normalize them in ``group``."""
-    when = group.setdefault("when", "always")  # a class need not have it
-    require_option(when in ("always", "auto"), group, "when", "'always' or 'auto'")
+    group.setdefault("when", "always")  # a class need not have it
+    require_choice(group, "when", "always", "auto")
     for name, value in TRIAL_OPTIONS.items():
         group.setdefault(name, value)
     check_steps(group, "dense_steps")

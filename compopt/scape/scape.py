@@ -41,9 +41,10 @@ from .._engine.options import (
     check_compression,
     check_steps,
     check_torch_options,
-    is_numeric,
     require,
+    require_choice,
     require_option,
+    require_share,
 )
 from .._engine.stats import Stats
 from .._ops.norms import clip_factor, scale_
@@ -286,12 +287,9 @@ class ScapeAdamS(CompressedOptimizer):
     def check_group(self, group: Group) -> None:
         check_adam(group)
         check_compression(group)
-        density = group["density"]
-        is_share = is_numeric(density) and 0 < density <= 1
-        require_option(is_share, group, "density", "in (0, 1]")
+        require_share(group, "density")
         check_steps(group, "density_steps")
-        is_known = group["clip"] in ("consistent", "scape")
-        require_option(is_known, group, "clip", "'consistent' or 'scape'")
+        require_choice(group, "clip", "consistent", "scape")
         is_float = PAYLOAD_CODECS[group["payload_dtype"]].bits is None
         wanted = "None or a floating-point dtype where state is sharded"
         require_option(is_float or not self.sharded, group, "payload_dtype", wanted)

@@ -48,7 +48,9 @@ from .._engine.options import (
     dense_start_of,
     is_numeric,
     read_int8,
+    require_choice,
     require_option,
+    require_share,
 )
 from .._engine.reducer import AdamWUpdate, OwnerReducer, ReduceScatterReducer
 from .._engine.stats import Stats
@@ -374,14 +376,11 @@ class TagcAdamW(ReducingOptimizer):
         check_updates(group)
         # what was never sent has moments of 0
         require_option(float(group["eps"]) > 0, group, "eps", "> 0")
-        density = group["density"]
-        is_share = is_numeric(density) and 0 < density <= 1
-        require_option(is_share, group, "density", "in (0, 1]")
+        require_share(group, "density")
         ratio = group["sketch_ratio"]
         is_ratio = is_numeric(ratio) and 1 <= ratio < math.inf
         require_option(is_ratio, group, "sketch_ratio", "finite and >= 1")
-        is_known = group["codec"] in ("compact", "sketch")
-        require_option(is_known, group, "codec", "'compact' or 'sketch'")
+        require_choice(group, "codec", "compact", "sketch")
         select = group["select"]
         try:
             is_pattern = select is None or isinstance(re.compile(select).pattern, str)
