@@ -66,7 +66,7 @@ def _choose_fastest(devices: set[str]) -> Ops:
     for name in ("native",) if devices <= {"cpu"} else ("triton", "apex"):
         missing = explain_missing_backend(name, devices)
         if missing == NOT_COMPILED:
-            _warn_once(f"{missing}; PyTorch's operators run. {INSTALL}")
+            _warn_once(f"the compiled passes are not installed; PyTorch's operators run. {INSTALL}")
         if missing or is_interpreted(name):
             reasons.append(f"no {name}, {missing or 'it is interpreted'}")
             continue

@@ -2,7 +2,7 @@
 
 A comm hook that returns each DDP bucket unchanged keeps DDP from averaging gradients densely, and
 tells the optimizer which gradients backward has finished. It is registered by ``attach``, or by a
-forward-pre-hook that every new optimizer sets on all modules (see ``_shared``).
+forward-pre-hook that every new optimizer sets on all modules (see ``_engine.module_hooks``).
 
 If the optimizer's ``process_group`` has this rank only in common with DDP's, DDP averages inside a
 site, and the optimizer, in ``step()``, between sites::

@@ -281,9 +281,10 @@ esac
 
 def made(folder: Path, target: str, answers: bool = True, *words: str) -> list[str]:
     """Return what `make TARGET` says and calls in an empty folder."""
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+    (folder / "kernels/native").mkdir(parents=True, exist_ok=True)
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "kernels/native/build_passes.py"):
         if not (folder / name).exists():  # a newer one would be installed again
-            shutil.copy(ROOT / name, folder)
+            shutil.copy(ROOT / name, folder / name)
     (folder / "python").write_text(PYTHON)
     (folder / "python").chmod(0o755)
     command = ["make", "--no-print-directory", target, f"PYTHON={folder}/python", *words]
