@@ -120,7 +120,7 @@ class Method(Optimizer):
         return None
 
     def values_in_payload(self, bucket: Bucket, ranks: int) -> float | None:
-        """Estimate the same without parameters that are gathered after the decision."""
+        """Estimate how many values a payload has, without parameters that are gathered later."""
         return self.estimate_values_sent(bucket, ranks)
 
     def before_exchange(self) -> None:

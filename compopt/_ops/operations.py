@@ -111,7 +111,7 @@ class Ops:
         *args: Rest.args,
         **options: Rest.kwargs,
     ) -> RequestGenerator[Result]:
-        """Do the same after ``Agree`` or a post-commit exchange: as ``yield from``. One launch may
+        """Call it after ``Agree`` or a post-commit exchange, by ``yield from``. One launch may
         serve all buckets.
         """
         fused = self._find_fused(reference, bucket)
@@ -248,7 +248,7 @@ class Ops:
         bucket.publish_masters(indices)
 
     def update_adams(self, bucket: Bucket, indices: list[int], averages: list[Tensor]) -> None:
-        """Do the same with AdamS, of averages that are negated when maximizing."""
+        """Do one AdamS step of them, by averages that are negated when maximizing."""
         weights, momenta, steps = bucket.weights, bucket.state["exp_avg"], bucket.state["step"]
         for i, g in zip(indices, averages, strict=True):
             self.adams(bucket.group, weights[i], g, momenta[i], steps[i])
@@ -412,9 +412,3 @@ def flag_gradients(grads: Sequence[Tensor | None], like: Tensor) -> Tensor:
         return gradient_flags
     rest, zero = iter(gradient_flags.unbind()), gradient_flags.new_zeros(())
     return torch.stack([zero if g is None else next(rest) for g in grads])
-
-
-# Squared norms
-
-
-# Clipping

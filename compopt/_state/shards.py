@@ -248,6 +248,3 @@ def unshard(
                 at += stop - start
     if destinations:
         (torch._foreach_add_ if add else torch._foreach_copy_)(destinations, sources)
-
-
-# Rows of FSDP's reduce-scatter

@@ -62,9 +62,6 @@ FIRST_OF_OWN = 10**9  # numbers of groups of some ranks, above those that torch 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own, for a group whose timeout cannot be read
 
 
-# Collectives in flight
-
-
 # Communicators
 
 
@@ -419,6 +416,3 @@ def notify_join(joinable: object) -> None:
 def is_outdated(comm: Communicator) -> bool:
     """True if ``comm`` is of a single process, and torch.distributed was initialized since."""
     return comm.size == 1 and comm.group is None and is_initialized()
-
-
-# Device meshes of DTensors

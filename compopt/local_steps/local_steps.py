@@ -23,7 +23,7 @@ samples that ranks took in the round.
 There is one outer optimizer, of torch; anchors are its parameters, fragments its groups. An
 exchange has two halves: up to the decision of all ranks, and the commit. ``FragmentSync`` in
 ``local_steps/fragment_sync.py`` does lines 2 to 5, on tensors that ``AnchorBucket`` in
-``local_steps/anchors.py`` keeps next to each other.
+``local_steps/anchor_bucket.py`` keeps next to each other.
 
 Differences from the papers: Streaming DiLoCo discards a part of what a rank moved during an
 exchange; here all of it is kept (line 5). And d_k is taken from where the rank began: for bfloat16

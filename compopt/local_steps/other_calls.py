@@ -1,10 +1,10 @@
 """Ranks that are not at one place: some in ``end_round()``, others in ``save()`` or
 ``consolidate_state()``.
 
-The first wait in a gather of messages, the others at the store. Who waits in ``end_round()`` for
-long says so at the store, with its number of collectives. A rank of the others that has started one
-less answers by a message of its kind in the same gather: all raise at once, and their collectives
-match as before.
+The first wait in a gather of messages, the others at the store. A rank that waits long in
+``end_round()`` posts the number of its collectives to the store. A rank in another call that has
+started one less joins the same gather, with a message that names its call. So all ranks raise
+together, and their collectives still match.
 """
 
 from __future__ import annotations

@@ -81,7 +81,12 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     wait.add_argument("--wan", action="store_true", help="a latency of 30 ms, as between sites")
     add("--step-time", type=ms, metavar="MS", help="of one process, without communication")
     add("--profile", nargs=argparse.REMAINDER, metavar="SCRIPT", help="measure it (give it last)")
-    add("--overlap", type=ms, metavar="MS", help="of it that hides communication (else 60 %%)")
+    add(
+        "--overlap",
+        type=ms,
+        metavar="MS",
+        help="of a step, that can hide communication (else 60 %%)",
+    )
     add("--steps", type=int, help="of the run (else 10,000)")
     add("--tokens-per-parameter", type=float, metavar="N", help="of the run, in all (else 20)")
     saves = "a checkpoint every N steps: what consolidate_state() sends (else none)"
@@ -92,7 +97,12 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     add("--lora", type=int, metavar="RANK", help=lora)
     add("--probed", metavar="FILE", help="written by compopt.probe: ranks, link, local speed")
     add("--device", choices=DEVICES, help="for the speed of local work, and memory (else a100)")
-    add("--memory-bandwidth", type=parse_quantity, metavar="BYTES", help="a second, as 3.3T")
+    add(
+        "--memory-bandwidth",
+        type=parse_quantity,
+        metavar="BYTES",
+        help="of a device, per second, as 3.3T",
+    )
     add("--memory", type=parse_quantity, metavar="BYTES", help="of one device, for example 80G")
     add("--shard", type=int, help="ranks that hold one copy of the model together (FSDP2)")
     budget = "over AdamW's loss, or of the accuracy of activations (0.02)"
