@@ -12,8 +12,8 @@ residual::
 
 With ``projection="tracked"`` R is replaced by orthonormal columns that follow the gradient, and 1/r
 by 1, which needs one more exchange.
-Lines 1, 2, 4 and 5 of a stack of matrices are in ``stacks.py``; Algorithm 3, which adapts the ratios,
-is in ``projecting_optimizer.py``.
+Lines 1, 2, 4 and 5 of a stack of matrices are in ``stacks.py``; Algorithm 3, which adapts ratios, is
+in ``projecting_optimizer.py``.
 
 Differences from the paper: beta weights the *old* error. As printed it weights the new one, and
 with w = (d + 1) / r, about the ratio, the squared error then grows in each step by the factor

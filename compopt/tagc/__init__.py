@@ -1,5 +1,5 @@
 """TAGC; its lines are in tagc.py."""
 
-from .tagc import TagcAdamW
+from .tagc import TagcAdamW, TagcStats
 
-__all__ = ["TagcAdamW"]
+__all__ = ["TagcAdamW", "TagcStats"]
