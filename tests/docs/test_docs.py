@@ -102,7 +102,7 @@ SAY_IT_ALL = [  # they name the argument or the call, and what to write instead:
     " the parameters over the ranks",
     "before the optimizer sees it",
 ]
-TELLS = ("warn", "warn_once", "post_note", "raise_told", "raise_problems")
+TELLS = ("warn", "_warn_once", "warn_once", "post_note", "raise_told", "raise_problems")
 
 
 def texts(node: ast.AST) -> str:
