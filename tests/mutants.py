@@ -62,14 +62,11 @@ def copy_of(folder: Path, mutant: Mutant | None) -> str | None:
         return misfit
     path = folder / mutant.file
     path.write_text(mutant.patched(path.read_text()))
-    if path.suffix not in (".c", ".h"):
-        return None
-    built = subprocess.run([sys.executable, path.with_name("build_passes.py")], capture_output=True, text=True)
-    return f"no C, {built.stderr.strip()[-600:]}" if built.returncode else None
+    return None
 
 
-def child(folder: Path, tests: list[str]) -> int:
-    """Run tests on the copy; never returns."""
+def child(folder: Path, tests: list[str], is_c: bool) -> int:
+    """Run tests on the copy, whose C passes are compiled first where they have the fault; never returns."""
     os.setsid()
     output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
@@ -77,6 +74,11 @@ def child(folder: Path, tests: list[str]) -> int:
     (folder / "sitecustomize.py").write_text(FINDER)
     os.environ["COMPOPT_COPY"] = str(folder)
     os.environ["PYTHONPATH"] = str(folder)
+    if is_c:
+        build = subprocess.run([sys.executable, folder / "kernels/native/build_passes.py"], stderr=subprocess.PIPE)
+        if build.returncode:
+            print("ERROR: no C,", build.stderr.decode().replace("\n", " "), flush=True)
+            os._exit(2)
     exec(FINDER, {})
     sys.dont_write_bytecode = True
     os.chdir(ROOT)
@@ -168,7 +170,8 @@ def run(
                     on_result(Job(mutant, name, folder, 0, 0.0, 0.0), wrong)
                     shutil.rmtree(folder)
                     continue
-                pid = os.fork() or child(folder, tests)
+                is_c = mutant is not None and mutant.file.endswith((".c", ".h"))
+                pid = os.fork() or child(folder, tests, is_c)
                 now = time.monotonic()
                 running[pid] = Job(mutant, name, folder, pid, now, limit, last_work=now)
             if not running:

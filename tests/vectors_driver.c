@@ -7,7 +7,6 @@
 
 int64_t room_for(int64_t k);
 double largest(const float *x, int64_t n, int64_t k, double guess, int32_t *scratch, int32_t *out);
-int64_t positions(const uint8_t *mask, int64_t n, int64_t room, int32_t *out);
 int64_t pack(const void *rows, int64_t first, int64_t last, double sign, double scale);
 int64_t adamw(const void *rows, int64_t first, int64_t last, const void *hyper);
 int64_t scape(const void *rows, int64_t first, int64_t last, const void *hyper, int32_t *scratch, float *gathered,
@@ -15,7 +14,7 @@ int64_t scape(const void *rows, int64_t first, int64_t last, const void *hyper, 
 int64_t quantize(const void *pieces, int64_t first, int64_t last, const void *how);
 int64_t mean_of_codes(const void *pieces, int64_t first, int64_t last, const void *how, const void *from);
 int64_t dequantize(const void *pieces, int64_t first, int64_t last, int64_t bits);
-int64_t project(const void *rows, int64_t first, int64_t last, double transposed, float *memory);
+int64_t project(const void *rows, int64_t first, int64_t last, double makes_P, float *memory);
 int64_t factored(const void *rows, int64_t first, int64_t last, const void *weights, float *memory);
 int64_t orthonormalize(const void *rows, int64_t first, int64_t last, float *memory);
 
@@ -68,13 +67,12 @@ static void passes(int64_t n, int64_t k) {
     guess = largest(g, n, k, guess, scratch, chosen);
     add(&guess, 8);
     for (int64_t j = 0; j < k; j++) mask[index[j] / 8] |= (uint8_t)(1 << index[j] % 8);
-    add(chosen, 4 * positions(mask, n, k, chosen));
     float *sent = malloc((k + LANES) * 4), mark, step = 3;
-    int64_t row[9] = {n, (int64_t)g, (int64_t)e, 0, (int64_t)mask, k, (int64_t)sent, (int64_t)&mark, 0};
+    int64_t row[8] = {n, (int64_t)g, (int64_t)e, 0, (int64_t)mask, k, (int64_t)sent, (int64_t)&mark};
     int64_t wrong = pack(row, 0, 1, -1, 0.5);
     add(&wrong, 8), add(sent, 4 * k), add(&mark, 4);
     const double adam[] = {1e-2, .9, .999, 1e-8, .01, 1};
-    int64_t radius[15] = {n, (int64_t)w, (int64_t)m, (int64_t)v, (int64_t)&step, (int64_t)sent, (int64_t)mask, 0, k,
+    int64_t radius[16] = {n, (int64_t)w, (int64_t)m, (int64_t)v, (int64_t)&step, (int64_t)sent, (int64_t)mask, 0, 0, k,
                           (int64_t)e, (int64_t)g, (int64_t)score, 0, 0, 0};
     wrong = adamw(radius, 0, 1, adam);
     add(&wrong, 8), add(w, 4 * n), add(m, 4 * n), add(v, 4 * n), add(e, 4 * n), add(score, 4 * n), add(&step, 4);
@@ -98,7 +96,7 @@ static void put(const int8_t *codes, int64_t n, int64_t bits, int8_t *out) {
 static void codes(int64_t n, int64_t bits) {
     enum { RANKS = 3, ROW = 128, TABLE = 65536 };
     static float u[2 * TABLE];
-    for (int i = 0; i < 2 * TABLE; i++) u[i] = (i % TABLE * 40503 % TABLE + 0.5f) / TABLE;
+    for (int i = 0; i < 2 * TABLE; i++) u[i] = ((uint32_t)(i % TABLE) * 40503u % TABLE + 0.5f) / TABLE;
     const int64_t rows = (n + ROW - 1) / ROW, codes_at = 4 * rows, stride = codes_at + (n + 3) / 4 * 4;
     char *messages = calloc(RANKS, stride);
     int8_t *own = malloc(n);
@@ -127,13 +125,13 @@ static void codes(int64_t n, int64_t bits) {
 static void columns(int64_t height, int64_t width, int64_t r) {
     const int64_t n = height * width, longer = height > width ? height : width;
     float *w = floats(n), *m = floats(n), *v = floats(n), *e = floats(n), *g = floats(n), step = 2;
-    float *memory = malloc((longer + 16 * LANES) * (2 * r + 3 * LANES) * 4), *sent = floats(width * r), mark = 0;
+    float *memory = malloc((longer + 16 * LANES) * (2 * r + 8 * LANES) * 4), *sent = floats(width * r), mark = 0;
     for (int64_t i = 0; i < n; i++) v[i] = fabsf(v[i]);
     float *Q = floats(width * r), *R = floats(height * r), *P = malloc(height * r * 4), *p = malloc(width * r * 4);
     int64_t row[8] = {height, width, r, (int64_t)g, (int64_t)e, (int64_t)Q, (int64_t)P, (int64_t)&mark};
-    project(row, 0, 1, 0, memory);
-    row[5] = (int64_t)R, row[6] = (int64_t)p;
     project(row, 0, 1, 1, memory);
+    row[5] = (int64_t)R, row[6] = (int64_t)p;
+    project(row, 0, 1, 0, memory);
     add(P, 4 * height * r), add(p, 4 * width * r), add(&mark, 4);
     const double weights[9] = {1e-2, .9, .999, 1e-8, .01, -1, .5, .4, .3};
     const int64_t tensor[12] = {height, width, r, (int64_t)R, (int64_t)p, (int64_t)sent, (int64_t)g,

@@ -26,11 +26,6 @@ from .native.library import UnknownISA, find_objects
 
 NAMES = ("auto", "torch", "native", "triton", "apex")
 NOT_COMPILED = "the compiled passes are not installed"
-INSTALL = (
-    "When compopt was installed there was no C compiler, or it failed (pip install -v says which). "
-    "Install gcc or clang, then compopt again with --force-reinstall --no-deps --no-cache-dir; or "
-    "set COMPOPT_BACKEND=torch."
-)
 log = logging.getLogger("compopt")
 
 
@@ -66,7 +61,12 @@ def _choose_fastest(devices: set[str]) -> Ops:
     for name in ("native",) if devices <= {"cpu"} else ("triton", "apex"):
         missing = explain_missing_backend(name, devices)
         if missing == NOT_COMPILED:
-            _warn_once(f"the compiled passes are not installed; PyTorch's operators run. {INSTALL}")
+            _warn_once(
+                "the compiled passes are not installed; PyTorch's operators run. When compopt was "
+                "installed there was no C compiler, or it failed (pip install -v says which). "
+                "Install gcc or clang, then compopt again with --force-reinstall --no-deps "
+                "--no-cache-dir; or set COMPOPT_BACKEND=torch."
+            )
         if missing or is_interpreted(name):
             reasons.append(f"no {name}, {missing or 'it is interpreted'}")
             continue
