@@ -72,7 +72,6 @@ SAY_IT_ALL = [  # they name the argument or the call, and what to write instead:
     "and the process group has no backend for those",
     "had no gradient in this backward",
     "does not know a GradScaler's scale",
-    "does not support set_gradient_divide_factor",
     "got a sparse gradient for",
     "lets the error of",
     "grow without end",
