@@ -1,0 +1,127 @@
+"""torchtitan's optimizer container, and a mesh that averages nothing between machines.
+
+    from compopt.integrations.torchtitan import OptimizersContainer, shard_only
+
+    config.optimizer = OptimizersContainer.Config(
+        make=lambda params, group: compopt.SeparateAdam(params, lr=3e-4, process_group=group)
+    )
+    config.model_spec = shard_only(config.model_spec)  # with data_parallel_replicate_degree > 1
+
+``make`` gets the parameters with their names, and the process group of the ranks that hold the same
+shards (None: all ranks, which the optimizer averages over inside FSDP2).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FSDPModule
+
+from .._engine.optimizer import CompressedOptimizer
+from ._shared import end_open_rounds
+
+try:
+    import tyro
+    from torchtitan.components import optimizer as titan
+    from torchtitan.components.checkpointer.utils import canonical_fqn
+except ImportError as error:
+    raise ImportError(
+        "compopt.integrations.torchtitan needs torchtitan 0.3 or later: pip install torchtitan."
+    ) from error
+
+REPLICATE = "dp_replicate"  # torchtitan's name of the mesh dimension between machines
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class OptimizersContainer(titan.OptimizersContainer):
+    """torchtitan's container around the optimizers that ``make`` returns, one for each part of the
+    model.
+
+    Its ``state_dict()``, which torchtitan calls on all ranks, ends the running round of
+    :class:`compopt.LocalSteps` and consolidates, so that checkpoints hold the residuals of all
+    ranks and load on any number of them.
+    """
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(titan.OptimizersContainer.Config):
+        make: Annotated[Callable | None, tyro.conf.Suppress] = None
+
+    def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
+        if config.make is None or config.param_groups:
+            raise ValueError(
+                "OptimizersContainer.Config needs make=, a function of parameters and a process "
+                "group that returns an optimizer, and no param_groups: make groups in it."
+            )
+        self.model_parts, self.optimizers = model_parts, []
+        params = []
+        for part in model_parts:
+            pairs = [(canonical_fqn(n), p) for n, p in part.named_parameters() if p.requires_grad]
+            optimizer = config.make(pairs, find_replicate_group(p for _, p in pairs))
+            if not isinstance(optimizer, CompressedOptimizer):
+                raise TypeError(
+                    f"make= must return an optimizer of compopt, not {type(optimizer).__name__}: "
+                    "use torchtitan's own OptimizersContainer for others."
+                )
+            self.optimizers.append(optimizer)
+            params += [p for _, p in pairs]
+        self._validate_params([p for o in self.optimizers for g in o.param_groups for p in g["params"]])
+        self._post_init(params)
+
+    def state_dict(self) -> dict[str, Any]:
+        end_open_rounds(self.optimizers)
+        for optimizer in self.optimizers:
+            optimizer.consolidate_state()
+        pairs = zip(self.model_parts, self.optimizers, strict=True)
+        parts = [get_optimizer_state_dict(part, one, options=FLAT) for part, one in pairs]
+        return {key: value for part in parts for key, value in part.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for part, optimizer in zip(self.model_parts, self.optimizers, strict=True):
+            set_optimizer_state_dict(part, optimizer, state_dict, options=FLAT)
+
+
+def find_replicate_group(params: Any) -> torch.distributed.ProcessGroup | None:
+    """Return the process group of the ranks that hold the same shards of ``params``, or None."""
+    for p in params:
+        mesh = getattr(p, "device_mesh", None)
+        root = None if mesh is None else mesh._get_root_mesh()
+        names = getattr(root, "mesh_dim_names", None) or ()
+        if REPLICATE in names and root[REPLICATE].size() > 1:
+            return root[REPLICATE].get_group()
+    return None
+
+
+def shard_only(model_spec: Any) -> Any:
+    """Return ``model_spec`` with a model that FSDP2 shards inside each replica, and averages not
+    between replicas, which the optimizer does.
+
+    Gradients are still those of the sum over all ranks, by which torchtitan divides its loss.
+    """
+
+    def parallelize(model: nn.Module, *, parallel_dims: Any, **options: Any) -> nn.Module:
+        if parallel_dims.spmd_backend != "partial_dtensor":
+            raise ValueError(
+                f"shard_only cannot take the mesh of spmd_backend={parallel_dims.spmd_backend!r} "
+                'apart: set config.parallelism.spmd_backend = "partial_dtensor".'
+            )
+        replicas = parallel_dims.dp_replicate
+        parallel_dims.get_mesh("fsdp")  # makes all meshes, which the copy below shares
+        inside = copy.copy(parallel_dims)
+        inside.dp_replicate = 1
+        model = model_spec.parallelize_fn(model, parallel_dims=inside, **options)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1 / replicas)
+        return model
+
+    return dataclasses.replace(model_spec, parallelize_fn=parallelize)
