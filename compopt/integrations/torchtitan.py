@@ -43,7 +43,7 @@ REPLICATE = "dp_replicate"  # torchtitan's name of the mesh dimension between ma
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-class OptimizersContainer(titan.OptimizersContainer):
+class OptimizersContainer(titan.OptimizersContainer):  # type: ignore[misc]  # no types
     """torchtitan's container around the optimizers that ``make`` returns, one for each part of the
     model.
 
@@ -53,8 +53,8 @@ class OptimizersContainer(titan.OptimizersContainer):
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
-    class Config(titan.OptimizersContainer.Config):
-        make: Annotated[Callable | None, tyro.conf.Suppress] = None
+    class Config(titan.OptimizersContainer.Config):  # type: ignore[misc]
+        make: Annotated[Callable[..., Any] | None, tyro.conf.Suppress] = None
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         if config.make is None or config.param_groups:
@@ -74,7 +74,9 @@ class OptimizersContainer(titan.OptimizersContainer):
                 )
             self.optimizers.append(optimizer)
             params += [p for _, p in pairs]
-        self._validate_params([p for o in self.optimizers for g in o.param_groups for p in g["params"]])
+        self._validate_params(
+            [p for o in self.optimizers for g in o.param_groups for p in g["params"]]
+        )
         self._post_init(params)
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,11 +95,11 @@ class OptimizersContainer(titan.OptimizersContainer):
 def find_replicate_group(params: Any) -> torch.distributed.ProcessGroup | None:
     """Return the process group of the ranks that hold the same shards of ``params``, or None."""
     for p in params:
-        mesh = getattr(p, "device_mesh", None)
+        mesh: Any = getattr(p, "device_mesh", None)
         root = None if mesh is None else mesh._get_root_mesh()
-        names = getattr(root, "mesh_dim_names", None) or ()
-        if REPLICATE in names and root[REPLICATE].size() > 1:
-            return root[REPLICATE].get_group()
+        if root and REPLICATE in (root.mesh_dim_names or ()) and root[REPLICATE].size() > 1:
+            group: torch.distributed.ProcessGroup = root[REPLICATE].get_group()
+            return group
     return None
 
 

@@ -136,7 +136,12 @@ def test_every_message_in_the_troubleshooting_page_exists():
 def test_every_error_is_in_the_troubleshooting_page_or_says_it_all():
     known = [*quoted(), *SAY_IT_ALL, "needs Hugging Face's transformers"]
     known += ["has no attribute"]  # Python's own words, of a module that loads its submodules lazily
-    known.append("compopt.integrations.lightning needs Lightning")
+    known += ["compopt.integrations.lightning needs Lightning", "compopt.integrations.torchtitan needs torchtitan"]
+    known += [
+        "OptimizersContainer.Config needs make=",
+        "make= must return an optimizer",
+        "shard_only cannot take the mesh",
+    ]
     known.append("fragments or steps ")  # quoted by another error
     for path in FILES:
         if path.stem not in ELSEWHERE:

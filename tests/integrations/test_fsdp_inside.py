@@ -653,7 +653,11 @@ def with_a_divisor(rank: int) -> dict[str, float]:
                         loss(model, turn, rank, dtype).backward()
                 optimizer.step()
                 pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
-                far = [(p.grad - q.grad).to_local().abs().sum() / q.grad.to_local().abs().sum() for p, q in pairs if len(q.grad.to_local())]
+                far = [
+                    (p.grad - q.grad).to_local().abs().sum() / q.grad.to_local().abs().sum()
+                    for p, q in pairs
+                    if len(q.grad.to_local())
+                ]
                 results[f"{dtype} {divisor} {is_sum}"] = float(max(far))
     return results
 

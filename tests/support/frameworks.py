@@ -33,7 +33,9 @@ def make_optimizer(name: str, params: Any, lr: float, process_group: Any = None,
         return compopt.Average(torch.optim.AdamW(params, lr=lr, **options), process_group=process_group)
     if name == "separate":
         return compopt.SeparateAdam(params, lr=lr, dense_steps=3, rank=4, process_group=process_group, **options)
-    return compopt.LocalSteps(compopt.MuonAdamW(params, lr=lr), every=2, process_group=process_group)
+    # some frameworks pass no names, by which Muon knows hidden matrices
+    rule = None if isinstance(params[0], tuple) else (lambda _, p: p.ndim == 2)
+    return compopt.LocalSteps(compopt.MuonAdamW(params, lr=lr, use_muon=rule), every=2, process_group=process_group)
 
 
 def report(model: Any, **more: Any) -> None:
@@ -41,7 +43,8 @@ def report(model: Any, **more: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    flat = torch.cat([p.detach().double().reshape(-1) for p in model.parameters()])
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    flat = torch.cat([p.detach().double().reshape(-1) for p in whole])
     both = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
     dist.all_gather(both, flat)
     if dist.get_rank() == 0:

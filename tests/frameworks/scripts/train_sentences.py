@@ -1,4 +1,4 @@
-"""sentence-transformers: `train_sentences.py OPTIMIZER [CHECKPOINT]`: a cached loss, with several backwards in a step."""
+"""sentence-transformers, several backwards in a step: `train_sentences.py OPTIMIZER [CHECKPOINT]`."""
 
 import random
 import sys
