@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -39,17 +38,17 @@ except ImportError as error:
         "compopt.integrations.torchtitan needs torchtitan 0.3 or later: pip install torchtitan."
     ) from error
 
-REPLICATE = "dp_replicate"  # torchtitan's name of the mesh dimension between machines
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-
 
 class OptimizersContainer(titan.OptimizersContainer):  # type: ignore[misc]  # no types
-    """torchtitan's container around the optimizers that ``make`` returns, one for each part of the
-    model.
+    """torchtitan's container around the optimizer that ``make`` returns.
 
     Its ``state_dict()``, which torchtitan calls on all ranks, ends the running round of
     :class:`compopt.LocalSteps` and consolidates, so that checkpoints hold the residuals of all
     ranks and load on any number of them.
+
+    Raises:
+        ValueError: ``make`` is missing, or the model is cut into stages of a pipeline.
+        TypeError: ``make`` returns another package's optimizer.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
@@ -62,43 +61,45 @@ class OptimizersContainer(titan.OptimizersContainer):  # type: ignore[misc]  # n
                 "OptimizersContainer.Config needs make=, a function of parameters and a process "
                 "group that returns an optimizer, and no param_groups: make groups in it."
             )
-        self.model_parts, self.optimizers = model_parts, []
-        params = []
-        for part in model_parts:
-            pairs = [(canonical_fqn(n), p) for n, p in part.named_parameters() if p.requires_grad]
-            optimizer = config.make(pairs, find_replicate_group(p for _, p in pairs))
-            if not isinstance(optimizer, CompressedOptimizer):
-                raise TypeError(
-                    f"make= must return an optimizer of compopt, not {type(optimizer).__name__}: "
-                    "use torchtitan's own OptimizersContainer for others."
-                )
-            self.optimizers.append(optimizer)
-            params += [p for _, p in pairs]
-        self._validate_params(
-            [p for o in self.optimizers for g in o.param_groups for p in g["params"]]
-        )
+        model, self.model_parts = model_parts[0], model_parts
+        if len(model_parts) > 1 or find_group(model.parameters(), "pp"):
+            raise ValueError(
+                "OptimizersContainer saves no state of pipelines, whose stages have other "
+                "parameters on each rank: set config.parallelism.pipeline_parallel_degree = 1."
+            )
+        named = [(canonical_fqn(n), p) for n, p in model.named_parameters() if p.requires_grad]
+        optimizer = config.make(named, find_group(model.parameters(), "dp_replicate"))
+        if not isinstance(optimizer, CompressedOptimizer):
+            raise TypeError(
+                f"make= must return an optimizer of compopt, not {type(optimizer).__name__}: "
+                "use torchtitan's own OptimizersContainer for others."
+            )
+        self.optimizers = [optimizer]
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        self._validate_params(params)
         self._post_init(params)
 
     def state_dict(self) -> dict[str, Any]:
-        end_open_rounds(self.optimizers)
-        for optimizer in self.optimizers:
-            optimizer.consolidate_state()
-        pairs = zip(self.model_parts, self.optimizers, strict=True)
-        parts = [get_optimizer_state_dict(part, one, options=FLAT) for part, one in pairs]
-        return {key: value for part in parts for key, value in part.items()}
+        [model], [optimizer] = self.model_parts, self.optimizers
+        end_open_rounds([optimizer])
+        optimizer.consolidate_state()
+        return get_optimizer_state_dict(model, optimizer)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for part, optimizer in zip(self.model_parts, self.optimizers, strict=True):
-            set_optimizer_state_dict(part, optimizer, state_dict, options=FLAT)
+        [model], [optimizer] = self.model_parts, self.optimizers
+        set_optimizer_state_dict(model, optimizer, state_dict)
 
 
-def find_replicate_group(params: Any) -> torch.distributed.ProcessGroup | None:
-    """Return the process group of the ranks that hold the same shards of ``params``, or None."""
+def find_group(params: Iterable[Tensor], dim: str) -> torch.distributed.ProcessGroup | None:
+    """Return the process group of a dimension of the mesh of ``params``, None if it has one rank.
+
+    By "dp_replicate" torchtitan means the ranks that hold the same shards.
+    """
     for p in params:
         mesh: Any = getattr(p, "device_mesh", None)
         root = None if mesh is None else mesh._get_root_mesh()
-        if root and REPLICATE in (root.mesh_dim_names or ()) and root[REPLICATE].size() > 1:
-            group: torch.distributed.ProcessGroup = root[REPLICATE].get_group()
+        if root and dim in (root.mesh_dim_names or ()) and root[dim].size() > 1:
+            group: torch.distributed.ProcessGroup = root[dim].get_group()
             return group
     return None
 

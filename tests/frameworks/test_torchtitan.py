@@ -47,3 +47,23 @@ def test_its_command_with_clip_schedule_accumulation_and_resumed_runs(folder):
         again = train(folder, name)
         assert again["losses"] == runs[name]["losses"][-4:]
         assert again["size"] == runs[name]["size"], name
+
+
+def test_a_container_that_cannot_work_says_what_to_write():
+    import torch
+
+    from compopt.integrations.torchtitan import OptimizersContainer, shard_only
+
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="needs make="):
+        OptimizersContainer.Config().build(model_parts=[model])
+    with pytest.raises(TypeError, match="use torchtitan's own"):
+        OptimizersContainer.Config(make=lambda params, group: torch.optim.SGD(params)).build(model_parts=[model])
+    with pytest.raises(ValueError, match="pipeline_parallel_degree = 1"):
+        OptimizersContainer.Config(make=lambda params, group: None).build(model_parts=[model, model])
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.models.llama3 import model_registry
+
+    sizes = dict(dp_replicate=2, dp_shard=1, cp=1, tp=1, pp=1, ep=1, world_size=2)
+    with pytest.raises(ValueError, match="partial_dtensor"):
+        shard_only(model_registry("debugmodel")).parallelize_fn(model, parallel_dims=ParallelDims(**sizes))
