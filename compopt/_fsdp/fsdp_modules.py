@@ -291,10 +291,9 @@ class OptimizerReduceScatter(TorchAllocation):
             )
             output_tensor.fill_(float("nan"))
             rows, output_tensor = rows.new_zeros(1).expand(ranks, needed), rows.new_empty(needed)
-        predivided = self._compute_predivision(op, rows)
-        if predivided > 1 and problem is None:
-            rows.mul_(predivided)
-        postdivided = ranks / predivided if op != dist.ReduceOp.AVG else 1
+        multiplied, postdivided = self._compute_scales(op, rows)
+        if multiplied != 1 and problem is None:
+            rows.mul_(multiplied)
         is_read = postdivided > 1 or self._is_read_in_backward(trainable, output_tensor)
         is_idle = not reduce_scatter.in_flight
         with torch.no_grad():
@@ -305,22 +304,22 @@ class OptimizerReduceScatter(TorchAllocation):
         if is_idle and reduce_scatter.in_flight:
             call_after_backward(reduce_scatter.finish)
 
-    def _compute_predivision(self, op: Any, rows: Tensor) -> int:
-        """Return the factor by which FSDP2 has divided ``rows``.
+    def _compute_scales(self, op: Any, rows: Tensor) -> tuple[float, float]:
+        """Return two factors: of ``rows`` before the average, and of the average after it.
 
-        In float16 and float64 it divides in two halves, one before and one after the reduction.
+        FSDP2 divides the sum of all ranks by their number, or by its ``gradient_divide_factor``. In
+        float16 and float64 it divides in two halves, one before and one after the reduction.
         """
-        if self._group.gradient_divide_factor is not None:
-            raise RuntimeError(
-                "the optimizer averages gradients and does not support "
-                "set_gradient_divide_factor(): remove that call, and scale the loss instead."
-            )
-        factor, ranks = 1, len(rows)
-        if op == dist.ReduceOp.AVG or rows.dtype in (torch.float32, torch.bfloat16):
-            return factor
-        while ranks % factor == 0 and ranks / factor > factor:
-            factor *= 2
-        return factor
+        divisor, ranks = self._group.gradient_divide_factor, len(rows)
+        if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):  # PREMUL_SUM: it divides nothing else
+            return ranks / divisor, 1
+        if op == dist.ReduceOp.AVG:
+            return 1, 1
+        divisor, predivided = divisor or ranks, 1
+        if rows.dtype not in (torch.float32, torch.bfloat16):
+            while divisor % predivided == 0 and divisor / predivided > predivided:
+                predivided *= 2
+        return predivided, ranks / predivided
 
     def _is_read_in_backward(self, trainable: list[Any], out: Tensor) -> bool:
         """Return True if FSDP2 or a hook reads the averaged gradient before backward has ended."""

@@ -235,7 +235,9 @@ class Handover:
     def collect_gradients(self) -> None:
         """Let DDP collect gradients again, because they are averaged again."""
         if self._is_idle:
-            self._is_idle, self.ddp.require_backward_grad_sync = False, True
+            self._is_idle = False
+            # not by nn.Module's own way, which needs modules that the end of Python has cleared
+            vars(self.ddp)["require_backward_grad_sync"] = True
 
 
 # DDP requires these names, and no annotations that are strings, as they would be here

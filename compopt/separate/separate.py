@@ -12,7 +12,7 @@ residual::
 
 With ``projection="tracked"`` R is replaced by orthonormal columns that follow the gradient, and 1/r
 by 1, which needs one more exchange.
-Lines 1, 2, 4 and 5 of a stack of matrices are in ``stacks.py``; Algorithm 3, which adapts ratios, is
+Lines 1, 2, 4 and 5 of a stack of matrices are in ``stacks.py``; Algorithm 3 (ratios that adapt) is
 in ``projecting_optimizer.py``.
 
 Differences from the paper: beta weights the *old* error. As printed it weights the new one, and

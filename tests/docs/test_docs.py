@@ -72,7 +72,6 @@ SAY_IT_ALL = [  # they name the argument or the call, and what to write instead:
     "and the process group has no backend for those",
     "had no gradient in this backward",
     "does not know a GradScaler's scale",
-    "does not support set_gradient_divide_factor",
     "got a sparse gradient for",
     "lets the error of",
     "grow without end",
@@ -137,7 +136,13 @@ def test_every_message_in_the_troubleshooting_page_exists():
 def test_every_error_is_in_the_troubleshooting_page_or_says_it_all():
     known = [*quoted(), *SAY_IT_ALL, "needs Hugging Face's transformers"]
     known += ["has no attribute"]  # Python's own words, of a module that loads its submodules lazily
-    known.append("compopt.integrations.lightning needs Lightning")
+    known += ["compopt.integrations.lightning needs Lightning", "compopt.integrations.torchtitan needs torchtitan"]
+    known += [
+        "OptimizersContainer.Config needs make=",
+        "OptimizersContainer saves no state of pipelines",
+        "make= must return an optimizer",
+        "shard_only cannot take the mesh",
+    ]
     known.append("fragments or steps ")  # quoted by another error
     for path in FILES:
         if path.stem not in ELSEWHERE:

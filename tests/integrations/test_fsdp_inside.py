@@ -595,10 +595,6 @@ def tagc_refused(rank: int) -> dict[str, str]:
     scaler.scale(loss(model, 0, rank, torch.float32)).backward()
     results["scaler"] = catch_message(RuntimeError, lambda: scaler.step(optimizer))
 
-    model = cut(make())
-    model.set_gradient_divide_factor(1.0)
-    optimizer = tagc(model)
-    results["factor"] = catch_message(RuntimeError, lambda: train(model, optimizer, range(1), rank))
     return results
 
 
@@ -637,4 +633,35 @@ def test_refusals_of_tagc_say_what_to_do(tagc_uses):
             and "fully_shard on the whole model" in results["part"]
         )
         assert "set_reduce_scatter_unused_params(True)" in results["unused"]
-        assert "without a scaler" in results["scaler"] and "scale the loss" in results["factor"]
+        assert "without a scaler" in results["scaler"]
+
+
+def with_a_divisor(rank: int) -> dict[str, float]:
+    """Losses that are divided by a number of all ranks: gradients are their sum, as FSDP2's by the same divisor."""
+    results = {}
+    for dtype in (torch.float32, torch.float64):
+        for divisor in (1.0, 2.0, 0.5):
+            for is_sum in (False, True):
+                ours, theirs = (cut(make(dtype=dtype)) for _ in range(2))
+                optimizer = compopt.Average(torch.optim.SGD(ours.parameters(), lr=0.1))
+                for model in (ours, theirs):
+                    for part in (model, model.down, model.flat):
+                        part.set_gradient_divide_factor(divisor)
+                        # gloo has no sum of multiples
+                        part.set_force_sum_reduction_for_comms(is_sum or model is theirs)
+                    for turn in range(2):
+                        loss(model, turn, rank, dtype).backward()
+                optimizer.step()
+                pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+                far = [
+                    (p.grad - q.grad).to_local().abs().sum() / q.grad.to_local().abs().sum()
+                    for p, q in pairs
+                    if len(q.grad.to_local())
+                ]
+                results[f"{dtype} {divisor} {is_sum}"] = float(max(far))
+    return results
+
+
+def test_gradients_are_divided_as_the_model_says():
+    for results in run_ranks(with_a_divisor, 2):
+        assert max(results.values()) < 1e-5, results

@@ -1,0 +1,71 @@
+"""litgpt's command, with DistributedDataParallel in place of FSDP1: `train_litgpt.py pretrain --config ...`."""
+
+import lightning
+import torch
+from frameworks import report
+from litgpt.data import DataModule
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+torch.compile = lambda model, **_: model  # ten seconds
+
+
+class Fabric(lightning.Fabric):
+    def __init__(self, **options: object) -> None:
+        super().__init__(**{**options, "strategy": "ddp"})
+
+    def save(self, path: object, state: dict, **options: object) -> None:
+        super().save(path, state, **options)
+        report(state["model"])
+
+
+lightning.Fabric = Fabric
+
+
+class Loader(DataLoader):
+    """Stateful, as those of litgpt's own data."""
+
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        pass
+
+
+class Repeats(DataModule):
+    """Every second token is the one before it."""
+
+    def connect(self, tokenizer: object = None, batch_size: int = 1, max_seq_length: int = 32) -> None:
+        self.batch_size, self.length = batch_size, max_seq_length
+
+    def _load(self, seed: int) -> Loader:
+        rows: Tensor = torch.randint(16, (64, self.length // 2 + 1), generator=torch.Generator().manual_seed(seed))
+        return Loader(rows.repeat_interleave(2, 1)[:, : self.length + 1], batch_size=self.batch_size)
+
+    def train_dataloader(self) -> Loader:
+        return self._load(0)
+
+    def val_dataloader(self) -> Loader:
+        return self._load(1)
+
+
+def is_hidden(name: str, p: Tensor) -> bool:
+    return p.ndim == 2 and 64 in p.shape and p.shape != (64, 64)  # litgpt passes no names
+
+
+def average(params: object, lr: float) -> torch.optim.Optimizer:
+    import compopt
+
+    return compopt.Average(torch.optim.AdamW(params, lr=lr), max_grad_norm=1.0)
+
+
+def local(params: object, lr: float) -> torch.optim.Optimizer:
+    import compopt
+
+    return compopt.LocalSteps(compopt.MuonAdamW(params, lr=lr, use_muon=is_hidden), every=2, max_grad_norm=1.0)
+
+
+if __name__ == "__main__":
+    from litgpt.__main__ import main
+
+    main()

@@ -1,0 +1,69 @@
+"""torchtitan on two gloo ranks, by its own command: FSDP2 with DCP checkpoints, and replicas that take local steps."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from frameworks import check_runs, run_framework
+
+pytest.importorskip("torchtitan")
+pytestmark = pytest.mark.slow
+NAMES = ["adamw", "average", "adamw_replicas", "average_replicas", "separate", "local"]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    random.seed(0)
+    words = ["".join(random.choices("abcdefghij", k=4)) for _ in range(60)]
+    texts = [" ".join(random.choices(words, k=80)) for _ in range(400)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = ["<unk>", "<s>", "</s>"]
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=256, special_tokens=special))
+    (tmp_path / "assets").mkdir()
+    tokenizer.save(str(tmp_path / "assets/tokenizer.json"))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (tmp_path / "assets/tokenizer_config.json").write_text(json.dumps(names))
+    return tmp_path
+
+
+def train(folder: Path, name: str) -> dict:
+    return run_framework("train_titan.py", folder, "--module", "titan_configs", "--config", name, DUMP=f"out_{name}")
+
+
+def test_its_command_with_clip_schedule_accumulation_and_resumed_runs(folder):
+    runs = {name: train(folder, name) for name in NAMES}
+    check_runs(runs)
+    check_runs({name: runs[f"{name}_replicas"] for name in ("adamw", "average")})
+    for name in ("separate", "local"):
+        shutil.rmtree(folder / f"out_{name}/checkpoint/step-8")
+        again = train(folder, name)
+        assert again["losses"] == runs[name]["losses"][-4:]
+        assert again["size"] == runs[name]["size"], name
+
+
+def test_a_container_that_cannot_work_says_what_to_write():
+    import torch
+
+    from compopt.integrations.torchtitan import OptimizersContainer, shard_only
+
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="needs make="):
+        OptimizersContainer.Config().build(model_parts=[model])
+    with pytest.raises(TypeError, match="use torchtitan's own"):
+        OptimizersContainer.Config(make=lambda params, group: torch.optim.SGD(params)).build(model_parts=[model])
+    with pytest.raises(ValueError, match="pipeline_parallel_degree = 1"):
+        OptimizersContainer.Config(make=lambda params, group: None).build(model_parts=[model, model])
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.models.llama3 import model_registry
+
+    sizes = dict(dp_replicate=2, dp_shard=1, cp=1, tp=1, pp=1, ep=1, world_size=2)
+    with pytest.raises(ValueError, match="partial_dtensor"):
+        shard_only(model_registry("debugmodel")).parallelize_fn(model, parallel_dims=ParallelDims(**sizes))
