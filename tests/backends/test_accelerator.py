@@ -34,9 +34,9 @@ LOOKS = {
     "_engine.exchange sum_over_groups": ("TagcAdamW", "sharded: the norm and the facts of all shards"),
     # in compressed steps of some classes
     "_engine.exchange _read_together": ("TagcAdamW", "how much of each bucket any rank has left: payloads' lengths"),
-    "local_steps _gradient_norm": ("LocalSteps, rounds", "a rank's own step: the norm of its gradients"),
+    "local_steps.local_steps _gradient_norm": ("LocalSteps, rounds", "a rank's own step: its norm"),
     "local_steps.fragment_sync _communicate": ("LocalSteps, rounds", "a round's end: the messages of all ranks"),
-    "local_steps.fragment_sync _decide": ("LocalSteps, rounds", "a round's end: the average's norm, what has failed"),
+    "local_steps.fragment_sync _measure_average": ("LocalSteps, rounds", "a round's end: the norm, what has failed"),
     "local_steps.anchors reset_moments": ("LocalSteps, rounds", "parameters that were not finite: which moments too"),
     "_inside.base_state _find_alike": ("LocalSteps, rounds", "consolidate_state(): which inner state is alike"),
     "_inside.base_state copy_from_rank_0": ("LocalSteps, rounds", "consolidate_state(): inner state that is no mean"),
@@ -57,9 +57,9 @@ LOOKS = {
     # of state in host memory
     "_state.bucket update_masters": ("ScapeAdamS", "offload='all': parameters are compared with masters"),
     "_state.bucket fetch_state": ("ScapeAdamS, sharded", "offloaded masters at positions found on the device"),
-    "local_steps.anchors copy_wide": ("LocalSteps, offloaded", "when they are made: anchors are the parameters"),
+    "local_steps.anchor_bucket copy_wide": ("LocalSteps, offloaded", "when they are made: anchors are the parameters"),
     "_engine.engine _fill_state": ("ScapeAdamS", "when it is made: offloaded masters are the parameters"),
-    "local_steps.anchors write_pseudo_gradient": ("LocalSteps, offloaded", "a round's end: parameters, on their way"),
+    "local_steps.anchor_bucket write_pseudo_gradient": ("LocalSteps, offloaded", "a round's end: parameters, on their way"),
     # at the first step, and after state was loaded, lost or moved
     "_engine.handshake verify_peers": ("AdamS", "the handshake: checksums of all ranks, compared on the host"),
     "_engine.handshake checksum_values": ("AdamS", "the handshake: parameters are the same on all ranks"),
