@@ -59,7 +59,7 @@ LOOKS = {
     "_state.bucket fetch_state": ("ScapeAdamS, sharded", "offloaded masters at positions found on the device"),
     "local_steps.anchor_bucket copy_wide": ("LocalSteps, offloaded", "when they are made: anchors are the parameters"),
     "_engine.engine _fill_state": ("ScapeAdamS", "when it is made: offloaded masters are the parameters"),
-    "local_steps.anchor_bucket write_pseudo_gradient": ("LocalSteps, offloaded", "a round's end: parameters, on their way"),
+    "local_steps.anchor_bucket write_pseudo_gradient": ("LocalSteps, offloaded", "a round's end: parameters"),
     # at the first step, and after state was loaded, lost or moved
     "_engine.handshake verify_peers": ("AdamS", "the handshake: checksums of all ranks, compared on the host"),
     "_engine.handshake checksum_values": ("AdamS", "the handshake: parameters are the same on all ranks"),
