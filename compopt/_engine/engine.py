@@ -31,7 +31,7 @@ from .._wire.codec import PAYLOAD_CODECS
 from .._wire.collectives import Communicator, connect, is_outdated
 from .._wire.launch import ProcessGroup, count_launched_ranks, get_rank
 from .._wire.meshes import get_replicate_size, make_shard_communicators
-from .._wire.warning import warn
+from .._wire.warning import warn, warn_on_rank_0
 from .decision import StepDecision
 from .method import Method
 from .options import Group, OptionSnapshot
@@ -190,10 +190,15 @@ class Engine:
         self.warned.add(key)
         return is_first
 
-    def warn_once(self, key: str, message: str, rank: int) -> None:
-        """Warn at the first call with ``key``, if ``rank`` is 0."""
+    def warn_once(self, key: str, message: str) -> None:
+        """Warn on this rank at the first call with ``key``."""
         if self.claim_first(key):
-            warn(message, rank)
+            warn(message)
+
+    def warn_once_on_rank_0(self, key: str, message: str) -> None:
+        """Warn at the first call with ``key``, if this rank is the first."""
+        if self.claim_first(key):
+            warn_on_rank_0(message, self.comm.rank)
 
     def check_has_shards(self) -> None:
         """Raise RuntimeError if a ``rebind`` failed before this rank had its shards."""
@@ -464,9 +469,8 @@ class Engine:
         return comm
 
     def _warn_if_not_connected(self) -> None:
-        if (size := count_launched_ranks()) > 1:
-            self.warn_once(
-                "missing group",
+        if (size := count_launched_ranks()) > 1 and self.claim_first("missing group"):
+            warn_on_rank_0(
                 f"WORLD_SIZE is {size}, but torch.distributed is not initialized: every process "
                 "trains by itself, and nothing is averaged. Add this line before training: "
                 "torch.distributed.init_process_group()",

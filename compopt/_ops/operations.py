@@ -24,7 +24,7 @@ from .._state.residuals import Residuals
 from .._wire.codec import PAYLOAD_CODECS
 from .._wire.payload import CACHE_ELEMENTS, Payload, Scratch, block_size
 from .._wire.requests import RequestGenerator, RunBatched
-from .._wire.warning import warn
+from .._wire.warning import warn_on_rank_0
 from . import reference
 
 HYPER = ("betas", "eps", "weight_decay", "maximize")
@@ -49,7 +49,7 @@ def fall_back_to_torch(rank: int) -> Ops:
     """Return PyTorch's operators, where ranks have chosen different backends by themselves."""
     backend = Ops()
     backend.automatic, backend.reason = True, "torch: ranks had chosen different backends"
-    warn(
+    warn_on_rank_0(
         "ranks have chosen different backends (compiled passes or a processor differ), so all take "
         "PyTorch's operators: COMPOPT_BACKEND=native or torch on all ranks says which.",
         rank,

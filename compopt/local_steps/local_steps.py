@@ -375,7 +375,6 @@ class LocalSteps(AnchoredWrapper):
                 f"{engine.steps}: it took the average, in which what it moved counts as zero, and "
                 "zeroed its moments that are not finite. Lower the learning rate, or clip "
                 "(max_grad_norm=).",
-                0,  # on this rank, whichever it is
             )
         return result
 

@@ -30,7 +30,7 @@ from .._state.layouts import Layout, PaddedVector
 from .._state.residuals import Residuals
 from .._state.tensors import to_local
 from .._wire.collectives import connect
-from .._wire.warning import warn
+from .._wire.warning import warn_on_rank_0
 from .matrices import MatrixSource, RandomMatrices, checksum_projection
 from .projection_options import check_options, is_reset_step
 from .projection_reducer import ProjectionReducer, ReducerInputs
@@ -76,7 +76,7 @@ class ProjectingOptimizer(ReducingOptimizer):
             for name, q in zip(bucket.names, self._plan_compressed(bucket), strict=True):
                 if q is not None and q.beta < q.least_beta and not self._warned_of_beta:
                     self._warned_of_beta = True
-                    warn(
+                    warn_on_rank_0(
                         f"ef_beta={q.beta} lets the error of {name} grow without end at "
                         f"ratio={bucket.group['ratio']}: use 'auto', or a number above "
                         f"{q.least_beta:.4f}.",
