@@ -89,7 +89,7 @@ class Engine:
         self.warned: set[str] = set()  # keys of warnings and lines that were shown
 
         # the other ranks
-        self.group = group
+        self.process_group = group
         self.connection: Communicator | None = None
         # no other ranks, and no ``simulate``: steps are the base optimizer's
         self.sends_nothing = False
@@ -426,7 +426,7 @@ class Engine:
         if self.connection is None:
             is_wrapped = self.role is Role.WRAPPED
             self.connection = (
-                Communicator(single_process=True) if is_wrapped else connect(self.group)
+                Communicator(single_process=True) if is_wrapped else connect(self.process_group)
             )
             self.connection.on_wait = self.waits.add_wait
         return self.connection
@@ -441,7 +441,7 @@ class Engine:
         connection = self.connection
         if connection is None:
             return self.comm
-        follows_default = self.group is None and self.role is not Role.WRAPPED
+        follows_default = self.process_group is None and self.role is not Role.WRAPPED
         if follows_default and is_outdated(connection):
             self.settle_state()
             self.overlap.discard()
@@ -457,7 +457,7 @@ class Engine:
         """
         comm = self.refresh_ranks()
         comm.check_unchanged()
-        if comm.size == 1 and self.group is None and self.role is not Role.WRAPPED:
+        if comm.size == 1 and self.process_group is None and self.role is not Role.WRAPPED:
             self._warn_if_not_connected()
         sends_nothing = comm.size == 1 and not self.method.simulate
         if sends_nothing != self.sends_nothing:
@@ -479,7 +479,7 @@ class Engine:
 
     def switch_group(self, group: ProcessGroup | Communicator | None) -> None:
         """Average over another group from now on."""
-        self.group, self.connection = group, None
+        self.process_group, self.connection = group, None
         self.build_buckets()
 
     def begin_rebind(self) -> int:

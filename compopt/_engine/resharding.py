@@ -152,7 +152,7 @@ def catch_up(engine: Engine, comm: Communicator) -> None:
     Raises:
         ValueError: ranks are further apart than one failed step can explain.
     """
-    groups, saved = engine.option_groups, engine.method._saved()
+    groups, saved = engine.option_groups, engine.method._save_without_hooks()
     # all tensors that ranks share, in the same order on all of them
     unshared = {name for bucket in engine.buckets for name in bucket.sharded_names}
     unshared.update(engine.method.rank_local_state)

@@ -78,7 +78,7 @@ class ReducingOptimizer(CompressedOptimizer):
         params = [p for group in self._option_groups for p in group["params"]]
         flags = [False]  # of each parameter: whether FSDP2 shards it over the optimizer's ranks
         if any(hasattr(p, "device_mesh") for p in params):
-            comm = connect(self._engine.group)
+            comm = connect(self._engine.process_group)
             flags = [is_sharded_over(p, comm) for p in params]
         fsdp_shards_params = all(flags)
         if any(flags) and not fsdp_shards_params:

@@ -246,7 +246,7 @@ class AnchoredWrapper(Wrapper):
     # Checkpoints
 
     def _make_state_dict(self) -> dict[str, Any]:
-        saved = self._saved()
+        saved = self._save_without_hooks()
         if not self._options["dense_steps"]:
             for entry in saved["state"].values():
                 entry.pop("residual", None)
@@ -308,7 +308,7 @@ class AnchoredWrapper(Wrapper):
                 return None
             self._engine.connect_ranks()
             # a single process without a group may meet others before the next step
-            if self._engine.sends_nothing and self._engine.group is not None:
+            if self._engine.sends_nothing and self._engine.process_group is not None:
                 return saved
             if (sync := self._make_sync(options, saved.fragments)) is not None:
                 sync.connect()
@@ -332,8 +332,8 @@ class AnchoredWrapper(Wrapper):
             self._sync, self._counts = saved.sync, saved.counts
             for group in self._wrapper_groups:
                 group["step"] = saved.step
-            if saved.sync is not None and saved.exchange:
-                saved.sync.start(**saved.exchange)
+            if saved.sync is not None and saved.running:
+                saved.sync.start(**saved.running)
         if self._open_round is not None:
             self._open_round.update(False, self._counts.begun, self.comm)
         self._note_open_round()

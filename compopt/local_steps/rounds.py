@@ -151,11 +151,11 @@ def outer_gain(step_length: float, ranks: int) -> float:
     return 1 / min(1.0, max(step_length, 1 / math.sqrt(ranks)))
 
 
-def average_weight(share: float, steps: float, step: float) -> float:
-    """Return the weight of the anchors after ``step`` in their average over about the last
+def trailing_weight(share: float, steps: float, step: float) -> float:
+    """Return the weight of the anchors after ``step`` in their trailing mean, over about the last
     ``share`` of all steps, if the ones before had been there for ``steps`` steps.
 
-    The average weighs the anchors of step s by a power of s, whose mean age is that of the last
+    The mean weighs the anchors of step s by a power of s, whose mean age is that of the last
     ``share``: it needs no number of steps of the whole run.
     """
     kept: float = max(0.0, 1 - steps / max(step, 1)) ** (2 / share - 1)

@@ -80,7 +80,7 @@ class ProjectingOptimizer(ReducingOptimizer):
                         f"ef_beta={q.beta} lets the error of {name} grow without end at "
                         f"ratio={bucket.group['ratio']}: use 'auto', or a number above "
                         f"{q.least_beta:.4f}.",
-                        connect(self._engine.group).rank,
+                        connect(self._engine.process_group).rank,
                     )
 
     def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:

@@ -689,13 +689,13 @@ def test_the_warning_of_an_open_round_counts_from_the_round_of_a_checkpoint(at, 
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("where", ["write_pseudo_gradient", "make_sync_payload", "_make_message"])
+@pytest.mark.parametrize("where", ["write_pseudo_gradient", "make_sync_payload", "_make_announcement"])
 def test_a_rank_that_cannot_begin_an_exchange_tells_the_others(monkeypatch, where, delay):
     """All raise once, in the same exchange, and nobody is a step ahead: the next step repeats it."""
     params, optimizers = train(3, 6, every=4, delay=delay)
     world = optimizers[0].comm.world
     sync = optimizers[1]._sync
-    place = sync if where == "_make_message" else sync.anchors.buckets[0]
+    place = sync if where == "_make_announcement" else sync.anchors.buckets[0]
     real, calls = getattr(place, where), []
 
     def fail(*args):
