@@ -33,7 +33,7 @@ KEPT_BYTES = 128 * 2**20
 @dataclass(eq=False, slots=True)
 class Anchored:
     """A parameter, its anchor, this rank's ``part`` of the anchor and of its ``trailing_mean``, and
-    the fragment in which it is exchanged.
+    the fragment that it is synced with.
 
     ``has_moved`` is true if the parameter has moved since its last sync, or may have. ``is_sent``
     is true if it is part of the sync in flight, or was part of the last one.

@@ -188,8 +188,8 @@ class Anchors:
 
     def catch_up(self, engine: Engine, is_new: bool) -> bool:
         """Copy anchors from a rank that is ahead. On a rank that is new or lacks a sync, the
-        parameters of the exchanged fragments become their anchors, without residuals; others keep
-        what they moved.
+        parameters of the fragments that were synced become their anchors, without residuals; others
+        keep what they moved.
 
         Returns whether any became its anchor.
         """
@@ -201,12 +201,12 @@ class Anchors:
         tensors = [counts, *(bucket.anchors for bucket in self.buckets), *means, *moments]
         count = -1 if is_new else self.applied_syncs
         copied = copy_from_rank_ahead(
-            engine.comm, engine.device, tensors, count, len(groups), "exchange"
+            engine.comm, engine.device, tensors, count, len(groups), "sync"
         )
         if copied is None or not copied[1]:
             return False
         with defer_signals():
-            engine.damage = "rebind() was interrupted while it wrote an exchange of another rank"
+            engine.damage = "rebind() was interrupted while it wrote a sync of another rank"
             write_tensors(tensors, copied[1])
             for group, step in zip(groups, counts.tolist(), strict=True):
                 if is_new or group["step"] != step:

@@ -168,7 +168,7 @@ class RunningSync:
 class FragmentSync:
     """Anchors, and the sync of their fragments, one at a time.
 
-    ``LocalSteps`` adds fragments to those that are ``due``. ``prepare_sync`` begins their exchange,
+    ``LocalSteps`` adds fragments to those that are ``due``. ``prepare_sync`` begins their sync,
     which backward polls where there is a delay, and ``perform_sync`` ends it: it is applied on all
     ranks, or on none. If it fails, or ``cancel`` gives it up (in a rebind), its fragments are due
     again.
@@ -295,7 +295,7 @@ class FragmentSync:
         options, is_lost = engine.option_groups[0], running.is_lost
         is_late = running.apply_at > 0 and not is_lost
         moved = [x for b in buckets for x in b.view_sent(b.moved_since())] if is_late else []
-        engine.damage = f"the exchange before step {engine.steps + 1} was interrupted"
+        engine.damage = f"the sync before step {engine.steps + 1} was interrupted"
         progress = outer_progress(options, mean.steps, mean.seconds)
         by_time = options["round_seconds"] is not None
         step = counts.mean_step + mean.steps if by_time else options["step"]
@@ -418,12 +418,12 @@ class FragmentSync:
         """Return what raises, on all ranks, if a rank could not begin or ranks differ; it asks them
         why. Raises if one lacks a sync.
         """
-        exchanges, settings, values, *contributions, _, sums = rows.unbind(1)
+        syncs, settings, values, *contributions, _, sums = rows.unbind(1)
         if contributions[-1].any():  # has_failed
             return self._raise_failure
-        if (exchanges != exchanges[0]).any():
+        if (syncs != syncs[0]).any():
             raise CommunicationError(
-                f"rank {int(exchanges.argmin())} lacks an exchange that others have applied: call "
+                f"rank {int(syncs.argmin())} lacks a sync that others have applied: call "
                 "rebind() on all ranks"
             )
         compared = values[values != 0]
