@@ -123,11 +123,6 @@ class Reducer(Protocol):
         part of gradient plus residual that was not sent. The other residuals stay.
         """
 
-    def state_to_commit(self, i: int) -> dict[str, Tensor]:
-        """Return state of tensor i beside its residual, by name: the values to commit if the step
-        is applied.
-        """
-
 
 class ShardReducer(Reducer, Protocol):
     """A reducer whose average a sharded update reads."""
@@ -231,9 +226,6 @@ class OwnerReducer:
 
     def read_owned_averages(self, dtype: torch.dtype) -> list[Tensor]:
         return self.ops.expand_average(self.bucket, self.values, self.positions, dtype)
-
-    def state_to_commit(self, i: int) -> dict[str, Tensor]:
-        return {}
 
 
 class ReduceScatterReducer(OwnerReducer):
@@ -363,9 +355,6 @@ class AllReduceReducer:
         self.bucket.cache["has_residual"] = remains or (
             self.sends_residuals and not all(have_gradients)
         )
-
-    def state_to_commit(self, i: int) -> dict[str, Tensor]:
-        return {}
 
 
 # The step of a bucket: backends have fused implementations of ``step_adamw`` and ``step_adams``.

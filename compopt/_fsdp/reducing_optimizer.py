@@ -15,7 +15,7 @@ from .._state.layouts import GlobalShape, Layout, LocalShape, Sharded
 from .._state.residuals import Residuals, residual_layout
 from .._wire.collectives import connect
 from .._wire.meshes import is_sharded_over
-from .fsdp_backward import FSDPBackward, PendingResidual
+from .fsdp_backward import FSDPBackward, PendingState
 
 GatherDtype = torch.dtype | Literal["int8"] | None
 
@@ -47,9 +47,7 @@ class ReducingOptimizer(CompressedOptimizer):
         layout = GlobalShape if self.replaces_reduce_scatter else LocalShape
         return residual_layout(layout(dtype, compressed_only=compressed_only), self.residual_dtype)
 
-    def write_residual(
-        self, bucket: Bucket, i: int, pending: PendingResidual, factor: float
-    ) -> None:
+    def write_residual(self, bucket: Bucket, i: int, pending: PendingState, factor: float) -> None:
         """Write the residual of tensor i when a step inside FSDP2 is applied.
 
         ``factor``, which clipped the average, is ignored here: all that was sent counts as sent.

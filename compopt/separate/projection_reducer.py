@@ -21,6 +21,7 @@ from .._ops.norms import stacked_squared_norms
 from .._ops.operations import Ops
 from .._state.bucket import Bucket
 from .._state.masks import Mask
+from .._state.next_state import NextValues, commit_next
 from .._state.residuals import Residuals
 from .._state.tensors import upload
 from .._wire.payload import Payload
@@ -121,8 +122,8 @@ class ProjectionReducer:
         if self.is_tracked:
             parts = [stack.mean for stack in self.stacks]
             sizes = [stack.projection.m for stack in self.stacks]
-            for stack, Q in zip(self.stacks, self._orthonormalize(parts, sizes, 0), strict=True):
-                stack.next_Q = Q
+            bases = zip(self.stacks, self._orthonormalize(parts, sizes, 0), strict=True)
+            self.bucket.next["basis"] = [NextValues(stack.indices, Q) for stack, Q in bases]
         if dense_reducer is not None and dense_reducer.sent_dense:
             yield from dense_reducer.reduce()
         return mean
@@ -277,12 +278,6 @@ class ProjectionReducer:
         for stack in self.stacks_with_gradients(have_gradients):
             keep_unsent(stack, 1.0)
 
-    def state_to_commit(self, i: int) -> dict[str, Tensor]:
-        stack = self.stack_of.get(i)
-        if stack is None or not self.is_tracked:
-            return {}
-        return {"basis": stack.next_Q[i - stack.indices[0]]}
-
     # Under DDP: the commit of unsharded tensors
 
     def stacks_with_gradients(self, have_gradients: Sequence[bool]) -> Iterator[ProjectedStack]:
@@ -317,35 +312,21 @@ class ProjectionReducer:
                 torch._foreach_add_(residuals, errors, alpha=factor)
 
     def commit_state(self, have_gradients: list[bool], factor: float) -> None:
-        """Reset residuals where they are due, store the next bases, and report the cosines."""
-        bucket, group = self.bucket, self.bucket.group
+        """Reset residuals where they are due, commit the next bases, and report the cosines."""
+        bucket, group, inputs = self.bucket, self.bucket.group, self.inputs
         if is_reset_step(group, group["step"] + 1):
             Residuals(bucket).clear()
+        commit_next(bucket, have_gradients)
         if self.is_tracked:
-            self._store_bases(have_gradients)
+            updated = (bucket.model_params[i] for i in self.stack_of if have_gradients[i])
+            inputs.params_with_basis.update(updated)
         remains = not all(have_gradients) or (self.dense_sends_residuals and factor != 1)
         bucket.cache["has_residual"] = bool(self.stacks) or (bucket.has_residual and remains)
-        if self.inputs.on_cosines:
+        if inputs.on_cosines:
             cosines = self.mean.parts[-1].tolist()  # means over ranks
-            self.inputs.on_cosines(
+            inputs.on_cosines(
                 {bucket.params[i]: cosines[i] for i in self.stack_of if have_gradients[i]}
             )
-
-    def _store_bases(self, have_gradients: list[bool]) -> None:
-        """Keep the bases of the next step, of tensors that any rank has a gradient of."""
-        state, old, new = self.bucket.state["basis"], [], []
-        for stack in self.stacks:
-            updated = [i for i in stack.indices if have_gradients[i]]
-            if len(updated) == len(stack.indices) and stack.Q_is_state:
-                old.append(stack.Q)
-                new.append(stack.next_Q)
-                continue
-            Qs = [stack.next_Q[i - stack.indices[0]] for i in updated]
-            old += [state[i].view(Q.shape) for i, Q in zip(updated, Qs, strict=True)]
-            new += Qs
-            self.inputs.params_with_basis.update(self.bucket.model_params[i] for i in updated)
-        if old:
-            torch._foreach_copy_(old, new)
 
     # For fused implementations of lines 4 and 5 with AdamW
 

@@ -49,9 +49,9 @@ class ProjectedStack:
     ``indices``: their places in the bucket. ``grads``: this rank's gradients, None where there is
     none. ``residual``: their residuals, which ``keep_unsent`` writes. ``R``: the random or
     orthonormal columns, (k, d, r), or (k, blocks, d, r). ``Q``: the basis of a tracked projection,
-    (k, m, r), a view of the state if ``Q_is_state``; ``next_Q``: that of the next step. ``sent``:
-    what this rank sends of p, as it lies in the payload; after the exchange, as the others have
-    received it. ``mean``: the average of p, likewise. Tensors are empty until they are computed.
+    (k, m, r). ``sent``: what this rank sends of p, as it lies in the payload; after the exchange,
+    as the others have received it. ``mean``: the average of p, as it lies in the payload. Tensors
+    are empty until they are computed.
     """
 
     indices: range
@@ -59,8 +59,6 @@ class ProjectedStack:
     grads: list[Tensor | None]
     residual: ResidualStack
     Q: Tensor = UNSET
-    Q_is_state: bool = False
-    next_Q: Tensor = UNSET
     R: Tensor = UNSET
     sent: Tensor = UNSET
     mean: Tensor = UNSET
