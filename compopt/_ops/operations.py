@@ -384,12 +384,20 @@ class Ops:
     def read_union(
         self, bits: Tensor, values: Tensor, at: Tensor, union: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the positions of all set bits (``union``, if known), ascending, int64, and a
-        number for each: these values where they are ``at``, with zeros elsewhere or not, and 0.
+        """Return the positions of all set bits (``union``, if known), ascending, int64, and for
+        each the value that is ``at`` it, 0 if there is none.
         """
         positions = find_positions(bits) if union is None else union
-        memory = self.scratch(values, 8 * len(bits), use="x").index_fill_(0, positions, 0)
-        return positions, memory.scatter_(0, at, values).index_select(0, positions)
+        return positions, self.look_up(positions, values, at, len(bits))
+
+    def look_up(self, wanted: Tensor, values: Tensor, at: Tensor, mask_bytes: int) -> Tensor:
+        """Return for each position in a mask the value that is ``at`` it, 0 if there is none."""
+        found = self.mask_scratch(values, mask_bytes).index_fill_(0, wanted, 0)
+        return found.scatter_(0, at, values).index_select(0, wanted)
+
+    def mask_scratch(self, like: Tensor, mask_bytes: int) -> Tensor:
+        """Return memory for a number for each bit of a mask; contents are undefined."""
+        return self.scratch(like, 8 * mask_bytes, use="mask")
 
 
 # Whether gradients are finite
