@@ -27,7 +27,9 @@ from torch import Tensor
 
 from .._engine.engine import Engine
 from .._engine.exchange import BucketExchange, ExchangeInputs
+from .._engine.options import RATES, Group
 from .._engine.reducer import Reducer, Update
+from .._engine.settings import check_changed_options
 from .._ops.norms import clip_factor, stacked_squared_norms
 from .._ops.operations import Ops
 from .._state.bucket import Bucket
@@ -263,6 +265,7 @@ class FSDPBackward:
         self._units: dict[tuple[Tensor, ...], FSDPUnit] = {}
         self._bucket_count = 0
         self._backward_number = -1  # of the running backward
+        self._valid_options = self._read_options()
 
     @property
     def phase(self) -> Phase:
@@ -311,8 +314,8 @@ class FSDPBackward:
         if backward != self._backward_number:
             self._backward_number = backward
             self.finish()  # reductions of a backward that raised
-            self.engine.method.apply_changed_options()
             self._discard_unapplied()
+            self._apply_changed_options()
         buckets = self._buckets_of(params, key, rows.dtype)
         self._advance_all()
         for bucket in buckets:
@@ -325,6 +328,25 @@ class FSDPBackward:
         self._take_ended()
         if blocking or any(p.grad is not None for p in key):
             self.finish()
+
+    def _read_options(self) -> list[tuple[Group, Group]]:
+        """Return all groups, with their options that decide what is sent."""
+        groups = [group for _, groups, _ in self.engine.method._compared_groups for group in groups]
+        kept = RATES | {"params", "step"}
+        return [(group, {n: group[n] for n in group.keys() - kept}) for group in groups]
+
+    def _apply_changed_options(self) -> None:
+        """Apply options that were changed since the last backward. Where they are not valid they
+        are set back, because other ranks wait for this one's gradients; ``step()`` raises why.
+        """
+        try:
+            check_changed_options(self.engine)
+        except (TypeError, ValueError) as error:
+            self.error = self.error or error
+            for group, options in self._valid_options:
+                group.update(options)
+        self.engine.method.apply_changed_options()
+        self._valid_options = self._read_options()
 
     def _reduce_bucket(self, bucket: Any, rows: Tensor, out: Tensor) -> RequestGenerator[None]:
         """Average the gradients of one bucket, from ``rows`` into ``out``."""

@@ -28,7 +28,6 @@ from .._wire.payload import (
 )
 from .blocks import BlockCodec
 from .layouts import Int8Blocks, Layout, Sharded, TensorInfo
-from .next_state import NextState
 from .offload import Offload
 from .shards import ShardLayout
 from .tensors import (
@@ -101,8 +100,8 @@ class Bucket:
         self.storage_version = 0
         # Stacks of state, and the version in which they are views of it.
         self._stacks: dict[tuple[str, int, int], tuple[int, Tensor]] = {}
-        # State that the running step has computed, and not committed yet (see ``next_state``).
-        self.next: NextState = {}
+        # New state that the running step has not committed yet: ``NextValues``, by name.
+        self.next: dict[str, list[tuple[Sequence[int], Tensor, bool]]] = {}
         # The steps each tensor has taken: ``state["step"]`` as a vector.
         self.step_counts: Tensor | None = None
         # The optimizer's state of each tensor, which shows the views.

@@ -13,13 +13,12 @@ Inside FSDP2 backward computes new state, and ``step()`` agrees. Between the two
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .bucket import Bucket
+from .bucket import Bucket
 
 
 class NextValues(NamedTuple):
@@ -32,9 +31,6 @@ class NextValues(NamedTuple):
     indices: Sequence[int]
     values: Tensor
     may_swap: bool = False
-
-
-NextState = dict[str, list[NextValues]]  # by the name of the state
 
 
 def commit_next(bucket: Bucket, have_gradients: Sequence[bool]) -> None:
@@ -64,14 +60,15 @@ def commit_next(bucket: Bucket, have_gradients: Sequence[bool]) -> None:
 def read_next(bucket: Bucket, i: int) -> dict[str, Tensor]:
     """Return the new values of tensor i, by the name of the state."""
     return {
-        name: _cut(bucket, name, part.indices, part.values)[part.indices.index(i)]
+        name: _cut(bucket, name, indices, values)[indices.index(i)]
         for name, parts in bucket.next.items()
-        for part in parts
-        if i in part.indices
+        for indices, values, _ in parts
+        if i in indices
     }
 
 
 def _cut(bucket: Bucket, name: str, indices: Sequence[int], values: Tensor) -> Sequence[Tensor]:
     if values.dim() > 1:
         return values.unbind()
-    return values.split([bucket.sizes[name][i] for i in indices])
+    parts: Sequence[Tensor] = values.split([bucket.sizes[name][i] for i in indices])
+    return parts

@@ -149,7 +149,16 @@ def fails_otherwise(rank: int) -> dict[str, str]:
     results["option"] = catch_message(ValueError, optimizer.step)
     group["lr"] = lr
     optimizer.step()
-    results["steps"] = str(optimizer._engine.steps)
+    optimizer.zero_grad()
+    if rank == 1:  # before the backward, which needs it
+        group["rank"] = "x"
+    loss(model, 2, rank, torch.float32).backward()
+    error = ValueError if rank == 1 else compopt.CommunicationError
+    results["needed"] = catch_message(error, optimizer.step)
+    optimizer.zero_grad()
+    loss(model, 2, rank, torch.float32).backward()
+    optimizer.step()
+    results["steps"], results["rank"] = str(optimizer._engine.steps), group["rank"]
     return results
 
 
@@ -157,4 +166,5 @@ def test_all_ranks_raise_when_one_has_other_gradients_or_cannot_begin_its_step()
     for results in run_ranks(fails_otherwise, 2):
         assert "set_reduce_scatter_unused_params(True)" in results["unused"]
         assert "lr" in results["option"] and "'x'" in results["option"]
-        assert results["steps"] == "1"
+        assert "rank must be" in results["needed"] and "'x'" in results["needed"], results["needed"]
+        assert results["steps"] == "2" and results["rank"] == 4
