@@ -2,8 +2,7 @@
 
 ``ProjectionReducer`` reduces a bucket. A tensor is sent dense, or with the stack of its neighbours
 that have the same projection. Its part of a payload holds what this rank sends of it, and after the
-exchange the average over ranks. Lines are those of Algorithm 1, see ``compopt.separate``, unless
-a docstring says that they are a tracked projection's, see ``stacks``, where the arithmetic is.
+exchange the average over ranks. Lines are those of ``stacks``, where the arithmetic is.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class Factored(NamedTuple):
 
 
 class ProjectionReducer:
-    """Lines 1 to 5 of Algorithm 1, for all tensors of one bucket."""
+    """Does lines 1 to 6 for all tensors of one bucket."""
 
     def __init__(self, bucket: Bucket, ops: Ops, inputs: ReducerInputs):
         self.bucket, self.ops, self.inputs = bucket, ops, inputs
@@ -96,7 +95,7 @@ class ProjectionReducer:
         return "projected" if self.stacks else "dense"
 
     def reduce(self) -> RequestGenerator[Payload]:
-        """Do lines 1 to 3. Tracked tensors exchange P first, and compute the next basis from p."""
+        """Do lines 1 to 3, and for tracked tensors 6, which gives the bases of the next step."""
         dense_reducer = self.dense_reducer
         if dense_reducer is not None and not self.stacks:
             self.mean = yield from dense_reducer.reduce()
@@ -129,7 +128,7 @@ class ProjectionReducer:
         return mean
 
     def _exchange_P(self) -> RequestGenerator[Payload]:
-        """Do lines 1 and 2 of a tracked projection: compute R. Return the averaged payload."""
+        """Do lines 1, 2a and 2b: compute R. Return the averaged payload."""
         lengths = [0] * len(self.bucket.params)
         for i, stack in self.stack_of.items():
             lengths[i] = stack.projection.d * stack.projection.r
@@ -137,9 +136,9 @@ class ProjectionReducer:
         payload = self.bucket.make_payload(lengths, dtype, use=1)
         parts = self._parts_of(payload, payload.unrounded_body)
         self._multiply([stack.Q for stack in self.stacks], parts, makes_P=True, payload=payload)
-        mean: Payload = yield AllReduceMean(payload.round(), has_next=True)  # line 1
+        mean: Payload = yield AllReduceMean(payload.round(), has_next=True)  # line 2a
         parts, sizes = self._parts_of(mean, mean.body), [x.projection.d for x in self.stacks]
-        columns = self._orthonormalize(parts, sizes, use=1)  # line 2
+        columns = self._orthonormalize(parts, sizes, use=1)  # line 2b
         for stack, R in zip(self.stacks, columns, strict=True):
             stack.R = R
         return mean
@@ -179,8 +178,8 @@ class ProjectionReducer:
             torch._foreach_sub_(sent, self._parts_of(mean, errors))
 
     def draw_random_columns(self) -> None:
-        """Do line 2 of a Gaussian projection: draw R, which is valid until matrices of another
-        bucket are drawn. Tracked columns stay as ``_exchange_P`` has computed them.
+        """Draw R for line 2, which is valid until matrices of another bucket are drawn. Tracked
+        columns stay as ``_exchange_P`` has computed them.
         """
         self.inputs.draw_random_columns(self.stacks)
 
@@ -192,7 +191,7 @@ class ProjectionReducer:
         return list(memory.split_with_sizes(sizes)[1::2])
 
     def _encode(self, mean_of_P: Payload | None) -> Payload:
-        """Do lines 1 and 2: make the bucket's payload.
+        """Do lines 1 and 2, or 2c: make the bucket's payload.
 
         Its header and control fields are copied from ``mean_of_P``, the average of the first
         exchange.
