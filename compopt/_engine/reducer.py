@@ -380,10 +380,10 @@ def step_by_average(
 
 
 def step_adamw(bucket: Bucket, ops: Ops, reducer: AllReduceReducer) -> None:
-    """Do ``step_by_average`` with AdamW."""
+    """Update a bucket by AdamW: see ``step_by_average``."""
     step_by_average(bucket, ops, reducer, AdamWUpdate(ops))
 
 
 def step_adams(bucket: Bucket, ops: Ops, reducer: AllReduceReducer) -> None:
-    """Do ``step_by_average`` with AdamS."""
+    """Update a bucket by AdamS: see ``step_by_average``."""
     step_by_average(bucket, ops, reducer, AdamSUpdate(ops))

@@ -22,7 +22,7 @@ from .._state.bucket import Bucket
 from .._state.masks import Mask, Tensors
 from .._state.residuals import Residuals
 from .._wire.codec import PAYLOAD_CODECS
-from .._wire.payload import CACHE_ELEMENTS, Payload, Scratch, block_size
+from .._wire.payload import CACHE_ELEMENTS, Payload, Scratch, choose_block_size
 from .._wire.requests import RequestGenerator, RunBatched
 from .._wire.warning import warn_on_rank_0
 from . import reference
@@ -343,7 +343,7 @@ class Ops:
             return reference.adams_(w, g, m, float(step), clip=clip, **hyper)
         hyper |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
         # separate memory: g may be scratch memory too
-        block = block_size(CACHE_ELEMENTS, m.view(-1))
+        block = choose_block_size(m.view(-1), on_cpu=CACHE_ELEMENTS)
         square = self.scratch(m, min(block, m.numel()), use="square")
         for w_, g_, m_ in zip(*(x.view(-1).split(block) for x in (w, g, m)), strict=True):
             v = torch.mul(m_, m_, out=square[: m_.numel()])

@@ -24,7 +24,7 @@ from .._wire.payload import (
     Payload,
     PayloadDtype,
     Scratch,
-    block_size,
+    choose_block_size,
 )
 from .blocks import BlockCodec
 from .layouts import Int8Blocks, Layout, Sharded, TensorInfo
@@ -375,7 +375,7 @@ class Bucket:
             info = self.get_tensor_info(i)
             part = self.layouts["master"].cut_shard(to_local(self.params[i].detach()), info)
             values = part.reshape(-1)
-            size = block_size(CACHE_ELEMENTS, values)
+            size = choose_block_size(values, on_cpu=CACHE_ELEMENTS)
             blocks = zip(master.view(-1).split(size), values.split(size), strict=True)
             for block, new in blocks:
                 value = new.to(block.device)
