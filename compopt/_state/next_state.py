@@ -44,7 +44,7 @@ def commit_next(bucket: Bucket, have_gradients: Sequence[bool]) -> None:
                 bucket.store_state(name, values)
                 continue
             stored = bucket.state[name]
-            is_whole = values.dim() > 1 and all(have_gradients[i] for i in indices)
+            is_whole = values.dim() > 1 and all(map(have_gradients.__getitem__, indices))
             if is_whole and (stack := bucket.view_stack(name, indices)) is not None:
                 old.append(stack.view(values.shape))
                 new.append(values)

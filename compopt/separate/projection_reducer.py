@@ -317,7 +317,7 @@ class ProjectionReducer:
             Residuals(bucket).clear()
         commit_next(bucket, have_gradients)
         if self.is_tracked:
-            updated = (bucket.model_params[i] for i in self.stack_of if have_gradients[i])
+            updated = [bucket.model_params[i] for i in self.stack_of if have_gradients[i]]
             inputs.params_with_basis.update(updated)
         remains = not all(have_gradients) or (self.dense_sends_residuals and factor != 1)
         bucket.cache["has_residual"] = bool(self.stacks) or (bucket.has_residual and remains)
