@@ -18,7 +18,7 @@ average by NaN, and says so in ``step()``: all ranks raise, and nothing is appli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,9 +90,6 @@ class PendingState:
 
 # of parameters whose gradients a backward has reduced
 PendingStates = dict[Tensor, PendingState]
-# writes the residual of tensor i of a bucket, and puts other new state into ``bucket.next``; the
-# factor has clipped the average
-WriteResidual = Callable[[Bucket, int, PendingState, float], None]
 
 
 class ReduceScatterBucket(Bucket):
@@ -241,20 +238,10 @@ class FSDPUnit:
 
 
 class FSDPBackward:
-    """The optimizer's part in FSDP2's backward: it compresses and averages gradients.
+    """The optimizer's part in FSDP2's backward: it compresses and averages gradients."""
 
-    ``make_reducer`` makes the reducer of a bucket. ``write_residual`` writes a residual when a step
-    is applied.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        make_reducer: Callable[[Bucket], Reducer],
-        write_residual: WriteResidual,
-    ):
-        self.engine, self.make_reducer = engine, make_reducer
-        self.write_residual = write_residual
+    def __init__(self, engine: Engine):
+        self.engine = engine
         # kept when state is laid out again between backward and step(), which has to commit it
         self.pending_states: PendingStates = {}
         # the buckets that backward has reduced since the last step, with their phases
@@ -266,6 +253,11 @@ class FSDPBackward:
         self._bucket_count = 0
         self._backward_number = -1  # of the running backward
         self._valid_options = self._read_options()
+
+    @property
+    def method(self) -> Any:
+        """The ``ReducingOptimizer``; its file imports this one."""
+        return self.engine.method
 
     @property
     def phase(self) -> Phase:
@@ -331,7 +323,7 @@ class FSDPBackward:
 
     def _read_options(self) -> list[tuple[Group, Group]]:
         """Return all groups, with their options that decide what is sent."""
-        groups = [group for _, groups, _ in self.engine.method._compared_groups for group in groups]
+        groups = [group for _, groups, _ in self.method._compared_groups for group in groups]
         kept = RATES | {"params", "step"}
         return [(group, {n: group[n] for n in group.keys() - kept}) for group in groups]
 
@@ -345,13 +337,13 @@ class FSDPBackward:
             self.error = self.error or error
             for group, options in self._valid_options:
                 group.update(options)
-        self.engine.method.apply_changed_options()
+        self.method.apply_changed_options()
         self._valid_options = self._read_options()
 
     def _reduce_bucket(self, bucket: Any, rows: Tensor, out: Tensor) -> RequestGenerator[None]:
         """Average the gradients of one bucket, from ``rows`` into ``out``."""
         bucket.load_rows(rows, self.pending_states)
-        reducer = self.make_reducer(bucket)
+        reducer: Reducer = self.method.make_reducer(bucket)
         self.buckets_since_step[bucket.index] = bucket, reducer.phase
         mean = yield from reducer.reduce()
         if bucket.withholds_gradients:
@@ -373,7 +365,7 @@ class FSDPBackward:
                     i = next(i for i, other in enumerate(bucket.params) if other is p)
                     positions[n] = bucket, i
             self._units[key] = FSDPUnit(pieces, positions)
-        unit, needs_matrix = self._units[key], self.engine.method.reduces_as_matrix
+        unit, needs_matrix = self._units[key], self.method.reduces_as_matrix
         positions = unit.bucket_positions
         as_matrix = [position is not None and needs_matrix(*position) for position in positions]
         if unit.as_matrix != as_matrix:
@@ -464,7 +456,7 @@ class FSDPBackward:
         # norm 0: the averaged gradients were zeroed before step(), so residuals stay
         if pending is not None and norm > 0:
             factor = clip_factor(norm, bucket.group["max_grad_norm"])
-            self.write_residual(bucket, i, pending, factor)
+            self.method.write_residual(bucket, i, pending, factor)
 
 
 class PendingReduction(BucketExchange):

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import torch
 
-from .._engine.engine import weak_method
 from .._engine.optimizer import CompressedOptimizer
 from .._engine.options import Setting
 from .._engine.reducer import Reducer
@@ -48,7 +47,8 @@ class ReducingOptimizer(CompressedOptimizer):
         return residual_layout(layout(dtype, compressed_only=compressed_only), self.residual_dtype)
 
     def write_residual(self, bucket: Bucket, i: int, pending: PendingState, factor: float) -> None:
-        """Write the residual of tensor i when a step inside FSDP2 is applied.
+        """Write the residual of tensor i when a step inside FSDP2 is applied, and put other new
+        state into ``bucket.next``.
 
         ``factor``, which clipped the average, is ignored here: all that was sent counts as sent.
         (With projections the clip changes the residual: see ``ProjectingOptimizer``.)
@@ -102,8 +102,6 @@ class ReducingOptimizer(CompressedOptimizer):
     def after_layout(self) -> None:
         super().after_layout()
         if self.replaces_reduce_scatter and self.fsdp_backward is None:
-            self.fsdp_backward = FSDPBackward(
-                self._engine, weak_method(self.make_reducer), weak_method(self.write_residual)
-            )
+            self.fsdp_backward = FSDPBackward(self._engine)
         if self.fsdp_backward is not None:
             self.fsdp_backward.forget_units()

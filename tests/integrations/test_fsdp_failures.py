@@ -27,17 +27,18 @@ class Fails:
     """Make this rank's next reduction fail before its request number ``at``, once; None: when it is written."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, at: int | None):
-        self.inside, self.at, self.has_failed = optimizer.fsdp_backward, at, False
-        self.make_reducer, self.write_shard = self.inside.make_reducer, ReduceScatterBucket.write_shard
+        self.optimizer, self.at, self.has_failed = optimizer, at, False
+        self.make_reducer, self.write_shard = optimizer.make_reducer, ReduceScatterBucket.write_shard
 
     def __enter__(self) -> None:
         if self.at is None:
             ReduceScatterBucket.write_shard = self.fail
         else:
-            self.inside.make_reducer = self.make
+            self.optimizer.make_reducer = self.make
 
     def __exit__(self, *_: object) -> None:
-        self.inside.make_reducer, ReduceScatterBucket.write_shard = self.make_reducer, self.write_shard
+        vars(self.optimizer).pop("make_reducer", None)
+        ReduceScatterBucket.write_shard = self.write_shard
         assert self.has_failed
 
     def fail(self, *_: object) -> None:
