@@ -154,8 +154,7 @@ def warn_of_missing_state(engine: Engine, buckets: Sequence[Bucket] = ()) -> Non
         engine.warned.add("saving")
         warn(
             f"this state dict of {engine.name} is incomplete: {', and '.join(missing)}. Call "
-            "consolidate_state() on all ranks before rank 0 saves.",
-            0,  # warn on this rank, whatever its number
+            "consolidate_state() on all ranks before rank 0 saves."
         )
 
 
@@ -404,6 +403,5 @@ def warn_of_lost_residuals(engine: Engine, source: str, states: Iterable[Tensor]
         warn(
             f"this checkpoint holds the residuals of {source} and is loaded on rank "
             f"{comm.rank} of {comm.size}: those of the other ranks are lost. Call "
-            "consolidate_state() on all ranks before saving.",
-            rank=0,
+            "consolidate_state() on all ranks before saving."
         )

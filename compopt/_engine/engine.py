@@ -31,7 +31,7 @@ from .._wire.codec import PAYLOAD_CODECS
 from .._wire.collectives import Communicator, connect, is_outdated
 from .._wire.launch import ProcessGroup, count_launched_ranks, get_rank
 from .._wire.meshes import get_replicate_size, make_shard_communicators
-from .._wire.warning import warn
+from .._wire.warning import warn, warn_on_rank_0
 from .decision import StepDecision
 from .method import Method
 from .options import Group, OptionSnapshot
@@ -89,7 +89,7 @@ class Engine:
         self.warned: set[str] = set()  # keys of warnings and lines that were shown
 
         # the other ranks
-        self.group = group
+        self.process_group = group
         self.connection: Communicator | None = None
         # no other ranks, and no ``simulate``: steps are the base optimizer's
         self.sends_nothing = False
@@ -190,10 +190,15 @@ class Engine:
         self.warned.add(key)
         return is_first
 
-    def warn_once(self, key: str, message: str, rank: int) -> None:
-        """Warn at the first call with ``key``, if ``rank`` is 0."""
+    def warn_once(self, key: str, message: str) -> None:
+        """Warn on this rank at the first call with ``key``."""
         if self.claim_first(key):
-            warn(message, rank)
+            warn(message)
+
+    def warn_once_on_rank_0(self, key: str, message: str) -> None:
+        """Warn at the first call with ``key``, if this rank is the first."""
+        if self.claim_first(key):
+            warn_on_rank_0(message, self.comm.rank)
 
     def check_has_shards(self) -> None:
         """Raise RuntimeError if a ``rebind`` failed before this rank had its shards."""
@@ -421,7 +426,7 @@ class Engine:
         if self.connection is None:
             is_wrapped = self.role is Role.WRAPPED
             self.connection = (
-                Communicator(single_process=True) if is_wrapped else connect(self.group)
+                Communicator(single_process=True) if is_wrapped else connect(self.process_group)
             )
             self.connection.on_wait = self.waits.add_wait
         return self.connection
@@ -436,7 +441,7 @@ class Engine:
         connection = self.connection
         if connection is None:
             return self.comm
-        follows_default = self.group is None and self.role is not Role.WRAPPED
+        follows_default = self.process_group is None and self.role is not Role.WRAPPED
         if follows_default and is_outdated(connection):
             self.settle_state()
             self.overlap.discard()
@@ -452,7 +457,7 @@ class Engine:
         """
         comm = self.refresh_ranks()
         comm.check_unchanged()
-        if comm.size == 1 and self.group is None and self.role is not Role.WRAPPED:
+        if comm.size == 1 and self.process_group is None and self.role is not Role.WRAPPED:
             self._warn_if_not_connected()
         sends_nothing = comm.size == 1 and not self.method.simulate
         if sends_nothing != self.sends_nothing:
@@ -464,9 +469,8 @@ class Engine:
         return comm
 
     def _warn_if_not_connected(self) -> None:
-        if (size := count_launched_ranks()) > 1:
-            self.warn_once(
-                "missing group",
+        if (size := count_launched_ranks()) > 1 and self.claim_first("missing group"):
+            warn_on_rank_0(
                 f"WORLD_SIZE is {size}, but torch.distributed is not initialized: every process "
                 "trains by itself, and nothing is averaged. Add this line before training: "
                 "torch.distributed.init_process_group()",
@@ -475,7 +479,7 @@ class Engine:
 
     def switch_group(self, group: ProcessGroup | Communicator | None) -> None:
         """Average over another group from now on."""
-        self.group, self.connection = group, None
+        self.process_group, self.connection = group, None
         self.build_buckets()
 
     def begin_rebind(self) -> int:

@@ -200,10 +200,10 @@ class BucketExchange:
         self.close()
 
     def close(self) -> None:
-        """Close the generator."""
+        """Close the generator, and drop the state that it has not committed."""
         if self._generator is not None:
             self._generator.close()
-            self._generator = None
+            self._generator, self.bucket.next = None, {}
 
     # A generator that raises before ``Agree`` is closed. A new one, which sees no gradients, is
     # brought to the same request by the answers so far.

@@ -195,13 +195,12 @@ def _report_equal_gradients(engine: Engine, comm: Communicator) -> None:
             "replicate() does, use DistributedDataParallel in its place; if the data is the same, "
             "give each rank its own (on CPUs by Accelerator(cpu=True), or the Trainer's use_cpu)."
         )
-    engine.warn_once(
+    engine.warn_once_on_rank_0(
         "same data",
         f"all {comm.size} ranks hold bit-identical gradients: they train on the same data, and "
         "learn no more than a single one. Likely causes: no DistributedSampler, or the same "
         "random seed on all ranks. Give each rank its own data, by DataLoader(dataset, "
         "sampler=DistributedSampler(dataset)) or by a seed that depends on the rank.",
-        comm.rank,
     )
 
 
@@ -222,7 +221,6 @@ def warn_without_gradients(engine: Engine, step: int, consequence: str) -> None:
         "no gradients",
         f"rank {engine.comm.rank} had no gradients in step {step}: it {consequence}. Call "
         "backward() on every rank before step().",
-        0,  # warn on this rank, whatever its number
     )
 
 

@@ -335,11 +335,12 @@ class CompressedOptimizer(Method):
         return saved
 
     def _make_state_dict(self) -> dict[str, Any]:
-        saved = self._saved()
+        """Return all that ``state_dict()`` saves; warn if state of other ranks is missing."""
+        saved = self._save_without_hooks()
         checkpoint.warn_of_missing_state(self._engine)
         return saved
 
-    def _saved(self) -> dict[str, Any]:
+    def _save_without_hooks(self) -> dict[str, Any]:
         checkpoint.settle_for_saving(self._engine)
         self.apply_changed_options()
         with checkpoint.without_hooks(self):  # they are given the complete state dict
@@ -426,7 +427,7 @@ class CompressedOptimizer(Method):
 
     def __getstate__(self) -> dict[str, Any]:
         self._engine.check_has_shards()
-        if self._engine.group is not None:
+        if self._engine.process_group is not None:
             raise TypeError(
                 "an optimizer with a process_group cannot be pickled: save its state_dict() "
                 "instead."
@@ -465,5 +466,7 @@ class CompressedOptimizer(Method):
         self._engine.check_has_shards()
         checkpoint.settle_for_saving(self._engine)
         new = type(self).__new__(type(self))
-        new._restore_copy(copy.deepcopy(self._copyable_attributes(), memo), self._engine.group)
+        new._restore_copy(
+            copy.deepcopy(self._copyable_attributes(), memo), self._engine.process_group
+        )
         return new

@@ -106,13 +106,12 @@ class Step:
                 return None
             decision = self._exchange_buckets()
         if decision.resent:
-            engine.warn_once(
+            engine.warn_once_on_rank_0(
                 "stale gradients",
                 "gradients were changed between backward and step() (a clip, an unscale, another "
                 "backward?), so payloads sent during backward had to be sent again. From now on "
                 "nothing is sent before step(): clip with max_grad_norm= instead to keep "
                 "communication behind backward.",
-                self.comm.rank,
             )
         self._raise_if_failed(decision)
         return decision

@@ -247,13 +247,12 @@ def _warn_if_shared(group: Any, optimizer: CompressedOptimizer, params: set[Tens
         return
     others = list_parameters(other) - params
     if any(one.sharded_param in others for one in group.fsdp_params):
-        optimizer._engine.warn_once(
+        optimizer._engine.warn_once_on_rank_0(
             "shared module",
             "two optimizers of compopt share a module that fully_shard wraps. "
             f"{optimizer._engine.name}, which came last, averages its gradients, those of the "
             "other uncompressed: give all parameters of a module to one optimizer, in parameter "
             "groups or as compopt.Separate([first, second]).",
-            optimizer.comm.rank,
         )
 
 

@@ -341,11 +341,11 @@ class Wrapper(CompressedOptimizer):
 
     # Checkpoints
 
-    def _saved(self) -> dict[str, Any]:
+    def _save_without_hooks(self) -> dict[str, Any]:
         """Return the merged state dict, and under "base" what else the base's own holds."""
         self._take_changes()
         self._show_base_in_state()
-        saved, base_saved = super()._saved(), self.base.state_dict()
+        saved, base_saved = super()._save_without_hooks(), self.base.state_dict()
         for merged, group, wrapper_group in zip(
             saved["param_groups"], base_saved["param_groups"], self._wrapper_groups, strict=True
         ):

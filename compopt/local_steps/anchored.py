@@ -33,8 +33,8 @@ from .rounds import OpenRound, RoundCounts
 
 class AnchoredWrapper(Wrapper):
     """Wraps the optimizer of a rank's own steps, ``inner``, and keeps what outlives a step: anchors
-    with their exchange (``_sync``), and the counts of rounds. The subclass, ``LocalSteps``, takes
-    the steps, and calls ``_sync`` to exchange fragments; only this class replaces it.
+    with their sync (``_sync``), and the counts of rounds. The subclass, ``LocalSteps``, takes
+    the steps, and calls ``_sync`` to sync fragments; only this class replaces it.
 
     ``_make_outer``: makes the outer optimizer; None: SGD with Nesterov's momentum.
     """
@@ -154,7 +154,7 @@ class AnchoredWrapper(Wrapper):
     @property
     def round_is_open(self) -> bool:
         """True if parameters may differ from rank to rank: after a local step, until all fragments
-        have been exchanged, or ``end_round()`` is called.
+        have been synced, or ``end_round()`` is called.
         """
         sync = self._sync
         return sync is not None and (
@@ -219,8 +219,8 @@ class AnchoredWrapper(Wrapper):
         sync = self._sync
         fragment_of = {t.param: t.fragment for t in sync.anchors.tensors} if sync else {}
         fragments = [fragment_of.get(p, -1) for p in self._params]
-        exchanges = sync.anchors.applied_syncs if sync else -1
-        known = (counts.round, options["step"], counts.begun, counts.mean_step, exchanges)
+        syncs = sync.anchors.applied_syncs if sync else -1
+        known = (counts.round, options["step"], counts.begun, counts.mean_step, syncs)
         are_due = [sync is not None and n in sync.due for n in fragments]
         row = [sync is not None, *known, fragments, are_due]
         rows = gather_json(row, engine.device, engine.comm)
@@ -246,7 +246,7 @@ class AnchoredWrapper(Wrapper):
     # Checkpoints
 
     def _make_state_dict(self) -> dict[str, Any]:
-        saved = self._saved()
+        saved = self._save_without_hooks()
         if not self._options["dense_steps"]:
             for entry in saved["state"].values():
                 entry.pop("residual", None)
@@ -308,7 +308,7 @@ class AnchoredWrapper(Wrapper):
                 return None
             self._engine.connect_ranks()
             # a single process without a group may meet others before the next step
-            if self._engine.sends_nothing and self._engine.group is not None:
+            if self._engine.sends_nothing and self._engine.process_group is not None:
                 return saved
             if (sync := self._make_sync(options, saved.fragments)) is not None:
                 sync.connect()
@@ -332,8 +332,8 @@ class AnchoredWrapper(Wrapper):
             self._sync, self._counts = saved.sync, saved.counts
             for group in self._wrapper_groups:
                 group["step"] = saved.step
-            if saved.sync is not None and saved.exchange:
-                saved.sync.start(**saved.exchange)
+            if saved.sync is not None and saved.running:
+                saved.sync.start(**saved.running)
         if self._open_round is not None:
             self._open_round.update(False, self._counts.begun, self.comm)
         self._note_open_round()

@@ -101,7 +101,16 @@ SAY_IT_ALL = [  # they name the argument or the call, and what to write instead:
     " the parameters over the ranks",
     "before the optimizer sees it",
 ]
-TELLS = ("warn", "_warn_once", "warn_once", "post_note", "raise_told", "raise_problems")
+TELLS = (
+    "warn",
+    "warn_on_rank_0",
+    "_warn_once",
+    "warn_once",
+    "warn_once_on_rank_0",
+    "post_note",
+    "raise_told",
+    "raise_problems",
+)
 
 
 def texts(node: ast.AST) -> str:
@@ -119,7 +128,7 @@ def messages(path: Path) -> list[str]:
             continue
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
         if node in raised or name in TELLS or name.endswith("Error"):
-            results += [texts(arg) for arg in node.args[name == "warn_once" :]]  # its first is a key
+            results += [texts(arg) for arg in node.args[name.startswith("warn_once") :]]  # its first is a key
     return [message for message in results if message]
 
 
