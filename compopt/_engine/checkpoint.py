@@ -182,6 +182,23 @@ def _describe_missing_state(engine: Engine, buckets: Sequence[Bucket]) -> Iterat
 # Loading
 
 
+def drop_absent_values(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict without empty dicts in its entries.
+
+    torch puts one in the place of every name in ``state`` that a flattened state dict lacks.
+    """
+    state = state_dict.get("state")
+    if not isinstance(state, dict):
+        return state_dict
+    entries = {
+        key: {n: v for n, v in entry.items() if not (isinstance(v, dict) and not v)}
+        if isinstance(entry, dict)
+        else entry
+        for key, entry in state.items()
+    }
+    return {**state_dict, "state": entries}
+
+
 def load_state(engine: Engine, state_dict: dict[str, Any]) -> None:
     """Load all groups and tensors of ``state_dict`` into the engine, or none.
 

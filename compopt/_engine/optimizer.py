@@ -360,7 +360,7 @@ class CompressedOptimizer(Method):
         state_dict = state_dict.copy()  # as torch: hooks may change it
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        self._load_without_hooks(state_dict)
+        self._load_without_hooks(checkpoint.drop_absent_values(state_dict))
         self._engine.end_rebind()  # left by a rebind that failed
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)

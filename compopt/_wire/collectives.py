@@ -199,7 +199,7 @@ class Communicator:
             work = self._gather(description, rows, average)
 
             def decode() -> Payload:
-                mean.decode_mean(rows)
+                mean.payload.receive(mean, received, rows)
                 return mean.payload
 
             return PendingCollective(description, work, decode, has_next)

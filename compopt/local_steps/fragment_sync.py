@@ -201,7 +201,7 @@ class FragmentSync:
             comm, shards = comm.with_own_group(), [one.with_own_group() for one in shards]
         self.comm, self.shards, self._connection = comm, shards, engine.comm
         self.are_equal = False
-        self.anchors.note_shards(engine.shard_communicators)
+        self.anchors.note_ranks(comm.size, engine.shard_communicators)
 
     @torch.no_grad()
     def prepare_sync(
@@ -478,8 +478,13 @@ class FragmentSync:
         has failed.
         """
         buckets, shards = running.buckets, self.shards
-        bodies = [bucket.payload.body.split(bucket.payload.lengths) for bucket in buckets]
-        squares = torch.cat([stacked_squared_norms(parts) for parts in bodies])
+        lengths = [bucket.payload.lengths for bucket in buckets]
+        squares = torch.cat(
+            [
+                stacked_squared_norms(bucket.read_average().split(parts))
+                for bucket, parts in zip(buckets, lengths, strict=True)
+            ]
+        )
         fields = torch.cat([bucket.payload.fields for bucket in buckets]).double()
         numbers = torch.cat([squares, fields]).tolist()  # the host waits for the device
         own, rest = numbers[: len(squares)], iter(numbers[len(squares) :])
