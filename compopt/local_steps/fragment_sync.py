@@ -183,8 +183,13 @@ class FragmentSync:
         self.are_equal = False  # ranks have compared their anchors, and nothing has failed since
         self.is_comparing = False  # settings show checksums of the anchors
         self._connection: Communicator | None = None  # that of the engine, when last seen
-        self.comm: Communicator
-        self.shards: list[Communicator]
+        self._comm: Communicator | None = None
+        self.shards: list[Communicator] = []
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks of exchanges; until ``connect`` those of the engine."""
+        return self._comm or self.engine.comm
 
     def connect(self) -> None:
         """Exchange anchors over the ranks of the engine. Delayed syncs run beside training, so
@@ -194,12 +199,11 @@ class FragmentSync:
         if self._connection is engine.comm:
             return
         # before new groups are made: torch names them by the number of those that there are
-        self._connection, self.shards = None, []
-        vars(self).pop("comm", None)
+        self._connection, self._comm, self.shards = None, None, []
         comm, shards = engine.comm, engine.shard_communicators
         if self.anchors.is_delayed:
             comm, shards = comm.with_own_group(), [one.with_own_group() for one in shards]
-        self.comm, self.shards, self._connection = comm, shards, engine.comm
+        self._comm, self.shards, self._connection = comm, shards, engine.comm
         self.are_equal = False
         self.anchors.note_shards(engine.shard_communicators)
 

@@ -78,6 +78,7 @@ from .._state.tensors import to_local
 from .._wire.launch import ProcessGroup, get_rank
 from .._wire.meshes import get_replicate_size
 from .._wire.payload import PayloadDtype
+from .._wire.ranks import Ranks
 from .._wire.requests import CallsDiffer, CommunicationError, RequestGenerator
 from ..average import average
 from .anchor_bucket import sum_squares, write_params
@@ -183,7 +184,7 @@ class LocalSteps(AnchoredWrapper):
         dense_steps: int = 0,
         growth_steps: int = 800,
         max_grad_norm: float | None = None,
-        process_group: ProcessGroup | None = None,
+        process_group: ProcessGroup | Ranks | None = None,
         offload: Literal["outer"] | None = None,
         residual_dtype: ResidualDtype = None,
         simulate: bool = False,
@@ -328,6 +329,27 @@ class LocalSteps(AnchoredWrapper):
             ) from error
 
     # Exchanges
+
+    @property
+    def exchange_is_due(self) -> bool:
+        """True if the coming ``step()`` exchanges something with other ranks. Where rounds end by
+        time: if this one's is over already.
+        """
+        engine, options, counts, sync = self._engine, self._options, self._counts, self._sync
+        if self._engine.comm.size > 1 and self.averages_gradients:
+            return True
+        step = options["step"] + 1
+        if sync is None:  # a round begins with the coming step
+            is_last = round_length(options, options["step"] - options["dense_steps"]) == 1
+            return is_last and not engine.sends_nothing and options["round_seconds"] is None
+        if sync.due or (sync.running is not None and step >= sync.running.apply_at):
+            return True
+        if options["round_seconds"] is not None:
+            return counts.read_seconds() >= round_duration(options, counts.mean_step)
+        length = round_length(options, counts.begun - options["dense_steps"])
+        return bool(
+            find_due(sync.anchors.groups, step - counts.begun, length, options["fragments"])
+        )
 
     def _synchronize(self, options: Group) -> None:
         """Apply the sync whose delay has ended, and begin the one that is due after this step."""
