@@ -109,6 +109,8 @@ class Engine:
         self.site: Communicator | None = None
         # of the parameters that the last step has summed, if the replica check was due; else 0
         self.replica_checksum = 0
+        # what takes each step, in place of the engine: an integration that repeats those that fail
+        self.run_step: Callable[[Callable[[], None]], None] | None = None
         self.absent_ranks = ""  # which ranks had not come, when this rank last looked
         self.posted_note = ""  # the kind of note that this rank has left for the others
 

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -143,7 +144,9 @@ class CompressedOptimizer(Method):
                 loss = closure()
         if self.is_joining:
             notify_join(self)
-        missing_ranks.run_watching_ranks(self._engine, self.take_step)
+        engine = self._engine
+        take_step = partial(missing_ranks.run_watching_ranks, engine, self.take_step)
+        take_step() if engine.run_step is None else engine.run_step(take_step)
         for on_step in tuple(self.step_callbacks):
             on_step()
         return loss
