@@ -455,7 +455,6 @@ class Engine:
         Warns once if a launcher has started several processes that are not connected.
         """
         comm = self.refresh_ranks()
-        comm.check_unchanged()
         if comm.size == 1 and self.group is None and self.role is not Role.WRAPPED:
             self._warn_if_not_connected()
         sends_nothing = self._is_alone(comm)

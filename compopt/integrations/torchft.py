@@ -22,6 +22,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from statistics import median
 from typing import Any, Protocol
 
@@ -31,11 +32,13 @@ from torch import Tensor, nn
 from .._engine.engine import weak_method
 from .._engine.missing_ranks import RankLeft
 from .._engine.optimizer import CompressedOptimizer
+from .._engine.options import Group
 from .._state.tensors import distribute_like, to_local
 from .._wire.in_flight import looking_after
 from .._wire.launch import ProcessGroup
 from .._wire.ranks import Ranks
 from .._wire.requests import CommunicationError
+from ..local_steps import LocalSteps
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +61,7 @@ class Manager(Protocol):
     def num_participants(self) -> int: ...
     def state_dict(self) -> dict[str, int]: ...
     def load_state_dict(self, state_dict: dict[str, int]) -> None: ...
+    def shutdown(self) -> None: ...
 
 
 class Stateful(Protocol):
@@ -177,10 +181,10 @@ class FaultTolerant:
         self.generation: int | None = None  # of the ranks that torchft has connected
         self._bound: int | None = None  # of those that the optimizer averages over
         self._met_at = -1  # the steps at which the last quorum was asked for
-        # what was loaded since the last step began
-        self._from_peer: Mapping[str, Any] | None = None
+        # what was loaded since the last step began: options of the groups, and ``stateful``
+        self._from_peer: tuple[list[Group], dict[str, Any]] | None = None
         self._bytes_before = 0  # sent over earlier ranks
-        self._has_rounds = hasattr(optimizer, "end_round")
+        self._has_rounds = isinstance(optimizer, LocalSteps)
         self._note_generations()
         manager.register_state_dict_fn("compopt", self._load_from_peer, self._save_for_joiner)
         optimizer._engine.run_step = weak_method(self._run_step)
@@ -210,8 +214,8 @@ class FaultTolerant:
         """Meet the other replica groups if a round begins, or with other classes a step; joiners
         enter here. ``steps`` calls it.
         """
-        if self._from_peer is not None:  # the loop has moved these on since
-            self._load_stateful(self._from_peer)
+        if self._from_peer is not None:
+            self._restore_from_peer(*self._from_peer)
         is_first = self._met_at < 0
         if is_first or not (self._met_at == self.step or self._is_within_round()):
             self._meet(shrink_only=False)
@@ -230,6 +234,10 @@ class FaultTolerant:
         """Load a checkpoint, before the first step."""
         self._load_from_peer(state_dict["compopt"])
         self.manager.load_state_dict(state_dict["manager"])
+
+    def shutdown(self) -> None:
+        """Leave the quorum, after the last step: peers then need no time-out to see it."""
+        self.manager.shutdown()
 
     # A step
 
@@ -335,8 +343,10 @@ class FaultTolerant:
         try:
             manager.start_quorum(shrink_only=shrink_only, timeout=limit)
         except BaseException as error:
-            vars(manager)["_quorum_future"] = None  # the next call would raise its error again
-            if isinstance(error, RuntimeError):
+            ended: Future[None] = Future()
+            ended.set_result(None)
+            vars(manager)["_quorum_future"] = ended  # else the next call raises the error
+            if type(error) is RuntimeError:  # of torchft's servers
                 raise CommunicationError(f"no quorum: {error}") from error
             raise
         if (failed := manager.errored()) is not None:
@@ -357,6 +367,8 @@ class FaultTolerant:
         ranks = Ranks(self.group, rank, size, lambda: self.generation)
         with self._limit(self.exchange_timeout.first):  # a joiner loads its state meanwhile
             optimizer.rebind(ranks)
+            if isinstance(optimizer, LocalSteps):  # else its next local step would
+                optimizer.verify_peers()
         self._bound = generation
         log.info("step %s: rank %s of %s replica groups", self.step, rank, size)
 
@@ -388,12 +400,21 @@ class FaultTolerant:
         }
         self.model.load_state_dict(loaded)
         self.optimizer.load_state_dict(saved["optimizer"])
-        self._load_stateful(saved)
-        self._from_peer = saved
+        groups = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        self._from_peer = groups, {name: saved[name] for name in self.stateful}
+        self._restore_from_peer(*self._from_peer)
 
-    def _load_stateful(self, saved: Mapping[str, Any]) -> None:
+    def _restore_from_peer(self, groups: list[Group], stateful: dict[str, Any]) -> None:
+        """Load what the loop moves on after ``optimizer.step()``, in which it may have been loaded:
+        options that a scheduler sets, the scheduler, the position in the data.
+        """
+        for group, options in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update(options)
         for name, one in self.stateful.items():
-            one.load_state_dict(_copy(saved[name]))
+            one.load_state_dict(_copy(stateful[name]))
 
 
 def check_optimizer(optimizer: CompressedOptimizer) -> None:

@@ -80,7 +80,7 @@ class AnchoredWrapper(Wrapper):
     def _see_ranks_and_groups(self) -> None:
         """Connect ranks, add new groups, and keep nothing of the averaged start."""
         engine = self._engine
-        engine.connect_ranks()
+        engine.connect_ranks().check_unchanged()
         self.lay_out_new_parameters()
         self.add_groups_of_base()
         self._take_changes()

@@ -283,13 +283,7 @@ class LocalSteps(AnchoredWrapper):
             self._check_own_params()
             try:
                 self._see_ranks_and_groups()
-                check_changed_options(engine)
-                if not engine.peers_verified and not engine.sends_nothing:
-                    copy_options_from_ranks_with_data(engine)
-                    # over the group of exchanges, where it meets those of ranks that begin none
-                    if self._sync is not None:
-                        self._sync.decide_running()
-                    Step(engine, engine.comm.beside, engine.steps + 1).verify_peers()
+                self.verify_peers()
                 self._ensure_anchors()
             except (CommunicationError, RankLeft) as error:
                 raise explain_failed_step(engine, engine.steps + 1, error) from error
@@ -311,6 +305,19 @@ class LocalSteps(AnchoredWrapper):
         except BaseException:
             drop_scale(self._engine)
             raise
+
+    def verify_peers(self) -> None:
+        """Compare settings with the other ranks, if they have not been compared since ranks or
+        options have changed. All ranks must call it; the next step does.
+        """
+        engine = self._engine
+        check_changed_options(engine)
+        if not engine.peers_verified and not engine.sends_nothing:
+            copy_options_from_ranks_with_data(engine)
+            # over the group of exchanges, where it meets those of ranks that begin none
+            if self._sync is not None:
+                self._sync.decide_running()
+            Step(engine, engine.comm.beside, engine.steps + 1).verify_peers()
 
     @contextmanager
     def _explain_failed_sync(self) -> Iterator[None]:

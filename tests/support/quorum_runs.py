@@ -175,6 +175,8 @@ class Run:
 
     def __init__(self, folder: Path, args: argparse.Namespace):
         folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.iterdir():
+            old.unlink()
         self.folder, self.args = folder, args
         self.pids: dict[str, int] = {}
         self.codes: dict[str, int] = {}
@@ -267,9 +269,10 @@ def kill_again_and_again(run: Run, draw: random.Random) -> None:
         raise AssertionError("the groups have not met")
     for count in range(args.kills):
         victim, place = draw.randrange(args.groups), args.places[count % len(args.places)]
+        time.sleep(draw.random())
         fault = {"place": place, "victim": victim, "t": time.time()}
         if place == "time":
-            time.sleep(draw.random() * 0.5)
+            time.sleep(draw.random())
             fault["t"] = time.time()
             key = run.newest(victim)
             os.kill(run.pids[key], signal.SIGKILL)
@@ -355,7 +358,6 @@ def main() -> None:
         cli.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
     args = cli.parse_args()
     args.until = str(args.folder / "stop")
-    Path(args.until).unlink(missing_ok=True)
     warm = nn.Linear(4, 4)
     torch.optim.AdamW(warm.parameters()).zero_grad()  # imports the compiler's front end, before the forks
     torch.set_num_threads(1)
