@@ -34,7 +34,7 @@ from .._engine.missing_ranks import RankLeft
 from .._engine.optimizer import CompressedOptimizer
 from .._engine.options import Group
 from .._state.tensors import distribute_like, to_local
-from .._wire.in_flight import looking_after
+from .._wire.in_flight import forget_group, looking_after
 from .._wire.launch import ProcessGroup
 from .._wire.ranks import Ranks
 from .._wire.requests import CommunicationError
@@ -260,31 +260,32 @@ class FaultTolerant:
         this rank has taken ``target`` steps, and its round has ended.
         """
         began = time.monotonic()
-        error = self._attempt(exchange)
-        if error is None:
+        failure = self._attempt(exchange)
+        if not failure:
             self.exchange_timeout.add(time.monotonic() - began)
-        while error is not None:
-            self._note_failure(error)
+        while failure:
+            self._note_failure(failure)
             if self._meet(shrink_only=True):
                 return
             # a rank that has applied the exchange has shared it in rebind()
-            error = None
+            failure = ""
             if self.step < target:
-                error = self._attempt(exchange)
+                failure = self._attempt(exchange)
             elif self._is_open():
-                error = self._attempt(self.optimizer.end_round)  # type: ignore[attr-defined]
+                failure = self._attempt(self.optimizer.end_round)  # type: ignore[attr-defined]
         self.manager.should_commit()
 
-    def _attempt(self, exchange: Callable[[], None]) -> BaseException | None:
-        """Return the error of an exchange that other ranks have failed."""
+    def _attempt(self, exchange: Callable[[], None]) -> str:
+        """Return why other ranks have failed an exchange; empty if they have not."""
         try:
             with self._limit(self.exchange_timeout.seconds):
                 exchange()
-        except FAILURES as error:
-            return error
-        return None
+        except FAILURES as error:  # not kept: its traceback holds what is in flight
+            return str(error) or type(error).__name__
+        return ""
 
     def _is_open(self) -> bool:
+        """True if parameters may differ from rank to rank."""
         return self._has_rounds and bool(self.optimizer.round_is_open)  # type: ignore[attr-defined]
 
     def _limit(self, seconds: float) -> Any:
@@ -295,13 +296,14 @@ class FaultTolerant:
 
         return looking_after(seconds, give_up)
 
-    def _note_failure(self, error: BaseException) -> None:
+    def _note_failure(self, failure: str) -> None:
         """Let the next quorum connect ranks anew, and let peers that wait for this rank see it."""
-        log.warning("step %s was not exchanged: %s", self.step, error)
+        log.warning("step %s was not exchanged: %s", self.step, failure)
+        self.optimizer._engine.forget_in_flight()
+        forget_group(self.group)  # its connections close when nothing refers to it
         if hasattr(self.group, "abort"):
             self.group.abort()
-        known = error if isinstance(error, Exception) else CommunicationError(str(error))
-        self.manager.report_error(known)
+        self.manager.report_error(CommunicationError(failure))
         try:
             self.manager.should_commit()
         except (RuntimeError, TimeoutError) as unanswered:
@@ -313,7 +315,8 @@ class FaultTolerant:
         """Ask for a quorum until there is one, and bind the optimizer to its ranks. Returns whether
         this rank has loaded the state of a peer.
         """
-        deadline, begins_round = time.monotonic() + self.patience, not shrink_only
+        deadline = time.monotonic() + self.patience
+        begins_round = self._has_rounds and not shrink_only
         self._from_peer, commits = None, self.manager.state_dict()
         while True:
             try:
@@ -324,15 +327,15 @@ class FaultTolerant:
                     raise
                 # who was left out of the last quorum gets no answer from one that only shrinks
                 shrink_only = False
+                continue
             except (CommunicationError, RankLeft) as error:
                 if time.monotonic() > deadline:
                     raise
-                self._note_failure(error)
-                self._bound = None
-                if begins_round:  # peers may go on without this rank: it asks as one that is behind
-                    self.manager.load_state_dict({**commits, "step": max(0, commits["step"] - 1)})
-        if self._from_peer is None:
-            self.manager.load_state_dict(commits)
+                failure = str(error)
+            self._note_failure(failure)
+            self._bound = None
+            if begins_round:  # peers may go on without this rank: it asks as one that is behind
+                self.manager.load_state_dict({**commits, "step": max(0, commits["step"] - 1)})
         self._met_at = self.step
         return self._from_peer is not None
 

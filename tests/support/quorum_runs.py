@@ -192,7 +192,7 @@ class Run:
         from torchft.coordination import LighthouseServer
 
         lighthouse = LighthouseServer(
-            bind="[::]:0", min_replicas=1, join_timeout_ms=1000, quorum_tick_ms=50, heartbeat_timeout_ms=HEARTBEAT
+            bind="[::]:0", min_replicas=1, join_timeout_ms=3000, quorum_tick_ms=50, heartbeat_timeout_ms=HEARTBEAT
         )
         (self.folder / "port").write_text(lighthouse.address().rsplit(":", 1)[1])
         time.sleep(self.args.limit + 60)
@@ -285,7 +285,7 @@ def kill_again_and_again(run: Run, draw: random.Random) -> None:
             key = run.newest(victim)
             os.kill(run.pids[key], signal.SIGKILL)
             run.wait(lambda: key in run.codes, 10)
-            key = run.start(victim, place, 1 + draw.randrange(1 if "joiner" in place else 8))
+            key = run.start(victim, place, 1 + draw.randrange(1 if "heal" in place else 8))
             if "source" in place:  # somebody has to load from it
                 others = [n for n in range(args.groups) if n != victim]
                 run.wait(run.all_take_part, 60)
