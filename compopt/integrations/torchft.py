@@ -35,7 +35,7 @@ from .._engine.optimizer import CompressedOptimizer
 from .._engine.options import Group
 from .._state.tensors import distribute_like, to_local
 from .._wire.in_flight import forget_group, looking_after
-from .._wire.launch import ProcessGroup
+from .._wire.launch import ProcessGroup, is_initialized
 from .._wire.ranks import Ranks
 from .._wire.requests import CommunicationError
 from ..local_steps import LocalSteps
@@ -44,6 +44,10 @@ log = logging.getLogger(__name__)
 
 # what a failed exchange and a quorum that did not come raise
 FAILURES = (CommunicationError, RankLeft, TimeoutError)
+
+
+class VotedDown(CommunicationError):
+    """Another rank of this replica group could not reach its peers."""
 
 
 class Manager(Protocol):
@@ -184,6 +188,9 @@ class FaultTolerant:
         # what was loaded since the last step began: options of the groups, and ``stateful``
         self._from_peer: tuple[list[Group], dict[str, Any]] | None = None
         self._bytes_before = 0  # sent over earlier ranks
+        self._has_others = (
+            is_initialized() and torch.distributed.get_world_size() > 1
+        )  # in its group
         self._has_rounds = isinstance(optimizer, LocalSteps)
         self._note_generations()
         manager.register_state_dict_fn("compopt", self._load_from_peer, self._save_for_joiner)
@@ -296,7 +303,7 @@ class FaultTolerant:
 
         return looking_after(seconds, give_up)
 
-    def _note_failure(self, failure: str) -> None:
+    def _note_failure(self, failure: str, was_voted: bool = False) -> None:
         """Let the next quorum connect ranks anew, and let peers that wait for this rank see it."""
         log.warning("step %s was not exchanged: %s", self.step, failure)
         self.optimizer._engine.forget_in_flight()
@@ -305,7 +312,7 @@ class FaultTolerant:
             self.group.abort()
         self.manager.report_error(CommunicationError(failure))
         try:
-            self.manager.should_commit()
+            was_voted or self.manager.should_commit()
         except (RuntimeError, TimeoutError) as unanswered:
             log.warning("the vote on it failed: %s", unanswered)
 
@@ -331,8 +338,8 @@ class FaultTolerant:
             except (CommunicationError, RankLeft) as error:
                 if time.monotonic() > deadline:
                     raise
-                failure = str(error)
-            self._note_failure(failure)
+                failure, was_voted = str(error), isinstance(error, VotedDown)
+            self._note_failure(failure, was_voted)
             self._bound = None
             if begins_round:  # peers may go on without this rank: it asks as one that is behind
                 self.manager.load_state_dict({**commits, "step": max(0, commits["step"] - 1)})
@@ -372,6 +379,8 @@ class FaultTolerant:
             optimizer.rebind(ranks)
             if isinstance(optimizer, LocalSteps):  # else its next local step would
                 optimizer.verify_peers()
+        if self._has_others and not manager.should_commit():
+            raise VotedDown("another rank of this replica group could not reach its peers")
         self._bound = generation
         log.info("step %s: rank %s of %s replica groups", self.step, rank, size)
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .._engine.engine import Engine
-from .._engine.exchange import sum_over_groups
+from .._engine.exchange import sum_over_groups, tell_failure
 from .._engine.handshake import (
     MESSAGE,
     SYNC,
@@ -37,12 +37,20 @@ from .._engine.handshake import (
     unpack_messages,
 )
 from .._engine.join import copy_options_from_ranks_with_data
+from .._engine.missing_ranks import RankLeft
 from .._engine.settings import checksum_settings
 from .._engine.signals import defer_signals
 from .._ops.norms import stacked_squared_norms
 from .._wire.collectives import Communicator
 from .._wire.in_flight import PendingCollective
-from .._wire.requests import AllGather, AllReduceMean, CallsDiffer, CommunicationError, EncodeError
+from .._wire.requests import (
+    AllGather,
+    AllReduceMean,
+    CallsDiffer,
+    CommunicationError,
+    EncodeError,
+    RankSilent,
+)
 from .anchor_bucket import AnchorBucket, Anchored, write_params
 from .anchors import Anchors
 from .outer import check_outer_rates
@@ -361,6 +369,7 @@ class FragmentSync:
         are sent than before; weights are then equal.
         """
         started: list[PendingCollective] = []
+        is_told = False
         try:
             try:
                 message = self._make_message(running)
@@ -393,6 +402,7 @@ class FragmentSync:
                 started = [one for one in answers if isinstance(one, PendingCollective)]
             if self.shards:
                 yield Pause()
+            is_told = True
             if self._measure_average(running):
                 yield Pause()
                 self._raise_failure(running)
@@ -401,6 +411,10 @@ class FragmentSync:
                 # after an interrupt, in a new group, or of other ranks nothing may arrive
                 may_arrive = isinstance(error, Exception) and not isinstance(error, CallsDiffer)
                 pending.drain() if may_arrive else pending.untrack()
+            if self.shards and not is_told and isinstance(error, RankSilent | RankLeft):
+                yield Pause()
+                count = 2 + sum(len(bucket.tensors) for bucket in running.buckets)
+                tell_failure(self.shards, count, 1, self.engine.device)
             raise
 
     def _make_message(self, running: RunningSync) -> Tensor:

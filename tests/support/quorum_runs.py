@@ -22,10 +22,15 @@ from pathlib import Path
 from statistics import median
 
 import torch
+import torch.distributed as dist
 import torchft
+from ranks import free_port
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import compopt
+from compopt._state.tensors import to_local
 from compopt._wire.collectives import Communicator
 from compopt.integrations.torchft import FaultTolerant, make_manager
 
@@ -34,9 +39,7 @@ HEARTBEAT = 1500  # milliseconds without one after which a replica group is take
 PLACES = ["time", "forward", "exchange", "vote", "heal, the source", "heal, the joiner"]
 
 OPTIMIZERS = {
-    "local": lambda p, ranks: compopt.LocalSteps(
-        torch.optim.AdamW(p, 2e-3), 10, growth_steps=0, process_group=ranks
-    ),
+    "local": lambda p, ranks: compopt.LocalSteps(torch.optim.AdamW(p, 2e-3), 10, growth_steps=0, process_group=ranks),
     "local-muon": lambda p, ranks: compopt.LocalSteps(
         compopt.MuonAdamW(p, 2e-3), 10, growth_steps=0, process_group=ranks
     ),
@@ -54,7 +57,7 @@ def say(event: str, **data) -> None:
 def checksum(tensors) -> str:
     digest = hashlib.sha1()
     for tensor in tensors:
-        digest.update(tensor.detach().numpy().tobytes())
+        digest.update(to_local(tensor.detach()).numpy().tobytes())
     return digest.hexdigest()[:12]
 
 
@@ -103,12 +106,18 @@ class Tally:
         self.batches = state["batches"]
 
 
-def work(args: argparse.Namespace, number: int, life: int, place: str = "", count: int = 0) -> None:
-    """Train as one replica group of one process."""
+def work(args: argparse.Namespace, number: int, place: str = "", count: int = 0, rank: int = 0, port: int = 0) -> None:
+    """Train as a rank of a replica group, which is cut over its ranks if there are several."""
     torch.set_num_threads(1)
+    if args.ranks > 1:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(args.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
     torch.manual_seed(number)  # the first quorum makes them equal
     model = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 8))
+    if args.ranks > 1:
+        for layer in (*model, model):
+            fully_shard(layer, mesh=init_device_mesh("cpu", (args.ranks,)))
     optimizer = OPTIMIZERS[args.optimizer](model.parameters(), compopt.Ranks(None, 0, 1))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 1000))
     data, group = Tally(), torchft.ProcessGroupGloo(timeout=timedelta(seconds=args.group_timeout))
@@ -126,7 +135,7 @@ def work(args: argparse.Namespace, number: int, life: int, place: str = "", coun
     def loaded(state) -> None:
         load(state)
         saved = [t for e in state["optimizer"]["state"].values() for t in moments(e)]
-        mine = [t for e in optimizer.state_dict()["state"].values() for t in moments(e)]
+        mine = [to_local(t) for e in optimizer.state_dict()["state"].values() for t in moments(e)]
         equal = all(map(torch.equal, saved, mine)) and len(saved) == len(mine) > 0
         say("healed", step=ft.step, residual=float(optimizer.stats.residual_norm()), equal=equal)
 
@@ -156,7 +165,9 @@ def work(args: argparse.Namespace, number: int, life: int, place: str = "", coun
         local += 1
         is_even = not getattr(optimizer, "round_is_open", False)
         sums = checksum(model.parameters()) if is_even else ""
-        say("step", step=step, now=ft.step, loss=loss.item(), sum=sums, batches=data.batches, lr=scheduler.get_last_lr())
+        say(
+            "step", step=step, now=ft.step, loss=loss.item(), sum=sums, batches=data.batches, lr=scheduler.get_last_lr()
+        )
         if args.until and Path(args.until).exists():
             break
     say("end", sum=checksum(model.parameters()), step=ft.step, local=local, bytes=ft.bytes_sent)
@@ -212,11 +223,20 @@ class Run:
         os._exit(0)
 
     def start(self, number: int, place: str = "", count: int = 0) -> str:
-        life = self.lives[number]
+        key = f"{number}.{self.lives[number]}"
         self.lives[number] += 1
-        key = f"{number}.{life}"
-        self.pids[key] = self.fork(key, lambda: work(self.args, number, life, place, count))
+        port = free_port()
+        for rank in range(self.args.ranks):
+            name = key if rank == 0 else f"{key}.rank{rank}"
+            at = place if rank == 0 else ""
+            self.pids[name] = self.fork(name, lambda rank=rank, at=at: work(self.args, number, at, count, rank, port))
         return key
+
+    def kill(self, key: str, signal_number: int = signal.SIGKILL) -> None:
+        """Send a signal to all ranks of a replica group."""
+        for name, pid in self.pids.items():
+            if name == key or name.startswith(f"{key}.rank"):
+                os.kill(pid, signal_number)
 
     def reap(self) -> None:
         for key, pid in list(self.pids.items()):
@@ -224,6 +244,8 @@ class Run:
             if ended:
                 self.codes[key] = os.waitstatus_to_exitcode(status)
                 del self.pids[key]
+                if status and "rank" not in key:  # as torchrun does
+                    self.kill(key)
 
     def events(self, key: str, kind: str = "") -> list[dict]:
         path = self.folder / f"{key}.jsonl"
@@ -275,15 +297,15 @@ def kill_again_and_again(run: Run, draw: random.Random) -> None:
             time.sleep(draw.random())
             fault["t"] = time.time()
             key = run.newest(victim)
-            os.kill(run.pids[key], signal.SIGKILL)
+            run.kill(key)
         elif place == "pause":
             key = run.newest(victim)
-            os.kill(run.pids[key], signal.SIGSTOP)
+            run.kill(key, signal.SIGSTOP)
             time.sleep(args.pause)
-            os.kill(run.pids[key], signal.SIGCONT)
+            run.kill(key, signal.SIGCONT)
         else:  # one that will end itself takes its place
             key = run.newest(victim)
-            os.kill(run.pids[key], signal.SIGKILL)
+            run.kill(key)
             run.wait(lambda: key in run.codes, 10)
             key = run.start(victim, place, 1 + draw.randrange(1 if "heal" in place else 8))
             if "source" in place:  # somebody has to load from it
@@ -292,14 +314,14 @@ def kill_again_and_again(run: Run, draw: random.Random) -> None:
                 for other in others:
                     gone = run.newest(other)
                     if gone in run.pids:
-                        os.kill(run.pids[gone], signal.SIGKILL)
+                        run.kill(gone)
                         run.wait(lambda gone=gone: gone in run.codes, 10)
                         run.start(other)
                         if run.wait(lambda: key in run.codes, 4):
                             break
         fault["ended"] = place == "pause" or run.wait(lambda key=key: key in run.codes, 20)
         if not fault["ended"]:  # it was never where it was to end
-            os.kill(run.pids[key], signal.SIGKILL)
+            run.kill(key)
             run.wait(lambda key=key: key in run.codes, 10)
         began = time.time()
         if place != "pause":
@@ -317,12 +339,12 @@ def report(run: Run) -> dict:
     """What the events say: commits that differ, ends that nobody asked for, the longest stops."""
     sums: dict[int, dict[str, str]] = {}
     stops, healed, lost = [], [], 0
-    keys = sorted({path.stem for path in run.folder.glob("[0-9]*.jsonl")})
+    keys = sorted({path.name.removesuffix(".jsonl") for path in run.folder.glob("[0-9]*.jsonl")})
     for key in keys:
         steps = run.events(key, "step")
         for event in steps:
-            if event["sum"]:
-                sums.setdefault(event["now"], {})[key] = event["sum"]
+            if event["sum"]:  # ranks of a group hold different shards
+                sums.setdefault((event["now"], key.partition(".rank")[2]), {})[key] = event["sum"]
         stops += [b["t"] - a["t"] for a, b in zip(steps, steps[1:], strict=False)]
         lost += sum(b["now"] < a["now"] for a, b in zip(steps, steps[1:], strict=False))
         healed += run.events(key, "healed")
@@ -336,7 +358,7 @@ def report(run: Run) -> dict:
         "not_recovered": sum(f["seconds"] is None for f in run.faults),
         "commits": len(sums),
         "shared": len(shared),
-        "unequal": dict(list(unequal.items())[:5]),
+        "unequal": [(*at, of) for at, of in unequal.items()][:5],
         "unequal_count": len(unequal),
         "bad_codes": {key: code for key, code in run.codes.items() if code not in (0, -9)},
         "healed": len(healed),
@@ -353,7 +375,9 @@ def main() -> None:
     cli.add_argument("folder", type=Path)
     cli.add_argument("--optimizer", default="local", choices=OPTIMIZERS)
     cli.add_argument("--places", nargs="*", default=PLACES)
-    numbers = dict(groups=3, kills=6, steps=10**6, pace=0.02, limit=1800, seed=0, pause=14.0, group_timeout=6.0)
+    numbers = dict(
+        groups=3, ranks=1, kills=6, steps=10**6, pace=0.02, limit=1800, seed=0, pause=14.0, group_timeout=6.0
+    )
     for name, default in numbers.items():
         cli.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
     args = cli.parse_args()
@@ -371,8 +395,6 @@ def main() -> None:
     print(json.dumps(told, indent=1))
     wrong = told["unequal_count"] or told["bad_codes"] or told["not_recovered"] or told["residual"]
     sys.exit(bool(wrong) or not told["moments_equal"])
-
-
 
 
 if __name__ == "__main__":
