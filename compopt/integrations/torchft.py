@@ -188,9 +188,7 @@ class FaultTolerant:
         # what was loaded since the last step began: options of the groups, and ``stateful``
         self._from_peer: tuple[list[Group], dict[str, Any]] | None = None
         self._bytes_before = 0  # sent over earlier ranks
-        self._has_others = (
-            is_initialized() and torch.distributed.get_world_size() > 1
-        )  # in its group
+        self._has_others = is_initialized() and dist.get_world_size() > 1  # in its replica group
         self._has_rounds = isinstance(optimizer, LocalSteps)
         self._note_generations()
         manager.register_state_dict_fn("compopt", self._load_from_peer, self._save_for_joiner)
