@@ -42,6 +42,8 @@ from ..local_steps import LocalSteps
 
 log = logging.getLogger(__name__)
 
+LOCAL = "part of this rank"  # in place of a DTensor, which no transport sends
+
 # what a failed exchange and a quorum that did not come raise
 FAILURES = (CommunicationError, RankLeft, TimeoutError)
 
@@ -402,14 +404,13 @@ class FaultTolerant:
         return {"model": _to_local(model), "optimizer": state, **others}
 
     def _load_from_peer(self, saved: Mapping[str, Any]) -> None:
-        loaded = {
-            name: distribute_like(now, value) if isinstance(now, Tensor) else value
-            for (name, now), value in zip(
-                self.model.state_dict().items(), saved["model"].values(), strict=True
-            )
-        }
+        own = self.model.state_dict()
+        loaded = {name: _to_dtensors(value, own[name]) for name, value in saved["model"].items()}
         self.model.load_state_dict(loaded)
-        self.optimizer.load_state_dict(saved["optimizer"])
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        state = saved["optimizer"]["state"]
+        state = {key: _to_dtensors(entry, params[key]) for key, entry in state.items()}
+        self.optimizer.load_state_dict({**saved["optimizer"], "state": state})
         groups = [
             {name: value for name, value in group.items() if name != "params"}
             for group in self.optimizer.param_groups
@@ -445,12 +446,23 @@ def check_optimizer(optimizer: CompressedOptimizer) -> None:
 
 
 def _to_local(value: Any) -> Any:
-    """Return this rank's part of every tensor."""
+    """Return values in which this rank's part is marked, and stands for the DTensor."""
     if isinstance(value, dict):
         return {key: _to_local(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(map(_to_local, value))
-    return to_local(value) if isinstance(value, Tensor) else value
+    return {LOCAL: to_local(value)} if hasattr(value, "to_local") else value
+
+
+def _to_dtensors(value: Any, p: Tensor) -> Any:
+    """Return values with DTensors like ``p`` for the parts that ``_to_local`` has marked."""
+    if isinstance(value, dict):
+        if LOCAL in value:
+            return distribute_like(p, value[LOCAL])
+        return {key: _to_dtensors(each, p) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_to_dtensors(each, p) for each in value)
+    return value
 
 
 def _copy(value: Any) -> Any:

@@ -306,7 +306,7 @@ def kill_again_and_again(run: Run, draw: random.Random) -> None:
         else:  # one that will end itself takes its place
             key = run.newest(victim)
             run.kill(key)
-            run.wait(lambda: key in run.codes, 10)
+            run.wait(lambda key=key: key in run.codes, 10)
             key = run.start(victim, place, 1 + draw.randrange(1 if "heal" in place else 8))
             if "source" in place:  # somebody has to load from it
                 others = [n for n in range(args.groups) if n != victim]
@@ -317,7 +317,7 @@ def kill_again_and_again(run: Run, draw: random.Random) -> None:
                         run.kill(gone)
                         run.wait(lambda gone=gone: gone in run.codes, 10)
                         run.start(other)
-                        if run.wait(lambda: key in run.codes, 4):
+                        if run.wait(lambda key=key: key in run.codes, 4):
                             break
         fault["ended"] = place == "pause" or run.wait(lambda key=key: key in run.codes, 20)
         if not fault["ended"]:  # it was never where it was to end
