@@ -88,14 +88,18 @@ def report(events):
     for what, when in (("the kill", killed), ("the stop", stopped)):
         times = [line["time"] for line in read(0) if when - 1 < line["time"] < when + 15]
         longest = max(b - a for a, b in zip(times, times[1:], strict=False))
-        print(f"around {what} of another group, group 0 stood still for {longest:.1f} s at most (heartbeat time-out 1.5 s)")
+        print(
+            f"around {what} of another group, group 0 stood still for {longest:.1f} s at most (heartbeat time-out 1.5 s)"
+        )
 
 
 def main():
     FOLDER.mkdir(parents=True, exist_ok=True)
     for old in FOLDER.glob("*"):
         old.unlink()
-    print("Three replica groups train one small GPT. Group 1 is killed, group 2 is stopped for 8 seconds, both come back.")
+    print(
+        "Three replica groups train one small GPT. Group 1 is killed, group 2 is stopped for 8 seconds, both come back."
+    )
     lighthouse, address = start_lighthouse()
     groups, events, began = {}, [], time.time()
     until = began + LIMIT

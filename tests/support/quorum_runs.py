@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -32,7 +33,7 @@ from torch.distributed.fsdp import fully_shard
 import compopt
 from compopt._state.tensors import to_local
 from compopt._wire.collectives import Communicator
-from compopt.integrations.torchft import FaultTolerant, make_manager
+from compopt.integrations.torchft import LOCAL, FaultTolerant, make_manager
 
 HEARTBEAT = 1500  # milliseconds without one after which a replica group is taken to be dead
 # where a worker ends itself; "time": it is killed from outside
@@ -177,7 +178,7 @@ def work(args: argparse.Namespace, number: int, place: str = "", count: int = 0,
 
 def moments(value, name: str = "") -> list[torch.Tensor]:
     if isinstance(value, dict):
-        return [t for key, each in value.items() for t in moments(each, key)]
+        return [t for key, each in value.items() for t in moments(each, name if key == LOCAL else key)]
     return [value] if isinstance(value, torch.Tensor) and "residual" not in name else []
 
 
@@ -345,8 +346,8 @@ def report(run: Run) -> dict:
         for event in steps:
             if event["sum"]:  # ranks of a group hold different shards
                 sums.setdefault((event["now"], key.partition(".rank")[2]), {})[key] = event["sum"]
-        stops += [b["t"] - a["t"] for a, b in zip(steps, steps[1:], strict=False)]
-        lost += sum(b["now"] < a["now"] for a, b in zip(steps, steps[1:], strict=False))
+        stops += [b["t"] - a["t"] for a, b in pairwise(steps)]
+        lost += sum(b["now"] < a["now"] for a, b in pairwise(steps))
         healed += run.events(key, "healed")
     shared = {step: of for step, of in sums.items() if len(of) > 1}
     unequal = {step: of for step, of in shared.items() if len({*of.values()}) > 1}
