@@ -111,12 +111,17 @@ def make_manager(group: ProcessGroup, min_replicas: int = 1, **options: Any) -> 
         min_replicas: the replica groups without which nobody trains.
         options: others of ``torchft.Manager``, as ``timeout`` and ``replica_id``.
     """
-    torchft: Any = importlib.import_module("torchft")
     if "lighthouse_addr" not in options and "TORCHFT_LIGHTHOUSE" not in os.environ:
         raise ValueError(
             "TORCHFT_LIGHTHOUSE is not set: start `torchft_lighthouse --min_replicas 1`, and set "
             "it to the address that this prints, as http://host:29510, on all machines."
         )
+    try:
+        torchft: Any = importlib.import_module("torchft")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "torchft is not installed: pip install 'compopt[torchft]'."
+        ) from error
     given: dict[str, Any] = {"rank": 0, "world_size": 1, "store_addr": "localhost"}
     store = None
     if "MASTER_ADDR" in os.environ:

@@ -188,6 +188,7 @@ class FragmentSync:
         self.engine, self.anchors = engine, anchors
         self.due: frozenset[int] = frozenset()
         self.running: RunningSync | None = None
+        self.steps_given_up = 0.0  # of the round whose sync was given up, and is due again
         self.are_equal = False  # ranks have compared their anchors, and nothing has failed since
         self.is_comparing = False  # settings show checksums of the anchors
         self._connection: Communicator | None = None  # that of the engine, when last seen
@@ -293,7 +294,7 @@ class FragmentSync:
             self.are_equal = False  # a sync may be missing here, or elsewhere
             self.cancel()
             raise
-        self.running, self.are_equal = None, True
+        self.running, self.are_equal, self.steps_given_up = None, True, 0.0
         return running
 
     def _apply(self, running: RunningSync, counts: RoundCounts) -> list[Anchored] | None:
@@ -349,6 +350,7 @@ class FragmentSync:
                 bucket.release_memory()  # what was abandoned may still write to it
             self._undo(running.buckets)
             self.due |= running.fragments
+            self.steps_given_up = running.contribution.steps
 
     def drain(self) -> None:
         """Wait for collectives in flight, because the next sync uses the same group."""

@@ -520,7 +520,7 @@ class LocalSteps(AnchoredWrapper):
             counts.round, counts.begun = counts.round + 1, step
         sync.due |= {t.fragment for t in sync.anchors.tensors if t.has_moved}
         if sync.due:
-            sync.prepare_sync(counts, max(1, in_round))
+            sync.prepare_sync(counts, int(max(1, in_round, sync.steps_given_up)))
             self._perform_and_report(sync)
         self._note_open_round()
         if self._is_exchanged or in_round > 0:

@@ -361,7 +361,7 @@ def report(run: Run) -> dict:
         "shared": len(shared),
         "unequal": [(*at, of) for at, of in unequal.items()][:5],
         "unequal_count": len(unequal),
-        "bad_codes": {key: code for key, code in run.codes.items() if code not in (0, -9)},
+        "bad_codes": {key: code for key, code in run.codes.items() if code not in (0, -9) and ".rank" not in key},
         "healed": len(healed),
         "residual": max([event["residual"] for event in healed], default=0.0),
         "moments_equal": all(event["equal"] for event in healed),
