@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .._state.tensors import to_local
 from .._wire.collectives import Communicator
-from .._wire.payload import CACHE_ELEMENTS, block_size
+from .._wire.payload import CACHE_ELEMENTS, choose_block_size
 from .._wire.requests import AllGather, CallsDiffer, CommunicationError
 from .decision import StepDecision
 from .engine import Engine
@@ -270,7 +270,7 @@ def checksum_values(tensor: Tensor) -> int:
     raw = _view_bytes(tensor)
     words = raw.view(torch.int16) if raw.numel() % 2 == 0 else raw
     # a block at a time: the sum copies what it adds to int64
-    blocks = words.split(block_size(CACHE_ELEMENTS, words))
+    blocks = words.split(choose_block_size(words, on_cpu=CACHE_ELEMENTS))
     return int(torch.stack([block.sum(dtype=torch.int64) for block in blocks]).sum())
 
 

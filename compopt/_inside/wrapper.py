@@ -26,6 +26,7 @@ from .._state.layouts import Layout
 from .._state.leaves import copy_state
 from .._wire.foreign import ForeignCollective, RefuseCollectives
 from .._wire.launch import ProcessGroup
+from .._wire.ranks import Ranks
 from . import bases, combined
 from .combined import OneOrSeveral
 from .merged_state import (
@@ -61,7 +62,7 @@ class Wrapper(CompressedOptimizer):
         self,
         base: OneOrSeveral,
         options: Group,
-        process_group: ProcessGroup | None,
+        process_group: ProcessGroup | Ranks | None,
         simulate: bool = False,
     ):
         base = combined.combine_optimizers(base)

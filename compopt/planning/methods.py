@@ -240,15 +240,9 @@ def local_steps_cost(
     return Cost(
         reduced=0.0,
         # Once a round, of all parameters, with a message in front of them.
-<<<<<<< HEAD
         quantized=(code_bytes(bits) * n + ANNOUNCEMENT_BYTES) / every,
-        # Moments; anchors, outer momentum, residual, and the pseudo-gradient in transfer.
-        state=(MOMENTS + 4 * FLOAT) * n,
-=======
-        quantized=(code_bytes(bits) * n + MESSAGE_BYTES) / every,
         # Moments; anchors, outer momentum, residual; with a delay the pseudo-gradient in transfer.
         state=(MOMENTS + 3 * FLOAT + FLOAT * (delay > 0)) * n,
->>>>>>> kinds
         peak=LOCAL_PEAK * n,
         # Residual and moments, after end_round().
         save=(FLOAT + MOMENTS) * n,
