@@ -220,8 +220,8 @@ def drop_absent_values(state_dict: dict[str, Any]) -> dict[str, Any]:
 
     torch puts one in the place of every name in ``state`` that a flattened state dict lacks.
     """
-    state = state_dict.get("state")
-    if not isinstance(state, dict):
+    state = state_dict.get("state") if isinstance(state_dict, dict) else None
+    if not isinstance(state, dict):  # damaged: who reads it says so
         return state_dict
     entries = {
         key: {n: v for n, v in entry.items() if not (isinstance(v, dict) and not v)}

@@ -35,6 +35,21 @@ ELSEWHERE = {
 
 SAY_IT_ALL = [  # they name the argument or the call, and what to write instead: the page need not
     "torch.distributed is not initialized: every process trains",
+    "TORCHFT_LIGHTHOUSE is not set",
+    "cuts its state into shards, one a rank",
+    "has cut its state into shards, of which this rank holds one",
+    "torchft is not installed",
+    "there was no quorum yet",
+    "so there is no step after which all parameters are equal",
+    "pass 0 <= rank < size",
+    "but there is no group to reach other ranks by",
+    "the ranks have changed since they were given",
+    "delay needs a second process group of the same ranks",
+    # what FaultTolerant repeats, and notes in its log
+    "no answer within",
+    "this replica group is not in the quorum",
+    "another rank of this replica group could not reach its peers",
+    "no quorum: ",
     "wraps another one, and both collect",
     "process group of this DistributedDataParallel was destroyed",
     "optimize_ddp = 'python_reducer'",
