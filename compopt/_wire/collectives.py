@@ -351,8 +351,8 @@ def check_process_group(group: object) -> None:
         )
     if not isinstance(group, getattr(dist, "ProcessGroup", ())):
         raise TypeError(
-            f"process_group must be None, a group of torch.distributed, or compopt.Ranks, got "
-            f"{group!r}: pass what torch.distributed.new_group() returns."
+            f"process_group must be None or a group of torch.distributed, got {group!r}: pass what "
+            "torch.distributed.new_group() returns, or compopt.Ranks."
         )
 
 
