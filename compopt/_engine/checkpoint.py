@@ -151,13 +151,12 @@ def make_state_for_joiner(engine: Engine) -> dict[str, Any]:
             f"{engine.name} has cut its state into shards, of which this rank holds one: call "
             "consolidate_state() on all ranks, and let the new one load the state dict."
         )
-    was_warned = "saving" in engine.warned
-    engine.warned.add("saving")  # nothing that the joiner needs is missing
+    warned = engine.warned
+    engine.warned = {*warned, "saving"}  # nothing that the joiner needs is missing
     try:
         saved = engine.method.state_dict()
     finally:
-        if not was_warned:
-            engine.warned.discard("saving")
+        engine.warned = warned
     unsent = {*engine.method.rank_local_state, "residual"}
     copied: dict[str, Any] = _copy_without(unsent, saved)
     for group in copied["param_groups"]:
