@@ -30,6 +30,7 @@ from .prediction import BASELINE, PEAK_ROOM, ROOM, Row, Situation, count_bytes, 
 # The widest model on which tracked projections were measured, and the shortest run of any method.
 MEASURED_WIDTH = 512
 MEASURED_STEPS = 800
+FAR_APART = 0.01  # seconds of latency: as between sites
 
 # Sentences
 
@@ -57,6 +58,7 @@ def explain_choice(situation: Situation, rows: list[Row], best: Row | None) -> s
     parts = [
         f"{run}.",
         describe_sites(situation, rows, best),
+        describe_absence(situation),
         describe_saves(situation, best),
         describe_loss(situation, best),
         certainty,
@@ -88,6 +90,13 @@ def describe_sites(situation: Situation, rows: list[Row], best: Row) -> str:
         f"The {node} ranks of a machine or site share its link: average inside it, by HSDP as "
         f"below (docs/hsdp.md), or by DDP, which sends {node} times the bytes of HSDP."
     )
+
+
+def describe_absence(situation: Situation) -> str:
+    """Name what keeps sites training while one is away; "" where ranks are close to each other."""
+    if situation.machine.latency_s < FAR_APART:
+        return ""
+    return "A site that is away need not stop the others (docs/elastic.md)."
 
 
 def format_factor(factor: float) -> str:
