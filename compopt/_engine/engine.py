@@ -399,7 +399,7 @@ class Engine:
     def residual_norm(self) -> float:
         """Return the L2 norm of all residuals of this rank."""
         self.settle_state()
-        buckets = [bucket for bucket in self.buckets if "residual" in bucket.flat]
+        buckets = [b for b in self.method.residual_buckets if "residual" in b.flat]
         return math.sqrt(sum(Residuals(bucket).norm() ** 2 for bucket in buckets))
 
     def use_pytorch(self) -> None:
