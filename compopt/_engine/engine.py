@@ -86,6 +86,8 @@ class Engine:
         self._method = weakref.ref(optimizer)
         self.name = type(optimizer).__name__
         self.role = Role.ACTIVE
+        # when it was made, or attached to a DDP: a time whose order all ranks share
+        self.attached_at = 0
         self.warned: set[str] = set()  # keys of warnings and lines that were shown
 
         # the other ranks
