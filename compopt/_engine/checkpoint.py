@@ -143,6 +143,39 @@ def consolidate(engine: Engine) -> None:
     engine.count_save()
 
 
+@torch.no_grad()
+def make_state_for_joiner(engine: Engine) -> dict[str, Any]:
+    """Return the state for a rank that joins (see ``CompressedOptimizer.state_for_joiner``)."""
+    if engine.method.sharded:
+        raise ValueError(
+            f"{engine.name} has cut its state into shards, of which this rank holds one: call "
+            "consolidate_state() on all ranks, and let the new one load the state dict."
+        )
+    was_warned = "saving" in engine.warned
+    engine.warned.add("saving")  # nothing that the joiner needs is missing
+    try:
+        saved = engine.method.state_dict()
+    finally:
+        if not was_warned:
+            engine.warned.discard("saving")
+    unsent = {*engine.method.rank_local_state, "residual"}
+    copied: dict[str, Any] = _copy_without(unsent, saved)
+    for group in copied["param_groups"]:
+        group["residuals"] = "mean"
+    return copied
+
+
+def _copy_without(names: set[str], value: Any, name: str = "") -> Any:
+    """Return a copy that shares no memory, with zeros for tensors of these names."""
+    if isinstance(value, dict):
+        return {key: _copy_without(names, each, key) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copy_without(names, each) for each in value)
+    if isinstance(value, Tensor):
+        return torch.zeros_like(value) if name in names else value.detach().clone()
+    return copy.deepcopy(value)
+
+
 def warn_of_missing_state(engine: Engine) -> None:
     """Warn once, on the rank that saves, about state of other ranks that a state dict lacks."""
     if "saving" in engine.warned or describe_residual_source(engine) == "mean":
@@ -177,6 +210,23 @@ def _describe_missing_state(engine: Engine, buckets: Sequence[Bucket]) -> Iterat
 
 
 # Loading
+
+
+def drop_absent_values(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict without empty dicts in its entries.
+
+    torch puts one in the place of every name in ``state`` that a flattened state dict lacks.
+    """
+    state = state_dict.get("state")
+    if not isinstance(state, dict):
+        return state_dict
+    entries = {
+        key: {n: v for n, v in entry.items() if not (isinstance(v, dict) and not v)}
+        if isinstance(entry, dict)
+        else entry
+        for key, entry in state.items()
+    }
+    return {**state_dict, "state": entries}
 
 
 def load_state(engine: Engine, state_dict: dict[str, Any]) -> None:

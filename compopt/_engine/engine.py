@@ -28,9 +28,11 @@ from .._state.residuals import Residuals
 from .._state.shards import cut_evenly
 from .._state.tensors import is_accelerator, to_local
 from .._wire.codec import PAYLOAD_CODECS
-from .._wire.collectives import Communicator, connect, is_outdated
+from .._wire.collectives import Communicator, is_outdated
 from .._wire.launch import ProcessGroup, count_launched_ranks, get_rank
 from .._wire.meshes import get_replicate_size, make_shard_communicators
+from .._wire.quorum import connect
+from .._wire.ranks import Ranks
 from .._wire.warning import warn, warn_on_rank_0
 from .decision import StepDecision
 from .method import Method
@@ -77,7 +79,7 @@ class Engine:
     def __init__(
         self,
         optimizer: Method,
-        group: ProcessGroup | Communicator | None,
+        group: ProcessGroup | Ranks | Communicator | None,
         parameters: frozenset[Tensor] = frozenset(),
         trainable: frozenset[Tensor] = frozenset(),
     ):
@@ -109,6 +111,8 @@ class Engine:
         self.site: Communicator | None = None
         # of the parameters that the last step has summed, if the replica check was due; else 0
         self.replica_checksum = 0
+        # what takes each step, in place of the engine: an integration that repeats those that fail
+        self.run_step: Callable[[Callable[[], None]], None] | None = None
         self.absent_ranks = ""  # which ranks had not come, when this rank last looked
         self.posted_note = ""  # the kind of note that this rank has left for the others
 
@@ -340,8 +344,7 @@ class Engine:
         if self.site is not None and self.site.size > 1:
             self.shard_communicators.append(self.site)
         self.is_built = True
-        has_one_rank = connection is not None and connection.size == 1
-        self.sends_nothing = has_one_rank and not method.simulate
+        self.sends_nothing = connection is not None and self._is_alone(connection)
         for bucket in self.buckets:
             bucket.sends_nothing = self.sends_nothing
             bucket.replicate_size = get_replicate_size(bucket.params[0], self.shard_communicators)
@@ -431,6 +434,7 @@ class Engine:
                 Communicator(single_process=True) if is_wrapped else connect(self.process_group)
             )
             self.connection.on_wait = self.waits.add_wait
+            self.connection.counts_alone = self.method.simulate
         return self.connection
 
     def refresh_ranks(self) -> Communicator:
@@ -458,10 +462,9 @@ class Engine:
         Warns once if a launcher has started several processes that are not connected.
         """
         comm = self.refresh_ranks()
-        comm.check_unchanged()
         if comm.size == 1 and self.process_group is None and self.role is not Role.WRAPPED:
             self._warn_if_not_connected()
-        sends_nothing = comm.size == 1 and not self.method.simulate
+        sends_nothing = self._is_alone(comm)
         if sends_nothing != self.sends_nothing:
             self.sends_nothing = sends_nothing
             for bucket in self.buckets:
@@ -469,6 +472,10 @@ class Engine:
                 # Recompute: residuals may hold rounding errors from when there were other ranks.
                 bucket.cache.pop("has_residual", None)
         return comm
+
+    def _is_alone(self, comm: Communicator) -> bool:
+        """True if there is one rank, and it is not to go on as one of several."""
+        return comm.size == 1 and not (self.method.simulate or comm.may_grow)
 
     def _warn_if_not_connected(self) -> None:
         if (size := count_launched_ranks()) > 1 and self.claim_first("missing group"):
@@ -479,7 +486,7 @@ class Engine:
                 get_rank(),
             )
 
-    def switch_group(self, group: ProcessGroup | Communicator | None) -> None:
+    def switch_group(self, group: ProcessGroup | Ranks | Communicator | None) -> None:
         """Average over another group from now on."""
         self.process_group, self.connection = group, None
         self.build_buckets()

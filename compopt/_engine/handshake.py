@@ -28,6 +28,7 @@ from torch import Tensor
 
 from .._state.tensors import to_local
 from .._wire.collectives import Communicator
+from .._wire.payload import CACHE_ELEMENTS, choose_block_size
 from .._wire.requests import AllGather, CallsDiffer, CommunicationError
 from .decision import StepDecision
 from .engine import Engine
@@ -267,7 +268,10 @@ def checksum_text(text: object) -> int:
 def checksum_values(tensor: Tensor) -> int:
     """Compute a number that is equal for tensors with equal bits."""
     raw = _view_bytes(tensor)
-    return int((raw.view(torch.int16) if raw.numel() % 2 == 0 else raw).sum(dtype=torch.int64))
+    words = raw.view(torch.int16) if raw.numel() % 2 == 0 else raw
+    # a block at a time: the sum copies what it adds to int64
+    blocks = words.split(choose_block_size(words, on_cpu=CACHE_ELEMENTS))
+    return int(torch.stack([block.sum(dtype=torch.int64) for block in blocks]).sum())
 
 
 def _checksum_gradients(engine: Engine) -> int:

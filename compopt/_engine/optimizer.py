@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -22,6 +23,7 @@ from .._ops.operations import Ops
 from .._state.bucket import Bucket
 from .._wire.collectives import Communicator, check_process_group, notify_join
 from .._wire.launch import ProcessGroup
+from .._wire.ranks import Ranks
 from .._wire.requests import CommunicationError
 from . import checkpoint, missing_ranks, resharding
 from .engine import Engine
@@ -70,7 +72,7 @@ class CompressedOptimizer(Method):
         self,
         params: Iterable[Any],
         defaults: dict[str, Any],
-        process_group: ProcessGroup | Communicator | None = None,
+        process_group: ProcessGroup | Ranks | Communicator | None = None,
         simulate: bool = False,
     ):
         check_process_group(process_group)
@@ -142,7 +144,9 @@ class CompressedOptimizer(Method):
                 loss = closure()
         if self.is_joining:
             notify_join(self)
-        missing_ranks.run_watching_ranks(self._engine, self.take_step)
+        engine = self._engine
+        take_step = partial(missing_ranks.run_watching_ranks, engine, self.take_step)
+        take_step() if engine.run_step is None else engine.run_step(take_step)
         for on_step in tuple(self.step_callbacks):
             on_step()
         return loss
@@ -154,7 +158,7 @@ class CompressedOptimizer(Method):
     # step() unscales and skips instead of GradScaler, so that all ranks agree
     _step_supports_amp_scaling = True
 
-    def rebind(self, process_group: ProcessGroup | Communicator | None = None) -> None:
+    def rebind(self, process_group: ProcessGroup | Ranks | Communicator | None = None) -> None:
         """Continue over another group, from memory, after ranks were lost or the group was made
         anew.
 
@@ -176,7 +180,7 @@ class CompressedOptimizer(Method):
             ) from None
 
     @torch.no_grad()
-    def _rebind(self, process_group: ProcessGroup | Communicator | None = None) -> None:
+    def _rebind(self, process_group: ProcessGroup | Ranks | Communicator | None = None) -> None:
         resharding.rebind_optimizer(self._engine, process_group)
 
     # Join: ranks that run out of data
@@ -348,6 +352,18 @@ class CompressedOptimizer(Method):
         checkpoint.complete_state_dict(self._engine, saved)
         return saved
 
+    def state_for_joiner(self) -> dict[str, Any]:
+        """Return what a rank that joins has to load before all ranks ``rebind()``.
+
+        It is a copy, made without communication, on any one rank. It has the moments of this rank,
+        with ``LocalSteps`` also anchors and the place in the round, and zeros for residuals: what
+        this rank has yet to send it sends itself. Take it between rounds: a rank that joins within
+        one would send what this one has moved again.
+
+        Raises ValueError if this rank has only a shard of the state.
+        """
+        return checkpoint.make_state_for_joiner(self._engine)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this class or of ``torch.optim.AdamW``. All ranks must load.
 
@@ -360,7 +376,7 @@ class CompressedOptimizer(Method):
         state_dict = state_dict.copy()  # as torch: hooks may change it
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        self._load_without_hooks(state_dict)
+        self._load_without_hooks(checkpoint.drop_absent_values(state_dict))
         self._engine.end_rebind()  # left by a rebind that failed
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -454,7 +470,7 @@ class CompressedOptimizer(Method):
         self._restore_copy(state, None)
 
     def _restore_copy(
-        self, contents: dict[str, Any], group: ProcessGroup | Communicator | None
+        self, contents: dict[str, Any], group: ProcessGroup | Ranks | Communicator | None
     ) -> None:
         """Become a copy of the optimizer with these contents."""
         contents = dict(contents)

@@ -23,8 +23,10 @@ from .._state.leaves import read_base
 from .._state.residuals import Residuals
 from .._state.shards import unshard
 from .._state.tensors import HOST, to_local
-from .._wire.collectives import Communicator, connect
+from .._wire.collectives import Communicator
 from .._wire.launch import ProcessGroup
+from .._wire.quorum import connect
+from .._wire.ranks import Ranks
 from .._wire.requests import AllGather, AllReduceMean, Broadcast
 from .._wire.warning import warn_on_rank_0
 from .engine import Engine
@@ -116,7 +118,7 @@ def lay_out_trainable_parameters(engine: Engine, comm: Communicator) -> None:
 # Recovery after ranks were lost
 
 
-def rebind_optimizer(engine: Engine, group: ProcessGroup | Communicator | None) -> None:
+def rebind_optimizer(engine: Engine, group: ProcessGroup | Ranks | Communicator | None) -> None:
     """Continue over another group (see ``CompressedOptimizer.rebind``)."""
     sharded = engine.method.sharded
     size_before = engine.begin_rebind()

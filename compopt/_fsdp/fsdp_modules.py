@@ -98,8 +98,7 @@ def check_meshes(optimizer: CompressedOptimizer) -> None:
     their gradients already, or if a parameter belongs to FSDP1.
     """
     engine = optimizer._engine
-    group = engine.refresh_ranks().group
-    ranks = set(dist.get_process_group_ranks(group)) if group is not None else set()
+    ranks = set(engine.refresh_ranks().ranks)
     buckets = [*engine.buckets, *engine.frozen_buckets]
     for p, name in (pair for b in buckets for pair in zip(b.params, b.names, strict=True)):
         if _is_flat_parameter(p):

@@ -106,10 +106,25 @@ def split_state_dict(
     for group, current in zip(saved_groups, groups, strict=True):
         hidden = {n.removeprefix(PREFIX): n for n in group if n.startswith(PREFIX)}
         names = {n: n for n in group if n not in not_of_base and not n.startswith(PREFIX)}
-        # flattened: only the base's are left
-        flat = {n: n for n in current if n in group and n not in hidden}
-        base_groups.append({n: group[key] for n, key in {**flat, **names, **hidden}.items()})
+        # flattened: only the base's names are left. Of those that both have, the value is the
+        # wrapper's; the two count the same steps
+        flat = {n: n for n in current if n in group}
+        shared = {n: current[n] for n in (current.keys() & known) - hidden.keys() - {"step"}}
+        saved_options = {n: group[key] for n, key in {**flat, **names, **hidden}.items()}
+        base_groups.append({**saved_options, **shared})
     return wrapper_saved, {"state": base_state, "param_groups": base_groups}
+
+
+def refuse_flattened_base(state_dict: dict[str, Any], name: str) -> None:
+    """Raise ValueError if a state dict was flattened, and not saved by a wrapper: of the base's
+    state torch then passes only the names that the wrapper's entries have.
+    """
+    entries = state_dict.get("state", {}).values()
+    if any(isinstance(entry, dict) and entry.get("base") == {} for entry in entries):
+        raise ValueError(
+            f"loaded state dict is flattened, and not of {name}: load it into the optimizer "
+            "inside, by set_optimizer_state_dict(model, optimizer.base, ...)."
+        )
 
 
 def check_base_checkpoint(state_dict: dict[str, Any], groups: list[Group], base: str) -> None:

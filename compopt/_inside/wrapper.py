@@ -26,9 +26,16 @@ from .._state.layouts import Layout
 from .._state.leaves import copy_state
 from .._wire.foreign import ForeignCollective, RefuseCollectives
 from .._wire.launch import ProcessGroup
+from .._wire.ranks import Ranks
 from . import bases, combined
 from .combined import OneOrSeveral
-from .merged_state import PREFIX, check_base_checkpoint, save_entry, split_state_dict
+from .merged_state import (
+    PREFIX,
+    check_base_checkpoint,
+    refuse_flattened_base,
+    save_entry,
+    split_state_dict,
+)
 
 Entry = dict[str, Any]  # of ``state``
 
@@ -55,7 +62,7 @@ class Wrapper(CompressedOptimizer):
         self,
         base: OneOrSeveral,
         options: Group,
-        process_group: ProcessGroup | None,
+        process_group: ProcessGroup | Ranks | None,
         simulate: bool = False,
     ):
         base = combined.combine_optimizers(base)
@@ -375,6 +382,7 @@ class Wrapper(CompressedOptimizer):
         Raises ValueError, with nothing loaded, if it does not fit. All ranks must load.
         """
         self.add_groups_of_base()
+        refuse_flattened_base(state_dict, type(self).__name__)
         super().load_state_dict(state_dict)
 
     @torch.no_grad()

@@ -54,11 +54,10 @@ class QuantizedCodec(Codec):
     def bytes_per_value(self, gradient_dtype: torch.dtype) -> float:
         return self.bits / 8 + 4 / ROW
 
-    def count_bytes(self, flat: Tensor, lengths: list[int]) -> int:
+    def count_bytes(self, flat: Tensor, fields: int, lengths: list[int]) -> int:
         # quantized values, and in float32 a scale for each row, header and control fields
-        values = sum(lengths)
-        numbers = flat.numel() - values + sum(map(count_rows, lengths))
-        return packed_bytes(values, self.bits) + 4 * numbers
+        numbers = fields + sum(map(count_rows, lengths))
+        return packed_bytes(sum(lengths), self.bits) + 4 * numbers
 
     def make_mean(self, payload: Payload, rank: int, ranks: int) -> QuantizedMean:
         """Return this rank's part in the mean of a payload."""

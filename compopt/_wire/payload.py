@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -82,8 +82,10 @@ class Codec:
         """Return the bytes of a value on the network, with its share of a scale if quantized."""
         return (self.dtype or gradient_dtype).itemsize
 
-    def count_bytes(self, flat: Tensor, lengths: list[int]) -> int:
-        """Return the bytes of a message, whose body has tensors of these lengths."""
+    def count_bytes(self, flat: Tensor, fields: int, lengths: list[int]) -> int:
+        """Return the bytes of a message with so many fields, whose body has tensors of these
+        lengths.
+        """
         return flat.nbytes
 
     def encode(self, values: Tensor, message: Tensor) -> None:
@@ -92,6 +94,19 @@ class Codec:
         for sent, unrounded in zip(message.split(block), values.split(block), strict=True):
             sent.copy_(unrounded)
             unrounded.sub_(sent)
+
+
+class Mean(Protocol):
+    """A rank's part in the mean of a quantized payload (``codec.QuantizedMean``)."""
+
+    rank: int
+    ranks: int
+
+    def encode_for_owners(self) -> Tensor: ...
+
+    def average_own_chunk(self, received: Tensor) -> Tensor: ...
+
+    def decode_mean(self, gathered: Tensor) -> None: ...
 
 
 class Payload:
@@ -202,7 +217,14 @@ class Payload:
     @property
     def nbytes(self) -> int:
         """Bytes that cross the network, each way."""
-        return self.codec.count_bytes(self.flat, self.lengths)
+        return self.codec.count_bytes(self.flat, len(self.fields), self.lengths)
+
+    def receive(self, mean: Mean, received: Tensor, gathered: Tensor) -> None:
+        """Read the mean of a quantized payload from ``gathered``, the messages of all ranks.
+
+        ``received``: those from which this rank has computed its part of it.
+        """
+        mean.decode_mean(gathered)
 
 
 # Control fields

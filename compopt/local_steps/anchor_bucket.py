@@ -18,7 +18,8 @@ from .._state.buckets import bucket_bytes
 from .._state.layouts import LocalShape
 from .._state.residuals import Residuals, residual_layout
 from .._state.tensors import HOST, distribute_like, pin, to_local, upload
-from .._wire.payload import ControlFields, Payload
+from .._wire.codec import QuantizedCodec
+from .._wire.payload import ControlFields, Mean, Payload, Scratch
 from .rounds import outer_gain
 
 # On a device a bucket holds so many times what one of gradients does: nothing overlaps with
@@ -48,14 +49,62 @@ class Anchored:
     trailing_mean: Tensor | None = None
 
 
+class SyncPayload(Payload):
+    """The quantized payload of a sync. Until that is applied only messages stay in memory: the
+    payloads of all buckets use the same ``body`` and ``rounding_errors``, one after the other, and
+    compute them from the messages again, with the same bits.
+
+    ``weight`` and ``is_lost``: the arguments of ``AnchorBucket.encode``.
+    """
+
+    weight = 1.0
+    is_lost = False
+
+    def __init__(
+        self,
+        fields: Tensor,
+        tensors: int,
+        lengths: list[int],
+        codec: QuantizedCodec,
+        memory: tuple[Tensor, Tensor],
+        seed: tuple[int, ...],
+        scratch: Scratch,
+    ):
+        body, errors = memory
+        numbers = len(fields) - tensors
+        super().__init__(fields, tensors, numbers, lengths, codec, errors, seed, scratch)
+        self.body = self.unrounded_body = body
+        self._codec = codec
+
+    def receive(self, mean: Mean, received: Tensor, gathered: Tensor) -> None:
+        self._place = mean.rank, mean.ranks  # not the mean, which refers to this payload
+        self._received, self._gathered = received, gathered
+
+    def read_mean(self) -> None:
+        """Write the mean to the body."""
+        self._make_mean().decode_mean(self._gathered)
+
+    def compute_rounding_errors(self) -> None:
+        """Write the rounding errors, of values that are in the body."""
+        mean = self._make_mean()
+        mean.encode_for_owners()
+        mean.average_own_chunk(self._received)
+
+    def _make_mean(self) -> Mean:
+        return self._codec.make_mean(self, *self._place)
+
+
 class AnchorBucket(Bucket):
     """Anchors of one fragment, whose parameters have one dtype and device, and their residuals.
 
     ``anchors`` has all of them as one vector. ``payload`` exists during a sync. During a delayed
     one ``pseudo_gradient`` is what the rank had moved when the sync began.
+
+    ``shared_size``: the number of values of the largest bucket, if payloads share memory.
     """
 
     payload: Payload
+    shared_size = 0
     pseudo_gradient: Tensor | None = None
     is_averaged = False  # any rank has sent what it has moved
     # of each tensor: the norm of the average, over the mean of those of the ranks' movements
@@ -100,8 +149,7 @@ class AnchorBucket(Bucket):
         ``keeps``: what the rank has moved is kept until the sync is applied.
         """
         values = self.write_pseudo_gradient(self.make_sync_payload())
-        if keeps:
-            self.pseudo_gradient = values.clone()
+        self.pseudo_gradient = values.clone() if keeps else None
         squares = stacked_squared_norms(values.split(self.payload.lengths))
         # what the anchors' precision cannot square is not finite: the rank takes the average
         fits = squares.sum() <= torch.finfo(values.dtype).max
@@ -112,8 +160,30 @@ class AnchorBucket(Bucket):
         lengths = [n * t.is_sent for t, n in zip(self.tensors, self.lengths, strict=True)]
         flags = [float(t.is_sent) for t in self.tensors]
         self.control = ControlFields(failed=[0.0], norms=[0.0] * len(self.tensors))
-        self.payload = self.make_payload(lengths, self.group["payload_dtype"], gradient_flags=flags)
+        dtype = self.group["payload_dtype"]
+        codec = self.codecs[dtype]
+        if self.shared_size and isinstance(codec, QuantizedCodec):
+            self.payload = self._make_shared_payload(lengths, flags, codec)
+        else:
+            self.payload = self.make_payload(lengths, dtype, gradient_flags=flags)
         return self.payload.unrounded_body
+
+    def _make_shared_payload(
+        self, lengths: list[int], flags: list[float], codec: QuantizedCodec
+    ) -> SyncPayload:
+        """Make a payload like ``make_payload``, in memory that all buckets share."""
+        dtype, device, uses = self.compute_dtype, self.device, ("values", "rounding errors")
+        body, errors = (self.scratch(use, self.shared_size, dtype, device) for use in uses)
+        memory, seed = (
+            (body[: sum(lengths)], errors[: sum(lengths)]),
+            (self.group["step"], self.index, 0),
+        )
+        fields = self._pin_fields(flags, dtype)
+        payload = SyncPayload(
+            fields.to(device, copy=True), len(flags), lengths, codec, memory, seed, self.scratch
+        )
+        payload.write_fields(fields[:0], self.control)
+        return payload
 
     def write_pseudo_gradient(self, out: Tensor) -> Tensor:
         """Write the pseudo-gradient (line 2 of the module ``local_steps``) to a vector; return it.
@@ -135,12 +205,25 @@ class AnchorBucket(Bucket):
 
         ``is_lost``: its parameters are not finite, and it takes the average of the others.
         """
-        values = self.payload.unrounded_body
+        payload = self.payload
+        if isinstance(payload, SyncPayload):
+            payload.weight, payload.is_lost = weight, is_lost
         if is_lost:
-            self.payload.header.zero_()
-            values.zero_()
+            payload.header.zero_()
         else:
-            self.payload.control[self.control.slices["norms"]].copy_(norms * weight)
+            payload.control[self.control.slices["norms"]].copy_(norms * weight)
+        return self._write_values(weight, is_lost)
+
+    def _write_values(self, weight: float, is_lost: bool) -> Payload:
+        """Write the pseudo-gradient, times ``weight``, and the residual to the payload."""
+        values = self.payload.unrounded_body
+        if isinstance(self.payload, SyncPayload):
+            if self.pseudo_gradient is not None:
+                values.copy_(self.pseudo_gradient)
+            else:
+                self.write_pseudo_gradient(values)
+        if is_lost:
+            values.zero_()
         scale_(values, weight)
         residuals, indices = Residuals(self), self.sent_indices
         if residuals.is_exact and len(indices) == len(self.tensors):
@@ -158,12 +241,21 @@ class AnchorBucket(Bucket):
         self.payload.control.fill_(1)
         return self.payload
 
-    def set_gradients(self, ranks: int | None = None) -> None:
+    def read_average(self) -> Tensor:
+        """Return the average as one vector; if memory is shared, valid until the next bucket's."""
+        if isinstance(self.payload, SyncPayload):
+            self.payload.read_mean()
+        return self.payload.body
+
+    def set_gradients(self, ranks: int | None = None, copies: bool = False) -> None:
         """Set the anchors' ``grad`` to the average; of so many ``ranks``, to that with the mean
         length of what they have moved.
+
+        ``copies``: they stay valid after the next bucket has been read.
         """
         if self.is_averaged:
-            mean = self.view_sent(self.payload.body.to(self.dtype))
+            is_shared = copies and isinstance(self.payload, SyncPayload)
+            mean = self.view_sent(self.read_average().to(self.dtype, copy=is_shared))
             if ranks is not None:
                 lengths = [self.step_lengths[i] for i in self.sent_indices]
                 torch._foreach_mul_(mean, [outer_gain(length, ranks) for length in lengths])
@@ -171,14 +263,19 @@ class AnchorBucket(Bucket):
                 t.anchor.grad = distribute_like(t.anchor, g)
 
     def keep_unsent(self) -> None:
-        """Set residuals to what rounding has taken off."""
-        errors = self.payload.rounding_errors
+        """Set residuals to what rounding has taken off. It comes before the step of the outer
+        optimizer, which changes what is subtracted from.
+        """
         if not self.is_averaged or not self.sent_indices:
             return
-        residuals, indices = Residuals(self), self.sent_indices
+        payload, residuals, indices = self.payload, Residuals(self), self.sent_indices
+        if isinstance(payload, SyncPayload):
+            self._write_values(payload.weight, payload.is_lost)
+            payload.compute_rounding_errors()
+        errors, has_own_memory = payload.rounding_errors, not isinstance(payload, SyncPayload)
         if errors is None:
             residuals.scale(indices, 0)
-        elif residuals.is_exact and len(indices) == len(self.tensors):
+        elif has_own_memory and residuals.is_exact and len(indices) == len(self.tensors):
             residuals.set_all(errors)
         else:
             residuals.set(list(zip(indices, self.view_sent(errors), strict=True)))

@@ -22,10 +22,18 @@ from .._state.bucket import Bucket
 from .._state.tensors import HOST
 from .._wire.collectives import Communicator
 from .._wire.launch import ProcessGroup
+from .._wire.ranks import Ranks
 from .._wire.requests import CommunicationError
 from .anchors import Anchors, assign_to_fragments
 from .fragment_sync import FragmentSync
-from .local_state_dict import Entry, SavedRounds, read_rounds, save_rounds, split_rounds
+from .local_state_dict import (
+    Entry,
+    SavedRounds,
+    give_up_exchange,
+    read_rounds,
+    save_rounds,
+    split_rounds,
+)
 from .other_calls import answer_end_of_round, find_end_of_round
 from .outer import MakeOuter, make_sgd
 from .rounds import OpenRound, RoundCounts
@@ -77,7 +85,7 @@ class AnchoredWrapper(Wrapper):
     def _see_ranks_and_groups(self) -> None:
         """Connect ranks, add new groups, and keep nothing of the averaged start."""
         engine = self._engine
-        engine.connect_ranks()
+        engine.connect_ranks().check_unchanged()
         self.lay_out_new_parameters()
         self.add_groups_of_base()
         self._take_changes()
@@ -182,7 +190,7 @@ class AnchoredWrapper(Wrapper):
         answer_end_of_round(self._engine, self._sync, kind)
 
     @torch.no_grad()
-    def _rebind(self, process_group: ProcessGroup | Communicator | None = None) -> None:
+    def _rebind(self, process_group: ProcessGroup | Ranks | Communicator | None = None) -> None:
         engine = self._engine
         self._check_own_params()
         before = engine.begin_rebind()
@@ -271,6 +279,11 @@ class AnchoredWrapper(Wrapper):
             return [None] * len(self._params)
         return save_rounds(self._params, sync, options, self._counts)
 
+    def state_for_joiner(self) -> dict[str, Any]:
+        saved = super().state_for_joiner()
+        give_up_exchange(entry["outer"] for entry in saved["state"].values() if "outer" in entry)
+        return saved
+
     def _show_base_in_state(self) -> None:
         """Show the base's state, and an empty "outer": a flattened state dict needs its name."""
         super()._show_base_in_state()
@@ -313,7 +326,8 @@ class AnchoredWrapper(Wrapper):
             if self._engine.sends_nothing and self._engine.process_group is not None:
                 return saved
             if (sync := self._make_sync(options, saved.fragments)) is not None:
-                sync.connect()
+                if saved.running is not None:  # else in the next step, which all ranks take
+                    sync.connect()
                 saved.load_into(sync, options.get("residuals", "mean"))
             return saved
         except CommunicationError:
@@ -352,7 +366,7 @@ class AnchoredWrapper(Wrapper):
 
     @torch.no_grad()
     def _restore_copy(
-        self, contents: dict[str, Any], group: ProcessGroup | Communicator | None
+        self, contents: dict[str, Any], group: ProcessGroup | Ranks | Communicator | None
     ) -> None:
         contents = dict(contents)
         entries = contents.pop("_rounds")

@@ -62,7 +62,8 @@ class Anchors:
         self.count, self._payload_dtype = options["fragments"], options["payload_dtype"]
         self._on_host, self.is_delayed = on_host, options["delay"] > 0
         # "auto" is a rate of the default outer optimizer only
-        self._keeps_length = options["outer_lr"] == "auto" and is_default_outer(make_outer)
+        self._is_default = is_default_outer(make_outer)
+        self._keeps_length = options["outer_lr"] == "auto" and self._is_default
         self.ops = choose_backend({HOST.type}) if on_host else ops
         self.outer: Optimizer
         self.tensors: list[Anchored] = []  # in the order of the outer optimizer's parameters
@@ -72,6 +73,7 @@ class Anchors:
         self._known: set[int] = set()  # ids of the parameters with an anchor
         self.are_in_params = False
         self._shards: list[Communicator] = []
+        self._has_peers = False
         self._scratch = Scratch()
         for number in sorted(set(fragments) - {-1}):
             members = [p for p, n in zip(params, fragments, strict=True) if n == number]
@@ -101,6 +103,7 @@ class Anchors:
             if self._trailing_share is not None:
                 bucket.keep_trailing_mean()
             self.buckets.append(bucket)
+        self._share_memory()
         self.groups[number] = group
         self.tensors += [added[id(p)] for p in params]
         self._known.update(added)
@@ -113,6 +116,12 @@ class Anchors:
         if self._is_sgd and defaults["momentum"] and not defaults["dampening"]:
             for anchor in members:
                 self.outer.state[anchor]["momentum_buffer"] = torch.zeros_like(anchor.detach())
+
+    def _share_memory(self) -> None:
+        """Let payloads share memory, where messages of other ranks tell what was in it."""
+        size = max([sum(bucket.lengths) for bucket in self.buckets], default=0)
+        for bucket in self.buckets:
+            bucket.shared_size = size if self._has_peers else 0
 
     @property
     def _is_sgd(self) -> bool:
@@ -159,9 +168,10 @@ class Anchors:
 
     # The other ranks
 
-    def note_shards(self, shards: list[Communicator]) -> None:
-        """Note the ranks that hold the other parts of this rank's model."""
-        self._shards = shards
+    def note_ranks(self, ranks: int, shards: list[Communicator]) -> None:
+        """Note the number of ranks, and those that hold the other parts of this rank's model."""
+        self._shards, self._has_peers = shards, ranks > 1
+        self._share_memory()
         for bucket in self.buckets:
             bucket.replicate_size = get_replicate_size(bucket.tensors[0].param, shards)
 
@@ -282,9 +292,11 @@ class Anchors:
         size = sum(8 * sum(bucket.lengths) for bucket in self.buckets)  # values and rounding errors
         keeps = size <= KEPT_BYTES and all(b.device.type == "cpu" for b in buckets)
         self._scratch = self._scratch if keeps else Scratch()
+        for bucket in self.buckets:
+            bucket.scratch = self._scratch
         for bucket in buckets:
             vars(bucket).pop("payload", None)
-            bucket.pseudo_gradient, bucket.scratch = None, self._scratch
+            bucket.pseudo_gradient = None
             if not keeps:
                 bucket.release_memory()
 
@@ -310,15 +322,18 @@ class Anchors:
 
     def step_outer(self, buckets: Sequence[AnchorBucket], progress: float, ranks: int) -> None:
         """Do line 4 of the module ``local_steps``, and feed back what rounding has taken off."""
+        of_ranks = ranks if self._keeps_length else None
+        # torch's SGD steps one tensor like the other: a bucket at a time it needs less memory
+        steps = [[bucket] for bucket in buckets] if self._is_default else [buckets]
         with self._grow_rates(progress):
-            for bucket in buckets:
-                bucket.set_gradients(ranks if self._keeps_length else None)
-            if any(bucket.is_averaged for bucket in buckets):
-                self.outer.step()
-        for bucket in buckets:
-            bucket.keep_unsent()
-        for t in self.tensors:
-            t.anchor.grad = None
+            for together in steps:
+                for bucket in together:
+                    bucket.keep_unsent()
+                    bucket.set_gradients(of_ranks, copies=len(together) > 1)
+                if any(bucket.is_averaged for bucket in together):
+                    self.outer.step()
+                for t in (t for bucket in together for t in bucket.tensors):
+                    t.anchor.grad = None
         for group in {id(bucket.group): bucket.group for bucket in buckets}.values():
             group["step"] += 1
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .._engine.engine import Engine
-from .._engine.exchange import sum_over_groups
+from .._engine.exchange import sum_over_groups, tell_failure
 from .._engine.handshake import (
     MESSAGE,
     SYNC,
@@ -37,12 +37,20 @@ from .._engine.handshake import (
     unpack_messages,
 )
 from .._engine.join import copy_options_from_ranks_with_data
+from .._engine.missing_ranks import RankLeft
 from .._engine.settings import checksum_settings
 from .._engine.signals import defer_signals
 from .._ops.norms import stacked_squared_norms
 from .._wire.collectives import Communicator
 from .._wire.in_flight import PendingCollective
-from .._wire.requests import AllGather, AllReduceMean, CallsDiffer, CommunicationError, EncodeError
+from .._wire.requests import (
+    AllGather,
+    AllReduceMean,
+    CallsDiffer,
+    CommunicationError,
+    EncodeError,
+    RankSilent,
+)
 from .anchor_bucket import AnchorBucket, Anchored, write_params
 from .anchors import Anchors
 from .outer import check_outer_rates
@@ -180,11 +188,17 @@ class FragmentSync:
         self.engine, self.anchors = engine, anchors
         self.due: frozenset[int] = frozenset()
         self.running: RunningSync | None = None
+        self.steps_given_up = 0.0  # of the round whose sync was given up, and is due again
         self.are_equal = False  # ranks have compared their anchors, and nothing has failed since
         self.is_comparing = False  # settings show checksums of the anchors
         self._connection: Communicator | None = None  # that of the engine, when last seen
-        self.comm: Communicator
-        self.shards: list[Communicator]
+        self._comm: Communicator | None = None
+        self.shards: list[Communicator] = []
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks of exchanges; until ``connect`` those of the engine."""
+        return self._comm or self.engine.comm
 
     def connect(self) -> None:
         """Exchange anchors over the ranks of the engine. Delayed syncs run beside training, so
@@ -194,14 +208,13 @@ class FragmentSync:
         if self._connection is engine.comm:
             return
         # before new groups are made: torch names them by the number of those that there are
-        self._connection, self.shards = None, []
-        vars(self).pop("comm", None)
+        self._connection, self._comm, self.shards = None, None, []
         comm, shards = engine.comm, engine.shard_communicators
         if self.anchors.is_delayed:
             comm, shards = comm.with_own_group(), [one.with_own_group() for one in shards]
-        self.comm, self.shards, self._connection = comm, shards, engine.comm
+        self._comm, self.shards, self._connection = comm, shards, engine.comm
         self.are_equal = False
-        self.anchors.note_shards(engine.shard_communicators)
+        self.anchors.note_ranks(comm.size, engine.shard_communicators)
 
     @torch.no_grad()
     def prepare_sync(
@@ -281,7 +294,7 @@ class FragmentSync:
             self.are_equal = False  # a sync may be missing here, or elsewhere
             self.cancel()
             raise
-        self.running, self.are_equal = None, True
+        self.running, self.are_equal, self.steps_given_up = None, True, 0.0
         return running
 
     def _apply(self, running: RunningSync, counts: RoundCounts) -> list[Anchored] | None:
@@ -337,6 +350,7 @@ class FragmentSync:
                 bucket.release_memory()  # what was abandoned may still write to it
             self._undo(running.buckets)
             self.due |= running.fragments
+            self.steps_given_up = running.contribution.steps
 
     def drain(self) -> None:
         """Wait for collectives in flight, because the next sync uses the same group."""
@@ -358,6 +372,7 @@ class FragmentSync:
         are sent than before; weights are then equal.
         """
         started: list[PendingCollective] = []
+        is_told = False
         try:
             try:
                 announcement = self._make_announcement(running)
@@ -390,6 +405,7 @@ class FragmentSync:
                 started = [one for one in answers if isinstance(one, PendingCollective)]
             if self.shards:
                 yield Pause()
+            is_told = True
             if self._measure_average(running):
                 yield Pause()
                 self._raise_failure(running)
@@ -398,6 +414,10 @@ class FragmentSync:
                 # after an interrupt, in a new group, or of other ranks nothing may arrive
                 may_arrive = isinstance(error, Exception) and not isinstance(error, CallsDiffer)
                 pending.drain() if may_arrive else pending.untrack()
+            if self.shards and not is_told and isinstance(error, RankSilent | RankLeft):
+                yield Pause()
+                count = 2 + sum(len(bucket.tensors) for bucket in running.buckets)
+                tell_failure(self.shards, count, 1, self.engine.device)
             raise
 
     def _make_announcement(self, running: RunningSync) -> Tensor:
@@ -478,8 +498,13 @@ class FragmentSync:
         has failed.
         """
         buckets, shards = running.buckets, self.shards
-        bodies = [bucket.payload.body.split(bucket.payload.lengths) for bucket in buckets]
-        squares = torch.cat([stacked_squared_norms(parts) for parts in bodies])
+        lengths = [bucket.payload.lengths for bucket in buckets]
+        squares = torch.cat(
+            [
+                stacked_squared_norms(bucket.read_average().split(parts))
+                for bucket, parts in zip(buckets, lengths, strict=True)
+            ]
+        )
         fields = torch.cat([bucket.payload.fields for bucket in buckets]).double()
         numbers = torch.cat([squares, fields]).tolist()  # the host waits for the device
         own, rest = numbers[: len(squares)], iter(numbers[len(squares) :])

@@ -77,6 +77,7 @@ from .._state.tensors import to_local
 from .._wire.launch import ProcessGroup, get_rank
 from .._wire.meshes import get_replicate_size
 from .._wire.payload import PayloadDtype
+from .._wire.ranks import Ranks
 from .._wire.requests import CallsDiffer, CommunicationError, RequestGenerator
 from ..average import average
 from .anchor_bucket import sum_squares, write_params
@@ -182,7 +183,7 @@ class LocalSteps(AnchoredWrapper):
         dense_steps: int = 0,
         growth_steps: int = 800,
         max_grad_norm: float | None = None,
-        process_group: ProcessGroup | None = None,
+        process_group: ProcessGroup | Ranks | None = None,
         offload: Literal["outer"] | None = None,
         residual_dtype: ResidualDtype = None,
         simulate: bool = False,
@@ -281,13 +282,7 @@ class LocalSteps(AnchoredWrapper):
             self._check_own_params()
             try:
                 self._see_ranks_and_groups()
-                check_changed_options(engine)
-                if not engine.peers_verified and not engine.sends_nothing:
-                    copy_options_from_ranks_with_data(engine)
-                    # over the group of syncs, where it meets those of ranks that begin none
-                    if self._sync is not None:
-                        self._sync.decide_running()
-                    Step(engine, engine.comm.beside, engine.steps + 1).verify_peers()
+                self.verify_peers()
                 self._ensure_anchors()
             except (CommunicationError, RankLeft) as error:
                 raise explain_failed_step(engine, engine.steps + 1, error) from error
@@ -310,6 +305,19 @@ class LocalSteps(AnchoredWrapper):
             drop_scale(self._engine)
             raise
 
+    def verify_peers(self) -> None:
+        """Compare settings with the other ranks, if they have not been compared since ranks or
+        options have changed. All ranks must call it; the next step does.
+        """
+        engine = self._engine
+        check_changed_options(engine)
+        if not engine.peers_verified and not engine.sends_nothing:
+            copy_options_from_ranks_with_data(engine)
+            # over the group of exchanges, where it meets those of ranks that begin none
+            if self._sync is not None:
+                self._sync.decide_running()
+            Step(engine, engine.comm.beside, engine.steps + 1).verify_peers()
+
     @contextmanager
     def _explain_failed_sync(self) -> Iterator[None]:
         """Say in the error of a sync what has become of the step, on which rank, and what to do."""
@@ -327,6 +335,27 @@ class LocalSteps(AnchoredWrapper):
             ) from error
 
     # Exchanges
+
+    @property
+    def exchange_is_due(self) -> bool:
+        """True if the coming ``step()`` exchanges something with other ranks. Where rounds end by
+        time: if this one's is over already.
+        """
+        engine, options, counts, sync = self._engine, self._options, self._counts, self._sync
+        if self._engine.comm.size > 1 and self.averages_gradients:
+            return True
+        step = options["step"] + 1
+        if sync is None:  # a round begins with the coming step
+            is_last = round_length(options, options["step"] - options["dense_steps"]) == 1
+            return is_last and not engine.sends_nothing and options["round_seconds"] is None
+        if sync.due or (sync.running is not None and step >= sync.running.apply_at):
+            return True
+        if options["round_seconds"] is not None:
+            return counts.read_seconds() >= round_duration(options, counts.mean_step)
+        length = round_length(options, counts.begun - options["dense_steps"])
+        return bool(
+            find_due(sync.anchors.groups, step - counts.begun, length, options["fragments"])
+        )
 
     def _synchronize(self, options: Group) -> None:
         """Apply the sync whose delay has ended, and begin the one that is due after this step."""
@@ -489,7 +518,7 @@ class LocalSteps(AnchoredWrapper):
             counts.round, counts.begun = counts.round + 1, step
         sync.due |= {t.fragment for t in sync.anchors.tensors if t.has_moved}
         if sync.due:
-            sync.prepare_sync(counts, max(1, in_round))
+            sync.prepare_sync(counts, int(max(1, in_round, sync.steps_given_up)))
             self._perform_and_report(sync)
         self._note_open_round()
         if self._is_synced or in_round > 0:

@@ -62,6 +62,10 @@ class RoundCounts:
         self.round, self.begun, self.mean_step = number, step, mean_step
         self.weight, self.seconds, self.clock = 0.0, 0.0, monotonic()
 
+    def read_seconds(self) -> float:
+        """Return the time of the running round."""
+        return self.seconds + (0.0 if self.clock is None else monotonic() - self.clock)
+
     def read_clock(self) -> None:
         """Add the time since the last call to the time of the round."""
         now = monotonic()

@@ -26,7 +26,7 @@ WEIGHTS = MOMENTS = 2 * FLOAT
 ADAMW_TRAFFIC = 7 * FLOAT
 # Bytes an element of messages and scratch memory beside the state, at the worst moment of a step:
 # bench/memory.py counted them on CPUs.
-RADIUS_PEAK, SCAPE_PEAK, GAUSSIAN_PEAK, TRACKED_PEAK, LOCAL_PEAK = 6.1, 9.5, 4.7, 10.0, 7.3
+RADIUS_PEAK, SCAPE_PEAK, GAUSSIAN_PEAK, TRACKED_PEAK, LOCAL_PEAK = 6.1, 9.5, 4.7, 10.0, 3.1
 # Bytes an element that a sampled threshold moves in PyTorch's operators: flags, words, positions.
 THRESHOLD = 60
 
@@ -241,8 +241,8 @@ def local_steps_cost(
         reduced=0.0,
         # Once a round, of all parameters, with a message in front of them.
         quantized=(code_bytes(bits) * n + ANNOUNCEMENT_BYTES) / every,
-        # Moments; anchors, outer momentum, residual, and the pseudo-gradient in transfer.
-        state=(MOMENTS + 4 * FLOAT) * n,
+        # Moments; anchors, outer momentum, residual; with a delay the pseudo-gradient in transfer.
+        state=(MOMENTS + 3 * FLOAT + FLOAT * (delay > 0)) * n,
         peak=LOCAL_PEAK * n,
         # Residual and moments, after end_round().
         save=(FLOAT + MOMENTS) * n,

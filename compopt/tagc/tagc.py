@@ -66,6 +66,7 @@ from .._state.residuals import Residuals
 from .._wire.codec import PAYLOAD_CODECS
 from .._wire.launch import ProcessGroup
 from .._wire.payload import Payload, PayloadDtype
+from .._wire.ranks import Ranks
 from .._wire.requests import BitOr, Phase, ReadToHost, RequestGenerator
 from .sketch import Sketch
 from .zero1_adamw import UpdateDtype, check_gathers, check_updates, step_zero1_shards
@@ -334,7 +335,7 @@ class TagcAdamW(ReducingOptimizer):
         gather_dtype: GatherDtype = None,
         residual_dtype: ResidualDtype = None,
         when: Literal["always", "auto"] = "always",
-        process_group: ProcessGroup | None = None,
+        process_group: ProcessGroup | Ranks | None = None,
         simulate: bool = False,
         maximize: bool = False,
         **torch_options: Unpack[TorchOptions],

@@ -251,6 +251,7 @@ def check(output: str) -> None:
     assert float(steps[-1][1]) < 0.8 * float(steps[0][1]) and float(steps[-1][2]) < 20
 
 
+@pytest.mark.slow
 def test_the_command_for_one_machine_starts_two_ranks(tmp_path):
     """Those for two machines, below, train the script."""
     # One write a line: torchrun's ranks write unbuffered into the same pipe.

@@ -16,7 +16,7 @@ from fsdp_models import whole
 from hsdp_models import hsdp, make, train
 from ranks import run_ranks
 from slow_rows import selected, slow_but
-from table import CASES, DERIVED, FORMS, INT8, Case, by_name
+from table import CASES, DERIVED, FORMS, INT8, Case, by_name, muon
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -65,6 +65,19 @@ BASES = [
     case_of("AdamS", adams),
 ]
 
+# no averaged start: then entries of the optimizer have names that its state dict lacks
+INNER = {"Muon": muon, "AdamS": adams, "SGD": lambda params: torch.optim.SGD(params, lr=0.1)}
+
+
+def rounds_of(name: str, inner) -> Case:
+    def build(params, lr=1e-2, **options):
+        return compopt.LocalSteps(inner(params), every=4, growth_steps=0, fragments=2, delay=1, **options)
+
+    return dataclasses.replace(by_name["LocalSteps"], compressed={}, build=build, form=f"rounds of {name}")
+
+
+ROUNDS = [rounds_of(name, inner) for name, inner in INNER.items()]
+
 
 def assert_same(a: dict, b: dict) -> None:
     (left, one), (right, other) = tree_flatten(a), tree_flatten(b)
@@ -86,9 +99,17 @@ def tensors_of(optimizer) -> dict:
 
 
 # a payload's dtype, which is saved by its name, with every class that has one: not both with each
-PAIRS = [(case, None) for case in [*CASES, *FORMS, *DERIVED, *INT8, *BASES]]
+PAIRS = [(case, None) for case in [*CASES, *FORMS, *DERIVED, *INT8, *BASES, *ROUNDS]]
 PAIRS += [(case, "bfloat16" if case.sharded or n % 2 else torch.int8) for n, case in enumerate([*CASES, *FORMS])]
-FAST = ["RadiusAdamW", "SeparateAdam", "TagcAdamW", "Average", "LocalSteps, rounds", "Separate, SGD"]
+FAST = [
+    "RadiusAdamW",
+    "SeparateAdam",
+    "TagcAdamW",
+    "Average",
+    "LocalSteps, rounds",
+    "LocalSteps, rounds of AdamS",
+    "Separate, SGD",
+]
 
 
 def is_fast(case: Case, dtype: object) -> bool:
@@ -131,6 +152,22 @@ def test_every_option_brings_everything_back(case, dtype, alone, tmp_path):
         again.train(loss, 2)
         for p, q in zip(ranks.models[1].parameters(), again.models[1].parameters(), strict=True):
             assert torch.equal(p, q), name
+
+
+def test_a_flattened_checkpoint_of_the_inner_optimizer_is_loaded_into_it():
+    how, model, net = StateDictOptions(flatten_optimizer_state_dict=True), make(), make()
+    adamw = torch.optim.AdamW(model.parameters())
+    train(model, adamw, range(2), 0)
+    saved = copy.deepcopy(get_optimizer_state_dict(model, adamw, options=how))
+    optimizer = compopt.LocalSteps(torch.optim.AdamW(net.parameters(), lr=0.5))
+    with pytest.raises(ValueError, match="flattened, and not of LocalSteps: load it into the optimizer inside"):
+        set_optimizer_state_dict(net, optimizer, saved, options=how)
+    set_optimizer_state_dict(net, optimizer.base, saved, options=how)
+    net.load_state_dict(model.state_dict())
+    train(model, adamw, range(2, 4), 0)
+    train(net, optimizer, range(2, 4), 0)
+    assert_same(optimizer.base.state_dict(), adamw.state_dict())
+    assert_same(net.state_dict(), model.state_dict())
 
 
 @pytest.mark.parametrize("case", [by_name["Separate"], by_name["Average"], *BASES], ids=lambda case: case.name)

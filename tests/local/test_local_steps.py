@@ -177,7 +177,27 @@ def test_an_exchange_frees_its_memory_unless_that_is_little(kept_bytes, delay, m
     _, optimizers = train(2, 9, torch.float32, payload_dtype="int4", delay=delay)
     for bucket in optimizers[0]._anchors.buckets:
         assert not hasattr(bucket, "payload") and bucket.pseudo_gradient is None
-        assert bool(bucket._memory.tensors) == bool(bucket.scratch.tensors) == bool(kept_bytes)
+        assert not bucket._memory.tensors and bool(bucket.scratch.tensors) == bool(kept_bytes)
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"delay": 2, "fragments": 2}, {"residual_dtype": "int8"}, {"outer": lambda a: torch.optim.Adam(a, lr=0.02)},
+], ids=["", "delayed", "int8 residual", "Adam"])  # fmt: skip
+def test_buckets_take_turns_in_the_memory_of_a_sync_and_its_bits_stay(options, monkeypatch):
+    monkeypatch.setattr("compopt._state.buckets.BUCKET_BYTES", 20_000)
+    begun = 10 if "delay" in options else 12
+    options = {"payload_dtype": "int4"} | options
+    shared, (optimizer, _) = train(2, begun, torch.float32, **options)
+    buckets = optimizer._anchors.buckets
+    if "delay" in options:
+        assert len(buckets) > 2
+        payloads = [bucket.payload for bucket in optimizer._sync.running.buckets]
+        assert len({payload.body.data_ptr() for payload in payloads}) == 1 < len(payloads)
+    monkeypatch.setattr("compopt.local_steps.anchors.Anchors._share_memory", lambda anchors: None)
+    wanted, (other, _) = train(2, begun, torch.float32, **options)
+    assert all(map(torch.equal, shared[1], wanted[1]))
+    for bucket, like in zip(buckets, other._anchors.buckets, strict=True):
+        assert torch.equal(bucket.flat["residual"], like.flat["residual"])
 
 
 def test_the_memory_of_an_exchange_that_is_given_up_is_left_to_what_may_still_write_to_it():

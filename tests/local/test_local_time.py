@@ -551,6 +551,7 @@ def unequal(rank: int, ranks: int) -> dict:
     return found | {"params": [p.detach() for p in params]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_slow_rank_is_averaged_by_its_steps(ranks):
     runs = run_ranks(unequal, ranks, ranks)

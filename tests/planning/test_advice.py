@@ -48,6 +48,7 @@ situations = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(situations, between(1.1, 100))
 def test_no_prediction_is_impossible(situation, factor):
@@ -309,10 +310,10 @@ def test_factors_of_a_shard_are_not_a_part_of_the_factors():
 def test_offloading_is_proposed_where_the_plain_row_does_not_fit():
     fits = advise(124_000_000, **SLOW)
     assert not any("offloaded" in row.method for row in fits.rows)
-    tight = by_name(advise(700_000_000, **SLOW, device="rtx4090", shard=1))  # 24 GB
+    tight = by_name(advise(800_000_000, **SLOW, device="rtx4090", shard=1))  # 24 GB
     assert not tight["LocalSteps"].fits and tight["LocalSteps, offloaded"].fits
     plain, offloaded = tight["LocalSteps"], tight["LocalSteps, offloaded"]
-    assert offloaded.peak_bytes == pytest.approx(plain.peak_bytes - (16 + LOCAL_PEAK) * 7e8)
+    assert offloaded.peak_bytes == pytest.approx(plain.peak_bytes - (12 + LOCAL_PEAK) * 8e8)
     assert offloaded.step.local > plain.step.local
     params = [torch.nn.Parameter(torch.zeros(64, 64))]
     line = METHODS["LocalSteps, offloaded"].line.replace("lr=...", "lr=1e-3")

@@ -56,6 +56,8 @@ SCAPE = ADAMS | dict(density=0.05, dense_steps=2, density_steps=5)
 PROJECT = dict(projection="gaussian", ratio=8, dense_steps=2, reset_interval=8)
 TRACK = dict(projection="tracked", rank=3, dense_steps=2, reset_interval=8, payload_dtype=None)
 TAGC = dict(density=0.1, dense_steps=2)
+ROUNDS = dict(every=3, growth_steps=4)
+FRAGMENTS = dict(every=4, fragments=2, delay=1, dense_steps=2, growth_steps=0)
 
 FORMS = [
     Form("RadiusAdamW", RADIUS),
@@ -73,6 +75,9 @@ FORMS = [
     Form("SeparateAdam", PROJECT | dict(adaptive=True, adapt_interval=5, ef_beta=0.9), "adaptive"),
     Form("TagcAdamW", TAGC, "compact", payloads=("bfloat16",)),
     Form("TagcAdamW", TAGC | dict(codec="sketch", sketch_ratio=4), "sketch", payloads=("bfloat16",)),
+    Form("LocalSteps", ROUNDS, "of AdamW", base="AdamW"),
+    Form("LocalSteps", ROUNDS | dict(residual_dtype="int8", outer_lr="auto"), "of SGD", base="SGD"),
+    Form("LocalSteps", FRAGMENTS, "delayed", base="AdamW"),
 ]
 
 

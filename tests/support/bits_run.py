@@ -217,7 +217,9 @@ def absent(n: int, rank: int, ranks: int, t: int) -> bool:
 def entries_of(saved: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for number in sorted(saved["state"]):
         for name, value in sorted(saved["state"][number].items()):
-            if name != "base":
+            if name == "outer":
+                yield from ((f"{prefix}outer {path}", leaf) for path, leaf in leaves(value))
+            elif name != "base":
                 yield prefix + name, value
     for group in saved.get("param_groups", []):
         message = [group.get(name) for name in ("step", "lr", "residuals", "class", "format")]
@@ -226,6 +228,14 @@ def entries_of(saved: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, A
         entries = {number: entry.get("base", {}) for number, entry in saved["state"].items()}
         of_base = {number: entry for number, entry in entries.items() if float(entry.pop("begun", 0))}
         yield from entries_of({**saved["base"], "state": {**of_base, **saved["base"]["state"]}}, "base's ")
+
+
+def leaves(entry: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in sorted(entry.items()):
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{name} ")
+        else:
+            yield prefix + name, value
 
 
 def through_a_file(saved: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor, nn
 
+from compopt._wire.codec import QuantizedMean
 from compopt._wire.collectives import Communicator, count_bytes
 from compopt._wire.in_flight import PendingCollective
 from compopt._wire.payload import Payload
@@ -77,6 +78,10 @@ class SimCommunicator(Communicator):
     def start(self, request: Request) -> SimPending:
         self._bytes_sent += count_bytes(request)
         number, self.started = self.started, self.started + 1
+        message = getattr(request, "message", None)
+        if isinstance(message, Payload) and message.codec.bits and self.size > 1:  # encoded when it starts, as by gloo
+            mean = message.codec.make_mean(message, self.rank, self.size)
+            self.world.encoded[number, self.rank] = mean, mean.encode_for_owners()
         self.world.ask(number, self.rank, request)
         return SimPending(
             self.world, number, self.rank, isinstance(request, BitOr) or getattr(request, "has_next", False)
@@ -136,6 +141,7 @@ class World:
         self.comms = [SimCommunicator(self, rank) for rank in range(size)]
         self.asked: dict[int, dict[int, Request]] = {}
         self.answers: dict[int, list[object]] = {}
+        self.encoded: dict[tuple[int, int], tuple[QuantizedMean, Tensor]] = {}  # by number and rank
         self.failing: set[tuple[int, int]] = set()
         self.failing_everywhere: set[int] = set()
         self.beside: World | None = None
@@ -147,10 +153,11 @@ class World:
         if len(self.asked[number]) == self.size:
             requests = [self.asked[number][r] for r in range(self.size)]
             del self.asked[number]
-            self.answers[number] = self._answer(requests)
+            encoded = [self.encoded.pop((number, r)) for r in range(self.size) if (number, r) in self.encoded]
+            self.answers[number] = self._answer(requests, encoded)
             self.answers.pop(number - 1024, None)  # more than the buckets of any step
 
-    def _answer(self, requests: list[Request]) -> list[object]:
+    def _answer(self, requests: list[Request], encoded: list[tuple[QuantizedMean, Tensor]]) -> list[object]:
         kinds = {(type(r).__name__, (*r.tensor.shape, *getattr(r, "sizes", [])), r.tensor.dtype) for r in requests}
         if len(kinds) > 1:
             raise Deadlock(f"ranks started different collectives: {sorted(map(str, kinds))}")
@@ -158,7 +165,7 @@ class World:
             self.log.append((type(requests[0]).__name__, [r.tensor.clone() for r in requests]))
         message = getattr(requests[0], "message", None)
         if isinstance(message, Payload) and message.codec.bits:
-            return self._quantized([r.message for r in requests])
+            return self._quantized([r.message for r in requests], encoded)
         stacked = torch.stack([r.tensor for r in requests])
         match requests[0]:
             case AllReduceMean():
@@ -181,16 +188,15 @@ class World:
                 return [r.tensor for r in requests]
         raise AssertionError(f"unknown request {requests[0]}")
 
-    def _quantized(self, payloads: list[Payload]) -> list[object]:
+    def _quantized(self, payloads: list[Payload], encoded: list[tuple[QuantizedMean, Tensor]]) -> list[object]:
         """As real ranks do it, the messages handed over directly."""
-        means = [payload.codec.make_mean(payload, rank, self.size) for rank, payload in enumerate(payloads)]
         if self.size == 1:
-            means[0].round_payload()
+            payloads[0].codec.make_mean(payloads[0], 0, 1).round_payload()
             return payloads
-        sent = torch.stack([mean.encode_for_owners() for mean in means])
+        means, sent = [mean for mean, _ in encoded], torch.stack([message for _, message in encoded])
         gathered = torch.stack([mean.average_own_chunk(sent[:, rank]) for rank, mean in enumerate(means)])
-        for mean in means:
-            mean.decode_mean(gathered)
+        for rank, (mean, payload) in enumerate(zip(means, payloads, strict=True)):
+            payload.receive(mean, sent[:, rank], gathered)
         return payloads
 
     def step(self, optimizers: list, samples: Sequence[float] | None = None) -> None:
