@@ -175,14 +175,11 @@ def _copy_without(names: set[str], value: Any, name: str = "") -> Any:
     return copy.deepcopy(value)
 
 
-def warn_of_missing_state(engine: Engine, buckets: Sequence[Bucket] = ()) -> None:
-    """Warn once, on the rank that saves, about state of other ranks that a state dict lacks.
-
-    ``buckets``: others beside the engine's, whose residuals it holds too.
-    """
+def warn_of_missing_state(engine: Engine) -> None:
+    """Warn once, on the rank that saves, about state of other ranks that a state dict lacks."""
     if "saving" in engine.warned or describe_residual_source(engine) == "mean":
         return
-    if missing := list(_describe_missing_state(engine, [*engine.buckets, *buckets])):
+    if missing := list(_describe_missing_state(engine, engine.method.residual_buckets)):
         engine.warned.add("saving")
         warn(
             f"this state dict of {engine.name} is incomplete: {', and '.join(missing)}. Call "

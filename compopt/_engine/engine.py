@@ -88,6 +88,8 @@ class Engine:
         self._method = weakref.ref(optimizer)
         self.name = type(optimizer).__name__
         self.role = Role.ACTIVE
+        # when it was made, or attached to a DDP: a time whose order all ranks share
+        self.attached_at = 0
         self.warned: set[str] = set()  # keys of warnings and lines that were shown
 
         # the other ranks
@@ -402,7 +404,7 @@ class Engine:
     def residual_norm(self) -> float:
         """Return the L2 norm of all residuals of this rank."""
         self.settle_state()
-        buckets = [bucket for bucket in self.buckets if "residual" in bucket.flat]
+        buckets = [b for b in self.method.residual_buckets if "residual" in b.flat]
         return math.sqrt(sum(Residuals(bucket).norm() ** 2 for bucket in buckets))
 
     def use_pytorch(self) -> None:

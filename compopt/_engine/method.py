@@ -71,6 +71,12 @@ class Method(Optimizer):
         return not self.replaces_reduce_scatter
 
     @property
+    def residual_buckets(self) -> list[Bucket]:
+        """The buckets that hold this rank's residuals."""
+        buckets: list[Bucket] = self._engine.buckets
+        return buckets
+
+    @property
     def is_joining(self) -> bool:
         """True within a ``Join`` of torch, where ranks may run out of data."""
         return self._join_config is not None and bool(self._join_config.enable)

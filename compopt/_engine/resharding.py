@@ -12,7 +12,7 @@ step behind take it over from one that is ahead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -260,23 +260,15 @@ def _to_tuples(value: Any) -> Any:
     return tuple(map(_to_tuples, value)) if isinstance(value, list) else value
 
 
-def warn_of_lost_ranks(
-    engine: Engine,
-    size_before: int,
-    size: int,
-    residual_norm: Callable[[], float] | None = None,
-) -> None:
-    """Warn if ranks are gone, and their residuals with them.
-
-    ``residual_norm``: computes the norm of this rank's residuals, if the engine holds only a part.
-    """
+def warn_of_lost_ranks(engine: Engine, size_before: int, size: int) -> None:
+    """Warn if ranks are gone, and their residuals with them."""
     if engine.method.rank_local_state and size < size_before:
         shards = (
             " The moments of their shards begin again at zero." if engine.method.sharded else ""
         )
-        norm = (residual_norm or engine.residual_norm)()
         warn_on_rank_0(
             f"{size_before - size} of {size_before} ranks are gone, and their residuals are lost. "
-            f"The remaining {size} keep theirs (on this rank of norm {norm:.3g}).{shards}",
+            f"The remaining {size} keep theirs (on this rank of norm {engine.residual_norm():.3g})."
+            f"{shards}",
             engine.comm.rank,
         )

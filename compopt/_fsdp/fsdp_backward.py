@@ -50,6 +50,7 @@ from .fsdp_shards import ParamColumns, cut_by_rows, place_in_rows
 
 # the parameters whose gradients a row holds, in order, and the dimension along which each is cut
 Params = Sequence[tuple[Tensor, int]]
+ABSENT = object()  # in place of an option that a group does not have
 # a bucket of the engine, and which of its tensors
 BucketPosition = tuple[Bucket, int]
 
@@ -322,10 +323,14 @@ class FSDPBackward:
             self.finish()
 
     def _read_options(self) -> list[tuple[Group, Group]]:
-        """Return all groups, with their options that decide what is sent."""
-        groups = [group for _, groups, _ in self.method._compared_groups for group in groups]
-        kept = RATES | {"params", "step"}
-        return [(group, {n: group[n] for n in group.keys() - kept}) for group in groups]
+        """Return groups with their options that decide what is sent, of a base only those of its
+        wrapper.
+        """
+        (_, own, known), *others = self.method._compared_groups
+        rows = [(group, {*known} - RATES) for group in own]
+        for _, groups, names in others:
+            rows += [(group, {n for n in names if n.startswith("compopt_")}) for group in groups]
+        return [(g, {n: g.get(n, ABSENT) for n in names - {"step"}}) for g, names in rows]
 
     def _apply_changed_options(self) -> None:
         """Apply options that were changed since the last backward. Where they are not valid they
@@ -337,6 +342,8 @@ class FSDPBackward:
             self.error = self.error or error
             for group, options in self._valid_options:
                 group.update(options)
+                for name in [n for n, value in options.items() if value is ABSENT]:
+                    del group[name]
         self.method.apply_changed_options()
         self._valid_options = self._read_options()
 

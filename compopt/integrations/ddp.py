@@ -40,8 +40,6 @@ from .._wire.launch import list_group_ranks
 
 _ddps: weakref.WeakSet[DDP] = weakref.WeakSet()  # all that were made
 _handovers: weakref.WeakKeyDictionary[DDP, Handover] = weakref.WeakKeyDictionary()
-# the times at which optimizers were made or attached, in an order that all ranks share
-_since_of: weakref.WeakKeyDictionary[CompressedOptimizer, int] = weakref.WeakKeyDictionary()
 _watch_of: weakref.WeakKeyDictionary[CompressedOptimizer, ModuleWatch] = weakref.WeakKeyDictionary()
 
 
@@ -59,7 +57,7 @@ def attach(model: nn.Module, optimizer: CompressedOptimizer) -> None:
         RuntimeError: DDP has another comm hook already, wraps another DDP, or is in its
             ``join()``.
     """
-    _since_of[optimizer] = time.monotonic_ns()
+    optimizer._engine.attached_at = time.monotonic_ns()
     if not hand_over_gradients(model.modules(), optimizer):
         raise ValueError(
             "model holds no DistributedDataParallel with parameters of this optimizer: wrap it "
@@ -132,7 +130,7 @@ class Handover:
             if other is None or other._engine.role is Role.WRAPPED:
                 self._optimizers.remove(ref)
             elif other is not optimizer and not params.isdisjoint(list_parameters(other)):
-                if _since_of[other] > _since_of[optimizer]:
+                if other._engine.attached_at > optimizer._engine.attached_at:
                     optimizer._engine.mark_replaced()
                     return
                 self._optimizers.remove(ref)
@@ -361,7 +359,7 @@ def _on_join(optimizer: CompressedOptimizer) -> None:
     for its join to end before DDP copies the parameters of one rank to all.
     """
     models = _list_alive(thing for thing in gc.get_objects() if issubclass(type(thing), DDP))
-    _since_of[optimizer] = time.monotonic_ns()
+    optimizer._engine.attached_at = time.monotonic_ns()
     for ddp in hand_over_gradients(models, optimizer):
         ddp.__dict__["_sync_final_model"] = types.MethodType(_end_join, ddp)
 
@@ -377,7 +375,7 @@ def _end_join(ddp: DDP, is_last_joiner: bool) -> None:
 
 def _on_construction(optimizer: CompressedOptimizer) -> None:
     """Take the gradients of DDPs that are known already; find all others at their first forward."""
-    _since_of[optimizer] = time.monotonic_ns()
+    optimizer._engine.attached_at = time.monotonic_ns()
     integrated = hand_over_gradients(_list_alive([*_handovers]), optimizer)
     watch = ModuleWatch(optimizer, hand_over_gradients, integrated, _has_ddp_to_find)
     _watch_of[optimizer] = watch

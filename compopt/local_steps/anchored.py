@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._engine.checkpoint import check_groups, warn_of_missing_state
+from .._engine.checkpoint import check_groups
 from .._engine.decision import StepDecision
-from .._engine.engine import weak_method
 from .._engine.handshake import gather_json
 from .._engine.options import Group
 from .._engine.resharding import catch_up, warn_of_lost_ranks
 from .._inside.bases import has_modes
 from .._inside.wrapper import Wrapper
+from .._state.bucket import Bucket
 from .._state.tensors import HOST
 from .._wire.collectives import Communicator
 from .._wire.launch import ProcessGroup
@@ -74,6 +74,11 @@ class AnchoredWrapper(Wrapper):
         self._has_modes = has_modes(self.base)
         # ranks step the base on gradients of their own, so what it counts or learns differs
         self._base_options &= self.given_options
+
+    @property
+    def residual_buckets(self) -> list[Bucket]:
+        anchors = self._anchors
+        return [*super().residual_buckets, *(anchors.buckets if anchors else ())]
 
     # Anchors
 
@@ -211,10 +216,8 @@ class AnchoredWrapper(Wrapper):
                 raise
         else:
             catch_up(self._engine, engine.comm)
-        residual_norm = (self._anchors or engine).residual_norm
-        engine.stats.residual_norm = weak_method(residual_norm)
         engine.end_rebind()
-        warn_of_lost_ranks(self._engine, before, engine.comm.size, residual_norm)
+        warn_of_lost_ranks(self._engine, before, engine.comm.size)
 
     def _adopt_counts(self) -> tuple[list[int], frozenset[int]]:
         """Adopt the counts of the rank that is furthest, of those with anchors. Returns the
@@ -254,14 +257,13 @@ class AnchoredWrapper(Wrapper):
     # Checkpoints
 
     def _make_state_dict(self) -> dict[str, Any]:
-        saved = self._save_without_hooks()
+        saved = super()._make_state_dict()
         if not self._options["dense_steps"]:
             for entry in saved["state"].values():
                 entry.pop("residual", None)
         for place, entry in enumerate(self._save_rounds()):
             if entry is not None:
                 saved["state"].setdefault(place, {})["outer"] = entry
-        warn_of_missing_state(self._engine, self._anchors.buckets if self._anchors else ())
         return saved
 
     def _save_rounds(self) -> list[Entry | None]:

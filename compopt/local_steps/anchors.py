@@ -9,7 +9,6 @@ few operators on all of them.
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -233,10 +232,6 @@ class Anchors:
                 Residuals(bucket).clear()
                 for t in bucket.tensors:
                     t.has_moved = False
-
-    def residual_norm(self) -> float:
-        """Return the L2 norm of all residuals of this rank."""
-        return math.sqrt(sum(Residuals(bucket).norm() ** 2 for bucket in self.buckets))
 
     def differ_from_params(self, tolerance: float = 0.0) -> bool:
         """Return True if any parameter is not its anchor, in the parameter's dtype.

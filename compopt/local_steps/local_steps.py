@@ -41,7 +41,6 @@ import torch
 from torch import Tensor
 
 from .._engine.decision import StepDecision
-from .._engine.engine import weak_method
 from .._engine.exchange import sum_over_groups
 from .._engine.gradients import (
     GRAD,
@@ -599,8 +598,6 @@ class LocalSteps(AnchoredWrapper):
 
     def add_to_stats(self, stats: Stats, decision: StepDecision) -> Stats:
         options, counts = self._options, self._counts
-        if (sync := self._sync) is not None:
-            stats.residual_norm = weak_method(sync.anchors.residual_norm)
         in_round = max(0, options["step"] - max(counts.begun, options["dense_steps"]))
         added = {"round": counts.round, "steps_into_round": in_round, **self._sync_stats}
         return LocalStats(**{**vars(stats), **added})

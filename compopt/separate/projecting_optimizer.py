@@ -34,7 +34,7 @@ from .._wire.quorum import connect
 from .._wire.warning import warn_on_rank_0
 from .matrices import MatrixSource, RandomMatrices, checksum_projection
 from .projection_options import check_options, is_reset_step
-from .projection_reducer import ProjectionReducer, ReducerInputs
+from .projection_reducer import ProjectionReducer
 from .projections import Projection, is_dtensor, plan_projection
 from .stacks import ProjectedStack
 
@@ -177,16 +177,17 @@ class ProjectingOptimizer(ReducingOptimizer):
         stacks = self._make_stacks(bucket, plan)
         t = group["step"] + 1
         adapts = any(plan) and group["adaptive"] and t % group["adapt_interval"] == 0
-        inputs = ReducerInputs(
-            stacks=stacks,
-            draw_random_columns=self._make_draw(bucket, plan),
+        return ProjectionReducer(
+            bucket,
+            self.ops,
+            stacks,
+            self._make_draw(bucket, plan),
             norm_is_reproducible=any(
                 group["max_grad_norm"] is not None for group in self._option_groups
             ),
             params_with_basis=self._params_with_basis,
             on_cosines=self._cosines.update if adapts else None,
         )
-        return ProjectionReducer(bucket, self.ops, inputs)
 
     def _make_stacks(self, bucket: Bucket, plan: Plan) -> list[ProjectedStack]:
         """Return a stack of each run of neighbours with one projection."""

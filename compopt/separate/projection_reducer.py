@@ -8,7 +8,6 @@ exchange the average over ranks. Lines are those of ``stacks``, where the arithm
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -36,24 +35,6 @@ from .stacks import (
 )
 
 
-@dataclass(frozen=True)
-class ReducerInputs:
-    """The tensors of one bucket at one step, and how they are reduced.
-
-    ``draw_random_columns`` draws R of the stacks that are projected on random columns.
-    ``norm_is_reproducible`` asks for a norm that does not depend on the
-    number of threads, since every rank clips by the norm that it computes. ``params_with_basis``
-    are the parameters whose basis has been computed by a step. ``on_cosines`` receives the cosines
-    of Algorithm 3 in a step that adapts to them.
-    """
-
-    stacks: list[ProjectedStack]
-    draw_random_columns: Callable[[list[ProjectedStack]], None]
-    norm_is_reproducible: bool
-    params_with_basis: set[Tensor]
-    on_cosines: Callable[[dict[Tensor, float]], None] | None = None
-
-
 class Factored(NamedTuple):
     """A stack of tensors, as contiguous matrices of ``rows`` rows.
 
@@ -71,11 +52,28 @@ class Factored(NamedTuple):
 
 
 class ProjectionReducer:
-    """Does lines 1 to 6 for all tensors of one bucket."""
+    """Does lines 1 to 6 for all tensors of one bucket at one step.
 
-    def __init__(self, bucket: Bucket, ops: Ops, inputs: ReducerInputs):
-        self.bucket, self.ops, self.inputs = bucket, ops, inputs
-        self.stacks = inputs.stacks
+    ``draw_columns`` draws R of the stacks that are projected on random columns.
+    ``norm_is_reproducible`` asks for a norm that does not depend on the number of threads, since
+    every rank clips by the norm that it computes. ``params_with_basis`` are the parameters whose
+    basis has been computed by a step. ``on_cosines`` receives the cosines of Algorithm 3 in a step
+    that adapts to them.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        ops: Ops,
+        stacks: list[ProjectedStack],
+        draw_columns: Callable[[list[ProjectedStack]], None],
+        norm_is_reproducible: bool,
+        params_with_basis: set[Tensor],
+        on_cosines: Callable[[dict[Tensor, float]], None] | None = None,
+    ):
+        self.bucket, self.ops, self.stacks = bucket, ops, stacks
+        self._draw_columns, self._norm_is_reproducible = draw_columns, norm_is_reproducible
+        self._params_with_basis, self._on_cosines = params_with_basis, on_cosines
         self.stack_of = {i: stack for stack in self.stacks for i in stack.indices}
         self.dense = [i for i in range(len(bucket.params)) if i not in self.stack_of]
         kind = bucket.group["projection"]
@@ -181,7 +179,7 @@ class ProjectionReducer:
         """Draw R for line 2, which is valid until matrices of another bucket are drawn. Tracked
         columns stay as ``_exchange_P`` has computed them.
         """
-        self.inputs.draw_random_columns(self.stacks)
+        self._draw_columns(self.stacks)
 
     def _parts_of(self, payload: Payload, memory: Tensor) -> list[Tensor]:
         """Return each stack's part of the payload's body, or of other memory in its layout."""
@@ -196,14 +194,14 @@ class ProjectionReducer:
         Its header and control fields are copied from ``mean_of_P``, the average of the first
         exchange.
         """
-        bucket, inputs = self.bucket, self.inputs
+        bucket = self.bucket
         if not self.stacks:  # one pass, where the backend has one
             adds = self.dense_sends_residuals
             return self.ops.encode(bucket, bucket.grads(), Mask(bucket), adds)
         lengths = [0 if bucket.is_sharded else n for n in bucket.lengths]
         for i, stack in self.stack_of.items():
             lengths[i] = stack.projection.m * stack.projection.r
-        if inputs.on_cosines:
+        if self._on_cosines:
             lengths.append(len(bucket.params))
         fields = None if mean_of_P is None else mean_of_P.fields
         payload = bucket.make_payload(lengths, bucket.group["payload_dtype"], fields=fields)
@@ -215,7 +213,7 @@ class ProjectionReducer:
         if not bucket.is_sharded and self.dense:
             adds = self.dense_sends_residuals
             self.ops.run(write_dense, bucket, unrounded, payload.lengths, self.dense, adds)
-        if inputs.on_cosines:
+        if self._on_cosines:
             payload.unrounded_parts[-1].zero_()
             for stack, part in zip(self.stacks, parts, strict=True):
                 cosines = compute_cosines(stack, part)
@@ -241,7 +239,7 @@ class ProjectionReducer:
                 sizes.append(0)
             sizes[-1] += n
         parts = self.mean.body[: sum(sizes)].split(sizes)
-        squares = stacked_squared_norms(parts, self.inputs.norm_is_reproducible)
+        squares = stacked_squared_norms(parts, self._norm_is_reproducible)
         return squares * upload(scales, torch.float64, self.mean.flat.device)
 
     def drop_absent(self, given: list[bool]) -> Tensor | None:
@@ -312,18 +310,18 @@ class ProjectionReducer:
 
     def commit_state(self, have_gradients: list[bool], factor: float) -> None:
         """Reset residuals where they are due, commit the next bases, and report the cosines."""
-        bucket, group, inputs = self.bucket, self.bucket.group, self.inputs
+        bucket, group = self.bucket, self.bucket.group
         if is_reset_step(group, group["step"] + 1):
             Residuals(bucket).clear()
         commit_next(bucket, have_gradients)
         if self.is_tracked:
             updated = [bucket.model_params[i] for i in self.stack_of if have_gradients[i]]
-            inputs.params_with_basis.update(updated)
+            self._params_with_basis.update(updated)
         remains = not all(have_gradients) or (self.dense_sends_residuals and factor != 1)
         bucket.cache["has_residual"] = bool(self.stacks) or (bucket.has_residual and remains)
-        if inputs.on_cosines:
+        if self._on_cosines:
             cosines = self.mean.parts[-1].tolist()  # means over ranks
-            inputs.on_cosines(
+            self._on_cosines(
                 {bucket.params[i]: cosines[i] for i in self.stack_of if have_gradients[i]}
             )
 

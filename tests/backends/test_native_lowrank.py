@@ -17,7 +17,7 @@ from compopt._engine.reducer import AdamWUpdate
 from compopt._ops.operations import Ops
 from compopt._state.residuals import Residuals
 from compopt._wire.payload import Payload
-from compopt.separate.projection_reducer import ProjectionReducer, ReducerInputs, write_dense
+from compopt.separate.projection_reducer import ProjectionReducer, write_dense
 from compopt.separate.projections import Projection
 from compopt.separate.separate import update_tensors
 from compopt.separate.stacks import ProjectedStack, multiply
@@ -65,8 +65,7 @@ class Tensors:
         self.mean.flat.copy_(randn(len(self.mean.flat)))
         if self.mean.rounding_errors is not None:
             self.mean.rounding_errors.copy_(0.1 * randn(len(self.mean.rounding_errors)))
-        inputs = ReducerInputs(self.stacks, lambda stacks: None, False, set())
-        self.reducer = ProjectionReducer(bucket, ops, inputs)
+        self.reducer = ProjectionReducer(bucket, ops, self.stacks, lambda stacks: None, False, set())
         self.reducer.mean = self.mean
         for stack, part in zip(self.stacks, self.reducer._parts_of(self.mean, self.mean.body), strict=True):
             stack.mean = part

@@ -160,6 +160,14 @@ def fails_otherwise(rank: int) -> dict[str, str]:
     loss(model, 2, rank, torch.float32).backward()
     optimizer.step()
     results["steps"], results["rank"] = str(optimizer._engine.steps), group["rank"]
+    model = fully_shard(make(Skipping, torch.float32))
+    optimizer = compopt.Separate(torch.optim.SGD(model.parameters(), lr=1e-3), rank=4)
+    group = optimizer.param_groups[0]
+    if rank == 1:  # in a group of the base, which had none
+        group["compopt_rank"] = "x"
+    loss(model, 0, rank, torch.float32).backward()
+    results["base"] = catch_message(error, optimizer.step)
+    results["has it"] = "compopt_rank" in group
     return results
 
 
@@ -169,3 +177,4 @@ def test_all_ranks_raise_when_one_has_other_gradients_or_cannot_begin_its_step()
         assert "lr" in results["option"] and "'x'" in results["option"]
         assert "rank must be" in results["needed"] and "'x'" in results["needed"], results["needed"]
         assert results["steps"] == "2" and results["rank"] == 4
+        assert "rank must be" in results["base"] and not results["has it"], results["base"]
