@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 ANSWERS = $(BIN)/python -c 'import urllib.request as u; u.urlopen("$(TORCH_INDEX)/torch/", timeout=3)' 2>/dev/null
 
-.PHONY: demo kernels test slow properties fuzz soak elastic sites sanitize neon mutants versions lint types wheel docs bench gpu clean
+.PHONY: demo kernels test slow properties fuzz soak quorum elastic sites sanitize neon mutants versions lint types wheel docs bench gpu clean
 
 .venv/demo: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -65,6 +65,10 @@ soak: .venv/ready  ## 20,000 steps with random faults; optimizers made and dropp
 	COMPOPT_SOAK=20000 $(BIN)/pytest -q tests/faults/test_soak.py
 	COMPOPT_DAMAGES=2000 $(BIN)/pytest -q tests/integrations/test_snapshot_faults.py -k damaged
 	COMPOPT_KILLS=100 $(BIN)/pytest -q tests/integrations/test_snapshot_faults.py -k killed_ranks
+
+quorum: .venv/demo  ## three replica groups under torchft: one is killed, one is stopped, both return; two minutes
+	@$(PIP) --quiet --editable '.[demo,torchft]'
+	@$(BIN)/python examples/quorum.py
 
 elastic: .venv/ready  ## torchrun agents on this machine that are killed and added during a run, in about ten minutes
 	$(BIN)/python tests/elastic_run.py

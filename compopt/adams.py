@@ -38,6 +38,7 @@ from ._state.layouts import Layout, LocalShape
 from ._state.residuals import residual_layout
 from ._wire.launch import ProcessGroup
 from ._wire.payload import PayloadDtype
+from ._wire.ranks import Ranks
 from ._wire.requests import Agree, RequestGenerator
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class AdamS(CompressedOptimizer):
         max_grad_norm: float | None = None,
         payload_dtype: PayloadDtype = None,
         residual_dtype: ResidualDtype = None,
-        process_group: ProcessGroup | None = None,
+        process_group: ProcessGroup | Ranks | None = None,
         simulate: bool = False,
         maximize: bool = False,
         **torch_options: Unpack[TorchOptions],

@@ -41,6 +41,7 @@ from ._state.bucket import Bucket
 from ._state.layouts import Layout
 from ._wire.launch import ProcessGroup
 from ._wire.payload import PayloadDtype
+from ._wire.ranks import Ranks
 from ._wire.requests import Agree, RequestGenerator
 
 
@@ -101,7 +102,7 @@ class Average(Wrapper, ReducingOptimizer):
         gather_dtype: GatherDtype = None,
         max_grad_norm: float | None = None,
         residual_dtype: ResidualDtype = None,
-        process_group: ProcessGroup | None = None,
+        process_group: ProcessGroup | Ranks | None = None,
         simulate: bool = False,
     ):
         self.residual_dtype = read_int8("residual_dtype", residual_dtype)

@@ -58,6 +58,7 @@ from ._state.masks import Mask, selection_size, sizes_at_density
 from ._state.residuals import residual_layout
 from ._wire.launch import ProcessGroup
 from ._wire.payload import Payload, PayloadDtype
+from ._wire.ranks import Ranks
 from ._wire.requests import Agree, Broadcast, Phase, RequestGenerator
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ class RadiusAdamW(CompressedOptimizer):
         payload_dtype: PayloadDtype = None,
         residual_dtype: ResidualDtype = None,
         when: Literal["always", "auto"] = "always",
-        process_group: ProcessGroup | None = None,
+        process_group: ProcessGroup | Ranks | None = None,
         simulate: bool = False,
         maximize: bool = False,
         offload: Literal["residual"] | None = None,

@@ -25,7 +25,7 @@ def parse():
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--nodes", type=int, default=2, help="replicas; the gradients between them are compressed")
     cli.add_argument("--batch", type=int, default=8, help="sequences a step, on each rank")
-    cli.add_argument("--every", type=int, help="local steps between exchanges (default: none, every step averages)")
+    cli.add_argument("--every", type=int, help="local steps between syncs (default: none, every step averages)")
     cli.add_argument("--ddp", action="store_true", help="every rank of a node holds the whole model, as under DDP")
     cli.add_argument("--optimizer", choices=["radius", "separate"], default="radius", help="without --every")
     cli.add_argument("--density", type=float, default=0.1, help="share of the gradient sent between nodes")

@@ -1,5 +1,5 @@
 """Products of gradients plus residuals with narrow matrices, and whether gradients are finite, in
-one pass (SEPARATE, lines 1 and 2).
+one pass: lines 1, 2a and 2c of ``compopt/separate/stacks.py``.
 
 Reference: ``multiply`` in ``compopt/separate/stacks.py``.
 """

@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LIMIT = 900.0  # seconds that one command may take
-TOOLS = ["numpy", "pytest", "hypothesis", "expecttest", "setuptools>=77"]
+TOOLS = ["numpy", "pytest", "hypothesis", "expecttest", "greenlet", "setuptools>=77"]
 
 # What is run on each release, and what it stands for.
 TESTS = {
@@ -88,7 +88,7 @@ class Release:
                 self.run(os.environ.get("PYTHON", sys.executable), "-m", "venv", self.folder)
             if not ready.exists() or self.asked == "newest":
                 self.run(*pip, *where, "--upgrade", torch)
-                self.run(*pip, *TOOLS)
+            self.run(*pip, *TOOLS)
             self.run(*pip, "--no-deps", "--no-build-isolation", "--editable", ROOT)
         except subprocess.CalledProcessError as error:
             raise NotInstalledError((error.output.strip().splitlines() or [str(error)])[-1]) from error

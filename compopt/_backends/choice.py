@@ -21,7 +21,7 @@ import torch
 
 from .._ops.operations import Ops, backend_choices
 from .._wire.launch import get_rank
-from .._wire.warning import warn
+from .._wire.warning import warn_on_rank_0
 from .native.library import UnknownISA, find_objects
 
 NAMES = ("auto", "torch", "native", "triton", "apex")
@@ -97,7 +97,7 @@ def _choose_fastest(devices: set[str]) -> Ops:
 @lru_cache
 def _warn_once(message: str) -> None:
     """Warn at the first call: a backend is chosen whenever buckets are made."""
-    warn(message, get_rank())
+    warn_on_rank_0(message, get_rank())
 
 
 def _describe_choice(backend: Ops, reason: str) -> str:

@@ -143,6 +143,39 @@ def consolidate(engine: Engine) -> None:
     engine.count_save()
 
 
+@torch.no_grad()
+def make_state_for_joiner(engine: Engine) -> dict[str, Any]:
+    """Return the state for a rank that joins (see ``CompressedOptimizer.state_for_joiner``)."""
+    if engine.method.sharded:
+        raise ValueError(
+            f"{engine.name} has cut its state into shards, of which this rank holds one: call "
+            "consolidate_state() on all ranks, and let the new one load the state dict."
+        )
+    was_warned = "saving" in engine.warned
+    engine.warned.add("saving")  # nothing that the joiner needs is missing
+    try:
+        saved = engine.method.state_dict()
+    finally:
+        if not was_warned:
+            engine.warned.discard("saving")
+    unsent = {*engine.method.rank_local_state, "residual"}
+    copied: dict[str, Any] = _copy_without(unsent, saved)
+    for group in copied["param_groups"]:
+        group["residuals"] = "mean"
+    return copied
+
+
+def _copy_without(names: set[str], value: Any, name: str = "") -> Any:
+    """Return a copy that shares no memory, with zeros for tensors of these names."""
+    if isinstance(value, dict):
+        return {key: _copy_without(names, each, key) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copy_without(names, each) for each in value)
+    if isinstance(value, Tensor):
+        return torch.zeros_like(value) if name in names else value.detach().clone()
+    return copy.deepcopy(value)
+
+
 def warn_of_missing_state(engine: Engine, buckets: Sequence[Bucket] = ()) -> None:
     """Warn once, on the rank that saves, about state of other ranks that a state dict lacks.
 
@@ -154,8 +187,7 @@ def warn_of_missing_state(engine: Engine, buckets: Sequence[Bucket] = ()) -> Non
         engine.warned.add("saving")
         warn(
             f"this state dict of {engine.name} is incomplete: {', and '.join(missing)}. Call "
-            "consolidate_state() on all ranks before rank 0 saves.",
-            0,  # warn on this rank, whatever its number
+            "consolidate_state() on all ranks before rank 0 saves."
         )
 
 
@@ -188,8 +220,8 @@ def drop_absent_values(state_dict: dict[str, Any]) -> dict[str, Any]:
 
     torch puts one in the place of every name in ``state`` that a flattened state dict lacks.
     """
-    state = state_dict.get("state")
-    if not isinstance(state, dict):
+    state = state_dict.get("state") if isinstance(state_dict, dict) else None
+    if not isinstance(state, dict):  # damaged: who reads it says so
         return state_dict
     entries = {
         key: {n: v for n, v in entry.items() if not (isinstance(v, dict) and not v)}
@@ -421,6 +453,5 @@ def warn_of_lost_residuals(engine: Engine, source: str, states: Iterable[Tensor]
         warn(
             f"this checkpoint holds the residuals of {source} and is loaded on rank "
             f"{comm.rank} of {comm.size}: those of the other ranks are lost. Call "
-            "consolidate_state() on all ranks before saving.",
-            rank=0,
+            "consolidate_state() on all ranks before saving."
         )

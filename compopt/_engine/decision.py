@@ -120,6 +120,9 @@ def read_decision(
     return decision
 
 
+DECISION_FIELDS, FAILED = 5, 3  # the numbers of a decision that shards sum, and one of their places
+
+
 def combine_decisions(
     decision: StepDecision, comms: Sequence[Communicator], device: torch.device
 ) -> None:
@@ -130,6 +133,7 @@ def combine_decisions(
         return
     facts = [decision.non_finite, decision.mismatched, decision.has_failed_rank, decision.misplaced]
     fields = [0.0 if decision.non_finite else decision.norm**2, *(float(bool(x)) for x in facts)]
+    assert len(fields) == DECISION_FIELDS
     sums = sum_over_groups(comms, fields, device)
     squared, non_finite, mismatched, failed, misplaced = sums
     decision.norm = squared**0.5

@@ -28,10 +28,12 @@ from .._state.residuals import Residuals
 from .._state.shards import cut_evenly
 from .._state.tensors import is_accelerator, to_local
 from .._wire.codec import PAYLOAD_CODECS
-from .._wire.collectives import Communicator, connect, is_outdated
+from .._wire.collectives import Communicator, is_outdated
 from .._wire.launch import ProcessGroup, count_launched_ranks, get_rank
 from .._wire.meshes import get_replicate_size, make_shard_communicators
-from .._wire.warning import warn
+from .._wire.quorum import connect
+from .._wire.ranks import Ranks
+from .._wire.warning import warn, warn_on_rank_0
 from .decision import StepDecision
 from .method import Method
 from .options import Group, OptionSnapshot
@@ -77,7 +79,7 @@ class Engine:
     def __init__(
         self,
         optimizer: Method,
-        group: ProcessGroup | Communicator | None,
+        group: ProcessGroup | Ranks | Communicator | None,
         parameters: frozenset[Tensor] = frozenset(),
         trainable: frozenset[Tensor] = frozenset(),
     ):
@@ -89,7 +91,7 @@ class Engine:
         self.warned: set[str] = set()  # keys of warnings and lines that were shown
 
         # the other ranks
-        self.group = group
+        self.process_group = group
         self.connection: Communicator | None = None
         # no other ranks, and no ``simulate``: steps are the base optimizer's
         self.sends_nothing = False
@@ -107,6 +109,8 @@ class Engine:
         self.site: Communicator | None = None
         # of the parameters that the last step has summed, if the replica check was due; else 0
         self.replica_checksum = 0
+        # what takes each step, in place of the engine: an integration that repeats those that fail
+        self.run_step: Callable[[Callable[[], None]], None] | None = None
         self.absent_ranks = ""  # which ranks had not come, when this rank last looked
         self.posted_note = ""  # the kind of note that this rank has left for the others
 
@@ -190,10 +194,15 @@ class Engine:
         self.warned.add(key)
         return is_first
 
-    def warn_once(self, key: str, message: str, rank: int) -> None:
-        """Warn at the first call with ``key``, if ``rank`` is 0."""
+    def warn_once(self, key: str, message: str) -> None:
+        """Warn on this rank at the first call with ``key``."""
         if self.claim_first(key):
-            warn(message, rank)
+            warn(message)
+
+    def warn_once_on_rank_0(self, key: str, message: str) -> None:
+        """Warn at the first call with ``key``, if this rank is the first."""
+        if self.claim_first(key):
+            warn_on_rank_0(message, self.comm.rank)
 
     def check_has_shards(self) -> None:
         """Raise RuntimeError if a ``rebind`` failed before this rank had its shards."""
@@ -333,8 +342,7 @@ class Engine:
         if self.site is not None and self.site.size > 1:
             self.shard_communicators.append(self.site)
         self.is_built = True
-        has_one_rank = connection is not None and connection.size == 1
-        self.sends_nothing = has_one_rank and not method.simulate
+        self.sends_nothing = connection is not None and self._is_alone(connection)
         for bucket in self.buckets:
             bucket.sends_nothing = self.sends_nothing
             bucket.replicate_size = get_replicate_size(bucket.params[0], self.shard_communicators)
@@ -421,9 +429,10 @@ class Engine:
         if self.connection is None:
             is_wrapped = self.role is Role.WRAPPED
             self.connection = (
-                Communicator(single_process=True) if is_wrapped else connect(self.group)
+                Communicator(single_process=True) if is_wrapped else connect(self.process_group)
             )
             self.connection.on_wait = self.waits.add_wait
+            self.connection.counts_alone = self.method.simulate
         return self.connection
 
     def refresh_ranks(self) -> Communicator:
@@ -436,7 +445,7 @@ class Engine:
         connection = self.connection
         if connection is None:
             return self.comm
-        follows_default = self.group is None and self.role is not Role.WRAPPED
+        follows_default = self.process_group is None and self.role is not Role.WRAPPED
         if follows_default and is_outdated(connection):
             self.settle_state()
             self.overlap.discard()
@@ -451,10 +460,9 @@ class Engine:
         Warns once if a launcher has started several processes that are not connected.
         """
         comm = self.refresh_ranks()
-        comm.check_unchanged()
-        if comm.size == 1 and self.group is None and self.role is not Role.WRAPPED:
+        if comm.size == 1 and self.process_group is None and self.role is not Role.WRAPPED:
             self._warn_if_not_connected()
-        sends_nothing = comm.size == 1 and not self.method.simulate
+        sends_nothing = self._is_alone(comm)
         if sends_nothing != self.sends_nothing:
             self.sends_nothing = sends_nothing
             for bucket in self.buckets:
@@ -463,19 +471,22 @@ class Engine:
                 bucket.cache.pop("has_residual", None)
         return comm
 
+    def _is_alone(self, comm: Communicator) -> bool:
+        """True if there is one rank, and it is not to go on as one of several."""
+        return comm.size == 1 and not (self.method.simulate or comm.may_grow)
+
     def _warn_if_not_connected(self) -> None:
-        if (size := count_launched_ranks()) > 1:
-            self.warn_once(
-                "missing group",
+        if (size := count_launched_ranks()) > 1 and self.claim_first("missing group"):
+            warn_on_rank_0(
                 f"WORLD_SIZE is {size}, but torch.distributed is not initialized: every process "
                 "trains by itself, and nothing is averaged. Add this line before training: "
                 "torch.distributed.init_process_group()",
                 get_rank(),
             )
 
-    def switch_group(self, group: ProcessGroup | Communicator | None) -> None:
+    def switch_group(self, group: ProcessGroup | Ranks | Communicator | None) -> None:
         """Average over another group from now on."""
-        self.group, self.connection = group, None
+        self.process_group, self.connection = group, None
         self.build_buckets()
 
     def begin_rebind(self) -> int:

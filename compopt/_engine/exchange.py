@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -200,10 +200,10 @@ class BucketExchange:
         self.close()
 
     def close(self) -> None:
-        """Close the generator."""
+        """Close the generator, and drop the state that it has not committed."""
         if self._generator is not None:
             self._generator.close()
-            self._generator = None
+            self._generator, self.bucket.next = None, {}
 
     # A generator that raises before ``Agree`` is closed. A new one, which sees no gradients, is
     # brought to the same request by the answers so far.
@@ -390,6 +390,18 @@ def exchange_one(comm: Communicator, request: AllGather | AllReduceMean | Broadc
     answer = comm.start(request).wait()
     assert isinstance(answer, Tensor)
     return answer
+
+
+def tell_failure(
+    comms: Sequence[Communicator], count: int, place: int, device: torch.device
+) -> None:
+    """Take part in the sum of ``count`` numbers by which other shards decide, with 1 at ``place``,
+    where it says that a rank has failed: without it they would wait for this rank.
+    """
+    numbers = [0.0] * count
+    numbers[place] = 1.0
+    with suppress(CommunicationError):
+        sum_over_groups(comms, numbers, device)
 
 
 def sum_over_groups(

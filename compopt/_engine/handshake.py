@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .._state.tensors import to_local
 from .._wire.collectives import Communicator
-from .._wire.payload import CACHE_ELEMENTS, block_size
+from .._wire.payload import CACHE_ELEMENTS, choose_block_size
 from .._wire.requests import AllGather, CallsDiffer, CommunicationError
 from .decision import StepDecision
 from .engine import Engine
@@ -196,13 +196,12 @@ def _report_equal_gradients(engine: Engine, comm: Communicator) -> None:
             "replicate() does, use DistributedDataParallel in its place; if the data is the same, "
             "give each rank its own (on CPUs by Accelerator(cpu=True), or the Trainer's use_cpu)."
         )
-    engine.warn_once(
+    engine.warn_once_on_rank_0(
         "same data",
         f"all {comm.size} ranks hold bit-identical gradients: they train on the same data, and "
         "learn no more than a single one. Likely causes: no DistributedSampler, or the same "
         "random seed on all ranks. Give each rank its own data, by DataLoader(dataset, "
         "sampler=DistributedSampler(dataset)) or by a seed that depends on the rank.",
-        comm.rank,
     )
 
 
@@ -223,7 +222,6 @@ def warn_without_gradients(engine: Engine, step: int, consequence: str) -> None:
         "no gradients",
         f"rank {engine.comm.rank} had no gradients in step {step}: it {consequence}. Call "
         "backward() on every rank before step().",
-        0,  # warn on this rank, whatever its number
     )
 
 
@@ -272,7 +270,7 @@ def checksum_values(tensor: Tensor) -> int:
     raw = _view_bytes(tensor)
     words = raw.view(torch.int16) if raw.numel() % 2 == 0 else raw
     # a block at a time: the sum copies what it adds to int64
-    blocks = words.split(block_size(CACHE_ELEMENTS, words))
+    blocks = words.split(choose_block_size(words, on_cpu=CACHE_ELEMENTS))
     return int(torch.stack([block.sum(dtype=torch.int64) for block in blocks]).sum())
 
 

@@ -218,8 +218,8 @@ class Method(Optimizer):
         """Called on all ranks when the last one has finished its data."""
         raise NotImplementedError
 
-    def _saved(self) -> dict[str, Any]:
-        """Return the state dict, without hooks, and without warning of state that is missing."""
+    def _save_without_hooks(self) -> dict[str, Any]:
+        """Return the state dict, without hooks, and without what only ``state_dict()`` adds."""
         raise NotImplementedError
 
     def _load_without_hooks(self, state_dict: dict[str, Any]) -> None:

@@ -261,8 +261,7 @@ class Absence:
             warn(
                 f"{engine.absent_ranks}, in which rank {engine.comm.rank} has waited for "
                 f"{waited:.0f} s, and waits on until the timeout of the process group. If that "
-                f"rank is not busy (evaluates, saves, loads data), {UNEVEN}.",
-                0,  # on this rank, whichever it is
+                f"rank is not busy (evaluates, saves, loads data), {UNEVEN}."
             )
 
     def stop_looking(self) -> None:

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -22,6 +23,7 @@ from .._ops.operations import Ops
 from .._state.bucket import Bucket
 from .._wire.collectives import Communicator, check_process_group, notify_join
 from .._wire.launch import ProcessGroup
+from .._wire.ranks import Ranks
 from .._wire.requests import CommunicationError
 from . import checkpoint, missing_ranks, resharding
 from .engine import Engine
@@ -70,7 +72,7 @@ class CompressedOptimizer(Method):
         self,
         params: Iterable[Any],
         defaults: dict[str, Any],
-        process_group: ProcessGroup | Communicator | None = None,
+        process_group: ProcessGroup | Ranks | Communicator | None = None,
         simulate: bool = False,
     ):
         check_process_group(process_group)
@@ -142,7 +144,9 @@ class CompressedOptimizer(Method):
                 loss = closure()
         if self.is_joining:
             notify_join(self)
-        missing_ranks.run_watching_ranks(self._engine, self.take_step)
+        engine = self._engine
+        take_step = partial(missing_ranks.run_watching_ranks, engine, self.take_step)
+        take_step() if engine.run_step is None else engine.run_step(take_step)
         for on_step in tuple(self.step_callbacks):
             on_step()
         return loss
@@ -154,7 +158,7 @@ class CompressedOptimizer(Method):
     # step() unscales and skips instead of GradScaler, so that all ranks agree
     _step_supports_amp_scaling = True
 
-    def rebind(self, process_group: ProcessGroup | Communicator | None = None) -> None:
+    def rebind(self, process_group: ProcessGroup | Ranks | Communicator | None = None) -> None:
         """Continue over another group, from memory, after ranks were lost or the group was made
         anew.
 
@@ -176,7 +180,7 @@ class CompressedOptimizer(Method):
             ) from None
 
     @torch.no_grad()
-    def _rebind(self, process_group: ProcessGroup | Communicator | None = None) -> None:
+    def _rebind(self, process_group: ProcessGroup | Ranks | Communicator | None = None) -> None:
         resharding.rebind_optimizer(self._engine, process_group)
 
     # Join: ranks that run out of data
@@ -335,17 +339,30 @@ class CompressedOptimizer(Method):
         return saved
 
     def _make_state_dict(self) -> dict[str, Any]:
-        saved = self._saved()
+        """Return all that ``state_dict()`` saves; warn if state of other ranks is missing."""
+        saved = self._save_without_hooks()
         checkpoint.warn_of_missing_state(self._engine)
         return saved
 
-    def _saved(self) -> dict[str, Any]:
+    def _save_without_hooks(self) -> dict[str, Any]:
         checkpoint.settle_for_saving(self._engine)
         self.apply_changed_options()
         with checkpoint.without_hooks(self):  # they are given the complete state dict
             saved: dict[str, Any] = super().state_dict()
         checkpoint.complete_state_dict(self._engine, saved)
         return saved
+
+    def state_for_joiner(self) -> dict[str, Any]:
+        """Return what a rank that joins has to load before all ranks ``rebind()``.
+
+        It is a copy, made without communication, on any one rank. It has the moments of this rank,
+        with ``LocalSteps`` also anchors and the place in the round, and zeros for residuals: what
+        this rank has yet to send it sends itself. Take it between rounds: a rank that joins within
+        one would send what this one has moved again.
+
+        Raises ValueError if this rank has only a shard of the state.
+        """
+        return checkpoint.make_state_for_joiner(self._engine)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this class or of ``torch.optim.AdamW``. All ranks must load.
@@ -426,7 +443,7 @@ class CompressedOptimizer(Method):
 
     def __getstate__(self) -> dict[str, Any]:
         self._engine.check_has_shards()
-        if self._engine.group is not None:
+        if self._engine.process_group is not None:
             raise TypeError(
                 "an optimizer with a process_group cannot be pickled: save its state_dict() "
                 "instead."
@@ -453,7 +470,7 @@ class CompressedOptimizer(Method):
         self._restore_copy(state, None)
 
     def _restore_copy(
-        self, contents: dict[str, Any], group: ProcessGroup | Communicator | None
+        self, contents: dict[str, Any], group: ProcessGroup | Ranks | Communicator | None
     ) -> None:
         """Become a copy of the optimizer with these contents."""
         contents = dict(contents)
@@ -465,5 +482,7 @@ class CompressedOptimizer(Method):
         self._engine.check_has_shards()
         checkpoint.settle_for_saving(self._engine)
         new = type(self).__new__(type(self))
-        new._restore_copy(copy.deepcopy(self._copyable_attributes(), memo), self._engine.group)
+        new._restore_copy(
+            copy.deepcopy(self._copyable_attributes(), memo), self._engine.process_group
+        )
         return new

@@ -20,7 +20,7 @@ from torch import Tensor
 from .._state.bucket import Bucket
 from .._wire.codec import CODEC_NAMES, dtype_name, find_codec
 from .._wire.launch import get_rank
-from .._wire.warning import warn
+from .._wire.warning import warn_on_rank_0
 
 Group = dict[str, Any]  # one of torch's parameter groups: "params", and options by name
 # the name of a group, a class or a base in a message, and its options or its name
@@ -161,7 +161,7 @@ def check_torch_options(cls: type, amsgrad: bool, options: TorchOptions) -> None
     names = [f"{name}=True" for name, value in options.items() if value]
     if names:
         verb = "changes" if len(names) == 1 else "change"
-        warn(
+        warn_on_rank_0(
             f"{', '.join(names)} {verb} nothing here: a step runs on compopt's own kernels, "
             f"optimizer.backend says which. Leave {'it' if len(names) == 1 else 'them'} out.",
             get_rank(),

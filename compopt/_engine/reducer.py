@@ -123,11 +123,6 @@ class Reducer(Protocol):
         part of gradient plus residual that was not sent. The other residuals stay.
         """
 
-    def state_to_commit(self, i: int) -> dict[str, Tensor]:
-        """Return state of tensor i beside its residual, by name: the values to commit if the step
-        is applied.
-        """
-
 
 class ShardReducer(Reducer, Protocol):
     """A reducer whose average a sharded update reads."""
@@ -231,9 +226,6 @@ class OwnerReducer:
 
     def read_owned_averages(self, dtype: torch.dtype) -> list[Tensor]:
         return self.ops.expand_average(self.bucket, self.values, self.positions, dtype)
-
-    def state_to_commit(self, i: int) -> dict[str, Tensor]:
-        return {}
 
 
 class ReduceScatterReducer(OwnerReducer):
@@ -364,9 +356,6 @@ class AllReduceReducer:
             self.sends_residuals and not all(have_gradients)
         )
 
-    def state_to_commit(self, i: int) -> dict[str, Tensor]:
-        return {}
-
 
 # The step of a bucket: backends have fused implementations of ``step_adamw`` and ``step_adams``.
 
@@ -391,10 +380,10 @@ def step_by_average(
 
 
 def step_adamw(bucket: Bucket, ops: Ops, reducer: AllReduceReducer) -> None:
-    """Do ``step_by_average`` with AdamW."""
+    """Update a bucket by AdamW: see ``step_by_average``."""
     step_by_average(bucket, ops, reducer, AdamWUpdate(ops))
 
 
 def step_adams(bucket: Bucket, ops: Ops, reducer: AllReduceReducer) -> None:
-    """Do ``step_by_average`` with AdamS."""
+    """Update a bucket by AdamS: see ``step_by_average``."""
     step_by_average(bucket, ops, reducer, AdamSUpdate(ops))

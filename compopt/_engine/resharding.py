@@ -23,10 +23,12 @@ from .._state.leaves import read_base
 from .._state.residuals import Residuals
 from .._state.shards import unshard
 from .._state.tensors import HOST, to_local
-from .._wire.collectives import Communicator, connect
+from .._wire.collectives import Communicator
 from .._wire.launch import ProcessGroup
+from .._wire.quorum import connect
+from .._wire.ranks import Ranks
 from .._wire.requests import AllGather, AllReduceMean, Broadcast
-from .._wire.warning import warn
+from .._wire.warning import warn_on_rank_0
 from .engine import Engine
 from .exchange import exchange_one
 from .handshake import gather_json
@@ -116,7 +118,7 @@ def lay_out_trainable_parameters(engine: Engine, comm: Communicator) -> None:
 # Recovery after ranks were lost
 
 
-def rebind_optimizer(engine: Engine, group: ProcessGroup | Communicator | None) -> None:
+def rebind_optimizer(engine: Engine, group: ProcessGroup | Ranks | Communicator | None) -> None:
     """Continue over another group (see ``CompressedOptimizer.rebind``)."""
     sharded = engine.method.sharded
     size_before = engine.begin_rebind()
@@ -152,7 +154,7 @@ def catch_up(engine: Engine, comm: Communicator) -> None:
     Raises:
         ValueError: ranks are further apart than one failed step can explain.
     """
-    groups, saved = engine.option_groups, engine.method._saved()
+    groups, saved = engine.option_groups, engine.method._save_without_hooks()
     # all tensors that ranks share, in the same order on all of them
     unshared = {name for bucket in engine.buckets for name in bucket.sharded_names}
     unshared.update(engine.method.rank_local_state)
@@ -215,7 +217,7 @@ def copy_from_rank_ahead(
         message = exchange_one(comm, Broadcast(message, source))
         received += [message.to(HOST)] if count < latest else []
     if late := ", ".join(f"rank {rank}" for rank, n in enumerate(counts) if 0 <= n < latest):
-        warn(
+        warn_on_rank_0(
             f"{late} had not applied {unit} {latest}, and took it over from rank {source}: the "
             f"residuals of {late} are lost.",
             comm.rank,
@@ -273,7 +275,7 @@ def warn_of_lost_ranks(
             " The moments of their shards begin again at zero." if engine.method.sharded else ""
         )
         norm = (residual_norm or engine.residual_norm)()
-        warn(
+        warn_on_rank_0(
             f"{size_before - size} of {size_before} ranks are gone, and their residuals are lost. "
             f"The remaining {size} keep theirs (on this rank of norm {norm:.3g}).{shards}",
             engine.comm.rank,

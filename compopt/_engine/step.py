@@ -23,13 +23,20 @@ from .._wire.launch import get_rank
 from .._wire.payload import FieldValues, encode_bits
 from .._wire.requests import AllReduceMean, Answer, CommunicationError, ReadyToCommit, RunBatched
 from . import handshake
-from .decision import StepDecision, combine_decisions, read_decision
+from .decision import (
+    DECISION_FIELDS,
+    FAILED,
+    StepDecision,
+    combine_decisions,
+    read_decision,
+)
 from .engine import Engine
 from .exchange import (
     BucketExchange,
     ExchangeSchedule,
     exchange_one,
     run_batched_requests,
+    tell_failure,
 )
 from .gradients import check_gradients, drop_scale, scale_gradients, unscale_gradients
 from .join import copy_options_from_ranks_with_data
@@ -46,6 +53,7 @@ def exchange_and_commit(engine: Engine) -> None:
     try:
         engine.check_can_step()
         comm = engine.connect_ranks()  # first: state may have to be resharded
+        comm.check_unchanged()
         if engine.method._join_config is not None:
             copy_options_from_ranks_with_data(engine)
         step = Step(engine, comm, engine.steps + 1)
@@ -60,6 +68,8 @@ def exchange_and_commit(engine: Engine) -> None:
         drop_scale(engine)
         if not isinstance(error, CommunicationError | RankLeft):
             raise
+        if step is not None:
+            step.tell_shards()
         number = engine.steps + 1 if step is None else step.number
         raise explain_failed_step(engine, number, error) from error
     finally:
@@ -81,6 +91,7 @@ class Step:
         # the scale of a GradScaler, by which the gradients were divided
         self.scale: float | None = None
         self.committing: Bucket | None = None
+        self.is_told = False  # the other shards of this model know how the step ends here
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -106,13 +117,12 @@ class Step:
                 return None
             decision = self._exchange_buckets()
         if decision.resent:
-            engine.warn_once(
+            engine.warn_once_on_rank_0(
                 "stale gradients",
                 "gradients were changed between backward and step() (a clip, an unscale, another "
                 "backward?), so payloads sent during backward had to be sent again. From now on "
                 "nothing is sent before step(): clip with max_grad_norm= instead to keep "
                 "communication behind backward.",
-                self.comm.rank,
             )
         self._raise_if_failed(decision)
         return decision
@@ -225,6 +235,13 @@ class Step:
         # without gradients to compare, the next step begins with a handshake too
         engine.peers_verified = had_gradients or optimizer.replaces_reduce_scatter
 
+    def tell_shards(self) -> None:
+        """Tell the other ranks of this model that this one could not reach its peers."""
+        engine = self.engine
+        if engine.shard_communicators and not (self.is_told or self.method.sharded):
+            comms, device = engine.shard_communicators, engine.device
+            tell_failure(comms, DECISION_FIELDS, FAILED, device)
+
     # The exchange
 
     def _exchange_buckets(self) -> StepDecision:
@@ -243,6 +260,7 @@ class Step:
             comms = engine.shard_communicators
             if covers_shard_only:
                 comms = [comm, *comms]
+            self.is_told = True
             has_error = any(exchange.error is not None for exchange in exchanges)
             if has_error and not decision.has_failed_rank:
                 # This rank failed after it had sent everything. With sharded state one more message

@@ -18,7 +18,7 @@ average by NaN, and says so in ``step()``: all ranks raise, and nothing is appli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,11 +27,14 @@ from torch import Tensor
 
 from .._engine.engine import Engine
 from .._engine.exchange import BucketExchange, ExchangeInputs
+from .._engine.options import RATES, Group
 from .._engine.reducer import Reducer, Update
+from .._engine.settings import check_changed_options
 from .._ops.norms import clip_factor, stacked_squared_norms
 from .._ops.operations import Ops
 from .._state.bucket import Bucket
 from .._state.layouts import PaddedVector
+from .._state.next_state import commit_next, read_next
 from .._state.residuals import Residuals
 from .._state.tensors import to_local, upload
 from .._wire.payload import Payload
@@ -52,17 +55,16 @@ BucketPosition = tuple[Bucket, int]
 
 
 @dataclass
-class PendingResidual:
-    """The residual that a parameter gets if the step is applied: what none of the step's backwards
-    has sent.
+class PendingState:
+    """The state that a parameter gets if the step is applied.
 
-    ``next_residual`` then takes the place of ``residual``; both as they are stored. ``state``:
-    other new state, by name.
+    ``next_residual``, what none of the step's backwards has sent, then takes the place of
+    ``residual``; both as they are stored. ``others``: other new state, by name.
     """
 
     next_residual: Tensor
     residual: Tensor
-    state: dict[str, Tensor] = field(default_factory=dict)
+    others: dict[str, Tensor] = field(default_factory=dict)
 
     def add_unsent(self, residuals: Residuals, i: int, rest: Tensor) -> None:
         """Add what a further backward has not sent."""
@@ -87,9 +89,7 @@ class PendingResidual:
 
 
 # of parameters whose gradients a backward has reduced
-PendingResiduals = dict[Tensor, PendingResidual]
-# writes the residual of tensor i of a bucket; the factor has clipped the average
-WriteResidual = Callable[[Bucket, int, PendingResidual, float], None]
+PendingStates = dict[Tensor, PendingState]
 
 
 class ReduceScatterBucket(Bucket):
@@ -138,7 +138,7 @@ class ReduceScatterBucket(Bucket):
         self.shards = cut_by_rows(ranges, owned, compressed, self.rank)
         self.codecs = engine.ops.codecs
 
-    def load_rows(self, rows: Tensor, pending_residuals: PendingResiduals) -> None:
+    def load_rows(self, rows: Tensor, pending_states: PendingStates) -> None:
         """Read this rank's gradients from ``rows``; copy the residuals to be sent."""
         for p, piece, matrix in zip(self.params, self.pieces, self.as_matrix, strict=True):
             values = rows[:, piece.columns].reshape(-1)
@@ -150,7 +150,7 @@ class ReduceScatterBucket(Bucket):
             e = self.read_residual(i)
             if e is None:
                 parts.append([])
-            elif p in pending_residuals:  # an earlier backward has sent it
+            elif p in pending_states:  # an earlier backward has sent it
                 parts.append([e.new_zeros(self.lengths[i])])
             else:
                 parts.append([e.reshape(-1)] if matrix else piece.in_shard_order(e))
@@ -191,7 +191,7 @@ class ReduceScatterBucket(Bucket):
         zero_or_nan = (mean.header * 0).to(out.dtype).split(1)
         torch._foreach_add_([shard[:1] for shard in shards], [*zero_or_nan])
 
-    def collect_residuals(self, reducer: Reducer, pending_residuals: PendingResiduals) -> None:
+    def collect_residuals(self, reducer: Reducer, pending_states: PendingStates) -> None:
         """Add what this backward has not sent."""
         reducer.keep_unsent([True] * len(self.pieces))
         for i, (p, piece) in enumerate(zip(self.model_params, self.pieces, strict=True)):
@@ -200,15 +200,15 @@ class ReduceScatterBucket(Bucket):
                 continue
             residuals, number = Residuals(position[0]), position[1]
             rest = rest if self.as_matrix[i] else piece.in_shape(rest)
-            if p in pending_residuals:
-                pending_residuals[p].add_unsent(residuals, number, rest)
+            if p in pending_states:
+                pending_states[p].add_unsent(residuals, number, rest)
             else:
                 stored = residuals.stored[number]
-                pending_residuals[p] = PendingResidual(residuals.pack(number, rest), stored)
-            pending_residuals[p].state.update(reducer.state_to_commit(i))
+                pending_states[p] = PendingState(residuals.pack(number, rest), stored)
+            pending_states[p].others.update(read_next(self, i))
         self._forget_gradients()
 
-    def refuse_average(self, out: Tensor, pending_residuals: PendingResiduals) -> None:
+    def refuse_average(self, out: Tensor, pending_states: PendingStates) -> None:
         """Write NaN in place of this rank's shard of an average that lacks its gradients: no step
         applies it, also if the error is caught. Residuals stay.
         """
@@ -218,7 +218,7 @@ class ReduceScatterBucket(Bucket):
             out[piece.columns].fill_(float("nan"))
             if position is not None and position[1] in (residuals := Residuals(position[0])):
                 stored = residuals.stored[position[1]]
-                pending_residuals.setdefault(p, PendingResidual(stored, stored))
+                pending_states.setdefault(p, PendingState(stored, stored))
         self._forget_gradients()
 
     def _forget_gradients(self) -> None:
@@ -238,22 +238,12 @@ class FSDPUnit:
 
 
 class FSDPBackward:
-    """The optimizer's part in FSDP2's backward: it compresses and averages gradients.
+    """The optimizer's part in FSDP2's backward: it compresses and averages gradients."""
 
-    ``make_reducer`` makes the reducer of a bucket. ``write_residual`` writes a residual when a step
-    is applied.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        make_reducer: Callable[[Bucket], Reducer],
-        write_residual: WriteResidual,
-    ):
-        self.engine, self.make_reducer = engine, make_reducer
-        self.write_residual = write_residual
+    def __init__(self, engine: Engine):
+        self.engine = engine
         # kept when state is laid out again between backward and step(), which has to commit it
-        self.pending_residuals: PendingResiduals = {}
+        self.pending_states: PendingStates = {}
         # the buckets that backward has reduced since the last step, with their phases
         self.buckets_since_step: dict[int, tuple[Bucket, Phase]] = {}
         self.in_flight: list[PendingReduction] = []
@@ -262,6 +252,12 @@ class FSDPBackward:
         self._units: dict[tuple[Tensor, ...], FSDPUnit] = {}
         self._bucket_count = 0
         self._backward_number = -1  # of the running backward
+        self._valid_options = self._read_options()
+
+    @property
+    def method(self) -> Any:
+        """The ``ReducingOptimizer``; its file imports this one."""
+        return self.engine.method
 
     @property
     def phase(self) -> Phase:
@@ -279,7 +275,7 @@ class FSDPBackward:
         """Forget what the step has committed or skipped. If it raised all is kept: ``step()`` may
         be called again with the same averages.
         """
-        self.pending_residuals, self.buckets_since_step = {}, {}
+        self.pending_states, self.buckets_since_step = {}, {}
 
     def forget_units(self) -> None:
         """Forget all layouts; the next backward makes new ones.
@@ -310,8 +306,8 @@ class FSDPBackward:
         if backward != self._backward_number:
             self._backward_number = backward
             self.finish()  # reductions of a backward that raised
-            self.engine.method.apply_changed_options()
             self._discard_unapplied()
+            self._apply_changed_options()
         buckets = self._buckets_of(params, key, rows.dtype)
         self._advance_all()
         for bucket in buckets:
@@ -325,17 +321,36 @@ class FSDPBackward:
         if blocking or any(p.grad is not None for p in key):
             self.finish()
 
+    def _read_options(self) -> list[tuple[Group, Group]]:
+        """Return all groups, with their options that decide what is sent."""
+        groups = [group for _, groups, _ in self.method._compared_groups for group in groups]
+        kept = RATES | {"params", "step"}
+        return [(group, {n: group[n] for n in group.keys() - kept}) for group in groups]
+
+    def _apply_changed_options(self) -> None:
+        """Apply options that were changed since the last backward. Where they are not valid they
+        are set back, because other ranks wait for this one's gradients; ``step()`` raises why.
+        """
+        try:
+            check_changed_options(self.engine)
+        except (TypeError, ValueError) as error:
+            self.error = self.error or error
+            for group, options in self._valid_options:
+                group.update(options)
+        self.method.apply_changed_options()
+        self._valid_options = self._read_options()
+
     def _reduce_bucket(self, bucket: Any, rows: Tensor, out: Tensor) -> RequestGenerator[None]:
         """Average the gradients of one bucket, from ``rows`` into ``out``."""
-        bucket.load_rows(rows, self.pending_residuals)
-        reducer = self.make_reducer(bucket)
+        bucket.load_rows(rows, self.pending_states)
+        reducer: Reducer = self.method.make_reducer(bucket)
         self.buckets_since_step[bucket.index] = bucket, reducer.phase
         mean = yield from reducer.reduce()
         if bucket.withholds_gradients:
-            bucket.refuse_average(out, self.pending_residuals)
+            bucket.refuse_average(out, self.pending_states)
         else:
             bucket.write_shard(reducer, mean, out)
-            bucket.collect_residuals(reducer, self.pending_residuals)
+            bucket.collect_residuals(reducer, self.pending_states)
         yield Agree(mean, reducer.phase)  # ``step()`` does
 
     def _buckets_of(
@@ -350,7 +365,7 @@ class FSDPBackward:
                     i = next(i for i, other in enumerate(bucket.params) if other is p)
                     positions[n] = bucket, i
             self._units[key] = FSDPUnit(pieces, positions)
-        unit, needs_matrix = self._units[key], self.engine.method.reduces_as_matrix
+        unit, needs_matrix = self._units[key], self.method.reduces_as_matrix
         positions = unit.bucket_positions
         as_matrix = [position is not None and needs_matrix(*position) for position in positions]
         if unit.as_matrix != as_matrix:
@@ -382,21 +397,21 @@ class FSDPBackward:
         ``zero_grad(set_to_none=False)`` leaves zeros, as one shard may have by chance: one
         all-reduce, for which backward waits, decides whether gradients were discarded.
         """
-        self.pending_residuals = {
-            p: pending for p, pending in self.pending_residuals.items() if p.grad is not None
+        self.pending_states = {
+            p: pending for p, pending in self.pending_states.items() if p.grad is not None
         }
         if self.error is not None and all(p.grad is None for p in self.engine.bucket_of):
             self.error = None
-        if self.pending_residuals:
+        if self.pending_states:
             engine = self.engine
             some = any(
-                bool(to_local(p.grad).any()) for p in self.pending_residuals if p.grad is not None
+                bool(to_local(p.grad).any()) for p in self.pending_states if p.grad is not None
             )
             flag = torch.tensor([float(some)], dtype=torch.float32, device=engine.device)
             pending = engine.comm.start(AllReduceMean(flag))
             pending.wait()
             if not flag.item():
-                self.pending_residuals = {}
+                self.pending_states = {}
 
     def finish(self) -> None:
         """Wait for everything that has begun."""
@@ -437,11 +452,11 @@ class FSDPBackward:
         """Write the residual of tensor i, to which the step is applied. ``norm`` is that of all
         averaged gradients, before a clip.
         """
-        pending = self.pending_residuals.get(bucket.params[i])
+        pending = self.pending_states.get(bucket.params[i])
         # norm 0: the averaged gradients were zeroed before step(), so residuals stay
         if pending is not None and norm > 0:
             factor = clip_factor(norm, bucket.group["max_grad_norm"])
-            self.write_residual(bucket, i, pending, factor)
+            self.method.write_residual(bucket, i, pending, factor)
 
 
 class PendingReduction(BucketExchange):
@@ -494,6 +509,7 @@ def step_fsdp_shards(
     indices = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
     for i in indices:
         fsdp_backward.commit_residual(bucket, i, norm)
+    commit_next(bucket, have_gradients)
     if indices:
         averages = update.memory_for(
             bucket, indices, [grads[i] if factor == 1 else None for i in indices]

@@ -98,8 +98,7 @@ def check_meshes(optimizer: CompressedOptimizer) -> None:
     their gradients already, or if a parameter belongs to FSDP1.
     """
     engine = optimizer._engine
-    group = engine.refresh_ranks().group
-    ranks = set(dist.get_process_group_ranks(group)) if group is not None else set()
+    ranks = set(engine.refresh_ranks().ranks)
     buckets = [*engine.buckets, *engine.frozen_buckets]
     for p, name in (pair for b in buckets for pair in zip(b.params, b.names, strict=True)):
         if _is_flat_parameter(p):
@@ -247,13 +246,12 @@ def _warn_if_shared(group: Any, optimizer: CompressedOptimizer, params: set[Tens
         return
     others = list_parameters(other) - params
     if any(one.sharded_param in others for one in group.fsdp_params):
-        optimizer._engine.warn_once(
+        optimizer._engine.warn_once_on_rank_0(
             "shared module",
             "two optimizers of compopt share a module that fully_shard wraps. "
             f"{optimizer._engine.name}, which came last, averages its gradients, those of the "
             "other uncompressed: give all parameters of a module to one optimizer, in parameter "
             "groups or as compopt.Separate([first, second]).",
-            optimizer.comm.rank,
         )
 
 

@@ -6,16 +6,15 @@ from typing import Any, Literal
 
 import torch
 
-from .._engine.engine import weak_method
 from .._engine.optimizer import CompressedOptimizer
 from .._engine.options import Setting
 from .._engine.reducer import Reducer
 from .._state.bucket import Bucket
 from .._state.layouts import GlobalShape, Layout, LocalShape, Sharded
 from .._state.residuals import Residuals, residual_layout
-from .._wire.collectives import connect
 from .._wire.meshes import is_sharded_over
-from .fsdp_backward import FSDPBackward, PendingResidual
+from .._wire.quorum import connect
+from .fsdp_backward import FSDPBackward, PendingState
 
 GatherDtype = torch.dtype | Literal["int8"] | None
 
@@ -47,10 +46,9 @@ class ReducingOptimizer(CompressedOptimizer):
         layout = GlobalShape if self.replaces_reduce_scatter else LocalShape
         return residual_layout(layout(dtype, compressed_only=compressed_only), self.residual_dtype)
 
-    def write_residual(
-        self, bucket: Bucket, i: int, pending: PendingResidual, factor: float
-    ) -> None:
-        """Write the residual of tensor i when a step inside FSDP2 is applied.
+    def write_residual(self, bucket: Bucket, i: int, pending: PendingState, factor: float) -> None:
+        """Write the residual of tensor i when a step inside FSDP2 is applied, and put other new
+        state into ``bucket.next``.
 
         ``factor``, which clipped the average, is ignored here: all that was sent counts as sent.
         (With projections the clip changes the residual: see ``ProjectingOptimizer``.)
@@ -78,7 +76,7 @@ class ReducingOptimizer(CompressedOptimizer):
         params = [p for group in self._option_groups for p in group["params"]]
         flags = [False]  # of each parameter: whether FSDP2 shards it over the optimizer's ranks
         if any(hasattr(p, "device_mesh") for p in params):
-            comm = connect(self._engine.group)
+            comm = connect(self._engine.process_group)
             flags = [is_sharded_over(p, comm) for p in params]
         fsdp_shards_params = all(flags)
         if any(flags) and not fsdp_shards_params:
@@ -104,8 +102,6 @@ class ReducingOptimizer(CompressedOptimizer):
     def after_layout(self) -> None:
         super().after_layout()
         if self.replaces_reduce_scatter and self.fsdp_backward is None:
-            self.fsdp_backward = FSDPBackward(
-                self._engine, weak_method(self.make_reducer), weak_method(self.write_residual)
-            )
+            self.fsdp_backward = FSDPBackward(self._engine)
         if self.fsdp_backward is not None:
             self.fsdp_backward.forget_units()

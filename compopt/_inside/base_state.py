@@ -113,11 +113,10 @@ def is_like(value: Tensor, p: Tensor) -> bool:
 def _say_kept(engine: Engine, entry: Leaves) -> None:
     if entry.kinds or entry.unknown:
         held = f"holds {min(entry.unknown)}" if entry.unknown else "has another form on other ranks"
-        engine.warn_once(
+        engine.warn_once_on_rank_0(
             "base state kept",
             f"state of the base {held}, and stays rank {engine.comm.rank}'s own: nothing averages "
             "it, and a checkpoint has that of the rank which writes it.",
-            engine.comm.rank,
         )
 
 

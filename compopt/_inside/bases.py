@@ -19,7 +19,7 @@ from .._engine.options import Group
 from .._state.bucket import Bucket
 from .._state.tensors import distribute_like, get_grad_dtype, is_accelerator, to_local
 from .._wire.launch import get_rank
-from .._wire.warning import warn
+from .._wire.warning import warn_on_rank_0
 from .combined import describe_members, list_members
 
 OPTION_PREFIX = "compopt_"  # before the name of a wrapper's option in a group of the base
@@ -132,7 +132,7 @@ def warn_of_unread_options(
     if unread:
         shown = ", ".join(f"{name}={group[name]!r}" for name in unread)
         own = ", ".join(OPTION_PREFIX + name for name in unread)
-        warn(
+        warn_on_rank_0(
             f"a group of {type(base).__name__} has {shown}, which {wrapper} leaves to "
             f"{type(base).__name__}: for an option of {wrapper} write {own} there.",
             get_rank(),

@@ -119,7 +119,10 @@ def refuse_flattened_base(state_dict: dict[str, Any], name: str) -> None:
     """Raise ValueError if a state dict was flattened, and not saved by a wrapper: of the base's
     state torch then passes only the names that the wrapper's entries have.
     """
-    entries = state_dict.get("state", {}).values()
+    state = state_dict.get("state") if isinstance(state_dict, dict) else None
+    entries = (
+        state.values() if isinstance(state, dict) else ()
+    )  # else damaged: who reads it says so
     if any(isinstance(entry, dict) and entry.get("base") == {} for entry in entries):
         raise ValueError(
             f"loaded state dict is flattened, and not of {name}: load it into the optimizer "

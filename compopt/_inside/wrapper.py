@@ -26,6 +26,7 @@ from .._state.layouts import Layout
 from .._state.leaves import copy_state
 from .._wire.foreign import ForeignCollective, RefuseCollectives
 from .._wire.launch import ProcessGroup
+from .._wire.ranks import Ranks
 from . import bases, combined
 from .combined import OneOrSeveral
 from .merged_state import (
@@ -61,7 +62,7 @@ class Wrapper(CompressedOptimizer):
         self,
         base: OneOrSeveral,
         options: Group,
-        process_group: ProcessGroup | None,
+        process_group: ProcessGroup | Ranks | None,
         simulate: bool = False,
     ):
         base = combined.combine_optimizers(base)
@@ -347,11 +348,11 @@ class Wrapper(CompressedOptimizer):
 
     # Checkpoints
 
-    def _saved(self) -> dict[str, Any]:
+    def _save_without_hooks(self) -> dict[str, Any]:
         """Return the merged state dict, and under "base" what else the base's own holds."""
         self._take_changes()
         self._show_base_in_state()
-        saved, base_saved = super()._saved(), self.base.state_dict()
+        saved, base_saved = super()._save_without_hooks(), self.base.state_dict()
         for merged, group, wrapper_group in zip(
             saved["param_groups"], base_saved["param_groups"], self._wrapper_groups, strict=True
         ):

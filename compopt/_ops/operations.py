@@ -22,9 +22,9 @@ from .._state.bucket import Bucket
 from .._state.masks import Mask, Tensors
 from .._state.residuals import Residuals
 from .._wire.codec import PAYLOAD_CODECS
-from .._wire.payload import CACHE_ELEMENTS, Payload, Scratch, block_size
+from .._wire.payload import CACHE_ELEMENTS, Payload, Scratch, choose_block_size
 from .._wire.requests import RequestGenerator, RunBatched
-from .._wire.warning import warn
+from .._wire.warning import warn_on_rank_0
 from . import reference
 
 HYPER = ("betas", "eps", "weight_decay", "maximize")
@@ -49,7 +49,7 @@ def fall_back_to_torch(rank: int) -> Ops:
     """Return PyTorch's operators, where ranks have chosen different backends by themselves."""
     backend = Ops()
     backend.automatic, backend.reason = True, "torch: ranks had chosen different backends"
-    warn(
+    warn_on_rank_0(
         "ranks have chosen different backends (compiled passes or a processor differ), so all take "
         "PyTorch's operators: COMPOPT_BACKEND=native or torch on all ranks says which.",
         rank,
@@ -343,7 +343,7 @@ class Ops:
             return reference.adams_(w, g, m, float(step), clip=clip, **hyper)
         hyper |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
         # separate memory: g may be scratch memory too
-        block = block_size(CACHE_ELEMENTS, m.view(-1))
+        block = choose_block_size(m.view(-1), on_cpu=CACHE_ELEMENTS)
         square = self.scratch(m, min(block, m.numel()), use="square")
         for w_, g_, m_ in zip(*(x.view(-1).split(block) for x in (w, g, m)), strict=True):
             v = torch.mul(m_, m_, out=square[: m_.numel()])
@@ -384,12 +384,20 @@ class Ops:
     def read_union(
         self, bits: Tensor, values: Tensor, at: Tensor, union: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the positions of all set bits (``union``, if known), ascending, int64, and a
-        number for each: these values where they are ``at``, with zeros elsewhere or not, and 0.
+        """Return the positions of all set bits (``union``, if known), ascending, int64, and for
+        each the value that is ``at`` it, 0 if there is none.
         """
         positions = find_positions(bits) if union is None else union
-        memory = self.scratch(values, 8 * len(bits), use="x").index_fill_(0, positions, 0)
-        return positions, memory.scatter_(0, at, values).index_select(0, positions)
+        return positions, self.look_up(positions, values, at, len(bits))
+
+    def look_up(self, wanted: Tensor, values: Tensor, at: Tensor, mask_bytes: int) -> Tensor:
+        """Return for each position in a mask the value that is ``at`` it, 0 if there is none."""
+        found = self.mask_scratch(values, mask_bytes).index_fill_(0, wanted, 0)
+        return found.scatter_(0, at, values).index_select(0, wanted)
+
+    def mask_scratch(self, like: Tensor, mask_bytes: int) -> Tensor:
+        """Return memory for a number for each bit of a mask; contents are undefined."""
+        return self.scratch(like, 8 * mask_bytes, use="mask")
 
 
 # Whether gradients are finite

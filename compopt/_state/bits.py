@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from .._wire.payload import CACHE_ELEMENTS, Scratch, block_size
+from .._wire.payload import CACHE_ELEMENTS, Scratch, choose_block_size
 
 # Bytes: ranges of ranks begin at whole words of 64 bits.
 WORD = 8
@@ -136,7 +136,7 @@ def select_above(x: Tensor, threshold: float, scratch: Scratch) -> Tensor:
     """Return the positions, ascending, of |x| > threshold, int64."""
     flags = scratch("flags", x.numel() + -x.numel() % 8, torch.bool, x.device)
     flags[x.numel() :] = False
-    block = block_size(CACHE_ELEMENTS, x)
+    block = choose_block_size(x, on_cpu=CACHE_ELEMENTS)
     shrunk = scratch("", min(block, x.numel()), x.dtype, x.device)
     for flags_, x_ in zip(flags[: x.numel()].split(block), x.split(block), strict=True):
         # hardshrink is several times faster than a comparison

@@ -24,7 +24,7 @@ from .._wire.payload import (
     Payload,
     PayloadDtype,
     Scratch,
-    block_size,
+    choose_block_size,
 )
 from .blocks import BlockCodec
 from .layouts import Int8Blocks, Layout, Sharded, TensorInfo
@@ -99,7 +99,9 @@ class Bucket:
         # Counts allocations: a change of the version means that addresses have changed.
         self.storage_version = 0
         # Stacks of state, and the version in which they are views of it.
-        self._stacks: dict[tuple[str, range], tuple[int, Tensor]] = {}
+        self._stacks: dict[tuple[str, int, int], tuple[int, Tensor]] = {}
+        # New state that the running step has not committed yet: ``NextValues``, by name.
+        self.next: dict[str, list[tuple[Sequence[int], Tensor, bool]]] = {}
         # The steps each tensor has taken: ``state["step"]`` as a vector.
         self.step_counts: Tensor | None = None
         # The optimizer's state of each tensor, which shows the views.
@@ -209,16 +211,24 @@ class Bucket:
         """Return one kind of state of neighbours that have it in one shape, as one tensor: a view
         of the state, or a copy where it has been collected from other buckets.
         """
-        version, stack = self._stacks.get((name, indices), (None, None))
+        stack = self.view_stack(name, indices)
+        return torch.stack([self.state[name][i] for i in indices]) if stack is None else stack
+
+    def view_stack(self, name: str, indices: Sequence[int]) -> Tensor | None:
+        """Return a view of one kind of state of neighbours; None if they are not next to each
+        other in memory.
+        """
+        key = name, indices[0], len(indices)
+        version, stack = self._stacks.get(key, (None, None))
         if stack is not None and version == self.storage_version:
             return stack
         views = [self.state[name][i] for i in indices]
         first, size = views[0], views[0].itemsize * views[0].numel()
         distances = [b.data_ptr() - a.data_ptr() for a, b in pairwise(views)]
         if any(distance != size for distance in distances) or not first.is_contiguous():
-            return torch.stack(views)
+            return None
         stack = first.as_strided((len(views), *first.shape), (first.numel(), *first.stride()))
-        self._stacks[name, indices] = self.storage_version, stack
+        self._stacks[key] = self.storage_version, stack
         return stack
 
     def resize_state(self, name: str, sizes: list[int]) -> list[Tensor]:
@@ -365,7 +375,7 @@ class Bucket:
             info = self.get_tensor_info(i)
             part = self.layouts["master"].cut_shard(to_local(self.params[i].detach()), info)
             values = part.reshape(-1)
-            size = block_size(CACHE_ELEMENTS, values)
+            size = choose_block_size(values, on_cpu=CACHE_ELEMENTS)
             blocks = zip(master.view(-1).split(size), values.split(size), strict=True)
             for block, new in blocks:
                 value = new.to(block.device)

@@ -31,6 +31,7 @@ from .in_flight import (
 )
 from .launch import ProcessGroup, get_timeout, is_initialized
 from .payload import Payload
+from .ranks import Ranks
 from .requests import (
     AllGather,
     AllReduceMean,
@@ -54,8 +55,8 @@ if TYPE_CHECKING:
 AVERAGING, GATHERING = ("nccl",), ("nccl", "xccl")
 
 WAY_TO_MAKE_A_GROUP = (
-    "make a group of all ranks by torch.distributed.init_process_group(store=, rank=, "
-    "world_size=), after each change of ranks anew, and leave process_group= out"
+    "pass compopt.Ranks(group, rank=, size=), and call rebind() with new ones after each change of "
+    "ranks (compopt.integrations.torchft does)"
 )
 
 FIRST_OF_OWN = 10**9  # numbers of groups of some ranks, above those that torch gives
@@ -70,6 +71,8 @@ class Communicator:
 
     # None: a single process, or ranks that no process group connects
     group: ProcessGroup | None = None
+    may_grow = False  # one rank that is left goes on as one of several
+    counts_alone = True  # one rank counts what several would send
 
     def __init__(self, group: ProcessGroup | None = None, single_process: bool = False):
         check_process_group(group)
@@ -138,13 +141,18 @@ class Communicator:
         """The communicator of its own process group, if that was made; else this one."""
         return self._own_group or self
 
+    def count_sent(self, size: int) -> None:
+        """Count the bytes of a collective, which go nowhere from a rank that is alone."""
+        if self.size > 1 or self.counts_alone:
+            self._bytes_sent += size
+
     def start(self, request: Request) -> PendingCollective:
         """Start the collective that answers ``request``, and count its bytes."""
         assert isinstance(request, Collective), f"{request} needs no other rank"
         self.check_unchanged()
         release_ended()
         size = count_bytes(request)
-        self._bytes_sent += size
+        self.count_sent(size)
         self.started += 1
         description = f"{type(request).__name__} of {size} bytes over {self.size} ranks"
         if self.size == 1:
@@ -214,7 +222,8 @@ class Communicator:
         return PendingCollective(description, work, lambda: rows)
 
     def _broadcast(self, tensor: Tensor, source: int, description: str) -> PendingCollective:
-        work = self._call(dist.broadcast, description, tensor, self.ranks[source])
+        call = functools.partial(dist.broadcast, tensor, group_src=source)
+        work = self._call(call, description)
         return PendingCollective(description, work, lambda: tensor)
 
     def _reduce_scatter_mean(
@@ -328,7 +337,7 @@ def count_bytes(request: Collective) -> int:
 
 def check_process_group(group: object) -> None:
     """Raise TypeError or ValueError if ``group`` is no process group of this rank."""
-    if group is None or isinstance(group, Communicator):
+    if group is None or isinstance(group, Communicator | Ranks):
         return
     if hasattr(group, "get_group"):
         raise ValueError(
@@ -342,8 +351,8 @@ def check_process_group(group: object) -> None:
         )
     if not isinstance(group, getattr(dist, "ProcessGroup", ())):
         raise TypeError(
-            f"process_group must be None or a group of torch.distributed, got {group!r}: pass what "
-            "torch.distributed.new_group() returns."
+            f"process_group must be None, a group of torch.distributed, or compopt.Ranks, got "
+            f"{group!r}: pass what torch.distributed.new_group() returns."
         )
 
 
@@ -366,11 +375,6 @@ def _read_place(group: ProcessGroup) -> tuple[int, int]:
             f"that another library makes and resizes (torchft): {WAY_TO_MAKE_A_GROUP}."
         )
     return rank, size
-
-
-def connect(group: ProcessGroup | Communicator | None) -> Communicator:
-    """Return a communicator over ``group``, which may be one already."""
-    return group if isinstance(group, Communicator) else Communicator(group)
 
 
 # How many groups of its own a process has made of some of all ranks, by the group of all ranks.

@@ -162,6 +162,13 @@ def release_ended(phase: str = "start", *_: object) -> None:
                     dist.destroy_process_group(group)
 
 
+def forget_group(group: ProcessGroup) -> None:
+    """Wait no longer for the collectives of a group whose ranks are gone, nor keep it alive."""
+    for work in [work for work, its in list(_in_flight.items()) if its is group]:
+        _in_flight.pop(work, None)
+        _unowned.discard(work)
+
+
 def _release_in_collections() -> None:
     """Let Python's collector call ``release_ended``, from the first time that there is a need."""
     if release_ended not in gc.callbacks:

@@ -62,7 +62,7 @@ def list_ranks_of_call(operator: torch._ops.OpOverload, given: dict[str, Any]) -
     """
     kind = operator.namespace
     if kind == "c10d" and "process_group" in given:
-        return dist.get_process_group_ranks(dist.ProcessGroup.unbox(given["process_group"]))
+        return list_group_ranks(dist.ProcessGroup.unbox(given["process_group"])) or []
     if kind == "_c10d_functional" and isinstance(name := given.get("group_name"), str):
         resolve: Any = torch._C._distributed_c10d._resolve_process_group
         return dist.get_process_group_ranks(resolve(name))
@@ -70,7 +70,9 @@ def list_ranks_of_call(operator: torch._ops.OpOverload, given: dict[str, Any]) -
 
 
 def list_group_ranks(group: dist.ProcessGroup | None) -> list[int] | None:
-    """Return the global ranks of a process group; None without one, or if it was destroyed."""
+    """Return the global ranks of a process group; None without one, or of one that torch does not
+    know.
+    """
     try:
         return None if group is None else dist.get_process_group_ranks(group)
     except KeyError:

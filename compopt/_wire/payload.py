@@ -1,8 +1,8 @@
 """Payloads: messages of a bucket's tensors, their control fields, dtypes, sizes and memory.
 
 Ranks see only the mean of a payload, perhaps over many ranks and in low precision. So what they
-must agree on is encoded such that its mean tells whether they do. A flag is 0 or 1; its mean is
-above 0 if any rank has set it. An integer is sent as its bits and their complements; if ranks
+must have in common is encoded such that its mean tells whether they do. A flag is 0 or 1; its mean
+is above 0 if any rank has set it. An integer is sent as its bits and their complements; if ranks
 differ, the means of some bit and of its complement are both above 0.
 """
 
@@ -60,12 +60,11 @@ class Scratch:
         return list(self._memory.values())
 
 
-def block_size(block: int, x: Tensor) -> int:
-    """Return the number of elements or rows of x to process at a time.
-
-    On a CPU ``block`` elements stay in a core's cache; other devices process all at once.
+def choose_block_size(x: Tensor, on_cpu: int) -> int:
+    """Return how many elements or rows of x to process at a time: ``on_cpu``, which stay in a
+    core's cache, and on other devices all.
     """
-    return block if x.device.type == "cpu" else max(1, len(x))
+    return on_cpu if x.device.type == "cpu" else max(1, len(x))
 
 
 # Messages
@@ -91,7 +90,7 @@ class Codec:
 
     def encode(self, values: Tensor, message: Tensor) -> None:
         """Write ``values``, rounded, to a message; they become the rounding errors."""
-        block = block_size(CACHE_ELEMENTS, message)
+        block = choose_block_size(message, on_cpu=CACHE_ELEMENTS)
         for sent, unrounded in zip(message.split(block), values.split(block), strict=True):
             sent.copy_(unrounded)
             unrounded.sub_(sent)
@@ -235,7 +234,8 @@ FieldValues = list[float] | Tensor
 
 
 class ControlFields:
-    """Named groups of numbers beside a payload's header, by whose mean ranks agree on a step.
+    """Named groups of numbers beside a payload's header. Their means over ranks, which are equal on
+    all, say whether the step is applied, and whether ranks differ.
 
     Names and lengths are the same on all ranks.
     """

@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .payload import ROW, Scratch, block_size, count_rows, packed_bytes
+from .payload import ROW, Scratch, choose_block_size, count_rows, packed_bytes
 
 LARGEST = {8: 127.0, 4: 7.0}
 # Of scales: 1 / scale is finite.
@@ -180,7 +180,7 @@ def quantize_rows(
         return
     offset, most = noise_offset(seed), LARGEST[bits]
     noise = noise_table(x.dtype, x.device, seed is not None)
-    block = block_size(BLOCK_ROWS, x)
+    block = choose_block_size(x, on_cpu=BLOCK_ROWS)
     for number, a in enumerate(range(0, len(x), block)):
         x_, scale, drop = x[a : a + block], scales[a : a + block], rounding_errors[a : a + block]
         t = scratch("block", x_.numel(), x.dtype, x.device).view(x_.shape)
@@ -213,7 +213,7 @@ def _round_to_four_levels(
     for _, row, length in spans:
         if length % ROW:
             values[row + count_rows(length) - 1] = length % ROW
-    block = block_size(BLOCK_ROWS, x)
+    block = choose_block_size(x, on_cpu=BLOCK_ROWS)
     for a in range(0, len(x), block):
         x_, n, level, scale, drop = (
             rows[a : a + block] for rows in (x, values, quantized, scales, rounding_errors)

@@ -18,10 +18,14 @@ SKIPPED = tuple(
 INSTALLED = tuple(f"{Path(sysconfig.get_path(name)).resolve()}/" for name in ("purelib", "platlib"))
 
 
-def warn(message: str, rank: int) -> None:
-    """Warn if ``rank`` is 0, once for all ranks, at the user's line that led here."""
-    if rank != 0:
-        return
+def warn_on_rank_0(message: str, rank: int) -> None:
+    """Warn if ``rank``, that of this process, is 0: once for all ranks."""
+    if rank == 0:
+        warn(message)
+
+
+def warn(message: str) -> None:
+    """Warn, whatever this process's rank is, at the user's line that led here."""
     frame = _find_user_frame()
     names = frame.f_globals
     warnings.warn_explicit(

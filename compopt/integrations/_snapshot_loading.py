@@ -17,7 +17,7 @@ from .._engine.handshake import gather_json
 from .._state.tensors import HOST
 from .._wire.collectives import Communicator
 from .._wire.requests import Broadcast
-from .._wire.warning import warn
+from .._wire.warning import warn, warn_on_rank_0
 from . import _snapshot_files as files
 from ._snapshot_files import Damaged, Manifest, Packed, Snapshot
 from ._snapshot_parts import (
@@ -167,7 +167,7 @@ class Resume:
         self.refused[snapshot] = str(error)
         if files.is_complete(self.folder, snapshot):  # else another rank has removed it meanwhile
             path = self.folder / snapshot.name
-            warn(f"the snapshot {path} is damaged, and is passed over: {error}.", 0)  # on this rank
+            warn(f"the snapshot {path} is damaged, and is passed over: {error}.")
 
     def _raise_if_refused(self) -> None:
         """Raise on all ranks if any has complete snapshots, none of which can be used."""
@@ -271,20 +271,20 @@ class Resume:
             return False
         why = f"replica {', '.join(map(str, numbers))} had other values than replica 0"
         self.refused.update(dict.fromkeys(choice.snapshots, why))
-        warn(f"{choice} in {self.folder} are passed over: {why}.", meeting.world.rank)
+        warn_on_rank_0(f"{choice} in {self.folder} are passed over: {why}.", meeting.world.rank)
         return True
 
     def _warn_of_lost_parts(self, choice: Choice) -> None:
         rank = self.meeting.world.rank
         if missing := ", ".join(map(str, choice.missing_replicas)):
-            warn(
+            warn_on_rank_0(
                 f"{choice} are not there of replica {missing} of {choice.snapshots[0].replicas}: "
                 "the residuals of these ranks are lost, and what they moved in a running round of "
                 "LocalSteps.",
                 rank,
             )
         if steps := ", ".join(map(str, choice.passed_over)):
-            warn(
+            warn_on_rank_0(
                 f"{choice} are loaded. Those of step {steps} were saved later, but are not there "
                 "of all replicas, complete and intact.",
                 rank,

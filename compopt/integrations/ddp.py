@@ -308,6 +308,8 @@ def groups_form_site(ddp: DDP, optimizer: CompressedOptimizer) -> bool:
     """Return True if DDP's ranks are a site, of which the optimizer's group has this rank only, and
     others of other sites.
     """
+    if optimizer.comm.may_grow:  # over ranks of other launches
+        return len(list_group_ranks(ddp.process_group) or ()) > 1
     ranks = {*(list_group_ranks(optimizer.comm.group) or ())}
     site = {*(list_group_ranks(ddp.process_group) or ())}
     return len(ranks) > 1 and ranks != site and len(ranks & site) == 1

@@ -20,7 +20,7 @@ from .._engine.checkpoint import describe_residual_source
 from .._engine.module_hooks import end_open_rounds
 from .._engine.optimizer import CompressedOptimizer
 from .._engine.stats import Stats
-from .._wire.warning import warn
+from .._wire.warning import warn_on_rank_0
 from ..local_steps.local_steps import LocalSteps
 
 try:
@@ -148,7 +148,7 @@ class CompoptCallback(TrainerCallback):
         contents = ["the model of rank 0 within a round"] if is_open else []
         contents += [f"the residuals of {owner} only"] if owner != "mean" else []
         for content in contents:
-            warn(
+            warn_on_rank_0(
                 f"the checkpoint of step {state.global_step} holds {content}, as a callback "
                 "requested it after CompoptCallback ran: put CompoptCallback last in callbacks.",
                 int(not state.is_world_process_zero),

@@ -235,8 +235,7 @@ class Snapshots:
             warn(
                 f"another run writes snapshots into {self.folder} too ({', '.join(others)}). Each "
                 "keeps its own, but a resume would take the newest of both: give every run a "
-                "folder of its own.",
-                0,  # on this rank: others may not see that folder
+                "folder of its own."
             )
 
     def _read_state(self) -> State:

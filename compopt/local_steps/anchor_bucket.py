@@ -33,8 +33,8 @@ KEPT_BYTES = 128 * 2**20
 
 @dataclass(eq=False, slots=True)
 class Anchored:
-    """A parameter, its anchor, this rank's ``part`` of the anchor and of its ``average``, and the
-    fragment in which it is exchanged.
+    """A parameter, its anchor, this rank's ``part`` of the anchor and of its ``trailing_mean``, and
+    the fragment that it is synced with.
 
     ``has_moved`` is true if the parameter has moved since its last sync, or may have. ``is_sent``
     is true if it is part of the sync in flight, or was part of the last one.
@@ -46,7 +46,7 @@ class Anchored:
     part: Tensor
     has_moved: bool = False
     is_sent: bool = True
-    average: Tensor | None = None
+    trailing_mean: Tensor | None = None
 
 
 class SyncPayload(Payload):
@@ -121,7 +121,7 @@ class AnchorBucket(Bucket):
         names = [f"anchor {i}" for i in range(len(tensors))]
         super().__init__(index, group, [t.anchor for t in tensors], names)
         self.anchors, self.tensors = flat, tensors
-        self.average: Tensor | None = None  # of the last anchors, as one vector
+        self.trailing_mean: Tensor | None = None  # of the last anchors, as one vector
         layout = residual_layout(LocalShape(self.compute_dtype), residual_dtype)
         self.allocate("residual", layout, [{}] * len(tensors))
 
@@ -281,12 +281,12 @@ class AnchorBucket(Bucket):
             residuals.set(list(zip(indices, self.view_sent(errors), strict=True)))
         self.cache.pop("has_residual", None)
 
-    def keep_average(self) -> None:
-        """Begin an average of anchors, at the present ones."""
-        self.average = self.anchors.clone()
-        parts = self.average.split([t.part.numel() for t in self.tensors])
+    def keep_trailing_mean(self) -> None:
+        """Begin a trailing mean of anchors, at the present ones."""
+        self.trailing_mean = self.anchors.clone()
+        parts = self.trailing_mean.split([t.part.numel() for t in self.tensors])
         for t, part in zip(self.tensors, parts, strict=True):
-            t.average = part.view(t.part.shape)
+            t.trailing_mean = part.view(t.part.shape)
 
     def moved_since(self) -> Tensor:
         """Return what the rank has moved since the sync began: the pseudo-gradient at that time
@@ -299,13 +299,14 @@ class AnchorBucket(Bucket):
 
 @torch.no_grad()
 def write_params(
-    tensors: Sequence[Anchored], moved: Sequence[Tensor] = (), average: bool = False
+    tensors: Sequence[Anchored], moved: Sequence[Tensor] = (), trailing: bool = False
 ) -> None:
-    """Write line 5 to parameters: their anchors, plus what the rank ``moved`` since; or the
-    ``average`` of anchors. The memory of ``moved`` is overwritten.
+    """Write line 5 to parameters: their anchors, plus what the rank ``moved`` since; or, if
+    ``trailing``, the trailing means of anchors. The memory of ``moved`` is overwritten.
     """
     params = [to_local(t.param.detach()) for t in tensors]
-    values = [t.part if t.average is None or not average else t.average for t in tensors]
+    means = [t.trailing_mean if trailing else None for t in tensors]
+    values = [t.part if mean is None else mean for t, mean in zip(tensors, means, strict=True)]
     if moved:
         torch._foreach_add_([*moved], values)
     if params:

@@ -22,10 +22,18 @@ from .._inside.wrapper import Wrapper
 from .._state.tensors import HOST
 from .._wire.collectives import Communicator
 from .._wire.launch import ProcessGroup
+from .._wire.ranks import Ranks
 from .._wire.requests import CommunicationError
 from .anchors import Anchors, assign_to_fragments
 from .fragment_sync import FragmentSync
-from .local_state_dict import Entry, SavedRounds, read_rounds, save_rounds, split_rounds
+from .local_state_dict import (
+    Entry,
+    SavedRounds,
+    give_up_exchange,
+    read_rounds,
+    save_rounds,
+    split_rounds,
+)
 from .other_calls import answer_end_of_round, find_end_of_round
 from .outer import MakeOuter, make_sgd
 from .rounds import OpenRound, RoundCounts
@@ -33,8 +41,8 @@ from .rounds import OpenRound, RoundCounts
 
 class AnchoredWrapper(Wrapper):
     """Wraps the optimizer of a rank's own steps, ``inner``, and keeps what outlives a step: anchors
-    with their exchange (``_sync``), and the counts of rounds. The subclass, ``LocalSteps``, takes
-    the steps, and calls ``_sync`` to exchange fragments; only this class replaces it.
+    with their sync (``_sync``), and the counts of rounds. The subclass, ``LocalSteps``, takes
+    the steps, and calls ``_sync`` to sync fragments; only this class replaces it.
 
     ``_make_outer``: makes the outer optimizer; None: SGD with Nesterov's momentum.
     """
@@ -72,7 +80,7 @@ class AnchoredWrapper(Wrapper):
     def _see_ranks_and_groups(self) -> None:
         """Connect ranks, add new groups, and keep nothing of the averaged start."""
         engine = self._engine
-        engine.connect_ranks()
+        engine.connect_ranks().check_unchanged()
         self.lay_out_new_parameters()
         self.add_groups_of_base()
         self._take_changes()
@@ -154,7 +162,7 @@ class AnchoredWrapper(Wrapper):
     @property
     def round_is_open(self) -> bool:
         """True if parameters may differ from rank to rank: after a local step, until all fragments
-        have been exchanged, or ``end_round()`` is called.
+        have been synced, or ``end_round()`` is called.
         """
         sync = self._sync
         return sync is not None and (
@@ -177,7 +185,7 @@ class AnchoredWrapper(Wrapper):
         answer_end_of_round(self._engine, self._sync, kind)
 
     @torch.no_grad()
-    def _rebind(self, process_group: ProcessGroup | Communicator | None = None) -> None:
+    def _rebind(self, process_group: ProcessGroup | Ranks | Communicator | None = None) -> None:
         engine = self._engine
         self._check_own_params()
         before = engine.begin_rebind()
@@ -219,8 +227,8 @@ class AnchoredWrapper(Wrapper):
         sync = self._sync
         fragment_of = {t.param: t.fragment for t in sync.anchors.tensors} if sync else {}
         fragments = [fragment_of.get(p, -1) for p in self._params]
-        exchanges = sync.anchors.applied_syncs if sync else -1
-        known = (counts.round, options["step"], counts.begun, counts.mean_step, exchanges)
+        syncs = sync.anchors.applied_syncs if sync else -1
+        known = (counts.round, options["step"], counts.begun, counts.mean_step, syncs)
         are_due = [sync is not None and n in sync.due for n in fragments]
         row = [sync is not None, *known, fragments, are_due]
         rows = gather_json(row, engine.device, engine.comm)
@@ -246,7 +254,7 @@ class AnchoredWrapper(Wrapper):
     # Checkpoints
 
     def _make_state_dict(self) -> dict[str, Any]:
-        saved = self._saved()
+        saved = self._save_without_hooks()
         if not self._options["dense_steps"]:
             for entry in saved["state"].values():
                 entry.pop("residual", None)
@@ -268,6 +276,11 @@ class AnchoredWrapper(Wrapper):
         if sync is None:
             return [None] * len(self._params)
         return save_rounds(self._params, sync, options, self._counts)
+
+    def state_for_joiner(self) -> dict[str, Any]:
+        saved = super().state_for_joiner()
+        give_up_exchange(entry["outer"] for entry in saved["state"].values() if "outer" in entry)
+        return saved
 
     def _show_base_in_state(self) -> None:
         """Show the base's state, and an empty "outer": a flattened state dict needs its name."""
@@ -308,10 +321,11 @@ class AnchoredWrapper(Wrapper):
                 return None
             self._engine.connect_ranks()
             # a single process without a group may meet others before the next step
-            if self._engine.sends_nothing and self._engine.group is not None:
+            if self._engine.sends_nothing and self._engine.process_group is not None:
                 return saved
             if (sync := self._make_sync(options, saved.fragments)) is not None:
-                sync.connect()
+                if saved.running is not None:  # else in the next step, which all ranks take
+                    sync.connect()
                 saved.load_into(sync, options.get("residuals", "mean"))
             return saved
         except CommunicationError:
@@ -332,8 +346,8 @@ class AnchoredWrapper(Wrapper):
             self._sync, self._counts = saved.sync, saved.counts
             for group in self._wrapper_groups:
                 group["step"] = saved.step
-            if saved.sync is not None and saved.exchange:
-                saved.sync.start(**saved.exchange)
+            if saved.sync is not None and saved.running:
+                saved.sync.start(**saved.running)
         if self._open_round is not None:
             self._open_round.update(False, self._counts.begun, self.comm)
         self._note_open_round()
@@ -350,7 +364,7 @@ class AnchoredWrapper(Wrapper):
 
     @torch.no_grad()
     def _restore_copy(
-        self, contents: dict[str, Any], group: ProcessGroup | Communicator | None
+        self, contents: dict[str, Any], group: ProcessGroup | Ranks | Communicator | None
     ) -> None:
         contents = dict(contents)
         entries = contents.pop("_rounds")

@@ -38,7 +38,7 @@ from .anchor_bucket import (
     write_params,
 )
 from .outer import MakeOuter, call_make_outer, is_default_outer
-from .rounds import average_weight
+from .rounds import trailing_weight
 
 
 class Anchors:
@@ -59,7 +59,7 @@ class Anchors:
         on_host: bool,
         residual_dtype: str | None = None,
     ):
-        self._residual_dtype, self._average_share = residual_dtype, options["average_anchors"]
+        self._residual_dtype, self._trailing_share = residual_dtype, options["average_anchors"]
         self.count, self._payload_dtype = options["fragments"], options["payload_dtype"]
         self._on_host, self.is_delayed = on_host, options["delay"] > 0
         # "auto" is a rate of the default outer optimizer only
@@ -101,8 +101,8 @@ class Anchors:
             bucket.codecs, bucket.blocks = self.ops.codecs, self.ops.blocks
             bucket.scratch = self._scratch
             bucket.replicate_size = get_replicate_size(run[0], self._shards)
-            if self._average_share is not None:
-                bucket.keep_average()
+            if self._trailing_share is not None:
+                bucket.keep_trailing_mean()
             self.buckets.append(bucket)
         self._share_memory()
         self.groups[number] = group
@@ -198,8 +198,8 @@ class Anchors:
 
     def catch_up(self, engine: Engine, is_new: bool) -> bool:
         """Copy anchors from a rank that is ahead. On a rank that is new or lacks a sync, the
-        parameters of the exchanged fragments become their anchors, without residuals; others keep
-        what they moved.
+        parameters of the fragments that were synced become their anchors, without residuals; others
+        keep what they moved.
 
         Returns whether any became its anchor.
         """
@@ -207,16 +207,16 @@ class Anchors:
         counts = torch.tensor([g["step"] for g in groups], dtype=torch.int64, device="cpu")
         states = [sorted(self.outer.state.get(t.anchor, {}).items()) for t in self.tensors]
         moments = [to_local(x) for state in states for _, x in state if torch.is_tensor(x)]
-        averages = [bucket.average for bucket in self.buckets if bucket.average is not None]
-        tensors = [counts, *(bucket.anchors for bucket in self.buckets), *averages, *moments]
+        means = [b.trailing_mean for b in self.buckets if b.trailing_mean is not None]
+        tensors = [counts, *(bucket.anchors for bucket in self.buckets), *means, *moments]
         count = -1 if is_new else self.applied_syncs
         copied = copy_from_rank_ahead(
-            engine.comm, engine.device, tensors, count, len(groups), "exchange"
+            engine.comm, engine.device, tensors, count, len(groups), "sync"
         )
         if copied is None or not copied[1]:
             return False
         with defer_signals():
-            engine.damage = "rebind() was interrupted while it wrote an exchange of another rank"
+            engine.damage = "rebind() was interrupted while it wrote a sync of another rank"
             write_tensors(tensors, copied[1])
             for group, step in zip(groups, counts.tolist(), strict=True):
                 if is_new or group["step"] != step:
@@ -254,8 +254,8 @@ class Anchors:
 
     @contextmanager
     def put_into_params(self, underway: Collection[int], average: bool) -> Iterator[None]:
-        """Write anchors to the parameters that may have moved, or their ``average`` to all that
-        have one; restore these after the block.
+        """Write anchors to the parameters that may have moved, or their trailing means to all
+        that have one (``average``); restore these after the block.
 
         Within another such block nothing is done. ``underway``: fragments with a sync in
         flight.
@@ -269,7 +269,7 @@ class Anchors:
             if average or t.has_moved or (t.is_sent and t.fragment in underway)
         ]
         values = [(p, p.clone()) for p in (to_local(t.param.detach()) for t in moved)]
-        write_params(moved, average=average)
+        write_params(moved, trailing=average)
         self.are_in_params = True
         try:
             yield
@@ -280,13 +280,17 @@ class Anchors:
             self.are_in_params = False
 
     @torch.no_grad()
-    def update_averages(self, buckets: Sequence[AnchorBucket], steps: float, step: float) -> None:
-        """Take the new anchors of a sync after ``steps`` steps of a round into their average."""
-        if self._average_share is not None:
-            weight = average_weight(self._average_share, steps, step)
+    def update_trailing_means(
+        self, buckets: Sequence[AnchorBucket], steps: float, step: float
+    ) -> None:
+        """Take the new anchors of a sync, after ``steps`` steps of a round, into their trailing
+        mean.
+        """
+        if self._trailing_share is not None:
+            weight = trailing_weight(self._trailing_share, steps, step)
             for bucket in buckets:
-                if bucket.average is not None:
-                    bucket.average.lerp_(bucket.anchors, weight)
+                if bucket.trailing_mean is not None:
+                    bucket.trailing_mean.lerp_(bucket.anchors, weight)
 
     def end_sync(self, buckets: Sequence[AnchorBucket]) -> None:
         """Free the memory of a sync of these buckets; a small model on a CPU keeps it."""

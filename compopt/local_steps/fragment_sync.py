@@ -1,12 +1,12 @@
-"""The sync of fragments: lines 2 to 5 of the module ``local_steps``, and the message before its
-payloads.
+"""The sync of fragments: lines 2 to 5 of the module ``local_steps``, and what each rank announces
+before its payloads.
 
 A sync has the stages of a step: read, exchange, agree, commit. Nothing that outlives the sync is
 written before the commit. All ranks decide on the same numbers, so a sync is applied on all of them
 or on none.
 
-The message of a rank has what must be equal on all ranks, its weight in the average, and the norm
-of its pseudo-gradient.
+An announcement, of which all are gathered, has what must be equal on all ranks, the rank's weight
+in the mean, and the norm of its pseudo-gradient.
 
 Ranks of unequal weights send their pseudo-gradients times ``ranks * weight / sum of weights``. The
 plain mean of these is the weighted mean, so payloads need no weights.
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .._engine.engine import Engine
-from .._engine.exchange import sum_over_groups
+from .._engine.exchange import sum_over_groups, tell_failure
 from .._engine.handshake import (
     MESSAGE,
     SYNC,
@@ -37,22 +37,30 @@ from .._engine.handshake import (
     unpack_messages,
 )
 from .._engine.join import copy_options_from_ranks_with_data
+from .._engine.missing_ranks import RankLeft
 from .._engine.settings import checksum_settings
 from .._engine.signals import defer_signals
 from .._ops.norms import stacked_squared_norms
 from .._wire.collectives import Communicator
 from .._wire.in_flight import PendingCollective
-from .._wire.requests import AllGather, AllReduceMean, CallsDiffer, CommunicationError, EncodeError
+from .._wire.requests import (
+    AllGather,
+    AllReduceMean,
+    CallsDiffer,
+    CommunicationError,
+    EncodeError,
+    RankSilent,
+)
 from .anchor_bucket import AnchorBucket, Anchored, write_params
 from .anchors import Anchors
 from .outer import check_outer_rates
 from .rounds import RoundCounts, outer_progress
 
-# The number of float64 fields of a message: the number of syncs, the checksums of the settings
-# and of the anchors, the fields of SyncContribution, the squared norm, the sum of the replica
-# check.
+# The number of float64 fields of an announcement: the number of syncs, the checksums of the
+# settings and of the anchors, the fields of SyncContribution, the squared norm, the sum of the
+# replica check.
 FIELDS = 10
-MESSAGE_BYTES = 8 * MESSAGE
+ANNOUNCEMENT_BYTES = 8 * MESSAGE
 ANCHOR_PARTS = 8  # the replica check compares one of these at each sync
 
 
@@ -70,8 +78,8 @@ class SyncContribution(NamedTuple):
 
 
 class Pause:
-    """In place of a collective: what follows waits for ranks of this site, which may be in backward
-    and wait for this one. So it has to be in ``step()``.
+    """Stands in place of a collective: what follows waits for ranks of this site, which may be in
+    backward and wait for this one. So it has to be in ``step()``.
     """
 
     is_ready = is_lockstep = False
@@ -79,37 +87,37 @@ class Pause:
 
 @dataclass(eq=False)
 class RunningSync:
-    """A sync from its beginning to its end, applied after step ``apply_at`` (0: at once).
-
-    ``squares``: the squared norm of each tensor of this rank's pseudo-gradient, of all shards.
-    ``contribution``: of this rank. ``collectives``: all communication up to the decision, as a
-    generator, which runs beside training; at last ``is_decided``. ``problem``: why this rank could
-    not send anything.
-
-    When messages have arrived: ``is_lost``, this rank's parameters are not finite, so it sends
-    zeros and takes the average; ``mean`` of all contributions, whose ``is_last`` is 1 if every rank
-    waits in ``end_round()``; ``factor`` on what this rank sends: its weight over their mean;
-    ``mean_norm``, of pseudo-gradients, by the ranks' weights. When it is decided: ``is_finite``, of
-    the average, and ``step_length``, its norm over ``mean_norm``; None if nothing has moved.
-    ``received``: the parameters that have new anchors; None if the sync was not applied.
+    """A sync from its beginning to its end: what this rank sends, then what all ranks have
+    announced, then what they have decided.
     """
 
     fragments: frozenset[int]
     buckets: list[AnchorBucket]
+    # the step after which it is applied; 0: at once
     apply_at: int
+    # the squared norm of each tensor of this rank's pseudo-gradient, over all shards
     squares: Tensor
-    contribution: SyncContribution
+    contribution: SyncContribution  # this rank's
+    # all communication up to the decision, as a generator, which runs beside training
     collectives: Generator[PendingCollective | Pause, None, None] | None = None
-    waiting: PendingCollective | Pause | None = None
-    error: Exception | None = None
-    problem: Exception | None = None
+    waiting: PendingCollective | Pause | None = None  # what the generator waits for
+    error: Exception | None = None  # what the generator raised while it was polled
+    problem: Exception | None = None  # why this rank could not send anything
     is_decided: bool = False
+
+    # known when announcements have arrived
+    # this rank's parameters are not finite: it sends zeros, and takes the mean of the others
     is_lost: bool = False
+    # the mean of all contributions; its ``is_last`` is 1 if every rank waits in ``end_round()``
     mean: SyncContribution = field(default_factory=SyncContribution)
-    factor: float = 1.0
-    mean_norm: float = 0.0
-    is_finite: bool = True
+    factor: float = 1.0  # on what this rank sends: its weight over the mean of the weights
+    mean_norm: float = 0.0  # of the pseudo-gradients, by the weights of the ranks
+
+    # known when it is decided
+    is_finite: bool = True  # the mean of the pseudo-gradients is finite
+    # the norm of that mean over ``mean_norm``; None if nothing has moved
     step_length: float | None = None
+    # the parameters that have new anchors; None if the sync was not applied
     received: list[Anchored] | None = None
 
     @property
@@ -128,9 +136,9 @@ class RunningSync:
         return dict(zip(tensors, self.squares.tolist(), strict=True))
 
     def note_lengths(self, norms: Sequence[float], means: Sequence[float]) -> None:
-        """Note how much longer or shorter than the ranks' pseudo-gradients their average is.
+        """Note how much longer or shorter than the ranks' pseudo-gradients their mean is.
 
-        ``norms``: of the tensors of the average. ``means``: of those of the ranks.
+        ``norms``: of the tensors of that mean. ``means``: of those of the ranks.
         """
         if self.mean_norm:
             self.step_length = math.hypot(*norms) / self.mean_norm
@@ -168,7 +176,7 @@ class RunningSync:
 class FragmentSync:
     """Anchors, and the sync of their fragments, one at a time.
 
-    ``LocalSteps`` adds fragments to those that are ``due``. ``prepare_sync`` begins their exchange,
+    ``LocalSteps`` adds fragments to those that are ``due``. ``prepare_sync`` begins their sync,
     which backward polls where there is a delay, and ``perform_sync`` ends it: it is applied on all
     ranks, or on none. If it fails, or ``cancel`` gives it up (in a rebind), its fragments are due
     again.
@@ -180,11 +188,17 @@ class FragmentSync:
         self.engine, self.anchors = engine, anchors
         self.due: frozenset[int] = frozenset()
         self.running: RunningSync | None = None
+        self.steps_given_up = 0.0  # of the round whose sync was given up, and is due again
         self.are_equal = False  # ranks have compared their anchors, and nothing has failed since
         self.is_comparing = False  # settings show checksums of the anchors
         self._connection: Communicator | None = None  # that of the engine, when last seen
-        self.comm: Communicator
-        self.shards: list[Communicator]
+        self._comm: Communicator | None = None
+        self.shards: list[Communicator] = []
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks of exchanges; until ``connect`` those of the engine."""
+        return self._comm or self.engine.comm
 
     def connect(self) -> None:
         """Exchange anchors over the ranks of the engine. Delayed syncs run beside training, so
@@ -194,12 +208,11 @@ class FragmentSync:
         if self._connection is engine.comm:
             return
         # before new groups are made: torch names them by the number of those that there are
-        self._connection, self.shards = None, []
-        vars(self).pop("comm", None)
+        self._connection, self._comm, self.shards = None, None, []
         comm, shards = engine.comm, engine.shard_communicators
         if self.anchors.is_delayed:
             comm, shards = comm.with_own_group(), [one.with_own_group() for one in shards]
-        self.comm, self.shards, self._connection = comm, shards, engine.comm
+        self._comm, self.shards, self._connection = comm, shards, engine.comm
         self.are_equal = False
         self.anchors.note_ranks(comm.size, engine.shard_communicators)
 
@@ -236,7 +249,7 @@ class FragmentSync:
         self, buckets: Sequence[AnchorBucket], keeps: bool
     ) -> tuple[Tensor, Exception | None]:
         """Write pseudo-gradients to payloads (line 2). Returns the squared norm of each tensor; or
-        zeros, and the error of this rank, of which its message tells the others.
+        zeros, and the error of this rank, which it announces.
         """
         try:
             return torch.cat([bucket.begin_sync(keeps) for bucket in buckets]), None
@@ -281,7 +294,7 @@ class FragmentSync:
             self.are_equal = False  # a sync may be missing here, or elsewhere
             self.cancel()
             raise
-        self.running, self.are_equal = None, True
+        self.running, self.are_equal, self.steps_given_up = None, True, 0.0
         return running
 
     def _apply(self, running: RunningSync, counts: RoundCounts) -> list[Anchored] | None:
@@ -295,7 +308,7 @@ class FragmentSync:
         options, is_lost = engine.option_groups[0], running.is_lost
         is_late = running.apply_at > 0 and not is_lost
         moved = [x for b in buckets for x in b.view_sent(b.moved_since())] if is_late else []
-        engine.damage = f"the exchange before step {engine.steps + 1} was interrupted"
+        engine.damage = f"the sync before step {engine.steps + 1} was interrupted"
         progress = outer_progress(options, mean.steps, mean.seconds)
         by_time = options["round_seconds"] is not None
         step = counts.mean_step + mean.steps if by_time else options["step"]
@@ -305,7 +318,7 @@ class FragmentSync:
         write_params(received, moved)  # line 5
         engine.damage, engine.consolidated_at = "", None
         self.anchors.end_sync(buckets)
-        self.anchors.update_averages(buckets, mean.steps, step)
+        self.anchors.update_trailing_means(buckets, mean.steps, step)
         counts.weight = 0.0
         if by_time:
             counts.begin_round(counts.round + 1, engine.steps, counts.mean_step + mean.steps)
@@ -337,6 +350,7 @@ class FragmentSync:
                 bucket.release_memory()  # what was abandoned may still write to it
             self._undo(running.buckets)
             self.due |= running.fragments
+            self.steps_given_up = running.contribution.steps
 
     def drain(self) -> None:
         """Wait for collectives in flight, because the next sync uses the same group."""
@@ -349,23 +363,25 @@ class FragmentSync:
     def _communicate(
         self, running: RunningSync, starts_at_once: bool
     ) -> Generator[PendingCollective | Pause, None, None]:
-        """Exchange messages and payloads, up to the decision. Yield what has to be waited for next:
-        with a delay backward goes on with it only when that is ready.
+        """Exchange announcements and payloads, up to the decision. Yield what has to be waited for
+        next: with a delay backward goes on with it only when that is ready.
 
-        Payloads start when messages have arrived: ranks then know that they fit, and all weights.
+        Payloads start when announcements have arrived: ranks then know that payloads fit, and all
+        weights.
         With a delay payloads start at once, to travel while training goes on, unless other tensors
         are sent than before; weights are then equal.
         """
         started: list[PendingCollective] = []
+        is_told = False
         try:
             try:
-                message = self._make_message(running)
+                announcement = self._make_announcement(running)
             except Exception as error:
                 running.problem = error
                 numbers = [0.0, 0.0, 0.0, *SyncContribution(has_failed=True), 0.0, 0.0]
                 fields = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-                message = pack_message(SYNC, fields)
-            gathering = self.comm.start(AllGather(message.to(self.engine.device)))
+                announcement = pack_message(SYNC, fields)
+            gathering = self.comm.start(AllGather(announcement.to(self.engine.device)))
             if starts_at_once:
                 running.is_lost = not math.isfinite(float(running.squares.sum()))
                 started = [self._start_payload(running, bucket) for bucket in running.buckets]
@@ -389,6 +405,7 @@ class FragmentSync:
                 started = [one for one in answers if isinstance(one, PendingCollective)]
             if self.shards:
                 yield Pause()
+            is_told = True
             if self._measure_average(running):
                 yield Pause()
                 self._raise_failure(running)
@@ -397,10 +414,14 @@ class FragmentSync:
                 # after an interrupt, in a new group, or of other ranks nothing may arrive
                 may_arrive = isinstance(error, Exception) and not isinstance(error, CallsDiffer)
                 pending.drain() if may_arrive else pending.untrack()
+            if self.shards and not is_told and isinstance(error, RankSilent | RankLeft):
+                yield Pause()
+                count = 2 + sum(len(bucket.tensors) for bucket in running.buckets)
+                tell_failure(self.shards, count, 1, self.engine.device)
             raise
 
-    def _make_message(self, running: RunningSync) -> Tensor:
-        """Return this rank's message."""
+    def _make_announcement(self, running: RunningSync) -> Tensor:
+        """Return what this rank announces."""
         engine, anchors, device = self.engine, self.anchors, self.engine.device
         engine.options.refresh(engine.method._compared_groups)
         are_sent = bytes(t.is_sent for bucket in running.buckets for t in bucket.tensors)
@@ -417,12 +438,12 @@ class FragmentSync:
         """Return what raises, on all ranks, if a rank could not begin or ranks differ; it asks them
         why. Raises if one lacks a sync.
         """
-        exchanges, settings, values, *contributions, _, sums = rows.unbind(1)
+        syncs, settings, values, *contributions, _, sums = rows.unbind(1)
         if contributions[-1].any():  # has_failed
             return self._raise_failure
-        if (exchanges != exchanges[0]).any():
+        if (syncs != syncs[0]).any():
             raise CommunicationError(
-                f"rank {int(exchanges.argmin())} lacks an exchange that others have applied: call "
+                f"rank {int(syncs.argmin())} lacks a sync that others have applied: call "
                 "rebind() on all ranks"
             )
         compared = values[values != 0]

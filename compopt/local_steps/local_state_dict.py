@@ -38,8 +38,8 @@ def save_rounds(
     params: Iterable[Tensor], sync: FragmentSync, options: dict[str, Any], counts: RoundCounts
 ) -> list[Entry | None]:
     """Return the entry of every parameter, None of those without an anchor."""
-    anchors, exchange, entries = sync.anchors, sync.running, {}
-    squares = exchange.list_squares() if exchange is not None else {}
+    anchors, running, entries = sync.anchors, sync.running, {}
+    squares = running.list_squares() if running is not None else {}
     states, pseudo_gradients = _save_states(anchors), anchors.list_pseudo_gradients()
     for bucket, i, t in ((b, i, t) for b in anchors.buckets for i, t in enumerate(b.tensors)):
         numbers = {
@@ -58,13 +58,13 @@ def save_rounds(
                 "base": states[t.anchor],
             },
         }
-        if t.average is not None:
-            entry["average"] = distribute_like(anchor, t.average)
-        if options["delay"] or exchange is not None:
+        if t.trailing_mean is not None:
+            entry["average"] = distribute_like(anchor, t.trailing_mean)
+        if options["delay"] or running is not None:
             underway: tuple[float, ...] = 0, 0, 0.0
-            if exchange is not None and t.fragment in exchange.fragments:
-                steps = exchange.contribution.steps
-                underway = exchange.apply_at, steps, squares[t]
+            if running is not None and t.fragment in running.fragments:
+                steps = running.contribution.steps
+                underway = running.apply_at, steps, squares[t]
             d = pseudo_gradients.get(t)
             entry["exchange"] = {
                 "pseudo_gradient": torch.zeros_like(anchor) if d is None else d,
@@ -72,6 +72,15 @@ def save_rounds(
             }
         entries[t.param] = {**entry, **_as_tensors(numbers)}
     return [entries.get(p) for p in params]
+
+
+def give_up_exchange(entries: Iterable[Entry]) -> None:
+    """Make fragments whose exchange is in flight due again, as ``FragmentSync.cancel`` does."""
+    for entry in entries:
+        if "exchange" in entry and entry["exchange"]["apply_at"]:
+            entry["exchange"]["apply_at"].zero_()
+            entry["is_due"].fill_(1)
+            entry["has_moved"] |= entry["is_sent"]
 
 
 def _save_states(anchors: Anchors) -> dict[Tensor, Entry]:
@@ -121,7 +130,7 @@ class SavedRounds:
 
     ``fragments``: of every parameter, -1 where it has no anchor. ``anchored``: the entries of those
     that have one, in the order of ``Anchors.tensors``. ``due``: the fragments that wait for a
-    sync. ``exchange``: the arguments of ``FragmentSync.start`` for the one in flight. ``sync``:
+    sync. ``running``: the arguments of ``FragmentSync.start`` for the one in flight. ``sync``:
     what was loaded from entries.
     """
 
@@ -130,13 +139,13 @@ class SavedRounds:
     fragments: list[int]
     anchored: list[Entry]
     due: frozenset[int]
-    exchange: dict[str, Any] | None
+    running: dict[str, Any] | None
     sync: FragmentSync | None = None
 
     @property
     def is_open(self) -> bool:
         """True if parameters differed from rank to rank."""
-        return self.exchange is not None or any(bool(e["has_moved"]) for e in self.anchored)
+        return self.running is not None or any(bool(e["has_moved"]) for e in self.anchored)
 
     @torch.no_grad()
     def load_into(self, sync: FragmentSync, residuals: str) -> None:
@@ -153,8 +162,9 @@ class SavedRounds:
         anchors.outer.load_state_dict(copy.deepcopy(saved))  # torch's would share its tensors
         for t, entry in entries.items():
             to_local(t.anchor.detach()).copy_(to_local(entry["anchor"]))
-            if t.average is not None:  # a checkpoint may have none: it begins at the anchor
-                t.average.copy_(to_local(entry["average" if "average" in entry else "anchor"]))
+            if t.trailing_mean is not None:  # a checkpoint may have none: it begins at the anchor
+                mean = entry["average" if "average" in entry else "anchor"]
+                t.trailing_mean.copy_(to_local(mean))
             t.has_moved, t.is_sent = bool(entry["has_moved"]), bool(entry["is_sent"])
             anchors.groups[t.fragment]["step"] = _read_number(entry["optimizer"], "step")
         saved_residuals = {t: to_local(entries[t]["optimizer"]["residual"]) for t in entries}
@@ -163,15 +173,15 @@ class SavedRounds:
             Residuals(bucket).set(list(enumerate(new)))
         warn_of_lost_residuals(sync.engine, residuals, saved_residuals.values())
         squares: list[float] = []
-        for bucket in anchors.list_buckets((self.exchange or {}).get("fragments", ())):
+        for bucket in anchors.list_buckets((self.running or {}).get("fragments", ())):
             values = bucket.make_sync_payload()
             parts = bucket.view_sent(values)
             for part, t in zip(parts, bucket.sent, strict=True):
                 part.copy_(to_local(entries[t]["exchange"]["pseudo_gradient"]))
             bucket.pseudo_gradient = values.clone()
             squares += [float(entries[t]["exchange"]["squared"]) for t in bucket.tensors]
-        if self.exchange is not None:
-            self.exchange["squares"] = torch.tensor(squares, dtype=torch.float64, device="cpu")
+        if self.running is not None:
+            self.running["squares"] = torch.tensor(squares, dtype=torch.float64, device="cpu")
         sync.due, self.sync = self.due, sync
 
 
@@ -205,15 +215,15 @@ def read_rounds(entries: Sequence[Entry | None]) -> SavedRounds | None:
     pairs = [(n, e) for n, e in zip(fragments, entries, strict=True) if e is not None and n >= 0]
     anchored = [entry for _, entry in sorted(pairs, key=lambda pair: pair[0])]
     due = frozenset(_read_number(e, "fragment") for e in anchored if bool(e["is_due"]))
-    exchange: dict[str, Any] | None = None
+    running: dict[str, Any] | None = None
     if parts := [e for e in anchored if "exchange" in e and bool(e["exchange"]["apply_at"])]:
         first = parts[0]["exchange"]
-        exchange = {
+        running = {
             "fragments": frozenset(_read_number(e, "fragment") for e in parts),
             "apply_at": _read_number(first, "apply_at"),
             "contribution": SyncContribution(steps=_read_number(first, "steps")),
         }
-    return SavedRounds(step, counts, fragments, anchored, due, exchange)
+    return SavedRounds(step, counts, fragments, anchored, due, running)
 
 
 def _read_counts(entry: Entry) -> tuple[int, RoundCounts]:

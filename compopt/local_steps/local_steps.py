@@ -20,13 +20,13 @@ In the first ``dense_steps`` all gradients are averaged, as ``Average(inner)`` d
 Where rounds end by time, or ranks are ``weighted``, line 3 is a mean weighted by the steps or
 samples that ranks took in the round.
 
-There is one outer optimizer, of torch; anchors are its parameters, fragments its groups. An
-exchange has two halves: up to the decision of all ranks, and the commit. ``FragmentSync`` in
+There is one outer optimizer, of torch; anchors are its parameters, fragments its groups. A
+sync has two halves: up to the decision of all ranks, and the commit. ``FragmentSync`` in
 ``local_steps/fragment_sync.py`` does lines 2 to 5, on tensors that ``AnchorBucket`` in
 ``local_steps/anchor_bucket.py`` keeps next to each other.
 
-Differences from the papers: Streaming DiLoCo discards a part of what a rank moved during an
-exchange; here all of it is kept (line 5). And d_k is taken from where the rank began: for bfloat16
+Differences from the papers: Streaming DiLoCo discards a part of what a rank moved during a
+sync; here all of it is kept (line 5). And d_k is taken from where the rank began: for bfloat16
 parameters that is a_p rounded to bfloat16. Otherwise rounding errors would leak into the anchors.
 """
 
@@ -78,6 +78,7 @@ from .._state.tensors import to_local
 from .._wire.launch import ProcessGroup, get_rank
 from .._wire.meshes import get_replicate_size
 from .._wire.payload import PayloadDtype
+from .._wire.ranks import Ranks
 from .._wire.requests import CallsDiffer, CommunicationError, RequestGenerator
 from ..average import average
 from .anchor_bucket import sum_squares, write_params
@@ -104,7 +105,7 @@ class LocalSteps(AnchoredWrapper):
         adamw = torch.optim.AdamW(model.parameters(), lr=3e-4)
         optimizer = compopt.LocalSteps(adamw, every=30)
 
-    ``param_groups`` are the inner optimizer's own, so LR schedulers act on it. Between exchanges
+    ``param_groups`` are the inner optimizer's own, so LR schedulers act on it. Between syncs
     nothing crosses the network and parameters differ from rank to rank. They are equal at the end
     of a round if ``fragments=1`` and ``delay=0``. Moments stay on their rank.
 
@@ -126,13 +127,13 @@ class LocalSteps(AnchoredWrapper):
         outer_lr, outer_momentum: the rates of the default ``outer`` after a round of ``every``
             steps. With 1 and 0 ranks average parameters. A momentum of None is 0.9, or 0.6 if the
             inner optimizer contains a Muon. A rate of "auto" keeps the length of a step, from the
-            first exchange on: what ranks have moved in different directions makes their average
+            first sync on: what ranks have moved in different directions makes their average
             shorter, and each tensor of it is stretched to the mean length of theirs, by at most the
             square root of the number of ranks.
         average_anchors: keep a mean of the anchors over about the last this share of all steps, as
             0.1, which ``use_anchors(average=True)`` shows. It takes as much memory as an anchor.
-        fragments: P, the number of parts of the model, exchanged at different steps of a round.
-        delay: steps from the beginning of an exchange to its application; training goes on
+        fragments: P, the number of parts of the model, synced at different steps of a round.
+        delay: steps from the beginning of a sync to its application; training goes on
             meanwhile. At most every / fragments.
         dense_steps: steps at the start in which gradients are averaged, as by :class:`Average`.
         growth_steps: steps after the start in which rounds grow from 1 step to their length.
@@ -149,7 +150,7 @@ class LocalSteps(AnchoredWrapper):
             other ranks is that of ``inner``.
 
     State beside the inner optimizer's: the anchors, the outer momentum and the outer ``residual``,
-    each as large as the parameters; during the averaged start its ``residual``. During an exchange
+    each as large as the parameters; during the averaged start its ``residual``. During a sync
     the pseudo-gradient takes as much again. In a state dict the entry of a parameter has the inner
     optimizer's state under "base". Under "outer" it has the anchor with its state, and the running
     round.
@@ -163,7 +164,7 @@ class LocalSteps(AnchoredWrapper):
 
     rank_local_state = ("residual",)
     _samples: float | None = None  # the samples of the coming step
-    _is_exchanged = False  # the step, or the end of a round, has applied a sync
+    _is_synced = False  # the step, or the end of a round, has applied a sync
     _sync_stats: dict[str, Any] = {}  # what ``stats`` report of the last sync
 
     def __init__(
@@ -183,7 +184,7 @@ class LocalSteps(AnchoredWrapper):
         dense_steps: int = 0,
         growth_steps: int = 800,
         max_grad_norm: float | None = None,
-        process_group: ProcessGroup | None = None,
+        process_group: ProcessGroup | Ranks | None = None,
         offload: Literal["outer"] | None = None,
         residual_dtype: ResidualDtype = None,
         simulate: bool = False,
@@ -254,13 +255,13 @@ class LocalSteps(AnchoredWrapper):
     def step(
         self, closure: Callable[[], Any] | None = None, *, samples: float | None = None
     ) -> Any:
-        """Take a step of the inner optimizer, and the exchange that is due after it. All ranks must
+        """Take a step of the inner optimizer, and the sync that is due after it. All ranks must
         call it, with ``round_seconds`` as often as they can.
 
         ``samples``: in this rank's batch; its weight in the average, if ranks are ``weighted``.
         Pass them in every step on all ranks, or in none.
 
-        Raises CommunicationError if the exchange failed; the rank's own step was then taken.
+        Raises CommunicationError if the sync failed; the rank's own step was then taken.
         """
         if samples is not None:
             is_good = is_number(samples) and 0 <= samples < math.inf
@@ -282,13 +283,7 @@ class LocalSteps(AnchoredWrapper):
             self._check_own_params()
             try:
                 self._see_ranks_and_groups()
-                check_changed_options(engine)
-                if not engine.peers_verified and not engine.sends_nothing:
-                    copy_options_from_ranks_with_data(engine)
-                    # over the group of exchanges, where it meets those of ranks that begin none
-                    if self._sync is not None:
-                        self._sync.decide_running()
-                    Step(engine, engine.comm.beside, engine.steps + 1).verify_peers()
+                self.verify_peers()
                 self._ensure_anchors()
             except (CommunicationError, RankLeft) as error:
                 raise explain_failed_step(engine, engine.steps + 1, error) from error
@@ -311,6 +306,19 @@ class LocalSteps(AnchoredWrapper):
             drop_scale(self._engine)
             raise
 
+    def verify_peers(self) -> None:
+        """Compare settings with the other ranks, if they have not been compared since ranks or
+        options have changed. All ranks must call it; the next step does.
+        """
+        engine = self._engine
+        check_changed_options(engine)
+        if not engine.peers_verified and not engine.sends_nothing:
+            copy_options_from_ranks_with_data(engine)
+            # over the group of exchanges, where it meets those of ranks that begin none
+            if self._sync is not None:
+                self._sync.decide_running()
+            Step(engine, engine.comm.beside, engine.steps + 1).verify_peers()
+
     @contextmanager
     def _explain_failed_sync(self) -> Iterator[None]:
         """Say in the error of a sync what has become of the step, on which rank, and what to do."""
@@ -321,17 +329,38 @@ class LocalSteps(AnchoredWrapper):
             why, advice = "", "Make a new process group on all ranks and call rebind()"
             if not isinstance(error, RankLeft | CallsDiffer):
                 why = explain_failure(engine, error)
-                advice = "The exchange is tried again after the next step, and by end_round()"
+                advice = "The sync is tried again after the next step, and by end_round()"
             raise CommunicationError(
-                f"step {engine.steps} was taken on rank {engine.comm.rank}, but not the exchange "
+                f"step {engine.steps} was taken on rank {engine.comm.rank}, but not the sync "
                 f"that follows it: {error}{why}. {advice}."
             ) from error
 
     # Exchanges
 
+    @property
+    def exchange_is_due(self) -> bool:
+        """True if the coming ``step()`` exchanges something with other ranks. Where rounds end by
+        time: if this one's is over already.
+        """
+        engine, options, counts, sync = self._engine, self._options, self._counts, self._sync
+        if self._engine.comm.size > 1 and self.averages_gradients:
+            return True
+        step = options["step"] + 1
+        if sync is None:  # a round begins with the coming step
+            is_last = round_length(options, options["step"] - options["dense_steps"]) == 1
+            return is_last and not engine.sends_nothing and options["round_seconds"] is None
+        if sync.due or (sync.running is not None and step >= sync.running.apply_at):
+            return True
+        if options["round_seconds"] is not None:
+            return counts.read_seconds() >= round_duration(options, counts.mean_step)
+        length = round_length(options, counts.begun - options["dense_steps"])
+        return bool(
+            find_due(sync.anchors.groups, step - counts.begun, length, options["fragments"])
+        )
+
     def _synchronize(self, options: Group) -> None:
         """Apply the sync whose delay has ended, and begin the one that is due after this step."""
-        counts, sync, self._is_exchanged = self._counts, self._sync, False
+        counts, sync, self._is_synced = self._counts, self._sync, False
         if sync is None:
             return
         step, count, fragments = options["step"], options["fragments"], sync.anchors.groups
@@ -348,7 +377,7 @@ class LocalSteps(AnchoredWrapper):
         if sync.running is not None and (sync.due or step >= sync.running.apply_at):
             self._perform_and_report(sync)
         if sync.due:
-            # at most the number of steps between two exchanges
+            # at most the number of steps between two syncs
             delay = min(int(options["delay"]), length // int(count))
             sync.prepare_sync(counts, length, apply_at=step + delay if delay else 0)
             if not delay:
@@ -366,7 +395,7 @@ class LocalSteps(AnchoredWrapper):
             "round_steps": int(result.contribution.steps),
             "round_wait_seconds": engine.waits.seconds - waited,
         }
-        self._is_exchanged |= result.received is not None
+        self._is_synced |= result.received is not None
         if result.received is not None and result.is_lost:
             reset_moments(self.base, result.received)
             engine.warn_once(
@@ -375,7 +404,6 @@ class LocalSteps(AnchoredWrapper):
                 f"{engine.steps}: it took the average, in which what it moved counts as zero, and "
                 "zeroed its moments that are not finite. Lower the learning rate, or clip "
                 "(max_grad_norm=).",
-                0,  # on this rank, whichever it is
             )
         return result
 
@@ -452,7 +480,7 @@ class LocalSteps(AnchoredWrapper):
         before an evaluation, and before the model is saved. It changes nothing if parameters are
         equal already.
 
-        Raises CommunicationError if the exchange failed, also because another rank is in
+        Raises CommunicationError if the sync failed, also because another rank is in
         ``consolidate_state()`` or saves; it is tried again after the next step.
         """
         with self._explain_failed_sync():
@@ -471,7 +499,7 @@ class LocalSteps(AnchoredWrapper):
 
     def _sync_the_rest(self, sync: FragmentSync) -> None:
         """Exchange what has moved since the last sync of its fragment."""
-        counts, last, self._is_exchanged = self._counts, self._engine.stats, False
+        counts, last, self._is_synced = self._counts, self._engine.stats, False
         self._engine.refresh_ranks()
         sync.connect()
         step = self._options["step"]
@@ -491,10 +519,10 @@ class LocalSteps(AnchoredWrapper):
             counts.round, counts.begun = counts.round + 1, step
         sync.due |= {t.fragment for t in sync.anchors.tensors if t.has_moved}
         if sync.due:
-            sync.prepare_sync(counts, max(1, in_round))
+            sync.prepare_sync(counts, int(max(1, in_round, sync.steps_given_up)))
             self._perform_and_report(sync)
         self._note_open_round()
-        if self._is_exchanged or in_round > 0:
+        if self._is_synced or in_round > 0:
             self._report(last.grad_norm, is_step=False)
             self._engine.stats.bytes_sent += last.bytes_sent
 
@@ -551,7 +579,7 @@ class LocalSteps(AnchoredWrapper):
             with optimizer.use_anchors():
                 evaluate(model)
 
-        Anchors are the parameters as of the last exchange, which are equal on all ranks;
+        Anchors are the parameters as of the last sync, which are equal on all ranks;
         ``average``: the mean of the last ones, if ``average_anchors`` keeps it. Nothing is
         communicated, and training is not affected. Any rank may do so alone, at any time. Within
         the block a step, the end of a round, and saving or loading this optimizer raise
@@ -579,7 +607,7 @@ class LocalSteps(AnchoredWrapper):
 
     def _report(self, norm: float, is_step: bool = True) -> None:
         """Update ``stats`` after a step or the end of a round."""
-        engine, is_applied = self._engine, self._is_exchanged
+        engine, is_applied = self._engine, self._is_synced
         phase = "exchanged" if is_applied else "dense" if engine.sends_nothing else "local"
         non_finite = [] if math.isfinite(norm) else ["of this rank"]
         decision = StepDecision(norm=norm, phase_of={0: phase}, non_finite=non_finite)

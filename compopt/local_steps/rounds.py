@@ -1,8 +1,8 @@
-"""Rounds: their options and counts, which fragment is exchanged at which step, what ``stats``
+"""Rounds: their options and counts, which fragment is synced at which step, what ``stats``
 reports, and a warning where nobody ended the last one.
 
 If rounds have ``every`` steps, the schedule depends on options and step counts alone, and is the
-same on all ranks. A round of H steps exchanges every fragment once: fragment p of P at step
+same on all ranks. A round of H steps syncs every fragment once: fragment p of P at step
 p * H // P of the round, p = 0 at its last. Over ``growth_steps`` rounds grow from 1 step to
 ``every``, and the rates of the outer optimizer grow with them.
 
@@ -62,6 +62,10 @@ class RoundCounts:
         self.round, self.begun, self.mean_step = number, step, mean_step
         self.weight, self.seconds, self.clock = 0.0, 0.0, monotonic()
 
+    def read_seconds(self) -> float:
+        """Return the time of the running round."""
+        return self.seconds + (0.0 if self.clock is None else monotonic() - self.clock)
+
     def read_clock(self) -> None:
         """Add the time since the last call to the time of the round."""
         now = monotonic()
@@ -119,11 +123,11 @@ def describe_rounds(options: Group, sent: float, dense: float) -> str:
     if seconds is not None:
         duration, per_step = f"steps of their own for {seconds:g} s", ""
     grown = f" once rounds have grown, over {growth} steps" if growth else ""
-    text = f"ranks take {duration} between exchanges{grown}. An exchange sends "
+    text = f"ranks take {duration} between syncs{grown}. A sync sends "
     if sent > dense:  # a message goes in front of it
         return (
             f"{text}{format_bytes(sent)}, the gradients of a step have {format_bytes(dense)}: this "
-            "model is too small to save bytes in an exchange."
+            "model is too small to save bytes in a sync."
         )
     return f"{text}{sent / dense:.1%} of the bytes of an all-reduce of the gradients{per_step}."
 
@@ -151,11 +155,11 @@ def outer_gain(step_length: float, ranks: int) -> float:
     return 1 / min(1.0, max(step_length, 1 / math.sqrt(ranks)))
 
 
-def average_weight(share: float, steps: float, step: float) -> float:
-    """Return the weight of the anchors after ``step`` in their average over about the last
+def trailing_weight(share: float, steps: float, step: float) -> float:
+    """Return the weight of the anchors after ``step`` in their trailing mean, over about the last
     ``share`` of all steps, if the ones before had been there for ``steps`` steps.
 
-    The average weighs the anchors of step s by a power of s, whose mean age is that of the last
+    The mean weighs the anchors of step s by a power of s, whose mean age is that of the last
     ``share``: it needs no number of steps of the whole run.
     """
     kept: float = max(0.0, 1 - steps / max(step, 1)) ** (2 / share - 1)
@@ -163,10 +167,10 @@ def average_weight(share: float, steps: float, step: float) -> float:
 
 
 def find_due(fragments: Collection[int], at: int, steps: int, count: int) -> set[int]:
-    """Return the fragments that are exchanged at step ``at``, counted from 1, of a round of
+    """Return the fragments that are synced at step ``at``, counted from 1, of a round of
     ``steps``.
 
-    Fragments that were added after the first ``count`` are exchanged at the last step.
+    Fragments that were added after the first ``count`` are synced at the last step.
     """
     places = ((n, n if n < count else 0) for n in fragments)
     return {n for n, place in places if at == (place * steps // count or steps)}
@@ -180,14 +184,14 @@ class LocalStats(Stats):
     """The last step, and the rounds so far.
 
     ``round`` is the number of rounds that have ended, ``steps_into_round`` the steps of the running
-    one. ``phase`` is "local", "exchanged" (an exchange was applied), "skipped" (this rank's
+    one. ``phase`` is "local", "exchanged" (a sync was applied), "skipped" (this rank's
     gradient was not finite), "dense" on one process, or in the averaged start that of
     :class:`Average`.
 
-    The other fields describe the last exchange. ``step_length`` is the norm of the average that
+    The other fields describe the last sync. ``step_length`` is the norm of the average that
     ranks received over the mean of the norms of their pseudo-gradients, by the ranks' weights: 1 if
     all have moved the same way, about 1 / sqrt(ranks) if each has moved its own. ``round_steps``
-    are the steps that this rank took before the exchange, ``weight`` is its share in the average,
+    are the steps that this rank took before the sync, ``weight`` is its share in the average,
     and ``round_wait_seconds`` the time that it waited for collectives.
     """
 

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from .._state.tensors import MIN_COMPRESSED_NUMEL
 from .._wire.launch import ProcessGroup
+from .._wire.ranks import Ranks
 from .diagnosis import Diagnosis
 from .diagnosis_report import Row
 from .formatting import format_number_of, print_report
@@ -42,7 +43,7 @@ def diagnose(
     steps: int = 60,
     start: int = 10,
     elements: int = 1 << 21,
-    process_group: ProcessGroup | None = None,
+    process_group: ProcessGroup | Ranks | None = None,
 ) -> Diagnosis:
     """Look at a training, and say which method, rank or density it tolerates.
 

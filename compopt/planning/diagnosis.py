@@ -20,6 +20,8 @@ from .._state.tensors import to_local
 from .._wire.collectives import Communicator
 from .._wire.launch import ProcessGroup
 from .._wire.meshes import is_sharded_over
+from .._wire.quorum import connect
+from .._wire.ranks import Ranks
 from .._wire.requests import AllGather, AllReduceMean
 from ..separate.projections import one_thread
 from . import diagnosis_report
@@ -61,7 +63,7 @@ class Diagnosis:
         steps: int,
         start: int,
         elements: int,
-        process_group: ProcessGroup | None = None,
+        process_group: ProcessGroup | Ranks | None = None,
         candidates: Mapping[str, Candidate] = CANDIDATES,
     ):
         self.optimizer, self.candidates = unwrap_optimizer(optimizer), candidates
@@ -75,7 +77,7 @@ class Diagnosis:
                 "gradient and has 2 dimensions and 4096 elements, so none would be compressed."
             )
         self._device = self.sampled[0].param.device
-        self._comm = Communicator(process_group)
+        self._comm = connect(process_group)
         # Between nodes a rank averages its shards; what FSDP2 shards over all ranks they average.
         self._work = Workload.of(
             (names.get(id(p), ""), p if is_sharded_over(p, self._comm) else to_local(p))

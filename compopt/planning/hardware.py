@@ -75,7 +75,7 @@ class Device:
 
     @property
     def speed(self) -> Speed:
-        """The same, and the speed of products in 16 bits, for a compressor's work."""
+        """Speeds that a compressor's work is taken to reach: ``local``, and products in 16 bits."""
         return Speed(*self.local, PRODUCT_SHARE * self.half_flops_per_s)
 
     @property
@@ -105,7 +105,7 @@ DEVICES = {
 
 
 def find_device(name: str | None) -> tuple[Device, str]:
-    """The device of this name, or an assumed one, and how reports name it."""
+    """Return the device of this name, or an assumed one, and how reports name it."""
     if name is not None and name not in DEVICES:
         raise ValueError(f"device must be one of {', '.join(DEVICES)}; got {name!r}.")
     return DEVICES[name or "a100"], name or "a100, name another with --device"

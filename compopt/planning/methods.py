@@ -14,7 +14,7 @@ from typing import Any
 
 from .._wire.payload import ROW as VALUES_PER_SCALE
 from ..local_steps import rounds
-from ..local_steps.fragment_sync import MESSAGE_BYTES
+from ..local_steps.fragment_sync import ANNOUNCEMENT_BYTES
 from .hardware import QR_SLOWDOWN, TOP_K_PASSES
 from .workload import Workload
 
@@ -240,7 +240,7 @@ def local_steps_cost(
     return Cost(
         reduced=0.0,
         # Once a round, of all parameters, with a message in front of them.
-        quantized=(code_bytes(bits) * n + MESSAGE_BYTES) / every,
+        quantized=(code_bytes(bits) * n + ANNOUNCEMENT_BYTES) / every,
         # Moments; anchors, outer momentum, residual; with a delay the pseudo-gradient in transfer.
         state=(MOMENTS + 3 * FLOAT + FLOAT * (delay > 0)) * n,
         peak=LOCAL_PEAK * n,

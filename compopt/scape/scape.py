@@ -57,6 +57,7 @@ from .._state.residuals import Residuals
 from .._wire.codec import PAYLOAD_CODECS
 from .._wire.launch import ProcessGroup
 from .._wire.payload import Payload, PayloadDtype
+from .._wire.ranks import Ranks
 from .._wire.requests import Agree, AllReduceMean, RequestGenerator
 from .momenta import compute_x_of_slice, gradient_weight, keep_absent_momenta, resize_momenta
 from .scape_masks import (
@@ -257,7 +258,7 @@ class ScapeAdamS(CompressedOptimizer):
         max_grad_norm: float | None = None,
         payload_dtype: PayloadDtype = None,
         when: Literal["always", "auto"] = "always",
-        process_group: ProcessGroup | None = None,
+        process_group: ProcessGroup | Ranks | None = None,
         simulate: bool = False,
         maximize: bool = False,
         sharded: bool = False,

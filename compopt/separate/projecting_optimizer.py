@@ -23,14 +23,15 @@ import torch
 from torch import Tensor
 
 from .._engine.options import Group, Setting, dense_start_of
-from .._fsdp.fsdp_backward import PendingResidual
+from .._fsdp.fsdp_backward import PendingState
 from .._fsdp.reducing_optimizer import ReducingOptimizer
 from .._state.bucket import Bucket
 from .._state.layouts import Layout, PaddedVector
+from .._state.next_state import NextValues
 from .._state.residuals import Residuals
 from .._state.tensors import to_local
-from .._wire.collectives import connect
-from .._wire.warning import warn
+from .._wire.quorum import connect
+from .._wire.warning import warn_on_rank_0
 from .matrices import MatrixSource, RandomMatrices, checksum_projection
 from .projection_options import check_options, is_reset_step
 from .projection_reducer import ProjectionReducer, ReducerInputs
@@ -76,11 +77,11 @@ class ProjectingOptimizer(ReducingOptimizer):
             for name, q in zip(bucket.names, self._plan_compressed(bucket), strict=True):
                 if q is not None and q.beta < q.least_beta and not self._warned_of_beta:
                     self._warned_of_beta = True
-                    warn(
+                    warn_on_rank_0(
                         f"ef_beta={q.beta} lets the error of {name} grow without end at "
                         f"ratio={bucket.group['ratio']}: use 'auto', or a number above "
                         f"{q.least_beta:.4f}.",
-                        connect(self._engine.group).rank,
+                        connect(self._engine.process_group).rank,
                     )
 
     def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:
@@ -216,10 +217,7 @@ class ProjectingOptimizer(ReducingOptimizer):
         for stack in stacks:
             flags, m = [has_basis[i] for i in stack.indices], stack.projection.m
             if all(flags):
-                stored = bucket.stack_state("basis", stack.indices)
-                first = bucket.state["basis"][stack.indices[0]]
-                stack.Q = stored.view(len(flags), m, -1)
-                stack.Q_is_state = stored.data_ptr() == first.data_ptr()
+                stack.Q = bucket.stack_state("basis", stack.indices).view(len(flags), m, -1)
                 continue
             bases = [
                 bucket.state["basis"][i] if has else random[i]
@@ -288,19 +286,17 @@ class ProjectingOptimizer(ReducingOptimizer):
         """Return the factor from the squared norm of a reconstruction to that of the average."""
         return [1.0 if q is None else 1 / q.inflation for q in self._plan_next_step(bucket)]
 
-    def write_residual(
-        self, bucket: Bucket, i: int, pending: PendingResidual, factor: float
-    ) -> None:
+    def write_residual(self, bucket: Bucket, i: int, pending: PendingState, factor: float) -> None:
         """Do line 5 for tensor i; ``factor`` has clipped the average."""
         residuals, group = Residuals(bucket), bucket.group
         pending.write_to(residuals, i, factor)
         if is_reset_step(group, group["step"] + 1):
             residuals.scale([i], 0)
-        for name, value in pending.state.items():
+        for name, value in pending.others.items():
             stored = bucket.state[name][i] if name in bucket.state else None
             # otherwise ``rank`` or ``projection`` was changed after backward
             if stored is not None and stored.numel() == value.numel():
-                stored.copy_(value.reshape(-1))
+                bucket.next.setdefault(name, []).append(NextValues([i], value.unsqueeze(0)))
                 self._params_with_basis.add(bucket.params[i])
 
 

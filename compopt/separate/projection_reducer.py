@@ -2,8 +2,7 @@
 
 ``ProjectionReducer`` reduces a bucket. A tensor is sent dense, or with the stack of its neighbours
 that have the same projection. Its part of a payload holds what this rank sends of it, and after the
-exchange the average over ranks. Lines are those of Algorithm 1, see ``compopt.separate``, unless
-a docstring says that they are a tracked projection's, see ``stacks``, where the arithmetic is.
+exchange the average over ranks. Lines are those of ``stacks``, where the arithmetic is.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from .._ops.norms import stacked_squared_norms
 from .._ops.operations import Ops
 from .._state.bucket import Bucket
 from .._state.masks import Mask
+from .._state.next_state import NextValues, commit_next
 from .._state.residuals import Residuals
 from .._state.tensors import upload
 from .._wire.payload import Payload
@@ -71,7 +71,7 @@ class Factored(NamedTuple):
 
 
 class ProjectionReducer:
-    """Lines 1 to 5 of Algorithm 1, for all tensors of one bucket."""
+    """Does lines 1 to 6 for all tensors of one bucket."""
 
     def __init__(self, bucket: Bucket, ops: Ops, inputs: ReducerInputs):
         self.bucket, self.ops, self.inputs = bucket, ops, inputs
@@ -95,7 +95,7 @@ class ProjectionReducer:
         return "projected" if self.stacks else "dense"
 
     def reduce(self) -> RequestGenerator[Payload]:
-        """Do lines 1 to 3. Tracked tensors exchange P first, and compute the next basis from p."""
+        """Do lines 1 to 3, and for tracked tensors 6, which gives the bases of the next step."""
         dense_reducer = self.dense_reducer
         if dense_reducer is not None and not self.stacks:
             self.mean = yield from dense_reducer.reduce()
@@ -121,14 +121,14 @@ class ProjectionReducer:
         if self.is_tracked:
             parts = [stack.mean for stack in self.stacks]
             sizes = [stack.projection.m for stack in self.stacks]
-            for stack, Q in zip(self.stacks, self._orthonormalize(parts, sizes, 0), strict=True):
-                stack.next_Q = Q
+            bases = zip(self.stacks, self._orthonormalize(parts, sizes, 0), strict=True)
+            self.bucket.next["basis"] = [NextValues(stack.indices, Q) for stack, Q in bases]
         if dense_reducer is not None and dense_reducer.sent_dense:
             yield from dense_reducer.reduce()
         return mean
 
     def _exchange_P(self) -> RequestGenerator[Payload]:
-        """Do lines 1 and 2 of a tracked projection: compute R. Return the averaged payload."""
+        """Do lines 1, 2a and 2b: compute R. Return the averaged payload."""
         lengths = [0] * len(self.bucket.params)
         for i, stack in self.stack_of.items():
             lengths[i] = stack.projection.d * stack.projection.r
@@ -136,9 +136,9 @@ class ProjectionReducer:
         payload = self.bucket.make_payload(lengths, dtype, use=1)
         parts = self._parts_of(payload, payload.unrounded_body)
         self._multiply([stack.Q for stack in self.stacks], parts, makes_P=True, payload=payload)
-        mean: Payload = yield AllReduceMean(payload.round(), has_next=True)  # line 1
+        mean: Payload = yield AllReduceMean(payload.round(), has_next=True)  # line 2a
         parts, sizes = self._parts_of(mean, mean.body), [x.projection.d for x in self.stacks]
-        columns = self._orthonormalize(parts, sizes, use=1)  # line 2
+        columns = self._orthonormalize(parts, sizes, use=1)  # line 2b
         for stack, R in zip(self.stacks, columns, strict=True):
             stack.R = R
         return mean
@@ -178,8 +178,8 @@ class ProjectionReducer:
             torch._foreach_sub_(sent, self._parts_of(mean, errors))
 
     def draw_random_columns(self) -> None:
-        """Do line 2 of a Gaussian projection: draw R, which is valid until matrices of another
-        bucket are drawn. Tracked columns stay as ``_exchange_P`` has computed them.
+        """Draw R for line 2, which is valid until matrices of another bucket are drawn. Tracked
+        columns stay as ``_exchange_P`` has computed them.
         """
         self.inputs.draw_random_columns(self.stacks)
 
@@ -191,7 +191,7 @@ class ProjectionReducer:
         return list(memory.split_with_sizes(sizes)[1::2])
 
     def _encode(self, mean_of_P: Payload | None) -> Payload:
-        """Do lines 1 and 2: make the bucket's payload.
+        """Do lines 1 and 2, or 2c: make the bucket's payload.
 
         Its header and control fields are copied from ``mean_of_P``, the average of the first
         exchange.
@@ -277,12 +277,6 @@ class ProjectionReducer:
         for stack in self.stacks_with_gradients(have_gradients):
             keep_unsent(stack, 1.0)
 
-    def state_to_commit(self, i: int) -> dict[str, Tensor]:
-        stack = self.stack_of.get(i)
-        if stack is None or not self.is_tracked:
-            return {}
-        return {"basis": stack.next_Q[i - stack.indices[0]]}
-
     # Under DDP: the commit of unsharded tensors
 
     def stacks_with_gradients(self, have_gradients: Sequence[bool]) -> Iterator[ProjectedStack]:
@@ -317,35 +311,21 @@ class ProjectionReducer:
                 torch._foreach_add_(residuals, errors, alpha=factor)
 
     def commit_state(self, have_gradients: list[bool], factor: float) -> None:
-        """Reset residuals where they are due, store the next bases, and report the cosines."""
-        bucket, group = self.bucket, self.bucket.group
+        """Reset residuals where they are due, commit the next bases, and report the cosines."""
+        bucket, group, inputs = self.bucket, self.bucket.group, self.inputs
         if is_reset_step(group, group["step"] + 1):
             Residuals(bucket).clear()
+        commit_next(bucket, have_gradients)
         if self.is_tracked:
-            self._store_bases(have_gradients)
+            updated = [bucket.model_params[i] for i in self.stack_of if have_gradients[i]]
+            inputs.params_with_basis.update(updated)
         remains = not all(have_gradients) or (self.dense_sends_residuals and factor != 1)
         bucket.cache["has_residual"] = bool(self.stacks) or (bucket.has_residual and remains)
-        if self.inputs.on_cosines:
+        if inputs.on_cosines:
             cosines = self.mean.parts[-1].tolist()  # means over ranks
-            self.inputs.on_cosines(
+            inputs.on_cosines(
                 {bucket.params[i]: cosines[i] for i in self.stack_of if have_gradients[i]}
             )
-
-    def _store_bases(self, have_gradients: list[bool]) -> None:
-        """Keep the bases of the next step, of tensors that any rank has a gradient of."""
-        state, old, new = self.bucket.state["basis"], [], []
-        for stack in self.stacks:
-            updated = [i for i in stack.indices if have_gradients[i]]
-            if len(updated) == len(stack.indices) and stack.Q_is_state:
-                old.append(stack.Q)
-                new.append(stack.next_Q)
-                continue
-            Qs = [stack.next_Q[i - stack.indices[0]] for i in updated]
-            old += [state[i].view(Q.shape) for i, Q in zip(updated, Qs, strict=True)]
-            new += Qs
-            self.inputs.params_with_basis.update(self.bucket.model_params[i] for i in updated)
-        if old:
-            torch._foreach_copy_(old, new)
 
     # For fused implementations of lines 4 and 5 with AdamW
 

@@ -1,7 +1,7 @@
 """Projections of one tensor: its matrix shape, the projected side, and orthonormal columns.
 
-A tensor is viewed as a matrix H of m rows and d columns. ``H R`` with R of shape (d, r) crosses the
-network, and ``scale * (H R) R^T`` is its reconstruction. The values of ``projection=`` are:
+A tensor is viewed as a matrix H of m rows and d columns. ``p = H R`` with R of shape (d, r) crosses
+the network, and ``scale * p R^T`` is its reconstruction. The values of ``projection=`` are:
 
 - "gaussian": R holds independent normal numbers. The reconstruction is unbiased.
 - "tracked": R holds orthonormal columns that follow the gradient, see ``stacks``. The

@@ -56,6 +56,7 @@ from .._state.bucket import Bucket
 from .._state.layouts import Layout, LocalShape
 from .._wire.launch import ProcessGroup
 from .._wire.payload import Payload, PayloadDtype
+from .._wire.ranks import Ranks
 from .._wire.requests import Agree, RequestGenerator
 from .projecting_optimizer import ProjectingOptimizer
 from .projection_options import check_group_sizes, resolve_options
@@ -204,7 +205,7 @@ class SeparateAdam(ProjectingOptimizer):
         payload_dtype: PayloadDtype | Literal["auto"] = "auto",
         gather_dtype: GatherDtype = None,
         residual_dtype: ResidualDtype = None,
-        process_group: ProcessGroup | None = None,
+        process_group: ProcessGroup | Ranks | None = None,
         simulate: bool = False,
         maximize: bool = False,
         **torch_options: Unpack[TorchOptions],
@@ -300,7 +301,7 @@ class Separate(Wrapper, ProjectingOptimizer):
         payload_dtype: PayloadDtype | Literal["auto"] = "auto",
         gather_dtype: GatherDtype = None,
         residual_dtype: ResidualDtype = None,
-        process_group: ProcessGroup | None = None,
+        process_group: ProcessGroup | Ranks | None = None,
         simulate: bool = False,
     ):
         self.residual_dtype = read_int8("residual_dtype", residual_dtype)

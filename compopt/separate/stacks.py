@@ -1,21 +1,25 @@
-"""Projections of stacks: SEPARATE's lines for k tensors of one shape, as one tensor (k, m, d).
+"""Projections of stacks: SEPARATE's lines for k tensors of one shape, as one tensor (k, ...).
 
-Lines are those of Algorithm 1, see ``compopt.separate``, one statement each::
+Lines are those of Algorithm 1, see ``compopt.separate``. h is a tensor as it is stored, H the
+(m, d) matrix that is projected: h or its transpose (``Projection.view_as_matrices``)::
 
-    1  h <- g + e                                     add_residual
-    2  p <- h R                                       multiply
-    4  ghat <- p R^T / r                              reconstruct
-    5  e <- e + (1 - beta) (g - p R^T / r)            keep_unsent
+    1   h <- g + e                                    add_residual
+    2   R <- random numbers, (d, r);  p <- H R        multiply
+    3   p <- mean over ranks of p
+    4   ghat <- p R^T / r                             reconstruct
+    5   e <- e + (1 - beta) (g - p R^T / r)           keep_unsent
 
 A tracked projection is PowerSGD's power iteration (Vogels, Karimireddy and Jaggi, NeurIPS 2019,
-Algorithm 1). H_n, the gradient plus residual of rank n, is (d, m) here: the transpose of the matrix
-that ``Projection`` calls H. Q, (m, r), is the basis of the step before::
+Algorithm 1). It computes R from Q, (m, r), the basis of the step before; H is the transpose of h,
+1/r is 1, and beta is 0::
 
-    1  P <- mean over ranks of H_n Q
-    2  R <- orthonormal columns that span those of P
-    3  p_n <- H_n^T R;  p <- mean over ranks of p_n         # SEPARATE, on H_n^T, with this R
-    4  Hhat <- R p^T;  the residual is H_n - R p_n^T
-    5  Q <- orthonormal columns that span those of p
+    2a  P <- mean over ranks of H^T Q                 multiply
+    2b  R <- orthonormal columns that span those of P     orthonormalize_columns
+    2c  p <- H R                                      multiply
+    3   p <- mean over ranks of p
+    4   ghat <- p R^T                                 reconstruct
+    5   e <- h less this rank's p R^T                 keep_unsent
+    6   Q <- orthonormal columns that span those of p     orthonormalize_columns
 
 The space that is sent follows the gradient's largest singular vectors, one power iteration a step.
 R is the same on all ranks, since P is. The mean of the residuals is exact for any R, so P may be
@@ -49,9 +53,9 @@ class ProjectedStack:
     ``indices``: their places in the bucket. ``grads``: this rank's gradients, None where there is
     none. ``residual``: their residuals, which ``keep_unsent`` writes. ``R``: the random or
     orthonormal columns, (k, d, r), or (k, blocks, d, r). ``Q``: the basis of a tracked projection,
-    (k, m, r), a view of the state if ``Q_is_state``; ``next_Q``: that of the next step. ``sent``:
-    what this rank sends of p, as it lies in the payload; after the exchange, as the others have
-    received it. ``mean``: the average of p, likewise. Tensors are empty until they are computed.
+    (k, m, r). ``sent``: what this rank sends of p, as it lies in the payload; after the exchange,
+    as the others have received it. ``mean``: the average of p, as it lies in the payload. Tensors
+    are empty until they are computed.
     """
 
     indices: range
@@ -59,8 +63,6 @@ class ProjectedStack:
     grads: list[Tensor | None]
     residual: ResidualStack
     Q: Tensor = UNSET
-    Q_is_state: bool = False
-    next_Q: Tensor = UNSET
     R: Tensor = UNSET
     sent: Tensor = UNSET
     mean: Tensor = UNSET
@@ -81,7 +83,7 @@ class ProjectedStack:
         )
 
     def view_as_projected(self, part: Tensor) -> Tensor:
-        """View the stack's part of a payload as the (k, m, r) matrices H R.
+        """View the stack's part of a payload as p, the (k, m, r) matrices H R.
 
         Tracked ones are stored by columns: columns differ in size, and values of one size then
         share the scales of a quantized payload.
@@ -106,7 +108,7 @@ def make_room(ops: Ops, like: Tensor, shape: torch.Size) -> Tensor:
 
 
 def add_residual(ops: Ops, stack: ProjectedStack) -> Tensor:
-    """Line 1: return h = g + e, in memory of the step."""
+    """Do line 1: return h = g + e, in memory of the step."""
     stored = stack.residual.exact
     if stored is None:
         h = stack.residual.read()  # a copy
@@ -132,20 +134,20 @@ def multiply(
     makes_P: bool,
     payload: Payload | None,
 ) -> None:
-    """Write ``h right`` of each stack to its part ``out`` of a payload; where ``makes_P``, line 1
-    of a tracked projection, ``h^T right``: its H is the transpose of h. Write the gradient flags of
-    the bucket into the header of ``payload``.
+    """Write ``H right`` of each stack to its part ``out`` of a payload: line 2, or 2c. Where
+    ``makes_P``, write ``H^T right``: line 2a. Write the gradient flags of the bucket into the
+    header of ``payload``.
     """
-    for stack, R, part in zip(stacks, right, out, strict=True):
-        h = stack.projection.view_as_matrices(add_residual(ops, stack))
-        p = stack.view_as_P(part) if makes_P else stack.view_as_projected(part)
-        h = h.mT if makes_P else h
-        if p.dtype != R.dtype:
-            p.copy_(h @ R)
-        elif p.is_contiguous():
-            torch.bmm(h, R, out=p)
+    for stack, narrow, part in zip(stacks, right, out, strict=True):
+        H = stack.projection.view_as_matrices(add_residual(ops, stack))
+        product = stack.view_as_P(part) if makes_P else stack.view_as_projected(part)
+        wide = H.mT if makes_P else H
+        if product.dtype != narrow.dtype:
+            product.copy_(wide @ narrow)
+        elif product.is_contiguous():
+            torch.bmm(wide, narrow, out=product)
         else:  # stored by columns
-            torch.bmm(R.mT, h.mT, out=p.mT)
+            torch.bmm(narrow.mT, wide.mT, out=product.mT)
     if payload is not None:
         ops.write_header(payload, bucket.grads())
 
@@ -158,7 +160,7 @@ def orthonormalize_columns(
     use: int = 0,
 ) -> list[Tensor]:
     """Return orthonormal columns that span those of matrices of these shapes (k, n, r), which a
-    payload for this ``use`` stores by columns: R from P, Q from p.
+    payload for this ``use`` stores by columns: line 2b, R from P, or 6, Q from p.
     """
     dtype = bucket.compute_dtype
     stacks = [x.view(k, r, n).mT.to(dtype) for x, (k, n, r) in zip(parts, shapes, strict=True)]
@@ -166,7 +168,7 @@ def orthonormalize_columns(
 
 
 def reconstruct(ops: Ops, stack: ProjectedStack, factor: float, out: Tensor) -> None:
-    """Line 4: write ``factor`` times the averaged gradients to ``out``."""
+    """Do line 4: write ``factor`` times the averaged gradients to ``out``."""
     projection, R = stack.projection, stack.R
     p = stack.view_as_projected(stack.mean).to(R.dtype)
     if projection.scale * factor != 1:
@@ -186,7 +188,7 @@ def expand(p: Tensor, R: Tensor, out: Tensor) -> None:
 
 
 def keep_unsent(stack: ProjectedStack, factor: float) -> None:
-    """Line 5: e <- beta e + (1 - beta) (g + e - p R^T / r) = e + (1 - beta) (g - p R^T / r).
+    """Do line 5: e <- beta e + (1 - beta) (g + e - p R^T / r) = e + (1 - beta) (g - p R^T / r).
 
     p is what the other ranks received from this one. Where the average was clipped by ``factor``,
     only that share of the new error is taken.
@@ -209,7 +211,7 @@ def keep_unsent(stack: ProjectedStack, factor: float) -> None:
 def reconstruct_rows(
     stack: ProjectedStack, number: int, part: Tensor, first: int, last: int
 ) -> Tensor:
-    """Line 4 for some rows of one tensor of the stack as a matrix."""
+    """Do line 4 for some rows of one tensor of the stack as a matrix."""
     projection, R = stack.projection, stack.R[number : number + 1]
     p = stack.view_as_projected(part).to(R.dtype)
     if projection.transposes:

@@ -66,6 +66,7 @@ from .._state.residuals import Residuals
 from .._wire.codec import PAYLOAD_CODECS
 from .._wire.launch import ProcessGroup
 from .._wire.payload import Payload, PayloadDtype
+from .._wire.ranks import Ranks
 from .._wire.requests import BitOr, Phase, ReadToHost, RequestGenerator
 from .sketch import Sketch
 from .zero1_adamw import UpdateDtype, check_gathers, check_updates, step_zero1_shards
@@ -169,10 +170,9 @@ class UnionReducer(OwnerReducer):
         leftovers = 0 if self.sketch is None else self.sketch.leftovers
         bucket.cache["union_and_leftovers"] = len(self.union), leftovers
         if self.owner_payloads[0].rounding_errors is not None:
-            rest = mask_memory(bucket, self.ops).index_fill_(0, positions, 0)
             errors = [payload.rounding_error_parts[-1] for payload in self.owner_payloads]
-            rest.index_copy_(0, self.union, torch.cat(errors))
-            sent = sent - rest.index_select(0, positions)
+            inputs = positions, torch.cat(errors), self.union, bucket.shards.mask_bytes
+            sent = sent - self.ops.look_up(*inputs)
         if not all(have_gradients):
             has_gradient = torch.tensor(have_gradients, dtype=torch.bool, device=sent.device)
             sent = sent * has_gradient.index_select(0, self.layout.tensors_at(positions))
@@ -203,7 +203,9 @@ def select_largest(bucket: Bucket, ops: Ops, grads: Tensors, ks: list[int]) -> S
 
     Zeros are not sent: gradients of embeddings are mostly 0, and so are gaps between tensors.
     """
-    layout, x = bucket.shards, mask_memory(bucket, ops)
+    layout = bucket.shards
+    like = torch.empty(0, dtype=bucket.compute_dtype, device=bucket.device)
+    x = ops.mask_scratch(like, layout.mask_bytes)
     for gap in layout.gaps:
         gap.view_in(x).zero_()
     columns = zip(layout.views_in_mask_order(x), Residuals(bucket).read_all(), grads, strict=True)
@@ -235,12 +237,6 @@ def hold_back(bucket: Bucket, grads: Tensors, positions: Tensor, sent: Tensor) -
         if pairs:
             torch._foreach_add_([e for e, _ in pairs], [g for _, g in pairs])
         opened.flat.index_add_(0, at, sent, alpha=-1)
-
-
-def mask_memory(bucket: Bucket, ops: Ops) -> Tensor:
-    """Return memory for one number per bit of the mask, the same in every call."""
-    like = torch.empty(0, dtype=bucket.compute_dtype, device=bucket.device)
-    return ops.scratch(like, 8 * bucket.shards.mask_bytes, use="x")
 
 
 def count_selected(density: float, n: int) -> int:
@@ -339,7 +335,7 @@ class TagcAdamW(ReducingOptimizer):
         gather_dtype: GatherDtype = None,
         residual_dtype: ResidualDtype = None,
         when: Literal["always", "auto"] = "always",
-        process_group: ProcessGroup | None = None,
+        process_group: ProcessGroup | Ranks | None = None,
         simulate: bool = False,
         maximize: bool = False,
         **torch_options: Unpack[TorchOptions],

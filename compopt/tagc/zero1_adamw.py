@@ -27,6 +27,7 @@ from .._engine.reducer import ShardReducer
 from .._ops.norms import clip_factor, scale_all_
 from .._ops.operations import Ops
 from .._state.bucket import Bucket
+from .._state.next_state import NextValues, commit_next
 from .._state.residuals import Residuals
 from .._state.shards import unshard
 from .._wire.codec import GatherCodec, QuantizedCodec, dtype_name
@@ -63,7 +64,6 @@ class ShardedAdamW:
 
     def __init__(self, bucket: Bucket, ops: Ops):
         self.bucket, self.ops, self.shards = bucket, ops, bucket.shards
-        self.memory: dict[str, Tensor] = {}  # of new state, until the commit
         group, state, self.codec = bucket.group, bucket.state, None
         rounded_to = None if bucket.sends_nothing else group.get("update_dtype")
         if rounded_to is not None and "update_residual" not in state:
@@ -101,7 +101,7 @@ class ShardedAdamW:
             for name in ("exp_avg", "exp_avg_sq", "master"):
                 if name in bucket.state:
                     flat = memory(f"new {name}", sum(stepped_sizes), weights[0].dtype)
-                    self.memory[name] = flat
+                    bucket.next[name] = [NextValues(self.stepped, flat, may_swap=True)]
                     new.append([*flat.split(stepped_sizes)])
             to, m, v, *masters = new
             out = [*masters, to][0], m, v  # parameters without a master are gathered
@@ -151,15 +151,8 @@ class ShardedAdamW:
             if vector is not None and not p.is_contiguous():
                 p.copy_(vector.view(p.shape))
         bucket.count_steps(have_gradients)
-        if not self.stepped:
-            return
-        for name, flat in self.memory.items():
-            if flat.numel() == bucket.flat[name].numel():
-                bucket.store_state(name, flat)
-            else:
-                parts = flat.split([sizes[i] for i in self.stepped])
-                torch._foreach_copy_([bucket.state[name][i] for i in self.stepped], list(parts))
-        if self.codec is not None:
+        commit_next(bucket, have_gradients)
+        if self.codec is not None and self.stepped:
             errors = self.gathered[: sum(sizes)].split(sizes)  # rounding errors, from ``encode``
             Residuals(bucket, "update_residual").set([(i, errors[i]) for i in self.stepped])
 

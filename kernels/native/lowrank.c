@@ -1,6 +1,6 @@
 // SEPARATE with tracked columns: products of gradient plus residual with narrow matrices, and AdamW on the product of two narrow
-// matrices. References: multiply of compopt/separate/stacks.py, update_tensors of compopt/separate/separate.py; caller:
-// compopt/_backends/native/native_lowrank.py.
+// matrices. Lines are those of compopt/separate/stacks.py. References: multiply there, update_tensors of
+// compopt/separate/separate.py; caller: compopt/_backends/native/native_lowrank.py.
 //
 // Products are summed in the order of their index, one rounding a term: all machines compute equal bits.
 
@@ -74,7 +74,7 @@ static inline void multiply_tile(const float *const h[HIGH], int64_t a, const fl
     }
 }
 
-// Line 1: P = h Q. `memory`: room for Q with rows of whole steps, and for two buffers of HIGH rows.
+// Line 2a: P = h Q. `memory`: room for Q with rows of whole steps, and for two buffers of HIGH rows.
 static void multiply(const Product *x, float *memory) {
     const int64_t width = x->width, r = x->r, stride = (r + LANES - 1) / LANES * LANES, numel = x->height * width;
     const float *Q = pad_rows(x->right, width, r, stride, memory);
@@ -121,7 +121,7 @@ static inline void multiply_transposed_tile(const float *h, int64_t width, const
     for (int c = 0; c < COLUMNS; c++) store(sums + c * length, part[c]);
 }
 
-// Line 3: p = h^T R. `memory`: room for R with rows of whole steps, for two buffers of DEEP rows, and for the sums.
+// Line 2c: p = h^T R. `memory`: room for R with rows of whole steps, for two buffers of DEEP rows, and for the sums.
 static void multiply_transposed(const Product *x, float *memory) {
     const int64_t width = x->width, r = x->r, stride = (r + COLUMNS - 1) / COLUMNS * COLUMNS, numel = x->height * width;
     const int64_t half = DEEP * width + SPACE, length = width + SPACE;

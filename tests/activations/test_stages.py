@@ -476,6 +476,7 @@ def test_random_positions_follow_from_the_seed_and_the_number_of_the_forward():
     assert not torch.equal(one[0], one[1]) and not torch.equal(one[0], other(x))
 
 
+@pytest.mark.slow
 def test_torch_compile_leaves_boundaries_as_they_are():
     def step(compiled: bool, name: str):
         torch.manual_seed(0)

@@ -207,6 +207,7 @@ def ran_inside() -> dict[str, dict]:
     return json.loads(child.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES_INSIDE)
 def test_a_reduce_scatter_has_the_bits_of_the_cpu_and_the_host_reads_only_how_large_the_union_is(name):
     results = ran_inside()[name]

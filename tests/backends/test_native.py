@@ -357,6 +357,7 @@ def test_every_processor_selects_the_same(monkeypatch, isa):
     assert len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.slow
 def test_neon_computes_the_same_bits():
     """In an emulator where this is no ARM machine: every function of vectors.h, and all passes that use them."""
     if missing := check_neon.missing():

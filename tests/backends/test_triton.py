@@ -489,6 +489,7 @@ def test_what_other_ranks_select_is_read_for_all_buckets_together(interpreted, c
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_a_rank_selects_of_the_last_tensors_of_several_buckets(interpreted):
     ours, theirs = (train("ScapeAdamS", backend, 2, 6, IN_PAIRS) for backend in ("triton", "torch"))
     for a, b in zip(ours, theirs, strict=True):

@@ -143,6 +143,7 @@ def saved(rank: int, names: list[str], folder: str, write: bool) -> dict[str, tu
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [SAVED, pytest.param(SAVED_TOO, marks=pytest.mark.slow)], ids=["main", "others"])
 def test_inside_fsdp2_a_checkpoint_goes_on_to_the_bit_and_on_more_ranks(names, tmp_path):
     written = run_ranks(saved, 2, names, str(tmp_path), True)

@@ -35,6 +35,21 @@ ELSEWHERE = {
 
 SAY_IT_ALL = [  # they name the argument or the call, and what to write instead: the page need not
     "torch.distributed is not initialized: every process trains",
+    "TORCHFT_LIGHTHOUSE is not set",
+    "cuts its state into shards, one a rank",
+    "has cut its state into shards, of which this rank holds one",
+    "torchft is not installed",
+    "there was no quorum yet",
+    "so there is no step after which all parameters are equal",
+    "pass 0 <= rank < size",
+    "but there is no group to reach other ranks by",
+    "the ranks have changed since they were given",
+    "delay needs a second process group of the same ranks",
+    # what FaultTolerant repeats, and notes in its log
+    "no answer within",
+    "this replica group is not in the quorum",
+    "another rank of this replica group could not reach its peers",
+    "no quorum: ",
     "wraps another one, and both collect",
     "process group of this DistributedDataParallel was destroyed",
     "optimize_ddp = 'python_reducer'",
@@ -101,7 +116,16 @@ SAY_IT_ALL = [  # they name the argument or the call, and what to write instead:
     " the parameters over the ranks",
     "before the optimizer sees it",
 ]
-TELLS = ("warn", "_warn_once", "warn_once", "post_note", "raise_told", "raise_problems")
+TELLS = (
+    "warn",
+    "warn_on_rank_0",
+    "_warn_once",
+    "warn_once",
+    "warn_once_on_rank_0",
+    "post_note",
+    "raise_told",
+    "raise_problems",
+)
 
 
 def texts(node: ast.AST) -> str:
@@ -119,7 +143,7 @@ def messages(path: Path) -> list[str]:
             continue
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
         if node in raised or name in TELLS or name.endswith("Error"):
-            results += [texts(arg) for arg in node.args[name == "warn_once" :]]  # its first is a key
+            results += [texts(arg) for arg in node.args[name.startswith("warn_once") :]]  # its first is a key
     return [message for message in results if message]
 
 
@@ -242,6 +266,7 @@ def check(output: str) -> None:
     assert float(steps[-1][1]) < 0.8 * float(steps[0][1]) and float(steps[-1][2]) < 20
 
 
+@pytest.mark.slow
 def test_the_command_for_one_machine_starts_two_ranks(tmp_path):
     """Those for two machines, below, train the script."""
     # One write a line: torchrun's ranks write unbuffered into the same pipe.

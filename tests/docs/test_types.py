@@ -59,6 +59,7 @@ def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     groups = [{"params": list(params), "compress": False, "lr": 1e-3}]
     return [
         compopt.RadiusAdamW(params, lr=3e-4, density=0.4, interval=200, dense_steps=1000),
+        compopt.AdamS(params, process_group=compopt.Ranks(group, rank=0, size=2, generation=1)),
         compopt.RadiusAdamW(groups, payload_dtype=torch.int8, offload="residual", when="auto"),
         compopt.ScapeAdamS(params, density=0.05, clip="consistent"),
         compopt.SeparateAdam(named, projection="tracked", rank=16, process_group=group),

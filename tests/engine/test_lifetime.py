@@ -167,6 +167,7 @@ every_part = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @every_part
 def test_compile_activation_checkpointing_and_static_graph(names):
     for results in run_ranks(wrapped, 2, names):

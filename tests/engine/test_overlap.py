@@ -404,6 +404,7 @@ def another_order_on_one_rank(rank: int) -> dict[str, list[float]]:
     return results
 
 
+@pytest.mark.slow
 def test_ranks_that_finish_gradients_in_another_order_start_the_same_collectives():
     for results in run_ranks(another_order_on_one_rank, 2):
         for name, (between_ranks, between_runs, overlapped) in results.items():

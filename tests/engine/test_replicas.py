@@ -238,6 +238,7 @@ def train_under_ddp(rank: int) -> dict[str, list[list[str]]]:
     return results
 
 
+@pytest.mark.slow
 def test_the_same_data_under_ddp_is_warned_of_once():
     first, second = run_ranks(train_under_ddp, 2)
     for name in MAKERS:

@@ -219,7 +219,7 @@ def rounds(rank: int) -> str:
 
 def test_local_steps_say_what_an_exchange_sends():
     first, second = run_ranks(rounds, 2)
-    line = "ranks take 3 steps of their own between exchanges. An exchange sends 5"
+    line = "ranks take 3 steps of their own between syncs. A sync sends 5"
     assert line in first.splitlines()[0] and "of the gradients, 1" in first and second == ""
 
 

@@ -181,7 +181,7 @@ def test_installed_programs_between_are_passed_over():
     """A trainer calls step() for the user; a program that is itself installed is its own user."""
     path = str(Path(sysconfig.get_path("purelib")) / "trainer.py")
     spaces = {"warn": warn}
-    exec(compile("def train():\n    warn('x', 0)\n", path, "exec"), spaces)
+    exec(compile("def train():\n    warn('x')\n", path, "exec"), spaces)
     ((_, file, _),) = heard(spaces["train"])
     assert file == str(HERE)
 

@@ -411,7 +411,7 @@ def test_all_ranks_hear_of_an_error_of_one_before_any_timeout_and_go_on(numbers)
         assert phases[5:] == ("exchanged", "local") and not any(message[:4] + message[5:]), (
             "tried again after the next step"
         )
-        assert f"step 5 was taken on rank {rank}, but not the exchange" in message[4] or rank == 1
+        assert f"step 5 was taken on rank {rank}, but not the sync" in message[4] or rank == 1
         assert "no memory left" in message[4]
     ends = [[end for *_, end in results["exchange"]] for results in (first, second)]
     assert [a == b for a, b in zip(*ends, strict=True)] == [True, True, False, False, False, True, False]

@@ -34,9 +34,9 @@ CONFIG = dict(
 )
 OURS = dict(
     adamw=("torch.optim.AdamW", {}),
-    average=("train_litgpt.average", {}),
+    average=("train_litgpt.make", {}),
     separate=("compopt.SeparateAdam", dict(dense_steps=3, rank=4, max_grad_norm=1.0)),
-    local=("train_litgpt.local", {}),
+    local=("train_litgpt.make", {}),
 )
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import random
 import shutil
 from pathlib import Path
 
 import pytest
-from frameworks import check_runs, run_framework
+from frameworks import check_runs, run_framework, write_titan_assets
 
 pytest.importorskip("torchtitan")
 pytestmark = pytest.mark.slow
@@ -17,20 +15,7 @@ NAMES = ["adamw", "average", "adamw_replicas", "average_replicas", "separate", "
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
-    random.seed(0)
-    words = ["".join(random.choices("abcdefghij", k=4)) for _ in range(60)]
-    texts = [" ".join(random.choices(words, k=80)) for _ in range(400)]
-    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    special = ["<unk>", "<s>", "</s>"]
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=256, special_tokens=special))
-    (tmp_path / "assets").mkdir()
-    tokenizer.save(str(tmp_path / "assets/tokenizer.json"))
-    names = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
-    (tmp_path / "assets/tokenizer_config.json").write_text(json.dumps(names))
+    write_titan_assets(tmp_path)
     return tmp_path
 
 

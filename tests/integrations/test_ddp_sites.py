@@ -205,6 +205,7 @@ def uses(tmp_path_factory):
     return run_ranks(used, 4, str(tmp_path_factory.mktemp("sites")))
 
 
+@pytest.mark.slow
 def test_it_is_what_hsdp_is(uses):
     for rank in uses:
         assert max(rank["hsdp"].values()) < 1e-9, rank["hsdp"]

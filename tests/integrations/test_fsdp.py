@@ -275,6 +275,7 @@ def three_axes(rank: int) -> dict:
     }
 
 
+@pytest.mark.slow
 def test_tensor_parallel_inside_fsdp_inside_replicas():
     for results in run_ranks(three_axes, 8):
         assert results["far"] < 1e-9 and abs(results["norm"]) < 1e-9
@@ -432,6 +433,7 @@ def replaced_runs(request):
     return run_ranks(groups_replaced, 2, selected(request, "name"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(lambda name: name in ("TagcAdamW", "Separate"), OPTIMIZERS))
 def test_parameters_that_were_replaced_are_trained_as_if_the_optimizer_came_last(replaced_runs, name):
     for found in replaced_runs:

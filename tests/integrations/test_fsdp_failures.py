@@ -27,17 +27,18 @@ class Fails:
     """Make this rank's next reduction fail before its request number ``at``, once; None: when it is written."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, at: int | None):
-        self.inside, self.at, self.has_failed = optimizer.fsdp_backward, at, False
-        self.make_reducer, self.write_shard = self.inside.make_reducer, ReduceScatterBucket.write_shard
+        self.optimizer, self.at, self.has_failed = optimizer, at, False
+        self.make_reducer, self.write_shard = optimizer.make_reducer, ReduceScatterBucket.write_shard
 
     def __enter__(self) -> None:
         if self.at is None:
             ReduceScatterBucket.write_shard = self.fail
         else:
-            self.inside.make_reducer = self.make
+            self.optimizer.make_reducer = self.make
 
     def __exit__(self, *_: object) -> None:
-        self.inside.make_reducer, ReduceScatterBucket.write_shard = self.make_reducer, self.write_shard
+        vars(self.optimizer).pop("make_reducer", None)
+        ReduceScatterBucket.write_shard = self.write_shard
         assert self.has_failed
 
     def fail(self, *_: object) -> None:
@@ -149,7 +150,16 @@ def fails_otherwise(rank: int) -> dict[str, str]:
     results["option"] = catch_message(ValueError, optimizer.step)
     group["lr"] = lr
     optimizer.step()
-    results["steps"] = str(optimizer._engine.steps)
+    optimizer.zero_grad()
+    if rank == 1:  # before the backward, which needs it
+        group["rank"] = "x"
+    loss(model, 2, rank, torch.float32).backward()
+    error = ValueError if rank == 1 else compopt.CommunicationError
+    results["needed"] = catch_message(error, optimizer.step)
+    optimizer.zero_grad()
+    loss(model, 2, rank, torch.float32).backward()
+    optimizer.step()
+    results["steps"], results["rank"] = str(optimizer._engine.steps), group["rank"]
     return results
 
 
@@ -157,4 +167,5 @@ def test_all_ranks_raise_when_one_has_other_gradients_or_cannot_begin_its_step()
     for results in run_ranks(fails_otherwise, 2):
         assert "set_reduce_scatter_unused_params(True)" in results["unused"]
         assert "lr" in results["option"] and "'x'" in results["option"]
-        assert results["steps"] == "1"
+        assert "rank must be" in results["needed"] and "'x'" in results["needed"], results["needed"]
+        assert results["steps"] == "2" and results["rank"] == 4

@@ -258,6 +258,7 @@ def test_it_is_what_it_is_under_ddp(runs, name):
     assert 0.9 < runs[0][name]["told"] <= 1, runs[0]  # by rank 0, of its shards; headers are not told
 
 
+@pytest.mark.slow
 def test_nothing_is_lost(uses):
     for rank in uses:
         results = rank["conserved"]
@@ -330,6 +331,7 @@ def all_of_average(rank: int) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_it_is_fsdp_with_rounded_gradients(ranks):
     for results in run_ranks(all_of_average, ranks):
@@ -465,6 +467,7 @@ def tagc_runs(request):
     return run_ranks(all_of, request.param)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "ddp, sketch", "ddp, groups"])
 def test_tagc_is_what_it_is_under_ddp(tagc_runs, name):
     assert max(value for rank in tagc_runs for value in rank[name].values()) < 1e-12
@@ -611,6 +614,7 @@ def tagc_uses():
     return run_ranks(all_uses, 2)
 
 
+@pytest.mark.slow
 def test_zeroed_gradients_hooks_that_read_and_frozen_parameters(tagc_uses):
     for rank in tagc_uses:
         assert max(rank["others"].values()) < 1e-12, rank["others"]
@@ -662,6 +666,7 @@ def with_a_divisor(rank: int) -> dict[str, float]:
     return results
 
 
+@pytest.mark.slow
 def test_gradients_are_divided_as_the_model_says():
     for results in run_ranks(with_a_divisor, 2):
         assert max(results.values()) < 1e-5, results

@@ -304,6 +304,7 @@ def all_of(rank: int, method: str) -> dict[str, float]:
     return {**results, "added up in one half": in_half(method, rank)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", slow_but(lambda method: method == MAIN, METHODS))
 def test_nothing_is_lost_and_nothing_is_sent_twice(method):
     bound = 1e-6 if "int8" in method or "bfloat16" in method else 1e-12

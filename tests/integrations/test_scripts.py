@@ -467,7 +467,7 @@ def test_whatever_is_saved_is_renamed():
     texts = {file.name: file.read_text() for file in (ROOT / "examples").glob("*.py")} | DOCS
     saves = {name: len(re.findall(r"^ *torch\.save\(", text, re.M)) for name, text in texts.items()}
     saving = {name: count for name, count in saves.items() if count}
-    assert saving.keys() == {"checkpoints.md", "nanogpt.py", "train_gpt.py"}
+    assert saving.keys() == {"checkpoints.md", "fault_tolerant.py", "nanogpt.py", "train_gpt.py"}
     assert {name: texts[name].count("os.replace(") for name in saving} == saving
 
 

@@ -32,7 +32,7 @@ def test_a_failed_exchange_leaves_the_inner_step_and_is_tried_again():
             p.grad = g
         other.step()
     world.failing_everywhere.add(world.comms[0].started)
-    with pytest.raises(compopt.CommunicationError, match="step 4 was taken on rank 0, but not the exchange") as told:
+    with pytest.raises(compopt.CommunicationError, match="step 4 was taken on rank 0, but not the sync") as told:
         step(world, params, optimizers, gradients(2, 3))
     assert re.findall(r"step \d+", str(told.value)) == ["step 4"]
     for own, expected in zip(params, alone, strict=True):
@@ -304,7 +304,7 @@ def test_a_rank_that_lacks_an_exchange_takes_it_over_and_does_not_repeat_it():
     params, optimizers = train(2, 3)
     world = optimizers[0].comm.world
     world.failing.add((1, world.comms[1].started + 1))  # behind the message in front
-    with pytest.raises(compopt.CommunicationError, match="rank 1, but not the exchange"):
+    with pytest.raises(compopt.CommunicationError, match="rank 1, but not the sync"):
         step(world, params, optimizers, gradients(2, 3))
     assert [exchanges_of(optimizer) for optimizer in optimizers] == [1, 0]
     rebind(optimizers, World(2))
@@ -333,7 +333,7 @@ def test_a_rank_that_lacks_an_exchange_of_the_second_fragment_takes_it_over():
     params, optimizers = train(2, 1, fragments=2)
     world = optimizers[0].comm.world
     world.failing.add((1, world.comms[1].started + 1))
-    with pytest.raises(compopt.CommunicationError, match="rank 1, but not the exchange"):
+    with pytest.raises(compopt.CommunicationError, match="rank 1, but not the sync"):
         step(world, params, optimizers, gradients(2, 1))
     assert [exchanges_of(optimizer) for optimizer in optimizers] == [1, 0]
     rebind(optimizers, World(2))
@@ -352,7 +352,7 @@ def test_a_rank_that_takes_an_exchange_over_keeps_moves_and_residuals_of_other_f
     params, optimizers = train(2, 5, **options)
     world = optimizers[0].comm.world
     world.failing.add((1, world.comms[1].started + 1))  # behind the message in front
-    with pytest.raises(compopt.CommunicationError, match="rank 1, but not the exchange"):
+    with pytest.raises(compopt.CommunicationError, match="rank 1, but not the sync"):
         step(world, params, optimizers, gradients(2, 5))
     rebind(optimizers, World(2))
     for t in (6, 7):
@@ -370,7 +370,7 @@ def test_ranks_an_exchange_apart_are_told_to_rebind():
     world.failing.add((1, world.comms[1].started + 1))  # behind the message in front
     with pytest.raises(compopt.CommunicationError, match="step 4 was taken on rank 1"):
         step(world, params, optimizers, gradients(2, 3))
-    with pytest.raises(compopt.CommunicationError, match=r"rank 1 lacks an exchange .* call rebind\(\)"):
+    with pytest.raises(compopt.CommunicationError, match=r"rank 1 lacks a sync .* call rebind\(\)"):
         step(world, params, optimizers, gradients(2, 4))
 
 
@@ -435,7 +435,7 @@ def test_a_signal_during_a_takeover_leaves_parameters_at_their_anchors(monkeypat
     params, optimizers = train(2, 3)
     world = optimizers[0].comm.world
     world.failing.add((1, world.comms[1].started + 1))  # as above: rank 0 has applied the exchange
-    with pytest.raises(compopt.CommunicationError, match="rank 1, but not the exchange"):
+    with pytest.raises(compopt.CommunicationError, match="rank 1, but not the sync"):
         step(world, params, optimizers, gradients(2, 3))
 
     become_anchors = Anchors._become_anchors
@@ -618,7 +618,7 @@ def test_an_exchange_that_fails_after_new_parameters_got_anchors_is_tried_again(
             world.beside.failing_everywhere.add(1)
         moved += sum(local[0] for local in grads) / 2
         if t == 10:
-            with pytest.raises(compopt.CommunicationError, match="step 11 was taken on rank 0, but not the exchange"):
+            with pytest.raises(compopt.CommunicationError, match="step 11 was taken on rank 0, but not the sync"):
                 step(world, params, optimizers, grads)
             world.beside.failing_everywhere.clear()
             continue
@@ -689,13 +689,13 @@ def test_the_warning_of_an_open_round_counts_from_the_round_of_a_checkpoint(at, 
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("where", ["write_pseudo_gradient", "make_sync_payload", "_make_message"])
+@pytest.mark.parametrize("where", ["write_pseudo_gradient", "make_sync_payload", "_make_announcement"])
 def test_a_rank_that_cannot_begin_an_exchange_tells_the_others(monkeypatch, where, delay):
     """All raise once, in the same exchange, and nobody is a step ahead: the next step repeats it."""
     params, optimizers = train(3, 6, every=4, delay=delay)
     world = optimizers[0].comm.world
     sync = optimizers[1]._sync
-    place = sync if where == "_make_message" else sync.anchors.buckets[0]
+    place = sync if where == "_make_announcement" else sync.anchors.buckets[0]
     real, calls = getattr(place, where), []
 
     def fail(*args):

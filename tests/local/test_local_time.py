@@ -382,7 +382,7 @@ def test_a_failed_exchange_keeps_its_weight(clock):
     world, params, optimizers = make_ranks(2)
     take_round(clock, world, params, optimizers, [2, 2])
     world.failing_everywhere.add(world.comms[0].started + 1)  # behind the message in front
-    with pytest.raises(compopt.CommunicationError, match="but not the exchange"):
+    with pytest.raises(compopt.CommunicationError, match="but not the sync"):
         take_round(clock, world, params, optimizers, [3, 1])
     for rank, optimizer in enumerate(optimizers):
         give(params, optimizer, rank)
@@ -418,7 +418,7 @@ def test_a_rank_that_lacks_an_exchange_takes_it_over_with_its_weight(clock):
     world, params, optimizers = make_ranks(2)
     take_round(clock, world, params, optimizers, [2, 2])
     world.failing.add((1, world.comms[1].started + 1))  # behind the message in front
-    with pytest.raises(compopt.CommunicationError, match="rank 1, but not the exchange"):
+    with pytest.raises(compopt.CommunicationError, match="rank 1, but not the sync"):
         take_round(clock, world, params, optimizers, [3, 1])
     assert [optimizer.stats.round for optimizer in optimizers] == [2, 1]
     world = World(2)
@@ -551,6 +551,7 @@ def unequal(rank: int, ranks: int) -> dict:
     return found | {"params": [p.detach() for p in params]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_slow_rank_is_averaged_by_its_steps(ranks):
     runs = run_ranks(unequal, ranks, ranks)

@@ -403,6 +403,7 @@ def early_and_late(rank: int) -> dict[str, list]:
     return results
 
 
+@pytest.mark.slow
 def test_it_runs_in_backwards_shadow_and_on_sharded_rows():
     first, second = run_ranks(early_and_late, 2)
     for name in ("tracked", "tracked, int8", "Radius, int8"):

@@ -48,6 +48,7 @@ situations = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(situations, between(1.1, 100))
 def test_no_prediction_is_impossible(situation, factor):

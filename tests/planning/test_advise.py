@@ -569,6 +569,7 @@ def test_no_shell_has_a_command_of_this_name():
     assert bash("type -t compopt-advise", ROOT).stdout.strip() == "file"
 
 
+@pytest.mark.slow
 def test_python_m_compopt_names_its_commands_and_version(tmp_path, capsys):
     assert bash("python -m compopt --version", tmp_path).stdout.strip() == f"compopt {compopt.__version__}"
     with pytest.raises(SystemExit):
@@ -584,6 +585,7 @@ def test_make_has_every_target_that_is_named(target):
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["links", pytest.param("activations", marks=pytest.mark.slow)])
 def test_a_page_shows_what_the_command_prints(name, tmp_path):
     page = (ROOT / f"docs/{name}.md").read_text()

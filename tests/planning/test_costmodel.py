@@ -22,7 +22,7 @@ from compopt import costmodel
 from compopt._wire.codec import QuantizedCodec
 from compopt._wire.payload import Payload
 from compopt.costmodel import LayerCosts, Workload, speedup
-from compopt.local_steps.fragment_sync import MESSAGE_BYTES
+from compopt.local_steps.fragment_sync import ANNOUNCEMENT_BYTES
 from compopt.planning import advise_command
 from compopt.planning.hardware import Machine, all_reduce_seconds
 from compopt.planning.measurement import fit, fit_communication
@@ -485,7 +485,7 @@ def test_bytes_of_a_run_are_those_of_the_runs_that_were_measured(name):
     dense, every = 2000 * 3_445_248, 140 if "140" in name else 30
     # these runs were made before a message with settings and norms went in front of each exchange
     rounds = count_round_lengths(every, 800 if every == 30 else 2000, 2000)
-    messages = sum(number for _, number in rounds) * MESSAGE_BYTES
+    messages = sum(number for _, number in rounds) * ANNOUNCEMENT_BYTES
     assert row.run_bytes == pytest.approx((MEASURED[name] + messages) / dense, rel=0.002)
 
 

@@ -293,6 +293,7 @@ def sharded(rank: int, watched: bool) -> tuple[list, str]:
     return bits([p.to_local() for p in model.parameters()]), str(records)
 
 
+@pytest.mark.slow
 def test_under_fsdp_shards_are_looked_at():
     plain, watched = (run_ranks(sharded, 2, how) for how in (False, True))
     assert [one[0] for one in plain] == [one[0] for one in watched]

@@ -69,6 +69,7 @@ situations = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(grids, situations, between(1.1, 100), st.sampled_from(["link_bits_per_s", "inside_bits_per_s"]))
 def test_no_prediction_is_impossible(sizes, situation, factor, link):

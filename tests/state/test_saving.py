@@ -131,7 +131,7 @@ def test_a_copy_averages_over_the_same_group_and_one_with_a_group_is_not_pickled
     run = Run(RADIUS).train(1)
     (comm, _), (optimizer, _) = run.world.comms, run.optimizers
     assert copy.deepcopy(optimizer).comm is optimizer.comm
-    assert optimizer._engine.group is comm
+    assert optimizer._engine.process_group is comm
     with pytest.raises(TypeError, match="cannot be pickled: save its state_dict"):
         pickle.dumps(optimizer)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -18,10 +19,13 @@ from ranks import HANG_GUARD, free_port
 SUPPORT, SCRIPTS = Path(__file__).parent, Path(__file__).parents[1] / "frameworks/scripts"
 NAMES = ["adamw", "average", "separate", "local"]
 IN_PLACE = dict(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+# their options, short for a test; bench/front_doors.py has others
+SEPARATE = json.loads(os.environ.get("SEPARATE", '{"dense_steps": 3, "rank": 4}'))
+LOCAL = json.loads(os.environ.get("LOCAL", '{"every": 2}'))
 
 
-def make_optimizer(name: str, params: Any, lr: float, process_group: Any = None, **options: Any) -> Any:
-    """The framework's own AdamW, one of ours that loses nothing, and two that do."""
+def make_optimizer(name: str, params: Any, lr: float, clip: float | None = None, use_muon: Any = None, **options: Any):
+    """The framework's own AdamW, which the framework clips, one of ours that loses nothing, and two that do."""
     import torch
 
     import compopt
@@ -30,12 +34,12 @@ def make_optimizer(name: str, params: Any, lr: float, process_group: Any = None,
     if name == "adamw":
         return torch.optim.AdamW(params, lr=lr, **options)
     if name == "average":
-        return compopt.Average(torch.optim.AdamW(params, lr=lr, **options), process_group=process_group)
+        return compopt.Average(torch.optim.AdamW(params, lr=lr, **options), max_grad_norm=clip)
     if name == "separate":
-        return compopt.SeparateAdam(params, lr=lr, dense_steps=3, rank=4, process_group=process_group, **options)
-    # some frameworks pass no names, by which Muon knows hidden matrices
-    rule = None if isinstance(params[0], tuple) else (lambda _, p: p.ndim == 2)
-    return compopt.LocalSteps(compopt.MuonAdamW(params, lr=lr, use_muon=rule), every=2, process_group=process_group)
+        return compopt.SeparateAdam(params, lr=lr, max_grad_norm=clip, **SEPARATE, **options)
+    if not isinstance(params[0], tuple):  # no names, by which Muon knows hidden matrices
+        use_muon = use_muon or (lambda _, p: p.ndim == 2)
+    return compopt.LocalSteps(compopt.MuonAdamW(params, lr=lr, use_muon=use_muon), max_grad_norm=clip, **LOCAL)
 
 
 def report(model: Any, **more: Any) -> None:
@@ -53,11 +57,11 @@ def report(model: Any, **more: Any) -> None:
 
 
 def run_framework(script: str, folder: Path, *args: object, **environment: str) -> dict[str, Any]:
-    """Run a script on two ranks in ``folder``; return the last report, and all that was written as "text"."""
+    """Run a script (or "-m MODULE") on two ranks in ``folder``; return the last report, and all output as "text"."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
     paths = os.pathsep.join([str(SUPPORT), str(SCRIPTS), os.environ.get("PYTHONPATH", "")])
     run = subprocess.run(
-        [*launcher, str(SCRIPTS / script), *map(str, args)],
+        [*launcher, *(script.split() if script.startswith("-m ") else [str(SCRIPTS / script)]), *map(str, args)],
         cwd=folder,
         env={**os.environ, **IN_PLACE, "PYTHONPATH": paths, **environment},
         stdout=subprocess.PIPE,
@@ -80,3 +84,39 @@ def check_runs(runs: dict[str, dict[str, Any]]) -> None:
     assert abs(ours["size"] / theirs["size"] - 1) < 1e-5
     pairs = zip(ours["losses"], theirs["losses"], strict=True)
     assert all(abs(a - b) < 1e-5 * max(1, abs(b)) for a, b in pairs), (ours["losses"], theirs["losses"])
+
+
+def write_tiny_model(folder: Path) -> None:
+    """Write a Llama with its tokenizer, and texts.jsonl, for frameworks that read a model from a folder."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+
+    words = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(60))])}
+    tokens = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokens.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = dict(pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    PreTrainedTokenizerFast(tokenizer_object=tokens, **special).save_pretrained(folder / "model")
+    set_seed(0)
+    sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
+    sizes |= dict(max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder / "model")
+    texts = [" ".join(f"w{(start + i * k) % 60}" for i in range(24)) for start in range(60) for k in (1, 2)]
+    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+
+
+def write_titan_assets(folder: Path) -> None:
+    """Write texts.jsonl and assets/, a tokenizer of them, for torchtitan."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    random.seed(0)
+    words = ["".join(random.choices("abcdefghij", k=4)) for _ in range(60)]
+    texts = [" ".join(random.choices(words, k=80)) for _ in range(400)]
+    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = ["<unk>", "<s>", "</s>"]
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=256, special_tokens=special))
+    (folder / "assets").mkdir()
+    tokenizer.save(str(folder / "assets/tokenizer.json"))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "assets/tokenizer_config.json").write_text(json.dumps(names))

@@ -21,7 +21,7 @@ from fake_device import Device, OnDevice
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from compopt._fsdp.fsdp_backward import PendingResiduals, ReduceScatterBucket
+from compopt._fsdp.fsdp_backward import PendingStates, ReduceScatterBucket
 from compopt._fsdp.fsdp_shards import place_in_rows
 from compopt._ops.operations import Ops
 from compopt._state.bucket import Bucket
@@ -47,7 +47,7 @@ class Rank:
     def __init__(self, rank: int, device: torch.device, group: dict[str, Any]):
         self.rank, names = rank, [f"tensor {i}" for i in range(len(SHAPES))]
         params = [torch.zeros(shape).to(device) for shape in SHAPES]
-        self.pending_residuals: PendingResiduals = {}
+        self.pending_states: PendingStates = {}
         self.kept = Bucket(0, group, params, names)
         self.kept.allocate("residual", LocalShape(torch.float32, compressed_only=True), [{}] * len(params))
         comm, pieces = SimpleNamespace(rank=rank, size=RANKS), place_in_rows([(p, 0) for p in params], RANKS)
@@ -61,18 +61,18 @@ class Rank:
         return rows * (torch.arange(self.length) % 50 == 0) if few else rows
 
     def average(self, rows: Tensor, out: Tensor) -> Generator[Any, Any, None]:
-        self.bucket.load_rows(rows, self.pending_residuals)
+        self.bucket.load_rows(rows, self.pending_states)
         reducer = UnionReducer(self.bucket, Ops())
         mean = yield from reducer.reduce()
         self.bucket.write_shard(reducer, mean, out)
-        self.bucket.collect_residuals(reducer, self.pending_residuals)
+        self.bucket.collect_residuals(reducer, self.pending_states)
 
     def commit(self) -> list[Tensor]:
         """Write the pending residuals, and return all."""
         numbers = {p: i for i, p in enumerate(self.kept.params)}
-        for p, one in self.pending_residuals.items():
+        for p, one in self.pending_states.items():
             one.write_to(Residuals(self.kept), numbers[p], 1.0)
-        self.pending_residuals.clear()
+        self.pending_states.clear()
         return [e for e in self.kept.state["residual"] if e is not None]
 
 

@@ -265,7 +265,7 @@ def _run_selection(ops: LibraryOps, table: Table, like: Tensor) -> None:
     threads = torch.get_num_threads()
     longest = max(sizes)
     candidates = ops.scratch(like, threads * room, torch.int32, "candidates")
-    sums = ops.scratch(like, threads * longest, use="x")
+    sums = ops.scratch(like, threads * longest, use="mask")
     scratch = address("candidates", candidates, threads * room, torch.int32)
     memory = address("sums", sums, threads * longest)
 

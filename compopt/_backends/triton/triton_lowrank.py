@@ -56,11 +56,8 @@ def multiply_stacks(
     makes_P: bool,
     payload: Payload | None,
 ) -> None:
-    """Write ``h Q``, or ``h^T R``, of every tensor of the stacks; the flags of projected gradients
-    by the same launch.
-
-    Here h is the tensor plus its residual, as they are stored. ``makes_P``: ``h Q``, else
-    ``h^T R``.
+    """Do lines 1 and 2a, ``h Q``, if ``makes_P``, else 1 and 2c, ``h^T R``; the flags of projected
+    gradients by the same launch.
     """
     flags = None
     if payload is not None:

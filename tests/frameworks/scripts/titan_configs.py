@@ -5,6 +5,7 @@ import os
 
 import torch
 from datasets import load_dataset
+from frameworks import LOCAL, SEPARATE
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.hf_datasets import text_datasets
 from torchtitan.models.common.attention import ScaledDotProductAttention
@@ -52,7 +53,7 @@ def average(**options):
 
 
 def separate():
-    options = dict(**OPTIONS, dense_steps=3, rank=4, gather_dtype="int8")
+    options = dict(**OPTIONS, **SEPARATE, gather_dtype="int8")
     return make_config(lambda params, group: compopt.SeparateAdam(params, **options, process_group=group))
 
 
@@ -71,7 +72,7 @@ def set_replicas(config):
 
 def local():
     def make(params, group):
-        return compopt.LocalSteps(compopt.MuonAdamW(params, lr=3e-3), every=2, process_group=group)
+        return compopt.LocalSteps(compopt.MuonAdamW(params, lr=3e-3), **LOCAL, process_group=group)
 
     return with_replicas(make_config(make))
 

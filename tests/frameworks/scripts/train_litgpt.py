@@ -1,8 +1,10 @@
 """litgpt's command, with DistributedDataParallel in place of FSDP1: `train_litgpt.py pretrain --config ...`."""
 
+import os
+
 import lightning
 import torch
-from frameworks import report
+from frameworks import make_optimizer, report
 from litgpt.data import DataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -53,16 +55,8 @@ def is_hidden(name: str, p: Tensor) -> bool:
     return p.ndim == 2 and 64 in p.shape and p.shape != (64, 64)  # litgpt passes no names
 
 
-def average(params: object, lr: float) -> torch.optim.Optimizer:
-    import compopt
-
-    return compopt.Average(torch.optim.AdamW(params, lr=lr), max_grad_norm=1.0)
-
-
-def local(params: object, lr: float) -> torch.optim.Optimizer:
-    import compopt
-
-    return compopt.LocalSteps(compopt.MuonAdamW(params, lr=lr, use_muon=is_hidden), every=2, max_grad_norm=1.0)
+def make(params: object, lr: float) -> torch.optim.Optimizer:
+    return make_optimizer(os.environ["OPTIMIZER"], params, lr, clip=1.0, use_muon=is_hidden)
 
 
 if __name__ == "__main__":
