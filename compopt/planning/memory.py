@@ -152,8 +152,8 @@ def _list_anchors(optimizer: LocalSteps, seen: set[tuple[int, int]]) -> Iterator
     for bucket in anchors.buckets:
         yield "anchor", bucket.anchors.nbytes
         yield "outer residual", bucket.flat["residual"].nbytes
-        if bucket.trailing is not None:
-            yield "average of anchors", bucket.trailing.nbytes
+        if bucket.trailing_mean is not None:
+            yield "average of anchors", bucket.trailing_mean.nbytes
     for entry in anchors.outer.state.values():
         for name, size in _count_entry(entry, seen):
             yield f"outer {name}", size

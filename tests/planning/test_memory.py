@@ -46,7 +46,7 @@ def measure(optimizer: torch.optim.Optimizer) -> dict[str, int]:
         for bucket in anchors.buckets:
             add("anchor", bucket.anchors)
             add("outer residual", bucket.flat["residual"])
-            add("average of anchors", bucket.trailing)
+            add("average of anchors", bucket.trailing_mean)
         for entry in anchors.outer.state.values():
             for kind, value in entry.items():
                 add(f"outer {kind}", value)
