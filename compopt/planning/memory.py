@@ -85,7 +85,8 @@ def memory(optimizer: Optimizer) -> Memory:
         print(compopt.memory(optimizer))
 
     Make the optimizer where it will train: with its process group, and inside FSDP2 over a model
-    that is sharded. On one process nothing is sent, and ``LocalSteps`` has no anchors.
+    that is sharded. On one process nothing is sent, and ``LocalSteps`` has no anchors, unless it is
+    made with ``simulate=True``.
     """
     params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     count = sum(to_local(p).numel() for p in params)
