@@ -48,6 +48,14 @@ def scape(density: float, **options: object) -> Callable:
     return ours("ScapeAdamS", density=density, density_steps=0, **DENSE, **options)
 
 
+def adamw(params: list) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for _, p in params], fused=True)
+
+
+def local(inner: torch.optim.Optimizer, comm: object, **options: object) -> torch.optim.Optimizer:
+    return compopt.LocalSteps(inner, every=2, growth_steps=0, process_group=comm, **options)
+
+
 POWERSGD = "PowerSGD rank 4, AdamW"
 ROWS: dict[str, Callable] = {
     "AdamW, fused (torch)": lambda params, comm: torch.optim.AdamW([p for _, p in params], fused=True),
@@ -73,9 +81,14 @@ ROWS: dict[str, Callable] = {
     "SeparateAdam tracked 16, int8, residual int8": ours("SeparateAdam", rank=16, residual_dtype="int8", **DENSE),
     "RadiusAdamW 0.4, residual int8": ours("RadiusAdamW", residual_dtype="int8", **RADIUS),
     "TagcAdamW 0.0125": ours("TagcAdamW", **DENSE),
-    "LocalSteps, AdamW": lambda params, comm: compopt.LocalSteps(
-        torch.optim.AdamW([p for _, p in params], fused=True), every=2, growth_steps=0, process_group=comm
+    "Average, AdamW": lambda params, comm: compopt.Average(adamw(params), process_group=comm),
+    "Average, AdamW, int8": lambda params, comm: compopt.Average(
+        adamw(params), payload_dtype="int8", process_group=comm
     ),
+    "Separate, AdamW": lambda params, comm: compopt.Separate(adamw(params), process_group=comm, **DENSE),
+    "LocalSteps, AdamW": lambda params, comm: local(adamw(params), comm),
+    "LocalSteps, AdamW, delay 1": lambda params, comm: local(adamw(params), comm, delay=1),
+    "LocalSteps, MuonAdamW": lambda params, comm: local(compopt.MuonAdamW(params), comm),
 }
 PARTS = ("saved", "beside", "peak", "most", "host")
 
@@ -120,7 +133,7 @@ def bytes_in(tensors: Iterable[torch.Tensor]) -> int:
 def saved_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the tensors that a state dict holds, in the form in which memory keeps them."""
     tensors = [t for entry in optimizer.state.values() for t in entry.values() if torch.is_tensor(t)]
-    if isinstance(optimizer, compopt.LocalSteps):
+    if isinstance(optimizer, compopt.LocalSteps) and optimizer._anchors is not None:
         anchors = optimizer._anchors
         parts = [saved_tensors(one) for one in (optimizer.base, anchors.outer)]
         parts.append([flat for b in anchors.buckets for flat in (b.anchors, b.flat["residual"])])

@@ -21,6 +21,7 @@ from .tagc import TagcAdamW
 if TYPE_CHECKING:
     from . import activations, costmodel, planning  # noqa: F401 (loaded when first used, below)
     from .planning.diagnose import diagnose
+    from .planning.memory import memory
 
 __version__ = "0.1.0"
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "TagcAdamW",
     "attach",
     "diagnose",
+    "memory",
 ]
 
 
@@ -47,6 +49,8 @@ if not TYPE_CHECKING:  # to a type checker every name would exist
         """Import what no optimizer needs when it is first used."""
         if name == "diagnose":
             return importlib.import_module(".planning.diagnose", __name__).diagnose
+        if name == "memory":
+            return importlib.import_module(".planning.memory", __name__).memory
         if name in ("activations", "costmodel", "planning"):
             return importlib.import_module(f".{name}", __name__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -34,7 +34,7 @@ def save_entry(
     and "begun".
     """
     begun = torch.tensor(float(bool(entry)), dtype=torch.float32, device="cpu")
-    return {**(entry or _make_first_state(base, p, group)), "begun": begun}
+    return {**(entry or make_first_state(base, p, group)), "begun": begun}
 
 
 def read_entry(saved: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def read_entry(saved: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in saved.items() if name != "begun"}
 
 
-def _make_first_state(base: Optimizer, p: Tensor, group: Group) -> dict[str, Any]:
+def make_first_state(base: Optimizer, p: Tensor, group: Group) -> dict[str, Any]:
     """Return the state that a first step of ``base`` on zeros makes; empty if that raises.
 
     A copy of ``base``, or of its member, steps a stand-in for this tensor only. One of this package

@@ -370,8 +370,9 @@ class Wrapper(CompressedOptimizer):
             for number, (p, group) in enumerate(params):
                 if (entry := saved["state"].get(number)) is not None:
                     kept = {name: value for name, value in entry.items() if name in own}
-                    if is_step_count(kept.get("step")):  # a base's has torch's default dtype
-                        kept["step"] = kept["step"].float()
+                    # a base's has torch's default dtype; safetensors refuses one tensor twice
+                    if is_step_count(kept.get("step")):
+                        kept["step"] = kept["step"].to(torch.float32, copy=True)
                     base_entry = save_entry(self.base, p, group, state.pop(number, None))
                     saved["state"][number] = {**kept, "base": base_entry}
         return {**saved, "base": {**base_saved, "state": state}}

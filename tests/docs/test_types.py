@@ -83,6 +83,8 @@ class Trainer:
             pass
         words: list[str] = [f"{row.method} {row.kept:.2f} {row.line}" for row in seen.rows]
         print(seen, seen.order, words, seen.findings["seconds", "step"])
+        needed: int = compopt.memory(self.optimizer).peak
+        print(needed, compopt.memory(torch.optim.SGD(self.model.parameters())).state["momentum_buffer"])
 
     def train(self, x: Tensor, y: Tensor) -> float:
         loss: Tensor = nn.functional.mse_loss(self.model(x), y)

@@ -154,6 +154,44 @@ def test_every_option_brings_everything_back(case, dtype, alone, tmp_path):
             assert torch.equal(p, q), name
 
 
+SAFE = ["SeparateAdam", "LocalSteps, rounds of AdamS"]
+
+
+@pytest.mark.parametrize(
+    "case", slow_but(lambda case: case.name in SAFE, [*CASES, *FORMS, *ROUNDS]), ids=lambda case: case.name
+)
+def test_safetensors_hold_a_flattened_checkpoint(case, alone, tmp_path):
+    """Its tensors: what else there is are options."""
+    safetensors, how = pytest.importorskip("safetensors.torch"), StateDictOptions(flatten_optimizer_state_dict=True)
+    ranks, again = make_ranks(case, 2), make_ranks(case, 2)
+    ranks.train(loss, 5)
+    ranks.world.consolidate(ranks.optimizers)
+    saved = get_optimizer_state_dict(ranks.models[0], ranks.optimizers[0], options=how)
+    tensors = {name: value for name, value in saved.items() if torch.is_tensor(value)}
+    safetensors.save_file(tensors, tmp_path / "state.safetensors")
+    read = {**saved, **safetensors.load_file(tmp_path / "state.safetensors")}
+    net, other = again.models[0], again.optimizers[0]
+    net.load_state_dict(ranks.models[0].state_dict())
+    set_optimizer_state_dict(net, other, read, options=how)
+    if not case.sharded:
+        loaded = get_optimizer_state_dict(net, other, options=how)
+        assert all(torch.equal(loaded[name], value) for name, value in tensors.items())
+
+
+def test_local_steps_go_on_from_adamw_and_adamw_from_them():
+    wanted, model = make(), make()
+    steady, first = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (wanted, model))
+    train(wanted, steady, range(9), 0)
+    train(model, first, range(3), 0)
+    ours = compopt.LocalSteps(torch.optim.AdamW(model.parameters(), lr=0.5))
+    ours.load_state_dict(through_a_file(first.state_dict()))
+    train(model, ours, range(3, 6), 0)
+    last = torch.optim.AdamW(model.parameters(), lr=0.5)
+    last.load_state_dict(through_a_file(ours.inner.state_dict()))
+    train(model, last, range(6, 9), 0)
+    assert torch.equal(whole(model), whole(wanted))
+
+
 def test_a_flattened_checkpoint_of_the_inner_optimizer_is_loaded_into_it():
     how, model, net = StateDictOptions(flatten_optimizer_state_dict=True), make(), make()
     adamw = torch.optim.AdamW(model.parameters())
