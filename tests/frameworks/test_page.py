@@ -1,4 +1,4 @@
-"""The blocks of docs/frameworks.md run as they stand, each in a process of its own, where the framework is installed."""
+"""The blocks of docs/frameworks.md run as they stand, each in its own process, where the framework is installed."""
 
 from __future__ import annotations
 
