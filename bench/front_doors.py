@@ -65,9 +65,8 @@ def run_timed(settle: int, steps: int, script: str, arguments: list[str]) -> Non
         mine.append((time.perf_counter(), sent_bytes() or 0))
         if len(mine) > settle + steps and is_outermost(optimizer):
             (start, before), (end, after) = mine[settle], mine[-1]
-            print(
-                "TIMED", json.dumps({"seconds": (end - start) / steps, "bytes": (after - before) / steps}), flush=True
-            )
+            means = dict(seconds=(end - start) / steps, sent_mb=(after - before) / steps / 1e6)
+            print("TIMED", json.dumps(means), flush=True)
             time.sleep(2)  # the other rank may still wait for this one
             os._exit(0)
 
@@ -78,11 +77,12 @@ def run_timed(settle: int, steps: int, script: str, arguments: list[str]) -> Non
 
 
 def is_outermost(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether no step() of another optimizer is running around this one's."""
+    """Whether no step() of an optimizer of compopt is running around this one's."""
     frame, around = sys._getframe(2), 0
     while frame is not None:
         me = frame.f_locals.get("self")
-        around += isinstance(me, torch.optim.Optimizer) and me is not optimizer and frame.f_code.co_name == "step"
+        is_ours = type(me).__module__.startswith("compopt.")
+        around += is_ours and me is not optimizer and frame.f_code.co_name == "step"
         frame = frame.f_back
     return not around
 

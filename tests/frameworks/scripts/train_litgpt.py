@@ -5,6 +5,7 @@ import os
 import lightning
 import torch
 from frameworks import make_optimizer, report
+from lightning.fabric.strategies import FSDPStrategy
 from litgpt.data import DataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -14,7 +15,9 @@ torch.compile = lambda model, **_: model  # ten seconds
 
 class Fabric(lightning.Fabric):
     def __init__(self, **options: object) -> None:
-        super().__init__(**{**options, "strategy": "ddp"})
+        if isinstance(options["strategy"], FSDPStrategy):
+            options["strategy"] = "ddp"
+        super().__init__(**options)
 
     def save(self, path: object, state: dict, **options: object) -> None:
         super().save(path, state, **options)
