@@ -149,6 +149,9 @@ class AnchorBucket(Bucket):
         ``keeps``: what the rank has moved is kept until the sync is applied.
         """
         values = self.write_pseudo_gradient(self.make_sync_payload())
+        # parameters that are elsewhere would be copied again, for which the host waits
+        are_elsewhere = any(t.param.device != self.device for t in self.tensors[:1])
+        keeps |= are_elsewhere and isinstance(self.payload, SyncPayload)
         self.pseudo_gradient = values.clone() if keeps else None
         squares = stacked_squared_norms(values.split(self.payload.lengths))
         # what the anchors' precision cannot square is not finite: the rank takes the average
