@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "tests/frameworks/scripts"
 # (steps before, counted steps): past a dense start, and of local steps one round and one more
 STEPS = {"adamw": (2, 6), "adamw_replicas": (2, 6), "separate": (5, 15), "local": (30, 30)}
-OPTIONS = {"SEPARATE": '{"dense_steps": 2}', "LOCAL": '{"every": 30, "growth_steps": 0}'}
+OPTIONS = {"SAVE_NOTHING": "1", "SEPARATE": '{"dense_steps": 2}', "LOCAL": '{"every": 30, "growth_steps": 0}'}
 SIZES = dict(n_layer=8, n_embd=320, n_head=5, block_size=64, vocab_size=256, padded_vocab_size=256)
 LITGPT = dict(
     model_name="tiny",

@@ -12,7 +12,7 @@ from frameworks import run_framework
 
 pytest.importorskip("litgpt")
 pytestmark = pytest.mark.slow
-SIZES = dict(n_layer=2, n_embd=64, n_head=4, block_size=32, vocab_size=16, padded_vocab_size=64, intermediate_size=128)
+SIZES = dict(n_layer=2, n_embd=64, n_head=4, block_size=32, vocab_size=16, padded_vocab_size=48, intermediate_size=128)
 CONFIG = dict(
     model_name="tiny",
     model_config=dict(**SIZES, name="tiny", norm_class_name="RMSNorm", bias=False, mlp_class_name="LLaMAMLP"),
@@ -46,7 +46,7 @@ def pretrain(folder: Path, name: str, *args: str) -> dict:
     optimizer = json.dumps({"class_path": path, "init_args": {"lr": 3e-3, **options}})
     clip = ["--train.max_norm", "1.0"] if name == "adamw" else []
     own = ["--config", "tiny.yaml", "--out_dir", f"out_{name}", "--optimizer", optimizer]
-    run = run_framework("train_litgpt.py", folder, "pretrain", *own, *clip, *args)
+    run = run_framework("train_litgpt.py", folder, "pretrain", *own, *clip, *args, OPTIMIZER=name)
     return {**run, "losses": [float(loss) for loss in re.findall(r"val loss (\d+\.\d+)", run["text"])]}
 
 

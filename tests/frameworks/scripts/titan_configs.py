@@ -31,7 +31,8 @@ def make_config(make=None):
     config.activation_checkpoint, config.lr_scheduler.warmup_steps, config.debug.seed = None, 2, 1
     for layer in config.model_spec.model.layers:  # others have no backward on CPUs
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    config.checkpoint.enable, config.checkpoint.interval, config.checkpoint.last_save_model_only = True, 4, False
+    config.checkpoint.enable = "SAVE_NOTHING" not in os.environ
+    config.checkpoint.interval, config.checkpoint.last_save_model_only = 4, False
     config.dump_folder = os.environ["DUMP"]
     if make is None:
         config.optimizer = default_adamw(lr=OPTIONS["lr"])
