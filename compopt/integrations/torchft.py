@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from .._engine.engine import weak_method
 from .._engine.missing_ranks import RankLeft
@@ -39,6 +40,7 @@ from .._wire.launch import ProcessGroup, is_initialized
 from .._wire.ranks import Ranks
 from .._wire.requests import CommunicationError
 from ..local_steps import LocalSteps
+from .ddp import attach
 
 log = logging.getLogger(__name__)
 
@@ -185,6 +187,8 @@ class FaultTolerant:
         **stateful: Stateful,
     ):
         check_optimizer(optimizer)
+        if isinstance(model, DistributedDataParallel):  # now: ranks compare their settings after it
+            attach(model, optimizer)
         self.manager, self.group, self.optimizer, self.model = manager, group, optimizer, model
         self.patience, self.stateful = patience, stateful
         self.exchange_timeout = AdaptiveTimeout(timeout, least=5.0)
@@ -262,19 +266,23 @@ class FaultTolerant:
             raise RuntimeError("there was no quorum yet: call begin_step(), or loop over steps().")
         optimizer: Any = self.optimizer
         if self._has_rounds and not optimizer.exchange_is_due:
-            take_step()
+            # ranks may still have to compare their settings
+            self._exchange(take_step, self.step + 1, is_commit=False)
         elif self._met_at == self.step or not self._meet(shrink_only=True):
             self._exchange(take_step, self.step + 1)
         # else it has a peer's state now, to which these gradients do not belong
 
-    def _exchange(self, exchange: Callable[[], None], target: int) -> None:
-        """Take a step that exchanges, or end a round; repeat it with the ranks that are left until
-        this rank has taken ``target`` steps, and its round has ended.
+    def _exchange(self, exchange: Callable[[], None], target: int, is_commit: bool = True) -> None:
+        """Take a step, or end a round; repeat it with the ranks that are left until this rank has
+        taken ``target`` steps, and its round has ended.
+
+        ``is_commit``: it exchanges what ranks have computed, on which they vote.
         """
         began = time.monotonic()
         failure = self._attempt(exchange)
-        if not failure:
+        if is_commit and not failure:
             self.exchange_timeout.add(time.monotonic() - began)
+        is_commit |= bool(failure)
         while failure:
             self._note_failure(failure)
             if self._meet(shrink_only=True):
@@ -285,7 +293,8 @@ class FaultTolerant:
                 failure = self._attempt(exchange)
             elif self._is_open():
                 failure = self._attempt(self.optimizer.end_round)  # type: ignore[attr-defined]
-        self.manager.should_commit()
+        if is_commit:
+            self.manager.should_commit()
 
     def _attempt(self, exchange: Callable[[], None]) -> str:
         """Return why other ranks have failed an exchange; empty if they have not."""

@@ -29,6 +29,7 @@ from ranks import free_port
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import compopt
 from compopt._state.tensors import to_local
@@ -116,7 +117,9 @@ def work(args: argparse.Namespace, number: int, place: str = "", count: int = 0,
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
     torch.manual_seed(number)  # the first quorum makes them equal
     model = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 8))
-    if args.ranks > 1:
+    if args.ranks > 1 and args.ddp:
+        model = DistributedDataParallel(model)
+    elif args.ranks > 1:
         for layer in (*model, model):
             fully_shard(layer, mesh=init_device_mesh("cpu", (args.ranks,)))
     optimizer = OPTIMIZERS[args.optimizer](model.parameters(), compopt.Ranks(None, 0, 1))
@@ -153,7 +156,8 @@ def work(args: argparse.Namespace, number: int, place: str = "", count: int = 0,
     optimizer.rebind = noted
     local = 0
     for step in ft.steps(args.steps):
-        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1000 * data.batches + number))
+        seed = 1000 * data.batches + 10 * number + rank * bool(args.ddp)
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(seed))
         optimizer.zero_grad()
         loss = (model(x) - x[:, :8].sin()).square().mean()
         if place == "forward" and local == count:
@@ -377,7 +381,7 @@ def main() -> None:
     cli.add_argument("--optimizer", default="local", choices=OPTIMIZERS)
     cli.add_argument("--places", nargs="*", default=PLACES)
     numbers = dict(
-        groups=3, ranks=1, kills=6, steps=10**6, pace=0.02, limit=1800, seed=0, pause=14.0, group_timeout=6.0
+        groups=3, ranks=1, ddp=0, kills=6, steps=10**6, pace=0.02, limit=1800, seed=0, pause=14.0, group_timeout=6.0
     )
     for name, default in numbers.items():
         cli.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
