@@ -43,7 +43,7 @@ PLACES = ["time", "forward", "exchange", "vote", "heal, the source", "heal, the 
 OPTIMIZERS = {
     "local": lambda p, ranks: compopt.LocalSteps(torch.optim.AdamW(p, 2e-3), 10, growth_steps=0, process_group=ranks),
     "local-muon": lambda p, ranks: compopt.LocalSteps(
-        compopt.MuonAdamW(p, 2e-3, use_muon=lambda p: p.dim() == 2), 10, growth_steps=0, process_group=ranks
+        compopt.MuonAdamW(p, 2e-3, use_muon=lambda name, p: p.dim() == 2), 10, growth_steps=0, process_group=ranks
     ),
     "separate": lambda p, ranks: compopt.SeparateAdam(p, 2e-3, rank=4, dense_steps=5, process_group=ranks),
     "average": lambda p, ranks: compopt.Average(torch.optim.AdamW(p, 2e-3), process_group=ranks),
