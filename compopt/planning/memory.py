@@ -179,7 +179,7 @@ def _find_outer_state(optimizer: LocalSteps) -> list[str]:
     """Return the names of the outer optimizer's state that is as large as an anchor."""
     if optimizer._make_outer is None:
         return ["momentum_buffer"] if optimizer._options["outer_momentum"] else []
-    stand_in = torch.nn.Parameter(torch.zeros(2, 2))
+    stand_in = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.float32, device="cpu"))
     outer = call_make_outer(optimizer._make_outer, [stand_in])
     entry = make_first_state(outer, stand_in, outer.param_groups[0])
     return [name for name, x in entry.items() if isinstance(x, Tensor) and x.numel() == 4]
