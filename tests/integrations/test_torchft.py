@@ -269,16 +269,28 @@ needs_torchft = pytest.mark.skipif(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @needs_torchft
 @pytest.mark.parametrize(
     "words",
     [
-        ("--optimizer", "local", "--kills", "6"),
-        ("--optimizer", "separate", "--kills", "6"),
-        ("--optimizer", "radius", "--kills", "2", "--places", "time", "exchange"),
-        ("--optimizer", "scape", "--kills", "2", "--places", "time", "exchange"),
+        (
+            "--optimizer",
+            "local",
+            "--kills",
+            "4",
+            "--places",
+            "time",
+            "exchange",
+            "heal, the source",
+            "heal, the joiner",
+        ),
+        ("--optimizer", "separate", "--kills", "2", "--places", "forward", "vote"),
+        ("--optimizer", "radius", "--kills", "1", "--places", "time"),
+        ("--optimizer", "scape", "--kills", "1", "--places", "time"),
         ("--optimizer", "local", "--kills", "1", "--places", "pause"),
-        ("--optimizer", "local-muon", "--kills", "2", "--places", "time", "--groups", "2", "--ranks", "2"),
+        ("--optimizer", "local-muon", "--kills", "1", "--places", "time", "--groups", "2", "--ranks", "2"),
+        ("--optimizer", "local", "--kills", "1", "--places", "time", "--groups", "2", "--ranks", "2", "--ddp", "1"),
     ],
     ids=" ".join,
 )
