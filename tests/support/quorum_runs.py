@@ -173,11 +173,19 @@ def work(args: argparse.Namespace, number: int, place: str = "", count: int = 0,
         say(
             "step", step=step, now=ft.step, loss=loss.item(), sum=sums, batches=data.batches, lr=scheduler.get_last_lr()
         )
-        if args.until and Path(args.until).exists():
+        if is_stopped(args):
             break
     say("end", sum=checksum(model.parameters()), step=ft.step, local=local, bytes=ft.bytes_sent)
     time.sleep(1.5)  # others may be in their last exchange
     os._exit(0)
+
+
+def is_stopped(args: argparse.Namespace) -> bool:
+    """True if the run is over; the same on all ranks of a replica group."""
+    is_over = torch.tensor(float(Path(args.until).exists()), dtype=torch.float32, device="cpu")
+    if args.ranks > 1:
+        dist.all_reduce(is_over)
+    return bool(is_over > 0)
 
 
 def moments(value, name: str = "") -> list[torch.Tensor]:
