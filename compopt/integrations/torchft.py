@@ -414,17 +414,19 @@ class FaultTolerant:
         """Return copies of everything: torchft sends them while training goes on."""
         model = {name: _copy(value) for name, value in self.model.state_dict().items()}
         others = {name: _copy(one.state_dict()) for name, one in self.stateful.items()}
-        state = _to_local(self.optimizer.state_for_joiner())
+        # before the first step there is none, and a base may communicate to make one (sharded Muon)
+        state = _to_local(self.optimizer.state_for_joiner()) if self.step else None
         return {"model": _to_local(model), "optimizer": state, **others}
 
     def _load_from_peer(self, saved: Mapping[str, Any]) -> None:
         own = self.model.state_dict()
         loaded = {name: _to_dtensors(value, own[name]) for name, value in saved["model"].items()}
         self.model.load_state_dict(loaded)
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        state = saved["optimizer"]["state"]
-        state = {key: _to_dtensors(entry, params[key]) for key, entry in state.items()}
-        self.optimizer.load_state_dict({**saved["optimizer"], "state": state})
+        if (optimizer := saved["optimizer"]) is not None:
+            params = [p for group in self.optimizer.param_groups for p in group["params"]]
+            entries = optimizer["state"].items()
+            state = {key: _to_dtensors(entry, params[key]) for key, entry in entries}
+            self.optimizer.load_state_dict({**optimizer, "state": state})
         groups = [
             {name: value for name, value in group.items() if name != "params"}
             for group in self.optimizer.param_groups

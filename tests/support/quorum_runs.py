@@ -138,6 +138,8 @@ def work(args: argparse.Namespace, number: int, place: str = "", count: int = 0,
 
     def loaded(state) -> None:
         load(state)
+        if state["optimizer"] is None:  # nobody has taken a step
+            return
         saved = [t for e in state["optimizer"]["state"].values() for t in moments(e)]
         mine = [to_local(t) for e in optimizer.state_dict()["state"].values() for t in moments(e)]
         equal = all(map(torch.equal, saved, mine)) and len(saved) == len(mine) > 0
