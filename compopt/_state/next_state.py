@@ -49,7 +49,7 @@ def commit_next(bucket: Bucket, have_gradients: Sequence[bool]) -> None:
                 old.append(stack.view(values.shape))
                 new.append(values)
                 continue
-            for i, value in zip(indices, _cut(bucket, name, indices, values), strict=True):
+            for i, value in zip(indices, _split_values(bucket, name, indices, values), strict=True):
                 if have_gradients[i]:
                     old.append(stored[i].view(value.shape))
                     new.append(value)
@@ -60,14 +60,17 @@ def commit_next(bucket: Bucket, have_gradients: Sequence[bool]) -> None:
 def read_next(bucket: Bucket, i: int) -> dict[str, Tensor]:
     """Return the new values of tensor i, by the name of the state."""
     return {
-        name: _cut(bucket, name, indices, values)[indices.index(i)]
+        name: _split_values(bucket, name, indices, values)[indices.index(i)]
         for name, parts in bucket.next.items()
         for indices, values, _ in parts
         if i in indices
     }
 
 
-def _cut(bucket: Bucket, name: str, indices: Sequence[int], values: Tensor) -> Sequence[Tensor]:
+def _split_values(
+    bucket: Bucket, name: str, indices: Sequence[int], values: Tensor
+) -> Sequence[Tensor]:
+    """Return the values of each tensor, of a stack or of a vector."""
     if values.dim() > 1:
         return values.unbind()
     parts: Sequence[Tensor] = values.split([bucket.sizes[name][i] for i in indices])

@@ -14,7 +14,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -46,10 +45,6 @@ from .requests import (
     average_rows,
 )
 from .stores import BoundedStore, Store
-
-if TYPE_CHECKING:
-    pass
-
 
 # Backends that compute a mean, and those that gather into one tensor without copies.
 AVERAGING, GATHERING = ("nccl",), ("nccl", "xccl")

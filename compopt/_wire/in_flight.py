@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,6 @@ from .launch import ProcessGroup, is_initialized
 from .requests import (
     RankSilent,
 )
-
-if TYPE_CHECKING:
-    pass
 
 Work: TypeAlias = "dist.Work"
 

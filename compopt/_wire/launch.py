@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    pass
 
 # Aliases, because torch may be built without torch.distributed.
 ProcessGroup: TypeAlias = "dist.ProcessGroup"

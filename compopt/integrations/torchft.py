@@ -15,6 +15,7 @@ each number of steps, and again after a failure, which all of them see.
 
 from __future__ import annotations
 
+import copy
 import datetime
 import importlib
 import logging
@@ -40,6 +41,7 @@ from .._wire.launch import ProcessGroup, is_initialized
 from .._wire.ranks import Ranks
 from .._wire.requests import CommunicationError
 from ..local_steps import LocalSteps
+from ..local_steps.rounds import LocalStats
 from .ddp import attach
 
 log = logging.getLogger(__name__)
@@ -200,7 +202,7 @@ class FaultTolerant:
         self._from_peer: tuple[list[Group], dict[str, Any]] | None = None
         self._bytes_before = 0  # sent over earlier ranks
         self._has_others = is_initialized() and dist.get_world_size() > 1  # in its replica group
-        self._has_rounds = isinstance(optimizer, LocalSteps)
+        self._local = optimizer if isinstance(optimizer, LocalSteps) else None
         self._note_generations()
         manager.register_state_dict_fn("compopt", self._load_from_peer, self._save_for_joiner)
         optimizer._engine.run_step = weak_method(self._run_step)
@@ -223,8 +225,9 @@ class FaultTolerant:
             self.begin_step()
             if self.step < until:  # a joiner may come at the end
                 yield self.step
-        if self._is_open() and not self._meet(shrink_only=True):
-            self._exchange(self.optimizer.end_round, self.step)  # type: ignore[attr-defined]
+        local = self._local
+        if local is not None and local.round_is_open and not self._meet(shrink_only=True):
+            self._exchange(local.end_round, self.step)
 
     def begin_step(self) -> None:
         """Meet the other replica groups if a round begins, or with other classes a step; joiners
@@ -258,14 +261,14 @@ class FaultTolerant:
     # A step
 
     def _is_within_round(self) -> bool:
-        return self._has_rounds and bool(self.optimizer.stats.steps_into_round)  # type: ignore[attr-defined]
+        stats = self.optimizer.stats
+        return isinstance(stats, LocalStats) and stats.steps_into_round > 0
 
     def _run_step(self, take_step: Callable[[], None]) -> None:
         """Take a step; if ranks are lost in it, take it with those that are left."""
         if self._met_at < 0:
             raise RuntimeError("there was no quorum yet: call begin_step(), or loop over steps().")
-        optimizer: Any = self.optimizer
-        if self._has_rounds and not optimizer.exchange_is_due:
+        if self._local is not None and not self._local.exchange_is_due:
             # ranks may still have to compare their settings
             self._exchange(take_step, self.step + 1, is_commit=False)
         elif self._met_at == self.step or not self._meet(shrink_only=True):
@@ -291,8 +294,8 @@ class FaultTolerant:
             failure = ""
             if self.step < target:
                 failure = self._attempt(exchange)
-            elif self._is_open():
-                failure = self._attempt(self.optimizer.end_round)  # type: ignore[attr-defined]
+            elif self._local is not None and self._local.round_is_open:
+                failure = self._attempt(self._local.end_round)
         if is_commit:
             self.manager.should_commit()
 
@@ -304,10 +307,6 @@ class FaultTolerant:
         except FAILURES as error:  # not kept: its traceback holds what is in flight
             return str(error) or type(error).__name__
         return ""
-
-    def _is_open(self) -> bool:
-        """True if parameters may differ from rank to rank."""
-        return self._has_rounds and bool(self.optimizer.round_is_open)  # type: ignore[attr-defined]
 
     def _limit(self, seconds: float) -> Any:
         """Return a context in which no collective is waited for any longer."""
@@ -322,11 +321,12 @@ class FaultTolerant:
         log.warning("step %s was not exchanged: %s", self.step, failure)
         self.optimizer._engine.forget_in_flight()
         forget_group(self.group)  # its connections close when nothing refers to it
-        if hasattr(self.group, "abort"):
-            self.group.abort()
+        self.group.abort()
         self.manager.report_error(CommunicationError(failure))
+        if was_voted:
+            return
         try:
-            was_voted or self.manager.should_commit()
+            self.manager.should_commit()
         except (RuntimeError, TimeoutError) as unanswered:
             log.warning("the vote on it failed: %s", unanswered)
 
@@ -337,7 +337,7 @@ class FaultTolerant:
         this rank has loaded the state of a peer.
         """
         deadline = time.monotonic() + self.patience
-        begins_round = self._has_rounds and not shrink_only
+        begins_round = self._local is not None and not shrink_only
         self._from_peer, commits = None, self.manager.state_dict()
         while True:
             try:
@@ -391,8 +391,8 @@ class FaultTolerant:
         ranks = Ranks(self.group, rank, size, lambda: self.generation)
         with self._limit(self.exchange_timeout.first):  # a joiner loads its state meanwhile
             optimizer.rebind(ranks)
-            if isinstance(optimizer, LocalSteps):  # else its next local step would
-                optimizer.verify_peers()
+            if self._local is not None:  # else its next local step would
+                self._local.verify_peers()
         if self._has_others and not manager.should_commit():
             raise VotedDown("another rank of this replica group could not reach its peers")
         self._bound = generation
@@ -412,11 +412,11 @@ class FaultTolerant:
 
     def _save_for_joiner(self) -> dict[str, Any]:
         """Return copies of everything: torchft sends them while training goes on."""
-        model = {name: _copy(value) for name, value in self.model.state_dict().items()}
-        others = {name: _copy(one.state_dict()) for name, one in self.stateful.items()}
+        model = _mark_local_parts(self.model.state_dict())
+        others = {name: one.state_dict() for name, one in self.stateful.items()}
         # before the first step there is none, and a base may communicate to make one (sharded Muon)
-        state = _to_local(self.optimizer.state_for_joiner()) if self.step else None
-        return {"model": _to_local(model), "optimizer": state, **others}
+        state = _mark_local_parts(self.optimizer.state_for_joiner()) if self.step else None
+        return {**copy.deepcopy({"model": model, **others}), "optimizer": state}
 
     def _load_from_peer(self, saved: Mapping[str, Any]) -> None:
         own = self.model.state_dict()
@@ -441,7 +441,7 @@ class FaultTolerant:
         for group, options in zip(self.optimizer.param_groups, groups, strict=True):
             group.update(options)
         for name, one in self.stateful.items():
-            one.load_state_dict(_copy(stateful[name]))
+            one.load_state_dict(copy.deepcopy(stateful[name]))
 
 
 def check_optimizer(optimizer: CompressedOptimizer) -> None:
@@ -461,17 +461,17 @@ def check_optimizer(optimizer: CompressedOptimizer) -> None:
             )
 
 
-def _to_local(value: Any) -> Any:
+def _mark_local_parts(value: Any) -> Any:
     """Return values in which this rank's part is marked, and stands for the DTensor."""
     if isinstance(value, dict):
-        return {key: _to_local(each) for key, each in value.items()}
+        return {key: _mark_local_parts(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(map(_to_local, value))
+        return type(value)(map(_mark_local_parts, value))
     return {LOCAL: to_local(value)} if hasattr(value, "to_local") else value
 
 
 def _to_dtensors(value: Any, p: Tensor) -> Any:
-    """Return values with DTensors like ``p`` for the parts that ``_to_local`` has marked."""
+    """Return values with DTensors like ``p`` for the marked parts."""
     if isinstance(value, dict):
         if LOCAL in value:
             return distribute_like(p, value[LOCAL])
@@ -479,11 +479,3 @@ def _to_dtensors(value: Any, p: Tensor) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_to_dtensors(each, p) for each in value)
     return value
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copy(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(_copy, value))
-    return value.detach().clone() if isinstance(value, Tensor) else value

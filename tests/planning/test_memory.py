@@ -1,4 +1,4 @@
-"""What an optimizer holds and takes at its peak, told before its first step."""
+"""The memory that an optimizer holds and takes at its peak, told before its first step."""
 
 from __future__ import annotations
 

@@ -351,7 +351,7 @@ def kill_again_and_again(run: Run, draw: random.Random) -> None:
 
 
 def report(run: Run) -> dict:
-    """What the events say: commits that differ, ends that nobody asked for, the longest stops."""
+    """Summarize the events: commits that differ, ends that nobody asked for, the longest stops."""
     sums: dict[int, dict[str, str]] = {}
     stops, healed, lost = [], [], 0
     keys = sorted({path.name.removesuffix(".jsonl") for path in run.folder.glob("[0-9]*.jsonl")})

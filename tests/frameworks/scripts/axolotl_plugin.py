@@ -1,4 +1,4 @@
-"""What a user of axolotl writes: a plug-in, which its configuration names under `plugins:`."""
+"""A plug-in as a user of axolotl writes it, which its configuration names under `plugins:`."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What a user of timm's train.py writes: `train.py --device-modules timm_optimizers --opt OPTIMIZER ...`."""
+"""Optimizers that a user of timm registers: `train.py --device-modules timm_optimizers --opt OPTIMIZER ...`."""
 
 from frameworks import NAMES, make_optimizer, report
 from timm.optim import OptimInfo

@@ -1,4 +1,4 @@
-"""What a user of torchtitan writes: functions that return a configuration, one for each optimizer."""
+"""Configurations as a user of torchtitan writes them: functions that return a configuration, one for each optimizer."""
 
 import dataclasses
 import os
