@@ -45,14 +45,16 @@ def read_entry(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_first_state(base: Optimizer, p: Tensor, group: Group) -> dict[str, Any]:
-    """Return the state that a first step of ``base`` on zeros makes; empty if that raises.
+    """Return the state of ``p`` before its first step, as ``make_state`` of its optimizer makes it.
 
-    A copy of ``base``, or of its member, steps a stand-in for this tensor only. One of this package
-    would step its own buckets instead, and has state before its first step.
+    An optimizer without it takes a step on zeros: a copy steps a stand-in for this tensor only. The
+    state is empty if that raises. One of this package that averages has state from the beginning.
     """
     base = combined.find_owner(base, group)
     if not p.requires_grad or isinstance(base, CompressedOptimizer):
         return {}
+    if callable(make_state := getattr(base, "make_state", None)):
+        return dict(make_state(p, group))
     stand_in = torch.nn.Parameter(torch.zeros_like(p))
     stand_in.grad = torch.zeros_like(p)
     copied = object.__new__(type(base))

@@ -36,7 +36,7 @@ from torch.optim.optimizer import ParamsT
 
 from .._engine.options import Group, check_adam, is_count, is_numeric, require, require_option
 from .._inside.combined import CombinedOptimizer
-from .._state.tensors import gather_whole, to_local
+from .._state.tensors import gather_whole, get_grad_dtype, to_local
 from .orthogonal import choose_dtype, orthogonalize_stacks, scale_of_update, update_row_divisors
 from .slices import Slice, cut_rows, cuts_matrices, make_batches, stack_slices, unstack_slices
 
@@ -353,11 +353,27 @@ class Muon(Optimizer):
         if variances:
             self._write_variances(sides, variances)
 
+    def make_state(self, p: Tensor, group: Group) -> dict[str, Any]:
+        """Return the state of a tensor before its first step, without communication.
+
+        The mean squares of rows are of all rows if ranks share a matrix: all compute the whole.
+        """
+        state = {"momentum_buffer": torch.zeros_like(p, dtype=get_grad_dtype(p))}
+        if group["normalize"]:
+            rows = p.detach()[..., :1]
+            if cuts_matrices(p):
+                rows = to_local(p.detach()).new_empty((*p.shape[:-1], 1))
+            state["second_momentum_buffer"] = torch.zeros_like(rows)
+        return state
+
     def _update_momenta(self, params: Sequence[Tensor], group: Group) -> None:
+        for p in params:
+            state = self.state[p]
+            is_whole = "second_momentum_buffer" in state or not group["normalize"]
+            if "momentum_buffer" not in state or not is_whole:
+                for name, value in self.make_state(p, group).items():
+                    state.setdefault(name, value)
         given = [p.grad for p in params if p.grad is not None]
-        for p, grad in zip(params, given, strict=True):
-            if "momentum_buffer" not in self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(grad)
         momenta = [to_local(self.state[p]["momentum_buffer"]) for p in params]
         torch._foreach_lerp_(momenta, [to_local(grad) for grad in given], 1 - group["momentum"])
 
@@ -393,17 +409,8 @@ class Muon(Optimizer):
         torch._foreach_copy_(views, parts)
 
     def _view_variance(self, one: Slice) -> Tensor:
-        """Return those of a slice in the state, which has all rows of a tensor whose matrices ranks
-        share, for all of them compute the whole.
-        """
-        state = self.state[one.p]
-        if "second_momentum_buffer" not in state:
-            p, local = one.p, to_local(one.p)
-            if cuts_matrices(p):
-                state["second_momentum_buffer"] = local.new_zeros((*p.shape[:-1], 1))
-            else:
-                state["second_momentum_buffer"] = torch.zeros_like(p[..., :1])
-        return one.view_rows(to_local(state["second_momentum_buffer"]))
+        """Return those of a slice in the state."""
+        return one.view_rows(to_local(self.state[one.p]["second_momentum_buffer"]))
 
 
 def step_stacks(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 import compopt
+from compopt._inside.merged_state import make_first_state
+from compopt._state.tensors import to_local
 from compopt.muon import muon, orthogonal
 from compopt.muon.slices import cut_rows, make_batches
 
@@ -598,11 +601,15 @@ class Shards(nn.Module):
         return sum((p * torch.randn(p.shape, generator=generator)).sum() for p in self.parameters())
 
 
-def step_shards(model: Shards) -> compopt.MuonAdamW:
+def of_shards(model: Shards) -> compopt.MuonAdamW:
     parts = {"vector": 0, "qkv": 3, "grouped": (4, 2, 2, 1), "halves": (4, 2)}
-    optimizer = compopt.MuonAdamW(
+    return compopt.MuonAdamW(
         model.named_parameters(), lr=0.1, use_muon=lambda name, p: parts.get(name, 1), normalize="rows"
     )
+
+
+def step_shards(model: Shards) -> compopt.MuonAdamW:
+    optimizer = of_shards(model)
     for step in range(3):
         optimizer.zero_grad()
         model(step).backward()
@@ -657,3 +664,27 @@ def gathered_shapes(rank: int) -> list[tuple[int, ...]]:
 def test_experts_that_are_whole_on_a_rank_are_not_gathered():
     for shapes in run_ranks(gathered_shapes, 2):
         assert shapes.count((32, 48)) == 3 and not any(len(shape) == 3 for shape in shapes)
+
+
+def describe_state(state: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+    return {
+        name: (x.shape, to_local(x).shape, x.dtype, getattr(x, "placements", None))
+        for name, x in state.items()
+        if name != "step"
+    }
+
+
+def first_states(rank: int) -> tuple[list[Any], list[Any]]:
+    """Return the state before the first step, which only rank 0 makes, and that of the steps."""
+    model = fully_shard(Shards())
+    optimizer, first = of_shards(model), []
+    if rank == 0:
+        groups = optimizer.param_groups
+        first = [describe_state(make_first_state(optimizer, p, group)) for group in groups for p in group["params"]]
+    stepped = step_shards(model)
+    return first, [describe_state(stepped.state[p]) for group in stepped.param_groups for p in group["params"]]
+
+
+def test_one_rank_alone_makes_the_state_of_shards_before_the_first_step():
+    (first, state), _ = run_ranks(first_states, 2)
+    assert first == state and len(first) > 5
