@@ -263,7 +263,7 @@ def counting_device(backend: str) -> Iterator[None]:
             (foreach, "_get_foreach_kernels_supported_devices", lambda: [DEVICE.type]),
             (torchs, "_get_foreach_kernels_supported_devices", lambda: [DEVICE.type]),
             (base, "check_tensors", lambda group: None),  # which refuses tensors without memory
-            (handshake, "verify_peers", _greet),
+            (handshake, "compare_optimizers", _greet),
             (decision, "read_scalars", _read_numbers),
             (triton.JITFunction, "run", run_kernel),
             (backends, "has_triton_driver", lambda: True),

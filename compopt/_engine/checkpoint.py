@@ -237,7 +237,8 @@ def load_state(engine: Engine, state_dict: dict[str, Any]) -> None:
     groups, saved = engine.option_groups, check_groups(engine, state_dict)
     class_name = _check_class(engine.name, state_dict)
     options = [
-        _read_options(engine, group, other) for group, other in zip(groups, saved, strict=True)
+        _read_saved_options(engine, group, other)
+        for group, other in zip(groups, saved, strict=True)
     ]
     with _apply_options(groups, options):  # they determine which state there is
         entries = dict(_read_entries(engine, state_dict, class_name))
@@ -321,7 +322,7 @@ def _to_tensor(value: Any) -> Tensor:
     return torch.tensor(float(value), dtype=torch.float32, device="cpu")
 
 
-def _read_options(engine: Engine, group: Group, other: Group) -> Group:
+def _read_saved_options(engine: Engine, group: Group, other: Group) -> Group:
     """Return the options of one saved group, also those that only the user knows.
 
     The optimizer keeps its own names of parameters: they select what is compressed. Raises

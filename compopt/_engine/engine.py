@@ -78,15 +78,15 @@ class Engine:
 
     def __init__(
         self,
-        optimizer: Method,
+        method: Method,
         group: ProcessGroup | Ranks | Communicator | None,
         parameters: frozenset[Tensor] = frozenset(),
         trainable: frozenset[Tensor] = frozenset(),
     ):
         # an engine belongs to its method: a strong reference would be a cycle, and an optimizer in
         # a cycle lives, with its model, until Python's collector runs, at another time on each rank
-        self._method = weakref.ref(optimizer)
-        self.name = type(optimizer).__name__
+        self._method = weakref.ref(method)
+        self.name = type(method).__name__
         self.role = Role.ACTIVE
         # when it was made, or attached to a DDP: a time whose order all ranks share
         self.attached_at = 0
@@ -132,7 +132,7 @@ class Engine:
         self.size_before_rebind = 0
 
         # in flight
-        self.algorithm = weak_method(optimizer.algorithm)  # schedules hold it, and the engine them
+        self.algorithm = weak_method(method.algorithm)  # schedules hold it, and the engine them
         self.post_commit = PostCommitExchanges()
         self.overlap = BackwardOverlap(self.post_commit)
         self.ddp_left_gradients = False  # DDP did not average those of the coming step
@@ -427,7 +427,8 @@ class Engine:
 
     @property
     def comm(self) -> Communicator:
-        """The ranks to average over; connected when first needed."""
+        """The ranks to average over, as connected at the first call. It stays after another default
+        process group was made: see ``refresh_ranks``."""
         if self.connection is None:
             is_wrapped = self.role is Role.WRAPPED
             self.connection = (

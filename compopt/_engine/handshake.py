@@ -61,7 +61,7 @@ class Checksums(NamedTuple):
 # Between steps
 
 
-def verify_peers(
+def compare_optimizers(
     engine: Engine,
     comm: Communicator,
     has_problem: bool = False,
@@ -93,12 +93,12 @@ def verify_peers(
     gathered = gathered.cpu()
     _compare_versions(gathered[:, :VERSION_WORDS].tolist())
     rows = [Checksums(*row) for row in unpack_messages(gathered, len(checksums)).tolist()]
-    _compare_ranks([row.rank for row in rows])
+    _check_rank_numbers([row.rank for row in rows])
     if _differ(row.backend for row in rows) and all(row.is_backend_automatic for row in rows):
         if has_fallen_back:
             raise_mismatch(engine, comm)
         engine.use_pytorch()
-        return verify_peers(engine, comm, has_problem, has_fallen_back=True)
+        return compare_optimizers(engine, comm, has_problem, has_fallen_back=True)
     if _differ(row.description for row in rows):
         raise_mismatch(engine, comm)
     if _differ(row.masks for row in rows):  # some ranks lost theirs
@@ -169,7 +169,7 @@ def _compare_versions(rows: list[list[int]]) -> None:
             )
 
 
-def _compare_ranks(ranks: list[int]) -> None:
+def _check_rank_numbers(ranks: list[int]) -> None:
     """Raise ValueError if a rank calls itself another than the process group does."""
     if ranks != [*range(len(ranks))]:
         raise ValueError(

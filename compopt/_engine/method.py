@@ -159,7 +159,7 @@ class Method(Optimizer):
         return [("group", self.param_groups, self.defaults)]
 
     # ranks have taken equally many steps, at equal rates
-    _is_in_step = True
+    _ranks_step_together = True
 
     def _running_settings(self) -> list[Setting]:
         """Return what ranks compare beside options, and may change from step to step."""

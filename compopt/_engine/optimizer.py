@@ -99,7 +99,9 @@ class CompressedOptimizer(Method):
 
     @property
     def comm(self) -> Communicator:
-        """The ranks to average over; connected when first needed."""
+        """The ranks to average over. They are connected anew if the default process group is
+        another one than before (``Engine.refresh_ranks``).
+        """
         return self._engine.refresh_ranks()
 
     @property

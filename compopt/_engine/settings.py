@@ -19,7 +19,7 @@ def list_settings(engine: Engine) -> list[Setting]:
     groups = chain.from_iterable(map(itemgetter(1), compared))
     for seen, group in zip(snapshot.groups, groups, strict=True):
         steps = {"step": group["step"]} if "step" in group else {}
-        running = {**seen.rates, **steps} if engine.method._is_in_step else {}
+        running = {**seen.rates, **steps} if engine.method._ranks_step_together else {}
         options.append((seen.name, {**seen.fixed, **running}))
     first, *others = (
         engine.method._settings()
@@ -34,7 +34,7 @@ def checksum_settings(engine: Engine) -> int:
         fixed = [seen.fixed for seen in snapshot.groups]
         snapshot.checksum = zlib.crc32(repr([*engine.method._settings(), *fixed]).encode())
     running: list[object] = [*engine.method._running_settings()]
-    if engine.method._is_in_step:
+    if engine.method._ranks_step_together:
         running += [*map(itemgetter("step"), engine.option_groups), snapshot.rates]
     return zlib.crc32(repr(running).encode(), snapshot.checksum)
 
@@ -61,7 +61,7 @@ def _refuse_changed_compression(engine: Engine) -> None:
         tensors = zip(bucket.params, bucket.names, bucket.shapes, bucket.compressed, strict=True)
         for p, name, shape, compressed in tensors:
             if to_local(p).shape != shape:
-                continue  # the step refuses a parameter of another shape by name
+                continue  # the step raises an error that names the parameter
             if engine.method.is_compressed(p, bucket.group, name) != compressed:
                 choice = bucket.group.get("compress")
                 raise ValueError(

@@ -103,16 +103,16 @@ class Step:
         Returns None if there is nothing to exchange.
         """
         engine = self.engine
-        self.problem = self._apply_changed_options() or self._prepare_gradients()
+        self.problem = self._check_and_lay_out() or self._prepare_gradients()
         self._finish_post_commit()
         if not engine.peers_verified:
-            self.verify_peers()
+            self.run_handshake()
         if not self.buckets:
             return None
         decision = self._exchange_buckets()
         if decision.control_means["unfrozen"][0] > 0:
             # requires_grad has changed on some rank
-            self.verify_peers()
+            self.run_handshake()
             if not self.buckets:
                 return None
             decision = self._exchange_buckets()
@@ -154,8 +154,8 @@ class Step:
             engine.options.refresh(self.method._compared_groups)
             engine.verified_message_options = engine.options.message_options
             self.is_complete = True
-        is_read = self.method.fsdp_backward is None
-        if decision.applied and is_read and engine.has_data and self.comm.size > 1:
+        reduces_here = self.method.fsdp_backward is None
+        if decision.applied and reduces_here and engine.has_data and self.comm.size > 1:
             handshake.warn_if_without_gradients(engine, decision)
         self._report(decision)
 
@@ -169,18 +169,17 @@ class Step:
 
     # Before the exchange
 
-    def _apply_changed_options(self) -> Exception | None:
+    def _check_and_lay_out(self) -> Exception | None:
         """Check options that may have been changed in groups, and lay out state for them.
 
         Returns an error instead of raising it, as ``_prepare_gradients``.
         """
-        optimizer = self.method
-        optimizer.lay_out_new_parameters()
+        self.method.lay_out_new_parameters()
         try:
             check_changed_options(self.engine)
         except (TypeError, ValueError) as error:
             return error
-        optimizer.lay_out_changed_state()
+        self.method.lay_out_changed_state()
         return None
 
     def _prepare_gradients(self) -> Exception | None:
@@ -222,18 +221,17 @@ class Step:
             post_commit.lost = False
             engine.peers_verified = False
 
-    def verify_peers(self) -> None:
+    def run_handshake(self) -> None:
         """Run the handshake, and lay out the parameters that require a gradient now."""
         engine = self.engine
         engine.overlap.discard()
-        optimizer, has_problem = self.method, self.problem is not None
-        had_gradients = handshake.verify_peers(engine, self.comm, has_problem)
+        had_gradients = handshake.compare_optimizers(engine, self.comm, self.problem is not None)
         engine.replica_checksum = 0  # the handshake has compared all parameters
         if engine.trainable_has_changed:  # the same on all ranks: the handshake has compared it
             lay_out_trainable_parameters(engine, self.comm)
-            optimizer.before_exchange()
+            self.method.before_exchange()
         # without gradients to compare, the next step begins with a handshake too
-        engine.peers_verified = had_gradients or optimizer.replaces_reduce_scatter
+        engine.peers_verified = had_gradients or self.method.replaces_reduce_scatter
 
     def tell_shards(self) -> None:
         """Tell the other ranks of this model that this one could not reach its peers."""
@@ -326,9 +324,9 @@ class Step:
 
     def _sum_replicas(self) -> torch.Tensor | None:
         """Sum the part of the parameters that ranks compare in this step, if one is due."""
-        optimizer, comm = self.method, self.comm
-        due = handshake.find_part(self.number, optimizer.check_replicas_every)
-        if due is None or comm.size == 1 or not optimizer.has_equal_replicas:
+        method = self.method
+        due = handshake.find_part(self.number, method.check_replicas_every)
+        if due is None or self.comm.size == 1 or not method.has_equal_replicas:
             return None
         buckets = [*self.engine.buckets, *self.engine.frozen_buckets]
         return handshake.sum_part([p for bucket in buckets for p in bucket.local_params], *due)
@@ -384,8 +382,8 @@ class Step:
         which the caller runs for all buckets, or at a post-commit exchange.
         """
         try:
-            # Unsharded: resumed at Agree with the norm. Sharded: at ReadyToCommit, which has
-            # no answer.
+            # Resumed with the norm at Agree, or at ReadyToCommit, which ignores it; with its result
+            # at RunBatched.
             exchange.resume_and_start_next(answer)
         except StopIteration:
             return
@@ -409,7 +407,7 @@ class Step:
 
     def _show_first_line(self) -> None:
         """Show on rank 0 what is compressed, if the class compresses."""
-        engine, comm, optimizer = self.engine, self.comm, self.method
+        engine, comm, method = self.engine, self.comm, self.method
         engine.warned.add("compression")
         groups = engine.option_groups
         compresses = bool(groups) and all("when" in group for group in groups)
@@ -420,8 +418,8 @@ class Step:
             "(simulate=True compresses all the same)."
         )
         if not engine.sends_nothing:
-            values = [optimizer.estimate_values_sent(b, comm.size) for b in engine.buckets]
-            in_fsdp = optimizer.replaces_reduce_scatter
+            values = [method.estimate_values_sent(b, comm.size) for b in engine.buckets]
+            in_fsdp = method.replaces_reduce_scatter
             text = describe_compression(engine.buckets, values, in_fsdp)
         show_line(f"{engine.name}: {text}")
 

@@ -253,7 +253,7 @@ class FSDPBackward:
         self._units: dict[tuple[Tensor, ...], FSDPUnit] = {}
         self._bucket_count = 0
         self._backward_number = -1  # of the running backward
-        self._valid_options = self._read_options()
+        self._valid_options = self._copy_sent_options()
 
     @property
     def method(self) -> Any:
@@ -308,7 +308,7 @@ class FSDPBackward:
             self._backward_number = backward
             self.finish()  # reductions of a backward that raised
             self._discard_unapplied()
-            self._apply_changed_options()
+            self._check_and_lay_out()
         buckets = self._buckets_of(params, key, rows.dtype)
         self._advance_all()
         for bucket in buckets:
@@ -322,7 +322,7 @@ class FSDPBackward:
         if blocking or any(p.grad is not None for p in key):
             self.finish()
 
-    def _read_options(self) -> list[tuple[Group, Group]]:
+    def _copy_sent_options(self) -> list[tuple[Group, Group]]:
         """Return groups with their options that decide what is sent, of a base only those of its
         wrapper.
         """
@@ -332,7 +332,7 @@ class FSDPBackward:
             rows += [(group, {n for n in names if n.startswith("compopt_")}) for group in groups]
         return [(g, {n: g.get(n, ABSENT) for n in names - {"step"}}) for g, names in rows]
 
-    def _apply_changed_options(self) -> None:
+    def _check_and_lay_out(self) -> None:
         """Apply options that were changed since the last backward. Where they are not valid they
         are set back, because other ranks wait for this one's gradients; ``step()`` raises why.
         """
@@ -345,7 +345,7 @@ class FSDPBackward:
                 for name in [n for n, value in options.items() if value is ABSENT]:
                     del group[name]
         self.method.apply_changed_options()
-        self._valid_options = self._read_options()
+        self._valid_options = self._copy_sent_options()
 
     def _reduce_bucket(self, bucket: Any, rows: Tensor, out: Tensor) -> RequestGenerator[None]:
         """Average the gradients of one bucket, from ``rows`` into ``out``."""

@@ -90,23 +90,23 @@ class Ops:
 
     def run(
         self,
-        reference: Callable[Concatenate[Bucket, Any, Rest], Result],
+        function: Callable[Concatenate[Bucket, Any, Rest], Result],
         bucket: Bucket,
         *args: Rest.args,
         **options: Rest.kwargs,
     ) -> Result:
-        """Call ``reference(bucket, self, *args)``, or its fused implementation if that supports the
-        bucket.
+        """Call ``function(bucket, self, *args)``, or its fused implementation if that supports the
+        bucket. One that serves all buckets at once is left to ``run_batched``.
         """
-        fused = self._find_fused(reference, bucket)
+        fused = self._find_fused(function, bucket)
         if fused is None or fused.is_batched:
-            return reference(bucket, self, *args, **options)
+            return function(bucket, self, *args, **options)
         result: Result = fused.run(bucket, self, *args, **options)
         return result
 
     def run_batched(
         self,
-        reference: Callable[Concatenate[Bucket, Any, Rest], Result],
+        function: Callable[Concatenate[Bucket, Any, Rest], Result],
         bucket: Bucket,
         *args: Rest.args,
         **options: Rest.kwargs,
@@ -114,9 +114,9 @@ class Ops:
         """Call it after ``Agree`` or a post-commit exchange, by ``yield from``. One launch may
         serve all buckets.
         """
-        fused = self._find_fused(reference, bucket)
+        fused = self._find_fused(function, bucket)
         if fused is None:
-            return reference(bucket, self, *args, **options)
+            return function(bucket, self, *args, **options)
         result: Result
         if fused.is_batched:
             result = yield RunBatched(fused, self, (bucket, *args))
@@ -124,8 +124,8 @@ class Ops:
             result = fused.run(bucket, self, *args, **options)
         return result
 
-    def _find_fused(self, reference: Callable[..., Any], bucket: Bucket) -> Fused | None:
-        fused = self.fused.get(reference)
+    def _find_fused(self, function: Callable[..., Any], bucket: Bucket) -> Fused | None:
+        fused = self.fused.get(function)
         return fused if fused is not None and fused.supports(self, bucket) else None
 
     def scratch(

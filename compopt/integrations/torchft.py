@@ -392,7 +392,7 @@ class FaultTolerant:
         with self._limit(self.exchange_timeout.first):  # a joiner loads its state meanwhile
             optimizer.rebind(ranks)
             if self._local is not None:  # else its next local step would
-                self._local.verify_peers()
+                self._local.run_handshake()
         if self._has_others and not manager.should_commit():
             raise VotedDown("another rank of this replica group could not reach its peers")
         self._bound = generation

@@ -219,7 +219,7 @@ class LocalSteps(AnchoredWrapper):
         return bool(self._options["dense_steps"] > 0)
 
     @property
-    def _is_in_step(self) -> bool:  # type: ignore[override]
+    def _ranks_step_together(self) -> bool:  # type: ignore[override]
         return self._options["round_seconds"] is None and not self._is_comparing
 
     @property
@@ -241,7 +241,7 @@ class LocalSteps(AnchoredWrapper):
         if sync is not None and self._is_comparing:  # with a delay ranks do so at different steps
             return sync.anchors.list_values(self._engine)
         running = {"round": counts.round, "mean_step": counts.mean_step}
-        if self._is_in_step:
+        if self._ranks_step_together:
             running["begun"] = counts.begun
         return [("running round", running)]
 
@@ -282,7 +282,7 @@ class LocalSteps(AnchoredWrapper):
             self._check_own_params()
             try:
                 self._see_ranks_and_groups()
-                self.verify_peers()
+                self.run_handshake()
                 self._ensure_anchors()
             except (CommunicationError, RankLeft) as error:
                 raise explain_failed_step(engine, engine.steps + 1, error) from error
@@ -305,7 +305,7 @@ class LocalSteps(AnchoredWrapper):
             drop_scale(self._engine)
             raise
 
-    def verify_peers(self) -> None:
+    def run_handshake(self) -> None:
         """Compare settings with the other ranks, if they have not been compared since ranks or
         options have changed. All ranks must call it; the next step does.
         """
@@ -316,7 +316,7 @@ class LocalSteps(AnchoredWrapper):
             # over the group of exchanges, where it meets those of ranks that begin none
             if self._sync is not None:
                 self._sync.decide_running()
-            Step(engine, engine.comm.beside, engine.steps + 1).verify_peers()
+            Step(engine, engine.comm.beside, engine.steps + 1).run_handshake()
 
     @contextmanager
     def _explain_failed_sync(self) -> Iterator[None]:

@@ -112,7 +112,7 @@ class ProjectingOptimizer(ReducingOptimizer):
                 return True
             for i, basis in enumerate(stored or ()):
                 if basis is None or to_local(bucket.params[i]).shape != bucket.shapes[i]:
-                    continue  # the step refuses a parameter of another shape by name
+                    continue  # the step raises an error that names the parameter
                 if layout is not None and layout.numel(bucket.get_tensor_info(i)) != basis.numel():
                     return True
         return False

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,27 +27,11 @@ from .projection_options import is_reset_step
 from .stacks import (
     ProjectedStack,
     compute_cosines,
-    keep_unsent,
+    keep_unsent_of_stack,
     multiply,
     orthonormalize_columns,
     reconstruct_rows,
 )
-
-
-class Factored(NamedTuple):
-    """A stack of tensors, as contiguous matrices of ``rows`` rows.
-
-    Their averaged gradients are ``R p^T``, R of shape (k, rows, r), p of k matrices (columns, r)
-    in turn, stored column by column; ``sent`` is this rank's part of p, as the other ranks have
-    received it.
-    """
-
-    indices: range
-    rows: int
-    columns: int
-    R: Tensor
-    p: Tensor
-    sent: Tensor
 
 
 class ProjectionReducer:
@@ -268,12 +251,12 @@ class ProjectionReducer:
             yield reconstruct_rows(stack, number, self.mean.parts[i], start, stop).reshape(-1)
 
     def keep_unsent(self, have_gradients: list[bool]) -> None:
-        """Do line 5, without a clip of the average."""
+        """Do line 5 inside FSDP2, where the average is not clipped yet."""
         reducer = self.dense_reducer
         if reducer is not None and reducer.sent_dense:
             reducer.keep_unsent(have_gradients)
         for stack in self.stacks_with_gradients(have_gradients):
-            keep_unsent(stack, 1.0)
+            keep_unsent_of_stack(stack, 1.0)
 
     # Under DDP: the commit of unsharded tensors
 
@@ -327,15 +310,10 @@ class ProjectionReducer:
 
     # For fused implementations of lines 4 and 5 with AdamW
 
-    def list_factored(self, mean: Payload) -> list[Factored]:
-        """Return the stacks of tensors whose averaged gradient is a product."""
-        factored: list[Factored] = []
-        for stack in self.stacks if self.is_tracked else ():
-            q = stack.projection
-            factored.append(
-                Factored(stack.indices, q.rows, q.columns, stack.R, stack.mean, stack.sent)
-            )
-        return factored
+    @property
+    def tracked_stacks(self) -> list[ProjectedStack]:
+        """The stacks whose averaged gradients are ``R p^T``, p the stack's ``mean``."""
+        return self.stacks if self.is_tracked else []
 
     def list_dense(self, indices: Sequence[int]) -> list[int]:
         """Return those of ``indices`` that are in no stack."""
@@ -343,8 +321,8 @@ class ProjectionReducer:
 
     def error_share(self, factor: float) -> float:
         """Return the weight of the new error of a product, where ``factor`` clips the average."""
-        shares = [1 - stack.projection.beta for stack in self.stacks if self.is_tracked]
-        return factor * shares[0] if shares else 0.0
+        stacks = self.tracked_stacks  # of one group, and so of one beta
+        return factor * (1 - stacks[0].projection.beta) if stacks else 0.0
 
 
 def write_dense(

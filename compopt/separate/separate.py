@@ -55,13 +55,13 @@ from .._ops.operations import Ops
 from .._state.bucket import Bucket
 from .._state.layouts import Layout, LocalShape
 from .._wire.launch import ProcessGroup
-from .._wire.payload import Payload, PayloadDtype
+from .._wire.payload import PayloadDtype
 from .._wire.ranks import Ranks
 from .._wire.requests import Agree, RequestGenerator
 from .projecting_optimizer import ProjectingOptimizer
 from .projection_options import check_group_sizes, resolve_options
 from .projection_reducer import ProjectionReducer
-from .stacks import keep_unsent, reconstruct
+from .stacks import keep_unsent_of_stack, reconstruct
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -79,7 +79,7 @@ def separate(
     reducer.draw_random_columns()  # again: random columns are not kept in between
     factor = clip_factor(norm, bucket.group["max_grad_norm"])
     have_gradients = mean.have_gradients
-    inputs = mean, reducer, update, have_gradients, factor
+    inputs = reducer, update, have_gradients, factor
     if isinstance(update, AdamWUpdate):  # fused implementations know AdamW only
         yield from ops.run_batched(update_tensors, bucket, *inputs)  # lines 4 and 5
     else:
@@ -90,20 +90,19 @@ def separate(
 def update_tensors(
     bucket: Bucket,
     ops: Ops,
-    mean: Payload,
     reducer: ProjectionReducer,
     update: Update,
     have_gradients: list[bool],
     factor: float,
 ) -> None:
     """Do lines 4 and 5 and the update for all tensors with a gradient on any rank."""
-    dense = [i for i in reducer.dense if have_gradients[i]]
+    mean, dense = reducer.mean, [i for i in reducer.dense if have_gradients[i]]
     bucket.count_steps(have_gradients)
     for stack in reducer.stacks_with_gradients(have_gradients):
         ghat = update.memory_for_stack(bucket, stack.indices)
         reconstruct(ops, stack, factor, ghat)  # line 4
         update.apply(bucket, [*stack.indices], [*ghat.unbind()])
-        keep_unsent(stack, factor)  # line 5
+        keep_unsent_of_stack(stack, factor)  # line 5
     if dense:
         parts = [mean.parts[i] for i in dense]
         averages = write_averages(update.memory_for(bucket, dense, parts), parts)

@@ -7,7 +7,7 @@ Lines are those of Algorithm 1, see ``compopt.separate``. h is a tensor as it is
     2   R <- random numbers, (d, r);  p <- H R        multiply
     3   p <- mean over ranks of p
     4   ghat <- p R^T / r                             reconstruct
-    5   e <- e + (1 - beta) (g - p R^T / r)           keep_unsent
+    5   e <- e + (1 - beta) (g - p R^T / r)           keep_unsent_of_stack
 
 A tracked projection is PowerSGD's power iteration (Vogels, Karimireddy and Jaggi, NeurIPS 2019,
 Algorithm 1). It computes R from Q, (m, r), the basis of the step before; H is the transpose of h,
@@ -18,7 +18,7 @@ Algorithm 1). It computes R from Q, (m, r), the basis of the step before; H is t
     2c  p <- H R                                      multiply
     3   p <- mean over ranks of p
     4   ghat <- p R^T                                 reconstruct
-    5   e <- h less this rank's p R^T                 keep_unsent
+    5   e <- h less this rank's p R^T                 keep_unsent_of_stack
     6   Q <- orthonormal columns that span those of p     orthonormalize_columns
 
 The space that is sent follows the gradient's largest singular vectors, one power iteration a step.
@@ -51,7 +51,7 @@ class ProjectedStack:
     """Neighbours in a bucket with one projection, at one step.
 
     ``indices``: their places in the bucket. ``grads``: this rank's gradients, None where there is
-    none. ``residual``: their residuals, which ``keep_unsent`` writes. ``R``: the random or
+    none. ``residual``: their residuals, which ``keep_unsent_of_stack`` writes. ``R``: the random or
     orthonormal columns, (k, d, r), or (k, blocks, d, r). ``Q``: the basis of a tracked projection,
     (k, m, r). ``sent``: what this rank sends of p, as it lies in the payload; after the exchange,
     as the others have received it. ``mean``: the average of p, as it lies in the payload. Tensors
@@ -187,7 +187,7 @@ def expand(p: Tensor, R: Tensor, out: Tensor) -> None:
         torch.bmm(R, p.mT, out=out.mT)
 
 
-def keep_unsent(stack: ProjectedStack, factor: float) -> None:
+def keep_unsent_of_stack(stack: ProjectedStack, factor: float) -> None:
     """Do line 5: e <- beta e + (1 - beta) (g + e - p R^T / r) = e + (1 - beta) (g - p R^T / r).
 
     p is what the other ranks received from this one. Where the average was clipped by ``factor``,

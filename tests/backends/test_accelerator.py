@@ -61,7 +61,7 @@ LOOKS = {
     "_engine.engine _fill_state": ("ScapeAdamS", "when it is made: offloaded masters are the parameters"),
     "local_steps.anchor_bucket write_pseudo_gradient": ("LocalSteps, offloaded", "a round's end: parameters"),
     # at the first step, and after state was loaded, lost or moved
-    "_engine.handshake verify_peers": ("AdamS", "the handshake: checksums of all ranks, compared on the host"),
+    "_engine.handshake compare_optimizers": ("AdamS", "the handshake: checksums of all ranks, compared on the host"),
     "_engine.handshake checksum_values": ("AdamS", "the handshake: parameters are the same on all ranks"),
     "_engine.handshake _checksum_gradients": ("AdamS", "the handshake: gradients are not averaged already"),
     "separate.matrices checksum_projection": ("SeparateAdam", "the handshake: matrices are alike on all ranks, once"),

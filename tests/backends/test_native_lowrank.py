@@ -79,7 +79,7 @@ class Tensors:
 
     def stepped(self, function, factor: float) -> dict[str, torch.Tensor]:
         have = [i % 7 != 3 for i in range(len(self.bucket.params))]
-        function(self.bucket, self.ops, self.mean, self.reducer, AdamWUpdate(self.ops), have, factor)
+        function(self.bucket, self.ops, self.reducer, AdamWUpdate(self.ops), have, factor)
         state = {name: self.bucket.flat[name] for name in ("exp_avg", "exp_avg_sq", "residual")}
         weights = torch.cat([p.detach().view(-1) for p in self.bucket.params])
         return {**state, "weights": weights, "step": self.bucket.step_counts}
@@ -155,7 +155,7 @@ def test_rows_that_are_kept_between_steps_follow_state_that_moves_and_other_tens
             tensors.bucket._use_storage(name, tensors.bucket.flat[name].clone())
         tensors.stepped(function, 1.0)
         have = [i % 5 != 2 for i in range(len(tensors.bucket.params))]
-        function(tensors.bucket, ops, tensors.mean, tensors.reducer, AdamWUpdate(ops), have, 1.0)
+        function(tensors.bucket, ops, tensors.reducer, AdamWUpdate(ops), have, 1.0)
         results.append(tensors.stepped(function, 1.0))
     for name, wanted in results[1].items():
         torch.testing.assert_close(

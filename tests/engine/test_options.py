@@ -325,7 +325,7 @@ def counted(monkeypatch):
         return found
 
     count(options, "make_comparable", "rendered")
-    count(handshake, "verify_peers", "compared")
+    count(handshake, "compare_optimizers", "compared")
     reset.count = count
     return reset
 

@@ -221,7 +221,6 @@ def orthonormalize_columns(
 def update_separate(
     bucket: Bucket,
     ops: NativeUpdates,
-    mean: Payload,
     reducer: ProjectionReducer,
     update: Any,
     have_gradients: list[bool],
@@ -229,33 +228,35 @@ def update_separate(
 ) -> None:
     """Do lines 4 and 5 and AdamW's step of all tensors with a gradient on any rank."""
     indices = [i for i, has_gradient in enumerate(have_gradients) if has_gradient]
-    parts = averages_in_float32(mean)
+    parts = averages_in_float32(reducer.mean)
     dense, weights = reducer.list_dense(indices), bucket.weights
     sent_dense = {*dense}
     for residuals in Residuals(bucket).open_parts([i for i in indices if i not in sent_dense]):
-        _update_factored(bucket, ops, mean, reducer, residuals, weights, factor)
+        _update_factored(bucket, ops, reducer, residuals, weights, factor)
     if dense:
         averages = [parts[i] if factor == 1 else parts[i].mul_(factor) for i in dense]
         _update_dense(bucket, ops, dense, averages, weights)
-        reducer.keep_unsent_dense(dense, mean, factor)
+        reducer.keep_unsent_dense(dense, reducer.mean, factor)
 
 
 def _update_factored(
     bucket: Bucket,
     ops: NativeUpdates,
-    mean: Payload,
     reducer: ProjectionReducer,
     residuals: Opened,
     weights: Sequence[Tensor],
     factor: float,
 ) -> None:
-    stacks, wanted = reducer.list_factored(mean), {*residuals.indices}
+    stacks, wanted = reducer.tracked_stacks, {*residuals.indices}
     in_stacks = [i for stack in stacks for i in stack.indices]
     chosen = [n for n, i in enumerate(in_stacks) if i in wanted]
     if not chosen:
         return
     numbers = [in_stacks[n] for n in chosen]
-    sizes = [(len(x.indices), x.rows, x.columns, x.R.shape[-1]) for x in stacks]
+    projections = [stack.projection for stack in stacks]
+    sizes = [
+        (len(x.indices), q.rows, q.columns, q.r) for x, q in zip(stacks, projections, strict=True)
+    ]
 
     def make_rows() -> StackRows:
         state = _state_columns(bucket, numbers, m="exp_avg", v="exp_avg_sq")
@@ -264,7 +265,7 @@ def _update_factored(
     rows = find_rows(bucket, "factors", (numbers, sizes), make_rows)
     group, grads = bucket.group, bucket.grads()
     # alive until the pass has read them
-    factors = [(x.R.contiguous(), x.p.float(), x.sent.float()) for x in stacks]
+    factors = [(x.R.contiguous(), x.mean.float(), x.sent.float()) for x in stacks]
     wide = as_float32([grads[i] for i in numbers])
     places, table, lengths = residual_addresses(bucket, residuals), rows.table, rows.lengths
     for name, tensors in zip(("R", "p", "sent"), zip(*factors, strict=True), strict=True):

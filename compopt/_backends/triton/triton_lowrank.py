@@ -129,11 +129,14 @@ def orthonormalize_columns(
 
 class SeparateCall(NamedTuple):
     bucket: Bucket
-    mean: Payload
     reducer: ProjectionReducer
     update: Any
     have_gradients: list[bool]
     factor: float
+
+    @property
+    def mean(self) -> Payload:
+        return self.reducer.mean
 
 
 class Places(NamedTuple):
@@ -215,12 +218,12 @@ def _update_factored(batch: LaunchGroup, places: list[Places]) -> None:
 def _factored_rows(
     call: SeparateCall, places: Places, grads: Tensors
 ) -> Iterator[kernels.FactoredRow]:
-    for product in call.reducer.list_factored(call.mean):
-        _, down, across = product.R.stride()
-        p, sent = (x.view(len(product.R), -1) for x in (product.p, product.sent))
-        R, p, sent = (kernels.addresses_in_turn(x) for x in (product.R, p, sent))
-        shape = product.rows, product.columns, product.R.shape[-1]
-        for n, i in enumerate(product.indices):
+    for stack in call.reducer.tracked_stacks:
+        _, down, across = stack.R.stride()
+        p, sent = (x.view(len(stack.R), -1) for x in (stack.mean, stack.sent))
+        R, p, sent = (kernels.addresses_in_turn(x) for x in (stack.R, p, sent))
+        shape = stack.projection.rows, stack.projection.columns, stack.R.shape[-1]
+        for n, i in enumerate(stack.indices):
             if call.have_gradients[i]:
                 columns = (places.w, places.m, places.v, places.step, places.residual)
                 g = grads[i]
