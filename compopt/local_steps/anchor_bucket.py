@@ -98,7 +98,8 @@ class AnchorBucket(Bucket):
     """Anchors of one fragment, whose parameters have one dtype and device, and their residuals.
 
     ``anchors`` has all of them as one vector. ``payload`` exists during a sync. During a delayed
-    one ``pseudo_gradient`` is what the rank had moved when the sync began.
+    one ``pseudo_gradient`` is what the rank had moved when the sync began; while it is applied,
+    from ``subtract_present`` on, what the rank has moved since.
 
     ``shared_size``: the number of values of the largest bucket, if payloads share memory.
     """
@@ -291,13 +292,14 @@ class AnchorBucket(Bucket):
         for t, part in zip(self.tensors, parts, strict=True):
             t.trailing_mean = part.view(t.part.shape)
 
-    def moved_since(self) -> Tensor:
-        """Return what the rank has moved since the sync began: the pseudo-gradient at that time
-        minus the present one.
+    def subtract_present(self) -> None:
+        """Subtract the present pseudo-gradient from that of a delayed sync, which payloads do not
+        need any more. It comes before the step of the outer optimizer.
         """
         assert self.pseudo_gradient is not None
-        now = self.write_pseudo_gradient(torch.empty_like(self.pseudo_gradient))
-        return self.pseudo_gradient - now
+        payload, is_shared = self.payload, isinstance(self.payload, SyncPayload)
+        memory = payload.unrounded_body if is_shared else torch.empty_like(self.pseudo_gradient)
+        self.pseudo_gradient -= self.write_pseudo_gradient(memory)
 
 
 @torch.no_grad()

@@ -320,8 +320,13 @@ class Anchors:
         """The number of syncs that were applied to anchors, counted by fragment."""
         return sum(group["step"] for group in self.groups.values())
 
-    def step_outer(self, buckets: Sequence[AnchorBucket], progress: float, ranks: int) -> None:
-        """Do line 4 of the module ``local_steps``, and feed back what rounding has taken off."""
+    def step_outer(
+        self, buckets: Sequence[AnchorBucket], progress: float, ranks: int, is_late: bool
+    ) -> None:
+        """Do line 4 of the module ``local_steps``, and feed back what rounding has taken off.
+
+        ``is_late``: the rank has trained since the sync began.
+        """
         of_ranks = ranks if self._keeps_length else None
         # torch's SGD steps one tensor like the other: a bucket at a time it needs less memory
         steps = [[bucket] for bucket in buckets] if self._is_default else [buckets]
@@ -329,6 +334,8 @@ class Anchors:
             for together in steps:
                 for bucket in together:
                     bucket.keep_unsent()
+                    if is_late:
+                        bucket.subtract_present()
                     bucket.set_gradients(of_ranks, copies=len(together) > 1)
                 if any(bucket.is_averaged for bucket in together):
                     self.outer.step()

@@ -307,12 +307,13 @@ class FragmentSync:
             return None
         options, is_lost = engine.option_groups[0], running.is_lost
         is_late = running.apply_at > 0 and not is_lost
-        moved = [x for b in buckets for x in b.view_sent(b.moved_since())] if is_late else []
         engine.damage = f"the sync before step {engine.steps + 1} was interrupted"
         progress = outer_progress(options, mean.steps, mean.seconds)
         by_time = options["round_seconds"] is not None
         step = counts.mean_step + mean.steps if by_time else options["step"]
-        self.anchors.step_outer(buckets, progress, self.comm.size)  # line 4
+        self.anchors.step_outer(buckets, progress, self.comm.size, is_late)  # line 4
+        late = [b.pseudo_gradient for b in buckets] if is_late else []
+        moved = [x for b, flat in zip(buckets, late) if flat is not None for x in b.view_sent(flat)]
         members = [t for bucket in buckets for t in bucket.tensors]
         received = members if is_lost else [t for t in members if t.is_sent]
         write_params(received, moved)  # line 5

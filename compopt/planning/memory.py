@@ -43,7 +43,7 @@ STEP_BYTES = {
     "Separate": (4.7, 10.2),
     "LocalSteps": (10.3, 3.1),
 }
-DELAYED_BYTES = 8.7  # of LocalSteps with a delay: what had moved, and what has moved since
+DELAYED_BYTES = 4.0  # of LocalSteps with a delay: what had moved
 OUTER_GRADIENTS = 4.0  # of an outer optimizer of the user's, which steps all anchors at once
 MUON_BYTES = 2.7  # of the step of MuonAdamW
 

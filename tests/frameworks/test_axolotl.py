@@ -6,7 +6,7 @@ import json
 import shutil
 
 import pytest
-from frameworks import NAMES, check_runs, run_framework, write_tiny_model
+from frameworks import NAMES, check_resumed, check_runs, run_framework, write_tiny_model
 
 pytest.importorskip("axolotl.cli.train")
 pytestmark = pytest.mark.slow
@@ -38,19 +38,20 @@ CONFIG = dict(
 )
 
 
-def test_a_plugin_with_clip_accumulation_evaluation_and_a_resumed_run(tmp_path):
+def test_a_plugin_with_clip_accumulation_evaluation_and_a_killed_run(tmp_path):
     write_tiny_model(tmp_path)
 
-    def train(name: str, *args: str) -> dict:
+    def train(name: str, *args: str, **environment: str) -> dict:
         (tmp_path / "tiny.yaml").write_text(json.dumps(CONFIG | {"output_dir": f"out_{name}"}))
-        on_cpu = dict(ACCELERATE_USE_CPU="true", AXOLOTL_DO_NOT_TRACK="1")
-        return run_framework("-m axolotl.cli.train", tmp_path, "tiny.yaml", *args, OPTIMIZER=name, **on_cpu)
+        environment |= dict(OPTIMIZER=name, ACCELERATE_USE_CPU="true", AXOLOTL_DO_NOT_TRACK="1")
+        return run_framework("-m axolotl.cli.train", tmp_path, "tiny.yaml", *args, **environment)
 
     runs = {name: train(name) for name in NAMES}
     check_runs(runs)
     norms = zip(runs["average"]["norms"], runs["adamw"]["norms"], strict=True)
     assert all(abs(a - b) < 1e-5 for a, b in norms)
     for name in ("separate", "local"):
-        shutil.rmtree(tmp_path / f"out_{name}/checkpoint-8")
+        shutil.rmtree(tmp_path / f"out_{name}")
+        train(name, KILLED_IN_STEP="6")
         again = train(name, f"--resume_from_checkpoint=out_{name}/checkpoint-4")
-        assert again["size"] == runs[name]["size"], name
+        check_resumed(again, runs[name])

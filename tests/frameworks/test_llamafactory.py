@@ -6,7 +6,7 @@ import json
 import shutil
 
 import pytest
-from frameworks import NAMES, check_runs, run_framework, write_tiny_model
+from frameworks import NAMES, check_resumed, check_runs, run_framework, write_tiny_model
 
 pytest.importorskip("llamafactory.train.pt.trainer")
 pytestmark = pytest.mark.slow
@@ -41,19 +41,21 @@ CONFIG = dict(
 )
 
 
-def test_its_trainer_with_clip_accumulation_evaluation_and_a_resumed_run(tmp_path):
+def test_its_trainer_with_clip_accumulation_evaluation_and_a_killed_run(tmp_path):
     write_tiny_model(tmp_path)
     tiny = {"tiny": {"file_name": "texts.jsonl", "columns": {"prompt": "text"}}}
     (tmp_path / "dataset_info.json").write_text(json.dumps(tiny))
     (tmp_path / "tiny.yaml").write_text(json.dumps(CONFIG))
 
-    def train(name: str, *args: str) -> dict:
+    def train(name: str, *args: str, **environment: str) -> dict:
         arguments = "tiny.yaml", f"output_dir=out_{name}", *args
-        return run_framework("train_factory.py", tmp_path, *arguments, OPTIMIZER=name, DISABLE_VERSION_CHECK="1")
+        environment |= dict(OPTIMIZER=name, DISABLE_VERSION_CHECK="1")
+        return run_framework("train_factory.py", tmp_path, *arguments, **environment)
 
     runs = {name: train(name) for name in NAMES}
     check_runs(runs)
     for name in ("separate", "local"):
-        shutil.rmtree(tmp_path / f"out_{name}/checkpoint-8")
+        shutil.rmtree(tmp_path / f"out_{name}")
+        train(name, KILLED_IN_STEP="6")
         again = train(name, f"resume_from_checkpoint=out_{name}/checkpoint-4")
-        assert again["size"] == runs[name]["size"], name
+        check_resumed(again, runs[name])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from frameworks import NAMES, check_runs, run_framework
+from frameworks import NAMES, check_resumed, check_runs, run_framework
 
 pytest.importorskip("timm")
 SCRIPT = os.environ.get("TIMM_TRAIN", "")
@@ -18,7 +18,7 @@ ARGUMENTS = (
 )
 
 
-def test_its_script_with_clip_accumulation_evaluation_and_a_resumed_run(tmp_path):
+def test_its_script_with_clip_accumulation_evaluation_and_a_killed_run(tmp_path):
     from PIL import Image
 
     for i, colour in enumerate([(200, 0, 0), (0, 200, 0), (0, 0, 200), (200, 200, 0)]):
@@ -29,13 +29,14 @@ def test_its_script_with_clip_accumulation_evaluation_and_a_resumed_run(tmp_path
                 noise = Image.effect_noise((32, 32), 10 + 4 * j).convert("RGB")
                 Image.blend(noise, Image.new("RGB", (32, 32), colour), 0.3).save(folder / f"{j}.png")
 
-    def train(name: str, *args: str) -> dict:
+    def train(name: str, *args: str, **environment: str) -> dict:
         clip = ["--clip-grad", "1.0"] if name == "adamw" else []
-        return run_framework(SCRIPT, tmp_path, *ARGUMENTS.split(), "--opt", name, "--experiment", name, *clip, *args)
+        arguments = *ARGUMENTS.split(), "--opt", name, "--experiment", name, *clip, *args
+        return run_framework(SCRIPT, tmp_path, *arguments, **environment)
 
     runs = {name: train(name) for name in NAMES}
     check_runs(runs)
     for name in ("separate", "local"):
-        again = train(name, "--resume", f"out/{name}/checkpoint-1.pth.tar", "--experiment", "again")
-        assert again["losses"] == runs[name]["losses"][2:], name
-        assert again["size"] == runs[name]["size"], name
+        train(name, "--experiment", f"{name}_killed", KILLED_IN_STEP="6")  # of 6
+        again = train(name, "--resume", f"out/{name}_killed/last.pth.tar", "--experiment", "again")
+        check_resumed(again, runs[name])

@@ -6,9 +6,11 @@ The scripts in ``tests/frameworks/scripts`` are what a user writes. They take th
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -42,8 +44,26 @@ def make_optimizer(name: str, params: Any, lr: float, clip: float | None = None,
     return compopt.LocalSteps(compopt.MuonAdamW(params, lr=lr, use_muon=use_muon), max_grad_norm=clip, **LOCAL)
 
 
+def die_in_step(number: int) -> None:
+    """Let this rank end by SIGKILL as an optimizer is about to take this step: the other waits in an exchange."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    taken: dict[int, int] = {}
+
+    def count(optimizer: Any, args: Any, options: Any) -> None:
+        taken[id(optimizer)] = taken.get(id(optimizer), 0) + 1
+        if taken[id(optimizer)] == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    register_optimizer_step_pre_hook(count)
+
+
+if os.environ.get("RANK") == "1" and "KILLED_IN_STEP" in os.environ:
+    die_in_step(int(os.environ["KILLED_IN_STEP"]))
+
+
 def report(model: Any, **more: Any) -> None:
-    """Print whether both ranks have the same model, the sum of its parameters' sizes, and ``more``."""
+    """Print whether both ranks have the same model, the sum of its parameters' sizes, their bits, and ``more``."""
     import torch
     import torch.distributed as dist
 
@@ -53,11 +73,15 @@ def report(model: Any, **more: Any) -> None:
     dist.all_gather(both, flat)
     if dist.get_rank() == 0:
         sizes = dict(equal=all(torch.equal(both[0], one) for one in both), size=float(flat.abs().sum()))
-        print("RESULT", json.dumps({**sizes, **more}), flush=True)
+        bits = hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+        print("RESULT", json.dumps({**sizes, "bits": bits, **more}), flush=True)
 
 
 def run_framework(script: str, folder: Path, *args: object, **environment: str) -> dict[str, Any]:
-    """Run a script (or "-m MODULE") on two ranks in ``folder``; return the last report, and all output as "text"."""
+    """Run a script (or "-m MODULE") on two ranks in ``folder``; return the last report, and all output as "text".
+
+    With KILLED_IN_STEP=number in ``environment`` rank 1 is killed.
+    """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
     paths = os.pathsep.join([str(SUPPORT), str(SCRIPTS), os.environ.get("PYTHONPATH", "")])
     run = subprocess.run(
@@ -69,6 +93,9 @@ def run_framework(script: str, folder: Path, *args: object, **environment: str) 
         text=True,
         timeout=HANG_GUARD,
     )
+    if "KILLED_IN_STEP" in environment:
+        assert run.returncode and "SIGKILL" in run.stdout, run.stdout[-6000:]
+        return {"text": run.stdout}
     assert run.returncode == 0, run.stdout[-6000:]
     assert "Exception ignored" not in run.stdout, run.stdout[-3000:]
     lines = [line.partition("RESULT ")[2] for line in run.stdout.splitlines() if "RESULT {" in line]
@@ -84,6 +111,14 @@ def check_runs(runs: dict[str, dict[str, Any]]) -> None:
     assert abs(ours["size"] / theirs["size"] - 1) < 1e-5
     pairs = zip(ours["losses"], theirs["losses"], strict=True)
     assert all(abs(a - b) < 1e-5 * max(1, abs(b)) for a, b in pairs), (ours["losses"], theirs["losses"])
+
+
+def check_resumed(resumed: dict[str, Any], undisturbed: dict[str, Any]) -> None:
+    """A run that was killed, and resumed, ends with the parameters of one that was not, to the bit."""
+    count = len(resumed["losses"])
+    pairs = zip(resumed["losses"], undisturbed["losses"][-count:], strict=True)
+    assert count and all(abs(a - b) < 1e-5 for a, b in pairs), (resumed["losses"], undisturbed["losses"])
+    assert resumed["equal"] and resumed["bits"] == undisturbed["bits"]
 
 
 def write_tiny_model(folder: Path) -> None:
