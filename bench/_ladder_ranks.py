@@ -274,15 +274,12 @@ class Lockstep(Ranks):
             self.world.run([optimizer.end_round for optimizer in self.optimizers])
             self.bytes_sent += self.sent_in_step() - before
 
-    def use_average(self) -> AbstractContextManager[bool]:
+    @contextmanager
+    def use_average(self) -> Iterator[bool]:
         optimizer = self.optimizers[0]
-        return _entering(optimizer.use_anchors(average=True)) if isinstance(optimizer, LocalSteps) else nullcontext(False)
-
-
-@contextmanager
-def _entering(context: AbstractContextManager[Any]) -> Iterator[bool]:
-    with context:
-        yield True
+        is_kept = isinstance(optimizer, LocalSteps)
+        with optimizer.use_anchors(average=True) if is_kept else nullcontext():
+            yield is_kept
 
 
 class AlikeLockstep(Lockstep):
