@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,11 @@ import corpus
 from sim import World
 from train_gpt import GPT
 
+from compopt import LocalSteps
+from compopt.local_steps.rounds import trailing_weight
 from compopt.muon import orthogonal
 
+AVERAGED_SHARE = 0.1  # of a run, at its end: the mean of its parameters is evaluated too
 VALIDATION_WINDOWS, VALIDATION_BATCH = 1024, 32
 
 
@@ -198,6 +202,10 @@ class Ranks:
     def finish(self) -> None:
         """Make replicas equal after the last step."""
 
+    def use_average(self) -> AbstractContextManager[bool]:
+        """Show the mean of the run's end in replica 0; False where none is kept."""
+        return nullcontext(False)
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "params": {name: p.detach() for name, p in self.model.params.items()},
@@ -219,9 +227,32 @@ class OneReplica(Ranks):
 
     def __init__(self, model: StackedGPT, make: Make, ranks: int):
         super().__init__(model, [make(model.views(0), None)])
+        self.average, self.steps = {name: p.detach().clone() for name, p in model.params.items()}, 0
 
     def step_all(self) -> None:
         self.optimizers[0].step()
+        self.steps += 1
+        weight = trailing_weight(AVERAGED_SHARE, 1, self.steps)
+        torch._foreach_lerp_([*self.average.values()], [p.detach() for p in self.model.params.values()], weight)
+
+    @contextmanager
+    def use_average(self) -> Iterator[bool]:
+        last = {name: p.detach().clone() for name, p in self.model.params.items()}
+        self._write(self.average)
+        yield True
+        self._write(last)
+
+    @torch.no_grad()
+    def _write(self, values: dict[str, Tensor]) -> None:
+        for name, p in self.model.params.items():
+            p.copy_(values[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"average": self.average, "steps": self.steps}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        super().load_state_dict(saved)
+        self.average, self.steps = saved["average"], saved["steps"]
 
     def sent_in_step(self) -> int:
         return sum(p[0].numel() * 4 for p in self.model.params.values())
@@ -242,6 +273,13 @@ class Lockstep(Ranks):
             before = self.sent_in_step()  # stats then count the last step again
             self.world.run([optimizer.end_round for optimizer in self.optimizers])
             self.bytes_sent += self.sent_in_step() - before
+
+    @contextmanager
+    def use_average(self) -> Iterator[bool]:
+        optimizer = self.optimizers[0]
+        is_kept = isinstance(optimizer, LocalSteps)
+        with optimizer.use_anchors(average=True) if is_kept else nullcontext():
+            yield is_kept
 
 
 class AlikeLockstep(Lockstep):

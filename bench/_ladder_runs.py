@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import _rivals
 import torch
 from _ladder_ranks import (
+    AVERAGED_SHARE,
     SIZES,
     AlikeLockstep,
     Lockstep,
@@ -132,6 +133,7 @@ class Local:
             outer_lr=self.outer_lr or run.outer_lr,
             outer_momentum=run.momentum,
             growth_steps=self.growth_of(steps),
+            average_anchors=AVERAGED_SHARE,
             process_group=group,
         )
 
@@ -276,10 +278,13 @@ class Training:
         """Return what is kept of the run."""
         dense = 4 * self.parameters * max(1, self.step)
         finished = self.step == self.steps and math.isfinite(self.evals[-1]["val_loss"])
+        with self.ranks.use_average() as is_kept:
+            averaged = validate(self.model, self.text, self.device) if is_kept and finished else None
         return self.run._asdict() | {
             "parameters": self.parameters,
             "steps": self.steps,
             "val_loss": self.evals[-1]["val_loss"] if finished else None,
+            "averaged_loss": averaged and round(averaged, 5),  # of the mean of the run's end
             "bytes": self.ranks.bytes_sent,
             "share": round(self.ranks.bytes_sent / dense, 6),
             "seconds": round(self.seconds, 1),
