@@ -136,7 +136,7 @@ def saved_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     if isinstance(optimizer, compopt.LocalSteps) and optimizer._anchors is not None:
         anchors = optimizer._anchors
         parts = [saved_tensors(one) for one in (optimizer.base, anchors.outer)]
-        parts.append([flat for b in anchors.buckets for flat in (b.anchors, b.flat["residual"])])
+        parts.append([flat for b in anchors.buckets for flat in (b.flat_anchors, b.flat["residual"])])
         return [t for part in parts for t in part]
     return tensors
 

@@ -33,8 +33,8 @@ KEPT_BYTES = 128 * 2**20
 
 @dataclass(eq=False, slots=True)
 class Anchored:
-    """A parameter, its anchor, this rank's ``part`` of the anchor and of its ``trailing_mean``, and
-    the fragment that it is synced with.
+    """A parameter, its anchor, this rank's part of that and of its ``trailing_mean``, and the
+    fragment that it is synced with.
 
     ``has_moved`` is true if the parameter has moved since its last sync, or may have. ``is_sent``
     is true if it is part of the sync in flight, or was part of the last one.
@@ -43,7 +43,7 @@ class Anchored:
     param: Tensor
     fragment: int
     anchor: nn.Parameter
-    part: Tensor
+    local_anchor: Tensor
     has_moved: bool = False
     is_sent: bool = True
     trailing_mean: Tensor | None = None
@@ -54,10 +54,10 @@ class SyncPayload(Payload):
     payloads of all buckets use the same ``body`` and ``rounding_errors``, one after the other, and
     compute them from the messages again, with the same bits.
 
-    ``weight`` and ``is_lost``: the arguments of ``AnchorBucket.encode``.
+    ``scale`` and ``is_lost``: the arguments of ``AnchorBucket.encode``.
     """
 
-    weight = 1.0
+    scale = 1.0
     is_lost = False
 
     def __init__(
@@ -97,9 +97,9 @@ class SyncPayload(Payload):
 class AnchorBucket(Bucket):
     """Anchors of one fragment, whose parameters have one dtype and device, and their residuals.
 
-    ``anchors`` has all of them as one vector. ``payload`` exists during a sync. During a delayed
-    one ``pseudo_gradient`` is what the rank had moved when the sync began; while it is applied,
-    from ``subtract_present`` on, what the rank has moved since.
+    ``flat_anchors`` has all of them as one vector. ``payload`` exists during a sync. During a
+    delayed one ``pseudo_gradient`` is what the rank had moved when the sync began; while it is
+    applied, from ``subtract_present`` on, what the rank has moved since.
 
     ``shared_size``: the number of values of the largest bucket, if payloads share memory.
     """
@@ -121,7 +121,7 @@ class AnchorBucket(Bucket):
     ):
         names = [f"anchor {i}" for i in range(len(tensors))]
         super().__init__(index, group, [t.anchor for t in tensors], names)
-        self.anchors, self.tensors = flat, tensors
+        self.flat_anchors, self.tensors = flat, tensors
         self.trailing_mean: Tensor | None = None  # of the last anchors, as one vector
         layout = residual_layout(LocalShape(self.compute_dtype), residual_dtype)
         self.allocate("residual", layout, [{}] * len(tensors))
@@ -137,13 +137,13 @@ class AnchorBucket(Bucket):
 
     def view_sent(self, flat: Tensor) -> list[Tensor]:
         """Cut a vector into the tensors that are part of the sync."""
-        parts = [t.part for t in self.sent]
+        parts = [t.local_anchor for t in self.sent]
         pieces = flat.split([part.numel() for part in parts])
         return [piece.view_as(part) for piece, part in zip(pieces, parts, strict=False)]
 
     # A sync
 
-    def begin_sync(self, keeps: bool = False) -> Tensor:
+    def read_movement(self, keeps: bool = False) -> Tensor:
         """Make the payload of a sync with the pseudo-gradient. Returns the squared norm of each of
         its tensors.
 
@@ -196,30 +196,30 @@ class AnchorBucket(Bucket):
         if sent := self.sent:
             values, dtype = self.view_sent(out), sent[0].param.dtype
             if len(sent) == len(self.tensors):
-                out.copy_(self.anchors.to(dtype))
+                out.copy_(self.flat_anchors.to(dtype))
             else:
-                torch._foreach_copy_(values, [t.part.to(dtype) for t in sent])
+                torch._foreach_copy_(values, [t.local_anchor.to(dtype) for t in sent])
             params = [to_local(t.param.detach()).to(out.device) for t in sent]
             torch._foreach_sub_(values, params)
         return out
 
-    def encode(self, weight: float, is_lost: bool, norms: Tensor) -> Payload:
+    def encode(self, scale: float, is_lost: bool, norms: Tensor) -> Payload:
         """Write what this rank sends: the pseudo-gradient and the ``norms`` of its tensors times
-        ``weight``, and the residual.
+        ``scale``, and the residual.
 
         ``is_lost``: its parameters are not finite, and it takes the average of the others.
         """
         payload = self.payload
         if isinstance(payload, SyncPayload):
-            payload.weight, payload.is_lost = weight, is_lost
+            payload.scale, payload.is_lost = scale, is_lost
         if is_lost:
             payload.header.zero_()
         else:
-            payload.control[self.control.slices["norms"]].copy_(norms * weight)
-        return self._write_values(weight, is_lost)
+            payload.control[self.control.slices["norms"]].copy_(norms * scale)
+        return self._write_values(scale, is_lost)
 
-    def _write_values(self, weight: float, is_lost: bool) -> Payload:
-        """Write the pseudo-gradient, times ``weight``, and the residual to the payload."""
+    def _write_values(self, scale: float, is_lost: bool) -> Payload:
+        """Write the pseudo-gradient, times ``scale``, and the residual to the payload."""
         values = self.payload.unrounded_body
         if isinstance(self.payload, SyncPayload):
             if self.pseudo_gradient is not None:
@@ -228,7 +228,7 @@ class AnchorBucket(Bucket):
                 self.write_pseudo_gradient(values)
         if is_lost:
             values.zero_()
-        scale_(values, weight)
+        scale_(values, scale)
         residuals, indices = Residuals(self), self.sent_indices
         if residuals.is_exact and len(indices) == len(self.tensors):
             return self.payload.round(residuals.flat)
@@ -274,7 +274,7 @@ class AnchorBucket(Bucket):
             return
         payload, residuals, indices = self.payload, Residuals(self), self.sent_indices
         if isinstance(payload, SyncPayload):
-            self._write_values(payload.weight, payload.is_lost)
+            self._write_values(payload.scale, payload.is_lost)
             payload.compute_rounding_errors()
         errors, has_own_memory = payload.rounding_errors, not isinstance(payload, SyncPayload)
         if errors is None:
@@ -287,10 +287,16 @@ class AnchorBucket(Bucket):
 
     def keep_trailing_mean(self) -> None:
         """Begin a trailing mean of anchors, at the present ones."""
-        self.trailing_mean = self.anchors.clone()
-        parts = self.trailing_mean.split([t.part.numel() for t in self.tensors])
+        self.trailing_mean = self.flat_anchors.clone()
+        parts = self.trailing_mean.split([t.local_anchor.numel() for t in self.tensors])
         for t, part in zip(self.tensors, parts, strict=True):
-            t.trailing_mean = part.view(t.part.shape)
+            t.trailing_mean = part.view(t.local_anchor.shape)
+
+    @property
+    def moved_since(self) -> list[Tensor]:
+        """What the rank has moved since a delayed sync began, after ``subtract_present``."""
+        assert self.pseudo_gradient is not None
+        return self.view_sent(self.pseudo_gradient)
 
     def subtract_present(self) -> None:
         """Subtract the present pseudo-gradient from that of a delayed sync, which payloads do not
@@ -311,7 +317,9 @@ def write_params(
     """
     params = [to_local(t.param.detach()) for t in tensors]
     means = [t.trailing_mean if trailing else None for t in tensors]
-    values = [t.part if mean is None else mean for t, mean in zip(tensors, means, strict=True)]
+    values = [
+        t.local_anchor if mean is None else mean for t, mean in zip(tensors, means, strict=True)
+    ]
     if moved:
         torch._foreach_add_([*moved], values)
     if params:

@@ -29,7 +29,7 @@ from .fragment_sync import FragmentSync
 from .local_state_dict import (
     Entry,
     SavedRounds,
-    give_up_exchange,
+    give_up_sync,
     read_rounds,
     save_rounds,
     split_rounds,
@@ -281,7 +281,7 @@ class AnchoredWrapper(Wrapper):
 
     def state_for_joiner(self) -> dict[str, Any]:
         saved = super().state_for_joiner()
-        give_up_exchange(entry["outer"] for entry in saved["state"].values() if "outer" in entry)
+        give_up_sync(entry["outer"] for entry in saved["state"].values() if "outer" in entry)
         return saved
 
     def _show_base_in_state(self) -> None:
@@ -349,7 +349,7 @@ class AnchoredWrapper(Wrapper):
             for group in self._wrapper_groups:
                 group["step"] = saved.step
             if saved.sync is not None and saved.running:
-                saved.sync.start(**saved.running)
+                saved.sync.begin(**saved.running)
         if self._open_round is not None:
             self._open_round.update(False, self._counts.begun, self.comm)
         self._note_open_round()

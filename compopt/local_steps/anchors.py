@@ -183,7 +183,10 @@ class Anchors:
 
     def list_equal_tensors(self, engine: Engine) -> list[Tensor]:
         """Return the tensors that are equal on all ranks even within a round."""
-        return [*(b.anchors for b in self.buckets), *(p for _, p in self._list_untrained(engine))]
+        return [
+            *(b.flat_anchors for b in self.buckets),
+            *(p for _, p in self._list_untrained(engine)),
+        ]
 
     def _list_untrained(self, engine: Engine) -> list[tuple[str, Tensor]]:
         trained = {t.param for t in self.tensors}
@@ -193,7 +196,9 @@ class Anchors:
 
     def checksum(self) -> int:
         """Compute a number above 0 that is equal for equal anchors."""
-        return zlib.crc32(repr([checksum_values(b.anchors) for b in self.buckets]).encode()) or 1
+        return (
+            zlib.crc32(repr([checksum_values(b.flat_anchors) for b in self.buckets]).encode()) or 1
+        )
 
     def catch_up(self, engine: Engine, is_new: bool) -> bool:
         """Copy anchors from a rank that is ahead. On a rank that is new or lacks a sync, the
@@ -207,7 +212,7 @@ class Anchors:
         states = [sorted(self.outer.state.get(t.anchor, {}).items()) for t in self.tensors]
         moments = [to_local(x) for state in states for _, x in state if torch.is_tensor(x)]
         means = [b.trailing_mean for b in self.buckets if b.trailing_mean is not None]
-        tensors = [counts, *(bucket.anchors for bucket in self.buckets), *means, *moments]
+        tensors = [counts, *(bucket.flat_anchors for bucket in self.buckets), *means, *moments]
         count = -1 if is_new else self.applied_syncs
         copied = copy_from_rank_ahead(
             engine.comm, engine.device, tensors, count, len(groups), "sync"
@@ -240,7 +245,7 @@ class Anchors:
         """
         for t in self.tensors:
             p = to_local(t.param.detach())
-            start = t.part.to(p.device, p.dtype)
+            start = t.local_anchor.to(p.device, p.dtype)
             if p.numel() and not (p - start).abs().amax() <= tolerance * start.abs().amax():
                 return True
         return False
@@ -285,7 +290,7 @@ class Anchors:
             weight = trailing_weight(self._trailing_share, steps, step)
             for bucket in buckets:
                 if bucket.trailing_mean is not None:
-                    bucket.trailing_mean.lerp_(bucket.anchors, weight)
+                    bucket.trailing_mean.lerp_(bucket.flat_anchors, weight)
 
     def end_sync(self, buckets: Sequence[AnchorBucket]) -> None:
         """Free the memory of a sync of these buckets; a small model on a CPU keeps it."""

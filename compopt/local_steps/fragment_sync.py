@@ -110,7 +110,7 @@ class RunningSync:
     is_lost: bool = False
     # the mean of all contributions; its ``is_last`` is 1 if every rank waits in ``end_round()``
     mean: SyncContribution = field(default_factory=SyncContribution)
-    factor: float = 1.0  # on what this rank sends: its weight over the mean of the weights
+    scale: float = 1.0  # of what this rank sends: its weight over the mean of the weights
     mean_norm: float = 0.0  # of the pseudo-gradients, by the weights of the ranks
 
     # known when it is decided
@@ -240,7 +240,7 @@ class FragmentSync:
         self.due = frozenset()
         weight = counts.weight if engine.option_groups[0]["weighted"] else 1.0
         contribution = SyncContribution(weight, steps, counts.seconds, is_last, has_failed > 0)
-        self.start(fragments, apply_at, squares, contribution, is_as_before, problem)
+        self.begin(fragments, apply_at, squares, contribution, is_as_before, problem)
         del problem  # its traceback refers to this frame (a reference cycle)
         if apply_at and self.running is not None:
             self.running.poll()
@@ -252,13 +252,13 @@ class FragmentSync:
         zeros, and the error of this rank, which it announces.
         """
         try:
-            return torch.cat([bucket.begin_sync(keeps) for bucket in buckets]), None
+            return torch.cat([bucket.read_movement(keeps) for bucket in buckets]), None
         except Exception as error:  # out of memory, most likely
             count = sum(len(bucket.tensors) for bucket in buckets)
             zeros = torch.zeros(count, dtype=torch.float64, device="cpu")
             return zeros.to(self.engine.device), error
 
-    def start(
+    def begin(
         self,
         fragments: frozenset[int],
         apply_at: int,
@@ -267,7 +267,8 @@ class FragmentSync:
         is_as_before: bool = False,
         problem: Exception | None = None,
     ) -> None:
-        """Put a sync in flight, whose pseudo-gradients are in the payloads.
+        """Begin a sync whose pseudo-gradients are in the payloads. Nothing is sent until it is
+        polled or finished.
 
         ``is_as_before``: the last sync was of the same tensors. ``problem``: why this rank cannot
         take part.
@@ -312,8 +313,7 @@ class FragmentSync:
         by_time = options["round_seconds"] is not None
         step = counts.mean_step + mean.steps if by_time else options["step"]
         self.anchors.step_outer(buckets, progress, self.comm.size, is_late)  # line 4
-        late = [b.pseudo_gradient for b in buckets] if is_late else []
-        moved = [x for b, flat in zip(buckets, late) if flat is not None for x in b.view_sent(flat)]
+        moved = [x for bucket in buckets for x in bucket.moved_since] if is_late else []
         members = [t for bucket in buckets for t in bucket.tensors]
         received = members if is_lost else [t for t in members if t.is_sent]
         write_params(received, moved)  # line 5
@@ -472,7 +472,7 @@ class FragmentSync:
         # where no rank has any weight, all have the same
         running.mean = mean
         weights = contributions[0] if mean.weight else torch.ones_like(contributions[0])
-        running.factor = running.contribution.weight / mean.weight if mean.weight else 1.0
+        running.scale = running.contribution.weight / mean.weight if mean.weight else 1.0
         running.is_lost = not bool(squares[self.comm.rank].isfinite())
         norms = torch.where(squares.isfinite(), squares, 0.0).sqrt()
         running.mean_norm = float(weights @ norms / weights.sum())
@@ -485,7 +485,7 @@ class FragmentSync:
             if running.problem is not None:  # of a delayed sync, whose payloads are under way
                 raise running.problem
             check_outer_rates(self.anchors.outer)
-            payload = bucket.encode(running.factor, running.is_lost, running.norms_of(bucket))
+            payload = bucket.encode(running.scale, running.is_lost, running.norms_of(bucket))
             return self.comm.start(AllReduceMean(payload))
         except CommunicationError:
             raise

@@ -74,7 +74,7 @@ def save_rounds(
     return [entries.get(p) for p in params]
 
 
-def give_up_exchange(entries: Iterable[Entry]) -> None:
+def give_up_sync(entries: Iterable[Entry]) -> None:
     """Make fragments whose exchange is in flight due again, as ``FragmentSync.cancel`` does."""
     for entry in entries:
         if "exchange" in entry and entry["exchange"]["apply_at"]:

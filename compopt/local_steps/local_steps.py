@@ -390,7 +390,7 @@ class LocalSteps(AnchoredWrapper):
         self._sync_stats = {
             **self._sync_stats,
             **({} if result.step_length is None else {"step_length": result.step_length}),
-            "weight": result.factor / engine.comm.size,
+            "weight": result.scale / engine.comm.size,
             "round_steps": int(result.contribution.steps),
             "round_wait_seconds": engine.waits.seconds - waited,
         }

@@ -151,7 +151,7 @@ def _list_anchors(optimizer: LocalSteps, seen: set[tuple[int, int]]) -> Iterator
         yield from _compute_anchors(optimizer)
         return
     for bucket in anchors.buckets:
-        yield "anchor", bucket.anchors.nbytes
+        yield "anchor", bucket.flat_anchors.nbytes
         yield "outer residual", bucket.flat["residual"].nbytes
         if bucket.trailing_mean is not None:
             yield "average of anchors", bucket.trailing_mean.nbytes

@@ -411,7 +411,7 @@ def kept_by(optimizer: compopt.LocalSteps) -> int:
         value for state in states for entry in state.values() for value in entry.values() if torch.is_tensor(value)
     ]
     for bucket in anchors.buckets:
-        tensors += [bucket.anchors, bucket.flat["residual"]]
+        tensors += [bucket.flat_anchors, bucket.flat["residual"]]
         tensors += [bucket.pseudo_gradient] if bucket.pseudo_gradient is not None else []
     return sum(value.nbytes for value in {id(value): value for value in tensors}.values())
 

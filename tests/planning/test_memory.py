@@ -44,7 +44,7 @@ def measure(optimizer: torch.optim.Optimizer) -> dict[str, int]:
                 add(kind, value)
     if (anchors := getattr(optimizer, "_anchors", None)) is not None:
         for bucket in anchors.buckets:
-            add("anchor", bucket.anchors)
+            add("anchor", bucket.flat_anchors)
             add("outer residual", bucket.flat["residual"])
             add("average of anchors", bucket.trailing_mean)
         for entry in anchors.outer.state.values():
