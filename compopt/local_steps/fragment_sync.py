@@ -311,9 +311,7 @@ class FragmentSync:
         progress = outer_progress(options, mean.steps, mean.seconds)
         by_time = options["round_seconds"] is not None
         step = counts.mean_step + mean.steps if by_time else options["step"]
-        self.anchors.step_outer(buckets, progress, self.comm.size, is_late)  # line 4
-        late = [b.pseudo_gradient for b in buckets] if is_late else []
-        moved = [x for b, flat in zip(buckets, late) if flat is not None for x in b.view_sent(flat)]
+        moved = self.anchors.step_outer(buckets, progress, self.comm.size, is_late)  # line 4
         members = [t for bucket in buckets for t in bucket.tensors]
         received = members if is_lost else [t for t in members if t.is_sent]
         write_params(received, moved)  # line 5
