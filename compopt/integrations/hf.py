@@ -28,7 +28,8 @@ try:
     from transformers.trainer_callback import CallbackHandler
 except ImportError as error:
     raise ImportError(
-        "compopt.integrations.hf needs Hugging Face's transformers: pip install transformers."
+        "compopt.integrations.hf needs Hugging Face's transformers (pip install transformers), "
+        f"whose import failed: {error}"
     ) from error
 
 

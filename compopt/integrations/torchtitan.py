@@ -35,7 +35,8 @@ try:
     from torchtitan.components.checkpointer.utils import canonical_fqn
 except ImportError as error:
     raise ImportError(
-        "compopt.integrations.torchtitan needs torchtitan 0.3 or later: pip install torchtitan."
+        "compopt.integrations.torchtitan needs torchtitan 0.3 or later (pip install torchtitan), "
+        f"whose import failed: {error}"
     ) from error
 
 

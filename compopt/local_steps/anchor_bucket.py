@@ -98,8 +98,8 @@ class AnchorBucket(Bucket):
     """Anchors of one fragment, whose parameters have one dtype and device, and their residuals.
 
     ``flat_anchors`` has all of them as one vector. ``payload`` exists during a sync. During a
-    delayed one ``pseudo_gradient`` is what the rank had moved when the sync began; while it is
-    applied, from ``subtract_present`` on, what the rank has moved since.
+    delayed one ``pseudo_gradient`` is what the rank had moved when the sync began, until
+    ``compute_moved_since`` overwrites it.
 
     ``shared_size``: the number of values of the largest bucket, if payloads share memory.
     """
@@ -292,20 +292,16 @@ class AnchorBucket(Bucket):
         for t, part in zip(self.tensors, parts, strict=True):
             t.trailing_mean = part.view(t.local_anchor.shape)
 
-    @property
-    def moved_since(self) -> list[Tensor]:
-        """What the rank has moved since a delayed sync began, after ``subtract_present``."""
-        assert self.pseudo_gradient is not None
-        return self.view_sent(self.pseudo_gradient)
-
-    def subtract_present(self) -> None:
-        """Subtract the present pseudo-gradient from that of a delayed sync, which payloads do not
-        need any more. It comes before the step of the outer optimizer.
+    def compute_moved_since(self) -> list[Tensor]:
+        """Return what the rank has moved since a delayed sync began, of each tensor that was sent:
+        the pseudo-gradient at that time, which nothing needs any more, minus the present one. It
+        comes before the step of the outer optimizer.
         """
         assert self.pseudo_gradient is not None
         payload, is_shared = self.payload, isinstance(self.payload, SyncPayload)
         memory = payload.unrounded_body if is_shared else torch.empty_like(self.pseudo_gradient)
         self.pseudo_gradient -= self.write_pseudo_gradient(memory)
+        return self.view_sent(self.pseudo_gradient)
 
 
 @torch.no_grad()

@@ -327,11 +327,12 @@ class Anchors:
 
     def step_outer(
         self, buckets: Sequence[AnchorBucket], progress: float, ranks: int, is_late: bool
-    ) -> None:
+    ) -> list[Tensor]:
         """Do line 4 of the module ``local_steps``, and feed back what rounding has taken off.
 
-        ``is_late``: the rank has trained since the sync began.
+        Returns what the rank has moved since the sync began, if it ``is_late``.
         """
+        moved: list[Tensor] = []
         of_ranks = ranks if self._keeps_length else None
         # torch's SGD steps one tensor like the other: a bucket at a time it needs less memory
         steps = [[bucket] for bucket in buckets] if self._is_default else [buckets]
@@ -340,7 +341,7 @@ class Anchors:
                 for bucket in together:
                     bucket.keep_unsent()
                     if is_late:
-                        bucket.subtract_present()
+                        moved += bucket.compute_moved_since()
                     bucket.set_gradients(of_ranks, copies=len(together) > 1)
                 if any(bucket.is_averaged for bucket in together):
                     self.outer.step()
@@ -348,6 +349,7 @@ class Anchors:
                     t.anchor.grad = None
         for group in {id(bucket.group): bucket.group for bucket in buckets}.values():
             group["step"] += 1
+        return moved
 
 
 def assign_to_fragments(groups: list[Group], fragments: int) -> list[int]:

@@ -312,8 +312,7 @@ class FragmentSync:
         progress = outer_progress(options, mean.steps, mean.seconds)
         by_time = options["round_seconds"] is not None
         step = counts.mean_step + mean.steps if by_time else options["step"]
-        self.anchors.step_outer(buckets, progress, self.comm.size, is_late)  # line 4
-        moved = [x for bucket in buckets for x in bucket.moved_since] if is_late else []
+        moved = self.anchors.step_outer(buckets, progress, self.comm.size, is_late)  # line 4
         members = [t for bucket in buckets for t in bucket.tensors]
         received = members if is_lost else [t for t in members if t.is_sent]
         write_params(received, moved)  # line 5
