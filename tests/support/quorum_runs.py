@@ -38,7 +38,7 @@ from compopt.integrations.torchft import LOCAL, FaultTolerant, make_manager
 
 HEARTBEAT = 1500  # milliseconds without one after which a replica group is taken to be dead
 # where a worker ends itself; "time": it is killed from outside
-PLACES = ["time", "forward", "exchange", "vote", "heal, the source", "heal, the joiner"]
+PLACES = ["time", "forward", "exchange", "vote", "connect", "heal, the source", "heal, the joiner"]
 
 OPTIMIZERS = {
     "local": lambda p, ranks: compopt.LocalSteps(torch.optim.AdamW(p, 2e-3), 10, growth_steps=0, process_group=ranks),
@@ -54,6 +54,11 @@ OPTIMIZERS = {
 
 def say(event: str, **data) -> None:
     os.write(1, (json.dumps({"t": time.time(), "event": event, **data}) + "\n").encode())
+
+
+def die(place: str) -> None:
+    say("dies", place=place)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def checksum(tensors) -> str:
@@ -73,7 +78,7 @@ def die_at(place: str, count: int, ft: FaultTolerant) -> None:
         def call(*args, **kwargs):
             left[0] -= 1
             if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+                die(place)
             return inner(*args, **kwargs)
 
         setattr(owner, name, call)
@@ -82,6 +87,8 @@ def die_at(place: str, count: int, ft: FaultTolerant) -> None:
         visit(Communicator, "start")
     elif place == "vote":
         visit(ft.manager, "should_commit")
+    elif place == "connect":  # in a quorum, before its ranks have connected
+        visit(ft.group, "reconfigure")
     elif place.startswith("heal"):
         functions = ft.manager._user_state_dicts if "source" in place else ft.manager._load_state_dict_fns
         inner = functions["compopt"]
@@ -89,7 +96,7 @@ def die_at(place: str, count: int, ft: FaultTolerant) -> None:
         def call(*args):
             left[0] -= 1
             if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+                die(place)
             return inner(*args)
 
         functions["compopt"] = call
@@ -163,7 +170,7 @@ def work(args: argparse.Namespace, number: int, place: str = "", count: int = 0,
         optimizer.zero_grad()
         loss = (model(x) - x[:, :8].sin()).square().mean()
         if place == "forward" and local == count:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die(place)
         loss.backward()
         time.sleep(args.pace)
         optimizer.step()
@@ -208,6 +215,7 @@ class Run:
         self.codes: dict[str, int] = {}
         self.lives = [0] * args.groups
         self.faults: list[dict] = []
+        self.kills: list[tuple[float, str]] = []  # from outside
         self.lighthouse = self.fork("lighthouse", self.serve)
         address = folder / "port"
         while not address.exists() or not address.read_text():
@@ -218,7 +226,11 @@ class Run:
         from torchft.coordination import LighthouseServer
 
         lighthouse = LighthouseServer(
-            bind="[::]:0", min_replicas=1, join_timeout_ms=3000, quorum_tick_ms=50, heartbeat_timeout_ms=HEARTBEAT
+            bind="[::]:0",
+            min_replicas=1,
+            join_timeout_ms=int(1000 * self.args.join_timeout),
+            quorum_tick_ms=50,
+            heartbeat_timeout_ms=HEARTBEAT,
         )
         (self.folder / "port").write_text(lighthouse.address().rsplit(":", 1)[1])
         time.sleep(self.args.limit + 60)
@@ -249,6 +261,8 @@ class Run:
 
     def kill(self, key: str, signal_number: int = signal.SIGKILL) -> None:
         """Send a signal to all ranks of a replica group."""
+        if signal_number == signal.SIGKILL and key in self.pids:
+            self.kills.append((time.time(), key))
         for name, pid in self.pids.items():
             if name == key or name.startswith(f"{key}.rank"):
                 os.kill(pid, signal_number)
@@ -307,7 +321,7 @@ def kill_again_and_again(run: Run, draw: random.Random) -> None:
     for count in range(args.kills):
         victim, place = draw.randrange(args.groups), args.places[count % len(args.places)]
         time.sleep(draw.random())
-        fault = {"place": place, "victim": victim, "t": time.time()}
+        fault = {"place": place, "victim": victim, "t": time.time(), "load": os.getloadavg()[0]}
         if place == "time":
             time.sleep(draw.random())
             fault["t"] = time.time()
@@ -322,7 +336,7 @@ def kill_again_and_again(run: Run, draw: random.Random) -> None:
             key = run.newest(victim)
             run.kill(key)
             run.wait(lambda key=key: key in run.codes, 10)
-            key = run.start(victim, place, 1 + draw.randrange(1 if "heal" in place else 8))
+            key = run.start(victim, place, 1 + draw.randrange(1 if place[:4] in ("heal", "conn") else 8))
             if "source" in place:  # somebody has to load from it
                 others = [n for n in range(args.groups) if n != victim]
                 run.wait(run.all_take_part, 60)
@@ -350,21 +364,37 @@ def kill_again_and_again(run: Run, draw: random.Random) -> None:
     run.wait(lambda: not run.pids, 60)
 
 
+def stops_at_kills(run: Run, lives: dict[str, list[dict]]) -> dict[str, list[float]]:
+    """Return the seconds that survivors stood still at kills; where others died meanwhile, since the last."""
+    kills = run.kills + [(e["t"], key) for key in lives for e in run.events(key, "dies")]
+    found: dict[str, list[float]] = {"one": [], "several": [], "several, since the last": []}
+    for key, steps in lives.items():
+        for a, b in pairwise(steps):
+            within = [t for t, dead in kills if a["t"] - 0.5 < t < b["t"] and dead != key]
+            if within and b["t"] - a["t"] > 0.5:
+                seconds = round(b["t"] - a["t"], 2)
+                found["one" if len(within) == 1 else "several"].append(seconds)
+                if len(within) > 1:
+                    found["several, since the last"].append(round(b["t"] - max(a["t"], *within), 2))
+    return {name: sorted(seconds) for name, seconds in found.items()}
+
+
 def report(run: Run) -> dict:
     """Summarize the events: commits that differ, ends that nobody asked for, the longest stops."""
     sums: dict[int, dict[str, str]] = {}
-    stops, healed, lost = [], [], 0
+    stops, healed, left_out, lives = [], [], [], {}
     keys = sorted({path.name.removesuffix(".jsonl") for path in run.folder.glob("[0-9]*.jsonl")})
     for key in keys:
-        steps = run.events(key, "step")
+        steps = lives[key] = run.events(key, "step")
         for event in steps:
             if event["sum"]:  # ranks of a group hold different shards
                 sums.setdefault((event["now"], key.partition(".rank")[2]), {})[key] = event["sum"]
         stops += [b["t"] - a["t"] for a, b in pairwise(steps)]
-        lost += sum(b["now"] < a["now"] for a, b in pairwise(steps))
+        left_out += [(key, a["now"], b["now"]) for a, b in pairwise(steps) if b["now"] != a["now"] + 1]
         healed += run.events(key, "healed")
     shared = {step: of for step, of in sums.items() if len(of) > 1}
     unequal = {step: of for step, of in shared.items() if len({*of.values()}) > 1}
+    at_kills = stops_at_kills(run, {key: steps for key, steps in lives.items() if ".rank" not in key})
     stops.sort()
     return {
         "faults": len(run.faults),
@@ -381,8 +411,19 @@ def report(run: Run) -> dict:
         "moments_equal": all(event["equal"] for event in healed),
         "typical_step": round(median(stops), 4) if stops else None,
         "longest_stops": [round(s, 2) for s in stops[-8:]],
+        "stops_at_kills": {name: spread(seconds) for name, seconds in at_kills.items()},
+        "left_out": left_out,  # lives that have lost local steps
+        "load": spread([fault["load"] for fault in run.faults]),
         "recovery": [round(f["seconds"] or -1, 1) for f in run.faults],
     }
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Return the number of values, their median, nine of ten, and the largest."""
+    ranked = sorted(values)
+    if not ranked:
+        return {}
+    return {"n": len(ranked), "median": median(ranked), ".9": ranked[int(0.9 * (len(ranked) - 1))], "max": ranked[-1]}
 
 
 def main() -> None:
@@ -391,7 +432,17 @@ def main() -> None:
     cli.add_argument("--optimizer", default="local", choices=OPTIMIZERS)
     cli.add_argument("--places", nargs="*", default=PLACES)
     numbers = dict(
-        groups=3, ranks=1, ddp=0, kills=6, steps=10**6, pace=0.02, limit=1800, seed=0, pause=14.0, group_timeout=6.0
+        groups=3,
+        ranks=1,
+        ddp=0,
+        kills=6,
+        steps=10**6,
+        pace=0.02,
+        limit=1800,
+        seed=0,
+        pause=14.0,
+        group_timeout=6.0,
+        join_timeout=3.0,
     )
     for name, default in numbers.items():
         cli.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
