@@ -15,11 +15,14 @@ each number of steps, and again after a failure, which all of them see.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import datetime
 import importlib
+import json
 import logging
 import os
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +30,7 @@ from concurrent.futures import Future
 from statistics import median
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -104,6 +108,43 @@ class AdaptiveTimeout:
         return min(self.first, max(self.least, 2 * middle + self.factor * spread))
 
 
+class ConnectTimeout:
+    """The seconds in which the ranks of a quorum have to connect: five times the longest of the
+    last connects, and after each that failed the double. Who has died in between is waited for.
+
+    ``first``: until one is known. ``least`` and ``most``: the smallest and the largest time-out.
+    """
+
+    def __init__(self, most: float, first: float = 5.0, least: float = 1.2):
+        self.most, self.first, self.least = most, first, least
+        self._seconds: deque[float] = deque(maxlen=20)
+        self._failures = 0
+
+    @property
+    def seconds(self) -> float:
+        usual = max(self.least, 5 * max(self._seconds)) if self._seconds else self.first
+        return min(self.most, usual * 2.0**self._failures)
+
+    @contextlib.contextmanager
+    def applied_to(self, group: Any) -> Iterator[None]:
+        """Give the connections that gloo makes in this block so long, collectives over them as
+        long as before.
+        """
+        usual = getattr(group, "_timeout", None)
+        if usual is None or "gloo" not in group.getBackendName():  # NCCL connects later
+            yield
+            return
+        group.set_timeout(min(usual, datetime.timedelta(seconds=self.seconds)))
+        began, self._failures = time.monotonic(), self._failures + 1
+        try:
+            yield
+        finally:
+            group.set_timeout(usual)
+        self._seconds.append(time.monotonic() - began)
+        self._failures = 0
+        group.parent._get_backend(torch.device("cpu"))._set_default_timeout(usual)
+
+
 def make_manager(group: ProcessGroup, min_replicas: int = 1, **options: Any) -> Manager:
     """Return a ``torchft.Manager`` for this process, whose quorums are synchronous.
 
@@ -172,6 +213,9 @@ class FaultTolerant:
         patience: seconds to go on asking for a quorum that does not come, before an error.
         timeout: seconds for the first exchanges, and for a joiner to load its state. Later
             exchanges have less: it adapts to those that were seen.
+        join_timeout: that of the lighthouse (``--join_timeout_ms``) in seconds. Who waits for so
+            long makes it give a quorum to the first of the others that asks, without the rest. So a
+            joiner asks anew three times as often.
 
     Raises:
         ValueError: the optimizer's state cannot be given to a joiner.
@@ -186,6 +230,7 @@ class FaultTolerant:
         *,
         patience: float = 1800.0,
         timeout: float = 60.0,
+        join_timeout: float = 60.0,
         **stateful: Stateful,
     ):
         check_optimizer(optimizer)
@@ -195,6 +240,7 @@ class FaultTolerant:
         self.patience, self.stateful = patience, stateful
         self.exchange_timeout = AdaptiveTimeout(timeout, least=5.0)
         self.quorum_timeout = AdaptiveTimeout(timeout, least=10.0)
+        self.connect_timeout, self.join_timeout = ConnectTimeout(timeout), join_timeout
         self.generation: int | None = None  # of the ranks that torchft has connected
         self._bound: int | None = None  # of those that the optimizer averages over
         self._met_at = -1  # the steps at which the last quorum was asked for
@@ -203,7 +249,7 @@ class FaultTolerant:
         self._bytes_before = 0  # sent over earlier ranks
         self._has_others = is_initialized() and dist.get_world_size() > 1  # in its replica group
         self._local = optimizer if isinstance(optimizer, LocalSteps) else None
-        self._note_generations()
+        self._note_connects()
         manager.register_state_dict_fn("compopt", self._load_from_peer, self._save_for_joiner)
         optimizer._engine.run_step = weak_method(self._run_step)
 
@@ -322,9 +368,14 @@ class FaultTolerant:
         self.optimizer._engine.forget_in_flight()
         forget_group(self.group)  # its connections close when nothing refers to it
         self.group.abort()
-        self.manager.report_error(CommunicationError(failure))
         if was_voted:
-            return
+            self.manager.report_error(CommunicationError(failure))
+        else:
+            self._vote_no(failure)
+
+    def _vote_no(self, failure: str) -> None:
+        """Let the other ranks of this replica group see that this one has failed."""
+        self.manager.report_error(CommunicationError(failure))
         try:
             self.manager.should_commit()
         except (RuntimeError, TimeoutError) as unanswered:
@@ -348,6 +399,8 @@ class FaultTolerant:
                     raise
                 # who was left out of the last quorum gets no answer from one that only shrinks
                 shrink_only = False
+                if self._has_others:  # all ranks of this replica group ask anew, or none
+                    self._vote_no("no quorum yet")
                 continue
             except (CommunicationError, RankLeft) as error:
                 if time.monotonic() > deadline:
@@ -363,7 +416,11 @@ class FaultTolerant:
     def _ask(self, shrink_only: bool) -> None:
         """Ask for a quorum, once; load the state of a peer if this rank is behind."""
         manager, began = self.manager, time.monotonic()
-        limit = datetime.timedelta(seconds=self.quorum_timeout.seconds) if shrink_only else None
+        limit = None
+        if shrink_only:
+            limit = datetime.timedelta(seconds=self.quorum_timeout.seconds)
+        elif self._bound is None:  # it may wait for a whole round of the others
+            limit = datetime.timedelta(seconds=self.join_timeout / 3)
         try:
             manager.start_quorum(shrink_only=shrink_only, timeout=limit)
         except BaseException as error:
@@ -398,15 +455,21 @@ class FaultTolerant:
         self._bound = generation
         log.info("step %s: rank %s of %s replica groups", self.step, rank, size)
 
-    def _note_generations(self) -> None:
-        """Note when torchft connects other ranks."""
+    def _note_connects(self) -> None:
+        """Note when torchft connects other ranks, and give them less time than for an exchange."""
         reconfigure = self.group.reconfigure  # type: ignore[attr-defined]
 
-        def note(options: Any) -> Any:
+        def connect(options: Any) -> Any:
             self.generation = int(options.uuid)
-            return reconfigure(options)
+            with self.connect_timeout.applied_to(self.group):
+                check_store(options.handles, self.connect_timeout.seconds)
+                connected = reconfigure(options)
+            # to the peer that a joiner loads from, which may have died meanwhile
+            seconds = self.connect_timeout.seconds
+            vars(self.manager)["_connect_timeout"] = datetime.timedelta(seconds=seconds)
+            return connected
 
-        self.group.reconfigure = note  # type: ignore[attr-defined]
+        self.group.reconfigure = connect  # type: ignore[attr-defined]
 
     # The state of a joiner
 
@@ -459,6 +522,22 @@ def check_optimizer(optimizer: CompressedOptimizer) -> None:
                 f"{name} has {option}={options[option]!r}, so there is no step after which all "
                 f"parameters are equal, and a rank can join: set {option}={needed}."
             )
+
+
+def check_store(handles: list[str], seconds: float) -> None:
+    """Raise ConnectionError if the process in whose store the ranks of a quorum meet is gone:
+    torch's store would try to connect several times.
+    """
+    try:
+        host, _, port = json.loads(handles[0])["store"].rpartition(":")
+        address = host.strip("[]"), int(port)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):  # not as torchft says it
+        return
+    with socket.create_connection(address, seconds) as connection:
+        connection.settimeout(0.05)
+        with contextlib.suppress(TimeoutError):  # it says nothing until it is asked
+            if not connection.recv(1):
+                raise ConnectionResetError(f"the store at {host}:{port} is gone")
 
 
 def _mark_local_parts(value: Any) -> Any:

@@ -87,6 +87,9 @@ def die_at(place: str, count: int, ft: FaultTolerant) -> None:
         visit(Communicator, "start")
     elif place == "vote":
         visit(ft.manager, "should_commit")
+    elif place == "late":  # it lives; who serves it has died when it comes to load
+        reconfigure = ft.group.reconfigure
+        ft.group.reconfigure = lambda options: (reconfigure(options), time.sleep(0.3))[0]
     elif place == "connect":  # in a quorum, before its ranks have connected
         visit(ft.group, "reconfigure")
     elif place.startswith("heal"):
@@ -139,7 +142,8 @@ def work(args: argparse.Namespace, number: int, place: str = "", count: int = 0,
         replica_id=f"group_{number}",
         hostname="127.0.0.1",
     )
-    ft = FaultTolerant(manager, group, optimizer, model, scheduler=scheduler, data=data, timeout=10.0)
+    waits = dict(timeout=10.0, join_timeout=args.join_timeout)
+    ft = FaultTolerant(manager, group, optimizer, model, scheduler=scheduler, data=data, **waits)
     say("up", pid=os.getpid())
     load = manager._load_state_dict_fns["compopt"]
 
@@ -345,7 +349,7 @@ def kill_again_and_again(run: Run, draw: random.Random) -> None:
                     if gone in run.pids:
                         run.kill(gone)
                         run.wait(lambda gone=gone: gone in run.codes, 10)
-                        run.start(other)
+                        run.start(other, draw.choice(["", "late"]))
                         if run.wait(lambda key=key: key in run.codes, 4):
                             break
         fault["ended"] = place == "pause" or run.wait(lambda key=key: key in run.codes, 20)
