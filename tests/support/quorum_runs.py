@@ -68,6 +68,21 @@ def checksum(tensors) -> str:
     return digest.hexdigest()[:12]
 
 
+def common_state(optimizer, model) -> str:
+    """Return a checksum of what all ranks have in common after an exchange: parameters, anchors, outer momentum,
+    or moments that are not a rank's own.
+    """
+    entries = [entry.get("outer", entry) for entry in optimizer.state_dict()["state"].values()]
+    names = ("anchor", "momentum_buffer", "exp_avg", "exp_avg_sq")
+    return checksum([*model.parameters(), *(t for entry in entries for t in named(entry, names))])
+
+
+def named(value, names: tuple[str, ...], name: str = "") -> list[torch.Tensor]:
+    if isinstance(value, dict):
+        return [t for key, each in value.items() for t in named(each, names, name if key == LOCAL else key)]
+    return [value] if isinstance(value, torch.Tensor) and name in names else []
+
+
 def die_at(place: str, count: int, ft: FaultTolerant) -> None:
     """Let this process end at its ``count``-th visit of a place."""
     left = [count]
@@ -154,17 +169,26 @@ def work(args: argparse.Namespace, number: int, place: str = "", count: int = 0,
         saved = [t for e in state["optimizer"]["state"].values() for t in moments(e)]
         mine = [to_local(t) for e in optimizer.state_dict()["state"].values() for t in moments(e)]
         equal = all(map(torch.equal, saved, mine)) and len(saved) == len(mine) > 0
-        say("healed", step=ft.step, residual=float(optimizer.stats.residual_norm()), equal=equal)
+        residual = float(optimizer.stats.residual_norm())
+        say("healed", step=ft.step, residual=residual, equal=equal, state=common_state(optimizer, model))
 
-    manager._load_state_dict_fns["compopt"] = loaded
+    def saved() -> dict:
+        if ft.step:
+            say("saved", state=common_state(optimizer, model))
+        return save()
+
+    save = manager._user_state_dicts["compopt"]
+    manager._load_state_dict_fns["compopt"], manager._user_state_dicts["compopt"] = loaded, saved
     if place:
         die_at(place, count, ft)
     rebind = optimizer.rebind
 
     def noted(ranks) -> None:
+        before = common_state(optimizer, model) if ft.step else ""
         began = time.time()
         rebind(ranks)
-        say("ranks", size=ranks.size, rank=ranks.rank, step=ft.step, seconds=time.time() - began)
+        seconds, kept = time.time() - began, not before or before == common_state(optimizer, model)
+        say("ranks", size=ranks.size, rank=ranks.rank, step=ft.step, seconds=seconds, kept=kept)
 
     optimizer.rebind = noted
     local = 0
@@ -182,7 +206,7 @@ def work(args: argparse.Namespace, number: int, place: str = "", count: int = 0,
         data.batches += 1
         local += 1
         is_even = not getattr(optimizer, "round_is_open", False)
-        sums = checksum(model.parameters()) if is_even else ""
+        sums = common_state(optimizer, model) if is_even else ""
         say(
             "step", step=step, now=ft.step, loss=loss.item(), sum=sums, batches=data.batches, lr=scheduler.get_last_lr()
         )
@@ -356,9 +380,10 @@ def kill_again_and_again(run: Run, draw: random.Random) -> None:
         if not fault["ended"]:  # it was never where it was to end
             run.kill(key)
             run.wait(lambda key=key: key in run.codes, 10)
-        began = time.time()
         if place != "pause":
+            time.sleep(args.away)
             run.start(victim)
+        began = time.time()
         fault["seconds"] = time.time() - began if run.wait(run.all_take_part, 90) else None
         run.faults.append(fault)
         print(json.dumps({"fault": count, **fault}), flush=True)
@@ -386,7 +411,7 @@ def stops_at_kills(run: Run, lives: dict[str, list[dict]]) -> dict[str, list[flo
 def report(run: Run) -> dict:
     """Summarize the events: commits that differ, ends that nobody asked for, the longest stops."""
     sums: dict[int, dict[str, str]] = {}
-    stops, healed, left_out, lives = [], [], [], {}
+    stops, healed, left_out, saved, ranks, lives = [], [], [], set(), [], {}
     keys = sorted({path.name.removesuffix(".jsonl") for path in run.folder.glob("[0-9]*.jsonl")})
     for key in keys:
         steps = lives[key] = run.events(key, "step")
@@ -396,6 +421,8 @@ def report(run: Run) -> dict:
         stops += [b["t"] - a["t"] for a, b in pairwise(steps)]
         left_out += [(key, a["now"], b["now"]) for a, b in pairwise(steps) if b["now"] != a["now"] + 1]
         healed += run.events(key, "healed")
+        saved |= {event["state"] for event in run.events(key, "saved")}
+        ranks += run.events(key, "ranks")
     shared = {step: of for step, of in sums.items() if len(of) > 1}
     unequal = {step: of for step, of in shared.items() if len({*of.values()}) > 1}
     at_kills = stops_at_kills(run, {key: steps for key, steps in lives.items() if ".rank" not in key})
@@ -413,6 +440,9 @@ def report(run: Run) -> dict:
         "healed": len(healed),
         "residual": max([event["residual"] for event in healed], default=0.0),
         "moments_equal": all(event["equal"] for event in healed),
+        "loaded_equal": all(event["state"] in saved for event in healed),  # what a peer has saved
+        "sizes": sorted({event["size"] for event in ranks}),
+        "changed_by_rebind": sum(not event["kept"] for event in ranks),
         "typical_step": round(median(stops), 4) if stops else None,
         "longest_stops": [round(s, 2) for s in stops[-8:]],
         "stops_at_kills": {name: spread(seconds) for name, seconds in at_kills.items()},
@@ -447,6 +477,7 @@ def main() -> None:
         pause=14.0,
         group_timeout=6.0,
         join_timeout=3.0,
+        away=0.0,
     )
     for name, default in numbers.items():
         cli.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
@@ -464,7 +495,11 @@ def main() -> None:
     told = report(run)
     print(json.dumps(told, indent=1))
     wrong = told["unequal_count"] or told["bad_codes"] or told["not_recovered"] or told["residual"]
-    sys.exit(bool(wrong) or not told["moments_equal"])
+    if "pause" not in args.places:
+        wrong = wrong or told["left_out"]
+    if args.groups == 2:  # nobody has what the other lacks
+        wrong = wrong or told["changed_by_rebind"] or told["sizes"] != [1, 2]
+    sys.exit(bool(wrong) or not told["moments_equal"] or not told["loaded_equal"])
 
 
 if __name__ == "__main__":
