@@ -390,15 +390,16 @@ class FaultTolerant:
         deadline = time.monotonic() + self.patience
         begins_round = self._local is not None and not shrink_only
         self._from_peer, commits = None, self.manager.state_dict()
+        is_in_last = self._bound is not None
         while True:
             try:
-                self._ask(shrink_only)
+                self._ask(shrink_only, is_in_last)
                 break
             except TimeoutError:
                 if time.monotonic() > deadline:
                     raise
                 # who was left out of the last quorum gets no answer from one that only shrinks
-                shrink_only = False
+                shrink_only = is_in_last = False
                 if self._has_others:  # all ranks of this replica group ask anew, or none
                     self._vote_no("no quorum yet")
                 continue
@@ -413,13 +414,13 @@ class FaultTolerant:
         self._met_at = self.step
         return self._from_peer is not None
 
-    def _ask(self, shrink_only: bool) -> None:
+    def _ask(self, shrink_only: bool, is_in_last: bool) -> None:
         """Ask for a quorum, once; load the state of a peer if this rank is behind."""
         manager, began = self.manager, time.monotonic()
         limit = None
         if shrink_only:
             limit = datetime.timedelta(seconds=self.quorum_timeout.seconds)
-        elif self._bound is None:  # it may wait for a whole round of the others
+        elif not is_in_last:  # it may wait for a whole round of the others
             limit = datetime.timedelta(seconds=self.join_timeout / 3)
         try:
             manager.start_quorum(shrink_only=shrink_only, timeout=limit)

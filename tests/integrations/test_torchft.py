@@ -314,6 +314,13 @@ def test_who_is_not_in_a_quorum_asks_anew_before_the_lighthouse_gives_up_others(
     assert trained.manager.timeouts[:3] == [1.0] * 3
     assert trained.manager.timeouts[3:] == [60.0, None, 60.0], "who is in the last one waits for the others"
 
+    def leave_out(step: int) -> None:
+        if step == 8:  # the exchange follows
+            trained.manager.answers = [TimeoutError("no answer")]
+
+    trained.train(9, leave_out)
+    assert trained.manager.timeouts[6:] == [None, 60.0, 1.0]
+
 
 def test_ranks_of_a_replica_group_ask_anew_together():
     trained = Trained()
