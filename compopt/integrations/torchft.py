@@ -314,12 +314,22 @@ class FaultTolerant:
         """Take a step; if ranks are lost in it, take it with those that are left."""
         if self._met_at < 0:
             raise RuntimeError("there was no quorum yet: call begin_step(), or loop over steps().")
+        step = self.step
         if self._local is not None and not self._local.exchange_is_due:
             # ranks may still have to compare their settings
-            self._exchange(take_step, self.step + 1, is_commit=False)
-        elif self._met_at == self.step or not self._meet(shrink_only=True):
-            self._exchange(take_step, self.step + 1)
+            self._exchange(take_step, step + 1, is_commit=False)
+        elif self._met_at == step or not self._meet(shrink_only=True):
+            self._return_to(step)
+            self._exchange(take_step, step + 1)
         # else it has a peer's state now, to which these gradients do not belong
+
+    def _return_to(self, step: int) -> None:
+        """Take back the count of a step that rebind() has adopted from peers that were already in
+        it: their exchange has failed and they end their round, while this rank takes the step.
+        """
+        if self.step != step:
+            for group in self.optimizer._engine.option_groups:
+                group["step"] = step
 
     def _exchange(self, exchange: Callable[[], None], target: int, is_commit: bool = True) -> None:
         """Take a step, or end a round; repeat it with the ranks that are left until this rank has

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import threading
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import HANG_GUARD
+from sim import World
 from torch import nn
 
 import compopt
@@ -195,6 +197,50 @@ def test_an_exchange_that_fails_is_repeated_and_no_step_is_lost(name, monkeypatc
     assert trained.group.is_aborted
     assert trained.ft.step == 6
     assert all(map(torch.equal, trained.values(), undisturbed.values()))
+
+
+def take_steps(trained: Trained, rank: int, count: int) -> None:
+    for _ in range(count):
+        seed = 10 * trained.ft.step + rank
+        trained.optimizer.zero_grad()
+        with torch.enable_grad():
+            trained.model(torch.randn(8, 64, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+        trained.optimizer.step()
+
+
+def test_a_rank_takes_its_step_where_a_peer_was_in_it_already(monkeypatch):
+    """One rank has found its new peers, and lost them in the exchange; the other has not found them."""
+
+    def begin() -> tuple[list[Trained], World]:
+        pair, world = [Trained(), Trained()], World(2)
+        world.run([partial(t.optimizer.rebind, comm) for t, comm in zip(pair, world.comms, strict=True)])
+        for trained in pair:
+            trained.ft._met_at = 2  # the quorum before the exchange
+        world.run([partial(take_steps, t, rank, 2) for rank, t in enumerate(pair)])
+        return pair, world
+
+    undisturbed, world = begin()
+    world.run([partial(take_steps, t, rank, 1) for rank, t in enumerate(undisturbed)])
+    (first, second), _ = begin()
+    world, first.ft._met_at, second.optimizer._engine.run_step = World(2), 0, None
+    with monkeypatch.context() as patched:
+        fail(second, patched)
+        with pytest.raises(compopt.CommunicationError, match="step 3 was taken"):
+            take_steps(second, 1, 1)
+
+    def bind(rank: int) -> None:
+        pair[rank].optimizer.rebind(world.comms[rank])
+        pair[rank].optimizer.verify_peers()
+
+    def end_round() -> None:
+        bind(1)
+        second.optimizer.end_round()
+
+    pair, first.ft._bind = (first, second), partial(bind, 0)
+    world.run([partial(take_steps, first, 0, 1), end_round])
+    assert [t.ft.step for t in pair] == [3, 3]
+    assert all(map(torch.equal, pair[0].values(), pair[1].values()))
+    assert all(map(torch.equal, pair[0].values(), undisturbed[0].values()))
 
 
 def test_a_rank_that_was_left_out_asks_to_come_back_and_takes_the_state_of_a_peer():
