@@ -20,7 +20,8 @@ from sim import World
 from torch import nn
 
 import compopt
-from compopt.integrations.torchft import AdaptiveTimeout, ConnectTimeout, FaultTolerant, check_store, make_manager
+from compopt.integrations._quorum_waits import AdaptiveTimeout, ConnectTimeout, check_store
+from compopt.integrations.torchft import FaultTolerant, make_manager
 
 HERE = Path(__file__)
 
