@@ -27,6 +27,7 @@ ELSEWHERE = {
     "_selection",
     "_projections",
     "_snapshot_parts",
+    "_quorum_waits",  # torchft logs it
     "_snapshot_files",  # what is wrong with a damaged file: quoted by a warning
     "advise",
     "probe",
