@@ -23,7 +23,7 @@ STEPS, PACE = 700, 0.05
 def start_lighthouse():
     """Return the process and the address of a lighthouse."""
     command = [Path(sys.executable).with_name("torchft_lighthouse"), "--bind", "[::]:0", "--min_replicas", "1"]
-    command += ["--join_timeout_ms", "3000", "--heartbeat_timeout_ms", "1500", "--quorum_tick_ms", "50"]
+    command += ["--heartbeat_timeout_ms", "1500", "--quorum_tick_ms", "50"]
     with open(FOLDER / "lighthouse.log", "w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     while not (found := re.search(r"listening on:? *\S*?:(\d+)", (FOLDER / "lighthouse.log").read_text())):

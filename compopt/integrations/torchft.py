@@ -21,10 +21,8 @@ import importlib
 import logging
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from statistics import median
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -42,6 +40,7 @@ from .._wire.ranks import Ranks
 from .._wire.requests import CommunicationError
 from ..local_steps import LocalSteps
 from ..local_steps.rounds import LocalStats
+from ._quorum_waits import AdaptiveTimeout, ConnectTimeout, check_store
 from .ddp import attach
 
 log = logging.getLogger(__name__)
@@ -79,29 +78,6 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
-
-
-class AdaptiveTimeout:
-    """The seconds that an exchange may take: the median of the last ones, and ``factor`` times
-    their spread, which is the median distance from it.
-
-    ``first``: until five are known. ``least``: the smallest time-out.
-    """
-
-    def __init__(self, first: float, least: float = 5.0, factor: float = 10.0):
-        self.first, self.least, self.factor = first, least, factor
-        self._seconds: deque[float] = deque(maxlen=50)
-
-    def add(self, seconds: float) -> None:
-        self._seconds.append(seconds)
-
-    @property
-    def seconds(self) -> float:
-        if len(self._seconds) < 5:
-            return self.first
-        middle = median(self._seconds)
-        spread = median(abs(s - middle) for s in self._seconds)
-        return min(self.first, max(self.least, 2 * middle + self.factor * spread))
 
 
 def make_manager(group: ProcessGroup, min_replicas: int = 1, **options: Any) -> Manager:
@@ -172,6 +148,9 @@ class FaultTolerant:
         patience: seconds to go on asking for a quorum that does not come, before an error.
         timeout: seconds for the first exchanges, and for a joiner to load its state. Later
             exchanges have less: it adapts to those that were seen.
+        join_timeout: that of the lighthouse (``--join_timeout_ms``) in seconds. Who waits for so
+            long makes it give a quorum to the first of the others that asks, without the rest. So a
+            joiner asks anew three times as often.
 
     Raises:
         ValueError: the optimizer's state cannot be given to a joiner.
@@ -186,6 +165,7 @@ class FaultTolerant:
         *,
         patience: float = 1800.0,
         timeout: float = 60.0,
+        join_timeout: float = 60.0,
         **stateful: Stateful,
     ):
         check_optimizer(optimizer)
@@ -195,6 +175,7 @@ class FaultTolerant:
         self.patience, self.stateful = patience, stateful
         self.exchange_timeout = AdaptiveTimeout(timeout, least=5.0)
         self.quorum_timeout = AdaptiveTimeout(timeout, least=10.0)
+        self.connect_timeout, self.join_timeout = ConnectTimeout(timeout), join_timeout
         self.generation: int | None = None  # of the ranks that torchft has connected
         self._bound: int | None = None  # of those that the optimizer averages over
         self._met_at = -1  # the steps at which the last quorum was asked for
@@ -203,7 +184,7 @@ class FaultTolerant:
         self._bytes_before = 0  # sent over earlier ranks
         self._has_others = is_initialized() and dist.get_world_size() > 1  # in its replica group
         self._local = optimizer if isinstance(optimizer, LocalSteps) else None
-        self._note_generations()
+        self._note_connects()
         manager.register_state_dict_fn("compopt", self._load_from_peer, self._save_for_joiner)
         optimizer._engine.run_step = weak_method(self._run_step)
 
@@ -268,12 +249,22 @@ class FaultTolerant:
         """Take a step; if ranks are lost in it, take it with those that are left."""
         if self._met_at < 0:
             raise RuntimeError("there was no quorum yet: call begin_step(), or loop over steps().")
+        step = self.step
         if self._local is not None and not self._local.exchange_is_due:
             # ranks may still have to compare their settings
-            self._exchange(take_step, self.step + 1, is_commit=False)
-        elif self._met_at == self.step or not self._meet(shrink_only=True):
-            self._exchange(take_step, self.step + 1)
+            self._exchange(take_step, step + 1, is_commit=False)
+        elif self._met_at == step or not self._meet(shrink_only=True):
+            self._return_to(step)
+            self._exchange(take_step, step + 1)
         # else it has a peer's state now, to which these gradients do not belong
+
+    def _return_to(self, step: int) -> None:
+        """Take back the count of a step that rebind() has adopted from peers that were already in
+        it: their exchange has failed and they end their round, while this rank takes the step.
+        """
+        if self.step != step:
+            for group in self.optimizer._engine.option_groups:
+                group["step"] = step
 
     def _exchange(self, exchange: Callable[[], None], target: int, is_commit: bool = True) -> None:
         """Take a step, or end a round; repeat it with the ranks that are left until this rank has
@@ -322,9 +313,14 @@ class FaultTolerant:
         self.optimizer._engine.forget_in_flight()
         forget_group(self.group)  # its connections close when nothing refers to it
         self.group.abort()
-        self.manager.report_error(CommunicationError(failure))
         if was_voted:
-            return
+            self.manager.report_error(CommunicationError(failure))
+        else:
+            self._vote_no(failure)
+
+    def _vote_no(self, failure: str) -> None:
+        """Let the other ranks of this replica group see that this one has failed."""
+        self.manager.report_error(CommunicationError(failure))
         try:
             self.manager.should_commit()
         except (RuntimeError, TimeoutError) as unanswered:
@@ -339,15 +335,18 @@ class FaultTolerant:
         deadline = time.monotonic() + self.patience
         begins_round = self._local is not None and not shrink_only
         self._from_peer, commits = None, self.manager.state_dict()
+        is_in_last = self._bound is not None
         while True:
             try:
-                self._ask(shrink_only)
+                self._ask(shrink_only, is_in_last)
                 break
             except TimeoutError:
                 if time.monotonic() > deadline:
                     raise
                 # who was left out of the last quorum gets no answer from one that only shrinks
-                shrink_only = False
+                shrink_only = is_in_last = False
+                if self._has_others:  # all ranks of this replica group ask anew, or none
+                    self._vote_no("no quorum yet")
                 continue
             except (CommunicationError, RankLeft) as error:
                 if time.monotonic() > deadline:
@@ -360,10 +359,14 @@ class FaultTolerant:
         self._met_at = self.step
         return self._from_peer is not None
 
-    def _ask(self, shrink_only: bool) -> None:
+    def _ask(self, shrink_only: bool, is_in_last: bool) -> None:
         """Ask for a quorum, once; load the state of a peer if this rank is behind."""
         manager, began = self.manager, time.monotonic()
-        limit = datetime.timedelta(seconds=self.quorum_timeout.seconds) if shrink_only else None
+        limit = None
+        if shrink_only:
+            limit = datetime.timedelta(seconds=self.quorum_timeout.seconds)
+        elif not is_in_last:  # it may wait for a whole round of the others
+            limit = datetime.timedelta(seconds=self.join_timeout / 3)
         try:
             manager.start_quorum(shrink_only=shrink_only, timeout=limit)
         except BaseException as error:
@@ -398,15 +401,21 @@ class FaultTolerant:
         self._bound = generation
         log.info("step %s: rank %s of %s replica groups", self.step, rank, size)
 
-    def _note_generations(self) -> None:
-        """Note when torchft connects other ranks."""
+    def _note_connects(self) -> None:
+        """Note when torchft connects other ranks, and give them less time than for an exchange."""
         reconfigure = self.group.reconfigure  # type: ignore[attr-defined]
 
-        def note(options: Any) -> Any:
+        def connect(options: Any) -> Any:
             self.generation = int(options.uuid)
-            return reconfigure(options)
+            with self.connect_timeout.applied_to(self.group):
+                check_store(options.handles, self.connect_timeout.seconds)
+                connected = reconfigure(options)
+            # to the peer that a joiner loads from, which may have died meanwhile
+            seconds = self.connect_timeout.seconds
+            vars(self.manager)["_connect_timeout"] = datetime.timedelta(seconds=seconds)
+            return connected
 
-        self.group.reconfigure = note  # type: ignore[attr-defined]
+        self.group.reconfigure = connect  # type: ignore[attr-defined]
 
     # The state of a joiner
 

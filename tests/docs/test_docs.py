@@ -48,6 +48,7 @@ SAY_IT_ALL = [  # they name the argument or the call, and what to write instead:
     # what FaultTolerant repeats, and notes in its log
     "no answer within",
     "this replica group is not in the quorum",
+    "the store at ",
     "another rank of this replica group could not reach its peers",
     "no quorum: ",
     "wraps another one, and both collect",

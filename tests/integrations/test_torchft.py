@@ -2,29 +2,60 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import json
+import socket
 import subprocess
 import sys
+import threading
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import HANG_GUARD
+from sim import World
 from torch import nn
 
 import compopt
-from compopt.integrations.torchft import AdaptiveTimeout, FaultTolerant, make_manager
+from compopt.integrations._quorum_waits import AdaptiveTimeout, ConnectTimeout, check_store
+from compopt.integrations.torchft import FaultTolerant, make_manager
 
 HERE = Path(__file__)
+
+
+class Backend:
+    """In place of torch's group in torchft's, and of its backend."""
+
+    def _get_backend(self, device) -> Backend:
+        return self
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.timeout = timeout
 
 
 class Group:
     """In place of torchft's group, of this rank alone."""
 
-    generation = 0
+    generation, failures, backend = 0, 0, "torchft-gloo"
+    _timeout = timedelta(seconds=60)
+
+    def __init__(self):
+        self.waits, self.parent = [], Backend()
 
     def reconfigure(self, options) -> None:
-        pass
+        self.waits.append(self._timeout.total_seconds())
+        if self.failures:
+            self.failures -= 1
+            raise TimeoutError("not connected")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    def getBackendName(self) -> str:
+        return self.backend
 
     def abort(self) -> None:
         self.is_aborted = True
@@ -38,7 +69,7 @@ class Group:
 
 class Options:
     def __init__(self, uuid: int):
-        self.uuid = uuid
+        self.uuid, self.handles = uuid, []
 
 
 class Manager:
@@ -46,7 +77,7 @@ class Manager:
 
     def __init__(self, group: Group):
         self.group, self.asked, self.answers, self.numbers = group, [], [], {"step": 0, "batches_committed": 0}
-        self.error, self.generation, self.is_new = None, 0, True
+        self.error, self.generation, self.is_new, self.timeouts = None, 0, True, []
 
     def register_state_dict_fn(self, key, load_state_dict, state_dict) -> None:
         self.load, self.save = load_state_dict, state_dict
@@ -54,12 +85,17 @@ class Manager:
     def start_quorum(self, shrink_only=False, timeout=None) -> None:
         self.error = None
         self.asked.append("shrink" if shrink_only else "quorum")
+        self.timeouts.append(timeout and timeout.total_seconds())
         answer = self.answers.pop(0) if self.answers else None
         if isinstance(answer, Exception):
             raise answer
         if self.is_new or answer is not None:
             self.generation, self.is_new = self.generation + 1, False
-            self.group.reconfigure(Options(self.generation))
+            try:
+                self.group.reconfigure(Options(self.generation))
+            except OSError as error:
+                self.report_error(error)
+                return
         if isinstance(answer, dict):  # this rank is behind: it loads a peer's state
             self.load(answer["state"])
             self.numbers["step"] = answer["step"]
@@ -164,6 +200,50 @@ def test_an_exchange_that_fails_is_repeated_and_no_step_is_lost(name, monkeypatc
     assert all(map(torch.equal, trained.values(), undisturbed.values()))
 
 
+def take_steps(trained: Trained, rank: int, count: int) -> None:
+    for _ in range(count):
+        seed = 10 * trained.ft.step + rank
+        trained.optimizer.zero_grad()
+        with torch.enable_grad():
+            trained.model(torch.randn(8, 64, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+        trained.optimizer.step()
+
+
+def test_a_rank_takes_its_step_where_a_peer_was_in_it_already(monkeypatch):
+    """One rank has found its new peers, and lost them in the exchange; the other has not found them."""
+
+    def begin() -> tuple[list[Trained], World]:
+        pair, world = [Trained(), Trained()], World(2)
+        world.run([partial(t.optimizer.rebind, comm) for t, comm in zip(pair, world.comms, strict=True)])
+        for trained in pair:
+            trained.ft._met_at = 2  # the quorum before the exchange
+        world.run([partial(take_steps, t, rank, 2) for rank, t in enumerate(pair)])
+        return pair, world
+
+    undisturbed, world = begin()
+    world.run([partial(take_steps, t, rank, 1) for rank, t in enumerate(undisturbed)])
+    (first, second), _ = begin()
+    world, first.ft._met_at, second.optimizer._engine.run_step = World(2), 0, None
+    with monkeypatch.context() as patched:
+        fail(second, patched)
+        with pytest.raises(compopt.CommunicationError, match="step 3 was taken"):
+            take_steps(second, 1, 1)
+
+    def bind(rank: int) -> None:
+        pair[rank].optimizer.rebind(world.comms[rank])
+        pair[rank].optimizer.verify_peers()
+
+    def end_round() -> None:
+        bind(1)
+        second.optimizer.end_round()
+
+    pair, first.ft._bind = (first, second), partial(bind, 0)
+    world.run([partial(take_steps, first, 0, 1), end_round])
+    assert [t.ft.step for t in pair] == [3, 3]
+    assert all(map(torch.equal, pair[0].values(), pair[1].values()))
+    assert all(map(torch.equal, pair[0].values(), undisturbed[0].values()))
+
+
 def test_a_rank_that_was_left_out_asks_to_come_back_and_takes_the_state_of_a_peer():
     peer, trained = Trained(), Trained()
     peer.train(9)
@@ -242,6 +322,78 @@ def test_a_checkpoint_continues_when_all_are_gone():
     assert second.scheduler.get_last_lr() == undisturbed.scheduler.get_last_lr()
 
 
+def test_ranks_connect_within_seconds_and_exchange_as_long_as_the_group_lets_them():
+    trained = Trained("SeparateAdam")
+    trained.train(1)
+    assert trained.group.waits == [5.0], "nothing is known yet"
+    trained.group.failures = 2
+    trained.manager.is_new = True
+    trained.train(2)
+    assert trained.group.waits[1:] == pytest.approx([1.2, 2.4, 4.8]), "the double after each that failed"
+    trained.manager.is_new = True
+    trained.train(3)
+    assert trained.group.waits[4:] == pytest.approx([1.2])
+    assert trained.group._timeout == trained.group.parent.timeout == timedelta(seconds=60)
+    assert trained.manager._connect_timeout == timedelta(seconds=1.2), "for a peer's manager, too"
+
+
+def test_groups_that_connect_later_keep_their_timeout():
+    trained = Trained("SeparateAdam")
+    trained.group.backend = "torchft-nccl"
+    trained.train(1)
+    assert trained.group.waits == [60.0]
+
+
+def test_a_connect_that_was_slow_gets_more_time():
+    timeout = ConnectTimeout(60.0)
+    timeout._seconds.append(3.0)
+    assert timeout.seconds == 15.0
+    timeout._failures = 3
+    assert timeout.seconds == 60.0
+
+
+def test_who_is_not_in_a_quorum_asks_anew_before_the_lighthouse_gives_up_others():
+    trained = Trained()
+    trained.ft.join_timeout = 3.0
+    trained.manager.answers = [TimeoutError("no answer"), TimeoutError("no answer")]
+    trained.train(6)
+    assert trained.manager.asked[:3] == ["quorum"] * 3
+    assert trained.manager.timeouts[:3] == [1.0] * 3
+    assert trained.manager.timeouts[3:] == [60.0, None, 60.0], "who is in the last one waits for the others"
+
+    def leave_out(step: int) -> None:
+        if step == 8:  # the exchange follows
+            trained.manager.answers = [TimeoutError("no answer")]
+
+    trained.train(9, leave_out)
+    assert trained.manager.timeouts[6:] == [None, 60.0, 1.0]
+
+
+def test_ranks_of_a_replica_group_ask_anew_together():
+    trained = Trained()
+    trained.ft._has_others = True
+    trained.manager.answers = [TimeoutError("no answer")]
+    asked = trained.train(1)
+    assert asked[:4] == ["quorum", "no", "quorum", "yes"]
+
+
+@pytest.mark.parametrize("ending", ["refused", "reset", "silent"])
+def test_a_store_whose_process_is_gone_is_found_at_once(ending):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        handles = [json.dumps({"store": f"127.0.0.1:{server.getsockname()[1]}"})]
+        if ending == "refused":
+            server.close()
+        elif ending == "reset":
+            threading.Thread(target=lambda: server.accept()[0].close()).start()
+        with contextlib.nullcontext() if ending == "silent" else pytest.raises(ConnectionError):
+            check_store(handles, 30.0)
+
+
+@pytest.mark.parametrize("handles", [[], ["?"], ["{}"], ['{"store": "host"}'], ['{"store": 1}']])
+def test_handles_of_another_form_are_left_to_torchft(handles):
+    check_store(handles, 30.0)
+
+
 def test_a_timeout_adapts():
     timeout = AdaptiveTimeout(60.0, least=5.0)
     assert timeout.seconds == 60
@@ -285,7 +437,9 @@ needs_torchft = pytest.mark.skipif(
             "heal, the source",
             "heal, the joiner",
         ),
-        ("--optimizer", "separate", "--kills", "2", "--places", "forward", "vote"),
+        ("--optimizer", "separate", "--kills", "3", "--places", "forward", "vote", "connect"),
+        ("--optimizer", "local", "--kills", "2", "--places", "connect", "time", "--groups", "2", "--away", "3"),
+        ("--optimizer", "local", "--kills", "1", "--places", "time", "--pace", "0.3", "--join-timeout", "1.2"),
         ("--optimizer", "radius", "--kills", "1", "--places", "time"),
         ("--optimizer", "scape", "--kills", "1", "--places", "time"),
         ("--optimizer", "local", "--kills", "1", "--places", "pause"),

@@ -38,7 +38,7 @@ from compopt.integrations.torchft import LOCAL, FaultTolerant, make_manager
 
 HEARTBEAT = 1500  # milliseconds without one after which a replica group is taken to be dead
 # where a worker ends itself; "time": it is killed from outside
-PLACES = ["time", "forward", "exchange", "vote", "heal, the source", "heal, the joiner"]
+PLACES = ["time", "forward", "exchange", "vote", "connect", "heal, the source", "heal, the joiner"]
 
 OPTIMIZERS = {
     "local": lambda p, ranks: compopt.LocalSteps(torch.optim.AdamW(p, 2e-3), 10, growth_steps=0, process_group=ranks),
@@ -56,11 +56,31 @@ def say(event: str, **data) -> None:
     os.write(1, (json.dumps({"t": time.time(), "event": event, **data}) + "\n").encode())
 
 
+def die(place: str) -> None:
+    say("dies", place=place)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def checksum(tensors) -> str:
     digest = hashlib.sha1()
     for tensor in tensors:
         digest.update(to_local(tensor.detach()).numpy().tobytes())
     return digest.hexdigest()[:12]
+
+
+def common_state(optimizer, model) -> str:
+    """Return a checksum of what all ranks have in common after an exchange: parameters, anchors, outer momentum,
+    or moments that are not a rank's own.
+    """
+    entries = [entry.get("outer", entry) for entry in optimizer.state_dict()["state"].values()]
+    names = ("anchor", "momentum_buffer", "exp_avg", "exp_avg_sq")
+    return checksum([*model.parameters(), *(t for entry in entries for t in named(entry, names))])
+
+
+def named(value, names: tuple[str, ...], name: str = "") -> list[torch.Tensor]:
+    if isinstance(value, dict):
+        return [t for key, each in value.items() for t in named(each, names, name if key == LOCAL else key)]
+    return [value] if isinstance(value, torch.Tensor) and name in names else []
 
 
 def die_at(place: str, count: int, ft: FaultTolerant) -> None:
@@ -73,7 +93,7 @@ def die_at(place: str, count: int, ft: FaultTolerant) -> None:
         def call(*args, **kwargs):
             left[0] -= 1
             if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+                die(place)
             return inner(*args, **kwargs)
 
         setattr(owner, name, call)
@@ -82,6 +102,11 @@ def die_at(place: str, count: int, ft: FaultTolerant) -> None:
         visit(Communicator, "start")
     elif place == "vote":
         visit(ft.manager, "should_commit")
+    elif place == "late":  # it lives; who serves it has died when it comes to load
+        reconfigure = ft.group.reconfigure
+        ft.group.reconfigure = lambda options: (reconfigure(options), time.sleep(0.3))[0]
+    elif place == "connect":  # in a quorum, before its ranks have connected
+        visit(ft.group, "reconfigure")
     elif place.startswith("heal"):
         functions = ft.manager._user_state_dicts if "source" in place else ft.manager._load_state_dict_fns
         inner = functions["compopt"]
@@ -89,7 +114,7 @@ def die_at(place: str, count: int, ft: FaultTolerant) -> None:
         def call(*args):
             left[0] -= 1
             if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+                die(place)
             return inner(*args)
 
         functions["compopt"] = call
@@ -132,7 +157,8 @@ def work(args: argparse.Namespace, number: int, place: str = "", count: int = 0,
         replica_id=f"group_{number}",
         hostname="127.0.0.1",
     )
-    ft = FaultTolerant(manager, group, optimizer, model, scheduler=scheduler, data=data, timeout=10.0)
+    waits = dict(timeout=10.0, join_timeout=args.join_timeout)
+    ft = FaultTolerant(manager, group, optimizer, model, scheduler=scheduler, data=data, **waits)
     say("up", pid=os.getpid())
     load = manager._load_state_dict_fns["compopt"]
 
@@ -143,17 +169,26 @@ def work(args: argparse.Namespace, number: int, place: str = "", count: int = 0,
         saved = [t for e in state["optimizer"]["state"].values() for t in moments(e)]
         mine = [to_local(t) for e in optimizer.state_dict()["state"].values() for t in moments(e)]
         equal = all(map(torch.equal, saved, mine)) and len(saved) == len(mine) > 0
-        say("healed", step=ft.step, residual=float(optimizer.stats.residual_norm()), equal=equal)
+        residual = float(optimizer.stats.residual_norm())
+        say("healed", step=ft.step, residual=residual, equal=equal, state=common_state(optimizer, model))
 
-    manager._load_state_dict_fns["compopt"] = loaded
+    def saved() -> dict:
+        if ft.step:
+            say("saved", state=common_state(optimizer, model))
+        return save()
+
+    save = manager._user_state_dicts["compopt"]
+    manager._load_state_dict_fns["compopt"], manager._user_state_dicts["compopt"] = loaded, saved
     if place:
         die_at(place, count, ft)
     rebind = optimizer.rebind
 
     def noted(ranks) -> None:
+        before = common_state(optimizer, model) if ft.step else ""
         began = time.time()
         rebind(ranks)
-        say("ranks", size=ranks.size, rank=ranks.rank, step=ft.step, seconds=time.time() - began)
+        seconds, kept = time.time() - began, not before or before == common_state(optimizer, model)
+        say("ranks", size=ranks.size, rank=ranks.rank, step=ft.step, seconds=seconds, kept=kept)
 
     optimizer.rebind = noted
     local = 0
@@ -163,7 +198,7 @@ def work(args: argparse.Namespace, number: int, place: str = "", count: int = 0,
         optimizer.zero_grad()
         loss = (model(x) - x[:, :8].sin()).square().mean()
         if place == "forward" and local == count:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die(place)
         loss.backward()
         time.sleep(args.pace)
         optimizer.step()
@@ -171,7 +206,7 @@ def work(args: argparse.Namespace, number: int, place: str = "", count: int = 0,
         data.batches += 1
         local += 1
         is_even = not getattr(optimizer, "round_is_open", False)
-        sums = checksum(model.parameters()) if is_even else ""
+        sums = common_state(optimizer, model) if is_even else ""
         say(
             "step", step=step, now=ft.step, loss=loss.item(), sum=sums, batches=data.batches, lr=scheduler.get_last_lr()
         )
@@ -208,6 +243,7 @@ class Run:
         self.codes: dict[str, int] = {}
         self.lives = [0] * args.groups
         self.faults: list[dict] = []
+        self.kills: list[tuple[float, str]] = []  # from outside
         self.lighthouse = self.fork("lighthouse", self.serve)
         address = folder / "port"
         while not address.exists() or not address.read_text():
@@ -218,7 +254,11 @@ class Run:
         from torchft.coordination import LighthouseServer
 
         lighthouse = LighthouseServer(
-            bind="[::]:0", min_replicas=1, join_timeout_ms=3000, quorum_tick_ms=50, heartbeat_timeout_ms=HEARTBEAT
+            bind="[::]:0",
+            min_replicas=1,
+            join_timeout_ms=int(1000 * self.args.join_timeout),
+            quorum_tick_ms=50,
+            heartbeat_timeout_ms=HEARTBEAT,
         )
         (self.folder / "port").write_text(lighthouse.address().rsplit(":", 1)[1])
         time.sleep(self.args.limit + 60)
@@ -249,6 +289,8 @@ class Run:
 
     def kill(self, key: str, signal_number: int = signal.SIGKILL) -> None:
         """Send a signal to all ranks of a replica group."""
+        if signal_number == signal.SIGKILL and key in self.pids:
+            self.kills.append((time.time(), key))
         for name, pid in self.pids.items():
             if name == key or name.startswith(f"{key}.rank"):
                 os.kill(pid, signal_number)
@@ -307,7 +349,7 @@ def kill_again_and_again(run: Run, draw: random.Random) -> None:
     for count in range(args.kills):
         victim, place = draw.randrange(args.groups), args.places[count % len(args.places)]
         time.sleep(draw.random())
-        fault = {"place": place, "victim": victim, "t": time.time()}
+        fault = {"place": place, "victim": victim, "t": time.time(), "load": os.getloadavg()[0]}
         if place == "time":
             time.sleep(draw.random())
             fault["t"] = time.time()
@@ -322,7 +364,7 @@ def kill_again_and_again(run: Run, draw: random.Random) -> None:
             key = run.newest(victim)
             run.kill(key)
             run.wait(lambda key=key: key in run.codes, 10)
-            key = run.start(victim, place, 1 + draw.randrange(1 if "heal" in place else 8))
+            key = run.start(victim, place, 1 + draw.randrange(1 if place[:4] in ("heal", "conn") else 8))
             if "source" in place:  # somebody has to load from it
                 others = [n for n in range(args.groups) if n != victim]
                 run.wait(run.all_take_part, 60)
@@ -331,16 +373,17 @@ def kill_again_and_again(run: Run, draw: random.Random) -> None:
                     if gone in run.pids:
                         run.kill(gone)
                         run.wait(lambda gone=gone: gone in run.codes, 10)
-                        run.start(other)
+                        run.start(other, draw.choice(["", "late"]))
                         if run.wait(lambda key=key: key in run.codes, 4):
                             break
         fault["ended"] = place == "pause" or run.wait(lambda key=key: key in run.codes, 20)
         if not fault["ended"]:  # it was never where it was to end
             run.kill(key)
             run.wait(lambda key=key: key in run.codes, 10)
-        began = time.time()
         if place != "pause":
+            time.sleep(args.away)
             run.start(victim)
+        began = time.time()
         fault["seconds"] = time.time() - began if run.wait(run.all_take_part, 90) else None
         run.faults.append(fault)
         print(json.dumps({"fault": count, **fault}), flush=True)
@@ -350,21 +393,39 @@ def kill_again_and_again(run: Run, draw: random.Random) -> None:
     run.wait(lambda: not run.pids, 60)
 
 
+def stops_at_kills(run: Run, lives: dict[str, list[dict]]) -> dict[str, list[float]]:
+    """Return the seconds that survivors stood still at kills; where others died meanwhile, since the last."""
+    kills = run.kills + [(e["t"], key) for key in lives for e in run.events(key, "dies")]
+    found: dict[str, list[float]] = {"one": [], "several": [], "several, since the last": []}
+    for key, steps in lives.items():
+        for a, b in pairwise(steps):
+            within = [t for t, dead in kills if a["t"] - 0.5 < t < b["t"] and dead != key]
+            if within and b["t"] - a["t"] > 0.5:
+                seconds = round(b["t"] - a["t"], 2)
+                found["one" if len(within) == 1 else "several"].append(seconds)
+                if len(within) > 1:
+                    found["several, since the last"].append(round(b["t"] - max(a["t"], *within), 2))
+    return {name: sorted(seconds) for name, seconds in found.items()}
+
+
 def report(run: Run) -> dict:
     """Summarize the events: commits that differ, ends that nobody asked for, the longest stops."""
     sums: dict[int, dict[str, str]] = {}
-    stops, healed, lost = [], [], 0
+    stops, healed, left_out, saved, ranks, lives = [], [], [], set(), [], {}
     keys = sorted({path.name.removesuffix(".jsonl") for path in run.folder.glob("[0-9]*.jsonl")})
     for key in keys:
-        steps = run.events(key, "step")
+        steps = lives[key] = run.events(key, "step")
         for event in steps:
             if event["sum"]:  # ranks of a group hold different shards
                 sums.setdefault((event["now"], key.partition(".rank")[2]), {})[key] = event["sum"]
         stops += [b["t"] - a["t"] for a, b in pairwise(steps)]
-        lost += sum(b["now"] < a["now"] for a, b in pairwise(steps))
+        left_out += [(key, a["now"], b["now"]) for a, b in pairwise(steps) if b["now"] != a["now"] + 1]
         healed += run.events(key, "healed")
+        saved |= {event["state"] for event in run.events(key, "saved")}
+        ranks += run.events(key, "ranks")
     shared = {step: of for step, of in sums.items() if len(of) > 1}
     unequal = {step: of for step, of in shared.items() if len({*of.values()}) > 1}
+    at_kills = stops_at_kills(run, {key: steps for key, steps in lives.items() if ".rank" not in key})
     stops.sort()
     return {
         "faults": len(run.faults),
@@ -379,10 +440,24 @@ def report(run: Run) -> dict:
         "healed": len(healed),
         "residual": max([event["residual"] for event in healed], default=0.0),
         "moments_equal": all(event["equal"] for event in healed),
+        "loaded_equal": all(event["state"] in saved for event in healed),  # what a peer has saved
+        "sizes": sorted({event["size"] for event in ranks}),
+        "changed_by_rebind": sum(not event["kept"] for event in ranks),
         "typical_step": round(median(stops), 4) if stops else None,
         "longest_stops": [round(s, 2) for s in stops[-8:]],
+        "stops_at_kills": {name: spread(seconds) for name, seconds in at_kills.items()},
+        "left_out": left_out,  # lives that have lost local steps
+        "load": spread([fault["load"] for fault in run.faults]),
         "recovery": [round(f["seconds"] or -1, 1) for f in run.faults],
     }
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Return the number of values, their median, nine of ten, and the largest."""
+    ranked = sorted(values)
+    if not ranked:
+        return {}
+    return {"n": len(ranked), "median": median(ranked), ".9": ranked[int(0.9 * (len(ranked) - 1))], "max": ranked[-1]}
 
 
 def main() -> None:
@@ -391,7 +466,18 @@ def main() -> None:
     cli.add_argument("--optimizer", default="local", choices=OPTIMIZERS)
     cli.add_argument("--places", nargs="*", default=PLACES)
     numbers = dict(
-        groups=3, ranks=1, ddp=0, kills=6, steps=10**6, pace=0.02, limit=1800, seed=0, pause=14.0, group_timeout=6.0
+        groups=3,
+        ranks=1,
+        ddp=0,
+        kills=6,
+        steps=10**6,
+        pace=0.02,
+        limit=1800,
+        seed=0,
+        pause=14.0,
+        group_timeout=6.0,
+        join_timeout=3.0,
+        away=0.0,
     )
     for name, default in numbers.items():
         cli.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
@@ -409,7 +495,11 @@ def main() -> None:
     told = report(run)
     print(json.dumps(told, indent=1))
     wrong = told["unequal_count"] or told["bad_codes"] or told["not_recovered"] or told["residual"]
-    sys.exit(bool(wrong) or not told["moments_equal"])
+    if "pause" not in args.places:
+        wrong = wrong or told["left_out"]
+    if args.groups == 2:  # nobody has what the other lacks
+        wrong = wrong or told["changed_by_rebind"] or told["sizes"] != [1, 2]
+    sys.exit(bool(wrong) or not told["moments_equal"] or not told["loaded_equal"])
 
 
 if __name__ == "__main__":
