@@ -231,7 +231,7 @@ def test_a_rank_takes_its_step_where_a_peer_was_in_it_already(monkeypatch):
 
     def bind(rank: int) -> None:
         pair[rank].optimizer.rebind(world.comms[rank])
-        pair[rank].optimizer.verify_peers()
+        pair[rank].optimizer.run_handshake()
 
     def end_round() -> None:
         bind(1)
