@@ -12,8 +12,9 @@ The ranks, four or ``--ranks``, are of one process (_ladder_ranks.py) and train 
 rank and step. Finished runs are lines of results/ladder.jsonl. An unfinished one goes on from its checkpoint in
 runs/ladder. Processes side by side share the work: a run belongs to the one that holds its lock. Sizes of 3M, 35M and
 124M are for ``--device cuda``, in batches of 32 x 256 bytes, with a text of their own (``--data``); only 3M has run.
-Tables of losses: the mean over seeds and its range, over DDP + AdamW's and DDP + Muon's of the same size on as many
-ranks, bytes of the whole run in percent of DDP's, the settings, and the numbers of settings and seeds that ran.
+Tables of losses: the mean over seeds and its range, the loss of an averaged end (the mean of the last tenth), ratios to
+DDP + AdamW's, DDP + Muon's and DDP + NorMuon's last loss of the same size on as many ranks, bytes of the whole run in
+percent of DDP's, the settings, and the numbers of settings and seeds that ran.
 
 ``seconds`` multiplies step times (_ladder_seconds.py; kept in results/time_to_loss-ladder.jsonl) with the steps of each
 row's best run on seed 0. "Compute" is a step of the same optimizer without communication, while all ranks take one:
@@ -236,6 +237,7 @@ def _line(runs: Lines, size: str, row: str, seeds: dict, firsts: dict, others: d
         "ranks": first["ranks"],
         "batch": f"{SIZES[size].batch} x {SIZES[size].context}",  # of a rank
         "loss": round(statistics.mean(losses.values()), 4),
+        "averaged_loss": _mean_of_averaged(seeds),
         **ratios,
         "bytes_percent": round(100 * first["share"], 3),
         **tuned,
@@ -246,6 +248,12 @@ def _line(runs: Lines, size: str, row: str, seeds: dict, firsts: dict, others: d
         "seconds": first["seconds"],
         "products": first["products"],
     }
+
+
+def _mean_of_averaged(seeds: dict[int, dict[str, Any]]) -> float | None:
+    """The mean loss of the averaged ends, None if a run has none."""
+    values = [line.get("averaged_loss") for line in seeds.values()]
+    return round(statistics.mean(values), 4) if all(values) else None
 
 
 def _range(values: Collection[float]) -> float | None:
@@ -286,6 +294,7 @@ HEADS = {"to_adamw": "x AdamW", "to_muon": "x Muon", "to_normuon": "x NorMuon"}
 COLUMNS = {
     "loss": ("loss", "9.4f"),
     "range": ("range", "9.4f"),
+    "averaged_loss": ("averaged", "9.4f"),
     **{f"{name}{what}": (head, "9.4f") for name in NAMES.values()
        for what, head in (("", HEADS[name]), ("_range", "range"))},
     "bytes_percent": ("bytes, %", "9.2f"),

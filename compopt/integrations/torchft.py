@@ -423,7 +423,7 @@ class FaultTolerant:
         """Return copies of everything: torchft sends them while training goes on."""
         model = _mark_local_parts(self.model.state_dict())
         others = {name: one.state_dict() for name, one in self.stateful.items()}
-        # before the first step there is none, and a base may communicate to make one (sharded Muon)
+        # before the first step there is none, and torch.optim.Muon would communicate to make one
         state = _mark_local_parts(self.optimizer.state_for_joiner()) if self.step else None
         return {**copy.deepcopy({"model": model, **others}), "optimizer": state}
 

@@ -345,6 +345,9 @@ def test_steps_are_counted_by_parameter_as_in_the_averaged_start():
     step(optimizers[0].comm.world, params, optimizers, grads)
     counts = [[int(optimizer.state[p]["step"]) for p in own] for optimizer, own in zip(optimizers, params, strict=True)]
     assert counts[0] == [7, 6, *[7] * (len(counts[0]) - 2)] and set(counts[1]) == {6}
+    # what ``state`` shows for a base that counts no steps (SGD)
+    own = [{p: int(n) for b in o._buckets for p, n in zip(b.params, b.state["step"], strict=True)} for o in optimizers]
+    assert [[steps[p] for p in of_rank] for steps, of_rank in zip(own, params, strict=True)] == counts
 
 
 def test_the_averaged_start_leaves_no_residual_in_memory():
