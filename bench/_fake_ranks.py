@@ -53,7 +53,7 @@ def fake_ranks(ranks: int, left_by_others: float = 0.0) -> Iterator[FakeRanks]:
         with (
             mock.patch.multiple(dist, **counted),
             mock.patch.object(handshake, "_report_equal_gradients"),
-            mock.patch.object(handshake, "_compare_ranks"),
+            mock.patch.object(handshake, "_check_rank_numbers"),
         ):
             yield comm
     finally:

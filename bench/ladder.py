@@ -220,14 +220,17 @@ def _seeds(runs: Lines, size: str, row: str, others: dict[str, Any]) -> dict[int
 
 def _line(runs: Lines, size: str, row: str, seeds: dict, firsts: dict, others: dict[str, Any]) -> dict[str, Any]:
     losses, first = {seed: loss_of(line) for seed, line in seeds.items()}, seeds[0]
+    averaged = {seed: line.get("averaged_loss") for seed, line in seeds.items()}
+    averaged = averaged if all(averaged.values()) else {}
     tuned = {name: first[name] for name in ("lr", "outer_lr", "momentum")}
     start = Run(row, size, 0.0, **others)
     ratios: dict[str, float | None] = {}
     for baseline, name in NAMES.items():
         common = sorted(losses.keys() & firsts[baseline].keys())
-        values = [losses[seed] / loss_of(firsts[baseline][seed]) for seed in common]
-        ratios[name] = round(statistics.mean(values), 4) if values else None
-        ratios[f"{name}_range"] = _range(values)
+        for key, of_row in (name, losses), (f"averaged_{name}", averaged):
+            values = [of_row[seed] / loss_of(firsts[baseline][seed]) for seed in common if of_row]
+            ratios[key] = round(statistics.mean(values), 4) if values else None
+            ratios[f"{key}_range"] = _range(values)
     return {
         "size": size,
         "row": row,
@@ -237,7 +240,7 @@ def _line(runs: Lines, size: str, row: str, seeds: dict, firsts: dict, others: d
         "ranks": first["ranks"],
         "batch": f"{SIZES[size].batch} x {SIZES[size].context}",  # of a rank
         "loss": round(statistics.mean(losses.values()), 4),
-        "averaged_loss": _mean_of_averaged(seeds),
+        "averaged_loss": round(statistics.mean(averaged.values()), 4) if averaged else None,
         **ratios,
         "bytes_percent": round(100 * first["share"], 3),
         **tuned,
@@ -248,12 +251,6 @@ def _line(runs: Lines, size: str, row: str, seeds: dict, firsts: dict, others: d
         "seconds": first["seconds"],
         "products": first["products"],
     }
-
-
-def _mean_of_averaged(seeds: dict[int, dict[str, Any]]) -> float | None:
-    """The mean loss of the averaged ends, None if a run has none."""
-    values = [line.get("averaged_loss") for line in seeds.values()]
-    return round(statistics.mean(values), 4) if all(values) else None
 
 
 def _range(values: Collection[float]) -> float | None:

@@ -74,7 +74,8 @@ class RankLeft(BaseException):
 
 
 def wait_for_all_to_consolidate(engine: Engine, patience: float | None) -> None:
-    """Wait until all ranks have called ``consolidate_state()`` on the same optimizer.
+    """Wait until all ranks have called ``consolidate_state()`` on the same optimizer; not at all if
+    there is nothing to consolidate, or no store.
 
     Raises CommunicationError, with nothing started, if some have not after ``patience`` seconds;
     ValueError if they consolidate different optimizers.

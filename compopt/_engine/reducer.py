@@ -312,6 +312,7 @@ class AllReduceReducer:
         return self.read_owned_averages(self.bucket.compute_dtype)
 
     def clip(self, factor: float) -> None:
+        """Clip the average in place, for algorithms that decode the message themselves."""
         if factor < 1:
             self.mean.body.mul_(factor)
 

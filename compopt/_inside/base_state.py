@@ -30,7 +30,7 @@ def average_base(
     State of a parameter that is more than floats of the parameter's shape, mean squares of its rows
     and single values, such as 8-bit moments, factors or projections, becomes rank 0's as a whole;
     and so do step counts. State stays the rank's own if its form differs between ranks, or if it
-    holds objects that are no tensors or numbers; that is said once.
+    holds objects that are no tensors or numbers; a warning says so once.
     """
     state = base.state
     entries = {p: read_leaves(state.get(p, {})) for bucket in buckets for p in bucket.params}

@@ -127,6 +127,7 @@ def select_top_k(x: Tensor, k: int, scratch: Scratch) -> Tensor:
                 return candidates.index_select(0, largest).sort().values
             if threshold == 0:
                 return candidates
+            # below the smallest normal number halves may be flushed to 0: look at all nonzero ones
             tiny = float(torch.finfo(x.dtype).tiny)
             threshold = threshold / 2 if threshold > tiny else 0.0
     return _select_by_sort(x, k)

@@ -1,5 +1,5 @@
-"""Collectives of ``torch.distributed``. Elsewhere only ``integrations``, ``activations`` and
-``planning`` call it.
+"""Collectives of ``torch.distributed``. Outside of this folder only ``_fsdp``, ``integrations``,
+``activations`` and ``planning`` call it.
 
 ``Communicator.start`` never blocks; ``PendingCollective.wait`` does. All ranks must start
 collectives in the same order, each from one thread at a time: two threads on one gloo group

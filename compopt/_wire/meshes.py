@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from .collectives import Communicator
 from .launch import ProcessGroup
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
-from .collectives import Communicator
 
 
 def list_mesh_groups(p: Tensor) -> list[tuple[ProcessGroup, Placement]]:

@@ -86,7 +86,7 @@ class BitOr:
 
 @dataclass(slots=True)
 class ReadToHost:
-    """Numbers of the device that the host needs; answered with a list. No communication.
+    """Device values that the host needs; answered with a list. No communication.
 
     The host waits once, for all buckets together. CPU tensors are read directly: there this request
     would only make every bucket wait for the others.

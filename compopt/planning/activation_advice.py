@@ -36,7 +36,7 @@ AS_FAST = 1.0005
 
 @dataclass(frozen=True)
 class LayersAdvice:
-    """Result of `advise_layers`: a row a compressor, what to do, the lines of Python for it, why.
+    """Result of `advise_layers`: a row per compressor, what to do, the lines of Python for it, why.
 
     `str()` shows all of it.
     """
@@ -238,7 +238,7 @@ def format_grid(grid: Grid) -> str:
 
 
 def format_layer_table(rows: list[LayerRow], chosen: str) -> str:
-    """A line a compressor, the fastest step first."""
+    """A line per compressor, the fastest step first."""
     head = "  compressor|where|MB inside|MB between|compute ms|own ms|exposed ms|step ms|speed-up"
     table: list[tuple[str, ...]] = [(*head.split("|"), "accuracy")]
     for row in sorted(rows, key=lambda row: row.step.total):

@@ -45,7 +45,7 @@ def median_seconds(call: Callable[[], object], device: torch.device, repeats: in
 
 @dataclass(frozen=True)
 class Fit:
-    """Result of `fit`: `coefficients` a feature, and how far each measured point is from its
+    """Result of `fit`: `coefficients` by feature, and how far each measured point is from its
     prediction.
 
     `residuals` are (predicted - measured) / measured, in the order of the points.
@@ -80,7 +80,7 @@ def fit(
     names = sorted({name for point in points for name in point})
     if len(points) != len(seconds) or len(points) < len(names):
         raise ValueError(
-            f"fit needs as many measurements as points and at least one a feature; "
+            "fit needs as many measurements as points, and at least one per feature; "
             f"got {len(seconds)} measurements, {len(points)} points and {len(names)} features."
         )
     if min(seconds, default=0.0) <= 0:

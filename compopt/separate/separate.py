@@ -247,7 +247,7 @@ class SeparateAdam(ProjectingOptimizer):
 
     @property
     def _update(self) -> Update:
-        return AdamWUpdate(self.ops)  # of the backend of now: ranks may fall back to PyTorch's
+        return AdamWUpdate(self.ops)  # of the current backend: ranks may fall back to PyTorch's
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         return choose_generator(self, bucket)

@@ -40,7 +40,11 @@ UPDATE_SEED_SALT = 1_000_001  # makes seeds of updates differ from those of payl
 
 
 def step_zero1_shards(bucket: Bucket, ops: Ops, reducer: ShardReducer) -> RequestGenerator[None]:
-    """Average one bucket by ``reducer``; each rank updates its shard of it with AdamW."""
+    """Average one bucket by ``reducer``; each rank updates its shard of it with AdamW.
+
+    It is the generator that ``TagcAdamW.algorithm`` returns; the engine runs it up to the gather on
+    all ranks, then to the commit.
+    """
     mean = yield from reducer.reduce()
     phase, squared, drop_absent = reducer.phase, reducer.squared_norm, reducer.drop_absent
     norm = yield Agree(mean, phase, squared, covers_shard_only=True, drop_absent=drop_absent)

@@ -77,8 +77,8 @@ def test_the_first_table_of_the_readme_is_of_the_ladder():
 
 
 def test_the_readme_says_what_normuon_gains():
-    names = "DDP + NorMuon", "Separate(NorMuon) 16", "LocalSteps(NorMuon) 30, a fixed outer rate"
-    (said,) = re.findall(r"As NorMuon .* ends at (.*)\.\n", README.read_text())
+    names = "DDP + NorMuon", "Separate(NorMuon) 16", "LocalSteps(NorMuon) 30, outer momentum 0.8"
+    (said,) = re.findall(r"NorMuon .* ends at (.*)\.\n", README.read_text())
     for name, number in zip(names, re.findall(r"\d\.\d+", said), strict=True):
         row = ladder()["0.2M", name]
         assert row["seeds"] == "3"
@@ -185,7 +185,8 @@ def test_losses_by_size():
     names |= {r"^LocalSteps\(AdamW\)": "LocalSteps(AdamW) 30, int4, 800"}
     names |= {r"^DDP \+ NorMuon$": "DDP + NorMuon", r"^Separate\(NorMuon": "Separate(NorMuon) 16"}
     names |= {
-        r"^LocalSteps\(NorMuon\)": "LocalSteps(NorMuon) 30, a fixed outer rate",
+        r"^LocalSteps\(NorMuon\)": "LocalSteps(NorMuon) 30, outer momentum 0.8",
+        r"^the same, averaged end": "LocalSteps(NorMuon) 30, outer momentum 0.8",
         r"^LocalSteps\(NorMuon, .*140": "LocalSteps(NorMuon) 140",
     }
     sizes = {f"{int(row['parameters']) / 1e6:.2g} M": size for (size, _), row in ladder().items()}
@@ -196,6 +197,7 @@ def test_losses_by_size():
                 continue
             kept, place = ladder()[sizes[re.match(r"[\d.]+ M", heading)[0]], name], f"{name}, {heading}"
             key = "to_muon" if "Muon" in heading else "to_adamw"
+            key = f"averaged_{key}" if "averaged" in label else key
             check(cell, kept[key], place)
             assert ("one seed" in cell) == (kept["seeds"] == "1"), place
             if "(" in cell:

@@ -104,7 +104,7 @@ class NativeMean(QuantizedMean):
         body, errors = self.payload.body, self.rounding_errors
         values, to = address("values", body, len(body)), address("errors", errors, len(body))
         added = address("an addend", self.payload.addend, len(body))
-        rounding = rounding_table((*self.seed, self.rank, 1), self.bits)
+        rounding = rounding_table((*self.seed, self.rank, 1), self.bits)  # stage 1, as in codec.py
         round_values = self.library.round_values
         run_over_chunks(
             [ChunkMemory(chunk, values, 0, 0, to, 0, added)],
@@ -129,7 +129,7 @@ class NativeMean(QuantizedMean):
             codes_at=4 * (self.fields + self.layout.max_rows),
             ranks=self.ranks,
         )
-        rounding = rounding_table((*self.seed, self.rank, 2), self.bits)
+        rounding = rounding_table((*self.seed, self.rank, 2), self.bits)  # stage 2
         mean = self.library.mean_of_codes
         run_over_chunks(
             [ChunkMemory(chunk, 0, *places)],
