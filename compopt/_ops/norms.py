@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._state.tensors import upload
+
 WIDTH = 65536  # elements of a norm that are added up side by side
 
 
@@ -118,3 +120,11 @@ def scale_all_(xs: list[Tensor], factor: float) -> None:
     """Multiply every tensor by ``factor``, in place."""
     if factor != 1 and xs:
         torch._foreach_mul_(xs, factor)
+
+
+def sum_squares_of_shards(norms: Sequence[Tensor], copies: Sequence[int]) -> Tensor:
+    """Return the sum of squares, each divided by the number of ``copies`` that shards hold of the
+    part, so that their sum over shards is that of the whole model.
+    """
+    squares = torch.stack([*norms]).double().square_()
+    return squares.div_(upload(copies, torch.float64, squares.device)).sum()

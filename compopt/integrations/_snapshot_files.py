@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from .._state.tensors import to_local
-from .._wire.trust import Untrusted, check_folder, check_own, make_own_folder
+from ._trust import Untrusted, check_folder, check_own, make_own_folder
 
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if type(d) is torch.dtype}
 STATE, MANIFEST, TEMPORARY = "state.distcp", ".metadata", ".part"

@@ -33,12 +33,12 @@ from .._engine.missing_ranks import wait_for_all_to_save
 from .._engine.optimizer import CompressedOptimizer
 from .._engine.options import require
 from .._wire.collectives import Communicator
-from .._wire.trust import Untrusted
 from .._wire.warning import warn
 from . import _snapshot_files as files
 from ._snapshot_files import Manifest, Snapshot
 from ._snapshot_loading import Meeting, Resume, describe, raise_told
 from ._snapshot_parts import RankParts, State, distribute_state
+from ._trust import Untrusted
 
 Result = TypeVar("Result")
 

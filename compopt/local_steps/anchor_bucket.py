@@ -17,7 +17,7 @@ from .._state.bucket import Bucket
 from .._state.buckets import bucket_bytes
 from .._state.layouts import LocalShape
 from .._state.residuals import Residuals, residual_layout
-from .._state.tensors import HOST, distribute_like, pin, to_local, upload
+from .._state.tensors import HOST, distribute_like, pin, to_local
 from .._wire.codec import QuantizedCodec
 from .._wire.payload import ControlFields, Mean, Payload, Scratch
 from .rounds import outer_gain
@@ -352,11 +352,3 @@ def cut_uniform_runs(params: Iterable[Tensor]) -> list[list[Tensor]]:
             sizes[key] = size
         runs[key][-1].append(p)
     return [run for of_key in runs.values() for run in of_key]
-
-
-def sum_squares(norms: Sequence[Tensor], copies: Sequence[int]) -> Tensor:
-    """Return the sum of squares, each divided by the number of ``copies`` that shards hold of the
-    part, so that their sum over shards is that of the whole model.
-    """
-    squares = torch.stack([*norms]).double().square_()
-    return squares.div_(upload(copies, torch.float64, squares.device)).sum()

@@ -69,7 +69,7 @@ from .._engine.step import Step
 from .._inside.base_state import average_base, copy_learned_options
 from .._inside.bases import check_mode, replace_gradients
 from .._inside.combined import OneOrSeveral, combine_optimizers, describe_members
-from .._ops.norms import clip_factor, scale_all_, total_norm
+from .._ops.norms import clip_factor, scale_all_, sum_squares_of_shards, total_norm
 from .._state.bucket import Bucket
 from .._state.layouts import Layout, LocalShape, PaddedVector
 from .._state.residuals import residual_layout
@@ -80,7 +80,7 @@ from .._wire.payload import PayloadDtype
 from .._wire.ranks import Ranks
 from .._wire.requests import CallsDiffer, CommunicationError, RequestGenerator
 from ..average import average
-from .anchor_bucket import sum_squares, write_params
+from .anchor_bucket import write_params
 from .anchored import AnchoredWrapper
 from .anchors import reset_moments
 from .fragment_sync import FragmentSync, RunningSync
@@ -453,7 +453,8 @@ class LocalSteps(AnchoredWrapper):
     def _gradient_norm(self, grads: list[Tensor], copies: list[int]) -> float:
         """Return the norm over all shards of the replica, NaN if a GradScaler has found an inf.
 
-        In the same message shards agree on the time of the round. ``copies``: see ``sum_squares``.
+        In the same message shards agree on the time of the round. ``copies``: of each
+        part, see ``sum_squares_of_shards``.
         """
         shards = self._engine.shard_communicators
         squared = 0.0
@@ -462,7 +463,7 @@ class LocalSteps(AnchoredWrapper):
         elif not shards:
             return float(total_norm(grads)) if grads else 0.0
         elif grads:
-            squared = float(sum_squares([total_norm([g]) for g in grads], copies))
+            squared = float(sum_squares_of_shards([total_norm([g]) for g in grads], copies))
         numbers = [squared, self._counts.seconds]
         total, seconds = sum_over_groups(shards, numbers, self._engine.device)
         self._counts.seconds = seconds / math.prod(comm.size for comm in shards)
