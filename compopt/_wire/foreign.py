@@ -6,10 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .launch import list_group_ranks
+from .launch import list_ranks_of_call
 
 
 class ForeignCollective(RuntimeError):
@@ -46,17 +45,3 @@ class RefuseCollectives(TorchDispatchMode):
             if len(self._ranks.intersection(ranks)) > 1:
                 raise ForeignCollective(f"{func.namespace}.{func.__name__}")
         return func(*args, **named)
-
-
-def list_ranks_of_call(operator: torch._ops.OpOverload, given: dict[str, Any]) -> list[int]:
-    """Return the global ranks among which a call of an operator of PyTorch communicates.
-
-    ``given``: its arguments by name. Nobody, if it is no collective.
-    """
-    kind = operator.namespace
-    if kind == "c10d" and "process_group" in given:
-        return list_group_ranks(dist.ProcessGroup.unbox(given["process_group"])) or []
-    if kind == "_c10d_functional" and isinstance(name := given.get("group_name"), str):
-        resolve: Any = torch._C._distributed_c10d._resolve_process_group
-        return dist.get_process_group_ranks(resolve(name))
-    return []

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 
 # Aliases, because torch may be built without torch.distributed.
@@ -49,6 +50,20 @@ def get_timeout(group: ProcessGroup | None) -> timedelta | None:
     except (AttributeError, IndexError, RuntimeError):
         return None
     return limit if isinstance(limit, timedelta) else None
+
+
+def list_ranks_of_call(operator: torch._ops.OpOverload, given: dict[str, Any]) -> list[int]:
+    """Return the global ranks among which a call of an operator of PyTorch communicates.
+
+    ``given``: its arguments by name. Nobody, if it is no collective.
+    """
+    kind = operator.namespace
+    if kind == "c10d" and "process_group" in given:
+        return list_group_ranks(dist.ProcessGroup.unbox(given["process_group"])) or []
+    if kind == "_c10d_functional" and isinstance(name := given.get("group_name"), str):
+        resolve: Any = torch._C._distributed_c10d._resolve_process_group
+        return dist.get_process_group_ranks(resolve(name))
+    return []
 
 
 def list_group_ranks(group: dist.ProcessGroup | None) -> list[int] | None:

@@ -28,6 +28,7 @@ ELSEWHERE = {
     "_projections",
     "_snapshot_parts",
     "_snapshot_files",  # what is wrong with a damaged file: quoted by a warning
+    "_trust",  # and with one that others may write
     "advise",
     "probe",
 }  # not what a user of an optimizer meets
