@@ -427,8 +427,9 @@ class Engine:
 
     @property
     def comm(self) -> Communicator:
-        """The ranks to average over, as connected at the first call. It stays after another default
-        process group was made: see ``refresh_ranks``."""
+        """The ranks to average over, as connected at the first call. They stay after another
+        default process group was made: see ``refresh_ranks``.
+        """
         if self.connection is None:
             is_wrapped = self.role is Role.WRAPPED
             self.connection = (

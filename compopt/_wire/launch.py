@@ -68,7 +68,7 @@ def list_ranks_of_call(operator: torch._ops.OpOverload, given: dict[str, Any]) -
 
 def list_group_ranks(group: dist.ProcessGroup | None) -> list[int] | None:
     """Return the global ranks of a process group. None if there is no group, or torch has not
-    registered it: it was destroyed, or a library made it (torchft). DDP's ranks are compared so.
+    registered it: it was destroyed, or a library made it (torchft).
     """
     try:
         return None if group is None else dist.get_process_group_ranks(group)

@@ -338,7 +338,7 @@ class FaultTolerant:
         is_in_last = self._bound is not None
         while True:
             try:
-                self._ask(shrink_only, is_in_last)
+                self._ask_for_quorum(shrink_only, is_in_last)
                 break
             except TimeoutError:
                 if time.monotonic() > deadline:
@@ -359,7 +359,7 @@ class FaultTolerant:
         self._met_at = self.step
         return self._from_peer is not None
 
-    def _ask(self, shrink_only: bool, is_in_last: bool) -> None:
+    def _ask_for_quorum(self, shrink_only: bool, is_in_last: bool) -> None:
         """Ask for a quorum, once; load the state of a peer if this rank is behind."""
         manager, began = self.manager, time.monotonic()
         limit = None

@@ -349,7 +349,7 @@ class AnchoredWrapper(Wrapper):
             for group in self._wrapper_groups:
                 group["step"] = saved.step
             if saved.sync is not None and saved.running:
-                saved.sync.begin(**saved.running)
+                saved.sync.begin_sync(**saved.running)
         if self._open_round is not None:
             self._open_round.update(False, self._counts.begun, self.comm)
         self._note_open_round()

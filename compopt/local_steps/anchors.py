@@ -196,9 +196,8 @@ class Anchors:
 
     def checksum(self) -> int:
         """Compute a number above 0 that is equal for equal anchors."""
-        return (
-            zlib.crc32(repr([checksum_values(b.flat_anchors) for b in self.buckets]).encode()) or 1
-        )
+        checksums = [checksum_values(bucket.flat_anchors) for bucket in self.buckets]
+        return zlib.crc32(repr(checksums).encode()) or 1
 
     def catch_up(self, engine: Engine, is_new: bool) -> bool:
         """Copy anchors from a rank that is ahead. On a rank that is new or lacks a sync, the

@@ -240,7 +240,7 @@ class FragmentSync:
         self.due = frozenset()
         weight = counts.weight if engine.option_groups[0]["weighted"] else 1.0
         contribution = SyncContribution(weight, steps, counts.seconds, is_last, has_failed > 0)
-        self.begin(fragments, apply_at, squares, contribution, is_as_before, problem)
+        self.begin_sync(fragments, apply_at, squares, contribution, is_as_before, problem)
         del problem  # its traceback refers to this frame (a reference cycle)
         if apply_at and self.running is not None:
             self.running.poll()
@@ -258,7 +258,7 @@ class FragmentSync:
             zeros = torch.zeros(count, dtype=torch.float64, device="cpu")
             return zeros.to(self.engine.device), error
 
-    def begin(
+    def begin_sync(
         self,
         fragments: frozenset[int],
         apply_at: int,

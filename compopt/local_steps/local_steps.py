@@ -453,8 +453,8 @@ class LocalSteps(AnchoredWrapper):
     def _gradient_norm(self, grads: list[Tensor], copies: list[int]) -> float:
         """Return the norm over all shards of the replica, NaN if a GradScaler has found an inf.
 
-        In the same message shards agree on the time of the round. ``copies``: of each
-        part, see ``sum_squares_of_shards``.
+        In the same message shards agree on the time of the round. ``copies``: see
+        ``sum_squares_of_shards``.
         """
         shards = self._engine.shard_communicators
         squared = 0.0
