@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from ._backends import choice as _choice  # noqa: F401  (the backends that optimizers choose from)
 from ._engine.stats import Stats
 from ._fsdp import fsdp_modules as _fsdp_modules  # noqa: F401  (looks at every new optimizer)
-from ._wire.ranks import Ranks
+from ._wire.groups import Ranks
 from ._wire.requests import CommunicationError
 from .adams import AdamS
 from .average import Average

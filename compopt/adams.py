@@ -36,9 +36,8 @@ from ._ops.operations import Ops
 from ._state.bucket import Bucket
 from ._state.layouts import Layout, LocalShape
 from ._state.residuals import residual_layout
-from ._wire.launch import ProcessGroup
+from ._wire.groups import ProcessGroup, Ranks
 from ._wire.payload import PayloadDtype
-from ._wire.ranks import Ranks
 from ._wire.requests import Agree, RequestGenerator
 
 if TYPE_CHECKING:

@@ -39,9 +39,8 @@ from ._ops.norms import clip_factor
 from ._ops.operations import Ops
 from ._state.bucket import Bucket
 from ._state.layouts import Layout
-from ._wire.launch import ProcessGroup
+from ._wire.groups import ProcessGroup, Ranks
 from ._wire.payload import PayloadDtype
-from ._wire.ranks import Ranks
 from ._wire.requests import Agree, RequestGenerator
 
 

@@ -56,9 +56,8 @@ from ._state.bucket import Bucket
 from ._state.layouts import Bits, Layout, LocalShape
 from ._state.masks import Mask, selection_size, sizes_at_density
 from ._state.residuals import residual_layout
-from ._wire.launch import ProcessGroup
+from ._wire.groups import ProcessGroup, Ranks
 from ._wire.payload import Payload, PayloadDtype
-from ._wire.ranks import Ranks
 from ._wire.requests import Agree, Broadcast, Phase, RequestGenerator
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from compopt._ops.norms import clip_factor
 from compopt._state.bucket import Bucket
 from compopt._state.layouts import Layout
 from compopt._state.masks import Mask, selection_size
-from compopt._wire.launch import ProcessGroup
+from compopt._wire.groups import ProcessGroup
 from compopt._wire.payload import PayloadDtype
 from compopt._wire.requests import Agree, RequestGenerator
 from compopt.tagc.zero1_adamw import step_zero1_shards

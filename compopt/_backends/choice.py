@@ -20,7 +20,7 @@ from functools import lru_cache
 import torch
 
 from .._ops.operations import Ops, backend_choices
-from .._wire.launch import get_rank
+from .._wire.groups import get_rank
 from .._wire.warning import warn_on_rank_0
 from .native.library import UnknownISA, find_objects
 

@@ -28,11 +28,14 @@ from .._state.residuals import Residuals
 from .._state.shards import cut_evenly
 from .._state.tensors import is_accelerator, to_local
 from .._wire.codec import PAYLOAD_CODECS
-from .._wire.collectives import Communicator, is_outdated
-from .._wire.launch import ProcessGroup, count_launched_ranks, get_rank
-from .._wire.meshes import get_replicate_size, make_shard_communicators
-from .._wire.quorum import connect
-from .._wire.ranks import Ranks
+from .._wire.collectives import (
+    Communicator,
+    connect,
+    get_replicate_size,
+    is_outdated,
+    make_shard_communicators,
+)
+from .._wire.groups import ProcessGroup, Ranks, count_launched_ranks, get_rank
 from .._wire.warning import warn, warn_on_rank_0
 from .decision import StepDecision
 from .method import Method

@@ -20,10 +20,9 @@ from enum import Enum
 from typing import TypeVar
 
 from .._wire.collectives import Communicator
+from .._wire.groups import Store, is_launched_by_torchrun
 from .._wire.in_flight import looking_after
-from .._wire.launch import is_launched_by_torchrun
 from .._wire.requests import CommunicationError, RankSilent
-from .._wire.stores import Store
 from .._wire.warning import warn
 from .engine import Engine
 from .handshake import CONSOLIDATION, SAVE

@@ -22,8 +22,7 @@ from torch._compile import _disable_dynamo
 from .._ops.operations import Ops
 from .._state.bucket import Bucket
 from .._wire.collectives import Communicator, check_process_group, notify_join
-from .._wire.launch import ProcessGroup
-from .._wire.ranks import Ranks
+from .._wire.groups import ProcessGroup, Ranks
 from .._wire.requests import CommunicationError
 from . import checkpoint, missing_ranks, resharding
 from .engine import Engine

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .._state.bucket import Bucket
 from .._wire.codec import CODEC_NAMES, dtype_name, find_codec
-from .._wire.launch import get_rank
+from .._wire.groups import get_rank
 from .._wire.warning import warn_on_rank_0
 
 Group = dict[str, Any]  # one of torch's parameter groups: "params", and options by name

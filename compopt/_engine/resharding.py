@@ -23,10 +23,8 @@ from .._state.leaves import read_base
 from .._state.residuals import Residuals
 from .._state.shards import unshard
 from .._state.tensors import HOST, to_local
-from .._wire.collectives import Communicator
-from .._wire.launch import ProcessGroup
-from .._wire.quorum import connect
-from .._wire.ranks import Ranks
+from .._wire.collectives import Communicator, connect
+from .._wire.groups import ProcessGroup, Ranks
 from .._wire.requests import AllGather, AllReduceMean, Broadcast
 from .._wire.warning import warn_on_rank_0
 from .engine import Engine

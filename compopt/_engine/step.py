@@ -18,8 +18,8 @@ import torch
 
 from .._state.bucket import Bucket
 from .._wire.collectives import Communicator
+from .._wire.groups import get_rank
 from .._wire.in_flight import profiler_range
-from .._wire.launch import get_rank
 from .._wire.payload import FieldValues, encode_bits
 from .._wire.requests import AllReduceMean, Answer, CommunicationError, ReadyToCommit, RunBatched
 from . import handshake

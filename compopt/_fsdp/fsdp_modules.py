@@ -38,7 +38,7 @@ from .._engine.module_hooks import (
     list_parameters,
 )
 from .._engine.optimizer import CompressedOptimizer, construction_callbacks
-from .._wire.meshes import list_mesh_groups
+from .._wire.collectives import list_mesh_groups
 from .fsdp_gather import FSDPAllGather, TorchAllocation
 from .fsdp_shards import longest_part_numel
 from .reducing_optimizer import ReducingOptimizer

@@ -12,8 +12,7 @@ from .._engine.reducer import Reducer
 from .._state.bucket import Bucket
 from .._state.layouts import GlobalShape, Layout, LocalShape, Sharded
 from .._state.residuals import Residuals, residual_layout
-from .._wire.meshes import is_sharded_over
-from .._wire.quorum import connect
+from .._wire.collectives import connect, is_sharded_over
 from .fsdp_backward import FSDPBackward, PendingState
 
 GatherDtype = torch.dtype | Literal["int8"] | None

@@ -18,7 +18,7 @@ from .._engine.optimizer import CompressedOptimizer
 from .._engine.options import Group
 from .._state.bucket import Bucket
 from .._state.tensors import distribute_like, get_grad_dtype, is_accelerator, to_local
-from .._wire.launch import get_rank
+from .._wire.groups import get_rank
 from .._wire.warning import warn_on_rank_0
 from .combined import describe_members, list_members
 

@@ -24,9 +24,7 @@ from .._engine.options import ComparedGroups, Group, Setting, check_base_group
 from .._state.bucket import Bucket
 from .._state.layouts import Layout
 from .._state.leaves import copy_state
-from .._wire.foreign import ForeignCollective, RefuseCollectives
-from .._wire.launch import ProcessGroup
-from .._wire.ranks import Ranks
+from .._wire.groups import ForeignCollective, ProcessGroup, Ranks, RefuseCollectives
 from . import bases, combined
 from .combined import OneOrSeveral
 from .merged_state import (

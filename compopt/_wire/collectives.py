@@ -10,16 +10,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .codec import QuantizedCodec, QuantizedMean
+from .groups import (
+    BoundedStore,
+    ProcessGroup,
+    Ranks,
+    get_group_store,
+    get_timeout,
+    is_initialized,
+    name_apart,
+)
 from .in_flight import (
     PendingCollective,
     _in_flight,
@@ -28,9 +38,7 @@ from .in_flight import (
     profiler_range,
     release_ended,
 )
-from .launch import ProcessGroup, get_timeout, is_initialized
 from .payload import Payload
-from .ranks import Ranks
 from .requests import (
     AllGather,
     AllReduceMean,
@@ -44,7 +52,9 @@ from .requests import (
     Request,
     average_rows,
 )
-from .stores import BoundedStore, Store
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 # Backends that compute a mean, and those that gather into one tensor without copies.
 AVERAGING, GATHERING = ("nccl",), ("nccl", "xccl")
@@ -54,7 +64,6 @@ WAY_TO_MAKE_A_GROUP = (
     "ranks (compopt.integrations.torchft does)"
 )
 
-FIRST_OF_OWN = 10**9  # numbers of groups of some ranks, above those that torch gives
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own, for a group whose timeout cannot be read
 
 
@@ -118,7 +127,7 @@ class Communicator:
         if self._own_group is None:
             limit, is_world = get_timeout(self.group), self.size == dist.get_world_size()
             try:
-                with contextlib.nullcontext() if is_world else _name_apart(self.ranks):
+                with contextlib.nullcontext() if is_world else name_apart(self.ranks):
                     group = dist.new_group(
                         self.ranks, timeout=limit, use_local_synchronization=not is_world
                     )
@@ -307,13 +316,6 @@ class Communicator:
         return self.get_backend(device) in ("gloo", "mpi")
 
 
-def get_group_store(group: ProcessGroup) -> Store:
-    """Return the store of a group; before torch 2.9 a group does not know its own."""
-    if hasattr(group, "get_group_store"):
-        return group.get_group_store()
-    return torch.distributed.distributed_c10d._get_process_group_store(group)
-
-
 def _answer_alone(request: Collective) -> object:
     """Return the answer of a collective of one rank."""
     if not isinstance(request, AllReduceMean):
@@ -372,29 +374,6 @@ def _read_place(group: ProcessGroup) -> tuple[int, int]:
     return rank, size
 
 
-# How many groups of its own a process has made of some of all ranks, by the group of all ranks.
-_made: weakref.WeakKeyDictionary[ProcessGroup, Counter[tuple[int, ...]]]
-_made = weakref.WeakKeyDictionary()
-
-
-@contextlib.contextmanager
-def _name_apart(ranks: list[int]) -> Iterator[None]:
-    """Let torch name the next group by what its ranks have in common, and not count it.
-
-    From 2.14 on its name has the number of groups that this process has made, and it counts as one:
-    ranks outside of it would be one behind, and wait for the next group by another name.
-    """
-    all_ranks, world = dist.group.WORLD, dist.distributed_c10d._world
-    assert all_ranks is not None
-    counts = _made.setdefault(all_ranks, Counter())
-    before, counts[tuple(ranks)] = world.group_count, counts[tuple(ranks)] + 1
-    world.group_count = FIRST_OF_OWN + counts[tuple(ranks)]
-    try:
-        yield
-    finally:
-        world.group_count = before
-
-
 def bitwise_or_rows(rows: Tensor) -> Tensor:
     """Return the bitwise or of all rows, computed by halves."""
     while len(rows) > 1:
@@ -409,7 +388,97 @@ def notify_join(joinable: object) -> None:
     dist.algorithms.join.Join.notify_join_context(joinable)  # type: ignore[arg-type]
 
 
-# Processes
+# Communicators of other ranks than those of a registered group
+
+
+class QuorumCommunicator(Communicator):
+    """The ranks of one generation, of which torch.distributed knows nothing. There is no store, so
+    ranks leave no notes for others.
+    """
+
+    store = None
+    may_grow = True
+
+    def __init__(self, ranks: Ranks):
+        super().__init__(single_process=True)
+        self.group, self.rank, self.size = ranks.group, ranks.rank, ranks.size
+        self._given, self._backend = ranks, ranks.read_backend()
+
+    @property
+    def ranks(self) -> list[int]:
+        """No global ranks: there are none."""
+        return []
+
+    def check_unchanged(self) -> None:
+        now, size = self._given.read_generation(), self.size
+        if self.group is not None:
+            try:
+                size = self.group.size()
+            except AssertionError:  # torchft's, of a group that could not be made anew
+                size = 0
+        before = self._given.generation_given
+        if (now, size) == (before, self.size):
+            return
+        raise CommunicationError(
+            f"the ranks have changed since they were given: generation {before!r} had "
+            f"{self.size} ranks, of which this was rank {self.rank}, and {now!r} has {size}; "
+            "nothing was applied. Call rebind() with the new Ranks on all of them."
+        )
+
+    def with_own_group(self) -> Communicator:
+        """Return itself if it is alone; no second group of these ranks can be made."""
+        if self.size == 1:
+            return self
+        raise ValueError(
+            "delay needs a second process group of the same ranks, and ranks given as a value have "
+            "one: set delay=0."
+        )
+
+    def get_backend(self, device: torch.device) -> str:
+        return self._backend
+
+
+def connect(group: ProcessGroup | Ranks | Communicator | None) -> Communicator:
+    """Return a communicator over ``group``, which may be one already."""
+    if isinstance(group, Communicator):
+        return group
+    return QuorumCommunicator(group) if isinstance(group, Ranks) else Communicator(group)
+
+
+def list_mesh_groups(p: Tensor) -> list[tuple[ProcessGroup, Placement]]:
+    """Return the group of each mesh dimension of a DTensor, and the placement of ``p`` on it."""
+    mesh = getattr(p, "device_mesh", None)
+    if mesh is None:
+        return []
+    return list(zip(mesh.get_all_groups(), getattr(p, "placements", ()), strict=True))
+
+
+def is_sharded_over(p: Tensor, comm: Communicator) -> bool:
+    """True if ``p`` is a DTensor that is sharded over exactly these ranks."""
+    groups = list_mesh_groups(p)
+    if len(groups) != 1 or comm.group is None or comm.size == 1 or not groups[0][1].is_shard():
+        return False
+    return Communicator(groups[0][0]).ranks == comm.ranks
+
+
+def make_shard_communicators(params: Iterable[Tensor]) -> list[Communicator]:
+    """Return a communicator for each mesh dimension of the DTensors: together, the ranks that hold
+    one model.
+    """
+    meshes = dict.fromkeys(getattr(p, "device_mesh", None) for p in params)
+    groups: dict[str, ProcessGroup] = {}
+    for mesh in filter(None, meshes):
+        for group in mesh.get_all_groups():
+            groups.setdefault(group.group_name, group)
+    return [comm for comm in map(Communicator, groups.values()) if comm.size > 1]
+
+
+def get_replicate_size(p: Tensor, shards: list[Communicator]) -> int:
+    """Return how many of the ranks that hold one model have the same part of ``p``."""
+    cutting = {group.group_name for group, where in list_mesh_groups(p) if not where.is_replicate()}
+    return math.prod(
+        comm.size for comm in shards if comm.group is None or comm.group.group_name not in cutting
+    )
 
 
 def is_outdated(comm: Communicator) -> bool:

@@ -1,4 +1,10 @@
-"""Collectives in flight: waited for, or outliving the optimizer that has started them."""
+"""Collectives in flight: waited for, or outliving the optimizer that has started them; and the wait
+for gloo's threads before the interpreter ends.
+
+A thread of gloo drops the tensors of a collective shortly after the collective has completed. If a
+tensor has a Python object and the interpreter has ended meanwhile, the process is aborted
+("terminate called without an active exception"). That may be a collective of the script itself.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +16,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from .gloo_threads import wait_until_idle
-from .launch import ProcessGroup, is_initialized
-from .requests import (
-    RankSilent,
-)
+from .groups import ProcessGroup, is_initialized
+from .requests import RankSilent
 
 Work: TypeAlias = "dist.Work"
 
@@ -117,18 +121,13 @@ class PendingCollective:
 
 # The process group of each collective in flight, and those of them whose optimizer is gone.
 _in_flight: dict[Work, ProcessGroup | None] = {}
-
-
 _unowned: set[Work] = set()
-
 
 # Groups to destroy once their collectives, for which nobody waits, have ended: gloo would wait for
 # those that other ranks may have given up. By group, since when it has had none.
 _abandoned: dict[ProcessGroup, float] = {}
 
-
 WAITS_AT_EXIT = 5.0  # seconds
-
 
 # Seconds without a collective after which a group is destroyed. That joins gloo's threads with the
 # interpreter locked, and hangs if one of them has yet to free a tensor, perhaps on a busy machine.
@@ -159,6 +158,11 @@ def release_ended(phase: str = "start", *_: object) -> None:
                     dist.destroy_process_group(group)
 
 
+def abandon_group(group: ProcessGroup) -> None:
+    _abandoned[group] = time.monotonic()
+    _release_in_collections()
+
+
 def forget_group(group: ProcessGroup) -> None:
     """Wait no longer for the collectives of a group whose ranks are gone, nor keep it alive."""
     for work in [work for work, its in list(_in_flight.items()) if its is group]:
@@ -182,6 +186,55 @@ def _wait_before_exit() -> None:
         with contextlib.suppress(RuntimeError):
             work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
     wait_until_idle(deadline, PendingCollective.started or is_initialized())
+
+
+# The wait for gloo's threads
+
+
+THREADS = Path("/proc/self/task")
+NAME = "pt_gloo_runloop"  # torch's name of the threads that run collectives
+# Looks in a row at which all threads have to be idle: between two of them a thread that waits for
+# the interpreter's lock gets it.
+LOOKS, PAUSE = 3, 0.001
+# Seconds in which gloo frees the tensors of a collective, where threads cannot be looked at.
+FREED_WITHIN = 0.05
+
+
+def wait_until_idle(deadline: float, is_used: bool) -> None:
+    """Wait until no thread of gloo has anything to do, at most until ``deadline``, of
+    ``time.monotonic()``.
+
+    ``is_used``: process groups exist or existed. Where no threads are seen, because the system does
+    not show them or torch gives them another name, this waits ``FREED_WITHIN`` then.
+    """
+    looks = 0
+    while looks < LOOKS and time.monotonic() < deadline:
+        busy = list(map(_is_busy, THREADS.iterdir() if THREADS.exists() else ()))
+        if all(one is None for one in busy):
+            time.sleep(FREED_WITHIN if is_used else 0)
+            return
+        looks = 0 if any(busy) else looks + 1
+        time.sleep(PAUSE)
+
+
+def _is_busy(thread: Path) -> bool | None:
+    """Return True if a thread of gloo has something to do; None if it is none of gloo.
+
+    Idle ones wait without a limit for the next collective. For other ranks, and for the
+    interpreter's lock, they wait with one. A thread that has hardly run may not have its name yet.
+    """
+    try:
+        name, _, fields = (thread / "stat").read_text().rpartition(")")
+    except OSError:  # it has ended
+        return None
+    state, *numbers = fields.split()
+    if not name.endswith(f"({NAME}"):
+        is_new = numbers[10:12] == ["0", "0"]  # ticks of a processor
+        return True if is_new and state != "S" else None
+    call = ["0"] * 5
+    with contextlib.suppress(OSError):  # the system does not tell: the state has to do
+        call = (thread / "syscall").read_text().split()
+    return state != "S" or call[0] == "running" or int(call[4], 16) != 0
 
 
 # What this thread calls while it waits for long.
@@ -215,8 +268,3 @@ def first_line(error: RuntimeError) -> str:
     """Return what torch says, without the place in gloo's source and what is typical of it."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     return re.sub(r"^\[\S+:\d+\] | This is typically caused by .*$", "", line).rstrip(". ")
-
-
-def abandon_group(group: ProcessGroup) -> None:
-    _abandoned[group] = time.monotonic()
-    _release_in_collections()

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from .._state.tensors import to_local
-from .._wire.launch import ProcessGroup
+from .._wire.groups import ProcessGroup
 from .base import Compressor, apply_function, without_autocast
 from .codecs import Identity
 

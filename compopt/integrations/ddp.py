@@ -36,7 +36,7 @@ from .._engine.engine import Role
 from .._engine.module_hooks import Backward, ModuleWatch, copy_first_parameters, list_parameters
 from .._engine.optimizer import CompressedOptimizer, construction_callbacks, join_callbacks
 from .._wire.collectives import Communicator
-from .._wire.launch import list_group_ranks
+from .._wire.groups import list_group_ranks
 
 _ddps: weakref.WeakSet[DDP] = weakref.WeakSet()  # all that were made
 _handovers: weakref.WeakKeyDictionary[DDP, Handover] = weakref.WeakKeyDictionary()

@@ -34,9 +34,8 @@ from .._engine.missing_ranks import RankLeft
 from .._engine.optimizer import CompressedOptimizer
 from .._engine.options import Group
 from .._state.tensors import distribute_like, to_local
+from .._wire.groups import ProcessGroup, Ranks, is_initialized
 from .._wire.in_flight import forget_group, looking_after
-from .._wire.launch import ProcessGroup, is_initialized
-from .._wire.ranks import Ranks
 from .._wire.requests import CommunicationError
 from ..local_steps import LocalSteps
 from ..local_steps.rounds import LocalStats

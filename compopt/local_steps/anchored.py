@@ -21,8 +21,7 @@ from .._inside.wrapper import Wrapper
 from .._state.bucket import Bucket
 from .._state.tensors import HOST
 from .._wire.collectives import Communicator
-from .._wire.launch import ProcessGroup
-from .._wire.ranks import Ranks
+from .._wire.groups import ProcessGroup, Ranks
 from .._wire.requests import CommunicationError
 from .anchors import Anchors, assign_to_fragments
 from .fragment_sync import FragmentSync

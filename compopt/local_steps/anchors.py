@@ -25,8 +25,7 @@ from .._engine.signals import defer_signals
 from .._ops.operations import Ops, choose_backend
 from .._state.residuals import Residuals
 from .._state.tensors import HOST, distribute_like, to_local
-from .._wire.collectives import Communicator
-from .._wire.meshes import get_replicate_size
+from .._wire.collectives import Communicator, get_replicate_size
 from .._wire.payload import Scratch
 from .anchor_bucket import (
     KEPT_BYTES,

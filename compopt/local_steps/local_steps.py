@@ -74,10 +74,9 @@ from .._state.bucket import Bucket
 from .._state.layouts import Layout, LocalShape, PaddedVector
 from .._state.residuals import residual_layout
 from .._state.tensors import to_local
-from .._wire.launch import ProcessGroup, get_rank
-from .._wire.meshes import get_replicate_size
+from .._wire.collectives import get_replicate_size
+from .._wire.groups import ProcessGroup, Ranks, get_rank
 from .._wire.payload import PayloadDtype
-from .._wire.ranks import Ranks
 from .._wire.requests import CallsDiffer, CommunicationError, RequestGenerator
 from ..average import average
 from .anchor_bucket import write_params

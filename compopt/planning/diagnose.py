@@ -26,8 +26,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from .._state.tensors import MIN_COMPRESSED_NUMEL
-from .._wire.launch import ProcessGroup
-from .._wire.ranks import Ranks
+from .._wire.groups import ProcessGroup, Ranks
 from .diagnosis import Diagnosis
 from .diagnosis_report import Row
 from .formatting import format_number_of, print_report

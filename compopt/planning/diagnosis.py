@@ -17,11 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from .._engine.optimizer import CompressedOptimizer
 from .._state.tensors import to_local
-from .._wire.collectives import Communicator
-from .._wire.launch import ProcessGroup
-from .._wire.meshes import is_sharded_over
-from .._wire.quorum import connect
-from .._wire.ranks import Ranks
+from .._wire.collectives import Communicator, connect, is_sharded_over
+from .._wire.groups import ProcessGroup, Ranks
 from .._wire.requests import AllGather, AllReduceMean
 from ..separate.projections import one_thread
 from . import diagnosis_report

@@ -55,9 +55,8 @@ from .._state.layouts import Bits, Layout, LocalShape, OnMask, Sharded
 from .._state.masks import Mask, MaskPartition, sizes_at_density
 from .._state.residuals import Residuals
 from .._wire.codec import PAYLOAD_CODECS
-from .._wire.launch import ProcessGroup
+from .._wire.groups import ProcessGroup, Ranks
 from .._wire.payload import Payload, PayloadDtype
-from .._wire.ranks import Ranks
 from .._wire.requests import Agree, AllReduceMean, RequestGenerator
 from .momenta import compute_x_of_slice, gradient_weight, keep_absent_momenta, resize_momenta
 from .scape_masks import (

@@ -30,7 +30,7 @@ from .._state.layouts import Layout, PaddedVector
 from .._state.next_state import NextValues
 from .._state.residuals import Residuals
 from .._state.tensors import to_local
-from .._wire.quorum import connect
+from .._wire.collectives import connect
 from .._wire.warning import warn_on_rank_0
 from .matrices import MatrixSource, RandomMatrices, checksum_projection
 from .projection_options import check_options, is_reset_step

@@ -54,9 +54,8 @@ from .._ops.norms import clip_factor, scale_all_
 from .._ops.operations import Ops
 from .._state.bucket import Bucket
 from .._state.layouts import Layout, LocalShape
-from .._wire.launch import ProcessGroup
+from .._wire.groups import ProcessGroup, Ranks
 from .._wire.payload import PayloadDtype
-from .._wire.ranks import Ranks
 from .._wire.requests import Agree, RequestGenerator
 from .projecting_optimizer import ProjectingOptimizer
 from .projection_options import check_group_sizes, resolve_options

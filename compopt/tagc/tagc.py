@@ -64,9 +64,8 @@ from .._state.layouts import Layout, Sharded
 from .._state.masks import Tensors, sizes_at_density
 from .._state.residuals import Residuals
 from .._wire.codec import PAYLOAD_CODECS
-from .._wire.launch import ProcessGroup
+from .._wire.groups import ProcessGroup, Ranks
 from .._wire.payload import Payload, PayloadDtype
-from .._wire.ranks import Ranks
 from .._wire.requests import BitOr, Phase, ReadToHost, RequestGenerator
 from .sketch import Sketch
 from .zero1_adamw import UpdateDtype, check_gathers, check_updates, step_zero1_shards

@@ -35,7 +35,7 @@ FLOORS = [
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # with torch.distributed
-TALKS = {"_wire/collectives.py", "_wire/in_flight.py", "_wire/launch.py", "_wire/meshes.py"}
+TALKS = {"_wire/collectives.py", "_wire/in_flight.py", "_wire/groups.py"}
 TALKS |= {"_fsdp", "integrations", "activations", "planning"}
 
 

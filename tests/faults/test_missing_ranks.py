@@ -36,10 +36,10 @@ from compopt._engine.missing_ranks import (
     post_note,
     run_watching_ranks,
 )
-from compopt._wire.collectives import Communicator, get_group_store
+from compopt._wire.collectives import Communicator
+from compopt._wire.groups import BoundedStore, get_group_store
 from compopt._wire.in_flight import PendingCollective
 from compopt._wire.requests import RankSilent
-from compopt._wire.stores import BoundedStore
 
 FAILED = compopt.CommunicationError("it failed")
 by_name = by_name | {case.name: case for case in FORMS}

@@ -24,7 +24,7 @@ from test_properties import Example, Run
 from torch import nn
 
 import compopt
-from compopt._wire import gloo_threads, in_flight
+from compopt._wire import in_flight
 
 STEPS = int(os.environ.get("COMPOPT_SOAK", 0)) // len(CASES) or 60  # of each class
 FAULTS = ["not finite", "absent", "absent everywhere", "failure", "saved and loaded", "rank replaced"]
@@ -245,7 +245,7 @@ def count_what_lives() -> dict[str, int]:
             break
         gc.collect()
         time.sleep(0.01)
-    time.sleep(gloo_threads.FREED_WITHIN)
+    time.sleep(in_flight.FREED_WITHIN)
     gc.collect()
     return {
         "threads": len(os.listdir("/proc/self/task")),

@@ -133,7 +133,7 @@ def test_ddp_collects_gradients_only_where_somebody_averages_them():
 
 def waits_apart(rank: int) -> float:
     from compopt._wire.collectives import Communicator
-    from compopt._wire.launch import get_timeout
+    from compopt._wire.groups import get_timeout
 
     comm = Communicator()
     timeout = get_timeout(comm.with_own_group().group).total_seconds()

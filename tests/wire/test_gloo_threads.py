@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from compopt._wire import gloo_threads, in_flight
+from compopt._wire import in_flight
 
 IDLE, BLOCKED = "202 0x55 0x189 0x0 0x0 0x0 0x0", "202 0x55 0x189 0x0 0x7ffe 0x0 0x0"
 
@@ -32,7 +32,7 @@ def write_thread(folder: Path, name: str, state: str, call: str, ticks: int = 7)
     ],
 )
 def test_it_waits_while_a_thread_of_gloo_is_busy(state, call, name, ticks, tmp_path, monkeypatch):
-    monkeypatch.setattr(gloo_threads, "THREADS", tmp_path)
+    monkeypatch.setattr(in_flight, "THREADS", tmp_path)
     looks = []
 
     def sleep(seconds: float) -> None:
@@ -40,18 +40,18 @@ def test_it_waits_while_a_thread_of_gloo_is_busy(state, call, name, ticks, tmp_p
         if len(looks) == 5:
             write_thread(tmp_path / "2", "pt_gloo_runloop", "S", IDLE)
 
-    monkeypatch.setattr(gloo_threads.time, "sleep", sleep)
+    monkeypatch.setattr(in_flight.time, "sleep", sleep)
     write_thread(tmp_path / "1", "python", "R", "running")
     write_thread(tmp_path / "2", name, state, call, ticks)
-    gloo_threads.wait_until_idle(time.monotonic() + 100, is_used=True)
-    assert len(looks) == 5 + gloo_threads.LOOKS
+    in_flight.wait_until_idle(time.monotonic() + 100, is_used=True)
+    assert len(looks) == 5 + in_flight.LOOKS
     write_thread(tmp_path / "2", name, state, call, ticks)
-    gloo_threads.wait_until_idle(time.monotonic(), is_used=True)  # no longer than it may
-    assert len(looks) == 5 + gloo_threads.LOOKS
+    in_flight.wait_until_idle(time.monotonic(), is_used=True)  # no longer than it may
+    assert len(looks) == 5 + in_flight.LOOKS
     write_thread(tmp_path / "2", "python", state, call)  # no thread is known
     for is_used in (False, True):
-        gloo_threads.wait_until_idle(time.monotonic() + 100, is_used)
-        assert looks[-1] == gloo_threads.FREED_WITHIN * is_used
+        in_flight.wait_until_idle(time.monotonic() + 100, is_used)
+        assert looks[-1] == in_flight.FREED_WITHIN * is_used
 
 
 def ends_before_its_peers(rank: int) -> list[bool]:
