@@ -89,17 +89,13 @@ def read_decision(
     ``replica_sum``: of the replica check, which is read too.
     """
     with profiler_range("compopt::decide"):
-        host = read_scalars(exchanges, replica_sum)
-    scalars: Iterator[float] = iter(host.tolist())
-    squares = sum_squares(exchanges, scalars)
-    decision, has_dropped = StepDecision(exchanges), False
-    if replica_sum is not None:
-        decision.replica_sum = host[-1:]
-    for exchange in exchanges:
+        squares, fields, replica_sum = read_scalars(exchanges, replica_sum)
+    decision, has_dropped = StepDecision(exchanges, replica_sum=replica_sum), False
+    for exchange, numbers in zip(exchanges, fields, strict=True):
         bucket, payload = exchange.bucket, exchange.agreement.payload
-        gradient_flags = list(islice(scalars, len(payload.header)))
+        gradient_flags, controls = numbers[: len(payload.header)], numbers[len(payload.header) :]
         payload.have_gradients = [flag > 0 for flag in gradient_flags]
-        control = exchange.control.split(list(islice(scalars, len(exchange.control.numbers))))
+        control = exchange.control.split(controls)
         decision.control_means = control  # at the end the last bucket's, with the step's fields
         pairs = zip(bucket.names, gradient_flags, strict=True)
         decision.non_finite += [name for name, flag in pairs if flag != flag]
@@ -109,7 +105,9 @@ def read_decision(
         if any(bucket.compressed):
             decision.phase_of[bucket.index] = exchange.agreement.phase
     if has_dropped:  # the host waits once more
-        squares = sum_squares(exchanges, iter(torch.cat(compute_norms(exchanges)).tolist()))
+        norms = compute_norms(exchanges)
+        again = iter(torch.cat(norms).tolist())
+        squares = [sum(islice(again, norm.numel())) for norm in norms]
     total = 0.0
     for exchange, squared in zip(exchanges, squares, strict=True):
         total += squared / exchange.bucket.replicate_size
@@ -144,17 +142,22 @@ def combine_decisions(
         decision.misplaced = decision.misplaced or [ELSEWHERE]
 
 
-def read_scalars(exchanges: list[BucketExchange], replica_sum: Tensor | None) -> Tensor:
-    """Read all numbers of the decision from the device: the squared norms of all averages, then the
-    header and the control fields of each payload, then ``replica_sum``.
+def read_scalars(
+    exchanges: list[BucketExchange], replica_sum: Tensor | None
+) -> tuple[list[float], list[list[float]], Tensor | None]:
+    """Read all numbers of the decision from the device, in one copy: the squared norm of each
+    average, the header and the control fields of each payload, and ``replica_sum``.
     """
     device, agreements = exchanges[-1].bucket.device, [one.agreement for one in exchanges]
-    payloads = [agreement.payload for agreement in agreements]
-    fields = [payload.fields.to(device) for payload in payloads]
-    squares = compute_norms(exchanges)
+    fields = [agreement.payload.fields.to(device) for agreement in agreements]
+    norms = compute_norms(exchanges)
     header = torch.cat(fields) if len(fields) > 1 else fields[0]
     sums = [] if replica_sum is None else [replica_sum.to(device)]
-    return torch.cat([*squares, header.double(), *sums]).cpu()
+    host = torch.cat([*norms, header.double(), *sums]).cpu()
+    numbers: Iterator[float] = iter(host.tolist())
+    squares = [sum(islice(numbers, norm.numel())) for norm in norms]
+    read = [list(islice(numbers, field.numel())) for field in fields]
+    return squares, read, None if replica_sum is None else host[-1:]
 
 
 def compute_norms(exchanges: list[BucketExchange]) -> list[Tensor]:
@@ -167,12 +170,6 @@ def compute_norms(exchanges: list[BucketExchange]) -> list[Tensor]:
     computed = iter(squared_norms(bodies, clips))
     norms = [next(computed) if a.squared_norm is None else a.squared_norm for a in agreements]
     return [square.to(device).view(-1) for square in norms]
-
-
-def sum_squares(exchanges: list[BucketExchange], scalars: Iterator[float]) -> list[float]:
-    """Return the squared norm of each average, whose numbers come next."""
-    norms = [exchange.agreement.squared_norm for exchange in exchanges]
-    return [sum(islice(scalars, 1 if x is None else x.numel())) for x in norms]
 
 
 def drop_absent(exchange: BucketExchange, given: list[bool]) -> bool:

@@ -86,9 +86,8 @@ class Engine:
         parameters: frozenset[Tensor] = frozenset(),
         trainable: frozenset[Tensor] = frozenset(),
     ):
-        # an engine belongs to its method: a strong reference would be a cycle, and an optimizer in
-        # a cycle lives, with its model, until Python's collector runs, at another time on each rank
-        self._method = weakref.ref(method)
+        # the optimizer, whose hooks the engine calls; weak, because the engine is the optimizer's
+        self.method: Method = weakref.proxy(method)
         self.name = type(method).__name__
         self.role = Role.ACTIVE
         # when it was made, or attached to a DDP: a time whose order all ranks share
@@ -155,14 +154,6 @@ class Engine:
         self.trial_result = ""
         self.step_callbacks: list[Callable[[], None]] = []  # called after every step
         self._weak_residual_norm = weak_method(self.residual_norm)
-
-    @property
-    def method(self) -> Method:
-        """The optimizer, as the ``Method`` whose hooks the engine calls."""
-        method = self._method()
-        if method is None:
-            raise ReferenceError(f"this {self.name} was deleted: call it earlier.")
-        return method
 
     @property
     def steps(self) -> int:
@@ -277,7 +268,7 @@ class Engine:
         if is_shown and self.claim_first("summary") and get_rank() == 0:
             # when the optimizer is deleted, or the program ends
             baseline = "FSDP2" if method.replaces_reduce_scatter else "DDP"
-            weakref.finalize(method, show_summary, self.name, totals, baseline)
+            weakref.finalize(self, show_summary, self.name, totals, baseline)
 
     def take_bytes_sent(self) -> int:
         """Return the bytes that the connection has sent since the last call."""

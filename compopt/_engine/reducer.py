@@ -370,12 +370,12 @@ def step_by_average(
     mean, positions = reducer.mean, reducer.mask.positions
     indices = [i for i, has_gradient in enumerate(mean.have_gradients) if has_gradient]
     if indices:
+        bucket.count_steps(mean.have_gradients)
         parts, at = [mean.parts[i] for i in indices], [positions[i] for i in indices]
         dense = [part if index is None else None for part, index in zip(parts, at, strict=True)]
         averages = update.memory_for(bucket, indices, dense)
         ops.decode(parts, at, averages)
         scale_all_(averages, factor)
-        bucket.count_steps(mean.have_gradients)
         update.apply(bucket, indices, averages)
     reducer.keep_unsent(mean.have_gradients)
 

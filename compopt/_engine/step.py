@@ -53,7 +53,6 @@ def exchange_and_commit(engine: Engine) -> None:
     try:
         engine.check_can_step()
         comm = engine.connect_ranks()  # first: state may have to be resharded
-        comm.check_unchanged()
         if engine.method._join_config is not None:
             copy_options_from_ranks_with_data(engine)
         step = Step(engine, comm, engine.steps + 1)
