@@ -21,7 +21,7 @@ import gc
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,8 @@ from .._engine.optimizer import CompressedOptimizer, construction_callbacks, joi
 from .._wire.collectives import Communicator
 from .._wire.groups import list_group_ranks
 
-_ddps: weakref.WeakSet[DDP] = weakref.WeakSet()  # all that were made
-_handovers: weakref.WeakKeyDictionary[DDP, Handover] = weakref.WeakKeyDictionary()
+# all that were made, with the handover of their gradients, if there was one
+_ddps: weakref.WeakKeyDictionary[DDP, Handover | None] = weakref.WeakKeyDictionary()
 _watch_of: weakref.WeakKeyDictionary[CompressedOptimizer, ModuleWatch] = weakref.WeakKeyDictionary()
 
 
@@ -73,22 +73,26 @@ def hand_over_gradients(modules: Iterable[nn.Module], optimizer: CompressedOptim
     ddps = [m for m in modules if isinstance(m, DDP) and not params.isdisjoint(m.parameters())]
     for ddp in ddps:
         _check_handover(ddp, optimizer)
-        if ddp not in _handovers:
-            _handovers[ddp] = Handover(ddp)
-        _handovers[ddp].add_optimizer(optimizer)
+        handover = _ddps[ddp] = _ddps.get(ddp) or Handover(ddp)
+        handover.add_optimizer(optimizer)
     return ddps
 
 
 class Handover:
-    """One DDP whose gradients go to compopt optimizers (several may share its parameters)."""
+    """One DDP whose gradients go to compopt optimizers (several may share its parameters).
+
+    The DDP owns it. Hooks of its parameters and optimizers may keep it for longer, to no effect.
+    """
 
     def __init__(self, ddp: DDP):
         self._ddp = weakref.ref(ddp)
-        self._optimizers: list[weakref.ref[CompressedOptimizer]] = []
+        # in the order in which they came, which all ranks share; the values say nothing
+        self._optimizers: weakref.WeakKeyDictionary[CompressedOptimizer, None]
+        self._optimizers = weakref.WeakKeyDictionary()
         self._backward = Backward()
         # whether each parameter required a gradient in the last backward
         self._required_grad: list[bool] = []
-        self._hooked: set[Tensor] = set()  # parameters with a hook of ours
+        self._hooked: set[str] = set()  # names of parameters with a hook of ours
         self._is_idle = False  # DDP does not collect gradients: ranks take local steps
         # a copy of a DDP has a hook of ours
         ddp._comm_hooks[:] = [(hook, state) for hook, state in ddp._comm_hooks if hook is not _hook]
@@ -113,7 +117,7 @@ class Handover:
 
     @property
     def ddp(self) -> DDP:
-        """The DDP, which is alive in every call."""
+        """The DDP, while it is alive."""
         ddp = self._ddp()
         assert ddp is not None
         return ddp
@@ -125,61 +129,54 @@ class Handover:
         if optimizer._engine.role is Role.WRAPPED:
             return
         params = list_parameters(optimizer)
-        for ref in [*self._optimizers]:
-            other = ref()
-            if other is None or other._engine.role is Role.WRAPPED:
-                self._optimizers.remove(ref)
+        for other in self.optimizers:
+            if other._engine.role is Role.WRAPPED:
+                del self._optimizers[other]
             elif other is not optimizer and not params.isdisjoint(list_parameters(other)):
                 if other._engine.attached_at > optimizer._engine.attached_at:
                     optimizer._engine.mark_replaced()
                     return
-                self._optimizers.remove(ref)
+                del self._optimizers[other]
                 other._engine.mark_replaced()
         if groups_form_site(self.ddp, optimizer):
             join_site(self.ddp, optimizer)
-        if all(ref() is not optimizer for ref in self._optimizers):
-            this = weakref.ref(self)
-            optimizer.step_callbacks.append(lambda: _call_if_alive(this, Handover.on_step))
-            ref = weakref.ref(optimizer, lambda _: _call_if_alive(this, Handover.collect_gradients))
-            self._optimizers.append(ref)
+        if optimizer not in self._optimizers:
+            optimizer.step_callbacks.append(self.on_step)
+            weakref.finalize(optimizer, self.collect_gradients)
+            self._optimizers[optimizer] = None
         self._required_grad = []
         self.register_parameter_hooks()
         optimizer._engine.role = Role.ACTIVE
 
-    def iterate_optimizers(self) -> Iterator[CompressedOptimizer]:
-        return (optimizer for ref in [*self._optimizers] if (optimizer := ref()) is not None)
+    @property
+    def optimizers(self) -> list[CompressedOptimizer]:
+        """Those that are alive, the first one first."""
+        return list(self._optimizers)
 
     # Backward
 
     @property
     def is_inside_site(self) -> bool:
         """True if DDP averages gradients inside a site, before the optimizer does between sites."""
-        return any(optimizer._engine.site is not None for optimizer in self.iterate_optimizers())
+        return any(optimizer._engine.site is not None for optimizer in self.optimizers)
 
     @property
     def is_by_parameter(self) -> bool:
         """True if exchanges may start at any time in backward, because neither DDP nor another
         optimizer starts any there.
         """
-        ddp = self.ddp
-        return (
-            not (ddp.find_unused_parameters or ddp.static_graph or self.is_inside_site)
-            and len(list(self.iterate_optimizers())) == 1
-        )
+        if (ddp := self._ddp()) is None or len(self._optimizers) != 1:
+            return False
+        return not (ddp.find_unused_parameters or ddp.static_graph or self.is_inside_site)
 
     def register_parameter_hooks(self) -> None:
         """Register hooks that report each gradient, sooner than DDP's buckets of 25 MB."""
-        ref = weakref.ref(self)
+        for name, p in self.ddp.named_parameters():
+            if p.requires_grad and name not in self._hooked:
+                self._hooked.add(name)
+                p.register_post_accumulate_grad_hook(self.on_gradient)
 
-        @_disable_dynamo  # which runs on in a backward that is part of a compiled step
-        def on_gradient(p: Tensor) -> None:
-            _call_if_alive(ref, lambda handover: handover.on_gradient(p))
-
-        for p in self.ddp.parameters():
-            if p.requires_grad and p not in self._hooked:
-                self._hooked.add(p)
-                p.register_post_accumulate_grad_hook(on_gradient)
-
+    @_disable_dynamo  # which runs on in a backward that is part of a compiled step
     def on_gradient(self, p: Tensor) -> None:
         if self.is_by_parameter and (self.ddp.require_backward_grad_sync or self._is_idle):
             self.on_gradients_ready([p])
@@ -187,26 +184,26 @@ class Handover:
     def on_gradients_ready(self, params: list[Tensor]) -> None:
         """Tell the optimizers that backward has finished ``params``."""
         if self._backward.is_new(self._on_backward_end):
-            _check_join(self.ddp, self.iterate_optimizers())
+            _check_join(self.ddp, self.optimizers)
             required_grad = [p.requires_grad for p in self.ddp.parameters()]
             if required_grad != self._required_grad:
                 self._check_all_owned()
                 self.register_parameter_hooks()
                 self._required_grad = required_grad
-        for optimizer in self.iterate_optimizers():
+        for optimizer in self.optimizers:
             if self._is_idle:
                 optimizer._engine.ddp_left_gradients = True
             # DDP writes the averages of a site when backward has ended
             optimizer.gradients_ready([] if self.is_inside_site else params)
 
     def _on_backward_end(self) -> None:
-        for optimizer in self.iterate_optimizers():
+        for optimizer in self.optimizers:
             optimizer.backward_done()
 
     def _check_all_owned(self) -> None:
         """Raise RuntimeError if a trainable parameter belongs to no optimizer of compopt."""
         ddp = self.ddp
-        owned = {p for optimizer in self.iterate_optimizers() for p in list_parameters(optimizer)}
+        owned = {p for optimizer in self.optimizers for p in list_parameters(optimizer)}
         trainable = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
         unowned = [name for name, p in trainable.items() if p not in owned]
         unowned = [name for name in unowned if name not in ddp.parameters_to_ignore]
@@ -225,17 +222,17 @@ class Handover:
         """Make DDP idle if the next step is local: it then copies no gradients into its buckets and
         back, as within its ``no_sync()``.
         """
-        if any(optimizer.averages_gradients for optimizer in self.iterate_optimizers()):
+        if any(optimizer.averages_gradients for optimizer in self.optimizers):
             self.collect_gradients()
         elif self.is_by_parameter:
             self._is_idle, self.ddp.require_backward_grad_sync = True, False
 
     def collect_gradients(self) -> None:
         """Let DDP collect gradients again, because they are averaged again."""
-        if self._is_idle:
+        if self._is_idle and (ddp := self._ddp()) is not None:
             self._is_idle = False
             # not by nn.Module's own way, which needs modules that the end of Python has cleared
-            vars(self.ddp)["require_backward_grad_sync"] = True
+            vars(ddp)["require_backward_grad_sync"] = True
 
 
 # DDP requires these names, and no annotations that are strings, as they would be here
@@ -247,7 +244,7 @@ def _hook(state, bucket):  # type: ignore[no-untyped-def]
     handover: Handover | None = state
     if handover is None:  # in a copy of a DDP
         return allreduce_hook(_get_default_group(), bucket)
-    optimizers = list(handover.iterate_optimizers())
+    optimizers = handover.optimizers
     if not optimizers:
         return allreduce_hook(handover.ddp.process_group, bucket)
     is_in_backward = torch._C._current_graph_task_id() >= 0  # not on a rank without data
@@ -260,12 +257,6 @@ def _hook(state, bucket):  # type: ignore[no-untyped-def]
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
-
-
-def _call_if_alive(ref: weakref.ref[Handover], method: Callable[[Handover], None]) -> None:
-    handover = ref()
-    if handover is not None and handover._ddp() is not None:
-        method(handover)
 
 
 def _check_handover(ddp: DDP, optimizer: CompressedOptimizer) -> None:
@@ -367,8 +358,9 @@ def _on_join(optimizer: CompressedOptimizer) -> None:
 def _end_join(ddp: DDP, is_last_joiner: bool) -> None:
     """End the join of the optimizers of ``ddp``, and then its own."""
     del ddp.__dict__["_sync_final_model"]
-    for optimizer in _handovers[ddp].iterate_optimizers():
-        optimizer.end_join()
+    if handover := _ddps[ddp]:
+        for optimizer in handover.optimizers:
+            optimizer.end_join()
     ddp._sync_final_model(is_last_joiner)
     ddp._join_config = _JoinConfig.construct_disabled_join_config()
 
@@ -376,7 +368,8 @@ def _end_join(ddp: DDP, is_last_joiner: bool) -> None:
 def _on_construction(optimizer: CompressedOptimizer) -> None:
     """Take the gradients of DDPs that are known already; find all others at their first forward."""
     optimizer._engine.attached_at = time.monotonic_ns()
-    integrated = hand_over_gradients(_list_alive([*_handovers]), optimizer)
+    known = _list_alive(ddp for ddp, handover in [*_ddps.items()] if handover)
+    integrated = hand_over_gradients(known, optimizer)
     watch = ModuleWatch(optimizer, hand_over_gradients, integrated, _has_ddp_to_find)
     _watch_of[optimizer] = watch
 
@@ -384,7 +377,7 @@ def _on_construction(optimizer: CompressedOptimizer) -> None:
 def _has_ddp_to_find(optimizer: CompressedOptimizer) -> bool:
     """Return whether a DDP with parameters of ``optimizer`` has been handed to no optimizer."""
     params = list_parameters(optimizer)
-    others = _list_alive(ddp for ddp in _ddps if ddp not in _handovers)
+    others = _list_alive(ddp for ddp, handover in [*_ddps.items()] if not handover)
     return any(not params.isdisjoint(ddp.parameters()) for ddp in others)
 
 
@@ -393,7 +386,7 @@ def _on_registration(module: nn.Module, name: str, child: nn.Module | None) -> N
     they have found a DDP for all parameters, or stepped on gradients that came without one.
     """
     if isinstance(module, DDP) and name == "module" and child is not None:
-        _ddps.add(module)
+        _ddps.setdefault(module)
         params = set(child.parameters())
         for optimizer, watch in [*_watch_of.items()]:
             is_found = optimizer._engine.role is Role.ACTIVE and not watch.is_active
