@@ -32,8 +32,9 @@ import math
 import os
 import re
 import shutil
+import stat
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -43,8 +44,8 @@ import torch
 from torch import Tensor
 
 from .._state.tensors import to_local
-from ._trust import Untrusted, check_folder, check_own, make_own_folder
 
+State = dict[str, Any]
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if type(d) is torch.dtype}
 STATE, MANIFEST, TEMPORARY = "state.distcp", ".metadata", ".part"
 FORMAT = 1  # of files
@@ -177,11 +178,47 @@ def unpack(packed: Packed) -> Any:
     return MAKE[kind](unpack(Packed(content, tensors)))
 
 
-# Snapshots
+# The structure of a state: {"model": ..., "optimizer": ..., "stateful": ...}
 
 
 class Damaged(Exception):
     """A snapshot is not as it was written; the message says in which way."""
+
+
+def check_structure(state: Any) -> None:
+    """Raise Damaged if a state is not built as that of a snapshot, of whatever model."""
+    model, optimizer, stateful = (_get_dict(state, n) for n in ("model", "optimizer", "stateful"))
+    entries = _get_dict(optimizer, "state")
+    groups: Any = optimizer.get("param_groups")
+    if not is_list_of(dict, groups) or not all(is_list_of(str, g.get("params")) for g in groups):
+        raise Damaged("its param_groups are not groups of names")
+    if not all(is_list_of(str, [*names]) for names in (model, entries, stateful)):
+        raise Damaged("not everything in it has a name")
+    if not is_list_of(dict, [*entries.values()]):
+        raise Damaged("not every parameter's state in it is a dict")
+    try:
+        for _, outer in iterate_anchored(state):
+            float(outer["weight"])
+    except Exception as error:
+        raise Damaged(f"its round cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _get_dict(parent: Any, name: str) -> State:
+    value = parent.get(name) if isinstance(parent, dict) else None
+    if not isinstance(value, dict):
+        raise Damaged(f"its {name} is of type {type(value).__name__}, not a dict")
+    return value
+
+
+def iterate_anchored(state: State) -> Iterator[tuple[str, State]]:
+    """Yield the name of every parameter that has an anchor, and its entry of the round."""
+    for name, entry in state["optimizer"]["state"].items():
+        outer = entry.get("outer") or {}
+        if int(outer.get("fragment", -1)) >= 0:
+            yield name, outer
+
+
+# Snapshots, and which of them are loaded
 
 
 class Snapshot(NamedTuple):
@@ -239,6 +276,115 @@ def list_snapshots(folder: Path) -> list[Snapshot]:
 
 def is_complete(folder: Path, snapshot: Snapshot) -> bool:
     return (folder / snapshot.name / MANIFEST).exists()
+
+
+class Choice(NamedTuple):
+    """The snapshots of one ``save()``, of replicas that are there with all their shards.
+
+    ``passed_over``: the steps of later ones, of which not every replica is there.
+    """
+
+    snapshots: list[Snapshot]
+    passed_over: list[int]
+
+    def __str__(self) -> str:
+        return f"the snapshots of step {self.snapshots[0].step}"
+
+    @property
+    def shards(self) -> int:
+        """The number of ranks that wrote one replica."""
+        return self.snapshots[0].shards
+
+    @property
+    def missing_replicas(self) -> list[int]:
+        return sorted({*range(self.snapshots[0].replicas)} - {s.replica for s in self.snapshots})
+
+
+def choose_snapshots(visible: Iterable[Snapshot]) -> Choice | None:
+    """Return the newest snapshots of which every replica is there, else the newest; None if there
+    are none.
+    """
+    saves: dict[tuple[Any, ...], set[Snapshot]] = {}
+    for s in visible:
+        # not by step: where rounds end by time, ranks differ in theirs
+        saves.setdefault((s.stamp, s.run, s.replicas, s.shards), set()).add(s)
+    known = []
+    for (stamp, run, replicas, shards), members in saves.items():
+        counts = [s.replica for s in members]
+        whole = sorted(s for s in members if counts.count(s.replica) == shards)
+        if whole:
+            is_whole = len(whole) == replicas * shards
+            known.append(((is_whole, stamp, run), whole))
+    if not known:
+        return None
+    (_, stamp, _), chosen = max(known)
+    passed_over = [whole[0].step for (_, other, _), whole in known if other > stamp]
+    return Choice(chosen, sorted(passed_over))
+
+
+def assign_snapshots(
+    chosen: Sequence[Snapshot], visible: Sequence[Iterable[Snapshot]]
+) -> list[list[Snapshot]]:
+    """Return which of the chosen snapshots each rank loads, of those that it sees.
+
+    Each is loaded once, by the rank that has the fewest; among equals by the rank of its number.
+    """
+    seen = [{*snapshots} for snapshots in visible]
+    assignment: list[list[Snapshot]] = [[] for _ in seen]
+    for snapshot in sorted(chosen):
+        visible_to = [rank for rank, snapshots in enumerate(seen) if snapshot in snapshots]
+        rank = min(visible_to, key=lambda r: (len(assignment[r]), r != snapshot.replica, r))
+        assignment[rank].append(snapshot)
+    return assignment
+
+
+# Folders and files that nobody but this user can have written
+
+
+class Untrusted(Exception):
+    """Another user may write a file or folder, or replace it; the message says which and why."""
+
+
+def make_own_folder(folder: Path) -> Path:
+    """Return the folder without symbolic links in its path; create what is missing of it, for this
+    user alone.
+
+    Raises:
+        Untrusted: another user may write it, or rename it by writing one of its parents.
+    """
+    folder = folder.resolve()
+    for path in (*reversed(folder.parents), folder):
+        if not path.exists():
+            path.mkdir(mode=0o700, exist_ok=True)
+    check_folder(folder)
+    return folder
+
+
+def check_folder(folder: Path) -> None:
+    """Raise Untrusted if another user may write a folder, or rename it by writing a parent."""
+    check_own(folder)
+    user, system = os.geteuid(), {0, os.stat("/").st_uid}
+    for path in folder.parents:
+        status = path.stat()
+        if status.st_uid not in {user, *system}:
+            raise Untrusted(f"{path} belongs to the user {status.st_uid}")
+        # Only its owner renames an entry of a sticky folder.
+        if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+            raise Untrusted(f"{path} is writable for others ({stat.filemode(status.st_mode)})")
+
+
+def check_own(path: Path) -> None:
+    """Raise Untrusted unless a file or folder belongs to this user, and nobody else may write it.
+
+    A symbolic link is refused too: who writes its target is not known.
+    """
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        raise Untrusted(f"{path} is a symbolic link")
+    if status.st_uid != os.geteuid():
+        raise Untrusted(f"{path} belongs to the user {status.st_uid}")
+    if status.st_mode & 0o022:
+        raise Untrusted(f"{path} is writable for others ({stat.filemode(status.st_mode)})")
 
 
 # Writing files

@@ -35,10 +35,15 @@ from .._engine.options import require
 from .._wire.collectives import Communicator
 from .._wire.warning import warn
 from . import _snapshot_files as files
-from ._snapshot_files import Manifest, Snapshot
-from ._snapshot_loading import Meeting, Resume, describe, raise_told
-from ._snapshot_parts import RankParts, State, distribute_state
-from ._trust import Untrusted
+from ._snapshot_files import Manifest, Snapshot, State, Untrusted
+from ._snapshot_loading import (
+    Meeting,
+    RankParts,
+    Resume,
+    describe,
+    distribute_state,
+    raise_told,
+)
 
 Result = TypeVar("Result")
 

@@ -26,9 +26,7 @@ ELSEWHERE = {
     "_masks",
     "_selection",
     "_projections",
-    "_snapshot_parts",
-    "_snapshot_files",  # what is wrong with a damaged file: quoted by a warning
-    "_trust",  # and with one that others may write
+    "_snapshot_files",  # what is wrong with a damaged file, or one that others may write: quoted by a warning
     "advise",
     "probe",
 }  # not what a user of an optimizer meets

@@ -26,8 +26,14 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import compopt
 from compopt._engine import missing_ranks
 from compopt.integrations import snapshots as module
-from compopt.integrations._snapshot_files import MANIFEST, STATE, Snapshot, list_snapshots
-from compopt.integrations._snapshot_parts import assign_snapshots, choose_snapshots
+from compopt.integrations._snapshot_files import (
+    MANIFEST,
+    STATE,
+    Snapshot,
+    assign_snapshots,
+    choose_snapshots,
+    list_snapshots,
+)
 from compopt.integrations.snapshots import Snapshots
 
 RUN = "0123456789abcdef"

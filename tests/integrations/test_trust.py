@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from compopt.integrations._trust import Untrusted, check_own, make_own_folder
+from compopt.integrations._snapshot_files import Untrusted, check_own, make_own_folder
 
 OTHER = 4242  # a user id that is not ours
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")

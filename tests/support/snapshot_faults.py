@@ -22,7 +22,7 @@ from sim import Ranks
 from table import CASES, FORMS, Case
 
 from compopt.integrations._snapshot_files import MANIFEST, STATE, pack
-from compopt.integrations._snapshot_parts import RankParts, hash_replica
+from compopt.integrations._snapshot_loading import RankParts, hash_replica
 from compopt.integrations.snapshots import Snapshots
 
 CLASSES = ["SeparateAdam", "LocalSteps", "RadiusAdamW", "ScapeAdamS", "TagcAdamW"]
