@@ -31,8 +31,7 @@ from ._engine.reducer import (
     Update,
     step_by_average,
 )
-from ._fsdp.fsdp_backward import step_fsdp_shards
-from ._fsdp.reducing_optimizer import GatherDtype, ReducingOptimizer
+from ._fsdp.fsdp_backward import GatherDtype, ReducingOptimizer, step_fsdp_shards
 from ._inside.combined import OneOrSeveral
 from ._inside.wrapper import Wrapper
 from ._ops.norms import clip_factor

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from compopt._engine.options import check_adam, check_compression, dense_start_of, require
 from compopt._engine.reducer import AdamWUpdate, AllReduceReducer, step_by_average
-from compopt._fsdp.fsdp_backward import step_fsdp_shards
-from compopt._fsdp.reducing_optimizer import ReducingOptimizer
+from compopt._fsdp.fsdp_backward import ReducingOptimizer, step_fsdp_shards
 from compopt._ops.norms import clip_factor
 from compopt._state.bucket import Bucket
 from compopt._state.layouts import Layout

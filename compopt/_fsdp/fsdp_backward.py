@@ -19,25 +19,25 @@ average by NaN, and says so in ``step()``: all ranks raise, and nothing is appli
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from .._engine.engine import Engine
 from .._engine.exchange import BucketExchange, ExchangeInputs
-from .._engine.options import RATES, Group
+from .._engine.optimizer import CompressedOptimizer
+from .._engine.options import RATES, Group, Setting
 from .._engine.reducer import Reducer, Update
 from .._engine.settings import check_changed_options
 from .._ops.norms import clip_factor, stacked_squared_norms
 from .._ops.operations import Ops
 from .._state.bucket import Bucket
-from .._state.layouts import PaddedVector
-from .._state.next_state import commit_next, read_next
-from .._state.residuals import Residuals
+from .._state.layouts import GlobalShape, Layout, LocalShape, Sharded
+from .._state.next_state import commit_next
+from .._state.residuals import Residuals, residual_layout
 from .._state.tensors import to_local, upload
-from .._wire.payload import Payload
+from .._wire.collectives import connect, is_sharded_over
 from .._wire.requests import (
     Agree,
     AllReduceMean,
@@ -46,196 +46,18 @@ from .._wire.requests import (
     ReadyToCommit,
     RequestGenerator,
 )
-from .fsdp_shards import ParamColumns, cut_by_rows, place_in_rows
+from .fsdp_bucket import (
+    ParamColumns,
+    PendingState,
+    PendingStates,
+    ReduceScatterBucket,
+    place_in_rows,
+)
 
+GatherDtype = torch.dtype | Literal["int8"] | None
 # the parameters whose gradients a row holds, in order, and the dimension along which each is cut
 Params = Sequence[tuple[Tensor, int]]
 ABSENT = object()  # in place of an option that a group does not have
-# a bucket of the engine, and which of its tensors
-BucketPosition = tuple[Bucket, int]
-
-
-@dataclass
-class PendingState:
-    """The state that a parameter gets if the step is applied.
-
-    ``next_residual``, what none of the step's backwards has sent, then takes the place of
-    ``residual``; both as they are stored. ``others``: other new state, by name.
-    """
-
-    next_residual: Tensor
-    residual: Tensor
-    others: dict[str, Tensor] = field(default_factory=dict)
-
-    def add_unsent(self, residuals: Residuals, i: int, rest: Tensor) -> None:
-        """Add what a further backward has not sent."""
-        self.next_residual = residuals.pack(i, residuals.unpack(i, self.next_residual) + rest)
-
-    def write_to(self, residuals: Residuals, i: int, factor: float) -> None:
-        """Write ``next_residual`` to residual i; ``factor``, which clipped the average, scales the
-        change.
-
-        If ``residual`` was replaced since backward (a checkpoint was loaded, or state was laid out
-        again), the change, ``next_residual - residual``, is added to the one that is there.
-        """
-        new, old = (residuals.unpack(i, x) for x in (self.next_residual, self.residual))
-        with residuals.open([i]) as opened:
-            (e,) = opened.tensors
-            if residuals.stored[i] is not self.residual:
-                e.add_(new.sub_(old), alpha=factor)
-            elif factor == 1:
-                e.copy_(new)
-            else:
-                e.lerp_(new, factor)
-
-
-# of parameters whose gradients a backward has reduced
-PendingStates = dict[Tensor, PendingState]
-
-
-class ReduceScatterBucket(Bucket):
-    """The gradients of one parameter group of the optimizer in one reduce-scatter.
-
-    Its ``params`` are stand-ins without memory; only their ``grad`` is real. A stand-in that the
-    reducer needs ``as_matrix`` has the parameter's global shape, and ranks own the rows of it that
-    FSDP gives them. Any other is a vector in the order of FSDP's shards, padded so that all ranks
-    own equally many elements. ``bucket_positions`` say where the parameters are in the engine's
-    buckets, which hold their state. The position of a parameter that was unfrozen since the last
-    step is None: it is in no bucket and has no residual yet, and its gradient is sent unrounded.
-    """
-
-    def __init__(
-        self,
-        index: int,
-        engine: Engine,
-        pieces: list[ParamColumns],
-        bucket_positions: list[BucketPosition | None],
-        as_matrix: list[bool],
-        dtype: torch.dtype,
-    ):
-        self.pieces, self.bucket_positions, self.as_matrix = pieces, bucket_positions, as_matrix
-        self.rank, ranks = engine.comm.rank, engine.comm.size
-        first, device = bucket_positions[0], pieces[0].p.device
-        group = {**engine.option_groups[0], "payload_dtype": None}
-        names, compressed = ["unfrozen"] * len(pieces), [False] * len(pieces)
-        if first is not None:
-            known, group = [*filter(None, bucket_positions)], first[0].group
-            names = [bucket.names[i] for bucket, i in known]
-            compressed = [bucket.compressed[i] for bucket, i in known]
-        tensors = [
-            torch.empty(1, dtype=dtype, device=device).expand(
-                piece.p.shape if matrix else (ranks * piece.size,)
-            )
-            for piece, matrix in zip(pieces, as_matrix, strict=True)
-        ]
-        is_compressed = dict(zip(tensors, compressed, strict=True))
-        scratch = None if first is None else first[0].scratch
-        super().__init__(index, group, tensors, names, lambda p, *_: is_compressed[p], scratch)
-        self.model_params = [piece.p for piece in pieces]
-        pairs = [*zip(pieces, as_matrix, strict=True)]
-        ranges = [[piece.range_of(r, matrix) for piece, matrix in pairs] for r in range(ranks)]
-        compressed_pieces = [piece for piece, c in zip(pieces, compressed, strict=True) if c]
-        owned = [sum(piece.count_filled(r) for piece in compressed_pieces) for r in range(ranks)]
-        self.shards = cut_by_rows(ranges, owned, compressed, self.rank)
-        self.codecs = engine.ops.codecs
-
-    def load_rows(self, rows: Tensor, pending_states: PendingStates) -> None:
-        """Read this rank's gradients from ``rows``; copy the residuals to be sent."""
-        for p, piece, matrix in zip(self.params, self.pieces, self.as_matrix, strict=True):
-            values = rows[:, piece.columns].reshape(-1)
-            p.grad = piece.in_shape(values) if matrix else values
-        parts: list[list[Tensor]] = []  # the residual of each tensor, as vectors
-        for i, (p, piece, matrix) in enumerate(
-            zip(self.model_params, self.pieces, self.as_matrix, strict=True)
-        ):
-            e = self.read_residual(i)
-            if e is None:
-                parts.append([])
-            elif p in pending_states:  # an earlier backward has sent it
-                parts.append([e.new_zeros(self.lengths[i])])
-            else:
-                parts.append([e.reshape(-1)] if matrix else piece.in_shard_order(e))
-        vectors = [vector for part in parts for vector in part]
-        empty = torch.empty(0, dtype=torch.float32, device=self.device)
-        flat = torch.cat(vectors) if vectors else empty
-        views: list[Any] = list(flat.split([sum(map(len, part)) for part in parts]))
-        for i, (p, part) in enumerate(zip(self.params, parts, strict=True)):
-            views[i] = views[i].view(p.shape) if part else None
-        self.flat, self.state = {"residual": flat}, {"residual": views}
-        self.storage_version += 1
-        first = self.bucket_positions[0]
-        for name, layout in ({} if first is None else first[0].layouts).items():
-            if isinstance(layout, PaddedVector):  # state of global tensors, on every rank
-                positions = filter(None, self.bucket_positions)
-                self.state[name] = [bucket.state[name][i] for bucket, i in positions]
-        self.cache["has_residual"] = True
-
-    def read_residual(self, i: int) -> Tensor | None:
-        """Return the optimizer's residual of tensor i."""
-        if (position := self.bucket_positions[i]) is None:
-            return None
-        residuals = Residuals(position[0])
-        return residuals.read(position[1]) if position[1] in residuals else None
-
-    def write_shard(self, reducer: Reducer, mean: Payload, out: Tensor) -> None:
-        """Write this rank's shard of the average to FSDP's output.
-
-        Where any rank's gradient is not finite, as the header of ``mean`` says, the shard's first
-        element becomes NaN: a reducer that sends a part of the elements may not have sent that one.
-        """
-        shards: list[Tensor] = []
-        parts = reducer.read_owned_averages(out.dtype)
-        for piece, matrix, part in zip(self.pieces, self.as_matrix, parts, strict=True):
-            if matrix and piece.dim:
-                part = piece.select_part(part.view(piece.p.shape), self.rank)
-            shards.append(out[piece.begin : piece.begin + len(part)].copy_(part))
-        zero_or_nan = (mean.header * 0).to(out.dtype).split(1)
-        torch._foreach_add_([shard[:1] for shard in shards], [*zero_or_nan])
-
-    def collect_residuals(self, reducer: Reducer, pending_states: PendingStates) -> None:
-        """Add what this backward has not sent."""
-        reducer.keep_unsent([True] * len(self.pieces))
-        for i, (p, piece) in enumerate(zip(self.model_params, self.pieces, strict=True)):
-            rest, position = self.state["residual"][i], self.bucket_positions[i]
-            if position is None or rest is None:
-                continue
-            residuals, number = Residuals(position[0]), position[1]
-            rest = rest if self.as_matrix[i] else piece.in_shape(rest)
-            if p in pending_states:
-                pending_states[p].add_unsent(residuals, number, rest)
-            else:
-                stored = residuals.stored[number]
-                pending_states[p] = PendingState(residuals.pack(number, rest), stored)
-            pending_states[p].others.update(read_next(self, i))
-        self._forget_gradients()
-
-    def refuse_average(self, out: Tensor, pending_states: PendingStates) -> None:
-        """Write NaN in place of this rank's shard of an average that lacks its gradients: no step
-        applies it, also if the error is caught. Residuals stay.
-        """
-        for p, piece, position in zip(
-            self.model_params, self.pieces, self.bucket_positions, strict=True
-        ):
-            out[piece.columns].fill_(float("nan"))
-            if position is not None and position[1] in (residuals := Residuals(position[0])):
-                stored = residuals.stored[position[1]]
-                pending_states.setdefault(p, PendingState(stored, stored))
-        self._forget_gradients()
-
-    def _forget_gradients(self) -> None:
-        for p in self.params:
-            p.grad = None
-        self.flat, self.state = {}, {}
-
-
-@dataclass
-class FSDPUnit:
-    """One reduce-scatter: its parameters, the positions of their state, and their buckets."""
-
-    pieces: list[ParamColumns]
-    bucket_positions: list[BucketPosition | None]
-    as_matrix: list[bool] = field(default_factory=list)
-    buckets: list[ReduceScatterBucket] = field(default_factory=list)
 
 
 class FSDPBackward:
@@ -243,6 +65,7 @@ class FSDPBackward:
 
     def __init__(self, engine: Engine):
         self.engine = engine
+        self.method: Any = engine.method  # a ``ReducingOptimizer``
         # kept when state is laid out again between backward and step(), which has to commit it
         self.pending_states: PendingStates = {}
         # the buckets that backward has reduced since the last step, with their phases
@@ -250,15 +73,10 @@ class FSDPBackward:
         self.in_flight: list[PendingReduction] = []
         # why this rank could not send the gradients of a backward; ``step()`` raises it
         self.error: Exception | None = None
-        self._units: dict[tuple[Tensor, ...], FSDPUnit] = {}
+        self._buckets: dict[tuple[Tensor, ...], list[ReduceScatterBucket]] = {}
         self._bucket_count = 0
         self._backward_number = -1  # of the running backward
         self._valid_options = self._copy_sent_options()
-
-    @property
-    def method(self) -> Any:
-        """The ``ReducingOptimizer``; its file imports this one."""
-        return self.engine.method
 
     @property
     def phase(self) -> Phase:
@@ -278,12 +96,12 @@ class FSDPBackward:
         """
         self.pending_states, self.buckets_since_step = {}, {}
 
-    def forget_units(self) -> None:
+    def forget_buckets(self) -> None:
         """Forget all layouts; the next backward makes new ones.
 
         Parameters were added or frozen, or have their state elsewhere.
         """
-        self._units, self._bucket_count = {}, 0
+        self._buckets, self._bucket_count = {}, 0
 
     def reduce(
         self,
@@ -364,39 +182,26 @@ class FSDPBackward:
         self, params: Params, key: tuple[Tensor, ...], dtype: torch.dtype
     ) -> list[ReduceScatterBucket]:
         """Return a bucket for each parameter group; new ones if a reducer needs other shapes."""
-        if key not in self._units:
-            pieces = place_in_rows(params, self.engine.comm.size)
-            positions: list[BucketPosition | None] = [None] * len(key)
-            for n, p in enumerate(key):
-                if (bucket := self.engine.bucket_of.get(p)) is not None:
-                    i = next(i for i, other in enumerate(bucket.params) if other is p)
-                    positions[n] = bucket, i
-            self._units[key] = FSDPUnit(pieces, positions)
-        unit, needs_matrix = self._units[key], self.method.reduces_as_matrix
-        positions = unit.bucket_positions
-        as_matrix = [position is not None and needs_matrix(*position) for position in positions]
-        if unit.as_matrix != as_matrix:
-            by_group: dict[int, list[int]] = {}
-            for n, position in enumerate(positions):
-                group = None if position is None else position[0].group
-                by_group.setdefault(id(group), []).append(n)
-            unit.as_matrix = as_matrix
-            # New buckets keep the numbers of the old ones. Rounding draws its noise by them, and a
-            # resumed run has no old ones.
-            first = unit.buckets[0].index if unit.buckets else self._bucket_count
-            unit.buckets = [
-                ReduceScatterBucket(
-                    first + number,
-                    self.engine,
-                    [unit.pieces[n] for n in indices],
-                    [positions[n] for n in indices],
-                    [as_matrix[n] for n in indices],
-                    dtype,
-                )
-                for number, indices in enumerate(by_group.values())
-            ]
-            self._bucket_count = max(self._bucket_count, first + len(unit.buckets))
-        return unit.buckets
+        buckets = self._buckets.get(key, [])
+        pieces = [piece for bucket in buckets for piece in bucket.pieces]
+        pieces = pieces or place_in_rows(params, self.engine.comm.size, self.engine.bucket_of)
+        needs_matrix = self.method.reduces_as_matrix
+        as_matrix = [one.position is not None and needs_matrix(*one.position) for one in pieces]
+        if buckets and as_matrix == [piece.is_matrix for piece in pieces]:
+            return buckets
+        by_group: dict[int, list[ParamColumns]] = {}
+        for piece, is_matrix in zip(pieces, as_matrix, strict=True):
+            group = None if piece.position is None else piece.position[0].group
+            by_group.setdefault(id(group), []).append(piece._replace(is_matrix=is_matrix))
+        # New buckets keep the numbers of the old ones. Rounding draws its noise by them, and a
+        # resumed run has no old ones.
+        first = buckets[0].index if buckets else self._bucket_count
+        buckets = self._buckets[key] = [
+            ReduceScatterBucket(first + number, self.engine, members, dtype)
+            for number, members in enumerate(by_group.values())
+        ]
+        self._bucket_count = max(self._bucket_count, first + len(buckets))
+        return buckets
 
     def _discard_unapplied(self) -> None:
         """Forget the pending residuals of gradients that were discarded since the last backward.
@@ -528,3 +333,94 @@ def step_fsdp_shards(
             elif average.data_ptr() != g.data_ptr():
                 average.copy_(g).mul_(factor)
         update.apply(bucket, indices, averages)
+
+
+# The optimizer
+
+
+class ReducingOptimizer(CompressedOptimizer):
+    """An optimizer whose reducer averages gradients inside FSDP2 as well.
+
+    Where FSDP2 shards the parameters over the optimizer's ranks, ``fsdp_backward`` takes the
+    place of its reduce-scatter, and a subclass's ``algorithm`` must return ``step_fsdp_shards``.
+    """
+
+    fsdp_backward: FSDPBackward | None = None
+    # the dtype of FSDP2's parameter gathers (None: its own), and whether an integration has set it
+    gather_dtype: str | None = None
+    has_gathers = False
+
+    def make_reducer(self, bucket: Bucket) -> Reducer:
+        """Return the reducer of a bucket for the coming step."""
+        raise NotImplementedError
+
+    def list_adamw_state(self, dtype: torch.dtype) -> dict[str, Layout]:
+        """Return the layouts of AdamW's moments and of the residuals of compressed tensors."""
+        moments = Sharded if self.sharded else LocalShape
+        residual = self.choose_residual_layout(dtype, compressed_only=True)
+        return {"exp_avg": moments(dtype), "exp_avg_sq": moments(dtype), "residual": residual}
+
+    def choose_residual_layout(self, dtype: torch.dtype, compressed_only: bool = False) -> Layout:
+        """Return the layout of residuals: whole inside FSDP2, although it shards parameters."""
+        layout = GlobalShape if self.replaces_reduce_scatter else LocalShape
+        return residual_layout(layout(dtype, compressed_only=compressed_only), self.residual_dtype)
+
+    def write_residual(self, bucket: Bucket, i: int, pending: PendingState, factor: float) -> None:
+        """Write the residual of tensor i when a step inside FSDP2 is applied, and put other new
+        state into ``bucket.next``.
+
+        ``factor``, which clipped the average, is ignored here: all that was sent counts as sent.
+        (With projections the clip changes the residual: see ``ProjectingOptimizer``.)
+        """
+        pending.write_to(Residuals(bucket), i, 1.0)
+
+    def before_exchange(self) -> None:
+        super().before_exchange()
+        if self.gather_dtype is not None and not self.has_gathers:
+            raise ValueError(
+                f"gather_dtype={self.gather_dtype!r} is for parameters that FSDP2 gathers, and no "
+                "module that fully_shard wraps holds these: call fully_shard before the optimizer "
+                "is made, or leave gather_dtype out. (TagcAdamW without FSDP2 sends updates in "
+                "update_dtype.)"
+            )
+
+    def _settings(self) -> list[Setting]:
+        return [*super()._settings(), ("gather_dtype", self.gather_dtype)]
+
+    def _copyable_attributes(self) -> dict[str, Any]:
+        return {**super()._copyable_attributes(), "gather_dtype": self.gather_dtype}
+
+    def before_layout(self) -> None:
+        super().before_layout()
+        params = [p for group in self._option_groups for p in group["params"]]
+        flags = [False]  # of each parameter: whether FSDP2 shards it over the optimizer's ranks
+        if any(hasattr(p, "device_mesh") for p in params):
+            comm = connect(self._engine.process_group)
+            flags = [is_sharded_over(p, comm) for p in params]
+        fsdp_shards_params = all(flags)
+        if any(flags) and not fsdp_shards_params:
+            raise ValueError(
+                f"{flags.count(False)} of {len(flags)} parameters are not among those that FSDP2 "
+                "shards over the ranks of this optimizer: call fully_shard on the whole model "
+                "before the optimizer is made, or give the others an optimizer of their own."
+            )
+        if fsdp_shards_params and any(group.get("when") == "auto" for group in self._option_groups):
+            raise ValueError(
+                "when='auto' compares compressed steps with dense ones of its own, and inside "
+                "FSDP it takes no dense ones: leave it out, and compare two runs."
+            )
+        if self.replaces_reduce_scatter and not fsdp_shards_params:
+            raise ValueError(
+                f"FSDP2 shards the parameters over the ranks this {type(self).__name__} was made "
+                "with: make FSDP and the optimizer anew for others, and load a checkpoint."
+            )
+        self.replaces_reduce_scatter = fsdp_shards_params
+        if fsdp_shards_params:  # FSDP2 has sharded the state
+            self.sharded = False
+
+    def after_layout(self) -> None:
+        super().after_layout()
+        if self.replaces_reduce_scatter and self.fsdp_backward is None:
+            self.fsdp_backward = FSDPBackward(self._engine)
+        if self.fsdp_backward is not None:
+            self.fsdp_backward.forget_buckets()

@@ -14,7 +14,7 @@ averages between nodes is checked here, and its parameters are set to those of t
 
 If FSDP2 shards the parameters over the optimizer's own ranks, the optimizer takes the place of
 FSDP2's reduce-scatter in backward, for classes that can (see ``_fsdp.fsdp_backward``).
-With ``gather_dtype`` it takes the place of FSDP2's all-gather too (see ``_fsdp_gather``).
+With ``gather_dtype`` it takes the place of FSDP2's all-gather too (see ``fsdp_gather``).
 FSDP2 modules are found when the optimizer is made.
 """
 
@@ -39,9 +39,9 @@ from .._engine.module_hooks import (
 )
 from .._engine.optimizer import CompressedOptimizer, construction_callbacks
 from .._wire.collectives import list_mesh_groups
+from .fsdp_backward import ReducingOptimizer
+from .fsdp_bucket import longest_part_numel
 from .fsdp_gather import FSDPAllGather, TorchAllocation
-from .fsdp_shards import longest_part_numel
-from .reducing_optimizer import ReducingOptimizer
 
 HOOKS = "_post_accumulate_grad_hooks"  # torch's attribute of a parameter
 ADVICE = (

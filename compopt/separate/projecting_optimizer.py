@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from .._engine.options import Group, Setting, dense_start_of
-from .._fsdp.fsdp_backward import PendingState
-from .._fsdp.reducing_optimizer import ReducingOptimizer
+from .._fsdp.fsdp_backward import ReducingOptimizer
+from .._fsdp.fsdp_bucket import PendingState
 from .._state.bucket import Bucket
 from .._state.layouts import Layout, PaddedVector
 from .._state.next_state import NextValues

@@ -54,8 +54,7 @@ from .._engine.options import (
 )
 from .._engine.reducer import AdamWUpdate, OwnerReducer, ReduceScatterReducer
 from .._engine.stats import Stats
-from .._fsdp.fsdp_backward import step_fsdp_shards
-from .._fsdp.reducing_optimizer import GatherDtype, ReducingOptimizer
+from .._fsdp.fsdp_backward import GatherDtype, ReducingOptimizer, step_fsdp_shards
 from .._ops.norms import stacked_squared_norms
 from .._ops.operations import Ops, flag_gradients
 from .._state.bits import make_bits, unpack_bits

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import compopt
-from compopt._fsdp.fsdp_backward import ReduceScatterBucket
+from compopt._fsdp.fsdp_bucket import ReduceScatterBucket
 
 CLASSES: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "tracked": lambda m: compopt.SeparateAdam(m.named_parameters(), lr=1e-2, rank=4, dense_steps=1),

@@ -21,8 +21,7 @@ from fake_device import Device, OnDevice
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from compopt._fsdp.fsdp_backward import PendingStates, ReduceScatterBucket
-from compopt._fsdp.fsdp_shards import place_in_rows
+from compopt._fsdp.fsdp_bucket import PendingStates, ReduceScatterBucket, place_in_rows
 from compopt._ops.operations import Ops
 from compopt._state.bucket import Bucket
 from compopt._state.layouts import LocalShape
@@ -50,10 +49,10 @@ class Rank:
         self.pending_states: PendingStates = {}
         self.kept = Bucket(0, group, params, names)
         self.kept.allocate("residual", LocalShape(torch.float32, compressed_only=True), [{}] * len(params))
-        comm, pieces = SimpleNamespace(rank=rank, size=RANKS), place_in_rows([(p, 0) for p in params], RANKS)
+        comm, bucket_of = SimpleNamespace(rank=rank, size=RANKS), dict.fromkeys(params, self.kept)
+        pieces = place_in_rows([(p, 0) for p in params], RANKS, bucket_of)
         engine = SimpleNamespace(option_groups=[group], comm=comm, ops=Ops())
-        positions = [(self.kept, i) for i in range(len(params))]
-        self.bucket = ReduceScatterBucket(0, engine, pieces, positions, [False] * len(params), torch.float32)
+        self.bucket = ReduceScatterBucket(0, engine, pieces, torch.float32)
         self.length = sum(piece.size for piece in pieces)
 
     def rows(self, few: bool) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import compopt
-from compopt._fsdp.reducing_optimizer import ReducingOptimizer
+from compopt._fsdp.fsdp_backward import ReducingOptimizer
 from compopt._inside.wrapper import Wrapper
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
