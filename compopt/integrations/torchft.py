@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 
 from .._engine.engine import weak_method
 from .._engine.missing_ranks import RankLeft
@@ -469,21 +470,18 @@ def check_optimizer(optimizer: CompressedOptimizer) -> None:
             )
 
 
-def _mark_local_parts(value: Any) -> Any:
+def _mark_local_parts(state: Any) -> Any:
     """Return values in which this rank's part is marked, and stands for the DTensor."""
-    if isinstance(value, dict):
-        return {key: _mark_local_parts(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(_mark_local_parts, value))
-    return {LOCAL: to_local(value)} if hasattr(value, "to_local") else value
+    return tree_map(lambda x: {LOCAL: to_local(x)} if hasattr(x, "to_local") else x, state)
 
 
-def _to_dtensors(value: Any, p: Tensor) -> Any:
+def _to_dtensors(state: Any, p: Tensor) -> Any:
     """Return values with DTensors like ``p`` for the marked parts."""
-    if isinstance(value, dict):
-        if LOCAL in value:
-            return distribute_like(p, value[LOCAL])
-        return {key: _to_dtensors(each, p) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_to_dtensors(each, p) for each in value)
-    return value
+
+    def is_marked(value: Any) -> bool:
+        return isinstance(value, dict) and LOCAL in value
+
+    def restore(value: Any) -> Any:
+        return distribute_like(p, value[LOCAL]) if is_marked(value) else value
+
+    return tree_map(restore, state, is_leaf=is_marked)
