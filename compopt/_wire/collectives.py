@@ -145,18 +145,14 @@ class Communicator:
         """The communicator of its own process group, if that was made; else this one."""
         return self._own_group or self
 
-    def count_sent(self, size: int) -> None:
-        """Count the bytes of a collective, which go nowhere from a rank that is alone."""
-        if self.size > 1 or self.counts_alone:
-            self._bytes_sent += size
-
     def start(self, request: Request) -> PendingCollective:
         """Start the collective that answers ``request``, and count its bytes."""
         assert isinstance(request, Collective), f"{request} needs no other rank"
         self.check_unchanged()
         release_ended()
         size = count_bytes(request)
-        self.count_sent(size)
+        if self.size > 1 or self.counts_alone:  # bytes of a rank that is alone go nowhere
+            self._bytes_sent += size
         self.started += 1
         description = f"{type(request).__name__} of {size} bytes over {self.size} ranks"
         if self.size == 1:

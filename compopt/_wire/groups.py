@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # Aliases, because torch may be built without torch.distributed.
 ProcessGroup: TypeAlias = "dist.ProcessGroup"
+Store: TypeAlias = "torch._C._distributed_c10d.Store | BoundedStore"
 Result = TypeVar("Result")
 
 FIRST_OF_OWN = 10**9  # numbers of groups of some ranks, above those that torch gives
@@ -175,17 +176,6 @@ def get_group_store(group: ProcessGroup) -> Store:
     if hasattr(group, "get_group_store"):
         return group.get_group_store()
     return torch.distributed.distributed_c10d._get_process_group_store(group)
-
-
-class Store(Protocol):
-    """The methods of torch.distributed's stores that are used here."""
-
-    def add(self, key: str, amount: int, /) -> int: ...
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
-    def delete_key(self, key: str, /) -> bool: ...
 
 
 class BoundedStore:

@@ -145,13 +145,12 @@ class Payload:
         self.header, self.control = self.fields.split_with_sizes([tensors, control])
         self.lengths = lengths
         # True if ``round`` rounds the values, which are written to ``rounding_errors`` first
-        self.is_rounded_here = rounding_errors is not None and codec.bits is None
+        errors = None if codec.bits else rounding_errors
+        self.is_rounded_here = errors is not None
         # where values are written, in the gradients' precision
-        self.unrounded_body = self.body
+        self.unrounded_body = self.body if errors is None else errors
         # is added to the body where the exchange quantizes it
         self.addend: Tensor | None = None
-        if rounding_errors is not None and self.is_rounded_here:
-            self.unrounded_body = rounding_errors
 
     # Views are made lazily: kernels use the body as it is.
 

@@ -17,6 +17,8 @@ from ..._wire.payload import ROW, Payload, Scratch, packed_bytes
 from ..._wire.quantization import BLOCK_ROWS, Chunk, noise_offset, noise_table, pack_int4
 from .passes import Table, address, is_plain, run_over_rows
 
+FLOAT = 4  # bytes of a number: passes are given addresses, and their numbers are float32
+
 
 def can_quantize(bits: int, values: Tensor) -> bool:
     """True if the passes support this quantization; int2 and float64 are left to the reference."""
@@ -58,12 +60,12 @@ class NativeCodec(QuantizedCodec):
         parts = [
             ChunkMemory(
                 chunk,
-                values + 4 * (chunk.start - first.start),
+                values + FLOAT * (chunk.start - first.start),
                 scale.data_ptr(),
                 out.data_ptr(),
-                errors + 4 * (chunk.start - first.start),
+                errors + FLOAT * (chunk.start - first.start),
                 chunk.first_row - first.first_row,
-                added and added + 4 * (chunk.start - first.start),
+                added and added + FLOAT * (chunk.start - first.start),
             )
             for chunk, scale, out in zip(chunks, scales, unpacked, strict=True)
         ]
@@ -83,7 +85,9 @@ class NativeCodec(QuantizedCodec):
             return super().dequantize(scales, packed, chunks, out, scratch)
         values, start, library = address("values", out, len(out)), chunks[0].start, self.library
         parts = [
-            ChunkMemory(chunk, values + 4 * (chunk.start - start), scale.data_ptr(), x.data_ptr())
+            ChunkMemory(
+                chunk, values + FLOAT * (chunk.start - start), scale.data_ptr(), x.data_ptr()
+            )
             for chunk, scale, x in zip(chunks, scales, packed, strict=True)
         ]
         run_over_chunks(parts, lambda table, a, b: library.dequantize(table, a, b, self.bits))
@@ -120,13 +124,13 @@ class NativeMean(QuantizedMean):
         rounding_errors = address(
             "rounding errors", self.rounding_errors, self.payload.body.numel()
         )
-        places = scales.data_ptr(), unpacked[0].data_ptr(), rounding_errors + 4 * chunk.start
+        places = scales.data_ptr(), unpacked[0].data_ptr(), rounding_errors + FLOAT * chunk.start
         messages = Table(
             1,
             messages=address("messages", received, received.numel(), torch.uint8),
             stride=received.shape[1],
-            scales_at=4 * self.fields,
-            codes_at=4 * (self.fields + self.layout.max_rows),
+            scales_at=FLOAT * self.fields,
+            codes_at=FLOAT * (self.fields + self.layout.max_rows),
             ranks=self.ranks,
         )
         rounding = rounding_table((*self.seed, self.rank, 2), self.bits)  # stage 2
@@ -174,15 +178,15 @@ def run_over_chunks(chunks: Iterable[ChunkMemory], run: Callable[[Table, int, in
     lengths = [n for *_, n in parts]
     table = Table(
         len(parts),
-        values=[memory.values + 4 * at for memory, at, _, _ in parts],
-        scales=[memory.scales + 4 * row for memory, _, row, _ in parts],
+        values=[memory.values + FLOAT * at for memory, at, _, _ in parts],
+        scales=[memory.scales + FLOAT * row for memory, _, row, _ in parts],
         codes=[memory.quantized for memory, *_ in parts],
-        rounding_errors=[memory.rounding_errors + 4 * at for memory, at, _, _ in parts],
+        rounding_errors=[memory.rounding_errors + FLOAT * at for memory, at, _, _ in parts],
         at=[at for _, at, _, _ in parts],
         row=[memory.first_row + row for memory, _, row, _ in parts],
         n=lengths,
         size=[memory.chunk.stop - memory.chunk.start for memory, *_ in parts],
-        addend=[memory.addend and memory.addend + 4 * at for memory, at, _, _ in parts],
+        addend=[memory.addend and memory.addend + FLOAT * at for memory, at, _, _ in parts],
     )
     run_over_rows(lengths, lambda first, last, _: run(table, first, last))
 
@@ -259,7 +263,7 @@ def make_runs(values: Tensor, blocks: Tensor, first: int) -> tuple[list[int], Ta
     lengths = [min(n, ROW * (begin + step)) - ROW * begin for begin in begins]
     return lengths, Table(
         len(lengths),
-        values=[value + 4 * ROW * begin for begin in begins],
+        values=[value + FLOAT * ROW * begin for begin in begins],
         blocks=[block + BLOCK_BYTES * begin for begin in begins],
         n=lengths,
         row=[first + begin for begin in begins],
