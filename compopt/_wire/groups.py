@@ -8,12 +8,12 @@ import contextlib
 import os
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -146,8 +146,7 @@ class Ranks:
 
 
 # How many groups of its own a process has made of some of all ranks, by the group of all ranks.
-_made: weakref.WeakKeyDictionary[ProcessGroup, Counter[tuple[int, ...]]]
-_made = weakref.WeakKeyDictionary()
+_made: WeakKeyDictionary[ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
 @contextlib.contextmanager

@@ -26,19 +26,7 @@ from .._wire.collectives import Communicator
 from .._wire.requests import Broadcast
 from .._wire.warning import warn, warn_on_rank_0
 from . import _snapshot_files as files
-from ._snapshot_files import (
-    Choice,
-    Damaged,
-    Manifest,
-    Packed,
-    Snapshot,
-    State,
-    assign_snapshots,
-    check_structure,
-    choose_snapshots,
-    iterate_anchored,
-    memory_of,
-)
+from ._snapshot_files import Choice, Damaged, Manifest, Packed, Snapshot, State, iterate_anchored
 
 Path_ = tuple[Any, ...]  # the keys of a value in nested dicts
 Parts = dict[Path_, Tensor]
@@ -195,7 +183,7 @@ def hash_replica(state: State, rank_parts: RankParts) -> str:
             continue
         if value.dim() and value.is_floating_point():  # counts may differ where rounds end by time
             checksum.update(repr((path, value.dtype, value.shape)).encode())
-            checksum.update(memory_of(value))
+            checksum.update(files.memory_of(value))
     return checksum.hexdigest()
 
 
@@ -282,7 +270,7 @@ class Resume:
         while True:
             rows = self.meeting.gather(self._list_intact())
             seen = [[Snapshot(*fields) for fields in row] for row in rows]
-            choice = choose_snapshots(s for snapshots in seen for s in snapshots)
+            choice = files.choose_snapshots(s for snapshots in seen for s in snapshots)
             if choice is None:
                 self._raise_if_refused()
                 return None
@@ -336,13 +324,13 @@ class Resume:
                 f"replica has {shards}: nothing was loaded. Resume with as many shards."
             )
         chosen = [s for s in choice.snapshots if s.shard == shard]
-        assignment = assign_snapshots(chosen, [seen[rank] for rank in meeting.peers])
+        assignment = files.assign_snapshots(chosen, [seen[rank] for rank in meeting.peers])
         loaded = Loaded([], assignment)
         for snapshot in assignment[meeting.comm.rank]:
             try:
                 manifest = files.read_manifest(self.folder, snapshot)
                 state = files.read_state(self.folder, manifest)
-                check_structure(state)
+                files.check_structure(state)
                 loaded.read.append((manifest, state))
             except Damaged as error:
                 self._refuse(snapshot, error)

@@ -20,8 +20,9 @@ from __future__ import annotations
 import gc
 import time
 import types
-import weakref
 from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +40,8 @@ from .._wire.collectives import Communicator
 from .._wire.groups import list_group_ranks
 
 # all that were made, with the handover of their gradients, if there was one
-_ddps: weakref.WeakKeyDictionary[DDP, Handover | None] = weakref.WeakKeyDictionary()
-_watch_of: weakref.WeakKeyDictionary[CompressedOptimizer, ModuleWatch] = weakref.WeakKeyDictionary()
+_ddps: WeakKeyDictionary[DDP, Handover | None] = WeakKeyDictionary()
+_watch_of: WeakKeyDictionary[CompressedOptimizer, ModuleWatch] = WeakKeyDictionary()
 
 
 def attach(model: nn.Module, optimizer: CompressedOptimizer) -> None:
@@ -85,10 +86,10 @@ class Handover:
     """
 
     def __init__(self, ddp: DDP):
-        self._ddp = weakref.ref(ddp)
-        # in the order in which they came, which all ranks share; the values say nothing
-        self._optimizers: weakref.WeakKeyDictionary[CompressedOptimizer, None]
-        self._optimizers = weakref.WeakKeyDictionary()
+        self._ddp = ref(ddp)
+        # in the order in which they came, which all ranks share, with what is called at their end
+        self._optimizers: WeakKeyDictionary[CompressedOptimizer, finalize[[], Any]]
+        self._optimizers = WeakKeyDictionary()
         self._backward = Backward()
         # whether each parameter required a gradient in the last backward
         self._required_grad: list[bool] = []
@@ -131,19 +132,18 @@ class Handover:
         params = list_parameters(optimizer)
         for other in self.optimizers:
             if other._engine.role is Role.WRAPPED:
-                del self._optimizers[other]
+                self._optimizers.pop(other).detach()
             elif other is not optimizer and not params.isdisjoint(list_parameters(other)):
                 if other._engine.attached_at > optimizer._engine.attached_at:
                     optimizer._engine.mark_replaced()
                     return
-                del self._optimizers[other]
+                self._optimizers.pop(other).detach()
                 other._engine.mark_replaced()
         if groups_form_site(self.ddp, optimizer):
             join_site(self.ddp, optimizer)
         if optimizer not in self._optimizers:
             optimizer.step_callbacks.append(self.on_step)
-            weakref.finalize(optimizer, self.collect_gradients)
-            self._optimizers[optimizer] = None
+            self._optimizers[optimizer] = finalize(optimizer, self.collect_gradients)
         self._required_grad = []
         self.register_parameter_hooks()
         optimizer._engine.role = Role.ACTIVE

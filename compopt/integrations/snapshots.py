@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,16 +36,7 @@ from .._wire.collectives import Communicator
 from .._wire.warning import warn
 from . import _snapshot_files as files
 from ._snapshot_files import Manifest, Snapshot, State, Untrusted
-from ._snapshot_loading import (
-    Meeting,
-    RankParts,
-    Resume,
-    describe,
-    distribute_state,
-    raise_told,
-)
-
-Result = TypeVar("Result")
+from ._snapshot_loading import Meeting, RankParts, Resume, describe, distribute_state, raise_told
 
 
 class Snapshots:
