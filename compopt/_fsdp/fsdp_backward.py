@@ -121,13 +121,12 @@ class FSDPBackward:
         reduction by one collective, then starts its own, so collectives start in the same order
         too.
         """
-        key = tuple(p for p, _ in params)
         if backward != self._backward_number:
             self._backward_number = backward
             self.finish()  # reductions of a backward that raised
             self._discard_unapplied()
             self._check_and_lay_out()
-        buckets = self._buckets_of(params, key, rows.dtype)
+        buckets = self._buckets_of(params, rows.dtype)
         self._advance_all()
         for bucket in buckets:
             inputs = ExchangeInputs(
@@ -137,7 +136,7 @@ class FSDPBackward:
             )
             self.in_flight.append(PendingReduction(bucket, inputs, is_last=False))
         self._take_ended()
-        if blocking or any(p.grad is not None for p in key):
+        if blocking or any(p.grad is not None for p, _ in params):
             self.finish()
 
     def _copy_sent_options(self) -> list[tuple[Group, Group]]:
@@ -178,10 +177,9 @@ class FSDPBackward:
             bucket.collect_residuals(reducer, self.pending_states)
         yield Agree(mean, reducer.phase)  # ``step()`` does
 
-    def _buckets_of(
-        self, params: Params, key: tuple[Tensor, ...], dtype: torch.dtype
-    ) -> list[ReduceScatterBucket]:
+    def _buckets_of(self, params: Params, dtype: torch.dtype) -> list[ReduceScatterBucket]:
         """Return a bucket for each parameter group; new ones if a reducer needs other shapes."""
+        key = tuple(p for p, _ in params)
         buckets = self._buckets.get(key, [])
         pieces = [piece for bucket in buckets for piece in bucket.pieces]
         pieces = pieces or place_in_rows(params, self.engine.comm.size, self.engine.bucket_of)

@@ -23,6 +23,7 @@ from torch import Tensor
 from .._ops.operations import Ops
 from .._state.tensors import MIN_COMPRESSED_NUMEL
 from .._wire.codec import GatherCodec, QuantizedCodec
+from .._wire.collectives import gather_into
 from .._wire.payload import Scratch
 
 WORD = 8  # parts of a message begin at multiples of so many bytes, as views of any dtype need
@@ -83,15 +84,6 @@ class FSDPAllGather(TorchAllocation):
         if shards not in self._layouts:
             self._layouts = {shards: GatherLayout(shards, ranks, self._codec)}
         return self._layouts[shards]
-
-
-def gather_into(
-    output: Tensor, tensor: Tensor, group: dist.ProcessGroup, async_op: bool
-) -> dist.Work | None:
-    # the second is the name before torch 2.13
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work: dist.Work | None = gather(output, tensor, group=group, async_op=async_op)
-    return work
 
 
 class DecodingWork(dist.Work):

@@ -106,9 +106,7 @@ def check_meshes(optimizer: CompressedOptimizer) -> None:
                 f"{name} belongs to a FullyShardedDataParallel, whose flat shards cannot be "
                 f"compressed a matrix at a time: {ADVICE}"
             )
-        mesh = getattr(p, "device_mesh", None)
-        if mesh is None:
-            continue
+        mesh: Any = getattr(p, "device_mesh", None)
         for dim, (mesh_group, placement) in enumerate(list_mesh_groups(p)):
             shared = sorted(ranks.intersection(dist.get_process_group_ranks(mesh_group)))
             if len(shared) < 2:

@@ -260,9 +260,7 @@ class Communicator:
         """Gather every rank's tensor into ``rows``."""
         if self.get_backend(tensor.device) not in GATHERING:
             return self._call(dist.all_gather, description, list(rows.unbind()), tensor)
-        # The second is the name before torch 2.13.
-        single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return self._call(single, description, rows, tensor)
+        return self._call(gather_into, description, rows, tensor)
 
     def _call(
         self, collective: Callable[..., dist.Work | None], description: str, *args: object
@@ -320,6 +318,16 @@ def _answer_alone(request: Collective) -> object:
     if isinstance(message, Payload) and isinstance(message.codec, QuantizedCodec):
         message.codec.make_mean(message, 0, 1).round_payload()
     return message
+
+
+def gather_into(
+    output: Tensor, tensor: Tensor, group: ProcessGroup | None, async_op: bool
+) -> dist.Work | None:
+    """Gather every rank's tensor into one."""
+    # the second is the name before torch 2.13
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work | None = gather(output, tensor, group=group, async_op=async_op)
+    return work
 
 
 def count_bytes(request: Collective) -> int:
