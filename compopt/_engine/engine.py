@@ -66,7 +66,7 @@ def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
         alive = ref()
         if alive is None:
             raise ReferenceError(
-                f"{name}() belongs to an optimizer that was deleted: call it earlier."
+                f"{name}() belongs to an optimizer that was deleted: keep a reference to it."
             )
         return alive(*args)
 
