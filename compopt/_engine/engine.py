@@ -243,7 +243,7 @@ class Engine:
         stats = Stats(
             applied_steps=self.steps,
             phase=phases if applied else "skipped",
-            bytes_sent=0 if self.sends_nothing else bytes_sent,
+            bytes_sent=bytes_sent,
             bytes_dense=self.dense_bytes,
             parameter_bytes=applied * sum(map(attrgetter("parameter_bytes"), self.buckets)),
             grad_norm=decision.norm,
