@@ -31,7 +31,7 @@ from ._engine.options import (
     read_int8,
 )
 from ._engine.reducer import AllReduceReducer, step_adams
-from ._ops.norms import clip_factor, scale_
+from ._ops.norms import clip_factor
 from ._ops.operations import Ops
 from ._state.bucket import Bucket
 from ._state.layouts import Layout, LocalShape
@@ -49,7 +49,7 @@ def adams(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     reducer = AllReduceReducer(bucket, ops)
     mean = yield from reducer.reduce()
     norm = yield Agree(mean, reducer.phase)  # from here on state changes
-    scale_(mean.body, clip_factor(norm, bucket.group["max_grad_norm"]))
+    reducer.clip(clip_factor(norm, bucket.group["max_grad_norm"]))
     if bucket.group["maximize"]:
         mean.body.neg_()
     yield from ops.run_batched(step_adams, bucket, reducer)

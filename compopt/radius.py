@@ -49,7 +49,7 @@ from ._engine.options import (
     require_share,
 )
 from ._engine.reducer import AllReduceReducer, step_adamw
-from ._ops.norms import clip_factor, scale_
+from ._ops.norms import clip_factor
 from ._ops.operations import Ops
 from ._ops.reference import update_magnitudes
 from ._state.bucket import Bucket
@@ -72,7 +72,7 @@ def radius(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     reducer = AllReduceReducer(bucket, ops, mask, keeps_mask=mask is not None)
     mean = yield from reducer.reduce()  # lines 4, 8, 9, 13, 14
     norm = yield Agree(mean, phase)  # from here on state changes
-    scale_(mean.body, clip_factor(norm, group["max_grad_norm"]))  # line 20
+    reducer.clip(clip_factor(norm, group["max_grad_norm"]))  # line 20
     before = [w.clone() for w in compressed_weights(bucket)] if resamples else []
     yield from ops.run_batched(step_adamw, bucket, reducer)  # lines 10, 15 to 17, 21 and 25
     if resamples:

@@ -101,6 +101,7 @@ def read_decision(
         decision.non_finite += [name for name, flag in pairs if flag != flag]
         decision.has_failed_rank |= control["failed"][0] > 0
         decision.misplaced += [bucket.index] if bits_differ(control["stamp"]) else []
+        # NaN counts as a gradient: the step is skipped anyway
         has_dropped |= drop_absent(exchange, [flag != 0 for flag in gradient_flags])
         if any(bucket.compressed):
             decision.phase_of[bucket.index] = exchange.agreement.phase
@@ -180,8 +181,8 @@ def drop_absent(exchange: BucketExchange, given: list[bool]) -> bool:
     if "residual" not in bucket.state:
         return False
     # which tensors may have a residual: where none was loaded, those that have had a gradient
-    before = bucket.cache.get("had_gradients") or [bucket.has_residual] * len(given)
-    bucket.cache["had_gradients"] = [a or b for a, b in zip(before, given, strict=True)]
+    before = bucket.had_gradients or [bucket.has_residual] * len(given)
+    bucket.had_gradients = [a or b for a, b in zip(before, given, strict=True)]
     if not any(had and not has for had, has in zip(before, given, strict=True)):
         return False
     if agreement.drop_absent is not None:

@@ -69,7 +69,7 @@ def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
         alive = ref()
         if alive is None:
             raise ReferenceError(
-                f"{name}() belongs to an optimizer that was deleted: call it earlier."
+                f"{name}() belongs to an optimizer that was deleted: keep a reference to it."
             )
         return alive(*args)
 
@@ -246,7 +246,7 @@ class Engine:
         stats = Stats(
             applied_steps=self.steps,
             phase=phases if applied else "skipped",
-            bytes_sent=0 if self.sends_nothing else bytes_sent,
+            bytes_sent=bytes_sent,
             bytes_dense=self.dense_bytes,
             parameter_bytes=applied * sum(map(attrgetter("parameter_bytes"), self.buckets)),
             grad_norm=decision.norm,
@@ -313,8 +313,24 @@ class Engine:
         self.options.checksum = None
         self.post_commit = PostCommitExchanges()
         self.overlap = BackwardOverlap(self.post_commit)
-        # a known parameter whose requires_grad has changed moves in lay_out_trainable_parameters
-        params = [p for group in groups for p in group["params"]]
+        self._assign_parameters(groups)
+        self.trial = begin_trial(groups, self.buckets)
+        self.offload = Offload(OFFLOADED.get(method.offload or "", ()))
+        self._connect_shards()
+        self.is_built = True
+        self.sends_nothing = connection is not None and self._is_alone(connection)
+        for bucket in self.buckets:
+            self._prepare_bucket(bucket)
+            self._fill_state(bucket, method._bucket_layouts(bucket), method.state)
+            method.rebuild_cache(bucket)
+        method.after_layout()
+
+    def _assign_parameters(self, groups: list[Group]) -> None:
+        """Assign the parameters of ``groups`` to buckets, and those that require no gradient to
+        frozen ones. A known parameter whose ``requires_grad`` has changed moves in
+        ``lay_out_trainable_parameters``.
+        """
+        method, params = self.method, [p for group in groups for p in group["params"]]
         new = {p for p in params if p not in self.parameters and p.requires_grad}
         self.trainable = frozenset(new | self.trainable & set(params))
         self.parameters = frozenset(params)
@@ -329,27 +345,27 @@ class Engine:
         self.frozen_buckets = make_buckets(groups, method.is_compressed, not_trainable)
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.dense_bytes = sum(bucket.dense_bytes for bucket in self.buckets)
-        self.trial = begin_trial(groups, self.buckets)
-        self.offload = Offload(OFFLOADED.get(method.offload or "", ()))
+
+    def _connect_shards(self) -> None:
+        """Connect the ranks that hold the other parts of this rank's model, and those of its
+        site.
+        """
         # inside FSDP2 the mesh is that of the optimizer's own ranks: no others hold shards
-        on_mesh = () if method.replaces_reduce_scatter else self.buckets
+        on_mesh = () if self.method.replaces_reduce_scatter else self.buckets
         params_on_mesh = (p for bucket in on_mesh for p in bucket.params)
         self.shard_communicators = make_shard_communicators(params_on_mesh)
         if self.site is not None and self.site.size > 1:
             self.shard_communicators.append(self.site)
-        self.is_built = True
-        self.sends_nothing = connection is not None and self._is_alone(connection)
-        for bucket in self.buckets:
-            bucket.sends_nothing = self.sends_nothing
-            bucket.replicate_size = get_replicate_size(bucket.params[0], self.shard_communicators)
-            bucket.offload = self.offload if self.offload.names else None
-            if method.sharded:
-                comm = self.comm
-                bucket.shards = cut_evenly(bucket.lengths, bucket.compressed, comm.rank, comm.size)
-            bucket.codecs, bucket.blocks = self.ops.codecs, self.ops.blocks
-            self._fill_state(bucket, method._bucket_layouts(bucket), method.state)
-            method.rebuild_cache(bucket)
-        method.after_layout()
+
+    def _prepare_bucket(self, bucket: Bucket) -> None:
+        """Tell a bucket of the ranks, of the backend's codecs, and which shards are its own."""
+        bucket.sends_nothing = self.sends_nothing
+        bucket.replicate_size = get_replicate_size(bucket.params[0], self.shard_communicators)
+        bucket.offload = self.offload if self.offload.names else None
+        if self.method.sharded:
+            comm = self.comm
+            bucket.shards = cut_evenly(bucket.lengths, bucket.compressed, comm.rank, comm.size)
+        bucket.codecs, bucket.blocks = self.ops.codecs, self.ops.blocks
 
     def _fill_state(
         self, bucket: Bucket, layouts: dict[str, Layout], state: MutableMapping[Tensor, Any]

@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .._ops.norms import scale_all_, squared_norm
+from .._ops.norms import scale_, scale_all_, squared_norm
 from .._ops.operations import Ops, flag_gradients
 from .._state.bucket import Bucket
 from .._state.masks import Mask
@@ -312,9 +312,8 @@ class AllReduceReducer:
         return self.read_owned_averages(self.bucket.compute_dtype)
 
     def clip(self, factor: float) -> None:
-        """Clip the average in place, for algorithms that decode the message themselves."""
-        if factor < 1:
-            self.mean.body.mul_(factor)
+        """Multiply the average by ``factor``, by which the step clips it."""
+        scale_(self.mean.body, factor)
 
     def read_owned_averages(self, dtype: torch.dtype) -> list[Tensor]:
         shards, lengths = self.bucket.shards, self.bucket.lengths

@@ -48,7 +48,7 @@ from .stats import describe_compression, show_line
 
 
 def exchange_and_commit(engine: Engine) -> None:
-    """Take a step."""
+    """Take a step: exchange all buckets, decide, and commit or skip."""
     step = None
     try:
         engine.check_can_step()
@@ -74,7 +74,7 @@ def exchange_and_commit(engine: Engine) -> None:
     finally:
         # drop the exception: its traceback refers to this frame (a reference cycle)
         if step is not None:
-            step.problem = None
+            step.problem, step.schedules = None, []
 
 
 class Step:
@@ -90,6 +90,7 @@ class Step:
         # the scale of a GradScaler, by which the gradients were divided
         self.scale: float | None = None
         self.committing: Bucket | None = None
+        self.schedules: list[ExchangeSchedule] = []  # of this step, to abandon if it fails
         self.is_told = False  # the other shards of this model know how the step ends here
 
     @property
@@ -104,6 +105,8 @@ class Step:
         engine = self.engine
         self.problem = self._check_and_lay_out() or self._prepare_gradients()
         self._finish_post_commit()
+        for bucket in engine.buckets:
+            bucket.gathered_state = {}  # of before this step
         if not engine.peers_verified:
             self.run_handshake()
         if not self.buckets:
@@ -189,7 +192,7 @@ class Step:
         engine = self.engine
         try:
             check_gradients(engine)
-            self.scale = unscale_gradients(self.engine)
+            self.scale = unscale_gradients(engine)
             self.method.before_exchange()
             for bucket in engine.buckets:
                 if "master" in bucket.state:
@@ -212,8 +215,6 @@ class Step:
             mean = exchange_one(self.comm, AllReduceMean(lost))
             post_commit.lost = float(mean) > 0
         post_commit.unconfirmed = False
-        for bucket in engine.buckets:
-            bucket.gathered_state = {}
         # without buckets there is no payload to report it
         is_unfrozen = not self.buckets and engine.trainable_has_changed
         if post_commit.lost or is_unfrozen or engine.has_new_options:
@@ -247,11 +248,10 @@ class Step:
         Raises CommunicationError, with nothing applied, when a collective failed.
         """
         engine, comm, buckets = self.engine, self.comm, self.buckets
-        schedules: list[ExchangeSchedule] = []
         try:
             begun = engine.overlap.schedule and engine.overlap.take_schedule()
-            schedules.append(begun or ExchangeSchedule(buckets, engine.algorithm, comm))
-            decision = self._run_schedule(schedules)
+            self.schedules = [begun or ExchangeSchedule(buckets, engine.algorithm, comm)]
+            decision = self._run_schedule(self.schedules[0])
             exchanges = decision.exchanges
             covers_shard_only = any(one.agreement.covers_shard_only for one in exchanges)
             comms = engine.shard_communicators
@@ -272,7 +272,7 @@ class Step:
             if decision.applied and covers_shard_only:
                 _run_to_commit(decision)
         except BaseException as error:
-            for schedule in schedules:
+            for schedule in self.schedules:
                 schedule.abandon(waits=isinstance(error, Exception))  # not after an interrupt
             raise
         if not decision.applied:
@@ -280,11 +280,10 @@ class Step:
                 exchange.close()
         return decision
 
-    def _run_schedule(self, schedules: list[ExchangeSchedule]) -> StepDecision:
-        """Run the only one of ``schedules``. If any rank's payloads from backward are stale, append
-        a second one, which sends them again: the caller abandons both if something raises.
+    def _run_schedule(self, schedule: ExchangeSchedule) -> StepDecision:
+        """Run a schedule to its end, with the control fields of the step, and decide. If any rank's
+        payloads from backward were stale, all ranks send them again.
         """
-        (schedule,) = schedules
         engine, comm, exchanges = self.engine, self.comm, schedule.exchanges
         stale = [one.measure_staleness() for one in exchanges if one.in_backward]
         any_stale: FieldValues = [0.0]
@@ -309,15 +308,20 @@ class Step:
         schedule.run()
         decision = read_decision(exchanges, replica_sum)
         engine.replica_checksum = handshake.checksum_sum(decision.replica_sum)
-        if decision.control_means["stale"][0] == 0 or len(exchanges) == 1:
-            decision.early_buckets = len(stale)
-            return decision
-        for exchange in exchanges[:-1]:
+        if decision.control_means["stale"][0] > 0 and len(exchanges) > 1:
+            return self._send_again(schedule)
+        decision.early_buckets = len(stale)
+        return decision
+
+    def _send_again(self, schedule: ExchangeSchedule) -> StepDecision:
+        """Exchange all buckets of ``schedule`` but the last again, and decide anew."""
+        *stale, last = schedule.exchanges
+        for exchange in stale:
             exchange.abandon()
-        again = ExchangeSchedule(schedule.buckets[:-1], schedule.inputs.algorithm, comm)
-        schedules.append(again)
+        again = ExchangeSchedule(schedule.buckets[:-1], schedule.inputs.algorithm, self.comm)
+        self.schedules.append(again)
         again.run()
-        decision = read_decision([*again.exchanges, exchanges[-1]])
+        decision = read_decision([*again.exchanges, last])
         decision.resent = True
         return decision
 
@@ -378,7 +382,8 @@ class Step:
 
     def _commit_bucket(self, exchange: BucketExchange, answer: Answer) -> None:
         """Resume the generator of one bucket, which applies the step. It stops at a ``RunBatched``,
-        which the caller runs for all buckets, or at a post-commit exchange.
+        which the caller runs for all buckets, or at a post-commit exchange. One that could not
+        start is not in flight, by which ``post_commit.add`` knows it.
         """
         try:
             # Resumed with the norm at Agree, or at ReadyToCommit, which ignores it; with its result

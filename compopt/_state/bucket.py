@@ -109,12 +109,14 @@ class Bucket:
         self.offload: Offload | None = None
         # Unsharded copies of sharded state, from consolidate_state to the next step.
         self.gathered_state: dict[str, list[Tensor | None]] = {}
+        # Which tensors have had a gradient on any rank since the bucket was made; empty at first.
+        self.had_gradients: list[bool] = []
         # Derived from state: recomputed if absent, never saved. ``has_residual``: a residual may be
         # non-zero. ``mask``: Radius's mask. ``momentum_mask``: the one that SCAPE's momentum is on;
         # ``next_mask``: the one that its next step sends. ``union_and_leftovers``: of TAGC's last
         # exchange. ``plan`` and ``runs``: SEPARATE's projections and stacks. ``guesses``,
-        # ``pieces``, ``products`` and ``factors``: thresholds, runs and tables of the native
-        # backend.
+        # ``pieces``, ``products``, ``factors``, ``flags``, ``dense`` and ``averages``: thresholds,
+        # runs and tables of the native backend.
         self.cache: dict[str, Any] = {}
 
         # Messages and memory of a step. All buckets of an optimizer share the scratch memory.

@@ -291,7 +291,7 @@ class ResidualStack:
 
     @property
     def shape(self) -> torch.Size:
-        """That of one tensor."""
+        """The shape of one tensor of the stack."""
         residuals, i = self._residuals, self.indices[0]
         return residuals._shape_of(i) if self.exact is None else self.exact.shape[1:]
 

@@ -72,7 +72,7 @@ def factor_ranks(ratio: int) -> Callable[[int, int], tuple[int, ...]]:
     return settings
 
 
-# By name; a new compressor is one line here. Of a TopK half of the bytes are positions. "Both
+# By name; a new compressor is one line here. Half of the bytes of a TopK are positions. "Both
 # ways": the gradient returns in as few bits as the payload.
 COMPRESSORS: dict[str, Kind] = {
     "AutoEncoder, 1/20": Kind(AutoEncoder, code_width(20), "A1", 76.7),
@@ -102,7 +102,9 @@ PRODUCT_OPERATORS = {"aten::mm", "aten::bmm", "aten::addmm"}
 
 @dataclass
 class Work:
-    """Bytes moved in memory, and FLOPs of products in float32 and in 16 bits."""
+    """Bytes moved in memory, and FLOPs of matrix products and factorizations in float32 and in 16
+    bits.
+    """
 
     traffic: float = 0.0
     flops: float = 0.0
@@ -271,6 +273,6 @@ def crossing_of(codec: Compressor, shape: tuple[int, ...], dtype: torch.dtype) -
             packed = codec.pack(x, codec.gradient_bits)
         with _WorkCounter() as send_back:
             codec.unpack(packed, shape, codec.gradient_bits)
-    # The gradient's number takes a message of the payload's size.
+    # What returns the number of the gradient (see ``pipeline``) has the payload's size.
     back = values.nbytes + packed.nbytes
     return Crossing(forth, back, send, receive, receive_back, send_back)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -214,7 +215,7 @@ class ProjectingOptimizer(ReducingOptimizer):
         ]
         random: RandomMatrices = []
         if any(drawn):
-            random, self._has_drawn_bases = self._draw(bucket, drawn), True
+            random, self._has_drawn_bases = self._make_draw(bucket, drawn)(), True
         for stack in stacks:
             flags, m = [has_basis[i] for i in stack.indices], stack.projection.m
             if all(flags):
@@ -226,33 +227,14 @@ class ProjectingOptimizer(ReducingOptimizer):
             ]
             stack.Q = torch.stack([Q.view(m, -1) for Q in bases if Q is not None])
 
-    def _draw(self, bucket: Bucket, plan: Plan) -> RandomMatrices:
-        """Draw the random matrices of the coming step."""
+    def _make_draw(self, bucket: Bucket, plan: Plan) -> Callable[[], RandomMatrices]:
+        """Return a function that draws the random matrices of the coming step, without a reference
+        to the optimizer.
+        """
         # FSDP2 may reduce tensors of other optimizers with these, which are not projected
         numbers = [self._numbers.get(p, (0, 0))[0] for p in bucket.model_params]
         seed, t = bucket.group["seed"], bucket.group["step"] + 1
-        return self._matrices.draw(bucket, numbers, plan, seed, t)
-
-    def _make_draw(self, bucket: Bucket, plan: Plan) -> Callable[[list[ProjectedStack]], None]:
-        """Return a function that draws R of the coming step's stacks, without a reference to the
-        optimizer.
-        """
-        if bucket.group["projection"] == "tracked" or not any(plan):
-            return lambda stacks: None
-        draw = self._matrices.draw
-        numbers = [self._numbers.get(p, (0, 0))[0] for p in bucket.model_params]
-        seed, t = bucket.group["seed"], bucket.group["step"] + 1
-
-        def draw_random_columns(stacks: list[ProjectedStack]) -> None:
-            matrices = draw(bucket, numbers, plan, seed, t)
-            for stack in stacks:
-                first, k = matrices[stack.indices[0]], len(stack.indices)
-                assert first is not None
-                # a tensor's numbers begin with a word of four
-                distance = 4 * -(-first.numel() // 4)
-                stack.R = first.as_strided((k, *first.shape), (distance, *first.stride()))
-
-        return draw_random_columns
+        return partial(self._matrices.draw, bucket, numbers, plan, seed, t)
 
     # After the commit
 

@@ -23,6 +23,7 @@ from .._state.residuals import Residuals
 from .._state.tensors import upload
 from .._wire.payload import Payload
 from .._wire.requests import AllReduceMean, Phase, RequestGenerator
+from .matrices import RandomMatrices
 from .projection_options import is_reset_step
 from .stacks import (
     ProjectedStack,
@@ -37,7 +38,7 @@ from .stacks import (
 class ProjectionReducer:
     """Does lines 1 to 6 for all tensors of one bucket at one step.
 
-    ``draw_columns`` draws R of the stacks that are projected on random columns.
+    ``draw_matrices`` draws R of the tensors that are projected on random columns.
     ``norm_is_reproducible`` asks for a norm that does not depend on the number of threads, since
     every rank clips by the norm that it computes. ``params_with_basis`` are the parameters whose
     basis has been computed by a step. ``on_cosines`` receives the cosines of Algorithm 3 in a step
@@ -49,19 +50,19 @@ class ProjectionReducer:
         bucket: Bucket,
         ops: Ops,
         stacks: list[ProjectedStack],
-        draw_columns: Callable[[list[ProjectedStack]], None],
+        draw_matrices: Callable[[], RandomMatrices],
         norm_is_reproducible: bool,
         params_with_basis: set[Tensor],
         on_cosines: Callable[[dict[Tensor, float]], None] | None = None,
     ):
         self.bucket, self.ops, self.stacks = bucket, ops, stacks
-        self._draw_columns, self._norm_is_reproducible = draw_columns, norm_is_reproducible
+        self._draw_matrices, self._norm_is_reproducible = draw_matrices, norm_is_reproducible
         self._params_with_basis, self._on_cosines = params_with_basis, on_cosines
         self.stack_of = {i: stack for stack in self.stacks for i in stack.indices}
         self.dense = [i for i in range(len(bucket.params)) if i not in self.stack_of]
         kind = bucket.group["projection"]
         self.is_tracked = bool(self.stacks) and kind == "tracked"
-        # the residual of a Gaussian projection is noise; that of a contraction is due
+        # the residual of a Gaussian projection is noise; that of a contraction has yet to be sent
         has_due_residual = bucket.has_residual and kind != "gaussian"
         # True if tensors that are sent dense are sent with their residuals
         self.dense_sends_residuals = bucket.is_rounded or has_due_residual
@@ -152,7 +153,9 @@ class ProjectionReducer:
         return self.ops.run(orthonormalize_columns, self.bucket, parts, shapes, use)
 
     def _subtract_rounding_errors(self, mean: Payload) -> None:
-        """Set ``sent`` of every stack to what the other ranks have received, after rounding."""
+        """Set ``sent`` of every stack to what the other ranks have received, after rounding. Other
+        codecs have rounded the body before it was copied.
+        """
         errors = mean.rounding_errors
         if self.stacks and mean.codec.bits and errors is not None:
             sent = [stack.sent for stack in self.stacks]
@@ -162,7 +165,15 @@ class ProjectionReducer:
         """Draw R for line 2, which is valid until matrices of another bucket are drawn. Tracked
         columns stay as ``_exchange_P`` has computed them.
         """
-        self._draw_columns(self.stacks)
+        if self.is_tracked or not self.stacks:
+            return
+        matrices = self._draw_matrices()
+        for stack in self.stacks:
+            first, k = matrices[stack.indices[0]], len(stack.indices)
+            assert first is not None
+            # a tensor's numbers begin with a word of four
+            distance = 4 * -(-first.numel() // 4)
+            stack.R = first.as_strided((k, *first.shape), (distance, *first.stride()))
 
     def _parts_of(self, payload: Payload, memory: Tensor) -> list[Tensor]:
         """Return each stack's part of the payload's body, or of other memory in its layout."""
@@ -203,9 +214,10 @@ class ProjectionReducer:
                 payload.unrounded_parts[-1][stack.indices[0] : stack.indices[-1] + 1] = cosines
         return payload.round()
 
+    @property
     def squared_norm(self) -> Tensor | None:
-        """Return the squared norm of the averaged gradients, one number for neighbours that are
-        sent in the same way; None where it is that of the payload.
+        """The squared norm of the averaged gradients, one number for neighbours that are sent in
+        the same way; None where it is that of the payload.
 
         It is the norm before reconstruction. With a Gaussian R the mean of |h R|^2 / r is |h|^2;
         orthonormal columns give the norm of the part of h that they span.
@@ -230,7 +242,7 @@ class ProjectionReducer:
         squared norm anew.
         """
         self.mean.clear_parts(given)
-        return self.squared_norm()
+        return self.squared_norm
 
     # Inside FSDP2: this rank's shard of the average
 

@@ -70,11 +70,11 @@ def separate(
 ) -> RequestGenerator[None]:
     """Algorithm 1, one bucket, one step; ``update`` takes the averaged gradients."""
     mean = yield from reducer.reduce()  # lines 1 to 3
-    squared, drop_absent = reducer.squared_norm(), reducer.drop_absent
+    squared, drop_absent = reducer.squared_norm, reducer.drop_absent
     norm = yield Agree(mean, reducer.phase, squared, drop_absent=drop_absent)
 
     # from here on state changes
-    reducer.draw_random_columns()  # again: random columns are not kept in between
+    reducer.draw_random_columns()  # again: what is random is not kept in between
     factor = clip_factor(norm, bucket.group["max_grad_norm"])
     have_gradients = mean.have_gradients
     inputs = reducer, update, have_gradients, factor

@@ -10,15 +10,15 @@ Lines are those of Algorithm 1, see ``compopt.separate``. h is a tensor as it is
     5   e <- e + (1 - beta) (g - p R^T / r)           keep_unsent_of_stack
 
 A tracked projection is PowerSGD's power iteration (Vogels, Karimireddy and Jaggi, NeurIPS 2019,
-Algorithm 1). It computes R from Q, (m, r), the basis of the step before; H is the transpose of h,
-1/r is 1, and beta is 0::
+Algorithm 1). It computes R from Q, (m, r), the basis of the step before; H is the transpose of h
+(lines are written with h), 1/r is 1, and beta is 0::
 
-    2a  P <- mean over ranks of H^T Q                 multiply
+    2a  P <- mean over ranks of h Q                   multiply
     2b  R <- orthonormal columns that span those of P     orthonormalize_columns
-    2c  p <- H R                                      multiply
+    2c  p <- h^T R                                    multiply
     3   p <- mean over ranks of p
-    4   ghat <- p R^T                                 reconstruct
-    5   e <- h less this rank's p R^T                 keep_unsent_of_stack
+    4   ghat <- R p^T                                 reconstruct
+    5   e <- h less this rank's R p^T                 keep_unsent_of_stack
     6   Q <- orthonormal columns that span those of p     orthonormalize_columns
 
 The space that is sent follows the gradient's largest singular vectors, one power iteration a step.
@@ -135,8 +135,8 @@ def multiply(
     payload: Payload | None,
 ) -> None:
     """Write ``H right`` of each stack to its part ``out`` of a payload: line 2, or 2c. Where
-    ``makes_P``, write ``H^T right``: line 2a. Write the gradient flags of the bucket into the
-    header of ``payload``.
+    ``makes_P``, write ``H^T right``, which is ``h Q``: line 2a. Write the gradient flags of the
+    bucket into the header of ``payload``.
     """
     for stack, narrow, part in zip(stacks, right, out, strict=True):
         H = stack.projection.view_as_matrices(add_residual(ops, stack))

@@ -6,15 +6,15 @@ A gradient of rank n, as a matrix g_n of rows x columns; e_n is its residual; Q,
 ranks and random at first; orth makes columns orthonormal. In each step after the dense ones::
 
     1  h_n <- g_n + e_n                          # what is to be sent
-    2  P <- orth(mean over ranks of h_n Q)       # first exchange: rows x r values
-    3  b_n <- h_n^T P
-    4  B <- mean over ranks of b_n               # second exchange: columns x r values
-    5  ghat <- P B^T                             # AdamW's gradient, the same on all ranks
-    6  e_n <- h_n - P b_n^T                      # what this rank's own factor leaves out
-    7  Q <- orth(B)                              # the next step starts from these directions
+    2  P <- mean over ranks of h_n Q             # first exchange: rows x r values
+    3  R <- orth(P);  p_n <- h_n^T R
+    4  p <- mean over ranks of p_n               # second exchange: columns x r values
+    5  ghat <- R p^T                             # AdamW's gradient, the same on all ranks
+    6  e_n <- h_n - R p_n^T                      # what this rank's own factor leaves out
+    7  Q <- orth(p)                              # the next step starts from these directions
 
 It equals ``compopt.SeparateAdam(params, payload_dtype=None)`` with these Q. By default the class rounds both payloads
-to int8, at random without bias, and adds what rounding takes off b_n to e_n. The paper's own Algorithm 1, in the class
+to int8, at random without bias, and adds what rounding takes off p_n to e_n. The paper's own Algorithm 1, in the class
 ``projection="gaussian"``, draws R anew from a seed in every step: p_n = h_n R, ghat = mean(p_n) R^T / r, and
 e_n <- beta e_n + (1 - beta) (h_n - p_n R^T / r).
 
@@ -43,12 +43,13 @@ def orth(matrix: Tensor) -> Tensor:
 def average_low_rank(g: Tensor, e: Tensor, Q: Tensor) -> Tensor:
     """Lines 1 to 7 for one matrix: return the averaged gradient; update the residual e and the basis Q in place."""
     h = g + e  # line 1
-    P = orth(average(h @ Q))  # line 2
-    b = h.T @ P  # line 3
-    B = average(b.clone())  # line 4
-    e.copy_(h - P @ b.T)  # line 6
-    Q.copy_(orth(B))  # line 7
-    return P @ B.T  # line 5
+    P = average(h @ Q)  # line 2
+    R = orth(P)  # line 3
+    own = h.T @ R
+    p = average(own.clone())  # line 4
+    e.copy_(h - R @ own.T)  # line 6
+    Q.copy_(orth(p))  # line 7
+    return R @ p.T  # line 5
 
 
 def matrix_shape(p: Tensor) -> tuple[int, int]:

@@ -451,7 +451,7 @@ def test_columns_of_a_stack_are_those_of_each_tensor():
     reducer.draw_random_columns()
     (stack,) = reducer.stacks
     columns = stack.R.clone()
-    drawn = optimizer._draw(bucket, optimizer._plan_next_step(bucket))
+    drawn = optimizer._make_draw(bucket, optimizer._plan_next_step(bucket))()
     assert columns.shape == (3, 67, 5) and all(map(torch.equal, columns, drawn))
 
 

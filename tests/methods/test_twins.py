@@ -122,7 +122,7 @@ def assert_close(got: Tensor, wanted: Tensor, what: str) -> None:
 
 
 def test_powersgds_error_has_the_same_mean_and_is_larger_on_every_rank():
-    """PowerSGD keeps h - ghat, the distance from the averaged reconstruction, where line 6 has h - P b^T."""
+    """PowerSGD keeps h - ghat, the distance from the averaged reconstruction, where line 6 has h - R p^T."""
     errors, averages = {}, {}
     for keeps_distance in (False, True):
         threads = Threads(3)
