@@ -33,7 +33,7 @@ from ._engine.reducer import (
 )
 from ._fsdp.fsdp_backward import step_fsdp_shards
 from ._fsdp.reducing_optimizer import GatherDtype, ReducingOptimizer
-from ._inside.combined import OneOrSeveral
+from ._inside.bases import OneOrSeveral
 from ._inside.wrapper import Wrapper
 from ._ops.norms import clip_factor
 from ._ops.operations import Ops

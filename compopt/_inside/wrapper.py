@@ -5,7 +5,7 @@
 
 An entry of ``state`` shows the base's state of a tensor beside the wrapper's own, and under "base".
 What a user changes there, the base takes over before it steps. A state dict merges the two, see
-``merged_state.py``.
+``base_state.py``.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from .._state.leaves import copy_state
 from .._wire.foreign import ForeignCollective, RefuseCollectives
 from .._wire.launch import ProcessGroup
 from .._wire.ranks import Ranks
-from . import bases, combined
-from .combined import OneOrSeveral
-from .merged_state import (
+from . import bases
+from .base_state import (
     PREFIX,
     check_base_checkpoint,
     refuse_flattened_base,
     save_entry,
     split_state_dict,
 )
+from .bases import OneOrSeveral
 
 Entry = dict[str, Any]  # of ``state``
 
@@ -65,7 +65,7 @@ class Wrapper(CompressedOptimizer):
         process_group: ProcessGroup | Ranks | None,
         simulate: bool = False,
     ):
-        base = combined.combine_optimizers(base)
+        base = bases.combine_optimizers(base)
         bases.check_base(base)
         self.base = base
         self._wrapper_groups: list[Group] = []
@@ -102,7 +102,7 @@ class Wrapper(CompressedOptimizer):
         except (TypeError, ValueError):
             if is_new:
                 for group in self.param_groups[len(self._wrapper_groups) :]:
-                    owner = combined.find_owner(self.base, group)
+                    owner = bases.find_owner(self.base, group)
                     owner.param_groups.pop()
                     if isinstance(owner, CompressedOptimizer):
                         owner.forget_group(group)
@@ -112,7 +112,7 @@ class Wrapper(CompressedOptimizer):
         """Return the checked options of the wrapper for a group of the base."""
         check_base_group(group)
         if not self._has_unread_options:
-            owner = combined.find_owner(self.base, group)
+            owner = bases.find_owner(self.base, group)
             self._has_unread_options = bases.warn_of_unread_options(
                 group, owner, self.options_in_base, type(self).__name__
             )
@@ -144,7 +144,7 @@ class Wrapper(CompressedOptimizer):
         """Add the wrapper's options for groups that were added to the base."""
         if groups := self.base.param_groups[len(self._wrapper_groups) :]:
             self._take_changes()
-            combined.check_disjoint(combined.list_members(self.base))
+            bases.check_disjoint(bases.list_members(self.base))
             added = [self._options_for(group) for group in groups]
             self._wrapper_groups += added
             try:
@@ -159,7 +159,7 @@ class Wrapper(CompressedOptimizer):
         self._take_changes()
         params = {p for group in self.param_groups for p in group["params"]}
         for p in self._engine.parameters - params:
-            for member in combined.list_members(self.base):
+            for member in bases.list_members(self.base):
                 member.state.pop(p, None)
         if len(self._wrapper_groups) > len(self.param_groups):  # the base's have been removed
             kept = {id(group["params"]) for group in self.param_groups}
@@ -188,10 +188,10 @@ class Wrapper(CompressedOptimizer):
         (subject, name), *others = super()._settings()
         members = [
             (type(member).__name__, member.settings)
-            for member in combined.list_members(self.base)
+            for member in bases.list_members(self.base)
             if hasattr(member, "settings") and self.steps_alike
         ]
-        name = f"{name} around {combined.describe_members(self.base)}"
+        name = f"{name} around {bases.describe_members(self.base)}"
         return [(subject, name), *others, *members]
 
     # State
@@ -199,14 +199,14 @@ class Wrapper(CompressedOptimizer):
     @property
     def _compressed_members(self) -> list[CompressedOptimizer]:
         """The optimizers of this package that the base is, or consists of."""
-        return [m for m in combined.list_members(self.base) if isinstance(m, CompressedOptimizer)]
+        return [m for m in bases.list_members(self.base) if isinstance(m, CompressedOptimizer)]
 
     def before_layout(self) -> None:
         super().before_layout()
         for inner in self._compressed_members:
             inner._engine.role, inner._engine.connection = Role.WRAPPED, None
         self._update = bases.WrappedUpdate(self.base)
-        members = combined.list_members(self.base)
+        members = bases.list_members(self.base)
         self._base_options = {name for member in members for name in member.defaults}
         self._prefixed_options = {bases.OPTION_PREFIX + name for name in self.options_in_base}
         self.given_options = bases.list_constructor_options(self.base)
@@ -268,7 +268,7 @@ class Wrapper(CompressedOptimizer):
             with self._refuse_collectives():
                 yield
         except ForeignCollective as error:
-            name = combined.describe_members(self.base)
+            name = bases.describe_members(self.base)
             raise TypeError(
                 f"base {name} cannot be wrapped: it {bases.COMMUNICATES} ({error}). Use an "
                 "optimizer that steps the tensors of each rank alone (MuonAdamW in place of a "
@@ -341,7 +341,7 @@ class Wrapper(CompressedOptimizer):
         """
         own = self._own_names - ({"step"} if "step" in entry.get("base", entry) else set())
         of_base = {**entry.get("base", {}), **{n: x for n, x in entry.items() if n not in own}}
-        for member in combined.list_members(self.base):
+        for member in bases.list_members(self.base):
             member.state.pop(p, None)
             if of_base and any(p is q for group in member.param_groups for q in group["params"]):
                 member.state[p] = of_base
@@ -393,7 +393,7 @@ class Wrapper(CompressedOptimizer):
             state_dict, set(self._wrapper_defaults), self.param_groups
         )
         if base_saved is None:
-            check_base_checkpoint(state_dict, groups, combined.describe_members(self.base))
+            check_base_checkpoint(state_dict, groups, bases.describe_members(self.base))
         check_groups(self._engine, base_saved or state_dict)
         before = self.base.state_dict()
         try:
@@ -401,7 +401,7 @@ class Wrapper(CompressedOptimizer):
                 # a copy: torch's would share its tensors
                 self.base.load_state_dict(copy_state(base_saved or state_dict))
             except (TypeError, ValueError) as error:
-                name = combined.describe_members(self.base)
+                name = bases.describe_members(self.base)
                 raise ValueError(
                     f"loaded state dict does not fit the base optimizer {name} ({error}): it is "
                     "damaged, or of another class."

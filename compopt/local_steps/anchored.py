@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -13,7 +15,9 @@ from torch import Tensor
 
 from .._engine.checkpoint import check_groups
 from .._engine.decision import StepDecision
-from .._engine.handshake import gather_json
+from .._engine.exchange import exchange_one
+from .._engine.handshake import gather_json, pack_message, unpack_messages
+from .._engine.missing_ranks import LOOK_AFTER, PREFIX, use_store
 from .._engine.options import Group
 from .._engine.resharding import catch_up, warn_of_lost_ranks
 from .._inside.bases import has_modes
@@ -21,10 +25,11 @@ from .._inside.wrapper import Wrapper
 from .._state.bucket import Bucket
 from .._state.tensors import HOST
 from .._wire.collectives import Communicator
+from .._wire.in_flight import looking_after
 from .._wire.launch import ProcessGroup
 from .._wire.ranks import Ranks
-from .._wire.requests import CommunicationError
-from .anchors import Anchors, assign_to_fragments
+from .._wire.requests import AllGather, CommunicationError
+from .anchors import Anchors, MakeOuter, assign_to_fragments, make_sgd
 from .fragment_sync import FragmentSync
 from .local_state_dict import (
     Entry,
@@ -34,9 +39,9 @@ from .local_state_dict import (
     save_rounds,
     split_rounds,
 )
-from .other_calls import answer_end_of_round, find_end_of_round
-from .outer import MakeOuter, make_sgd
 from .rounds import OpenRound, RoundCounts
+
+ENDS = f"{PREFIX}ends round/"  # and a rank: how many collectives it has started
 
 
 class AnchoredWrapper(Wrapper):
@@ -180,14 +185,55 @@ class AnchoredWrapper(Wrapper):
             self._open_round = self._open_round or OpenRound(self, step - 1)
             self._open_round.update(self.round_is_open, step, self._engine.comm)
 
-    # Other ranks
+    # Ranks in other calls: some in ``end_round()``, others in ``save()`` or
+    # ``consolidate_state()``. The first wait in a gather of messages, the others at the store. A
+    # rank that waits long in ``end_round()`` posts the number of its collectives to the store. A
+    # rank in another call that has started one less joins the same gather, with a message that
+    # names its call. So all ranks raise together, and their collectives still match.
+
+    @contextmanager
+    def _show_end_of_round(self, sync: FragmentSync) -> Iterator[None]:
+        """Say at the store that this rank waits in this block, once it has for long."""
+        engine = self._engine
+        if not engine.comm.can_poll_store(engine.device):
+            yield
+            return
+        told: list[str] = []
+
+        def tell(text: str) -> None:
+            told.append(text)
+            use_store(engine, lambda store: store.set(f"{ENDS}{engine.comm.rank}", text))
+
+        try:
+            with looking_after(LOOK_AFTER, lambda: tell(str(sync.comm.started))):
+                yield
+        finally:
+            if told:
+                tell("")
 
     def find_end_of_round(self) -> str:
-        return "" if self._sync is None else find_end_of_round(self._engine, self._sync)
+        engine, sync = self._engine, self._sync
+        if sync is None:
+            return ""
+        if sync.running is not None:
+            sync.running.poll()  # the other may wait for this first
+            if not sync.running.is_decided:
+                return ""
+        ranks = [rank for rank in range(engine.comm.size) if rank != engine.comm.rank]
+        keys = [f"{ENDS}{rank}" for rank in ranks]
+        texts = use_store(engine, lambda store: [store.check([k]) and store.get(k) for k in keys])
+        waited_for = str(sync.comm.started + 1).encode()
+        pairs = zip(ranks, texts or (), strict=False)
+        waiting = [rank for rank, text in pairs if text == waited_for]
+        return f"rank {waiting[0]} is in end_round() of LocalSteps" if waiting else ""
 
     def answer_end_of_round(self, kind: int) -> None:
         assert self._sync is not None
-        answer_end_of_round(self._engine, self._sync, kind)
+        nothing = torch.zeros(0, dtype=torch.int64, device=self._engine.device)
+        request = AllGather(pack_message(kind, nothing))
+        unpack_messages(exchange_one(self._sync.comm, request).cpu(), 0)
+
+    # Other ranks
 
     @torch.no_grad()
     def _rebind(self, process_group: ProcessGroup | Ranks | Communicator | None = None) -> None:

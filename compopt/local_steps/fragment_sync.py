@@ -52,8 +52,7 @@ from .._wire.requests import (
     RankSilent,
 )
 from .anchor_bucket import AnchorBucket, Anchored, write_params
-from .anchors import Anchors
-from .outer import check_outer_rates
+from .anchors import Anchors, check_outer_rates
 from .rounds import RoundCounts, outer_progress
 
 # The number of float64 fields of an announcement: the number of syncs, the checksums of the

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .._engine.checkpoint import check_entry, warn_of_lost_residuals
 from .._engine.options import is_number
-from .._inside.merged_state import read_entry, save_entry
+from .._inside.base_state import read_entry, save_entry
 from .._state.layouts import LocalShape, TensorInfo
 from .._state.residuals import Residuals
 from .._state.tensors import distribute_like, to_local
@@ -130,7 +130,7 @@ class SavedRounds:
 
     ``fragments``: of every parameter, -1 where it has no anchor. ``anchored``: the entries of those
     that have one, in the order of ``Anchors.tensors``. ``due``: the fragments that wait for a
-    sync. ``running``: the arguments of ``FragmentSync.start`` for the one in flight. ``sync``:
+    sync. ``running``: the arguments of ``FragmentSync.begin_sync`` for the one in flight. ``sync``:
     what was loaded from entries.
     """
 

@@ -67,8 +67,13 @@ from .._engine.signals import defer_signals
 from .._engine.stats import Stats, show_line
 from .._engine.step import Step
 from .._inside.base_state import average_base, copy_learned_options
-from .._inside.bases import check_mode, replace_gradients
-from .._inside.combined import OneOrSeveral, combine_optimizers, describe_members
+from .._inside.bases import (
+    OneOrSeveral,
+    check_mode,
+    combine_optimizers,
+    describe_members,
+    replace_gradients,
+)
 from .._ops.norms import clip_factor, scale_all_, sum_squares_of_shards, total_norm
 from .._state.bucket import Bucket
 from .._state.layouts import Layout, LocalShape, PaddedVector
@@ -82,10 +87,8 @@ from .._wire.requests import CallsDiffer, CommunicationError, RequestGenerator
 from ..average import average
 from .anchor_bucket import write_params
 from .anchored import AnchoredWrapper
-from .anchors import reset_moments
+from .anchors import GROUP, MakeOuter, reset_moments
 from .fragment_sync import FragmentSync, RunningSync
-from .other_calls import run_end_of_round
-from .outer import GROUP, MakeOuter
 from .rounds import (
     LocalStats,
     RoundCounts,
@@ -483,19 +486,13 @@ class LocalSteps(AnchoredWrapper):
         Raises CommunicationError if the sync failed, also because another rank is in
         ``consolidate_state()`` or saves; it is tried again after the next step.
         """
-        with self._explain_failed_sync():
-            if self._sync is None:
-                self._end_round()
-            else:
-                run_end_of_round(self._engine, self._sync, self._end_round)
-
-    def _end_round(self) -> None:
+        if (sync := self._sync) is None:
+            return
         self._check_own_params()
-        if self._sync is not None:
-            with self._in_train_mode():
-                self._sync_the_rest(self._sync)
-                if self._has_modes:  # eval() sets parameters by the base's state
-                    self._average_base()
+        with self._explain_failed_sync(), self._show_end_of_round(sync), self._in_train_mode():
+            self._sync_the_rest(sync)
+            if self._has_modes:  # eval() sets parameters by the base's state
+                self._average_base()
 
     def _sync_the_rest(self, sync: FragmentSync) -> None:
         """Exchange what has moved since the last sync of its fragment."""

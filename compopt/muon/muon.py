@@ -35,10 +35,20 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from .._engine.options import Group, check_adam, is_count, is_numeric, require, require_option
-from .._inside.combined import CombinedOptimizer
+from .._inside.bases import CombinedOptimizer
 from .._state.tensors import gather_whole, get_grad_dtype, to_local
-from .orthogonal import choose_dtype, orthogonalize_stacks, scale_of_update, update_row_divisors
-from .slices import Slice, cut_rows, cuts_matrices, make_batches, stack_slices, unstack_slices
+from .orthogonal import (
+    Slice,
+    choose_dtype,
+    cut_rows,
+    cuts_matrices,
+    make_batches,
+    orthogonalize_stacks,
+    scale_of_update,
+    stack_slices,
+    unstack_slices,
+    update_row_divisors,
+)
 
 UseMuon = Callable[[str, Tensor], bool | int | Sequence[int]]
 

@@ -48,7 +48,7 @@ from .._engine.options import (
 from .._engine.reducer import AdamWUpdate, Update, write_averages
 from .._fsdp.fsdp_backward import step_fsdp_shards
 from .._fsdp.reducing_optimizer import GatherDtype
-from .._inside.combined import OneOrSeveral
+from .._inside.bases import OneOrSeveral
 from .._inside.wrapper import Wrapper
 from .._ops.norms import clip_factor, scale_all_
 from .._ops.operations import Ops
