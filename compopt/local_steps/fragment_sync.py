@@ -19,6 +19,7 @@ import math
 import zlib
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import NamedTuple, NoReturn
 
@@ -124,15 +125,9 @@ class RunningSync:
         """True if no rank has stepped, and all wait in ``end_round()``."""
         return self.mean.is_last == 1 and not self.mean.steps
 
-    def norms_of(self, bucket: AnchorBucket) -> Tensor:
-        """Return the norm of each tensor of this rank's pseudo-gradient in a bucket."""
-        at = sum(len(one.tensors) for one in self.buckets[: self.buckets.index(bucket)])
-        return self.squares[at : at + len(bucket.tensors)].sqrt()
-
-    def list_squares(self) -> dict[Anchored, float]:
-        """Return the squared norm of each tensor of this rank's pseudo-gradient."""
-        tensors = [t for bucket in self.buckets for t in bucket.tensors]
-        return dict(zip(tensors, self.squares.tolist(), strict=True))
+    @property
+    def tensors(self) -> list[Anchored]:
+        return [t for bucket in self.buckets for t in bucket.tensors]
 
     def note_lengths(self, norms: Sequence[float], means: Sequence[float]) -> None:
         """Note how much longer or shorter than the ranks' pseudo-gradients their mean is.
@@ -312,8 +307,7 @@ class FragmentSync:
         by_time = options["round_seconds"] is not None
         step = counts.mean_step + mean.steps if by_time else options["step"]
         moved = self.anchors.step_outer(buckets, progress, self.comm.size, is_late)  # line 4
-        members = [t for bucket in buckets for t in bucket.tensors]
-        received = members if is_lost else [t for t in members if t.is_sent]
+        received = [t for t in running.tensors if t.is_sent or is_lost]
         write_params(received, moved)  # line 5
         engine.damage, engine.consolidated_at = "", None
         self.anchors.end_sync(buckets)
@@ -373,17 +367,10 @@ class FragmentSync:
         started: list[PendingCollective] = []
         is_told = False
         try:
-            try:
-                announcement = self._make_announcement(running)
-            except Exception as error:
-                running.problem = error
-                numbers = [0.0, 0.0, 0.0, *SyncContribution(has_failed=True), 0.0, 0.0]
-                fields = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-                announcement = pack_message(SYNC, fields)
-            gathering = self.comm.start(AllGather(announcement.to(self.engine.device)))
+            gathering = self._announce(running)
             if starts_at_once:
                 running.is_lost = not math.isfinite(float(running.squares.sum()))
-                started = [self._start_payload(running, bucket) for bucket in running.buckets]
+                started = self._start_payloads(running)
             yield gathering
             rows = gathering.wait()
             assert isinstance(rows, Tensor)
@@ -395,7 +382,7 @@ class FragmentSync:
             if running.is_empty:
                 return
             if not starts_at_once:
-                started = [self._start_payload(running, bucket) for bucket in running.buckets]
+                started = self._start_payloads(running)
             while started:
                 answers = []
                 for pending in started:
@@ -415,15 +402,25 @@ class FragmentSync:
                 pending.drain() if may_arrive else pending.untrack()
             if self.shards and not is_told and isinstance(error, RankSilent | RankLeft):
                 yield Pause()
-                count = 2 + sum(len(bucket.tensors) for bucket in running.buckets)
-                tell_failure(self.shards, count, 1, self.engine.device)
+                tell_failure(self.shards, 2 + len(running.tensors), 1, self.engine.device)
             raise
+
+    def _announce(self, running: RunningSync) -> PendingCollective:
+        """Start the gather of announcements; that of a rank which cannot make its own says so."""
+        try:
+            announcement = self._make_announcement(running)
+        except Exception as error:
+            running.problem = error
+            numbers = [0.0, 0.0, 0.0, *SyncContribution(has_failed=True), 0.0, 0.0]
+            fields = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+            announcement = pack_message(SYNC, fields)
+        return self.comm.start(AllGather(announcement.to(self.engine.device)))
 
     def _make_announcement(self, running: RunningSync) -> Tensor:
         """Return what this rank announces."""
         engine, anchors, device = self.engine, self.anchors, self.engine.device
         engine.options.refresh(engine.method._compared_groups)
-        are_sent = bytes(t.is_sent for bucket in running.buckets for t in bucket.tensors)
+        are_sent = bytes(t.is_sent for t in running.tensors)
         checksum = zlib.crc32(are_sent, checksum_settings(engine))
         values = 0 if self.are_equal else anchors.checksum()
         numbers = [anchors.applied_syncs, checksum, values, *running.contribution]
@@ -451,13 +448,11 @@ class FragmentSync:
         have_other_settings = bool((settings != settings[self.comm.rank]).any())
         if not (have_parted or have_other_settings):
             return None
-        return self._raise_other_settings if have_other_settings else self._raise_other_anchors
+        return partial(self._raise_difference, of_anchors=not have_other_settings)
 
-    def _raise_other_settings(self, running: RunningSync) -> NoReturn:
-        raise_mismatch(self.engine, self.comm, in_step=self.are_equal)
-
-    def _raise_other_anchors(self, running: RunningSync) -> NoReturn:
-        self.is_comparing = True
+    def _raise_difference(self, running: RunningSync, of_anchors: bool) -> NoReturn:
+        """Raise in what ranks differ: in settings, or else in anchors."""
+        self.is_comparing = of_anchors
         try:
             raise_mismatch(self.engine, self.comm, in_step=self.are_equal)
         finally:
@@ -475,15 +470,23 @@ class FragmentSync:
         norms = torch.where(squares.isfinite(), squares, 0.0).sqrt()
         running.mean_norm = float(weights @ norms / weights.sum())
 
-    def _start_payload(self, running: RunningSync, bucket: AnchorBucket) -> PendingCollective:
-        """Start the mean of a bucket's payload (line 3). If this rank cannot encode it, the payload
-        says so; otherwise the others would wait until their timeout.
+    def _start_payloads(self, running: RunningSync) -> list[PendingCollective]:
+        """Start the means of all payloads (line 3)."""
+        norms = running.squares.sqrt().split([len(bucket.tensors) for bucket in running.buckets])
+        pairs = zip(running.buckets, norms, strict=True)
+        return [self._start_payload(running, bucket, of_bucket) for bucket, of_bucket in pairs]
+
+    def _start_payload(
+        self, running: RunningSync, bucket: AnchorBucket, norms: Tensor
+    ) -> PendingCollective:
+        """Start the mean of a bucket's payload. If this rank cannot encode it, the payload says so;
+        otherwise the others would wait until their timeout.
         """
         try:
             if running.problem is not None:  # of a delayed sync, whose payloads are under way
                 raise running.problem
             check_outer_rates(self.anchors.outer)
-            payload = bucket.encode(running.scale, running.is_lost, running.norms_of(bucket))
+            payload = bucket.encode(running.scale, running.is_lost, norms)
             return self.comm.start(AllReduceMean(payload))
         except CommunicationError:
             raise

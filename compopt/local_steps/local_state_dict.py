@@ -39,7 +39,8 @@ def save_rounds(
 ) -> list[Entry | None]:
     """Return the entry of every parameter, None of those without an anchor."""
     anchors, running, entries = sync.anchors, sync.running, {}
-    squares = running.list_squares() if running is not None else {}
+    squares = zip(running.tensors, running.squares.tolist(), strict=True) if running else ()
+    square_of = dict(squares)
     states, pseudo_gradients = _save_states(anchors), anchors.list_pseudo_gradients()
     for bucket, i, t in ((b, i, t) for b in anchors.buckets for i, t in enumerate(b.tensors)):
         numbers = {
@@ -64,7 +65,7 @@ def save_rounds(
             underway: tuple[float, ...] = 0, 0, 0.0
             if running is not None and t.fragment in running.fragments:
                 steps = running.contribution.steps
-                underway = running.apply_at, steps, squares[t]
+                underway = running.apply_at, steps, square_of[t]
             d = pseudo_gradients.get(t)
             entry["exchange"] = {
                 "pseudo_gradient": torch.zeros_like(anchor) if d is None else d,

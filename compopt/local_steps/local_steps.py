@@ -440,12 +440,12 @@ class LocalSteps(AnchoredWrapper):
                 scale_all_(grads, clip_factor(norm, options["max_grad_norm"]))
                 # a frozen parameter may have a gradient left
                 others = {*params}.difference(stepped) if len(stepped) < len(params) else {}
-                frozen = {p: None for p in others if not p.requires_grad}
+                frozen = dict.fromkeys(p for p in others if not p.requires_grad)
                 with replace_gradients(frozen) if frozen else nullcontext(), self._watch_base():
                     self.base.step()
-                self._show_base_in_state()
                 for bucket in engine.buckets:
                     bucket.count_steps([p not in others for p in bucket.params])
+                self._show_base_in_state()
                 if grads and self._sync is not None:
                     self._counts.weight += 1 if self._samples is None else self._samples
             for group in self._wrapper_groups:
@@ -606,7 +606,7 @@ class LocalSteps(AnchoredWrapper):
         phase = "exchanged" if is_applied else "dense" if engine.sends_nothing else "local"
         non_finite = [] if math.isfinite(norm) else ["of this rank"]
         decision = StepDecision(norm=norm, phase_of={0: phase}, non_finite=non_finite)
-        engine.update_stats(decision, engine.take_bytes_sent(), is_step)
+        engine.update_stats(decision, is_step)
         is_shown = is_applied and engine.comm.rank == 0 == get_rank() and engine.comm.size > 1
         stats = engine.stats
         if is_shown and stats.bytes_dense and engine.claim_first("compression"):
