@@ -28,10 +28,10 @@ from .._engine.optimizer import CompressedOptimizer
 from .._engine.options import Group
 from .._state.bucket import Bucket
 from .._state.leaves import Leaves, read_leaves
-from .._state.tensors import is_accelerator, to_local
+from .._state.tensors import to_local
 from .._wire.collectives import Communicator
 from .._wire.requests import AllGather, AllReduceMean, Broadcast
-from .bases import find_owner
+from .bases import find_owner, keep_torch_random
 
 PREFIX = "base."  # before the name of a base's option that the wrapper has too
 
@@ -73,10 +73,8 @@ def make_first_state(base: Optimizer, p: Tensor, group: Group) -> dict[str, Any]
     copied.__dict__.update(_optimizer_step_post_hooks=OrderedDict())
     copied.state = defaultdict(dict)
     copied.param_groups = [{**group, "params": [stand_in]}]
-    devices = [p.device] if is_accelerator(p.device) else []
-    kind = p.device.type if devices else "cpu"  # fork_rng always keeps the CPU's
     try:
-        with torch.random.fork_rng(devices, device_type=kind):
+        with keep_torch_random(p.device):
             copied.step()
     except Exception:
         return {}  # what there is by then may be a part of it
@@ -187,7 +185,7 @@ def average_base(
         for p in (p for p in bucket.params if p in alike):
             entry = entries[p]
             pairs = list(zip(entry.tensors, entry.paths, strict=True))
-            large = [(value, path) for value, path in pairs if value.numel() > 1]
+            large = [pair for pair in pairs if pair[0].numel() > 1]
             is_mean = factors.isdisjoint(entry.paths) and all(has_mean(*one, p) for one in large)
             for value, path in pairs:
                 if is_mean and has_mean(value, path, p):
@@ -210,14 +208,18 @@ def _find_alike(
     alike: set[Tensor] = set()
     for bucket in buckets:
         forms = [repr([*entries[p].kinds, *sorted(entries[p].unknown)]) for p in bucket.params]
-        checksums = torch.tensor(
-            [zlib.crc32(form.encode()) for form in forms], dtype=torch.int64, device=bucket.device
-        )
-        rows = exchange_one(comm, AllGather(checksums))
-        are_equal = rows.eq(rows[0]).all(0).tolist()
-        pairs = zip(bucket.params, are_equal, strict=True)
+        pairs = zip(bucket.params, _are_equal(forms, bucket.device, comm), strict=True)
         alike.update(p for p, is_equal in pairs if is_equal and not entries[p].unknown)
     return alike
+
+
+def _are_equal(forms: Sequence[str], device: torch.device, comm: Communicator) -> list[bool]:
+    """Return which of these are equal on all ranks."""
+    checksums = [zlib.crc32(form.encode()) for form in forms]
+    message = torch.tensor(checksums, dtype=torch.int64, device=device)
+    rows = exchange_one(comm, AllGather(message))
+    are_equal: list[bool] = rows.eq(rows[0]).all(0).tolist()
+    return are_equal
 
 
 def copy_learned_options(
@@ -228,23 +230,18 @@ def copy_learned_options(
     """
     leaves = Leaves()
     leaves.add_learned(groups, given)
-    form = zlib.crc32(repr(leaves.kinds).encode())
-    checksum = torch.tensor([form], dtype=torch.int64, device=engine.device)
-    rows = exchange_one(comm, AllGather(checksum))
-    if bool((rows == rows[0]).all()):
+    if all(_are_equal([repr(leaves.kinds)], engine.device, comm)):
         copy_from_rank_0(leaves, engine.device, comm)
 
 
 def has_mean(value: Tensor, path: str, p: Tensor) -> bool:
-    """True for what may be averaged over ranks: floats like p, and mean squares of rows."""
-    return is_like(value, p) or (path.endswith(MEAN_SQUARES) and value.is_floating_point())
-
-
-def is_like(value: Tensor, p: Tensor) -> bool:
-    """True for floats of the shape of ``p``, or of that shape flattened."""
+    """True for what may be averaged over ranks: floats of the shape of ``p``, or of that shape
+    flattened, and mean squares of rows.
+    """
     shape = to_local(p).shape
-    has_shape = value.shape == shape or value.shape == (shape.numel(),)
-    return has_shape and shape != () and value.is_floating_point() and value.element_size() > 1
+    has_shape = shape != () and value.shape in (shape, (shape.numel(),))
+    is_like = has_shape and value.element_size() > 1
+    return value.is_floating_point() and (is_like or path.endswith(MEAN_SQUARES))
 
 
 def _say_kept(engine: Engine, entry: Leaves) -> None:

@@ -4,6 +4,7 @@ modes, the random numbers that they draw, and their step on averaged gradients.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import random
 import sys
@@ -208,6 +209,8 @@ CLOSURE = (
     "evaluates the model again within its step, where gradients are one rank's own and cannot be "
     "averaged"
 )
+WITHIN_BACKWARD = "steps within backward, before gradients are averaged"
+DIFFERENTIATES = "differentiates gradients, which averages have lost", "Separate(AdamW)"
 COMMUNICATES = "communicates within its step, on its own"
 # optimizers that no wrapper can step, by the names of their classes: why, and what to use
 REFUSED = {
@@ -215,14 +218,9 @@ REFUSED = {
     "GSAM": (CLOSURE, "its base optimizer without it"),
     "AliG": ("needs the loss of a closure in its step", "another optimizer"),
     "PCGrad": ("needs several losses in backward", "its optimizer without it"),
-    "LOMO": ("steps within backward, before gradients are averaged", "Average(torch.optim.SGD)"),
-    "AdaLOMO": (
-        "steps within backward, before gradients are averaged",
-        "Average(torch.optim.Adafactor)",
-    ),
-    "Adahessian": ("differentiates gradients, which averages have lost", "Separate(AdamW)"),
-    "AdaHessian": ("differentiates gradients, which averages have lost", "Separate(AdamW)"),
-    "SophiaH": ("differentiates gradients, which averages have lost", "Separate(AdamW)"),
+    "LOMO": (WITHIN_BACKWARD, "Average(torch.optim.SGD)"),
+    "AdaLOMO": (WITHIN_BACKWARD, "Average(torch.optim.Adafactor)"),
+    **dict.fromkeys(("Adahessian", "AdaHessian", "SophiaH"), DIFFERENTIATES),
     "SparseAdam": ("takes sparse gradients, and averages are dense", "torch.optim.Adam"),
     "ZeroRedundancyOptimizer": (
         "shards its state, sends parameters from within its step, and has a state dict on one rank "
@@ -292,12 +290,6 @@ def check_state_dict(base: Optimizer) -> None:
 # Options in groups
 
 
-def select_options(group: Group, names: tuple[str, ...]) -> Group:
-    """Return a wrapper's options that a group of the base has, as ``compopt_NAME``."""
-    named = ((name, OPTION_PREFIX + name) for name in names)
-    return {name: group[key] for name, key in named if key in group}
-
-
 def warn_of_unread_options(
     group: Group, base: Optimizer, names: tuple[str, ...], wrapper: str
 ) -> bool:
@@ -341,7 +333,7 @@ def find_switch(base: Optimizer, name: str) -> Callable[[], None]:
 
     Raises AttributeError if none has.
     """
-    methods = [getattr(m, name) for m in list_members(base) if callable(getattr(m, name, None))]
+    methods = [getattr(member, name) for member in _list_with(base, name)]
     if not methods:
         raise AttributeError(f"{describe_members(base)} has no {name}().")
 
@@ -352,22 +344,21 @@ def find_switch(base: Optimizer, name: str) -> Callable[[], None]:
     return switch
 
 
+def _list_with(base: Optimizer, name: str) -> list[Optimizer]:
+    """Return the members that have a method of this name."""
+    return [m for m in list_members(base) if callable(getattr(m, name, None))]
+
+
 def has_modes(base: Optimizer) -> bool:
-    return any(callable(getattr(member, "eval", None)) for member in list_members(base))
+    return bool(_list_with(base, "eval"))
 
 
 def is_in_eval_mode(base: Optimizer) -> bool:
     """True if the model has the parameters to evaluate."""
-    flags = [
-        flag
-        for member in list_members(base)
-        if callable(getattr(member, "eval", None))
-        for flag in (
-            getattr(member, "train_mode", True),
-            *(group.get("train_mode", True) for group in member.param_groups),
-        )
-    ]
-    return not all(flags)
+    switched = _list_with(base, "eval")
+    modes = [getattr(member, "train_mode", True) for member in switched]
+    modes += [group.get("train_mode", True) for m in switched for group in m.param_groups]
+    return not all(modes)
 
 
 def check_mode(base: Optimizer) -> None:
@@ -390,16 +381,21 @@ def may_draw(base: Optimizer) -> bool:
     return not all(module.startswith(("torch.", "compopt.")) for module in modules)
 
 
+def keep_torch_random(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Return a context after which random numbers of torch go on as before."""
+    devices = [device] if is_accelerator(device) else []
+    # fork_rng always keeps the CPU's
+    return torch.random.fork_rng(devices, device_type=device.type if devices else "cpu")
+
+
 @contextmanager
 def draw_alike(seed: int, device: torch.device) -> Iterator[None]:
     """Let all ranks draw the same random numbers in this context: those of torch, NumPy and Python
     begin at ``seed``. Afterwards they go on as before.
     """
-    devices = [device] if is_accelerator(device) else []
-    kind = device.type if devices else "cpu"  # fork_rng always keeps the CPU's
     numpy = sys.modules.get("numpy")
     before = random.getstate(), numpy and numpy.random.get_state()
-    with torch.random.fork_rng(devices, device_type=kind):
+    with keep_torch_random(device):
         torch.manual_seed(seed)
         random.seed(seed)
         if numpy:
@@ -421,9 +417,7 @@ class WrappedUpdate:
     def __init__(self, base: Optimizer):
         self.base = base
         self._averages: dict[Tensor, Tensor] = {}  # this rank's part of each, of this step
-        self._memory: dict[Tensor, Tensor] = {}
-        self._stacks: dict[Tensor, Tensor] = {}  # memory for neighbours, by the first parameter
-        self._applied: set[Tensor] = set()  # the parameters with an average in this step
+        self._memory: dict[Tensor, Tensor] = {}  # for neighbours, by the first parameter
 
     def memory_for(
         self, bucket: Bucket, indices: Sequence[int], averages: Sequence[Tensor | None]
@@ -432,35 +426,27 @@ class WrappedUpdate:
         until the base has stepped; on a CPU, where new pages cost more than copies, as long as this
         object.
         """
-        memory: list[Tensor] = []
         for i, given in zip(indices, averages, strict=True):
             p = bucket.params[i]
             if given is not None and given.dtype == get_grad_dtype(p) and not bucket.is_dtensor:
                 self._averages[p] = given.view(p.shape)
             else:
-                if p not in self._memory:
-                    self._memory[p] = torch.empty_like(
-                        to_local(p.detach()),
-                        dtype=get_grad_dtype(p),
-                        memory_format=torch.contiguous_format,
-                    )
-                self._averages[p] = self._memory[p]
-            memory.append(self._averages[p])
-        return memory
+                self.memory_for_stack(bucket, range(i, i + 1))
+        return [self._averages[bucket.params[i]] for i in indices]
 
     def memory_for_stack(self, bucket: Bucket, indices: range) -> Tensor:
         params = [bucket.params[i] for i in indices]
         first = params[0]
         shape = (len(params), *to_local(first).shape)
-        if first not in self._stacks or self._stacks[first].shape != shape:
+        stack = self._memory.get(first)
+        if stack is None or stack.shape != shape:
             dtype = get_grad_dtype(first)
-            self._stacks[first] = torch.empty(shape, dtype=dtype, device=bucket.device)
-        stack = self._stacks[first]
+            stack = self._memory[first] = torch.empty(shape, dtype=dtype, device=bucket.device)
         self._averages.update(zip(params, stack.unbind(), strict=True))
         return stack
 
     def apply(self, bucket: Bucket, indices: list[int], averages: list[Tensor]) -> None:
-        self._applied.update(bucket.params[i] for i in indices)
+        """Do nothing: the base steps on all averages, when all buckets have committed."""
 
     def step_base(self) -> None:
         """Step ``base`` once, on all averages.
@@ -472,9 +458,7 @@ class WrappedUpdate:
         gradients = {p: as_gradient(averages[p], p) if p in averages else None for p in params}
         with replace_gradients(gradients):
             self.base.step()
-        self._averages = {}
         self._memory = {p: x for p, x in self._memory.items() if p.device.type == "cpu"}
-        self._stacks = {p: x for p, x in self._stacks.items() if p.device.type == "cpu"}
 
 
 def as_gradient(average: Tensor, p: Tensor) -> Tensor:

@@ -122,9 +122,10 @@ class Wrapper(CompressedOptimizer):
         return options
 
     def _select_options(self, group: Group) -> Group:
-        """Return the wrapper's options that a group of the base has."""
+        """Return the wrapper's options that a group of the base has, as ``compopt_NAME``."""
         names = {"param_names": group["param_names"]} if "param_names" in group else {}
-        return {**names, **bases.select_options(group, self.options_in_base)}
+        named = ((name, bases.OPTION_PREFIX + name) for name in self.options_in_base)
+        return {**names, **{name: group[key] for name, key in named if key in group}}
 
     def read_options(self) -> None:
         for options, group in zip(self._wrapper_groups, self.param_groups, strict=False):
@@ -417,12 +418,8 @@ class Wrapper(CompressedOptimizer):
     def _begin_anew(self) -> None:
         """Clear the wrapper's state and step counts."""
         engine = self._engine
-        engine.settle_state()
-        for bucket in engine.buckets:
-            for tensors in bucket.state.values():
-                for tensor in tensors:
-                    if tensor is not None:
-                        tensor.zero_()
+        for p in engine.bucket_of:  # it is laid out anew, as zeros
+            self.state.pop(p, None)
         for group in self._wrapper_groups:
             group["step"] = 0
         engine.consolidated_at, engine.damage = None, ""

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from .._engine.checkpoint import check_groups
 from .._engine.decision import StepDecision
+from .._engine.engine import Engine
 from .._engine.exchange import exchange_one
 from .._engine.handshake import gather_json, pack_message, unpack_messages
 from .._engine.missing_ranks import LOOK_AFTER, PREFIX, use_store
 from .._engine.options import Group
-from .._engine.resharding import catch_up, warn_of_lost_ranks
+from .._engine.resharding import catch_up, rebind_optimizer
 from .._inside.bases import has_modes
 from .._inside.wrapper import Wrapper
 from .._state.bucket import Bucket
@@ -237,33 +238,33 @@ class AnchoredWrapper(Wrapper):
 
     @torch.no_grad()
     def _rebind(self, process_group: ProcessGroup | Ranks | Communicator | None = None) -> None:
-        engine = self._engine
         self._check_own_params()
-        before = engine.begin_rebind()
         if self._sync is not None:
             self._sync.cancel()
-        engine.forget_in_flight()
-        engine.switch_group(process_group)
+        rebind_optimizer(self._engine, process_group, self._catch_up)
+
+    def _catch_up(self, engine: Engine) -> None:
+        """Continue from the anchors of the rank that is furthest; if no rank has any, as a step is
+        caught up with.
+        """
         fragments, due = self._adopt_counts()
-        if fragments:
-            self._see_ranks_and_groups()
-            is_new = self._sync is None
-            try:
-                self._sync = self._sync or self._make_sync(self._options, fragments)
-                if is_new and self._sync is not None:
-                    self._sync.due = due
-                self._ensure_anchors()
-                anchors = self._anchors
-                if anchors is not None and (anchors.catch_up(engine, is_new)):
-                    self._counts.weight = 0.0
-            except BaseException:
-                if is_new:  # the next rebind() finds this rank as new as it is
-                    self._sync = None
-                raise
-        else:
-            catch_up(self._engine, engine.comm)
-        engine.end_rebind()
-        warn_of_lost_ranks(self._engine, before, engine.comm.size)
+        if not fragments:
+            catch_up(engine)
+            return
+        self._see_ranks_and_groups()
+        is_new = self._sync is None
+        try:
+            self._sync = self._sync or self._make_sync(self._options, fragments)
+            if is_new and self._sync is not None:
+                self._sync.due = due
+            self._ensure_anchors()
+            anchors = self._anchors
+            if anchors is not None and anchors.catch_up(engine, is_new):
+                self._counts.weight = 0.0
+        except BaseException:
+            if is_new:  # the next rebind() finds this rank as new as it is
+                self._sync = None
+            raise
 
     def _adopt_counts(self) -> tuple[list[int], frozenset[int]]:
         """Adopt the counts of the rank that is furthest, of those with anchors. Returns the

@@ -95,7 +95,6 @@ from .rounds import (
     check_options,
     describe_rounds,
     find_due,
-    round_duration,
     round_length,
 )
 
@@ -353,34 +352,26 @@ class LocalSteps(AnchoredWrapper):
             return is_last and not engine.sends_nothing and options["round_seconds"] is None
         if sync.due or (sync.running is not None and step >= sync.running.apply_at):
             return True
-        if options["round_seconds"] is not None:
-            return counts.read_seconds() >= round_duration(options, counts.mean_step)
-        length = round_length(options, counts.begun - options["dense_steps"])
-        return bool(
-            find_due(sync.anchors.groups, step - counts.begun, length, options["fragments"])
-        )
+        seconds = counts.read_seconds()
+        return bool(find_due(sync.anchors.groups, options, counts, step, seconds))
 
     def _synchronize(self, options: Group) -> None:
         """Apply the sync whose delay has ended, and begin the one that is due after this step."""
         counts, sync, self._is_synced = self._counts, self._sync, False
         if sync is None:
             return
-        step, count, fragments = options["step"], options["fragments"], sync.anchors.groups
+        step, by_time = options["step"], options["round_seconds"] is not None
         in_round = step - counts.begun  # steps of the running round
-        if options["round_seconds"] is not None:
-            length = in_round
-            if counts.seconds >= round_duration(options, counts.mean_step):
-                sync.due = frozenset(fragments)
-        else:
-            length = round_length(options, counts.begun - options["dense_steps"])
-            sync.due |= find_due(fragments, in_round, length, count)
-            if in_round >= length:
-                counts.round, counts.begun = counts.round + 1, step
+        length = round_length(options, counts.begun - options["dense_steps"])
+        length = in_round if by_time else length
+        sync.due |= find_due(sync.anchors.groups, options, counts, step, counts.seconds)
+        if in_round >= length and not by_time:
+            counts.round, counts.begun = counts.round + 1, step
         if sync.running is not None and (sync.due or step >= sync.running.apply_at):
             self._perform_and_report(sync)
         if sync.due:
             # at most the number of steps between two syncs
-            delay = min(int(options["delay"]), length // int(count))
+            delay = min(int(options["delay"]), length // int(options["fragments"]))
             sync.prepare_sync(counts, length, apply_at=step + delay if delay else 0)
             if not delay:
                 self._perform_and_report(sync)
