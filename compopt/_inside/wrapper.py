@@ -27,14 +27,7 @@ from .._state.leaves import copy_state
 from .._wire.foreign import ForeignCollective, RefuseCollectives
 from .._wire.launch import ProcessGroup
 from .._wire.ranks import Ranks
-from . import bases
-from .base_state import (
-    PREFIX,
-    check_base_checkpoint,
-    refuse_flattened_base,
-    save_entry,
-    split_state_dict,
-)
+from . import base_state, bases
 from .bases import OneOrSeveral
 
 Entry = dict[str, Any]  # of ``state``
@@ -360,7 +353,7 @@ class Wrapper(CompressedOptimizer):
             options = {n: wrapper_group[n] for n in self._wrapper_defaults if n in wrapper_group}
             options |= describe_group(self._engine, wrapper_group)
             shared = group.keys() & options.keys() - {"params"}
-            hidden = {PREFIX + name: group[name] for name in shared}
+            hidden = {base_state.PREFIX + name: group[name] for name in shared}
             numbers = merged["params"]
             merged.clear()
             merged.update({**group, **hidden, **options, "params": numbers})
@@ -374,7 +367,7 @@ class Wrapper(CompressedOptimizer):
                     # a base's has torch's default dtype; safetensors refuses one tensor twice
                     if is_step_count(kept.get("step")):
                         kept["step"] = kept["step"].to(torch.float32, copy=True)
-                    base_entry = save_entry(self.base, p, group, state.pop(number, None))
+                    base_entry = base_state.save_entry(self.base, p, group, state.pop(number, None))
                     saved["state"][number] = {**kept, "base": base_entry}
         return {**saved, "base": {**base_saved, "state": state}}
 
@@ -384,17 +377,17 @@ class Wrapper(CompressedOptimizer):
         Raises ValueError, with nothing loaded, if it does not fit. All ranks must load.
         """
         self.add_groups_of_base()
-        refuse_flattened_base(state_dict, type(self).__name__)
+        base_state.refuse_flattened_base(state_dict, type(self).__name__)
         super().load_state_dict(state_dict)
 
     @torch.no_grad()
     def _load_without_hooks(self, state_dict: dict[str, Any]) -> None:
         groups = check_groups(self._engine, state_dict)
-        wrapper_saved, base_saved = split_state_dict(
+        wrapper_saved, base_saved = base_state.split_state_dict(
             state_dict, set(self._wrapper_defaults), self.param_groups
         )
         if base_saved is None:
-            check_base_checkpoint(state_dict, groups, bases.describe_members(self.base))
+            base_state.check_base_checkpoint(state_dict, groups, bases.describe_members(self.base))
         check_groups(self._engine, base_saved or state_dict)
         before = self.base.state_dict()
         try:

@@ -395,8 +395,8 @@ class AnchoredWrapper(Wrapper):
             self._sync, self._counts = saved.sync, saved.counts
             for group in self._wrapper_groups:
                 group["step"] = saved.step
-            if saved.sync is not None and saved.running:
-                saved.sync.begin_sync(**saved.running)
+            if saved.sync is not None and saved.running is not None:
+                saved.sync.begin_sync(saved.running)
         if self._open_round is not None:
             self._open_round.update(False, self._counts.begun, self.comm)
         self._note_open_round()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import zlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -26,17 +26,9 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from .._engine import handshake
 from .._engine.engine import Engine
 from .._engine.exchange import sum_over_groups, tell_failure
-from .._engine.handshake import (
-    MESSAGE,
-    SYNC,
-    pack_message,
-    raise_failure,
-    raise_mismatch,
-    sum_part,
-    unpack_messages,
-)
 from .._engine.join import copy_options_from_ranks_with_data
 from .._engine.missing_ranks import RankLeft
 from .._engine.settings import checksum_settings
@@ -60,7 +52,7 @@ from .rounds import RoundCounts, outer_progress
 # settings and of the anchors, the fields of SyncContribution, the squared norm, the sum of the
 # replica check.
 FIELDS = 10
-ANNOUNCEMENT_BYTES = 8 * MESSAGE
+ANNOUNCEMENT_BYTES = 8 * handshake.MESSAGE
 ANCHOR_PARTS = 8  # the replica check compares one of these at each sync
 
 
@@ -92,12 +84,12 @@ class RunningSync:
     """
 
     fragments: frozenset[int]
-    buckets: list[AnchorBucket]
     # the step after which it is applied; 0: at once
     apply_at: int
+    contribution: SyncContribution  # this rank's
+    buckets: list[AnchorBucket]
     # the squared norm of each tensor of this rank's pseudo-gradient, over all shards
     squares: Tensor
-    contribution: SyncContribution  # this rank's
     # all communication up to the decision, as a generator, which runs beside training
     collectives: Generator[PendingCollective | Pause, None, None] | None = None
     waiting: PendingCollective | Pause | None = None  # what the generator waits for
@@ -234,10 +226,11 @@ class FragmentSync:
         self.due = frozenset()
         weight = counts.weight if engine.option_groups[0]["weighted"] else 1.0
         contribution = SyncContribution(weight, steps, counts.seconds, is_last, has_failed > 0)
-        self.begin_sync(fragments, apply_at, squares, contribution, is_as_before, problem)
+        running = RunningSync(fragments, apply_at, contribution, buckets, squares, problem=problem)
         del problem  # its traceback refers to this frame (a reference cycle)
-        if apply_at and self.running is not None:
-            self.running.poll()
+        self.begin_sync(running, is_as_before)
+        if apply_at:
+            running.poll()
 
     def _read_movement(
         self, buckets: Sequence[AnchorBucket], keeps: bool
@@ -252,26 +245,14 @@ class FragmentSync:
             zeros = torch.zeros(count, dtype=torch.float64, device="cpu")
             return zeros.to(self.engine.device), error
 
-    def begin_sync(
-        self,
-        fragments: frozenset[int],
-        apply_at: int,
-        squares: Tensor,
-        contribution: SyncContribution,
-        is_as_before: bool = False,
-        problem: Exception | None = None,
-    ) -> None:
+    def begin_sync(self, running: RunningSync, is_as_before: bool = False) -> None:
         """Begin a sync whose pseudo-gradients are in the payloads. Nothing is sent until it is
         polled or finished.
 
-        ``is_as_before``: the last sync was of the same tensors. ``problem``: why this rank cannot
-        take part.
+        ``is_as_before``: the last sync was of the same tensors.
         """
-        buckets = self.anchors.list_buckets(fragments)
-        self.running = running = RunningSync(fragments, buckets, apply_at, squares, contribution)
-        running.problem = problem
-        del problem
-        running.collectives = self._communicate(running, apply_at > 0 and is_as_before)
+        self.running = running
+        running.collectives = self._communicate(running, running.apply_at > 0 and is_as_before)
 
     @torch.no_grad()
     def perform_sync(self, counts: RoundCounts) -> RunningSync:
@@ -281,14 +262,10 @@ class FragmentSync:
         """
         running = self.running
         assert running is not None
-        try:
+        with self._cancel_on_error():
             running.finish()
             with defer_signals():
                 running.received = self._apply(running, counts)
-        except BaseException:
-            self.are_equal = False  # a sync may be missing here, or elsewhere
-            self.cancel()
-            raise
         self.running, self.are_equal, self.steps_given_up = None, True, 0.0
         return running
 
@@ -326,12 +303,17 @@ class FragmentSync:
     def decide_running(self) -> None:
         """Wait until the sync in flight is decided, and leave it to be applied later."""
         if self.running is not None:
-            try:
+            with self._cancel_on_error():
                 self.running.finish()
-            except BaseException:
-                self.are_equal = False
-                self.cancel()
-                raise
+
+    @contextlib.contextmanager
+    def _cancel_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.are_equal = False  # a sync may be missing here, or elsewhere
+            self.cancel()
+            raise
 
     def cancel(self) -> None:
         """Give up what is in flight; its fragments are due again."""
@@ -374,7 +356,7 @@ class FragmentSync:
             yield gathering
             rows = gathering.wait()
             assert isinstance(rows, Tensor)
-            rows = unpack_messages(rows.cpu(), FIELDS).contiguous().view(torch.float64)
+            rows = handshake.unpack_messages(rows.cpu(), FIELDS).contiguous().view(torch.float64)
             if (problem := self._find_problem(rows)) is not None:
                 yield Pause()
                 problem(running)
@@ -413,7 +395,7 @@ class FragmentSync:
             running.problem = error
             numbers = [0.0, 0.0, 0.0, *SyncContribution(has_failed=True), 0.0, 0.0]
             fields = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-            announcement = pack_message(SYNC, fields)
+            announcement = handshake.pack_message(handshake.SYNC, fields)
         return self.comm.start(AllGather(announcement.to(self.engine.device)))
 
     def _make_announcement(self, running: RunningSync) -> Tensor:
@@ -426,9 +408,9 @@ class FragmentSync:
         numbers = [anchors.applied_syncs, checksum, values, *running.contribution]
         sent = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(device)
         every, tensors = self.engine.method.check_replicas_every, anchors.list_equal_tensors(engine)
-        total = sum_part(tensors if every else [], anchors.applied_syncs, ANCHOR_PARTS)
+        total = handshake.sum_part(tensors if every else [], anchors.applied_syncs, ANCHOR_PARTS)
         squared = running.squares.to(device).sum().view(1)
-        return pack_message(SYNC, torch.cat([sent, squared, total.to(device)]))
+        return handshake.pack_message(handshake.SYNC, torch.cat([sent, squared, total.to(device)]))
 
     def _find_problem(self, rows: Tensor) -> Callable[[RunningSync], None] | None:
         """Return what raises, on all ranks, if a rank could not begin or ranks differ; it asks them
@@ -454,7 +436,7 @@ class FragmentSync:
         """Raise in what ranks differ: in settings, or else in anchors."""
         self.is_comparing = of_anchors
         try:
-            raise_mismatch(self.engine, self.comm, in_step=self.are_equal)
+            handshake.raise_mismatch(self.engine, self.comm, in_step=self.are_equal)
         finally:
             self.is_comparing = False
 
@@ -531,7 +513,7 @@ class FragmentSync:
         problem = running.problem
         failure = "" if problem is None else f"{type(problem).__name__}: {problem}"
         try:
-            raise_failure(self.engine, self.comm, failure)
+            handshake.raise_failure(self.engine, self.comm, failure)
         except CommunicationError:
             if problem is None:
                 raise

@@ -25,7 +25,7 @@ from .._state.residuals import Residuals
 from .._state.tensors import distribute_like, to_local
 from .anchor_bucket import Anchored
 from .anchors import Anchors
-from .fragment_sync import FragmentSync, SyncContribution
+from .fragment_sync import FragmentSync, RunningSync, SyncContribution
 from .rounds import RoundCounts
 
 Entry = dict[str, Any]
@@ -131,8 +131,7 @@ class SavedRounds:
 
     ``fragments``: of every parameter, -1 where it has no anchor. ``anchored``: the entries of those
     that have one, in the order of ``Anchors.tensors``. ``due``: the fragments that wait for a
-    sync. ``running``: the arguments of ``FragmentSync.begin_sync`` for the one in flight. ``sync``:
-    what was loaded from entries.
+    sync. ``running``: the one in flight. ``sync``: what was loaded from entries.
     """
 
     step: int
@@ -140,7 +139,7 @@ class SavedRounds:
     fragments: list[int]
     anchored: list[Entry]
     due: frozenset[int]
-    running: dict[str, Any] | None
+    running: RunningSync | None
     sync: FragmentSync | None = None
 
     @property
@@ -173,17 +172,18 @@ class SavedRounds:
             new = [saved_residuals[t] for t in bucket.tensors]
             Residuals(bucket).set(list(enumerate(new)))
         warn_of_lost_residuals(sync.engine, residuals, saved_residuals.values())
-        squares: list[float] = []
-        for bucket in anchors.list_buckets((self.running or {}).get("fragments", ())):
+        sync.due, self.sync = self.due, sync
+        if (running := self.running) is None:
+            return
+        running.buckets = anchors.list_buckets(running.fragments)
+        for bucket in running.buckets:
             values = bucket.make_sync_payload()
             parts = bucket.view_sent(values)
             for part, t in zip(parts, bucket.sent, strict=True):
                 part.copy_(to_local(entries[t]["exchange"]["pseudo_gradient"]))
             bucket.pseudo_gradient = values.clone()
-            squares += [float(entries[t]["exchange"]["squared"]) for t in bucket.tensors]
-        if self.running is not None:
-            self.running["squares"] = torch.tensor(squares, dtype=torch.float64, device="cpu")
-        sync.due, self.sync = self.due, sync
+        squares = [float(entries[t]["exchange"]["squared"]) for t in running.tensors]
+        running.squares = torch.tensor(squares, dtype=torch.float64, device="cpu")
 
 
 def _check_tensors(number: int, t: Anchored, entry: Entry) -> None:
@@ -216,14 +216,13 @@ def read_rounds(entries: Sequence[Entry | None]) -> SavedRounds | None:
     pairs = [(n, e) for n, e in zip(fragments, entries, strict=True) if e is not None and n >= 0]
     anchored = [entry for _, entry in sorted(pairs, key=lambda pair: pair[0])]
     due = frozenset(_read_number(e, "fragment") for e in anchored if bool(e["is_due"]))
-    running: dict[str, Any] | None = None
+    running = None
     if parts := [e for e in anchored if "exchange" in e and bool(e["exchange"]["apply_at"])]:
         first = parts[0]["exchange"]
-        running = {
-            "fragments": frozenset(_read_number(e, "fragment") for e in parts),
-            "apply_at": _read_number(first, "apply_at"),
-            "contribution": SyncContribution(steps=_read_number(first, "steps")),
-        }
+        on_way = frozenset(_read_number(e, "fragment") for e in parts)
+        contribution = SyncContribution(steps=_read_number(first, "steps"))
+        # buckets and squares are known when anchors are loaded
+        running = RunningSync(on_way, _read_number(first, "apply_at"), contribution, [], Tensor())
     return SavedRounds(step, counts, fragments, anchored, due, running)
 
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -43,11 +43,8 @@ from .orthogonal import (
     cut_rows,
     cuts_matrices,
     make_batches,
-    orthogonalize_stacks,
-    scale_of_update,
     stack_slices,
-    unstack_slices,
-    update_row_divisors,
+    step_stacks,
 )
 
 UseMuon = Callable[[str, Tensor], bool | int | Sequence[int]]
@@ -421,24 +418,3 @@ class Muon(Optimizer):
     def _view_variance(self, one: Slice) -> Tensor:
         """Return those of a slice in the state."""
         return one.view_rows(to_local(self.state[one.p]["second_momentum_buffer"]))
-
-
-def step_stacks(
-    stacks: list[Tensor], sides: Iterator[tuple[Sequence[Slice], Tensor | None]], group: Group
-) -> None:
-    """Step what is next of the sides and their variances; the list of stacks is emptied."""
-    for o in orthogonalize_stacks(stacks, group):
-        apply_update(*next(sides), o, group)
-
-
-def apply_update(side: Sequence[Slice], variances: Tensor | None, o: Tensor, group: Group) -> None:
-    """Subtract a stack from weights; with ``variances`` its rows are normalized."""
-    stack = o.new_empty(o.shape, dtype=side[0].p.dtype)  # contiguous, too
-    if variances is None:
-        stack.copy_(o)
-    else:
-        divisors = update_row_divisors(o, variances, group["muon_beta2"])
-        torch.div(o, divisors.unsqueeze(2), out=stack)
-    weights, results = unstack_slices(side, stack)
-    factor = scale_of_update(side[0].shape, group["adjust_lr_fn"], variances is not None)
-    torch._foreach_add_(weights, results, alpha=-group["lr"] * factor)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -166,6 +166,27 @@ def scale_of_update(shape: tuple[int, int], rule: str | None, is_normalized: boo
     if rule == "match_rms_adamw":
         return 0.2 * math.sqrt(max(shape)) * norm
     return math.sqrt(max(1.0, shape[0] / shape[1])) * norm
+
+
+def step_stacks(
+    stacks: list[Tensor], sides: Iterator[tuple[Sequence[Slice], Tensor | None]], group: Group
+) -> None:
+    """Step what is next of the sides and their variances; the list of stacks is emptied."""
+    for o in orthogonalize_stacks(stacks, group):
+        apply_update(*next(sides), o, group)
+
+
+def apply_update(side: Sequence[Slice], variances: Tensor | None, o: Tensor, group: Group) -> None:
+    """Subtract a stack from weights; with ``variances`` its rows are normalized."""
+    stack = o.new_empty(o.shape, dtype=side[0].p.dtype)  # contiguous, too
+    if variances is None:
+        stack.copy_(o)
+    else:
+        divisors = update_row_divisors(o, variances, group["muon_beta2"])
+        torch.div(o, divisors.unsqueeze(2), out=stack)
+    weights, results = unstack_slices(side, stack)
+    factor = scale_of_update(side[0].shape, group["adjust_lr_fn"], variances is not None)
+    torch._foreach_add_(weights, results, alpha=-group["lr"] * factor)
 
 
 def choose_dtype(device: torch.device) -> torch.dtype:
