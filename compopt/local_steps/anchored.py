@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -30,7 +29,7 @@ from .._wire.in_flight import looking_after
 from .._wire.launch import ProcessGroup
 from .._wire.ranks import Ranks
 from .._wire.requests import AllGather, CommunicationError
-from .anchors import Anchors, MakeOuter, assign_to_fragments, make_sgd
+from .anchors import Anchors, MakeOuter, assign_to_fragments
 from .fragment_sync import FragmentSync
 from .local_state_dict import (
     Entry,
@@ -126,9 +125,7 @@ class AnchoredWrapper(Wrapper):
         if set(fragments) <= {-1}:
             return None
         params, on_host, dtype = self._params, self.offload == "outer", self.residual_dtype
-        are_plain = not any(hasattr(p, "device_mesh") for p in params)  # SGD fuses no DTensors
-        make_outer = self._make_outer or partial(make_sgd, options, are_plain)
-        anchors = Anchors(params, fragments, options, make_outer, self.ops, on_host, dtype)
+        anchors = Anchors(params, fragments, options, self._make_outer, self.ops, on_host, dtype)
         return FragmentSync(self._engine, anchors)
 
     def _drop_anchors(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import is_not
 
 import torch
@@ -54,7 +55,7 @@ class Anchors:
         params: Sequence[Tensor],
         fragments: Sequence[int],
         options: Group,
-        make_outer: MakeOuter,
+        make_outer: MakeOuter | None,
         ops: Ops,
         on_host: bool,
         residual_dtype: str | None = None,
@@ -63,8 +64,11 @@ class Anchors:
         self.count, self._payload_dtype = options["fragments"], options["payload_dtype"]
         self._on_host, self.is_delayed = on_host, options["delay"] > 0
         # "auto" is a rate of the default outer optimizer only
-        self._is_default = is_default_outer(make_outer)
+        self._is_default = make_outer is None
         self._keeps_length = options["outer_lr"] == "auto" and self._is_default
+        if make_outer is None:
+            are_plain = not any(hasattr(p, "device_mesh") for p in params)  # SGD fuses no DTensors
+            make_outer = partial(make_sgd, options, are_plain)
         self.ops = choose_backend({HOST.type}) if on_host else ops
         self.outer: Optimizer
         self.tensors: list[Anchored] = []  # in the order of the outer optimizer's parameters
@@ -73,8 +77,7 @@ class Anchors:
         self.groups: dict[int, Group] = {}
         self._known: set[int] = set()  # ids of the parameters with an anchor
         self.are_in_params = False
-        self._shards: list[Communicator] = []
-        self._has_peers = False
+        self._ranks: tuple[int, list[Communicator]] = 1, []  # see ``note_ranks``
         self._scratch = Scratch()
         for number in sorted(set(fragments) - {-1}):
             members = [p for p, n in zip(params, fragments, strict=True) if n == number]
@@ -100,11 +103,10 @@ class Anchors:
             added.update((id(t.param), t) for t in tensors)
             bucket.codecs, bucket.blocks = self.ops.codecs, self.ops.blocks
             bucket.scratch = self._scratch
-            bucket.replicate_size = get_replicate_size(run[0], self._shards)
             if self._trailing_share is not None:
                 bucket.keep_trailing_mean()
             self.buckets.append(bucket)
-        self._share_memory()
+        self.note_ranks(*self._ranks)
         self.groups[number] = group
         self.tensors += [added[id(p)] for p in params]
         self._known.update(added)
@@ -117,12 +119,6 @@ class Anchors:
         if self._is_sgd and defaults["momentum"] and not defaults["dampening"]:
             for anchor in members:
                 self.outer.state[anchor]["momentum_buffer"] = torch.zeros_like(anchor.detach())
-
-    def _share_memory(self) -> None:
-        """Let payloads share memory, where messages of other ranks tell what was in it."""
-        size = max([sum(bucket.lengths) for bucket in self.buckets], default=0)
-        for bucket in self.buckets:
-            bucket.shared_size = size if self._has_peers else 0
 
     @property
     def _is_sgd(self) -> bool:
@@ -170,10 +166,13 @@ class Anchors:
     # The other ranks
 
     def note_ranks(self, ranks: int, shards: list[Communicator]) -> None:
-        """Note the number of ranks, and those that hold the other parts of this rank's model."""
-        self._shards, self._has_peers = shards, ranks > 1
-        self._share_memory()
+        """Note the number of ranks, and those that hold the other parts of this rank's model.
+        Payloads share memory where messages of other ranks tell what was in it.
+        """
+        self._ranks = ranks, shards
+        size = max([sum(bucket.lengths) for bucket in self.buckets], default=0)
         for bucket in self.buckets:
+            bucket.shared_size = size if ranks > 1 else 0
             bucket.replicate_size = get_replicate_size(bucket.tensors[0].param, shards)
 
     def list_values(self, engine: Engine) -> list[Setting]:
@@ -391,11 +390,6 @@ def make_sgd(options: Group, fused: bool, anchors: list[Tensor]) -> torch.optim.
     lr, momentum = options["outer_lr"], options["outer_momentum"]
     lr = 1 - momentum if lr == "auto" else lr
     return torch.optim.SGD(anchors, lr, momentum, nesterov=momentum > 0, fused=fused or None)
-
-
-def is_default_outer(make_outer: MakeOuter) -> bool:
-    """True for the optimizer that ``outer_lr`` and ``outer_momentum`` belong to."""
-    return getattr(make_outer, "func", None) is make_sgd
 
 
 def call_make_outer(make_outer: MakeOuter, anchors: list[Tensor]) -> Optimizer:

@@ -378,9 +378,9 @@ class FragmentSync:
                 yield Pause()
                 self._raise_failure(running)
         except BaseException as error:
+            # after an interrupt, in a new group, or of other ranks nothing may arrive
+            may_arrive = isinstance(error, Exception) and not isinstance(error, CallsDiffer)
             for pending in started:
-                # after an interrupt, in a new group, or of other ranks nothing may arrive
-                may_arrive = isinstance(error, Exception) and not isinstance(error, CallsDiffer)
                 pending.drain() if may_arrive else pending.untrack()
             if self.shards and not is_told and isinstance(error, RankSilent | RankLeft):
                 yield Pause()

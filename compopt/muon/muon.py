@@ -218,17 +218,15 @@ class MuonAdamW(CombinedOptimizer):
 def check_options(group: Group) -> None:
     """Raise ValueError where an option of a group is out of its range."""
     check_adam(group)
-    momentum, steps, rule = group["momentum"], group["ns_steps"], group["adjust_lr_fn"]
-    is_factor = is_numeric(momentum) and 0 <= momentum < 1
-    require_option(is_factor, group, "momentum", "in [0, 1)")
+    steps, rule = group["ns_steps"], group["adjust_lr_fn"]
+    for name in ("momentum", "muon_beta2"):
+        is_factor = is_numeric(group[name]) and 0 <= group[name] < 1
+        require_option(is_factor, group, name, "in [0, 1)")
     is_good = is_count(steps) and steps < 100
     require_option(is_good, group, "ns_steps", "an integer from 1 to 99")
     is_known = rule in (None, "original", "match_rms_adamw")
     require_option(is_known, group, "adjust_lr_fn", "'match_rms_adamw' or 'original'")
     require_option(group["normalize"] in (None, "rows"), group, "normalize", "None or 'rows'")
-    beta2 = group["muon_beta2"]
-    is_factor = is_numeric(beta2) and 0 <= beta2 < 1
-    require_option(is_factor, group, "muon_beta2", "in [0, 1)")
 
 
 def is_hidden(name: str, has_layers: bool) -> bool:
