@@ -120,9 +120,7 @@ class AnchorBucket(Bucket):
 
     def view_sent(self, flat: Tensor) -> list[Tensor]:
         """Cut a vector into the tensors that are part of the sync."""
-        parts = [t.local_anchor for t in self.sent]
-        pieces = flat.split([part.numel() for part in parts])
-        return [piece.view_as(part) for piece, part in zip(pieces, parts, strict=False)]
+        return cut_like([t.local_anchor for t in self.sent], flat)
 
     # A sync
 
@@ -272,9 +270,9 @@ class AnchorBucket(Bucket):
     def keep_trailing_mean(self) -> None:
         """Begin a trailing mean of anchors, at the present ones."""
         self.trailing_mean = self.flat_anchors.clone()
-        parts = self.trailing_mean.split([t.local_anchor.numel() for t in self.tensors])
-        for t, part in zip(self.tensors, parts, strict=True):
-            t.trailing_mean = part.view(t.local_anchor.shape)
+        means = cut_like([t.local_anchor for t in self.tensors], self.trailing_mean)
+        for t, mean in zip(self.tensors, means, strict=True):
+            t.trailing_mean = mean
 
     def compute_moved_since(self) -> list[Tensor]:
         """Return what the rank has moved since a delayed sync began, of each tensor that was sent:
@@ -304,6 +302,12 @@ def write_params(
         torch._foreach_copy_(params, [x.to(p.device) for p, x in pairs])
 
 
+def cut_like(parts: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
+    """Cut a vector into tensors of the shapes of ``parts``."""
+    pieces = flat.split([part.numel() for part in parts])
+    return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+
+
 def copy_wide(tensors: Sequence[Tensor], on_host: bool) -> tuple[Tensor, list[Tensor]]:
     """Copy tensors in at least float32 to one vector; return it, and its views in their shapes."""
     parts, first = [to_local(p.detach()) for p in tensors], tensors[0]
@@ -313,8 +317,7 @@ def copy_wide(tensors: Sequence[Tensor], on_host: bool) -> tuple[Tensor, list[Te
         device=HOST if on_host else first.device,
     )
     flat = pin(flat, first.device) if on_host else flat
-    views = flat.split([part.numel() for part in parts])
-    copies = [view.view(part.shape) for view, part in zip(views, parts, strict=True)]
+    copies = cut_like(parts, flat)
     torch._foreach_copy_(copies, [part.to(flat.device) for part in parts])
     return flat, copies
 
