@@ -157,9 +157,7 @@ def check_base_checkpoint(state_dict: dict[str, Any], groups: list[Group], base:
 MEAN_SQUARES = ".second_momentum_buffer"
 
 
-def average_base(
-    base: Optimizer, buckets: Sequence[Bucket], comm: Communicator, engine: Engine
-) -> None:
+def average_base(base: Optimizer, buckets: Sequence[Bucket], engine: Engine) -> None:
     """Replace the state of a wrapped optimizer by its mean over ranks.
 
     State of a parameter that is more than floats of the parameter's shape, mean squares of its rows
@@ -167,7 +165,7 @@ def average_base(
     and so do step counts. State stays the rank's own if its form differs between ranks, or if it
     holds objects that are no tensors or numbers; a warning says so once.
     """
-    state = base.state
+    state, comm = base.state, engine.comm
     entries = {p: read_leaves(state.get(p, {})) for bucket in buckets for p in bucket.params}
     alike = _find_alike(entries, buckets, comm)
     for p in entries.keys() - alike:
@@ -222,16 +220,14 @@ def _are_equal(forms: Sequence[str], device: torch.device, comm: Communicator) -
     return are_equal
 
 
-def copy_learned_options(
-    groups: Sequence[Group], given: Collection[str], comm: Communicator, engine: Engine
-) -> None:
+def copy_learned_options(groups: Sequence[Group], given: Collection[str], engine: Engine) -> None:
     """Replace numbers and tensors in a base's groups by rank 0's, but for the options that are
     ``given`` to its constructor; all stay if they have another form on any rank.
     """
     leaves = Leaves()
     leaves.add_learned(groups, given)
-    if all(_are_equal([repr(leaves.kinds)], engine.device, comm)):
-        copy_from_rank_0(leaves, engine.device, comm)
+    if all(_are_equal([repr(leaves.kinds)], engine.device, engine.comm)):
+        copy_from_rank_0(leaves, engine.device, engine.comm)
 
 
 def has_mean(value: Tensor, path: str, p: Tensor) -> bool:

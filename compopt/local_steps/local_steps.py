@@ -631,10 +631,10 @@ class LocalSteps(AnchoredWrapper):
         """Replace the state of the inner optimizer by its mean over ranks, and the numbers that it
         keeps in its groups by rank 0's.
         """
-        engine, groups = self._engine, self.param_groups
+        engine = self._engine
         # a layer that is unfrozen between local steps has an anchor, and stays in no bucket
         trained = {t.param for t in self._anchors.tensors} if self._anchors else set()
         unfrozen = [b for b in engine.frozen_buckets if not trained.isdisjoint(b.params)]
         buckets = [*engine.buckets, *unfrozen]
-        average_base(self.base, buckets, engine.comm, engine)
-        copy_learned_options(groups, self.given_options, engine.comm, engine)
+        average_base(self.base, buckets, engine)
+        copy_learned_options(self.param_groups, self.given_options, engine)
