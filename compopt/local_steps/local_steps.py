@@ -79,11 +79,11 @@ from .._wire.payload import PayloadDtype
 from .._wire.ranks import Ranks
 from .._wire.requests import CallsDiffer, CommunicationError, RequestGenerator
 from ..average import average
-from . import rounds
 from .anchor_bucket import write_params
 from .anchored import AnchoredWrapper
 from .anchors import GROUP, MakeOuter, reset_moments
 from .fragment_sync import FragmentSync, RunningSync
+from .rounds import LocalStats, RoundCounts, check_options, describe_rounds, find_due, round_length
 
 
 class LocalSteps(AnchoredWrapper):
@@ -183,7 +183,7 @@ class LocalSteps(AnchoredWrapper):
         is_one = every is None or round_seconds is None
         require(is_one, "every", every, "left out beside round_seconds= (pass one of them)")
         self.residual_dtype = read_int8("residual_dtype", residual_dtype)
-        self._make_outer, self.offload, self._counts = outer, offload, rounds.RoundCounts()
+        self._make_outer, self.offload, self._counts = outer, offload, RoundCounts()
         every = 30 if every is None else every
         weighted = weighted or round_seconds is not None
         lengths = dict(every=every, round_seconds=round_seconds, growth_steps=growth_steps)
@@ -201,7 +201,7 @@ class LocalSteps(AnchoredWrapper):
         return self.base
 
     def check_group(self, group: Group) -> None:
-        rounds.check_options(group, self.offload)
+        check_options(group, self.offload)
 
     @property
     def steps_alike(self) -> bool:  # type: ignore[override]
@@ -335,12 +335,12 @@ class LocalSteps(AnchoredWrapper):
             return True
         step = options["step"] + 1
         if sync is None:  # a round begins with the coming step
-            is_last = rounds.round_length(options, options["step"] - options["dense_steps"]) == 1
+            is_last = round_length(options, options["step"] - options["dense_steps"]) == 1
             return is_last and not engine.sends_nothing and options["round_seconds"] is None
         if sync.due or (sync.running is not None and step >= sync.running.apply_at):
             return True
         seconds = counts.read_seconds()
-        return bool(rounds.find_due(sync.anchors.groups, options, counts, step, seconds))
+        return bool(find_due(sync.anchors.groups, options, counts, step, seconds))
 
     def _synchronize(self, options: Group) -> None:
         """Apply the sync whose delay has ended, and begin the one that is due after this step."""
@@ -349,9 +349,9 @@ class LocalSteps(AnchoredWrapper):
             return
         step, by_time = options["step"], options["round_seconds"] is not None
         in_round = step - counts.begun  # steps of the running round
-        length = rounds.round_length(options, counts.begun - options["dense_steps"])
+        length = round_length(options, counts.begun - options["dense_steps"])
         length = in_round if by_time else length
-        sync.due |= rounds.find_due(sync.anchors.groups, options, counts, step, counts.seconds)
+        sync.due |= find_due(sync.anchors.groups, options, counts, step, counts.seconds)
         if in_round >= length and not by_time:
             counts.round, counts.begun = counts.round + 1, step
         if sync.running is not None and (sync.due or step >= sync.running.apply_at):
@@ -576,7 +576,7 @@ class LocalSteps(AnchoredWrapper):
         options, counts = self._options, self._counts
         in_round = max(0, options["step"] - max(counts.begun, options["dense_steps"]))
         added = {"round": counts.round, "steps_into_round": in_round, **self._sync_stats}
-        return rounds.LocalStats(**{**vars(stats), **added})
+        return LocalStats(**{**vars(stats), **added})
 
     def _report(self, norm: float, is_step: bool = True) -> None:
         """Update ``stats`` after a step or the end of a round."""
@@ -588,7 +588,7 @@ class LocalSteps(AnchoredWrapper):
         is_shown = is_applied and engine.comm.rank == 0 == get_rank() and engine.comm.size > 1
         stats = engine.stats
         if is_shown and stats.bytes_dense and engine.claim_first("compression"):
-            text = rounds.describe_rounds(self._options, stats.bytes_sent, stats.bytes_dense)
+            text = describe_rounds(self._options, stats.bytes_sent, stats.bytes_dense)
             show_line(f"{engine.name}: {text}")
 
     # Checkpoints
