@@ -32,7 +32,7 @@ from ._engine.reducer import (
     step_by_average,
 )
 from ._fsdp.fsdp_backward import GatherDtype, ReducingOptimizer, step_fsdp_shards
-from ._inside.combined import OneOrSeveral
+from ._inside.bases import OneOrSeveral
 from ._inside.wrapper import Wrapper
 from ._ops.norms import clip_factor
 from ._ops.operations import Ops

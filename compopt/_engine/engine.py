@@ -229,18 +229,14 @@ class Engine:
             self.check_sound()
             self.check_has_shards()
 
-    def update_stats(
-        self,
-        decision: StepDecision,
-        bytes_sent: int,
-        is_step: bool = True,
-    ) -> None:
+    def update_stats(self, decision: StepDecision, is_step: bool = True) -> None:
         """Set ``stats`` after a step was applied or skipped, and add them to the run's totals.
 
         ``is_step``: False for an exchange that follows the step.
         """
         applied, totals, method = decision.applied, self.totals, self.method
         totals.skipped += is_step and not applied
+        bytes_sent = self.take_bytes_sent()
         waited, waited_for_ranks = self.waits.take_step()
         phases = "+".join(sorted({*decision.phase_of.values()})) or "dense"
         stats = Stats(

@@ -12,7 +12,7 @@ step behind take it over from one that is ahead.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -116,8 +116,15 @@ def lay_out_trainable_parameters(engine: Engine, comm: Communicator) -> None:
 # Recovery after ranks were lost
 
 
-def rebind_optimizer(engine: Engine, group: ProcessGroup | Ranks | Communicator | None) -> None:
-    """Continue over another group (see ``CompressedOptimizer.rebind``)."""
+def rebind_optimizer(
+    engine: Engine,
+    group: ProcessGroup | Ranks | Communicator | None,
+    recover: Callable[[Engine], None] | None = None,
+) -> None:
+    """Continue over another group (see ``CompressedOptimizer.rebind``).
+
+    ``recover``: makes ranks equal again, by default as ``catch_up``.
+    """
     sharded = engine.method.sharded
     size_before = engine.begin_rebind()
     if sharded and (size := connect(group).size) > size_before:
@@ -135,7 +142,7 @@ def rebind_optimizer(engine: Engine, group: ProcessGroup | Ranks | Communicator 
     if sharded:
         engine.buckets_to_reshard = engine.buckets_to_reshard or engine.buckets
     engine.switch_group(group)
-    catch_up(engine, engine.comm)
+    (recover or catch_up)(engine)
     if sharded:
         before = engine.buckets_to_reshard or engine.buckets
         reshard_state(before, engine.buckets, engine.comm)
@@ -143,7 +150,7 @@ def rebind_optimizer(engine: Engine, group: ProcessGroup | Ranks | Communicator 
     warn_of_lost_ranks(engine, size_before, engine.comm.size)
 
 
-def catch_up(engine: Engine, comm: Communicator) -> None:
+def catch_up(engine: Engine) -> None:
     """Copy state from a rank that is ahead to ranks that are one step behind.
 
     These lose their residuals, which may have been sent with the step that the others applied and
@@ -152,7 +159,7 @@ def catch_up(engine: Engine, comm: Communicator) -> None:
     Raises:
         ValueError: ranks are further apart than one failed step can explain.
     """
-    groups, saved = engine.option_groups, engine.method._save_without_hooks()
+    groups, saved, comm = engine.option_groups, engine.method._save_without_hooks(), engine.comm
     # all tensors that ranks share, in the same order on all of them
     unshared = {name for bucket in engine.buckets for name in bucket.sharded_names}
     unshared.update(engine.method.rank_local_state)

@@ -402,7 +402,7 @@ class Step:
         if applied and "compression" not in engine.warned:
             self._show_first_line()
         engine.waits.note_field(self.number, comm.size, decision.control_means["waits"][0])
-        engine.update_stats(decision, engine.take_bytes_sent())
+        engine.update_stats(decision)
         trial = None if engine.sends_nothing else engine.trial
         if trial and trial.time_step(decision.phase_of, applied, engine.device):
             engine.peers_verified = False  # the next step's handshake compares ranks' times

@@ -1,30 +1,163 @@
-"""State of a wrapped optimizer, of whatever kind, made equal over ranks."""
+"""State of a wrapped optimizer, of whatever kind: in the state dict of the wrapper, and made equal
+over ranks.
+
+torch.distributed.checkpoint keeps "state" and "param_groups" and drops everything else. So the
+base's state of a tensor is in the wrapper's entry, under "base", and the base's options are in the
+wrapper's groups, as "base.NAME" if both have an option of that name. The rest of the base's state
+dict is beside them, under "base".
+
+torch.distributed.checkpoint loads into existing entries only: so before the base's first step an
+entry holds the state that a step on zeros would leave, and "begun" is 0.
+"""
 
 from __future__ import annotations
 
 import zlib
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .._engine.checkpoint import NOT_OPTIONS
 from .._engine.engine import Engine
 from .._engine.exchange import exchange_one
+from .._engine.optimizer import CompressedOptimizer
 from .._engine.options import Group
 from .._state.bucket import Bucket
 from .._state.leaves import Leaves, read_leaves
 from .._state.tensors import to_local
 from .._wire.collectives import Communicator
 from .._wire.requests import AllGather, AllReduceMean, Broadcast
+from .bases import find_owner, keep_torch_random
+
+PREFIX = "base."  # before the name of a base's option that the wrapper has too
+
+
+def save_entry(
+    base: Optimizer, p: Tensor, group: Group, entry: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return the state of ``p`` as it is saved: that of a first step on zeros before there is one,
+    and "begun".
+    """
+    begun = torch.tensor(float(bool(entry)), dtype=torch.float32, device="cpu")
+    return {**(entry or make_first_state(base, p, group)), "begun": begun}
+
+
+def read_entry(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return the state that ``save_entry`` has saved; nothing before the first step."""
+    if not float(saved.get("begun", len(saved))) > 0:
+        return {}
+    return {name: value for name, value in saved.items() if name != "begun"}
+
+
+def make_first_state(base: Optimizer, p: Tensor, group: Group) -> dict[str, Any]:
+    """Return the state of ``p`` before its first step, as ``make_state`` of its optimizer makes it.
+
+    An optimizer without it takes a step on zeros: a copy steps a stand-in for this tensor only. The
+    state is empty if that raises. One of this package that averages has state from the beginning.
+    """
+    base = find_owner(base, group)
+    if not p.requires_grad or isinstance(base, CompressedOptimizer):
+        return {}
+    if callable(make_state := getattr(base, "make_state", None)):
+        return dict(make_state(p, group))
+    stand_in = torch.nn.Parameter(torch.zeros_like(p))
+    stand_in.grad = torch.zeros_like(p)
+    copied = object.__new__(type(base))
+    copied.__dict__.update(base.__dict__)
+    copied.__dict__.pop("step", None)  # the counting one that a scheduler sets
+    copied.__dict__.update(_optimizer_step_pre_hooks=OrderedDict())
+    copied.__dict__.update(_optimizer_step_post_hooks=OrderedDict())
+    copied.state = defaultdict(dict)
+    copied.param_groups = [{**group, "params": [stand_in]}]
+    try:
+        with keep_torch_random(p.device):
+            copied.step()
+    except Exception:
+        return {}  # what there is by then may be a part of it
+    return dict(copied.state[stand_in])
+
+
+def split_state_dict(
+    saved: dict[str, Any], known: set[str], groups: list[Group]
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return the wrapper's state dict, and the base's, or None if there is none.
+
+    ``known``: the wrapper's options. ``groups``: the base's.
+    """
+    state, saved_groups = saved["state"], saved["param_groups"]
+    wrapper_state = {
+        key: {name: value for name, value in entry.items() if name != "base"}
+        for key, entry in state.items()
+    }
+    wrapper_groups = [
+        {name: value for name, value in group.items() if name in known or name in NOT_OPTIONS}
+        for group in saved_groups
+    ]
+    wrapper_saved = {"state": wrapper_state, "param_groups": wrapper_groups}
+    keys = [key for group in saved_groups for key in group["params"] if key in state]
+    base_state = {key: read_entry(state[key].get("base", {})) for key in keys}  # as it is stepped
+    base_state = {key: entry for key, entry in base_state.items() if entry}
+    if "base" in saved:
+        beside = saved["base"]
+        # a checkpoint of an earlier version has all of it there
+        merged = {"state": {**base_state, **beside["state"]}} if "state" in beside else {}
+        return wrapper_saved, {**beside, **merged}
+    if not any("base" in entry for entry in state.values()):
+        return saved, None
+
+    # entries of a group that are not the wrapper's are the base's or the user's
+    not_of_base = known | NOT_OPTIONS - {"params", "param_names"}
+    base_groups = []
+    for group, current in zip(saved_groups, groups, strict=True):
+        hidden = {n.removeprefix(PREFIX): n for n in group if n.startswith(PREFIX)}
+        names = {n: n for n in group if n not in not_of_base and not n.startswith(PREFIX)}
+        # flattened: only the base's names are left. Of those that both have, the value is the
+        # wrapper's; the two count the same steps
+        flat = {n: n for n in current if n in group}
+        shared = {n: current[n] for n in (current.keys() & known) - hidden.keys() - {"step"}}
+        saved_options = {n: group[key] for n, key in {**flat, **names, **hidden}.items()}
+        base_groups.append({**saved_options, **shared})
+    return wrapper_saved, {"state": base_state, "param_groups": base_groups}
+
+
+def refuse_flattened_base(state_dict: dict[str, Any], name: str) -> None:
+    """Raise ValueError if a state dict was flattened, and not saved by a wrapper: of the base's
+    state torch then passes only the names that the wrapper's entries have.
+    """
+    state = state_dict.get("state") if isinstance(state_dict, dict) else None
+    entries = (
+        state.values() if isinstance(state, dict) else ()
+    )  # else damaged: who reads it says so
+    if any(isinstance(entry, dict) and entry.get("base") == {} for entry in entries):
+        raise ValueError(
+            f"loaded state dict is flattened, and not of {name}: load it into the optimizer "
+            "inside, by set_optimizer_state_dict(model, optimizer.base, ...)."
+        )
+
+
+def check_base_checkpoint(state_dict: dict[str, Any], groups: list[Group], base: str) -> None:
+    """Raise ValueError if a checkpoint without the wrapper's part is not the base's."""
+    if any("residual" in entry for entry in state_dict["state"].values()):
+        raise ValueError(
+            "loaded state dict has residuals but not the base optimizer's state: it is damaged. "
+            "Load what optimizer.state_dict() returned."
+        )
+    if groups and groups[0].get("class", "torch") not in ("torch", base):
+        raise ValueError(
+            f"loaded state dict is of {groups[0]['class']}, and {base} cannot continue from "
+            "it: load one of Separate or of the base optimizer."
+        )
+
 
 # In the entries of Muons that normalize rows or columns: a mean of squares for each.
 MEAN_SQUARES = ".second_momentum_buffer"
 
 
-def average_base(
-    base: Optimizer, buckets: Sequence[Bucket], comm: Communicator, engine: Engine
-) -> None:
+def average_base(base: Optimizer, buckets: Sequence[Bucket], engine: Engine) -> None:
     """Replace the state of a wrapped optimizer by its mean over ranks.
 
     State of a parameter that is more than floats of the parameter's shape, mean squares of its rows
@@ -32,7 +165,7 @@ def average_base(
     and so do step counts. State stays the rank's own if its form differs between ranks, or if it
     holds objects that are no tensors or numbers; a warning says so once.
     """
-    state = base.state
+    state, comm = base.state, engine.comm
     entries = {p: read_leaves(state.get(p, {})) for bucket in buckets for p in bucket.params}
     alike = _find_alike(entries, buckets, comm)
     for p in entries.keys() - alike:
@@ -50,7 +183,7 @@ def average_base(
         for p in (p for p in bucket.params if p in alike):
             entry = entries[p]
             pairs = list(zip(entry.tensors, entry.paths, strict=True))
-            large = [(value, path) for value, path in pairs if value.numel() > 1]
+            large = [pair for pair in pairs if pair[0].numel() > 1]
             is_mean = factors.isdisjoint(entry.paths) and all(has_mean(*one, p) for one in large)
             for value, path in pairs:
                 if is_mean and has_mean(value, path, p):
@@ -73,41 +206,38 @@ def _find_alike(
     alike: set[Tensor] = set()
     for bucket in buckets:
         forms = [repr([*entries[p].kinds, *sorted(entries[p].unknown)]) for p in bucket.params]
-        checksums = torch.tensor(
-            [zlib.crc32(form.encode()) for form in forms], dtype=torch.int64, device=bucket.device
-        )
-        rows = exchange_one(comm, AllGather(checksums))
-        are_equal = rows.eq(rows[0]).all(0).tolist()
-        pairs = zip(bucket.params, are_equal, strict=True)
+        pairs = zip(bucket.params, _are_equal(forms, bucket.device, comm), strict=True)
         alike.update(p for p, is_equal in pairs if is_equal and not entries[p].unknown)
     return alike
 
 
-def copy_learned_options(
-    groups: Sequence[Group], given: Collection[str], comm: Communicator, engine: Engine
-) -> None:
+def _are_equal(forms: Sequence[str], device: torch.device, comm: Communicator) -> list[bool]:
+    """Return which of these are equal on all ranks."""
+    checksums = [zlib.crc32(form.encode()) for form in forms]
+    message = torch.tensor(checksums, dtype=torch.int64, device=device)
+    rows = exchange_one(comm, AllGather(message))
+    are_equal: list[bool] = rows.eq(rows[0]).all(0).tolist()
+    return are_equal
+
+
+def copy_learned_options(groups: Sequence[Group], given: Collection[str], engine: Engine) -> None:
     """Replace numbers and tensors in a base's groups by rank 0's, but for the options that are
     ``given`` to its constructor; all stay if they have another form on any rank.
     """
     leaves = Leaves()
     leaves.add_learned(groups, given)
-    form = zlib.crc32(repr(leaves.kinds).encode())
-    checksum = torch.tensor([form], dtype=torch.int64, device=engine.device)
-    rows = exchange_one(comm, AllGather(checksum))
-    if bool((rows == rows[0]).all()):
-        copy_from_rank_0(leaves, engine.device, comm)
+    if all(_are_equal([repr(leaves.kinds)], engine.device, engine.comm)):
+        copy_from_rank_0(leaves, engine.device, engine.comm)
 
 
 def has_mean(value: Tensor, path: str, p: Tensor) -> bool:
-    """True for what may be averaged over ranks: floats like p, and mean squares of rows."""
-    return is_like(value, p) or (path.endswith(MEAN_SQUARES) and value.is_floating_point())
-
-
-def is_like(value: Tensor, p: Tensor) -> bool:
-    """True for floats of the shape of ``p``, or of that shape flattened."""
+    """True for what may be averaged over ranks: floats of the shape of ``p``, or of that shape
+    flattened, and mean squares of rows.
+    """
     shape = to_local(p).shape
-    has_shape = value.shape == shape or value.shape == (shape.numel(),)
-    return has_shape and shape != () and value.is_floating_point() and value.element_size() > 1
+    has_shape = shape != () and value.shape in (shape, (shape.numel(),))
+    is_like = has_shape and value.element_size() > 1
+    return value.is_floating_point() and (is_like or path.endswith(MEAN_SQUARES))
 
 
 def _say_kept(engine: Engine, entry: Leaves) -> None:

@@ -1,14 +1,17 @@
-"""The optimizers that are wrapped: which are refused and why, their options and modes, the random
-numbers that they draw, and their step on averaged gradients.
+"""The optimizers that are wrapped: several as one, which are refused and why, their options and
+modes, the random numbers that they draw, and their step on averaged gradients.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +23,185 @@ from .._state.bucket import Bucket
 from .._state.tensors import distribute_like, get_grad_dtype, is_accelerator, to_local
 from .._wire.groups import get_rank
 from .._wire.warning import warn_on_rank_0
-from .combined import describe_members, list_members
+
+OneOrSeveral = Optimizer | Sequence[Optimizer]
+
+
+class CombinedOptimizer(Optimizer):
+    """Steps its ``members`` one after the other.
+
+    ``param_groups`` are the members' own, in the order in which they were added, and ``defaults``
+    the options that all members have. A state dict numbers parameters in this order.
+    """
+
+    members: tuple[Optimizer, ...]
+    _positions: list[tuple[int, int]]  # of every group: the number of its member, and its own there
+
+    def __init__(self, members: Sequence[Optimizer]):
+        check_disjoint(members)
+        names = set[str].intersection(*(set(member.defaults) for member in members))
+        defaults = {name: members[0].defaults[name] for name in sorted(names)}
+        # torch's own constructor would make groups and state of its own
+        self.__setstate__({"members": tuple(members), "_positions": [], "defaults": defaults})
+        self._note_new_groups()
+
+    # Groups
+
+    @property
+    def param_groups(self) -> list[Group]:  # type: ignore[override]
+        self._note_new_groups()
+        return [self.members[m].param_groups[n] for m, n in self._positions]
+
+    def _note_new_groups(self) -> None:
+        """Append the groups that members have been given, and forget those that were taken back."""
+        groups = [member.param_groups for member in self.members]
+        positions = [(m, n) for m, n in self._positions if n < len(groups[m])]
+        for m, member_groups in enumerate(groups):
+            known = sum(member == m for member, _ in positions)
+            positions += [(m, n) for n in range(known, len(member_groups))]
+        self._positions = positions
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Raise: only a member can be given a group."""
+        names = describe_members(self)
+        raise TypeError(
+            f"add_param_group cannot tell which of {names} is to step the new group: call "
+            "add_param_group of that one. The group takes part from the next step on."
+        )
+
+    # State
+
+    @property
+    def state(self) -> MappingProxyType[Any, Any]:  # type: ignore[override]
+        """The members' entries. An entry is replaced in its member: here that raises TypeError."""
+        pairs = (pair for member in self.members for pair in member.state.items())
+        return MappingProxyType(dict(pairs))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every member, on the gradients of one evaluation."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for member in self.members:
+            member.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        self._note_new_groups()
+        parts = [member.state_dict() for member in self.members]
+        groups: list[Group] = []
+        number_of: list[dict[Any, int]] = [{} for _ in parts]  # by member: its number to ours
+        count = 0
+        for m, n in self._positions:
+            group = parts[m]["param_groups"][n]
+            new = list(range(count, count + len(group["params"])))
+            number_of[m].update(zip(group["params"], new, strict=True))
+            groups.append({**group, "params": new})
+            count += len(new)
+        state = {
+            number.get(key, key): entry
+            for number, part in zip(number_of, parts, strict=True)
+            for key, entry in part["state"].items()
+        }
+        saved: dict[str, Any] = {"state": state, "param_groups": groups}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            saved = after(self, saved) or saved
+        return saved
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load every member's part.
+
+        Raises ValueError, with nothing loaded, if groups differ in number or length.
+        """
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        groups, saved = self.param_groups, state_dict["param_groups"]
+        lengths, loaded = ([len(group["params"]) for group in of] for of in (groups, saved))
+        if lengths != loaded:
+            raise ValueError(
+                f"loaded state dict has groups of {loaded} parameters, the optimizer has groups of "
+                f"{lengths}."
+            )
+        for m, member in enumerate(self.members):
+            pairs = zip(self._positions, saved, strict=True)
+            member_groups = [group for (of, _), group in pairs if of == m]
+            keys = {key for group in member_groups for key in group["params"]}
+            others = {key for group in saved for key in group["params"]} - keys
+            state = {k: entry for k, entry in state_dict["state"].items() if k not in others}
+            member.load_state_dict({"state": state, "param_groups": member_groups})
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"members": self.members, "_positions": self._positions, "defaults": self.defaults}
+
+
+def combine_optimizers(base: OneOrSeveral) -> Optimizer:
+    """Return an optimizer that steps all of several; one as it is.
+
+    Raises TypeError or ValueError if they cannot be combined.
+    """
+    if not isinstance(base, list | tuple):
+        return base  # type: ignore[return-value]  # whatever it is: the caller checks it
+    if not base:
+        raise ValueError("base is an empty list: pass one optimizer, or several.")
+    for member in base:
+        if not isinstance(member, Optimizer):
+            raise TypeError(
+                f"base must be a torch optimizer or a list of them, got a list with a "
+                f"{type(member).__name__}: pass e.g. [torch.optim.Muon(...), "
+                "torch.optim.AdamW(...)]."
+            )
+    return base[0] if len(base) == 1 else CombinedOptimizer(base)
+
+
+def list_members(base: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that a combination consists of; another optimizer alone."""
+    if not isinstance(base, CombinedOptimizer):
+        return [base]
+    return [one for member in base.members for one in list_members(member)]
+
+
+def find_owner(base: Optimizer, group: Group) -> Optimizer:
+    """Return the member of ``base`` that has a group."""
+    return next(
+        member for member in list_members(base) if any(group is one for one in member.param_groups)
+    )
+
+
+def describe_members(base: Optimizer) -> str:
+    """Return the class of an optimizer; of a combination those of its members."""
+    return " + ".join(type(member).__name__ for member in list_members(base))
+
+
+def check_disjoint(members: Sequence[Optimizer]) -> None:
+    """Raise ValueError if a parameter is in more than one optimizer; it names them."""
+    locations: dict[Tensor, str] = {}
+    shared = []
+    for m, member in enumerate(members):
+        in_member: dict[Tensor, str] = {}
+        for n, group in enumerate(member.param_groups):
+            names = group.get("param_names") or [""] * len(group["params"])
+            for i, (p, name) in enumerate(zip(group["params"], names, strict=True)):
+                label = f"{name} " if name else ""
+                where = f"{type(member).__name__} (optimizer {m}, group {n}, parameter {i})"
+                if p in locations:
+                    shared.append(f"{label}of shape {tuple(p.shape)} in {locations[p]} and {where}")
+                in_member[p] = where
+        locations = {**in_member, **locations}
+    if shared:
+        more = f", and {len(shared) - 5} more" if len(shared) > 5 else ""
+        raise ValueError(
+            f"base has optimizers that share {len(shared)} parameters: {'; '.join(shared[:5])}"
+            f"{more}. Give every parameter to one of them."
+        )
+
 
 OPTION_PREFIX = "compopt_"  # before the name of a wrapper's option in a group of the base
 
@@ -28,6 +209,8 @@ CLOSURE = (
     "evaluates the model again within its step, where gradients are one rank's own and cannot be "
     "averaged"
 )
+WITHIN_BACKWARD = "steps within backward, before gradients are averaged"
+DIFFERENTIATES = "differentiates gradients, which averages have lost", "Separate(AdamW)"
 COMMUNICATES = "communicates within its step, on its own"
 # optimizers that no wrapper can step, by the names of their classes: why, and what to use
 REFUSED = {
@@ -35,14 +218,9 @@ REFUSED = {
     "GSAM": (CLOSURE, "its base optimizer without it"),
     "AliG": ("needs the loss of a closure in its step", "another optimizer"),
     "PCGrad": ("needs several losses in backward", "its optimizer without it"),
-    "LOMO": ("steps within backward, before gradients are averaged", "Average(torch.optim.SGD)"),
-    "AdaLOMO": (
-        "steps within backward, before gradients are averaged",
-        "Average(torch.optim.Adafactor)",
-    ),
-    "Adahessian": ("differentiates gradients, which averages have lost", "Separate(AdamW)"),
-    "AdaHessian": ("differentiates gradients, which averages have lost", "Separate(AdamW)"),
-    "SophiaH": ("differentiates gradients, which averages have lost", "Separate(AdamW)"),
+    "LOMO": (WITHIN_BACKWARD, "Average(torch.optim.SGD)"),
+    "AdaLOMO": (WITHIN_BACKWARD, "Average(torch.optim.Adafactor)"),
+    **dict.fromkeys(("Adahessian", "AdaHessian", "SophiaH"), DIFFERENTIATES),
     "SparseAdam": ("takes sparse gradients, and averages are dense", "torch.optim.Adam"),
     "ZeroRedundancyOptimizer": (
         "shards its state, sends parameters from within its step, and has a state dict on one rank "
@@ -112,12 +290,6 @@ def check_state_dict(base: Optimizer) -> None:
 # Options in groups
 
 
-def select_options(group: Group, names: tuple[str, ...]) -> Group:
-    """Return a wrapper's options that a group of the base has, as ``compopt_NAME``."""
-    named = ((name, OPTION_PREFIX + name) for name in names)
-    return {name: group[key] for name, key in named if key in group}
-
-
 def warn_of_unread_options(
     group: Group, base: Optimizer, names: tuple[str, ...], wrapper: str
 ) -> bool:
@@ -161,7 +333,7 @@ def find_switch(base: Optimizer, name: str) -> Callable[[], None]:
 
     Raises AttributeError if none has.
     """
-    methods = [getattr(m, name) for m in list_members(base) if callable(getattr(m, name, None))]
+    methods = [getattr(member, name) for member in _list_with(base, name)]
     if not methods:
         raise AttributeError(f"{describe_members(base)} has no {name}().")
 
@@ -172,22 +344,21 @@ def find_switch(base: Optimizer, name: str) -> Callable[[], None]:
     return switch
 
 
+def _list_with(base: Optimizer, name: str) -> list[Optimizer]:
+    """Return the members that have a method of this name."""
+    return [m for m in list_members(base) if callable(getattr(m, name, None))]
+
+
 def has_modes(base: Optimizer) -> bool:
-    return any(callable(getattr(member, "eval", None)) for member in list_members(base))
+    return bool(_list_with(base, "eval"))
 
 
 def is_in_eval_mode(base: Optimizer) -> bool:
     """True if the model has the parameters to evaluate."""
-    flags = [
-        flag
-        for member in list_members(base)
-        if callable(getattr(member, "eval", None))
-        for flag in (
-            getattr(member, "train_mode", True),
-            *(group.get("train_mode", True) for group in member.param_groups),
-        )
-    ]
-    return not all(flags)
+    switched = _list_with(base, "eval")
+    modes = [getattr(member, "train_mode", True) for member in switched]
+    modes += [group.get("train_mode", True) for m in switched for group in m.param_groups]
+    return not all(modes)
 
 
 def check_mode(base: Optimizer) -> None:
@@ -210,16 +381,21 @@ def may_draw(base: Optimizer) -> bool:
     return not all(module.startswith(("torch.", "compopt.")) for module in modules)
 
 
+def keep_torch_random(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Return a context after which random numbers of torch go on as before."""
+    devices = [device] if is_accelerator(device) else []
+    # fork_rng always keeps the CPU's
+    return torch.random.fork_rng(devices, device_type=device.type if devices else "cpu")
+
+
 @contextmanager
 def draw_alike(seed: int, device: torch.device) -> Iterator[None]:
     """Let all ranks draw the same random numbers in this context: those of torch, NumPy and Python
     begin at ``seed``. Afterwards they go on as before.
     """
-    devices = [device] if is_accelerator(device) else []
-    kind = device.type if devices else "cpu"  # fork_rng always keeps the CPU's
     numpy = sys.modules.get("numpy")
     before = random.getstate(), numpy and numpy.random.get_state()
-    with torch.random.fork_rng(devices, device_type=kind):
+    with keep_torch_random(device):
         torch.manual_seed(seed)
         random.seed(seed)
         if numpy:
@@ -241,9 +417,7 @@ class WrappedUpdate:
     def __init__(self, base: Optimizer):
         self.base = base
         self._averages: dict[Tensor, Tensor] = {}  # this rank's part of each, of this step
-        self._memory: dict[Tensor, Tensor] = {}
-        self._stacks: dict[Tensor, Tensor] = {}  # memory for neighbours, by the first parameter
-        self._applied: set[Tensor] = set()  # the parameters with an average in this step
+        self._memory: dict[Tensor, Tensor] = {}  # for neighbours, by the first parameter
 
     def memory_for(
         self, bucket: Bucket, indices: Sequence[int], averages: Sequence[Tensor | None]
@@ -252,35 +426,27 @@ class WrappedUpdate:
         until the base has stepped; on a CPU, where new pages cost more than copies, as long as this
         object.
         """
-        memory: list[Tensor] = []
         for i, given in zip(indices, averages, strict=True):
             p = bucket.params[i]
             if given is not None and given.dtype == get_grad_dtype(p) and not bucket.is_dtensor:
                 self._averages[p] = given.view(p.shape)
             else:
-                if p not in self._memory:
-                    self._memory[p] = torch.empty_like(
-                        to_local(p.detach()),
-                        dtype=get_grad_dtype(p),
-                        memory_format=torch.contiguous_format,
-                    )
-                self._averages[p] = self._memory[p]
-            memory.append(self._averages[p])
-        return memory
+                self.memory_for_stack(bucket, range(i, i + 1))
+        return [self._averages[bucket.params[i]] for i in indices]
 
     def memory_for_stack(self, bucket: Bucket, indices: range) -> Tensor:
         params = [bucket.params[i] for i in indices]
         first = params[0]
         shape = (len(params), *to_local(first).shape)
-        if first not in self._stacks or self._stacks[first].shape != shape:
+        stack = self._memory.get(first)
+        if stack is None or stack.shape != shape:
             dtype = get_grad_dtype(first)
-            self._stacks[first] = torch.empty(shape, dtype=dtype, device=bucket.device)
-        stack = self._stacks[first]
+            stack = self._memory[first] = torch.empty(shape, dtype=dtype, device=bucket.device)
         self._averages.update(zip(params, stack.unbind(), strict=True))
         return stack
 
     def apply(self, bucket: Bucket, indices: list[int], averages: list[Tensor]) -> None:
-        self._applied.update(bucket.params[i] for i in indices)
+        """Do nothing: the base steps on all averages, when all buckets have committed."""
 
     def step_base(self) -> None:
         """Step ``base`` once, on all averages.
@@ -292,9 +458,7 @@ class WrappedUpdate:
         gradients = {p: as_gradient(averages[p], p) if p in averages else None for p in params}
         with replace_gradients(gradients):
             self.base.step()
-        self._averages = {}
         self._memory = {p: x for p, x in self._memory.items() if p.device.type == "cpu"}
-        self._stacks = {p: x for p, x in self._stacks.items() if p.device.type == "cpu"}
 
 
 def as_gradient(average: Tensor, p: Tensor) -> Tensor:

@@ -5,7 +5,7 @@
 
 An entry of ``state`` shows the base's state of a tensor beside the wrapper's own, and under "base".
 What a user changes there, the base takes over before it steps. A state dict merges the two, see
-``merged_state.py``.
+``base_state.py``.
 """
 
 from __future__ import annotations
@@ -25,15 +25,8 @@ from .._state.bucket import Bucket
 from .._state.layouts import Layout
 from .._state.leaves import copy_state
 from .._wire.groups import ForeignCollective, ProcessGroup, Ranks, RefuseCollectives
-from . import bases, combined
-from .combined import OneOrSeveral
-from .merged_state import (
-    PREFIX,
-    check_base_checkpoint,
-    refuse_flattened_base,
-    save_entry,
-    split_state_dict,
-)
+from . import base_state, bases
+from .bases import OneOrSeveral
 
 Entry = dict[str, Any]  # of ``state``
 
@@ -63,7 +56,7 @@ class Wrapper(CompressedOptimizer):
         process_group: ProcessGroup | Ranks | None,
         simulate: bool = False,
     ):
-        base = combined.combine_optimizers(base)
+        base = bases.combine_optimizers(base)
         bases.check_base(base)
         self.base = base
         self._wrapper_groups: list[Group] = []
@@ -100,7 +93,7 @@ class Wrapper(CompressedOptimizer):
         except (TypeError, ValueError):
             if is_new:
                 for group in self.param_groups[len(self._wrapper_groups) :]:
-                    owner = combined.find_owner(self.base, group)
+                    owner = bases.find_owner(self.base, group)
                     owner.param_groups.pop()
                     if isinstance(owner, CompressedOptimizer):
                         owner.forget_group(group)
@@ -110,7 +103,7 @@ class Wrapper(CompressedOptimizer):
         """Return the checked options of the wrapper for a group of the base."""
         check_base_group(group)
         if not self._has_unread_options:
-            owner = combined.find_owner(self.base, group)
+            owner = bases.find_owner(self.base, group)
             self._has_unread_options = bases.warn_of_unread_options(
                 group, owner, self.options_in_base, type(self).__name__
             )
@@ -120,9 +113,10 @@ class Wrapper(CompressedOptimizer):
         return options
 
     def _select_options(self, group: Group) -> Group:
-        """Return the wrapper's options that a group of the base has."""
+        """Return the wrapper's options that a group of the base has, as ``compopt_NAME``."""
         names = {"param_names": group["param_names"]} if "param_names" in group else {}
-        return {**names, **bases.select_options(group, self.options_in_base)}
+        named = ((name, bases.OPTION_PREFIX + name) for name in self.options_in_base)
+        return {**names, **{name: group[key] for name, key in named if key in group}}
 
     def read_options(self) -> None:
         for options, group in zip(self._wrapper_groups, self.param_groups, strict=False):
@@ -142,7 +136,7 @@ class Wrapper(CompressedOptimizer):
         """Add the wrapper's options for groups that were added to the base."""
         if groups := self.base.param_groups[len(self._wrapper_groups) :]:
             self._take_changes()
-            combined.check_disjoint(combined.list_members(self.base))
+            bases.check_disjoint(bases.list_members(self.base))
             added = [self._options_for(group) for group in groups]
             self._wrapper_groups += added
             try:
@@ -157,7 +151,7 @@ class Wrapper(CompressedOptimizer):
         self._take_changes()
         params = {p for group in self.param_groups for p in group["params"]}
         for p in self._engine.parameters - params:
-            for member in combined.list_members(self.base):
+            for member in bases.list_members(self.base):
                 member.state.pop(p, None)
         if len(self._wrapper_groups) > len(self.param_groups):  # the base's have been removed
             kept = {id(group["params"]) for group in self.param_groups}
@@ -186,10 +180,10 @@ class Wrapper(CompressedOptimizer):
         (subject, name), *others = super()._settings()
         members = [
             (type(member).__name__, member.settings)
-            for member in combined.list_members(self.base)
+            for member in bases.list_members(self.base)
             if hasattr(member, "settings") and self.steps_alike
         ]
-        name = f"{name} around {combined.describe_members(self.base)}"
+        name = f"{name} around {bases.describe_members(self.base)}"
         return [(subject, name), *others, *members]
 
     # State
@@ -197,14 +191,14 @@ class Wrapper(CompressedOptimizer):
     @property
     def _compressed_members(self) -> list[CompressedOptimizer]:
         """The optimizers of this package that the base is, or consists of."""
-        return [m for m in combined.list_members(self.base) if isinstance(m, CompressedOptimizer)]
+        return [m for m in bases.list_members(self.base) if isinstance(m, CompressedOptimizer)]
 
     def before_layout(self) -> None:
         super().before_layout()
         for inner in self._compressed_members:
             inner._engine.role, inner._engine.connection = Role.WRAPPED, None
         self._update = bases.WrappedUpdate(self.base)
-        members = combined.list_members(self.base)
+        members = bases.list_members(self.base)
         self._base_options = {name for member in members for name in member.defaults}
         self._prefixed_options = {bases.OPTION_PREFIX + name for name in self.options_in_base}
         self.given_options = bases.list_constructor_options(self.base)
@@ -266,7 +260,7 @@ class Wrapper(CompressedOptimizer):
             with self._refuse_collectives():
                 yield
         except ForeignCollective as error:
-            name = combined.describe_members(self.base)
+            name = bases.describe_members(self.base)
             raise TypeError(
                 f"base {name} cannot be wrapped: it {bases.COMMUNICATES} ({error}). Use an "
                 "optimizer that steps the tensors of each rank alone (MuonAdamW in place of a "
@@ -339,7 +333,7 @@ class Wrapper(CompressedOptimizer):
         """
         own = self._own_names - ({"step"} if "step" in entry.get("base", entry) else set())
         of_base = {**entry.get("base", {}), **{n: x for n, x in entry.items() if n not in own}}
-        for member in combined.list_members(self.base):
+        for member in bases.list_members(self.base):
             member.state.pop(p, None)
             if of_base and any(p is q for group in member.param_groups for q in group["params"]):
                 member.state[p] = of_base
@@ -357,7 +351,7 @@ class Wrapper(CompressedOptimizer):
             options = {n: wrapper_group[n] for n in self._wrapper_defaults if n in wrapper_group}
             options |= describe_group(self._engine, wrapper_group)
             shared = group.keys() & options.keys() - {"params"}
-            hidden = {PREFIX + name: group[name] for name in shared}
+            hidden = {base_state.PREFIX + name: group[name] for name in shared}
             numbers = merged["params"]
             merged.clear()
             merged.update({**group, **hidden, **options, "params": numbers})
@@ -371,7 +365,7 @@ class Wrapper(CompressedOptimizer):
                     # a base's has torch's default dtype; safetensors refuses one tensor twice
                     if is_step_count(kept.get("step")):
                         kept["step"] = kept["step"].to(torch.float32, copy=True)
-                    base_entry = save_entry(self.base, p, group, state.pop(number, None))
+                    base_entry = base_state.save_entry(self.base, p, group, state.pop(number, None))
                     saved["state"][number] = {**kept, "base": base_entry}
         return {**saved, "base": {**base_saved, "state": state}}
 
@@ -381,17 +375,17 @@ class Wrapper(CompressedOptimizer):
         Raises ValueError, with nothing loaded, if it does not fit. All ranks must load.
         """
         self.add_groups_of_base()
-        refuse_flattened_base(state_dict, type(self).__name__)
+        base_state.refuse_flattened_base(state_dict, type(self).__name__)
         super().load_state_dict(state_dict)
 
     @torch.no_grad()
     def _load_without_hooks(self, state_dict: dict[str, Any]) -> None:
         groups = check_groups(self._engine, state_dict)
-        wrapper_saved, base_saved = split_state_dict(
+        wrapper_saved, base_saved = base_state.split_state_dict(
             state_dict, set(self._wrapper_defaults), self.param_groups
         )
         if base_saved is None:
-            check_base_checkpoint(state_dict, groups, combined.describe_members(self.base))
+            base_state.check_base_checkpoint(state_dict, groups, bases.describe_members(self.base))
         check_groups(self._engine, base_saved or state_dict)
         before = self.base.state_dict()
         try:
@@ -399,7 +393,7 @@ class Wrapper(CompressedOptimizer):
                 # a copy: torch's would share its tensors
                 self.base.load_state_dict(copy_state(base_saved or state_dict))
             except (TypeError, ValueError) as error:
-                name = combined.describe_members(self.base)
+                name = bases.describe_members(self.base)
                 raise ValueError(
                     f"loaded state dict does not fit the base optimizer {name} ({error}): it is "
                     "damaged, or of another class."
@@ -415,12 +409,8 @@ class Wrapper(CompressedOptimizer):
     def _begin_anew(self) -> None:
         """Clear the wrapper's state and step counts."""
         engine = self._engine
-        engine.settle_state()
-        for bucket in engine.buckets:
-            for tensors in bucket.state.values():
-                for tensor in tensors:
-                    if tensor is not None:
-                        tensor.zero_()
+        for p in engine.bucket_of:  # it is laid out anew, as zeros
+            self.state.pop(p, None)
         for group in self._wrapper_groups:
             group["step"] = 0
         engine.consolidated_at, engine.damage = None, ""

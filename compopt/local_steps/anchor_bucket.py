@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from .._state.layouts import LocalShape
 from .._state.residuals import Residuals, residual_layout
 from .._state.tensors import HOST, distribute_like, pin, to_local
 from .._wire.codec import QuantizedCodec
-from .._wire.payload import ControlFields, Mean, Payload, Scratch
+from .._wire.payload import ControlFields, Mean, Payload
 from .rounds import outer_gain
 
 # On a device a bucket holds so many times what one of gradients does: nothing overlaps with
@@ -53,28 +54,9 @@ class SyncPayload(Payload):
     """The quantized payload of a sync. Until that is applied only messages stay in memory: the
     payloads of all buckets use the same ``body`` and ``rounding_errors``, one after the other, and
     compute them from the messages again, with the same bits.
-
-    ``scale`` and ``is_lost``: the arguments of ``AnchorBucket.encode``.
     """
 
-    scale = 1.0
-    is_lost = False
-
-    def __init__(
-        self,
-        fields: Tensor,
-        tensors: int,
-        lengths: list[int],
-        codec: QuantizedCodec,
-        memory: tuple[Tensor, Tensor],
-        seed: tuple[int, ...],
-        scratch: Scratch,
-    ):
-        body, errors = memory
-        numbers = len(fields) - tensors
-        super().__init__(fields, tensors, numbers, lengths, codec, errors, seed, scratch)
-        self.body = self.unrounded_body = body
-        self._codec = codec
+    codec: QuantizedCodec
 
     def receive(self, mean: Mean, received: Tensor, gathered: Tensor) -> None:
         self._place = mean.rank, mean.ranks  # not the mean, which refers to this payload
@@ -91,7 +73,7 @@ class SyncPayload(Payload):
         mean.average_own_chunk(self._received)
 
     def _make_mean(self) -> Mean:
-        return self._codec.make_mean(self, *self._place)
+        return self.codec.make_mean(self, *self._place)
 
 
 class AnchorBucket(Bucket):
@@ -106,6 +88,7 @@ class AnchorBucket(Bucket):
 
     payload: Payload
     shared_size = 0
+    _scale, _is_lost = 1.0, False  # the arguments of ``encode``
     pseudo_gradient: Tensor | None = None
     is_averaged = False  # any rank has sent what it has moved
     # of each tensor: the norm of the average, over the mean of those of the ranks' movements
@@ -137,11 +120,14 @@ class AnchorBucket(Bucket):
 
     def view_sent(self, flat: Tensor) -> list[Tensor]:
         """Cut a vector into the tensors that are part of the sync."""
-        parts = [t.local_anchor for t in self.sent]
-        pieces = flat.split([part.numel() for part in parts])
-        return [piece.view_as(part) for piece, part in zip(pieces, parts, strict=False)]
+        return cut_like([t.local_anchor for t in self.sent], flat)
 
     # A sync
+
+    @property
+    def _shares_memory(self) -> bool:
+        """True if the payload's values are valid until those of the next bucket are written."""
+        return isinstance(self.payload, SyncPayload)
 
     def read_movement(self, keeps: bool = False) -> Tensor:
         """Make the payload of a sync with the pseudo-gradient. Returns the squared norm of each of
@@ -152,7 +138,7 @@ class AnchorBucket(Bucket):
         values = self.write_pseudo_gradient(self.make_sync_payload())
         # parameters that are elsewhere would be copied again, for which the host waits
         are_elsewhere = any(t.param.device != self.device for t in self.tensors[:1])
-        keeps |= are_elsewhere and isinstance(self.payload, SyncPayload)
+        keeps |= are_elsewhere and self._shares_memory
         self.pseudo_gradient = values.clone() if keeps else None
         squares = stacked_squared_norms(values.split(self.payload.lengths))
         # what the anchors' precision cannot square is not finite: the rank takes the average
@@ -176,16 +162,15 @@ class AnchorBucket(Bucket):
         self, lengths: list[int], flags: list[float], codec: QuantizedCodec
     ) -> SyncPayload:
         """Make a payload like ``make_payload``, in memory that all buckets share."""
-        dtype, device, uses = self.compute_dtype, self.device, ("values", "rounding errors")
-        body, errors = (self.scratch(use, self.shared_size, dtype, device) for use in uses)
-        memory, seed = (
-            (body[: sum(lengths)], errors[: sum(lengths)]),
-            (self.group["step"], self.index, 0),
-        )
-        fields = self._pin_fields(flags, dtype)
+        dtype, device, total = self.compute_dtype, self.device, sum(lengths)
+        fields, seed = self._pin_fields(flags, dtype), (self.group["step"], self.index, 0)
+        body = self.scratch("values", self.shared_size, dtype, device)[:total]
+        errors = self.scratch("rounding errors", self.shared_size, dtype, device)[:total]
+        message, numbers = fields.to(device, copy=True), len(self.control.numbers)
         payload = SyncPayload(
-            fields.to(device, copy=True), len(flags), lengths, codec, memory, seed, self.scratch
+            message, len(flags), numbers, lengths, codec, errors, seed, self.scratch
         )
+        payload.body = payload.unrounded_body = body
         payload.write_fields(fields[:0], self.control)
         return payload
 
@@ -209,27 +194,24 @@ class AnchorBucket(Bucket):
 
         ``is_lost``: its parameters are not finite, and it takes the average of the others.
         """
-        payload = self.payload
-        if isinstance(payload, SyncPayload):
-            payload.scale, payload.is_lost = scale, is_lost
+        self._scale, self._is_lost = scale, is_lost
         if is_lost:
-            payload.header.zero_()
+            self.payload.header.zero_()
         else:
-            payload.control[self.control.slices["norms"]].copy_(norms * scale)
-        return self._write_values(scale, is_lost)
+            self.payload.control[self.control.slices["norms"]].copy_(norms * scale)
+        return self._write_values()
 
-    def _write_values(self, scale: float, is_lost: bool) -> Payload:
+    def _write_values(self) -> Payload:
         """Write the pseudo-gradient, times ``scale``, and the residual to the payload."""
-        values = self.payload.unrounded_body
-        if isinstance(self.payload, SyncPayload):
-            if self.pseudo_gradient is not None:
-                values.copy_(self.pseudo_gradient)
-            else:
-                self.write_pseudo_gradient(values)
-        if is_lost:
+        values, indices = self.payload.unrounded_body, self.sent_indices
+        if self._shares_memory and self.pseudo_gradient is not None:
+            values.copy_(self.pseudo_gradient)
+        elif self._shares_memory:
+            self.write_pseudo_gradient(values)
+        if self._is_lost:
             values.zero_()
-        scale_(values, scale)
-        residuals, indices = Residuals(self), self.sent_indices
+        scale_(values, self._scale)
+        residuals = Residuals(self)
         if residuals.is_exact and len(indices) == len(self.tensors):
             return self.payload.round(residuals.flat)
         if indices and (self.is_rounded or self.has_residual):
@@ -258,8 +240,8 @@ class AnchorBucket(Bucket):
         ``copies``: they stay valid after the next bucket has been read.
         """
         if self.is_averaged:
-            is_shared = copies and isinstance(self.payload, SyncPayload)
-            mean = self.view_sent(self.read_average().to(self.dtype, copy=is_shared))
+            copies &= self._shares_memory
+            mean = self.view_sent(self.read_average().to(self.dtype, copy=copies))
             if ranks is not None:
                 lengths = [self.step_lengths[i] for i in self.sent_indices]
                 torch._foreach_mul_(mean, [outer_gain(length, ranks) for length in lengths])
@@ -274,12 +256,12 @@ class AnchorBucket(Bucket):
             return
         payload, residuals, indices = self.payload, Residuals(self), self.sent_indices
         if isinstance(payload, SyncPayload):
-            self._write_values(payload.scale, payload.is_lost)
+            self._write_values()
             payload.compute_rounding_errors()
-        errors, has_own_memory = payload.rounding_errors, not isinstance(payload, SyncPayload)
+        errors, has_all = payload.rounding_errors, len(indices) == len(self.tensors)
         if errors is None:
             residuals.scale(indices, 0)
-        elif has_own_memory and residuals.is_exact and len(indices) == len(self.tensors):
+        elif has_all and residuals.is_exact and not self._shares_memory:
             residuals.set_all(errors)
         else:
             residuals.set(list(zip(indices, self.view_sent(errors), strict=True)))
@@ -288,9 +270,9 @@ class AnchorBucket(Bucket):
     def keep_trailing_mean(self) -> None:
         """Begin a trailing mean of anchors, at the present ones."""
         self.trailing_mean = self.flat_anchors.clone()
-        parts = self.trailing_mean.split([t.local_anchor.numel() for t in self.tensors])
-        for t, part in zip(self.tensors, parts, strict=True):
-            t.trailing_mean = part.view(t.local_anchor.shape)
+        means = cut_like([t.local_anchor for t in self.tensors], self.trailing_mean)
+        for t, mean in zip(self.tensors, means, strict=True):
+            t.trailing_mean = mean
 
     def compute_moved_since(self) -> list[Tensor]:
         """Return what the rank has moved since a delayed sync began, of each tensor that was sent:
@@ -298,8 +280,8 @@ class AnchorBucket(Bucket):
         comes before the step of the outer optimizer.
         """
         assert self.pseudo_gradient is not None
-        payload, is_shared = self.payload, isinstance(self.payload, SyncPayload)
-        memory = payload.unrounded_body if is_shared else torch.empty_like(self.pseudo_gradient)
+        own = None if self._shares_memory else torch.empty_like(self.pseudo_gradient)
+        memory = self.payload.unrounded_body if own is None else own
         self.pseudo_gradient -= self.write_pseudo_gradient(memory)
         return self.view_sent(self.pseudo_gradient)
 
@@ -312,15 +294,18 @@ def write_params(
     ``trailing``, the trailing means of anchors. The memory of ``moved`` is overwritten.
     """
     params = [to_local(t.param.detach()) for t in tensors]
-    means = [t.trailing_mean if trailing else None for t in tensors]
-    values = [
-        t.local_anchor if mean is None else mean for t, mean in zip(tensors, means, strict=True)
-    ]
+    values = [*map(attrgetter("trailing_mean" if trailing else "local_anchor"), tensors)]
     if moved:
         torch._foreach_add_([*moved], values)
     if params:
         pairs = zip(params, moved or values, strict=True)
         torch._foreach_copy_(params, [x.to(p.device) for p, x in pairs])
+
+
+def cut_like(parts: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
+    """Cut a vector into tensors of the shapes of ``parts``."""
+    pieces = flat.split([part.numel() for part in parts])
+    return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
 
 
 def copy_wide(tensors: Sequence[Tensor], on_host: bool) -> tuple[Tensor, list[Tensor]]:
@@ -332,8 +317,7 @@ def copy_wide(tensors: Sequence[Tensor], on_host: bool) -> tuple[Tensor, list[Te
         device=HOST if on_host else first.device,
     )
     flat = pin(flat, first.device) if on_host else flat
-    views = flat.split([part.numel() for part in parts])
-    copies = [view.view(part.shape) for view, part in zip(views, parts, strict=True)]
+    copies = cut_like(parts, flat)
     torch._foreach_copy_(copies, [part.to(flat.device) for part in parts])
     return flat, copies
 

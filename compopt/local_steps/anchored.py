@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -13,17 +14,21 @@ from torch import Tensor
 
 from .._engine.checkpoint import check_groups
 from .._engine.decision import StepDecision
-from .._engine.handshake import gather_json
+from .._engine.engine import Engine
+from .._engine.exchange import exchange_one
+from .._engine.handshake import gather_json, pack_message, unpack_messages
+from .._engine.missing_ranks import LOOK_AFTER, PREFIX, use_store
 from .._engine.options import Group
-from .._engine.resharding import catch_up, warn_of_lost_ranks
+from .._engine.resharding import catch_up, rebind_optimizer
 from .._inside.bases import has_modes
 from .._inside.wrapper import Wrapper
 from .._state.bucket import Bucket
 from .._state.tensors import HOST
 from .._wire.collectives import Communicator
 from .._wire.groups import ProcessGroup, Ranks
-from .._wire.requests import CommunicationError
-from .anchors import Anchors, assign_to_fragments
+from .._wire.in_flight import looking_after
+from .._wire.requests import AllGather, CommunicationError
+from .anchors import Anchors, MakeOuter, assign_to_fragments
 from .fragment_sync import FragmentSync
 from .local_state_dict import (
     Entry,
@@ -33,9 +38,9 @@ from .local_state_dict import (
     save_rounds,
     split_rounds,
 )
-from .other_calls import answer_end_of_round, find_end_of_round
-from .outer import MakeOuter, make_sgd
 from .rounds import OpenRound, RoundCounts
+
+ENDS = f"{PREFIX}ends round/"  # and a rank: how many collectives it has started
 
 
 class AnchoredWrapper(Wrapper):
@@ -119,9 +124,7 @@ class AnchoredWrapper(Wrapper):
         if set(fragments) <= {-1}:
             return None
         params, on_host, dtype = self._params, self.offload == "outer", self.residual_dtype
-        are_plain = not any(hasattr(p, "device_mesh") for p in params)  # SGD fuses no DTensors
-        make_outer = self._make_outer or partial(make_sgd, options, are_plain)
-        anchors = Anchors(params, fragments, options, make_outer, self.ops, on_host, dtype)
+        anchors = Anchors(params, fragments, options, self._make_outer, self.ops, on_host, dtype)
         return FragmentSync(self._engine, anchors)
 
     def _drop_anchors(self) -> None:
@@ -179,44 +182,85 @@ class AnchoredWrapper(Wrapper):
             self._open_round = self._open_round or OpenRound(self, step - 1)
             self._open_round.update(self.round_is_open, step, self._engine.comm)
 
-    # Other ranks
+    # Ranks in other calls: some in ``end_round()``, others in ``save()`` or
+    # ``consolidate_state()``. The first wait in a gather of messages, the others at the store. A
+    # rank that waits long in ``end_round()`` posts the number of its collectives to the store. A
+    # rank in another call that has started one less joins the same gather, with a message that
+    # names its call. So all ranks raise together, and their collectives still match.
+
+    @contextmanager
+    def _show_end_of_round(self, sync: FragmentSync) -> Iterator[None]:
+        """Say at the store that this rank waits in this block, once it has for long."""
+        engine = self._engine
+        if not engine.comm.can_poll_store(engine.device):
+            yield
+            return
+        told: list[str] = []
+
+        def tell(text: str) -> None:
+            told.append(text)
+            use_store(engine, lambda store: store.set(f"{ENDS}{engine.comm.rank}", text))
+
+        try:
+            with looking_after(LOOK_AFTER, lambda: tell(str(sync.comm.started))):
+                yield
+        finally:
+            if told:
+                tell("")
 
     def find_end_of_round(self) -> str:
-        return "" if self._sync is None else find_end_of_round(self._engine, self._sync)
+        engine, sync = self._engine, self._sync
+        if sync is None:
+            return ""
+        if sync.running is not None:
+            sync.running.poll()  # the other may wait for this first
+            if not sync.running.is_decided:
+                return ""
+        ranks = [rank for rank in range(engine.comm.size) if rank != engine.comm.rank]
+        keys = [f"{ENDS}{rank}" for rank in ranks]
+        texts = use_store(engine, lambda store: [store.check([k]) and store.get(k) for k in keys])
+        waited_for = str(sync.comm.started + 1).encode()
+        pairs = zip(ranks, texts or (), strict=False)
+        waiting = [rank for rank, text in pairs if text == waited_for]
+        return f"rank {waiting[0]} is in end_round() of LocalSteps" if waiting else ""
 
     def answer_end_of_round(self, kind: int) -> None:
         assert self._sync is not None
-        answer_end_of_round(self._engine, self._sync, kind)
+        nothing = torch.zeros(0, dtype=torch.int64, device=self._engine.device)
+        request = AllGather(pack_message(kind, nothing))
+        unpack_messages(exchange_one(self._sync.comm, request).cpu(), 0)
+
+    # Other ranks
 
     @torch.no_grad()
     def _rebind(self, process_group: ProcessGroup | Ranks | Communicator | None = None) -> None:
-        engine = self._engine
         self._check_own_params()
-        before = engine.begin_rebind()
         if self._sync is not None:
             self._sync.cancel()
-        engine.forget_in_flight()
-        engine.switch_group(process_group)
+        rebind_optimizer(self._engine, process_group, self._catch_up)
+
+    def _catch_up(self, engine: Engine) -> None:
+        """Continue from the anchors of the rank that is furthest; if no rank has any, as a step is
+        caught up with.
+        """
         fragments, due = self._adopt_counts()
-        if fragments:
-            self._see_ranks_and_groups()
-            is_new = self._sync is None
-            try:
-                self._sync = self._sync or self._make_sync(self._options, fragments)
-                if is_new and self._sync is not None:
-                    self._sync.due = due
-                self._ensure_anchors()
-                anchors = self._anchors
-                if anchors is not None and (anchors.catch_up(engine, is_new)):
-                    self._counts.weight = 0.0
-            except BaseException:
-                if is_new:  # the next rebind() finds this rank as new as it is
-                    self._sync = None
-                raise
-        else:
-            catch_up(self._engine, engine.comm)
-        engine.end_rebind()
-        warn_of_lost_ranks(self._engine, before, engine.comm.size)
+        if not fragments:
+            catch_up(engine)
+            return
+        self._see_ranks_and_groups()
+        is_new = self._sync is None
+        try:
+            self._sync = self._sync or self._make_sync(self._options, fragments)
+            if is_new and self._sync is not None:
+                self._sync.due = due
+            self._ensure_anchors()
+            anchors = self._anchors
+            if anchors is not None and anchors.catch_up(engine, is_new):
+                self._counts.weight = 0.0
+        except BaseException:
+            if is_new:  # the next rebind() finds this rank as new as it is
+                self._sync = None
+            raise
 
     def _adopt_counts(self) -> tuple[list[int], frozenset[int]]:
         """Adopt the counts of the rank that is furthest, of those with anchors. Returns the
@@ -347,8 +391,8 @@ class AnchoredWrapper(Wrapper):
             self._sync, self._counts = saved.sync, saved.counts
             for group in self._wrapper_groups:
                 group["step"] = saved.step
-            if saved.sync is not None and saved.running:
-                saved.sync.begin_sync(**saved.running)
+            if saved.sync is not None and saved.running is not None:
+                saved.sync.begin_sync(saved.running)
         if self._open_round is not None:
             self._open_round.update(False, self._counts.begun, self.comm)
         self._note_open_round()

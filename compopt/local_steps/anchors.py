@@ -10,8 +10,10 @@ few operators on all of them.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from operator import is_not
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +21,8 @@ from torch.optim import Optimizer
 
 from .._engine.engine import Engine
 from .._engine.handshake import VALUES, checksum_values
-from .._engine.options import Group, Setting
+from .._engine.optimizer import CompressedOptimizer
+from .._engine.options import Group, Setting, check_base_group
 from .._engine.resharding import copy_from_rank_ahead, write_tensors
 from .._engine.signals import defer_signals
 from .._ops.operations import Ops, choose_backend
@@ -35,7 +38,6 @@ from .anchor_bucket import (
     cut_uniform_runs,
     write_params,
 )
-from .outer import MakeOuter, call_make_outer, is_default_outer
 from .rounds import trailing_weight
 
 
@@ -52,7 +54,7 @@ class Anchors:
         params: Sequence[Tensor],
         fragments: Sequence[int],
         options: Group,
-        make_outer: MakeOuter,
+        make_outer: MakeOuter | None,
         ops: Ops,
         on_host: bool,
         residual_dtype: str | None = None,
@@ -61,8 +63,11 @@ class Anchors:
         self.count, self._payload_dtype = options["fragments"], options["payload_dtype"]
         self._on_host, self.is_delayed = on_host, options["delay"] > 0
         # "auto" is a rate of the default outer optimizer only
-        self._is_default = is_default_outer(make_outer)
+        self._is_default = make_outer is None
         self._keeps_length = options["outer_lr"] == "auto" and self._is_default
+        if make_outer is None:
+            are_plain = not any(hasattr(p, "device_mesh") for p in params)  # SGD fuses no DTensors
+            make_outer = partial(make_sgd, options, are_plain)
         self.ops = choose_backend({HOST.type}) if on_host else ops
         self.outer: Optimizer
         self.tensors: list[Anchored] = []  # in the order of the outer optimizer's parameters
@@ -71,8 +76,7 @@ class Anchors:
         self.groups: dict[int, Group] = {}
         self._known: set[int] = set()  # ids of the parameters with an anchor
         self.are_in_params = False
-        self._shards: list[Communicator] = []
-        self._has_peers = False
+        self._ranks: tuple[int, list[Communicator]] = 1, []  # see ``note_ranks``
         self._scratch = Scratch()
         for number in sorted(set(fragments) - {-1}):
             members = [p for p, n in zip(params, fragments, strict=True) if n == number]
@@ -98,11 +102,10 @@ class Anchors:
             added.update((id(t.param), t) for t in tensors)
             bucket.codecs, bucket.blocks = self.ops.codecs, self.ops.blocks
             bucket.scratch = self._scratch
-            bucket.replicate_size = get_replicate_size(run[0], self._shards)
             if self._trailing_share is not None:
                 bucket.keep_trailing_mean()
             self.buckets.append(bucket)
-        self._share_memory()
+        self.note_ranks(*self._ranks)
         self.groups[number] = group
         self.tensors += [added[id(p)] for p in params]
         self._known.update(added)
@@ -115,12 +118,6 @@ class Anchors:
         if self._is_sgd and defaults["momentum"] and not defaults["dampening"]:
             for anchor in members:
                 self.outer.state[anchor]["momentum_buffer"] = torch.zeros_like(anchor.detach())
-
-    def _share_memory(self) -> None:
-        """Let payloads share memory, where messages of other ranks tell what was in it."""
-        size = max([sum(bucket.lengths) for bucket in self.buckets], default=0)
-        for bucket in self.buckets:
-            bucket.shared_size = size if self._has_peers else 0
 
     @property
     def _is_sgd(self) -> bool:
@@ -168,10 +165,13 @@ class Anchors:
     # The other ranks
 
     def note_ranks(self, ranks: int, shards: list[Communicator]) -> None:
-        """Note the number of ranks, and those that hold the other parts of this rank's model."""
-        self._shards, self._has_peers = shards, ranks > 1
-        self._share_memory()
+        """Note the number of ranks, and those that hold the other parts of this rank's model.
+        Payloads share memory where messages of other ranks tell what was in it.
+        """
+        self._ranks = ranks, shards
+        size = max([sum(bucket.lengths) for bucket in self.buckets], default=0)
         for bucket in self.buckets:
+            bucket.shared_size = size if ranks > 1 else 0
             bucket.replicate_size = get_replicate_size(bucket.tensors[0].param, shards)
 
     def list_values(self, engine: Engine) -> list[Setting]:
@@ -374,3 +374,50 @@ def reset_moments(inner: Optimizer, tensors: Iterable[Anchored]) -> None:
         for value in state.get(t.param, {}).values():
             if isinstance(value, Tensor) and not bool(to_local(value).isfinite().all()):
                 value.zero_()
+
+
+MakeOuter = Callable[[list[Tensor]], Optimizer]
+
+
+GROUP = "outer optimizer, group"  # in messages
+
+
+def make_sgd(options: Group, fused: bool, anchors: list[Tensor]) -> torch.optim.SGD:
+    """Make DiLoCo's outer optimizer: SGD with Nesterov's momentum. Its options are ``outer_lr`` and
+    ``outer_momentum``.
+    """
+    lr, momentum = options["outer_lr"], options["outer_momentum"]
+    lr = 1 - momentum if lr == "auto" else lr
+    return torch.optim.SGD(anchors, lr, momentum, nesterov=momentum > 0, fused=fused or None)
+
+
+def call_make_outer(make_outer: MakeOuter, anchors: list[Tensor]) -> Optimizer:
+    """Return the outer optimizer over these anchors.
+
+    Raises TypeError or ValueError, which names ``outer``, where that is no function of a list of
+    anchors, raises one, or returns what cannot step them.
+    """
+    try:
+        outer = make_outer(anchors)
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(
+            f"outer must make an optimizer over a list of anchors, and it failed: {error}. E.g. "
+            "outer=lambda anchors: torch.optim.SGD(anchors, lr=0.7)."
+        ) from error
+    if isinstance(outer, CompressedOptimizer) or not isinstance(outer, Optimizer):
+        raise TypeError(
+            f"outer must make an optimizer of torch, got {type(outer).__name__}. LocalSteps itself "
+            "averages what ranks have moved: pass payload_dtype= to it."
+        )
+    stepped = [p for group in outer.param_groups for p in group["params"]]
+    if len(stepped) != len(anchors) or any(map(is_not, stepped, anchors)):
+        raise ValueError("outer must step all parameters that it is given, in their order.")
+    check_outer_rates(outer)
+    return outer
+
+
+def check_outer_rates(outer: Optimizer) -> None:
+    """Raise ValueError if a step of the outer optimizer would make anchors NaN."""
+    for group in outer.param_groups:
+        check_base_group(group, "outer optimizer")

@@ -17,25 +17,18 @@ from __future__ import annotations
 import contextlib
 import math
 import zlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from .._engine import handshake
 from .._engine.engine import Engine
 from .._engine.exchange import sum_over_groups, tell_failure
-from .._engine.handshake import (
-    MESSAGE,
-    SYNC,
-    pack_message,
-    raise_failure,
-    raise_mismatch,
-    sum_part,
-    unpack_messages,
-)
 from .._engine.join import copy_options_from_ranks_with_data
 from .._engine.missing_ranks import RankLeft
 from .._engine.settings import checksum_settings
@@ -52,15 +45,14 @@ from .._wire.requests import (
     RankSilent,
 )
 from .anchor_bucket import AnchorBucket, Anchored, write_params
-from .anchors import Anchors
-from .outer import check_outer_rates
+from .anchors import Anchors, check_outer_rates
 from .rounds import RoundCounts, outer_progress
 
 # The number of float64 fields of an announcement: the number of syncs, the checksums of the
 # settings and of the anchors, the fields of SyncContribution, the squared norm, the sum of the
 # replica check.
 FIELDS = 10
-ANNOUNCEMENT_BYTES = 8 * MESSAGE
+ANNOUNCEMENT_BYTES = 8 * handshake.MESSAGE
 ANCHOR_PARTS = 8  # the replica check compares one of these at each sync
 
 
@@ -92,12 +84,12 @@ class RunningSync:
     """
 
     fragments: frozenset[int]
-    buckets: list[AnchorBucket]
     # the step after which it is applied; 0: at once
     apply_at: int
+    contribution: SyncContribution  # this rank's
+    buckets: list[AnchorBucket]
     # the squared norm of each tensor of this rank's pseudo-gradient, over all shards
     squares: Tensor
-    contribution: SyncContribution  # this rank's
     # all communication up to the decision, as a generator, which runs beside training
     collectives: Generator[PendingCollective | Pause, None, None] | None = None
     waiting: PendingCollective | Pause | None = None  # what the generator waits for
@@ -125,15 +117,9 @@ class RunningSync:
         """True if no rank has stepped, and all wait in ``end_round()``."""
         return self.mean.is_last == 1 and not self.mean.steps
 
-    def norms_of(self, bucket: AnchorBucket) -> Tensor:
-        """Return the norm of each tensor of this rank's pseudo-gradient in a bucket."""
-        at = sum(len(one.tensors) for one in self.buckets[: self.buckets.index(bucket)])
-        return self.squares[at : at + len(bucket.tensors)].sqrt()
-
-    def list_squares(self) -> dict[Anchored, float]:
-        """Return the squared norm of each tensor of this rank's pseudo-gradient."""
-        tensors = [t for bucket in self.buckets for t in bucket.tensors]
-        return dict(zip(tensors, self.squares.tolist(), strict=True))
+    @property
+    def tensors(self) -> list[Anchored]:
+        return [t for bucket in self.buckets for t in bucket.tensors]
 
     def note_lengths(self, norms: Sequence[float], means: Sequence[float]) -> None:
         """Note how much longer or shorter than the ranks' pseudo-gradients their mean is.
@@ -240,10 +226,11 @@ class FragmentSync:
         self.due = frozenset()
         weight = counts.weight if engine.option_groups[0]["weighted"] else 1.0
         contribution = SyncContribution(weight, steps, counts.seconds, is_last, has_failed > 0)
-        self.begin_sync(fragments, apply_at, squares, contribution, is_as_before, problem)
+        running = RunningSync(fragments, apply_at, contribution, buckets, squares, problem=problem)
         del problem  # its traceback refers to this frame (a reference cycle)
-        if apply_at and self.running is not None:
-            self.running.poll()
+        self.begin_sync(running, is_as_before)
+        if apply_at:
+            running.poll()
 
     def _read_movement(
         self, buckets: Sequence[AnchorBucket], keeps: bool
@@ -258,26 +245,14 @@ class FragmentSync:
             zeros = torch.zeros(count, dtype=torch.float64, device="cpu")
             return zeros.to(self.engine.device), error
 
-    def begin_sync(
-        self,
-        fragments: frozenset[int],
-        apply_at: int,
-        squares: Tensor,
-        contribution: SyncContribution,
-        is_as_before: bool = False,
-        problem: Exception | None = None,
-    ) -> None:
+    def begin_sync(self, running: RunningSync, is_as_before: bool = False) -> None:
         """Begin a sync whose pseudo-gradients are in the payloads. Nothing is sent until it is
         polled or finished.
 
-        ``is_as_before``: the last sync was of the same tensors. ``problem``: why this rank cannot
-        take part.
+        ``is_as_before``: the last sync was of the same tensors.
         """
-        buckets = self.anchors.list_buckets(fragments)
-        self.running = running = RunningSync(fragments, buckets, apply_at, squares, contribution)
-        running.problem = problem
-        del problem
-        running.collectives = self._communicate(running, apply_at > 0 and is_as_before)
+        self.running = running
+        running.collectives = self._communicate(running, running.apply_at > 0 and is_as_before)
 
     @torch.no_grad()
     def perform_sync(self, counts: RoundCounts) -> RunningSync:
@@ -287,14 +262,10 @@ class FragmentSync:
         """
         running = self.running
         assert running is not None
-        try:
+        with self._cancel_on_error():
             running.finish()
             with defer_signals():
                 running.received = self._apply(running, counts)
-        except BaseException:
-            self.are_equal = False  # a sync may be missing here, or elsewhere
-            self.cancel()
-            raise
         self.running, self.are_equal, self.steps_given_up = None, True, 0.0
         return running
 
@@ -313,8 +284,7 @@ class FragmentSync:
         by_time = options["round_seconds"] is not None
         step = counts.mean_step + mean.steps if by_time else options["step"]
         moved = self.anchors.step_outer(buckets, progress, self.comm.size, is_late)  # line 4
-        members = [t for bucket in buckets for t in bucket.tensors]
-        received = members if is_lost else [t for t in members if t.is_sent]
+        received = [t for t in running.tensors if t.is_sent or is_lost]
         write_params(received, moved)  # line 5
         engine.damage, engine.consolidated_at = "", None
         self.anchors.end_sync(buckets)
@@ -333,12 +303,17 @@ class FragmentSync:
     def decide_running(self) -> None:
         """Wait until the sync in flight is decided, and leave it to be applied later."""
         if self.running is not None:
-            try:
+            with self._cancel_on_error():
                 self.running.finish()
-            except BaseException:
-                self.are_equal = False
-                self.cancel()
-                raise
+
+    @contextlib.contextmanager
+    def _cancel_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.are_equal = False  # a sync may be missing here, or elsewhere
+            self.cancel()
+            raise
 
     def cancel(self) -> None:
         """Give up what is in flight; its fragments are due again."""
@@ -374,21 +349,14 @@ class FragmentSync:
         started: list[PendingCollective] = []
         is_told = False
         try:
-            try:
-                announcement = self._make_announcement(running)
-            except Exception as error:
-                running.problem = error
-                numbers = [0.0, 0.0, 0.0, *SyncContribution(has_failed=True), 0.0, 0.0]
-                fields = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-                announcement = pack_message(SYNC, fields)
-            gathering = self.comm.start(AllGather(announcement.to(self.engine.device)))
+            gathering = self._announce(running)
             if starts_at_once:
                 running.is_lost = not math.isfinite(float(running.squares.sum()))
-                started = [self._start_payload(running, bucket) for bucket in running.buckets]
+                started = self._start_payloads(running)
             yield gathering
             rows = gathering.wait()
             assert isinstance(rows, Tensor)
-            rows = unpack_messages(rows.cpu(), FIELDS).contiguous().view(torch.float64)
+            rows = handshake.unpack_messages(rows.cpu(), FIELDS).contiguous().view(torch.float64)
             if (problem := self._find_problem(rows)) is not None:
                 yield Pause()
                 problem(running)
@@ -396,7 +364,7 @@ class FragmentSync:
             if running.is_empty:
                 return
             if not starts_at_once:
-                started = [self._start_payload(running, bucket) for bucket in running.buckets]
+                started = self._start_payloads(running)
             while started:
                 answers = []
                 for pending in started:
@@ -410,29 +378,39 @@ class FragmentSync:
                 yield Pause()
                 self._raise_failure(running)
         except BaseException as error:
+            # after an interrupt, in a new group, or of other ranks nothing may arrive
+            may_arrive = isinstance(error, Exception) and not isinstance(error, CallsDiffer)
             for pending in started:
-                # after an interrupt, in a new group, or of other ranks nothing may arrive
-                may_arrive = isinstance(error, Exception) and not isinstance(error, CallsDiffer)
                 pending.drain() if may_arrive else pending.untrack()
             if self.shards and not is_told and isinstance(error, RankSilent | RankLeft):
                 yield Pause()
-                count = 2 + sum(len(bucket.tensors) for bucket in running.buckets)
-                tell_failure(self.shards, count, 1, self.engine.device)
+                tell_failure(self.shards, 2 + len(running.tensors), 1, self.engine.device)
             raise
+
+    def _announce(self, running: RunningSync) -> PendingCollective:
+        """Start the gather of announcements; that of a rank which cannot make its own says so."""
+        try:
+            announcement = self._make_announcement(running)
+        except Exception as error:
+            running.problem = error
+            numbers = [0.0, 0.0, 0.0, *SyncContribution(has_failed=True), 0.0, 0.0]
+            fields = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+            announcement = handshake.pack_message(handshake.SYNC, fields)
+        return self.comm.start(AllGather(announcement.to(self.engine.device)))
 
     def _make_announcement(self, running: RunningSync) -> Tensor:
         """Return what this rank announces."""
         engine, anchors, device = self.engine, self.anchors, self.engine.device
         engine.options.refresh(engine.method._compared_groups)
-        are_sent = bytes(t.is_sent for bucket in running.buckets for t in bucket.tensors)
+        are_sent = bytes(t.is_sent for t in running.tensors)
         checksum = zlib.crc32(are_sent, checksum_settings(engine))
         values = 0 if self.are_equal else anchors.checksum()
         numbers = [anchors.applied_syncs, checksum, values, *running.contribution]
         sent = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(device)
         every, tensors = self.engine.method.check_replicas_every, anchors.list_equal_tensors(engine)
-        total = sum_part(tensors if every else [], anchors.applied_syncs, ANCHOR_PARTS)
+        total = handshake.sum_part(tensors if every else [], anchors.applied_syncs, ANCHOR_PARTS)
         squared = running.squares.to(device).sum().view(1)
-        return pack_message(SYNC, torch.cat([sent, squared, total.to(device)]))
+        return handshake.pack_message(handshake.SYNC, torch.cat([sent, squared, total.to(device)]))
 
     def _find_problem(self, rows: Tensor) -> Callable[[RunningSync], None] | None:
         """Return what raises, on all ranks, if a rank could not begin or ranks differ; it asks them
@@ -452,15 +430,13 @@ class FragmentSync:
         have_other_settings = bool((settings != settings[self.comm.rank]).any())
         if not (have_parted or have_other_settings):
             return None
-        return self._raise_other_settings if have_other_settings else self._raise_other_anchors
+        return partial(self._raise_difference, of_anchors=not have_other_settings)
 
-    def _raise_other_settings(self, running: RunningSync) -> NoReturn:
-        raise_mismatch(self.engine, self.comm, in_step=self.are_equal)
-
-    def _raise_other_anchors(self, running: RunningSync) -> NoReturn:
-        self.is_comparing = True
+    def _raise_difference(self, running: RunningSync, of_anchors: bool) -> NoReturn:
+        """Raise in what ranks differ: in settings, or else in anchors."""
+        self.is_comparing = of_anchors
         try:
-            raise_mismatch(self.engine, self.comm, in_step=self.are_equal)
+            handshake.raise_mismatch(self.engine, self.comm, in_step=self.are_equal)
         finally:
             self.is_comparing = False
 
@@ -476,15 +452,23 @@ class FragmentSync:
         norms = torch.where(squares.isfinite(), squares, 0.0).sqrt()
         running.mean_norm = float(weights @ norms / weights.sum())
 
-    def _start_payload(self, running: RunningSync, bucket: AnchorBucket) -> PendingCollective:
-        """Start the mean of a bucket's payload (line 3). If this rank cannot encode it, the payload
-        says so; otherwise the others would wait until their timeout.
+    def _start_payloads(self, running: RunningSync) -> list[PendingCollective]:
+        """Start the means of all payloads (line 3)."""
+        norms = running.squares.sqrt().split([len(bucket.tensors) for bucket in running.buckets])
+        pairs = zip(running.buckets, norms, strict=True)
+        return [self._start_payload(running, bucket, of_bucket) for bucket, of_bucket in pairs]
+
+    def _start_payload(
+        self, running: RunningSync, bucket: AnchorBucket, norms: Tensor
+    ) -> PendingCollective:
+        """Start the mean of a bucket's payload. If this rank cannot encode it, the payload says so;
+        otherwise the others would wait until their timeout.
         """
         try:
             if running.problem is not None:  # of a delayed sync, whose payloads are under way
                 raise running.problem
             check_outer_rates(self.anchors.outer)
-            payload = bucket.encode(running.scale, running.is_lost, running.norms_of(bucket))
+            payload = bucket.encode(running.scale, running.is_lost, norms)
             return self.comm.start(AllReduceMean(payload))
         except CommunicationError:
             raise
@@ -529,7 +513,7 @@ class FragmentSync:
         problem = running.problem
         failure = "" if problem is None else f"{type(problem).__name__}: {problem}"
         try:
-            raise_failure(self.engine, self.comm, failure)
+            handshake.raise_failure(self.engine, self.comm, failure)
         except CommunicationError:
             if problem is None:
                 raise

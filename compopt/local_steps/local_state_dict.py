@@ -19,13 +19,13 @@ from torch import Tensor
 
 from .._engine.checkpoint import check_entry, warn_of_lost_residuals
 from .._engine.options import is_number
-from .._inside.merged_state import read_entry, save_entry
+from .._inside.base_state import read_entry, save_entry
 from .._state.layouts import LocalShape, TensorInfo
 from .._state.residuals import Residuals
 from .._state.tensors import distribute_like, to_local
 from .anchor_bucket import Anchored
 from .anchors import Anchors
-from .fragment_sync import FragmentSync, SyncContribution
+from .fragment_sync import FragmentSync, RunningSync, SyncContribution
 from .rounds import RoundCounts
 
 Entry = dict[str, Any]
@@ -39,7 +39,8 @@ def save_rounds(
 ) -> list[Entry | None]:
     """Return the entry of every parameter, None of those without an anchor."""
     anchors, running, entries = sync.anchors, sync.running, {}
-    squares = running.list_squares() if running is not None else {}
+    squares = zip(running.tensors, running.squares.tolist(), strict=True) if running else ()
+    square_of = dict(squares)
     states, pseudo_gradients = _save_states(anchors), anchors.list_pseudo_gradients()
     for bucket, i, t in ((b, i, t) for b in anchors.buckets for i, t in enumerate(b.tensors)):
         numbers = {
@@ -64,7 +65,7 @@ def save_rounds(
             underway: tuple[float, ...] = 0, 0, 0.0
             if running is not None and t.fragment in running.fragments:
                 steps = running.contribution.steps
-                underway = running.apply_at, steps, squares[t]
+                underway = running.apply_at, steps, square_of[t]
             d = pseudo_gradients.get(t)
             entry["exchange"] = {
                 "pseudo_gradient": torch.zeros_like(anchor) if d is None else d,
@@ -130,8 +131,7 @@ class SavedRounds:
 
     ``fragments``: of every parameter, -1 where it has no anchor. ``anchored``: the entries of those
     that have one, in the order of ``Anchors.tensors``. ``due``: the fragments that wait for a
-    sync. ``running``: the arguments of ``FragmentSync.start`` for the one in flight. ``sync``:
-    what was loaded from entries.
+    sync. ``running``: the one in flight. ``sync``: what was loaded from entries.
     """
 
     step: int
@@ -139,7 +139,7 @@ class SavedRounds:
     fragments: list[int]
     anchored: list[Entry]
     due: frozenset[int]
-    running: dict[str, Any] | None
+    running: RunningSync | None
     sync: FragmentSync | None = None
 
     @property
@@ -172,17 +172,18 @@ class SavedRounds:
             new = [saved_residuals[t] for t in bucket.tensors]
             Residuals(bucket).set(list(enumerate(new)))
         warn_of_lost_residuals(sync.engine, residuals, saved_residuals.values())
-        squares: list[float] = []
-        for bucket in anchors.list_buckets((self.running or {}).get("fragments", ())):
+        sync.due, self.sync = self.due, sync
+        if (running := self.running) is None:
+            return
+        running.buckets = anchors.list_buckets(running.fragments)
+        for bucket in running.buckets:
             values = bucket.make_sync_payload()
             parts = bucket.view_sent(values)
             for part, t in zip(parts, bucket.sent, strict=True):
                 part.copy_(to_local(entries[t]["exchange"]["pseudo_gradient"]))
             bucket.pseudo_gradient = values.clone()
-            squares += [float(entries[t]["exchange"]["squared"]) for t in bucket.tensors]
-        if self.running is not None:
-            self.running["squares"] = torch.tensor(squares, dtype=torch.float64, device="cpu")
-        sync.due, self.sync = self.due, sync
+        squares = [float(entries[t]["exchange"]["squared"]) for t in running.tensors]
+        running.squares = torch.tensor(squares, dtype=torch.float64, device="cpu")
 
 
 def _check_tensors(number: int, t: Anchored, entry: Entry) -> None:
@@ -215,14 +216,13 @@ def read_rounds(entries: Sequence[Entry | None]) -> SavedRounds | None:
     pairs = [(n, e) for n, e in zip(fragments, entries, strict=True) if e is not None and n >= 0]
     anchored = [entry for _, entry in sorted(pairs, key=lambda pair: pair[0])]
     due = frozenset(_read_number(e, "fragment") for e in anchored if bool(e["is_due"]))
-    running: dict[str, Any] | None = None
+    running = None
     if parts := [e for e in anchored if "exchange" in e and bool(e["exchange"]["apply_at"])]:
         first = parts[0]["exchange"]
-        running = {
-            "fragments": frozenset(_read_number(e, "fragment") for e in parts),
-            "apply_at": _read_number(first, "apply_at"),
-            "contribution": SyncContribution(steps=_read_number(first, "steps")),
-        }
+        on_way = frozenset(_read_number(e, "fragment") for e in parts)
+        contribution = SyncContribution(steps=_read_number(first, "steps"))
+        # buckets and squares are known when anchors are loaded
+        running = RunningSync(on_way, _read_number(first, "apply_at"), contribution, [], Tensor())
     return SavedRounds(step, counts, fragments, anchored, due, running)
 
 

@@ -40,15 +40,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .._engine import gradients
 from .._engine.decision import StepDecision
 from .._engine.exchange import sum_over_groups
-from .._engine.gradients import (
-    GRAD,
-    check_gradients,
-    drop_scale,
-    scale_gradients,
-    unscale_gradients,
-)
 from .._engine.handshake import gather_json, warn_without_gradients
 from .._engine.join import JoinHook, copy_options_from_ranks_with_data
 from .._engine.missing_ranks import RankLeft, explain_failed_step, explain_failure
@@ -67,8 +61,13 @@ from .._engine.signals import defer_signals
 from .._engine.stats import Stats, show_line
 from .._engine.step import Step
 from .._inside.base_state import average_base, copy_learned_options
-from .._inside.bases import check_mode, replace_gradients
-from .._inside.combined import OneOrSeveral, combine_optimizers, describe_members
+from .._inside.bases import (
+    OneOrSeveral,
+    check_mode,
+    combine_optimizers,
+    describe_members,
+    replace_gradients,
+)
 from .._ops.norms import clip_factor, scale_all_, sum_squares_of_shards, total_norm
 from .._state.bucket import Bucket
 from .._state.layouts import Layout, LocalShape, PaddedVector
@@ -81,19 +80,9 @@ from .._wire.requests import CallsDiffer, CommunicationError, RequestGenerator
 from ..average import average
 from .anchor_bucket import write_params
 from .anchored import AnchoredWrapper
-from .anchors import reset_moments
+from .anchors import GROUP, MakeOuter, reset_moments
 from .fragment_sync import FragmentSync, RunningSync
-from .other_calls import run_end_of_round
-from .outer import GROUP, MakeOuter
-from .rounds import (
-    LocalStats,
-    RoundCounts,
-    check_options,
-    describe_rounds,
-    find_due,
-    round_duration,
-    round_length,
-)
+from .rounds import LocalStats, RoundCounts, check_options, describe_rounds, find_due, round_length
 
 
 class LocalSteps(AnchoredWrapper):
@@ -301,7 +290,7 @@ class LocalSteps(AnchoredWrapper):
             if engine.consecutive_skips or not math.isfinite(norm):
                 engine.count_skips(math.isfinite(norm), self.max_skipped)
         except BaseException:
-            drop_scale(self._engine)
+            gradients.drop_scale(engine)
             raise
 
     def run_handshake(self) -> None:
@@ -349,34 +338,26 @@ class LocalSteps(AnchoredWrapper):
             return is_last and not engine.sends_nothing and options["round_seconds"] is None
         if sync.due or (sync.running is not None and step >= sync.running.apply_at):
             return True
-        if options["round_seconds"] is not None:
-            return counts.read_seconds() >= round_duration(options, counts.mean_step)
-        length = round_length(options, counts.begun - options["dense_steps"])
-        return bool(
-            find_due(sync.anchors.groups, step - counts.begun, length, options["fragments"])
-        )
+        seconds = counts.read_seconds()
+        return bool(find_due(sync.anchors.groups, options, counts, step, seconds))
 
     def _synchronize(self, options: Group) -> None:
         """Apply the sync whose delay has ended, and begin the one that is due after this step."""
         counts, sync, self._is_synced = self._counts, self._sync, False
         if sync is None:
             return
-        step, count, fragments = options["step"], options["fragments"], sync.anchors.groups
+        step, by_time = options["step"], options["round_seconds"] is not None
         in_round = step - counts.begun  # steps of the running round
-        if options["round_seconds"] is not None:
-            length = in_round
-            if counts.seconds >= round_duration(options, counts.mean_step):
-                sync.due = frozenset(fragments)
-        else:
-            length = round_length(options, counts.begun - options["dense_steps"])
-            sync.due |= find_due(fragments, in_round, length, count)
-            if in_round >= length:
-                counts.round, counts.begun = counts.round + 1, step
+        length = round_length(options, counts.begun - options["dense_steps"])
+        length = in_round if by_time else length
+        sync.due |= find_due(sync.anchors.groups, options, counts, step, counts.seconds)
+        if in_round >= length and not by_time:
+            counts.round, counts.begun = counts.round + 1, step
         if sync.running is not None and (sync.due or step >= sync.running.apply_at):
             self._perform_and_report(sync)
         if sync.due:
             # at most the number of steps between two syncs
-            delay = min(int(options["delay"]), length // int(count))
+            delay = min(int(options["delay"]), length // int(options["fragments"]))
             sync.prepare_sync(counts, length, apply_at=step + delay if delay else 0)
             if not delay:
                 self._perform_and_report(sync)
@@ -414,10 +395,10 @@ class LocalSteps(AnchoredWrapper):
         Returns the norm of the gradients; it is finite where the step was taken.
         """
         engine = self._engine
-        check_gradients(engine)
-        scale = unscale_gradients(self._engine)
+        gradients.check_gradients(engine)
+        scale = gradients.unscale_gradients(engine)
         stepped = [p for p in params if p.requires_grad and p.grad is not None]
-        grads: list[Tensor] = [*map(GRAD, stepped)]
+        grads: list[Tensor] = [*map(gradients.GRAD, stepped)]
         shards = engine.shard_communicators
         copies = [get_replicate_size(p, shards) for p in stepped] if shards else []
         if any(bucket.is_dtensor for bucket in engine.buckets):
@@ -429,19 +410,19 @@ class LocalSteps(AnchoredWrapper):
             norm = self._gradient_norm(grads, copies)
         except BaseException:
             if scale is not None:
-                scale_gradients(engine, scale)
+                gradients.scale_gradients(engine, scale)
             raise
         with defer_signals():
             if math.isfinite(norm):
                 scale_all_(grads, clip_factor(norm, options["max_grad_norm"]))
                 # a frozen parameter may have a gradient left
                 others = {*params}.difference(stepped) if len(stepped) < len(params) else {}
-                frozen = {p: None for p in others if not p.requires_grad}
+                frozen = dict.fromkeys(p for p in others if not p.requires_grad)
                 with replace_gradients(frozen) if frozen else nullcontext(), self._watch_base():
                     self.base.step()
-                self._show_base_in_state()
                 for bucket in engine.buckets:
                     bucket.count_steps([p not in others for p in bucket.params])
+                self._show_base_in_state()
                 if grads and self._sync is not None:
                     self._counts.weight += 1 if self._samples is None else self._samples
             for group in self._wrapper_groups:
@@ -482,19 +463,13 @@ class LocalSteps(AnchoredWrapper):
         Raises CommunicationError if the sync failed, also because another rank is in
         ``consolidate_state()`` or saves; it is tried again after the next step.
         """
-        with self._explain_failed_sync():
-            if self._sync is None:
-                self._end_round()
-            else:
-                run_end_of_round(self._engine, self._sync, self._end_round)
-
-    def _end_round(self) -> None:
+        if (sync := self._sync) is None:
+            return
         self._check_own_params()
-        if self._sync is not None:
-            with self._in_train_mode():
-                self._sync_the_rest(self._sync)
-                if self._has_modes:  # eval() sets parameters by the base's state
-                    self._average_base()
+        with self._explain_failed_sync(), self._show_end_of_round(sync), self._in_train_mode():
+            self._sync_the_rest(sync)
+            if self._has_modes:  # eval() sets parameters by the base's state
+                self._average_base()
 
     def _sync_the_rest(self, sync: FragmentSync) -> None:
         """Exchange what has moved since the last sync of its fragment."""
@@ -608,7 +583,7 @@ class LocalSteps(AnchoredWrapper):
         phase = "exchanged" if is_applied else "dense" if engine.sends_nothing else "local"
         non_finite = [] if math.isfinite(norm) else ["of this rank"]
         decision = StepDecision(norm=norm, phase_of={0: phase}, non_finite=non_finite)
-        engine.update_stats(decision, engine.take_bytes_sent(), is_step)
+        engine.update_stats(decision, is_step)
         is_shown = is_applied and engine.comm.rank == 0 == get_rank() and engine.comm.size > 1
         stats = engine.stats
         if is_shown and stats.bytes_dense and engine.claim_first("compression"):
@@ -655,10 +630,10 @@ class LocalSteps(AnchoredWrapper):
         """Replace the state of the inner optimizer by its mean over ranks, and the numbers that it
         keeps in its groups by rank 0's.
         """
-        engine, groups = self._engine, self.param_groups
+        engine = self._engine
         # a layer that is unfrozen between local steps has an anchor, and stays in no bucket
         trained = {t.param for t in self._anchors.tensors} if self._anchors else set()
         unfrozen = [b for b in engine.frozen_buckets if not trained.isdisjoint(b.params)]
         buckets = [*engine.buckets, *unfrozen]
-        average_base(self.base, buckets, engine.comm, engine)
-        copy_learned_options(groups, self.given_options, engine.comm, engine)
+        average_base(self.base, buckets, engine)
+        copy_learned_options(self.param_groups, self.given_options, engine)

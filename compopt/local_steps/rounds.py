@@ -166,12 +166,17 @@ def trailing_weight(share: float, steps: float, step: float) -> float:
     return 1 - kept
 
 
-def find_due(fragments: Collection[int], at: int, steps: int, count: int) -> set[int]:
-    """Return the fragments that are synced at step ``at``, counted from 1, of a round of
-    ``steps``.
+def find_due(
+    fragments: Collection[int], options: Group, counts: RoundCounts, step: int, seconds: float
+) -> set[int]:
+    """Return the fragments that are synced after ``step`` steps, or ``seconds`` of the round.
 
-    Fragments that were added after the first ``count`` are synced at the last step.
+    Fragments that were added after the first ones are synced at the last step of a round.
     """
+    if options["round_seconds"] is not None:
+        return {*fragments} if seconds >= round_duration(options, counts.mean_step) else set()
+    at, count = step - counts.begun, options["fragments"]
+    steps = round_length(options, counts.begun - options["dense_steps"])
     places = ((n, n if n < count else 0) for n in fragments)
     return {n for n, place in places if at == (place * steps // count or steps)}
 

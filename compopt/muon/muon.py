@@ -26,7 +26,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -35,10 +35,17 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from .._engine.options import Group, check_adam, is_count, is_numeric, require, require_option
-from .._inside.combined import CombinedOptimizer
+from .._inside.bases import CombinedOptimizer
 from .._state.tensors import gather_whole, get_grad_dtype, to_local
-from .orthogonal import choose_dtype, orthogonalize_stacks, scale_of_update, update_row_divisors
-from .slices import Slice, cut_rows, cuts_matrices, make_batches, stack_slices, unstack_slices
+from .orthogonal import (
+    Slice,
+    choose_dtype,
+    cut_rows,
+    cuts_matrices,
+    make_batches,
+    stack_slices,
+    step_stacks,
+)
 
 UseMuon = Callable[[str, Tensor], bool | int | Sequence[int]]
 
@@ -211,17 +218,15 @@ class MuonAdamW(CombinedOptimizer):
 def check_options(group: Group) -> None:
     """Raise ValueError where an option of a group is out of its range."""
     check_adam(group)
-    momentum, steps, rule = group["momentum"], group["ns_steps"], group["adjust_lr_fn"]
-    is_factor = is_numeric(momentum) and 0 <= momentum < 1
-    require_option(is_factor, group, "momentum", "in [0, 1)")
+    steps, rule = group["ns_steps"], group["adjust_lr_fn"]
+    for name in ("momentum", "muon_beta2"):
+        is_factor = is_numeric(group[name]) and 0 <= group[name] < 1
+        require_option(is_factor, group, name, "in [0, 1)")
     is_good = is_count(steps) and steps < 100
     require_option(is_good, group, "ns_steps", "an integer from 1 to 99")
     is_known = rule in (None, "original", "match_rms_adamw")
     require_option(is_known, group, "adjust_lr_fn", "'match_rms_adamw' or 'original'")
     require_option(group["normalize"] in (None, "rows"), group, "normalize", "None or 'rows'")
-    beta2 = group["muon_beta2"]
-    is_factor = is_numeric(beta2) and 0 <= beta2 < 1
-    require_option(is_factor, group, "muon_beta2", "in [0, 1)")
 
 
 def is_hidden(name: str, has_layers: bool) -> bool:
@@ -411,24 +416,3 @@ class Muon(Optimizer):
     def _view_variance(self, one: Slice) -> Tensor:
         """Return those of a slice in the state."""
         return one.view_rows(to_local(self.state[one.p]["second_momentum_buffer"]))
-
-
-def step_stacks(
-    stacks: list[Tensor], sides: Iterator[tuple[Sequence[Slice], Tensor | None]], group: Group
-) -> None:
-    """Step what is next of the sides and their variances; the list of stacks is emptied."""
-    for o in orthogonalize_stacks(stacks, group):
-        apply_update(*next(sides), o, group)
-
-
-def apply_update(side: Sequence[Slice], variances: Tensor | None, o: Tensor, group: Group) -> None:
-    """Subtract a stack from weights; with ``variances`` its rows are normalized."""
-    stack = o.new_empty(o.shape, dtype=side[0].p.dtype)  # contiguous, too
-    if variances is None:
-        stack.copy_(o)
-    else:
-        divisors = update_row_divisors(o, variances, group["muon_beta2"])
-        torch.div(o, divisors.unsqueeze(2), out=stack)
-    weights, results = unstack_slices(side, stack)
-    factor = scale_of_update(side[0].shape, group["adjust_lr_fn"], variances is not None)
-    torch._foreach_add_(weights, results, alpha=-group["lr"] * factor)

@@ -19,15 +19,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._engine.optimizer import CompressedOptimizer
-from .._inside.combined import describe_members, list_members
-from .._inside.merged_state import make_first_state
+from .._inside.base_state import make_first_state
+from .._inside.bases import describe_members, list_members
 from .._inside.wrapper import Wrapper
 from .._state.layouts import LocalShape, TensorInfo
 from .._state.residuals import residual_layout
 from .._state.tensors import to_local
 from .._wire.codec import PAYLOAD_CODECS
 from ..local_steps import LocalSteps
-from ..local_steps.outer import call_make_outer
+from ..local_steps.anchors import call_make_outer
 from ..scape import ScapeAdamS
 from ..tagc import TagcAdamW
 from .formatting import format_quantity

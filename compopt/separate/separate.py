@@ -47,7 +47,7 @@ from .._engine.options import (
 )
 from .._engine.reducer import AdamWUpdate, Update, write_averages
 from .._fsdp.fsdp_backward import GatherDtype, step_fsdp_shards
-from .._inside.combined import OneOrSeveral
+from .._inside.bases import OneOrSeveral
 from .._inside.wrapper import Wrapper
 from .._ops.norms import clip_factor, scale_all_
 from .._ops.operations import Ops

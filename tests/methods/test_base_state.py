@@ -12,7 +12,7 @@ from ranks import catch_message, run_ranks
 from torch import Tensor, nn
 
 import compopt
-from compopt._inside.merged_state import save_entry
+from compopt._inside.base_state import save_entry
 
 WRAPPERS = {
     "Average": compopt.Average,

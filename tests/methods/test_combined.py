@@ -18,7 +18,7 @@ from slow_rows import in_turn
 from torch import nn
 
 import compopt
-from compopt._inside.combined import combine_optimizers
+from compopt._inside.bases import combine_optimizers
 
 FIRST, SECOND = [0, 2], [1, 3, 4]  # of the tensors of ``weights``
 

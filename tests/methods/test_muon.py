@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 import compopt
-from compopt._inside.merged_state import make_first_state
+from compopt._inside.base_state import make_first_state
 from compopt._state.tensors import to_local
 from compopt.muon import muon, orthogonal
-from compopt.muon.slices import cut_rows, make_batches
+from compopt.muon.orthogonal import cut_rows, make_batches
 
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch.optim.Muon, of torch 2.9")
 
