@@ -65,7 +65,7 @@ def complete_state_dict(engine: Engine, saved: dict[str, Any]) -> None:
     params = [p for group in groups for p in group["params"]]
     number = {p: n for n, p in enumerate(params)}
     for bucket in [*engine.buckets, *engine.frozen_buckets]:
-        layouts = {**engine.method._bucket_layouts(bucket), **bucket.layouts}  # as it is stored
+        layouts = {**engine.method.bucket_layouts(bucket), **bucket.layouts}  # as it is stored
         for i, p in enumerate(bucket.params):
             if entry := saved["state"].get(number[p]):
                 saved["state"][number[p]] = expand_entry(bucket, i, layouts, entry)
@@ -134,7 +134,7 @@ def consolidate(engine: Engine) -> None:
         for p in bucket.params:
             entry = engine.method.state.get(p, {})
             for name in engine.method.rank_local_state:
-                layout, info = engine.method._bucket_layouts(bucket)[name], TensorInfo(p, True)
+                layout, info = engine.method.bucket_layouts(bucket)[name], TensorInfo(p, True)
                 if name in entry and layout.numel(info):  # local steps keep none of their start
                     values = layout.expand(entry[name], info, entry)
                     average_state(values, bucket.device, engine.comm)
@@ -234,7 +234,7 @@ def load_state(engine: Engine, state_dict: dict[str, Any]) -> None:
     Raises ValueError if it does not fit.
     """
     engine.refresh_ranks()
-    groups, saved = engine.option_groups, check_groups(engine, state_dict)
+    groups, saved = engine.option_groups, check_saved_groups(engine, state_dict)
     class_name = _check_class(engine.name, state_dict)
     options = [
         _read_saved_options(engine, group, other)
@@ -255,7 +255,7 @@ def load_state(engine: Engine, state_dict: dict[str, Any]) -> None:
     state.update(entries)
     # copy the state of frozen parameters, which is in no bucket
     for bucket in engine.frozen_buckets:
-        layouts = engine.method._bucket_layouts(bucket)
+        layouts = engine.method.bucket_layouts(bucket)
         dtypes = {name: layout.dtype for name, layout in layouts.items()} | {"step": torch.float32}
         for p in bucket.params:
             entry = state.pop(p)
@@ -288,7 +288,7 @@ def _read_entries(
     known: dict[Tensor, tuple[TensorInfo, Layouts]] = {}
     for bucket in [*engine.buckets, *engine.frozen_buckets]:
         for p, compressed in zip(bucket.params, bucket.compressed, strict=True):
-            known[p] = TensorInfo(p, compressed), engine.method._bucket_layouts(bucket)
+            known[p] = TensorInfo(p, compressed), engine.method.bucket_layouts(bucket)
     is_same_class, number = class_name == engine.name, 0
     for group, other in zip(engine.option_groups, state_dict["param_groups"], strict=True):
         names = group.get("param_names") or other.get("param_names")
@@ -351,7 +351,7 @@ def check_step(step: Any, of: str = "") -> int:
     return int(number)
 
 
-def check_groups(engine: Engine, state_dict: dict[str, Any]) -> list[Group]:
+def check_saved_groups(engine: Engine, state_dict: dict[str, Any]) -> list[Group]:
     """Return the saved groups.
 
     Raises ValueError if their number, their lengths or their format do not fit.

@@ -296,7 +296,7 @@ class Engine:
         """Lay out buckets and state for the current groups, and copy the existing state."""
         connection, method = self.connection, self.method
         method.before_layout()
-        self.option_groups = groups = method._option_groups
+        self.option_groups = groups = method.option_groups
         self.ops = choose_backend({p.device.type for group in groups for p in group["params"]})
         self.stats = Stats(
             skipped=self.totals.skipped,
@@ -317,7 +317,7 @@ class Engine:
         self.sends_nothing = connection is not None and self._is_alone(connection)
         for bucket in self.buckets:
             self._prepare_bucket(bucket)
-            self._fill_state(bucket, method._bucket_layouts(bucket), method.state)
+            self._fill_state(bucket, method.bucket_layouts(bucket), method.state)
             method.rebuild_cache(bucket)
         method.after_layout()
 

@@ -147,25 +147,25 @@ class Method(Optimizer):
         """Called when all ranks fall back to PyTorch's operators."""
 
     @property
-    def _option_groups(self) -> list[Group]:
+    def option_groups(self) -> list[Group]:
         """The groups with the options of this class: ``param_groups``, unless it wraps another
         optimizer.
         """
         return self.param_groups
 
     @property
-    def _compared_groups(self) -> list[ComparedGroups]:
-        """The groups whose options ranks compare, first those of ``_option_groups``."""
+    def compared_groups(self) -> list[ComparedGroups]:
+        """The groups whose options ranks compare, first those of ``option_groups``."""
         return [("group", self.param_groups, self.defaults)]
 
     # ranks have taken equally many steps, at equal rates
-    _ranks_step_together = True
+    ranks_step_together = True
 
-    def _running_settings(self) -> list[Setting]:
+    def list_running_settings(self) -> list[Setting]:
         """Return what ranks compare beside options, and may change from step to step."""
         return []
 
-    def _settings(self) -> list[Setting]:
+    def list_fixed_settings(self) -> list[Setting]:
         """Return what ranks compare beside options. It changes only with options and layout."""
         sharded = " (sharded)" if self.sharded else ""
         # backends round differently, and select differently among equal values
@@ -178,14 +178,14 @@ class Method(Optimizer):
 
     def check_groups(self, numbers: Container[int]) -> None:
         """Check the options of the groups of these numbers."""
-        for number, group in enumerate(self._option_groups):
+        for number, group in enumerate(self.option_groups):
             if number in numbers:
                 self.check_group({**group, **absolute_rates(group), "params": []})
 
     def lay_out_changed_state(self) -> None:
         """Lay out state again if new options need state of another kind or size (``rank``)."""
         engine = self._engine
-        engine.option_groups = self._option_groups
+        engine.option_groups = self.option_groups
         has_new_layout = engine.has_new_options and self.has_new_layout
         if has_new_layout or engine.has_foreign_state(self.state):
             engine.rebuild_buckets()
@@ -194,10 +194,10 @@ class Method(Optimizer):
         """Lay out state again where parameters or options were changed; check nothing."""
         self.lay_out_new_parameters()
         self.read_options()
-        self._engine.options.refresh(self._compared_groups)
+        self._engine.options.refresh(self.compared_groups)
         self.lay_out_changed_state()
 
-    def _bucket_layouts(self, bucket: Bucket) -> dict[str, Layout]:
+    def bucket_layouts(self, bucket: Bucket) -> dict[str, Layout]:
         """Return the layouts of a bucket's state: the class's, and masters for low precision."""
         low = bucket.dtype.itemsize < 4
         layouts = self.state_layouts(torch.float32 if low else bucket.dtype)
@@ -224,10 +224,10 @@ class Method(Optimizer):
         """Called on all ranks when the last one has finished its data."""
         raise NotImplementedError
 
-    def _save_without_hooks(self) -> dict[str, Any]:
+    def save_without_hooks(self) -> dict[str, Any]:
         """Return the state dict, without hooks, and without what only ``state_dict()`` adds."""
         raise NotImplementedError
 
-    def _load_without_hooks(self, state_dict: dict[str, Any]) -> None:
+    def load_without_hooks(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict; call no hooks."""
         raise NotImplementedError

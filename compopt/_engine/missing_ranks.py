@@ -204,7 +204,7 @@ class Absence:
     def __init__(self, engine: Engine):
         self.engine, method = engine, engine.method
         self.patience = method.patience
-        self.is_looking = method._ranks_step_together  # else ranks take steps at their own pace
+        self.is_looking = method.ranks_step_together  # else ranks take steps at their own pace
         self.began = time.monotonic()
         self.step = _identify_step(self.engine)
         self.is_announced = self.is_told = False

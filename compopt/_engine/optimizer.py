@@ -2,6 +2,9 @@
 checkpoints.
 
 Classes override the methods of ``Method``. The data between steps is in the engine.
+
+Every class derives from ``CompressedOptimizer``: ``RadiusAdamW``, ``Wrapper``,
+``ReducingOptimizer`` and the others.
 """
 
 from __future__ import annotations
@@ -267,7 +270,7 @@ class CompressedOptimizer(Method):
         FSDP2's shards in their place, and torch's optimizers step what is appended to a group.
         """
         # more groups: new ones of a base
-        groups = self.param_groups[: len(self._option_groups)]
+        groups = self.param_groups[: len(self.option_groups)]
         params = chain.from_iterable(map(itemgetter("params"), groups))
         if self._engine.parameters != set(params):
             self._replace_parameters()
@@ -318,7 +321,7 @@ class CompressedOptimizer(Method):
     def _lay_out_group(self, group: Group) -> None:
         """Lay out a group that was added after the optimizer was made."""
         if self._engine.is_built:
-            group["step"] = self._option_groups[0]["step"]
+            group["step"] = self.option_groups[0]["step"]
             self._engine.rebuild_buckets()
 
     # Checkpoints
@@ -341,11 +344,11 @@ class CompressedOptimizer(Method):
 
     def _make_state_dict(self) -> dict[str, Any]:
         """Return all that ``state_dict()`` saves; warn if state of other ranks is missing."""
-        saved = self._save_without_hooks()
+        saved = self.save_without_hooks()
         checkpoint.warn_of_missing_state(self._engine)
         return saved
 
-    def _save_without_hooks(self) -> dict[str, Any]:
+    def save_without_hooks(self) -> dict[str, Any]:
         checkpoint.settle_for_saving(self._engine)
         self.apply_changed_options()
         with checkpoint.without_hooks(self):  # they are given the complete state dict
@@ -377,13 +380,13 @@ class CompressedOptimizer(Method):
         state_dict = state_dict.copy()  # as torch: hooks may change it
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        self._load_without_hooks(checkpoint.drop_absent_values(state_dict))
+        self.load_without_hooks(checkpoint.drop_absent_values(state_dict))
         self._engine.end_rebind()  # left by a rebind that failed
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
     @torch.no_grad()
-    def _load_without_hooks(self, state_dict: dict[str, Any]) -> None:
+    def load_without_hooks(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict; call no hooks."""
         engine = self._engine
         engine.settle_state()

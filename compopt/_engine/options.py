@@ -3,6 +3,8 @@
 Every error names the argument and its value. A group may hold anything beside the options of its
 class: a scheduler's values, a name, a function. Ranks compare the options that the class knows, as
 text that is the same in every process, whatever the address of an object or the order of a set.
+
+Classes call the checks in ``check_group``; ``settings`` and ``handshake`` read the snapshots.
 """
 
 from __future__ import annotations

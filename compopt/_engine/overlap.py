@@ -3,6 +3,8 @@
 A bucket's exchange may start in backward, as soon as its gradients are complete. The last bucket's
 never does: ``step()`` sends it, and its control fields report whether any rank's payloads from
 backward are stale. The next step waits for post-commit exchanges, which send masks.
+
+``Engine`` owns both; ``step`` starts, takes and finishes them.
 """
 
 from __future__ import annotations

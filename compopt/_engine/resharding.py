@@ -159,7 +159,7 @@ def catch_up(engine: Engine) -> None:
     Raises:
         ValueError: ranks are further apart than one failed step can explain.
     """
-    groups, saved, comm = engine.option_groups, engine.method._save_without_hooks(), engine.comm
+    groups, saved, comm = engine.option_groups, engine.method.save_without_hooks(), engine.comm
     # all tensors that ranks share, in the same order on all of them
     unshared = {name for bucket in engine.buckets for name in bucket.sharded_names}
     unshared.update(engine.method.rank_local_state)
@@ -252,7 +252,7 @@ def _load_without_residuals(
             entry[name] = torch.zeros_like(entry[name])
     for group, options in zip(saved["param_groups"], learned, strict=True):
         group.update(_to_tuples(options), step=step, residuals="mean")
-    engine.method._load_without_hooks(saved)
+    engine.method.load_without_hooks(saved)
     for bucket in engine.buckets_to_reshard or engine.buckets:
         for name in set(engine.method.owner_only_state) & bucket.flat.keys():
             Residuals(bucket, name).clear()

@@ -13,28 +13,28 @@ from .options import Setting
 
 def list_settings(engine: Engine) -> list[Setting]:
     """Return all that must be equal on all ranks in every step."""
-    snapshot, compared = engine.options, engine.method._compared_groups
+    snapshot, method = engine.options, engine.method
+    compared = method.compared_groups
     snapshot.refresh(compared)
     options: list[Setting] = []
     groups = chain.from_iterable(map(itemgetter(1), compared))
     for seen, group in zip(snapshot.groups, groups, strict=True):
         steps = {"step": group["step"]} if "step" in group else {}
-        running = {**seen.rates, **steps} if engine.method._ranks_step_together else {}
+        running = {**seen.rates, **steps} if method.ranks_step_together else {}
         options.append((seen.name, {**seen.fixed, **running}))
-    first, *others = (
-        engine.method._settings()
-    )  # the class, which explains differences of the others
-    return [first, *options, *others, *engine.method._running_settings()]
+    # the class first: it explains differences of the others
+    first, *others = method.list_fixed_settings()
+    return [first, *options, *others, *method.list_running_settings()]
 
 
 def checksum_settings(engine: Engine) -> int:
     """Return a number that is equal on ranks with equal settings."""
-    snapshot = engine.options
+    snapshot, method = engine.options, engine.method
     if snapshot.checksum is None:
-        fixed = [seen.fixed for seen in snapshot.groups]
-        snapshot.checksum = zlib.crc32(repr([*engine.method._settings(), *fixed]).encode())
-    running: list[object] = [*engine.method._running_settings()]
-    if engine.method._ranks_step_together:
+        fixed = [*method.list_fixed_settings(), *(seen.fixed for seen in snapshot.groups)]
+        snapshot.checksum = zlib.crc32(repr(fixed).encode())
+    running: list[object] = [*method.list_running_settings()]
+    if method.ranks_step_together:
         running += [*map(itemgetter("step"), engine.option_groups), snapshot.rates]
     return zlib.crc32(repr(running).encode(), snapshot.checksum)
 
@@ -42,11 +42,11 @@ def checksum_settings(engine: Engine) -> int:
 def check_changed_options(engine: Engine) -> None:
     """Check the options of groups that have changed since their last check."""
     snapshot = engine.options
-    snapshot.refresh(engine.method._compared_groups)
+    snapshot.refresh(engine.method.compared_groups)
     if not snapshot.unchecked:
         return
     engine.method.read_options()
-    snapshot.refresh(engine.method._compared_groups)
+    snapshot.refresh(engine.method.compared_groups)
     engine.method.check_groups(snapshot.unchecked)
     if engine.has_new_options:
         _refuse_changed_compression(engine)

@@ -1,4 +1,7 @@
-"""Signals during a commit: their Python handlers run when it has ended."""
+"""Signals during a commit: their Python handlers run when it has ended.
+
+``step``, ``resharding`` and local steps defer signals while they write.
+"""
 
 from __future__ import annotations
 

@@ -8,6 +8,9 @@ A payload that was sent in backward (see ``overlap``) may be stale: a clip or an
 the gradients since. A control field of the last bucket reports whether any rank has a stale
 payload; all ranks then send all other buckets again. No extra collective is needed, and no rank
 resends alone.
+
+``CompressedOptimizer.take_step`` calls ``exchange_and_commit``, a hook of backward
+``start_in_backward``.
 """
 
 from __future__ import annotations
@@ -153,7 +156,7 @@ class Step:
                     raise
                 engine.damage = ""
             # read again: a commit may have adapted options, alike on all ranks
-            engine.options.refresh(self.method._compared_groups)
+            engine.options.refresh(self.method.compared_groups)
             engine.verified_message_options = engine.options.message_options
             self.is_complete = True
         reduces_here = self.method.fsdp_backward is None
@@ -453,7 +456,7 @@ def start_in_backward(engine: Engine, params: Iterable[torch.Tensor]) -> None:
         return
     overlap = engine.overlap
     if overlap.is_idle:
-        engine.options.refresh(engine.method._compared_groups)
+        engine.options.refresh(engine.method.compared_groups)
         if engine.has_new_options or engine.trainable_has_changed:
             return
     finished = [(p, engine.bucket_of[p]) for p in params if p in engine.bucket_of]

@@ -5,6 +5,8 @@ of the next, and so are the first compressed ones. The next step's handshake com
 all ranks, before that step writes anything. Unless compressed steps are clearly faster, the dense
 start has no end. Only groups with "auto" are tried. The result is kept in them (``pays``); the
 user's ``dense_steps`` do not change.
+
+``Engine`` owns the trial; ``step`` times it, and ``handshake`` compares the times of ranks.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class FSDPBackward:
         """Return groups with their options that decide what is sent, of a base only those of its
         wrapper.
         """
-        (_, own, known), *others = self.method._compared_groups
+        (_, own, known), *others = self.method.compared_groups
         rows = [(group, {*known} - RATES) for group in own]
         for _, groups, names in others:
             rows += [(group, {n for n in names if n.startswith("compopt_")}) for group in groups]
@@ -382,15 +382,15 @@ class ReducingOptimizer(CompressedOptimizer):
                 "update_dtype.)"
             )
 
-    def _settings(self) -> list[Setting]:
-        return [*super()._settings(), ("gather_dtype", self.gather_dtype)]
+    def list_fixed_settings(self) -> list[Setting]:
+        return [*super().list_fixed_settings(), ("gather_dtype", self.gather_dtype)]
 
     def _copyable_attributes(self) -> dict[str, Any]:
         return {**super()._copyable_attributes(), "gather_dtype": self.gather_dtype}
 
     def before_layout(self) -> None:
         super().before_layout()
-        params = [p for group in self._option_groups for p in group["params"]]
+        params = [p for group in self.option_groups for p in group["params"]]
         flags = [False]  # of each parameter: whether FSDP2 shards it over the optimizer's ranks
         if any(hasattr(p, "device_mesh") for p in params):
             comm = connect(self._engine.process_group)
@@ -402,7 +402,7 @@ class ReducingOptimizer(CompressedOptimizer):
                 "shards over the ranks of this optimizer: call fully_shard on the whole model "
                 "before the optimizer is made, or give the others an optimizer of their own."
             )
-        if fsdp_shards_params and any(group.get("when") == "auto" for group in self._option_groups):
+        if fsdp_shards_params and any(group.get("when") == "auto" for group in self.option_groups):
             raise ValueError(
                 "when='auto' compares compressed steps with dense ones of its own, and inside "
                 "FSDP it takes no dense ones: leave it out, and compare two runs."

@@ -1,5 +1,7 @@
 """The gradients of one reduce-scatter of FSDP2 as a bucket: each rank's part of every parameter,
 and what becomes of residuals.
+
+``FSDPBackward`` makes such buckets, and ``fsdp_modules`` cuts rows.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ The message of a rank has its shards of a module's parameters::
 A matrix is rounded to the nearest of 255 multiples of a scale, which 128 neighbours of its shard
 share. Every rank decodes all messages, its own too, and so computes with the same values. The
 shards that the optimizer updates are not changed.
+
+``fsdp_modules`` installs it in the modules of an optimizer with ``gather_dtype``.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ dict is beside them, under "base".
 
 torch.distributed.checkpoint loads into existing entries only: so before the base's first step an
 entry holds the state that a step on zeros would leave, and "begun" is 0.
+
+``Wrapper`` saves and loads by it, and ``LocalSteps`` averages.
 """
 
 from __future__ import annotations

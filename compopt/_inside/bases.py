@@ -1,5 +1,8 @@
 """The optimizers that are wrapped: several as one, which are refused and why, their options and
 modes, the random numbers that they draw, and their step on averaged gradients.
+
+``Wrapper``, ``Average``, ``Separate`` and ``LocalSteps`` call these for the optimizer that they
+wrap.
 """
 
 from __future__ import annotations

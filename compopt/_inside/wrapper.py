@@ -6,6 +6,8 @@
 An entry of ``state`` shows the base's state of a tensor beside the wrapper's own, and under "base".
 What a user changes there, the base takes over before it steps. A state dict merges the two, see
 ``base_state.py``.
+
+``Separate``, ``Average`` and ``LocalSteps`` derive from ``Wrapper``.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._engine.checkpoint import check_groups, describe_group
+from .._engine.checkpoint import check_saved_groups, describe_group
 from .._engine.engine import Role
 from .._engine.optimizer import CompressedOptimizer
 from .._engine.options import ComparedGroups, Group, Setting, check_base_group
@@ -77,7 +79,7 @@ class Wrapper(CompressedOptimizer):
         """Ignore the empty list that torch's constructor sets."""
 
     @property
-    def _option_groups(self) -> list[Group]:
+    def option_groups(self) -> list[Group]:
         return self._wrapper_groups
 
     def add_param_group(self, param_group: Group) -> None:
@@ -168,7 +170,7 @@ class Wrapper(CompressedOptimizer):
         super().before_exchange()
 
     @property
-    def _compared_groups(self) -> list[ComparedGroups]:
+    def compared_groups(self) -> list[ComparedGroups]:
         of_base = (
             "base's group",
             self.base.param_groups,
@@ -176,8 +178,8 @@ class Wrapper(CompressedOptimizer):
         )
         return [("group", self._wrapper_groups, self._wrapper_defaults), of_base]
 
-    def _settings(self) -> list[Setting]:
-        (subject, name), *others = super()._settings()
+    def list_fixed_settings(self) -> list[Setting]:
+        (subject, name), *others = super().list_fixed_settings()
         members = [
             (type(member).__name__, member.settings)
             for member in bases.list_members(self.base)
@@ -204,8 +206,8 @@ class Wrapper(CompressedOptimizer):
         self.given_options = bases.list_constructor_options(self.base)
         self._may_draw = bases.may_draw(self.base)
 
-    def _bucket_layouts(self, bucket: Bucket) -> dict[str, Layout]:
-        layouts = super()._bucket_layouts(bucket)
+    def bucket_layouts(self, bucket: Bucket) -> dict[str, Layout]:
+        layouts = super().bucket_layouts(bucket)
         layouts.pop("master", None)  # the base handles parameters of low precision
         return layouts
 
@@ -286,7 +288,7 @@ class Wrapper(CompressedOptimizer):
     def after_layout(self) -> None:
         super().after_layout()
         buckets = [*self._engine.buckets, *self._engine.frozen_buckets]
-        names = {name for bucket in buckets for name in self._bucket_layouts(bucket)}
+        names = {name for bucket in buckets for name in self.bucket_layouts(bucket)}
         self._own_names = {"step", "base", "outer", *names}
         self._show_base_in_state()
 
@@ -340,11 +342,11 @@ class Wrapper(CompressedOptimizer):
 
     # Checkpoints
 
-    def _save_without_hooks(self) -> dict[str, Any]:
+    def save_without_hooks(self) -> dict[str, Any]:
         """Return the merged state dict, and under "base" what else the base's own holds."""
         self._take_changes()
         self._show_base_in_state()
-        saved, base_saved = super()._save_without_hooks(), self.base.state_dict()
+        saved, base_saved = super().save_without_hooks(), self.base.state_dict()
         for merged, group, wrapper_group in zip(
             saved["param_groups"], base_saved["param_groups"], self._wrapper_groups, strict=True
         ):
@@ -379,14 +381,14 @@ class Wrapper(CompressedOptimizer):
         super().load_state_dict(state_dict)
 
     @torch.no_grad()
-    def _load_without_hooks(self, state_dict: dict[str, Any]) -> None:
-        groups = check_groups(self._engine, state_dict)
+    def load_without_hooks(self, state_dict: dict[str, Any]) -> None:
+        groups = check_saved_groups(self._engine, state_dict)
         wrapper_saved, base_saved = base_state.split_state_dict(
             state_dict, set(self._wrapper_defaults), self.param_groups
         )
         if base_saved is None:
             base_state.check_base_checkpoint(state_dict, groups, bases.describe_members(self.base))
-        check_groups(self._engine, base_saved or state_dict)
+        check_saved_groups(self._engine, base_saved or state_dict)
         before = self.base.state_dict()
         try:
             try:
@@ -399,7 +401,7 @@ class Wrapper(CompressedOptimizer):
                     "damaged, or of another class."
                 ) from error
             if base_saved is not None:
-                super()._load_without_hooks(wrapper_saved)
+                super().load_without_hooks(wrapper_saved)
         except Exception:
             self.base.load_state_dict(before)
             raise

@@ -3,6 +3,8 @@
 A block has 132 bytes. Its largest value has code 127 or -127, and the scale, a float32, has 17
 significant bits, so that its product with a code is exact: a block that is decoded and encoded
 again is the same. Other values are rounded at random without bias, or to nearest.
+
+``Residuals`` stores in such blocks, and the backends have faster codecs.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 An entry may hold tensors, tensors that consist of others (torchao's 8-bit moments), numbers, lists
 and dicts (SOAP's bases), and objects that hold these (GaLore's projections).
+
+``Wrapper`` copies by it, and ``resharding`` and ``base_state`` send by it.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ For a mask that ranks select together, each rank owns an equal range of the mask
 it, and all ranks gather the ranges. A range is sent as bits, or as an Elias-Fano code where that is
 smaller: low bits of a position as they are, high bits as gaps in unary. The code takes about
 log2(e / density) bits a selected element, and its size is known before the selection.
+
+``RadiusAdamW``, ``ScapeAdamS`` and ``TagcAdamW`` select by it; reducers send on a ``Mask``.
 """
 
 from __future__ import annotations

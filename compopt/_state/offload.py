@@ -8,6 +8,8 @@ streams. Tests use a third implementation, which delays every stream as far as t
 There are three waits: work waits for the copy in, the copy out waits for the work, and the copy
 into a buffer waits for the last copy out of it. A tensor always passes through the same buffer, so
 the third also orders a copy in after the copy out of the same tensor.
+
+``Bucket`` asks for offloaded state by ``Bucket.iterate_state``.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 A device is "cuda" for NVIDIA's and AMD's accelerators, "xpu" for Intel's, or one that its maker
 adds to PyTorch under another name (PrivateUse1). Their modules in torch have the same few
 functions, which only this file calls; ``_backends/choice.py`` knows what some of them alone can do.
+
+``Bucket`` and all that handle parameters call it: one may be a DTensor, of which ``to_local`` is
+this rank's part.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@
 ``Communicator.start`` never blocks; ``PendingCollective.wait`` does. All ranks must start
 collectives in the same order, each from one thread at a time: two threads on one gloo group
 silently mix results.
+
+``exchange`` starts those of steps, ``handshake`` and ``resharding`` by ``exchange_one``, and
+``fragment_sync`` those of local steps.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Process groups: who was launched, ranks as a value, the timeout and the store of a group, and a
 context in which others of some ranks cannot be reached.
+
+``Communicator`` (``collectives``) is made over them, and ``Engine`` asks who was launched.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ for gloo's threads before the interpreter ends.
 A thread of gloo drops the tensors of a collective shortly after the collective has completed. If a
 tensor has a Python object and the interpreter has ended meanwhile, the process is aborted
 ("terminate called without an active exception"). That may be a collective of the script itself.
+
+``Communicator.start`` returns a ``PendingCollective``; ``exchange`` and ``fragment_sync`` wait for
+it.
 """
 
 from __future__ import annotations

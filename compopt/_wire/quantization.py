@@ -18,6 +18,8 @@ quantized values and scales.
 
 With any number of bits zeros stay zeros. Rows whose scale (of 2 bits: whose largest value) is below
 1.2e-38 become zeros. Rows with a value that is not finite become NaN.
+
+``codec`` rounds payloads by it, ``blocks`` residuals; backends have the same in C and Triton.
 """
 
 from __future__ import annotations

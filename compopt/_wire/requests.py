@@ -3,6 +3,8 @@
 An algorithm is a generator over one bucket. It yields requests and is resumed with the answers, so
 it never touches ``torch.distributed`` and runs unchanged over real process groups and in the
 lockstep simulator of the tests.
+
+Methods and reducers yield them; ``exchange`` gives collectives to ``Communicator.start``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Warnings, attributed to the line of the user's code that caused them."""
+"""Warnings, attributed to the line of the user's code that caused them.
+
+Used for all warnings, by ``Engine.warn_once`` and others.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Interface of a compressor, and of the ranks that it exchanges with."""
+"""Interface of a compressor, and of the ranks that it exchanges with.
+
+``codecs`` implements it; ``SendCompressed`` and ``CompressedRowwise`` call it.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """The compressors of MCBench, section 3.1: an auto-encoder (A in its tables), top-k and random-k
 (T, R), PowerSGD (P) and quantization (Q); and no compression.
+
+Users give one to the wrappers of ``pipeline`` and ``tensor_parallel``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Random draws of a forward, repeated when activation checkpointing recomputes that forward."""
+"""Random draws of a forward, repeated when activation checkpointing recomputes that forward.
+
+``codecs`` draws by it.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """How long ranks of a quorum wait: for an exchange, for connections, and for a store whose process
 may be gone.
+
+``FaultTolerant`` (``torchft``) makes and adapts them.
 """
 
 from __future__ import annotations

@@ -21,6 +21,8 @@ numbers; ``pack`` refuses everything else by its name. Packed bytes are::
     8 bytes     the length of the header
     header      JSON: [the state, with a number in the place of each tensor, [dtype, shape] of each]
     tensors     the memory of each
+
+``Snapshots`` writes by it, and ``_snapshot_loading`` reads.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class CompoptCallback(TrainerCallback):
         """Move the clip of the arguments into the groups that have none of their own, in place of
         one that an earlier Trainer has moved there.
         """
-        groups = zip(ours._option_groups, ours.param_groups, strict=False)
+        groups = zip(ours.option_groups, ours.param_groups, strict=False)
         pairs = [(options, group) for options, group in groups if "max_grad_norm" in options]
         # arguments that were saved in a training: the clip is that of the checkpoint
         if not pairs or (not args.max_grad_norm and hasattr(args, "_max_grad_norm")):

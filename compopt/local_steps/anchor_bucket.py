@@ -1,5 +1,8 @@
 """The anchors of parameters in one bucket of a fragment, and their residuals; what a sync computes
 on them.
+
+``Anchors`` makes them, by ``cut_uniform_runs``; ``fragment_sync`` calls their methods in the order
+of a sync.
 """
 
 from __future__ import annotations

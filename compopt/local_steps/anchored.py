@@ -1,4 +1,7 @@
-"""A wrapper with anchors: it makes, saves and loads them, and continues with other ranks."""
+"""A wrapper with anchors: it makes, saves and loads them, and continues with other ranks.
+
+``LocalSteps`` derives from it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._engine.checkpoint import check_groups
+from .._engine.checkpoint import check_saved_groups
 from .._engine.decision import StepDecision
 from .._engine.engine import Engine
 from .._engine.exchange import exchange_one
@@ -334,14 +337,14 @@ class AnchoredWrapper(Wrapper):
             entry["outer"] = {}
 
     @torch.no_grad()
-    def _load_without_hooks(self, state_dict: dict[str, Any]) -> None:
+    def load_without_hooks(self, state_dict: dict[str, Any]) -> None:
         self._check_own_params()
-        groups = check_groups(self._engine, state_dict)
+        groups = check_saved_groups(self._engine, state_dict)
         state_dict, entries = split_rounds(state_dict, self._engine.name)
         saved = self._restore_anchors(entries, {**self._options, **groups[0]})
         if saved is not None and saved.is_open:
             self._check_frozen(state_dict)
-        super()._load_without_hooks(state_dict)
+        super().load_without_hooks(state_dict)
         self._resume_rounds(saved)
 
     def _check_frozen(self, state_dict: dict[str, Any]) -> None:

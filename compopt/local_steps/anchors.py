@@ -5,6 +5,8 @@ An anchor has its parameter's shape, in float32 where the parameter is of lower 
 device or in host memory. A parameter has one from its first local step on. The anchors of a
 fragment are next to each other in memory, in buckets, and so are their residuals: a sync is a
 few operators on all of them.
+
+``LocalSteps`` makes them, and ``fragment_sync`` steps them.
 """
 
 from __future__ import annotations

@@ -401,7 +401,7 @@ class FragmentSync:
     def _make_announcement(self, running: RunningSync) -> Tensor:
         """Return what this rank announces."""
         engine, anchors, device = self.engine, self.anchors, self.engine.device
-        engine.options.refresh(engine.method._compared_groups)
+        engine.options.refresh(engine.method.compared_groups)
         are_sent = bytes(t.is_sent for t in running.tensors)
         checksum = zlib.crc32(are_sent, checksum_settings(engine))
         values = 0 if self.are_equal else anchors.checksum()

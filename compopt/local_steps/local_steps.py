@@ -207,29 +207,29 @@ class LocalSteps(AnchoredWrapper):
         return bool(self._options["dense_steps"] > 0)
 
     @property
-    def _ranks_step_together(self) -> bool:  # type: ignore[override]
+    def ranks_step_together(self) -> bool:  # type: ignore[override]
         return self._options["round_seconds"] is None and not self._is_comparing
 
     @property
-    def _compared_groups(self) -> list[ComparedGroups]:
+    def compared_groups(self) -> list[ComparedGroups]:
         outer = [] if self._anchors is None else [self._anchors.outer]
         of_outer = [(GROUP, one.param_groups, one.defaults) for one in outer]
-        return [*super()._compared_groups, *of_outer]
+        return [*super().compared_groups, *of_outer]
 
-    def _settings(self) -> list[Setting]:
-        settings, anchors = super()._settings(), self._anchors
+    def list_fixed_settings(self) -> list[Setting]:
+        settings, anchors = super().list_fixed_settings(), self._anchors
         if anchors is None:
             return settings
         (subject, name), *others = settings
         name = f"{name}, outer optimizer {type(anchors.outer).__name__}"
         return [(subject, name), *others, ("outer optimizer, backend", anchors.ops.name)]
 
-    def _running_settings(self) -> list[Setting]:
+    def list_running_settings(self) -> list[Setting]:
         counts, sync = self._counts, self._sync
         if sync is not None and self._is_comparing:  # with a delay ranks do so at different steps
             return sync.anchors.list_values(self._engine)
         running = {"round": counts.round, "mean_step": counts.mean_step}
-        if self._ranks_step_together:
+        if self.ranks_step_together:
             running["begun"] = counts.begun
         return [("running round", running)]
 
@@ -526,9 +526,9 @@ class LocalSteps(AnchoredWrapper):
     def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:
         return {"residual": residual_layout(LocalShape(dtype, optional=True), self.residual_dtype)}
 
-    def _bucket_layouts(self, bucket: Bucket) -> dict[str, Layout]:
+    def bucket_layouts(self, bucket: Bucket) -> dict[str, Layout]:
         if self.averages_gradients:
-            return super()._bucket_layouts(bucket)
+            return super().bucket_layouts(bucket)
         # the averaged start has ended, so its residual is empty
         return {"residual": PaddedVector(bucket.compute_dtype, lambda p: 0, optional=True)}
 

@@ -2,6 +2,8 @@
 iteration on a stack, and rows that are normalized.
 
 Matrices and those of the transposed shape are one stack in the iteration, as wide ones.
+
+``MuonAdamW`` (``muon``) calls them, once for each stack in a step.
 """
 
 from __future__ import annotations

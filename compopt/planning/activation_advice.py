@@ -3,6 +3,8 @@
 A compressor is advised when its measured accuracy is within the budget and a step at least 5 %
 faster; of those the fastest, of as fast ones the most accurate. Otherwise activations are sent as
 they are, which is the answer nearly always inside a node. The choice is deterministic.
+
+``costmodel`` exports it, and `compopt-advise` prints it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`advise`: predicts the run of every method, decides (see `decision`) and explains."""
+"""`advise`: predicts the run of every method, decides (see `decision`) and explains.
+
+``costmodel`` exports it, `compopt-advise` prints it, and ``diagnosis`` asks it.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,8 @@
 
 Where AdamW itself does not fit, the fastest method that does is advised in place of these two. The
 choice is deterministic.
+
+``advice`` and ``activation_advice`` decide by it; reports quote it.
 """
 
 from __future__ import annotations

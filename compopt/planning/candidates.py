@@ -4,6 +4,8 @@ A candidate is one of the package's classes at a setting that a user would try f
 `CandidateRun` steps it on copies of the sampled tensors, from the weights that the training has and
 with lr 1, so that a step is the method's update. Between steps it keeps its moments and its
 residual. Nothing that it does reaches the training.
+
+``Diagnosis`` runs them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`Diagnosis`: hooks on a training, their records of each step, and the findings at the end."""
+"""`Diagnosis`: hooks on a training, their records of each step, and the findings at the end.
+
+``diagnose`` makes one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Pictures, where matplotlib is installed."""
+"""Pictures, where matplotlib is installed.
+
+`compopt-advise --plot` and ``Diagnosis`` draw them.
+"""
 
 from __future__ import annotations
 

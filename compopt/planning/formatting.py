@@ -1,4 +1,7 @@
-"""Numbers and tables as text, and quantities read from it."""
+"""Numbers and tables as text, and quantities read from it.
+
+Used by all reports of this folder, as ``advice_report``.
+"""
 
 from __future__ import annotations
 

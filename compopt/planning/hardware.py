@@ -1,6 +1,8 @@
 """Accelerators and links: their rates, and the seconds of a collective.
 
 Figures of accelerators are peaks from their makers' data sheets; training reaches a share of them.
+
+``prediction`` and ``layer_prediction`` compute with them.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ A layer adds up activations over its tensor-parallel ranks twice in forward, thr
 and twice in backward, where gradients are never compressed. A stage hands on activations, and gets
 gradients back. As in MCBench, and as accuracies were measured, the last half of the layers is
 compressed, and the boundaries that lead into them.
+
+``activation_advice`` compares what it predicts.
 """
 
 from __future__ import annotations

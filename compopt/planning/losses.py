@@ -1,5 +1,7 @@
 """Losses that were measured, over tuned data-parallel AdamW's, and the measurement that is nearest
 to a training.
+
+``advice`` looks a method's loss up in it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Measurements of a machine, and constants fitted to them."""
+"""Measurements of a machine, and constants fitted to them.
+
+``network_probe`` fits by it.
+"""
 
 from __future__ import annotations
 

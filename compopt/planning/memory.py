@@ -202,7 +202,7 @@ def _count_step_bytes(optimizer: Optimizer, count: int, sizes: Mapping[str, int]
 
 def _find_step_bytes(optimizer: CompressedOptimizer) -> float:
     """Return the bytes an element of messages and scratch memory at the worst moment."""
-    ranks, options = optimizer.comm.size, optimizer._option_groups[0]
+    ranks, options = optimizer.comm.size, optimizer.option_groups[0]
     if isinstance(optimizer, TagcAdamW):
         return 8.8 + 16 / ranks
     if isinstance(optimizer, ScapeAdamS):

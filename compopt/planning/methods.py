@@ -1,6 +1,8 @@
 """Costs of the methods: bytes, state and computation of a step, one formula and one row each.
 
 tests/planning/test_costmodel.py compares bytes and state with the classes themselves.
+
+``prediction`` runs every row of it, and ``candidates`` takes its settings.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Measurement of the link between ranks, and of what an exchange costs beside computation."""
+"""Measurement of the link between ranks, and of what an exchange costs beside computation.
+
+``link_probe`` runs it on all ranks.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 A row of the table is a method in the layout that holds it: a copy of the model on every rank, cut
 over the ranks of a machine by FSDP2, or cut over several machines, where parameters and gradients
 cross the slow link in every step.
+
+``advice`` and ``diagnosis`` call it for every method.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The parameters of a model, as far as costs depend on them."""
+"""The parameters of a model, as far as costs depend on them.
+
+``prediction``, ``methods`` and ``diagnosis`` take one.
+"""
 
 from __future__ import annotations
 

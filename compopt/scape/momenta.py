@@ -1,4 +1,7 @@
-"""SCAPE's momenta, which are stored on a mask: line 10's x, and their memory."""
+"""SCAPE's momenta, which are stored on a mask: line 10's x, and their memory.
+
+``scape``, ``sharded_scape`` and the backends compute with them.
+"""
 
 from __future__ import annotations
 

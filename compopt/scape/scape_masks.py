@@ -3,6 +3,8 @@
 A bucket keeps two masks. Off the *momentum mask*, ``cache["momentum_mask"]``, its momentum is 0;
 the bits are ``state["mask"]``. The *next* mask, ``cache["next_mask"]``, was selected in the last
 step and is what the coming step sends; it is gathered after the commit, while the ranks train on.
+
+``scape`` and ``sharded_scape`` ask it who selects, and gather by it.
 """
 
 from __future__ import annotations

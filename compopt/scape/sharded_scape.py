@@ -19,6 +19,8 @@ are of the same step (the paper's are one step apart, and its line 12, a dense r
 not needed).
 
 The payload is x_n / (1 - b1) on M, as in the replicated form.
+
+``ScapeAdamS.algorithm`` chooses between it and ``scape``.
 """
 
 from __future__ import annotations

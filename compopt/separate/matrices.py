@@ -4,6 +4,8 @@ bases of tracked ones.
 They are drawn by hashing a counter in integers (splitmix64) and looking up 16 bits at a time in a
 table of Gaussian quantiles. Unlike ``torch.randn``, this gives the same bits on every device,
 machine and torch version.
+
+``ProjectingOptimizer`` has a ``MatrixSource``, from which ``ProjectionReducer`` draws.
 """
 
 from __future__ import annotations

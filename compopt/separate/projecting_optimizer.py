@@ -61,11 +61,11 @@ class ProjectingOptimizer(ReducingOptimizer):
         self._params_with_basis: set[Tensor] = set()  # whose basis a step has computed
         # the number of each tensor in the model, and in its group
         self._numbers: dict[Tensor, tuple[int, int]] = {}
-        for group in self._option_groups:
+        for group in self.option_groups:
             for index, p in enumerate(group["params"]):
                 self._numbers[p] = len(self._numbers), index
         super().before_layout()
-        if self.replaces_reduce_scatter and any(group["adaptive"] for group in self._option_groups):
+        if self.replaces_reduce_scatter and any(group["adaptive"] for group in self.option_groups):
             raise ValueError(
                 "adaptive=True compares gradients with their reconstructions, and inside FSDP no "
                 "rank has these whole: leave it out."
@@ -88,8 +88,8 @@ class ProjectingOptimizer(ReducingOptimizer):
     def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:
         return {"residual": self.choose_residual_layout(dtype, compressed_only=True)}
 
-    def _bucket_layouts(self, bucket: Bucket) -> dict[str, Layout]:
-        layouts = super()._bucket_layouts(bucket)
+    def bucket_layouts(self, bucket: Bucket) -> dict[str, Layout]:
+        layouts = super().bucket_layouts(bucket)
         if bucket.group["projection"] != "tracked":
             return layouts
 
@@ -108,7 +108,7 @@ class ProjectingOptimizer(ReducingOptimizer):
     def has_new_layout(self) -> bool:  # type: ignore[override]
         """True if ``projection`` or ``rank`` was changed: bases have another size, or none."""
         for bucket in self._buckets:
-            layout, stored = self._bucket_layouts(bucket).get("basis"), bucket.state.get("basis")
+            layout, stored = self.bucket_layouts(bucket).get("basis"), bucket.state.get("basis")
             if (layout is None) != (stored is None):
                 return True
             for i, basis in enumerate(stored or ()):
@@ -126,12 +126,12 @@ class ProjectingOptimizer(ReducingOptimizer):
             else:
                 self._params_with_basis.discard(p)
 
-    def _settings(self) -> list[Setting]:
+    def list_fixed_settings(self) -> list[Setting]:
         used = {(b.group["projection"], b.device) for b in self._buckets if any(b.compressed)}
         checksums = {
             f"{kind} {dev.type}": checksum_projection(kind, dev, self.ops) for kind, dev in used
         }
-        return [*super()._settings(), ("random matrices", checksums)]
+        return [*super().list_fixed_settings(), ("random matrices", checksums)]
 
     def estimate_values_sent(self, bucket: Bucket, ranks: int) -> float:
         # Inside FSDP2 lengths are those of shards, a ``ranks``-th of the global tensor's.
@@ -184,7 +184,7 @@ class ProjectingOptimizer(ReducingOptimizer):
             stacks,
             self._make_draw(bucket, plan),
             norm_is_reproducible=any(
-                group["max_grad_norm"] is not None for group in self._option_groups
+                group["max_grad_norm"] is not None for group in self.option_groups
             ),
             params_with_basis=self._params_with_basis,
             on_cosines=self._cosines.update if adapts else None,
@@ -247,7 +247,7 @@ class ProjectingOptimizer(ReducingOptimizer):
         if not self._cosines:
             return
         mean = sum(self._cosines.values()) / len(self._cosines)
-        for group in self._option_groups:
+        for group in self.option_groups:
             adapted = []
             for index, p in enumerate(group["params"]):
                 ratio, beta = adapted_options(group, index)

@@ -3,6 +3,8 @@
 ``ProjectionReducer`` reduces a bucket. A tensor is sent dense, or with the stack of its neighbours
 that have the same projection. Its part of a payload holds what this rank sends of it, and after the
 exchange the average over ranks. Lines are those of ``stacks``, where the arithmetic is.
+
+``ProjectingOptimizer.make_reducer`` makes one for each step, and ``separate`` drives it.
 """
 
 from __future__ import annotations

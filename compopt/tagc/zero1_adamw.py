@@ -12,6 +12,8 @@ of a shard with update u and residual e, which only its owner computes::
 
 So w + e is the sum of all unrounded updates, and e is the last rounding error: parameters are never
 further from the unrounded ones than that.
+
+``TagcAdamW.algorithm`` returns ``step_zero1_shards``.
 """
 
 from __future__ import annotations

@@ -314,5 +314,5 @@ def test_ranks_compare_the_columns_that_their_backend_computes(monkeypatch):
     name = "random matrices"
     with monkeypatch.context() as patch:
         patch.setattr(library.load_library(), "orthonormalize", lambda *_: -1)
-        unwritten = dict(optimizer._settings())[name]
-    assert dict(optimizer._settings())[name] != unwritten
+        unwritten = dict(optimizer.list_fixed_settings())[name]
+    assert dict(optimizer.list_fixed_settings())[name] != unwritten

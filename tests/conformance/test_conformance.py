@@ -298,7 +298,7 @@ def test_what_is_owed_is_sent_by_the_first_step_of_a_rank_that_is_left_alone(cas
         one.step()
         assert one.stats.phase == "dense" and one.stats.residual_norm() == 0
     moved = [float((p - q).detach().abs().max()) for p, q in pairs]
-    unbiased = optimizer._option_groups[0].get("projection") == "gaussian"
+    unbiased = optimizer.option_groups[0].get("projection") == "gaussian"
     assert (max(moved) > 0) != unbiased  # what a Gaussian projection leaves is noise, and nothing that is owed
 
 

@@ -177,7 +177,7 @@ def test_a_dense_step_sends_what_is_owed_and_absent_tensors_go_on_owing(case, ba
     for optimizer in run.optimizers:
         if saved:
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        for group in optimizer._option_groups:
+        for group in optimizer.option_groups:
             group["dense_steps"] = 10**6
     if case.method == "scape":
         run.step(run.gradients())  # on the mask that was found one step ago

@@ -77,7 +77,7 @@ def test_an_option_that_is_changed_to_something_bad_is_refused_by_name_and_nothi
     ranks, untroubled = (make_ranks(case, 2) for _ in range(2))
     for both in (ranks, untroubled):
         both.train(loss, 4)
-    groups = [optimizer._option_groups[0] for optimizer in ranks.optimizers]
+    groups = [optimizer.option_groups[0] for optimizer in ranks.optimizers]
     wrong = {name: ["x", None] for name in ("lr", "eps", "weight_decay", "betas") if name in groups[0]}
     for option, values in {**case.bad, **wrong}.items():
         for value in values:

@@ -183,3 +183,29 @@ def test_a_base_name_is_one_files():
     files = [path for root in (ROOT, kernels) for path in root.rglob("*.py") if path.name != "__init__.py"]
     names = Counter(path.stem for path in files)
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def list_users(root: Path) -> dict[Path, set[str]]:
+    """Return for every module of the package the modules that import it."""
+    modules = {(root.name, *path.relative_to(root).with_suffix("").parts): path for path in root.rglob("*.py")}
+    users: dict[Path, set[str]] = {path: set() for path in modules.values()}
+    for path in modules.values():
+        for name in imported(path, root):
+            module = modules.get(name) or modules.get(name[:-1])
+            if module is not None and module != path:
+                users[module].add(path.stem if path.stem != "__init__" else "")
+    return users
+
+
+def test_a_module_says_who_uses_it():
+    """Its first lines name a module that imports it, or a class in one: who opens one file knows where it belongs."""
+    silent = []
+    for path, users in list_users(ROOT).items():
+        if not users or "" in users or path.stem == "__init__":
+            continue  # an entrance
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        sources = [ast.parse(user.read_text()) for user in ROOT.rglob("*.py") if user.stem in users]
+        classes = {node.name for source in sources for node in source.body if isinstance(node, ast.ClassDef)}
+        if not any(re.search(rf"\b{name}\b", text) for name in users - {""} | classes):
+            silent.append(f"{path.relative_to(ROOT)}: used by {', '.join(sorted(users - {''}))}")
+    assert not silent

@@ -299,7 +299,7 @@ def train(case, dense: float, compressed: float, monkeypatch, size: int = 2, **o
     ranks.phases = []
 
     def one_step() -> None:
-        group = ranks.optimizers[0]._option_groups[0]
+        group = ranks.optimizers[0].option_groups[0]
         ahead = group["step"] + (case.cls is compopt.RadiusAdamW)  # which counts its dense steps from 1
         now[0] += dense if ahead < _options.count_dense_steps(group) else compressed
         ranks.train(loss_of_step, 1)
@@ -323,8 +323,8 @@ def test_it_stays_dense_where_compressed_steps_are_not_clearly_faster(case, seco
         assert optimizer.stats.residual_norm() == 0
         again = case.make(make_model().parameters(), when="auto")
         again.load_state_dict(optimizer.state_dict())
-        assert again._engine.trial is None and again._option_groups[0]["pays"] is False
-        assert again._option_groups[0]["dense_steps"] == case.compressed["dense_steps"]
+        assert again._engine.trial is None and again.option_groups[0]["pays"] is False
+        assert again.option_groups[0]["dense_steps"] == case.compressed["dense_steps"]
     ranks.assert_replicas_equal()
 
 
@@ -397,11 +397,11 @@ def test_where_the_ranks_cannot_compare_their_times_no_step_is_half_taken(case, 
     started = ranks.world.comms[0].started + ranks.optimizers[0]._engine.post_commit.unconfirmed
     ranks.world.failing_everywhere.add(started)
     before = [p.detach().clone() for p in ranks.models[0].parameters()]
-    step = ranks.optimizers[0]._option_groups[0]["step"]
+    step = ranks.optimizers[0].option_groups[0]["step"]
     with pytest.raises(compopt.CommunicationError, match=rf"step {step + 1} was not applied"):
         ranks.one_step()
     assert all(map(torch.equal, before, ranks.models[0].parameters()))
-    assert all(o._option_groups[0]["step"] == step and o._option_groups[0]["pays"] is None for o in ranks.optimizers)
+    assert all(o.option_groups[0]["step"] == step and o.option_groups[0]["pays"] is None for o in ranks.optimizers)
     for _ in range(3):
         ranks.one_step()
     assert all(optimizer.stats.when.startswith("dense: ") for optimizer in ranks.optimizers)

@@ -122,19 +122,19 @@ def test_a_group_that_the_layout_refuses_leaves_no_trace(case, monkeypatch):
     """As where FSDP2 shards the new parameters over other ranks. Training goes on as if nobody had tried."""
 
     def refuse_new_groups(optimizer, before=case.cls.before_layout):
-        if len(optimizer._option_groups) > groups:
+        if len(optimizer.option_groups) > groups:
             raise ValueError("of the test")
         before(optimizer)
 
     runs = [Ranks(2, Small, lambda ps, process_group: case.make(ps, process_group=process_group)) for _ in range(2)]
-    groups = len(runs[0].optimizers[0]._option_groups)
+    groups = len(runs[0].optimizers[0].option_groups)
     monkeypatch.setattr(case.cls, "before_layout", refuse_new_groups)
     for run in runs:
         run.train(loss, 3)
     for optimizer in runs[0].optimizers:
         with pytest.raises((ValueError, TypeError), match=r"of the test|of that one"):  # of one member of several
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(64, 65))]})
-        assert len(optimizer._option_groups) == groups
+        assert len(optimizer.option_groups) == groups
     for run in runs:
         run.train(loss, 3)
     for one, other in zip(*(run.models for run in runs), strict=True):
@@ -149,7 +149,7 @@ def test_a_group_that_a_wrapper_refuses_leaves_no_trace_in_its_base(refused, mon
     layout = compopt.Separate.before_layout
 
     def refuse(self):
-        if len(self._option_groups) > 1:
+        if len(self.option_groups) > 1:
             raise ValueError("of the test")
         layout(self)
 

@@ -50,7 +50,7 @@ def every_class(rank: int, batches: tuple[int, ...], names: list[str]) -> dict[s
                 optimizer.zero_grad()
                 loss_of(ddp, batch(rank, step)).backward()
                 optimizer.step()
-        after, steps = are_equal(ddp.parameters()), optimizer._option_groups[0]["step"]
+        after, steps = are_equal(ddp.parameters()), optimizer.option_groups[0]["step"]
         for step in range(2):
             optimizer.zero_grad()
             loss_of(ddp, batch(rank, 10 + step)).backward()

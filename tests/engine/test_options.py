@@ -121,7 +121,7 @@ both = pytest.mark.parametrize("make", [compopt.SeparateAdam, around], ids=["Sep
 
 @both
 def test_nothing_said_is_what_is_recommended(make):
-    (group,) = make(params())._option_groups
+    (group,) = make(params()).option_groups
     message = {name: group[name] for name in ("projection", "rank", "payload_dtype")}
     assert message == {"projection": "tracked", "rank": 16, "payload_dtype": "int8"}
     assert 0 <= group["dense_steps"] <= 10
@@ -129,13 +129,13 @@ def test_nothing_said_is_what_is_recommended(make):
 
 @both
 def test_a_random_projection_is_the_papers(make):
-    (group,) = make(params(), projection="gaussian")._option_groups
+    (group,) = make(params(), projection="gaussian").option_groups
     assert (group["ratio"], group["payload_dtype"], group["dense_steps"]) == (16, None, 0)
 
 
 @both
 def test_what_was_said_stays(make):
-    (group,) = make(params(), rank=4, payload_dtype=None, dense_steps=7)._option_groups
+    (group,) = make(params(), rank=4, payload_dtype=None, dense_steps=7).option_groups
     assert (group["rank"], group["payload_dtype"], group["dense_steps"]) == (4, None, 7)
 
 

@@ -141,15 +141,15 @@ def test_thirty_interrupted_steps_leave_none_torn(case):
             one.backward(loss)
         with Instructions() as all_of_them:
             other.step()
-        steps = optimizer._option_groups[0]["step"]
+        steps = optimizer.option_groups[0]["step"]
         try:
             with Instructions(dice.randint(1, all_of_them.count)):
                 optimizer.step()
         except Alarm:
             records += 1
-        selected += optimizer._option_groups[0]["step"] > steps
+        selected += optimizer.option_groups[0]["step"] > steps
         torch.set_grad_enabled(True)  # torch's own no_grad may be interrupted as well
-        if optimizer._option_groups[0]["step"] == steps:
+        if optimizer.option_groups[0]["step"] == steps:
             optimizer.step()
         for one in (ranks, without):
             one.steps += 1

@@ -492,13 +492,13 @@ def test_ranks_compare_what_their_devices_compute_where_they_compute_it(projecti
     case = next(case for case in CASES if case.name == "SeparateAdam")
     ranks = make_ranks(dataclasses.replace(case, compressed=projecting(projection)), 2)
     first, second = ranks.optimizers
-    mine = dict(first._settings())["random matrices"]
+    mine = dict(first.list_fixed_settings())["random matrices"]
     monkeypatch.setattr(
         matrices,
         "orthonormalize_columns",
         lambda bucket, ops, parts, shapes: [torch.linalg.qr(parts[0].view(8, 64).mT).Q[None] * (1 + 2**-20)],
     )
-    others = dict(second._settings())["random matrices"]
+    others = dict(second.list_fixed_settings())["random matrices"]
     assert len(mine) == len(others) == 1
     assert (mine != others) == uses_qr
 

@@ -110,7 +110,7 @@ def test_damage_of_every_kind_is_refused_and_told(case):
         except Exception as error:
             raise AssertionError(f"damage: {name}") from error
     for option, value in OPTIONS.items():
-        if option in optimizer._option_groups[0]:  # a base's own are read by it alone
+        if option in optimizer.option_groups[0]:  # a base's own are read by it alone
             state = copy.deepcopy(saved)
             state["param_groups"][0][option] = value
             assert_refused(optimizer, state, "must be|[Ii]nvalid|could not convert")

@@ -343,7 +343,7 @@ def one_rank_fails(rank: int, numbers: list[int]) -> dict[str, dict]:
             if message:
                 report[step] = [message, torch.equal(before, flat(net))]
         results[f"{case.name}, {way}"] = {"told": report, "end": float(flat(net).double().sum()),
-                                        "steps": optimizer._option_groups[0]["step"]}  # fmt: skip
+                                        "steps": optimizer.option_groups[0]["step"]}  # fmt: skip
     results["exchange"] = one_exchange_fails(rank)
     results["interrupted"] = one_rank_is_interrupted(rank)
     return results
@@ -359,7 +359,7 @@ def one_exchange_fails(rank: int) -> list[tuple[str, str, int, float]]:
         backward(model, optimizer, step, rank)
         message = attempt(optimizer)
         report.append(
-            (message, optimizer.stats.phase, optimizer._option_groups[0]["step"], float(flat(net).double().sum()))
+            (message, optimizer.stats.phase, optimizer.option_groups[0]["step"], float(flat(net).double().sum()))
         )
     return report
 

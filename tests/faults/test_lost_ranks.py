@@ -185,8 +185,8 @@ def differ(rank: int, trainings: list[Training], file: str) -> dict:
     """Half of the classes find that one rank has loaded a checkpoint, or changed an option of what is sent."""
     train(trainings, rank, BEFORE)
     for training in trainings:
-        if rank == 1 and "density" in training.optimizer._option_groups[0]:
-            training.optimizer._option_groups[0]["density"] = 0.2
+        if rank == 1 and "density" in training.optimizer.option_groups[0]:
+            training.optimizer.option_groups[0]["density"] = 0.2
         elif rank == 1:
             training.optimizer.load_state_dict(training.optimizer.state_dict())
         training.backward(rank)

@@ -132,9 +132,9 @@ def test_another_kind_of_device(case):
 
     def on_a_gpu(group):
         optimizer = small(case)(group)
-        settings = optimizer._settings
+        settings = optimizer.list_fixed_settings
         assert ("device", "cpu") in settings()
-        optimizer._settings = lambda: [(n, "cuda" if n == "device" else value) for n, value in settings()]
+        optimizer.list_fixed_settings = lambda: [(n, "cuda" if n == "device" else value) for n, value in settings()]
         return optimizer
 
     refused(small(case), on_a_gpu, "device: rank 0 has 'cpu', rank 1 has 'cuda'")
@@ -257,7 +257,7 @@ def test_options_changed_on_all_ranks_between_steps_are_taken(case):
     ranks.train(loss, 6)
     for option, value in {"density": 0.2, "ratio": 4, "interval": 3, "lr": 1e-4, "weight_decay": 0.5}.items():
         for optimizer in ranks.optimizers:
-            for group in optimizer._option_groups + optimizer.param_groups:
+            for group in optimizer.option_groups + optimizer.param_groups:
                 if option in group:
                     group[option] = value
         ranks.train(loss, 3)

@@ -56,7 +56,7 @@ def test_ranks_behind_take_the_step_over(case, at):
         ranks.shrink([0, 1, 2])
     for model, optimizer in zip(ranks.models, ranks.optimizers, strict=True):
         assert_same(ahead, [p.detach() for p in model.parameters()])
-        assert optimizer._option_groups[0]["step"] == at + 1
+        assert optimizer.option_groups[0]["step"] == at + 1
     a, b = (optimizer.state_dict()["state"] for optimizer in ranks.optimizers[:2])
     for key, name in ((key, name) for key in a for name in ("exp_avg", "exp_avg_sq") if name in a[key]):
         assert ranks.optimizers[0].sharded or torch.equal(a[key][name], b[key][name])
@@ -132,7 +132,7 @@ def test_ranks_that_are_further_apart_are_refused(case):
     ranks = make_ranks(case, 2)
     ranks.train(loss, 3)
     for optimizer, steps in zip(ranks.optimizers, (3, 7), strict=True):
-        for group in optimizer._option_groups:
+        for group in optimizer.option_groups:
             group["step"] = steps
     with pytest.raises(ValueError, match=r"ranks have taken \[3, 7\] steps"):
         ranks.shrink([0, 1])

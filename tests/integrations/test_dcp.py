@@ -146,9 +146,9 @@ def test_every_option_brings_everything_back(case, dtype, alone, tmp_path):
             again.world.consolidate(again.optimizers)
         for other in again.optimizers:
             assert_same(tensors_of(other), then)
-            assert [group["step"] for group in other._option_groups] == [6] * len(other._option_groups), name
+            assert [group["step"] for group in other.option_groups] == [6] * len(other.option_groups), name
             if dtype is not None:
-                assert {group["payload_dtype"] for group in other._option_groups} == {dtype_name(dtype)}, name
+                assert {group["payload_dtype"] for group in other.option_groups} == {dtype_name(dtype)}, name
         again.train(loss, 2)
         for p, q in zip(ranks.models[1].parameters(), again.models[1].parameters(), strict=True):
             assert torch.equal(p, q), name

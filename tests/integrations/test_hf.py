@@ -65,7 +65,7 @@ def trained(rank: int, folder: str, names: list[str]) -> dict[str, dict]:
             "replicas": torch.equal(second, theirs),
             "early": [optimizer.stats.buckets, optimizer.stats.early_buckets],
             "steps": optimizer.stats.applied_steps,
-            "clip": [again.args.max_grad_norm, *(g.get("max_grad_norm") for g in optimizer._option_groups)],
+            "clip": [again.args.max_grad_norm, *(g.get("max_grad_norm") for g in optimizer.option_groups)],
             "residuals": torch.load(place / f"checkpoint-{AT}" / "optimizer.pt")["param_groups"][0]["residuals"],
             "logs": [log for log in whole.state.log_history if "loss" in log],
         }  # fmt: skip
@@ -248,7 +248,7 @@ def test_a_resumed_run_clips_as_its_own_arguments_say(make):
         return args
 
     def clip_of(optimizer) -> float | None:
-        return optimizer._option_groups[0]["max_grad_norm"]
+        return optimizer.option_groups[0]["max_grad_norm"]
 
     first = make([torch.nn.Parameter(torch.zeros(3))])
     saved_args, saved = begin(first, 0.5), first.state_dict()
@@ -259,7 +259,7 @@ def test_a_resumed_run_clips_as_its_own_arguments_say(make):
         resumed.load_state_dict(saved)
         begin(resumed, clip)
         assert clip_of(resumed) == (clip or None)
-        resumed._option_groups[0]["max_grad_norm"] = 0.7  # the user's
+        resumed.option_groups[0]["max_grad_norm"] = 0.7  # the user's
         begin(resumed, clip)
         assert clip_of(resumed) == 0.7
     resumed.load_state_dict(saved)

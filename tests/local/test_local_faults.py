@@ -134,7 +134,7 @@ def test_ranks_that_differ_are_told_at_the_end_of_a_round():
 def test_ranks_that_took_unequal_numbers_of_steps_are_told_so():
     params, optimizers = train(2, 3)
     world = optimizers[0].comm.world
-    for group in optimizers[1]._option_groups:
+    for group in optimizers[1].option_groups:
         group["step"] += 4
     optimizers[1]._counts.begun += 4
     message = r"Rank 0 has taken 4 steps, rank 1 has taken 8 \(group 0\): call step\(\) equally often"
@@ -217,7 +217,7 @@ def test_a_signal_in_a_ranks_own_step_is_handled_when_it_is_counted():
     finally:
         inner.step = stepped
         signal.signal(signal.SIGALRM, before)
-    assert optimizers[1]._option_groups[0]["step"] == inner.state[own[0]]["step"] == 5
+    assert optimizers[1].option_groups[0]["step"] == inner.state[own[0]]["step"] == 5
 
 
 def test_what_is_done_to_a_frozen_layer_stays():
@@ -239,7 +239,7 @@ def test_ranks_that_freeze_other_layers_are_told_when_they_exchange():
     with pytest.raises(ValueError, match="requires_grad: rank 0 has False, rank 1 has True"):
         for t in range(4, 8):
             step(optimizers[0].comm.world, params, optimizers, gradients(2, t))
-    assert optimizers[0]._option_groups[0]["step"] == 8, "the rank's own step was taken"
+    assert optimizers[0].option_groups[0]["step"] == 8, "the rank's own step was taken"
 
 
 def test_a_group_added_within_a_round_is_exchanged():
@@ -550,7 +550,7 @@ def test_a_rank_that_joins_has_the_fragments_of_the_others():
 def test_options_that_change_are_compared_where_ranks_exchange():
     params, optimizers = train(2, 5)
     world = optimizers[0].comm.world
-    optimizers[1]._option_groups[0]["outer_momentum"] = 0.25
+    optimizers[1].option_groups[0]["outer_momentum"] = 0.25
     with pytest.raises(ValueError, match=r"group 0, outer_momentum: rank 0 has 0\.9, rank 1 has 0\.25"):
         for t in range(5, 8):
             step(world, params, optimizers, gradients(2, t))
@@ -561,7 +561,7 @@ def test_ranks_that_begin_with_other_weights_are_told_before_a_step_is_taken():
     params[1][2].data.add_(1)
     with pytest.raises(ValueError, match="checksum of its values"):
         step(optimizers[0].comm.world, params, optimizers, gradients(2, 0))
-    assert optimizers[0]._option_groups[0]["step"] == 0
+    assert optimizers[0].option_groups[0]["step"] == 0
 
 
 def test_all_ranks_but_one_are_lost():

@@ -271,7 +271,7 @@ def comes_and_goes(rank: int, options: dict) -> dict:
     return {
         "kept": rank == 2 or kept,
         "sum": sum(float(p.detach().double().sum()) for p in ddp.parameters()),
-        "step": optimizer._option_groups[0]["step"],
+        "step": optimizer.option_groups[0]["step"],
         "falls": rank == 2 or bool(losses[-1] < losses[0]),
     }
 

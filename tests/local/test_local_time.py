@@ -66,7 +66,7 @@ def gradient(rank: int, t: int, dtype=torch.float64) -> list[torch.Tensor]:
 
 def give(params, optimizer, rank: int) -> None:
     """The gradients of a rank's coming step."""
-    t = optimizer._option_groups[0]["step"]
+    t = optimizer.option_groups[0]["step"]
     for p, g in zip(params[rank], gradient(rank, t, params[rank][0].dtype), strict=True):
         p.grad = g
 
@@ -408,7 +408,7 @@ def test_survivors_keep_their_steps_and_a_new_rank_has_none(clock):
     ranks, own = [*optimizers, *new], [*params, *params2]
     world = World(3)
     rebind(world, ranks)
-    assert [optimizer._option_groups[0]["step"] for optimizer in ranks] == [6, 2, 6]
+    assert [optimizer.option_groups[0]["step"] for optimizer in ranks] == [6, 2, 6]
     take_round(clock, world, own, ranks, [1, 1, 2])
     assert are_equal(own) and [optimizer.stats.round for optimizer in ranks] == [2, 2, 2]
     assert [optimizer.stats.weight for optimizer in ranks] == pytest.approx([3 / 6, 1 / 6, 2 / 6])
@@ -425,7 +425,7 @@ def test_a_rank_that_lacks_an_exchange_takes_it_over_with_its_weight(clock):
     rebind(world, optimizers)
     counts = [optimizer._counts for optimizer in optimizers]
     assert are_equal(params) and [count.round for count in counts] == [2, 2]
-    assert [optimizer._option_groups[0]["step"] for optimizer in optimizers] == [5, 3]
+    assert [optimizer.option_groups[0]["step"] for optimizer in optimizers] == [5, 3]
     assert [count.weight for count in counts] == [0, 0]
     take_round(clock, world, params, optimizers, [1, 3])
     assert are_equal(params) and optimizers[1].stats.weight == pytest.approx(3 / 4)

@@ -270,7 +270,7 @@ def test_what_a_base_counts_under_the_name_of_an_option_of_ours_is_kept_without_
     saved = {name: value for name, value in optimizer.state_dict().items() if name != "base"}
     new = compopt.Average(Learning([nn.Parameter(torch.ones(3))]))
     new.load_state_dict(saved)
-    assert new.param_groups[0]["step"] == 7 and new._option_groups[0]["step"] == 0
+    assert new.param_groups[0]["step"] == 7 and new.option_groups[0]["step"] == 0
 
 
 def test_what_a_base_is_given_is_still_compared():

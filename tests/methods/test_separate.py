@@ -278,7 +278,7 @@ def test_a_group_of_the_base_says_how_its_tensors_are_compressed(named):
     assert [columns_of(*pair) for pair in zip(before, params, strict=True)] == [4, 16, 2, 64]
     floats = 4 * (96 * (4 + 16 + 2) + 64 * 96)
     assert floats <= optimizer.stats.bytes_sent <= floats + 1024
-    assert [group["ratio"] for group in optimizer._option_groups] == [16, 4, 32, 16]
+    assert [group["ratio"] for group in optimizer.option_groups] == [16, 4, 32, 16]
 
 
 def test_a_group_of_the_base_says_its_rank_and_its_weight_of_old_errors():

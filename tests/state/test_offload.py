@@ -329,7 +329,7 @@ def test_consolidation_mixes_no_devices(form):
                 fake = tree_map_only(torch.Tensor, mode.from_tensor, dict(entry))
                 shown = {name: bucket.state[name][i] for name in fake if name in bucket.flat}
                 saved = compopt._engine.checkpoint.expand_entry(
-                    bucket, i, optimizer._bucket_layouts(bucket), {**fake, **shown}
+                    bucket, i, optimizer.bucket_layouts(bucket), {**fake, **shown}
                 )
                 hosted = {name for name in saved if name in bucket.flat and saved[name].device.type == "cpu"}
                 assert hosted == set(bucket.offload.names) & saved.keys()

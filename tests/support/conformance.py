@@ -95,7 +95,7 @@ def snapshot(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     tensors = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
     for entry in optimizer.state.values():
         tensors += [value.clone() for value in entry.values() if isinstance(value, torch.Tensor)]
-    return tensors + [torch.tensor(group["step"]) for group in optimizer._option_groups]
+    return tensors + [torch.tensor(group["step"]) for group in optimizer.option_groups]
 
 
 def mean_residual(ranks: Ranks) -> torch.Tensor:

@@ -105,8 +105,8 @@ class Ledger:
     def check(self, optimizers: Optimizers) -> float:
         """The largest relative difference between the two sides, over all tensors of which they can be told."""
         first, worst = optimizers[0], 0.0
-        self.factor = clip_factor(first.stats.grad_norm, first._option_groups[0].get("max_grad_norm"))
-        groups = [group for group, local in zip(first._option_groups, first.param_groups, strict=True)
+        self.factor = clip_factor(first.stats.grad_norm, first.option_groups[0].get("max_grad_norm"))
+        groups = [group for group, local in zip(first.option_groups, first.param_groups, strict=True)
                   for _ in local["params"]]  # fmt: skip
         adams = [group for group in first.param_groups for _ in group["params"]]
         self.end = moments(optimizers), mean_residuals(optimizers)

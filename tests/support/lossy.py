@@ -60,7 +60,7 @@ class Training:
 
     @property
     def steps_taken(self) -> int:
-        return self.optimizer._option_groups[0]["step"]
+        return self.optimizer.option_groups[0]["step"]
 
     def backward(self, rank: int) -> None:
         """Of the step that comes. Buckets start here."""

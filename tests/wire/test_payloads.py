@@ -45,7 +45,7 @@ def takes(case, name: str) -> bool:
 
 def names_in(optimizer) -> list[object]:
     saved = [group["payload_dtype"] for group in optimizer.state_dict()["param_groups"]]
-    return [group["payload_dtype"] for group in optimizer._option_groups] + saved
+    return [group["payload_dtype"] for group in optimizer.option_groups] + saved
 
 
 @pytest.mark.parametrize("case", slow_but(lambda case: case in SENDING[::2], SENDING), ids=lambda case: case.name)
@@ -105,7 +105,7 @@ def test_a_checkpoint_with_either_form_loads(case):
 def test_set_by_hand_a_torch_dtype_is_saved_by_its_name_and_ranks_do_not_differ_by_it(case):
     run = conformance.make_ranks(case, 2)
     for optimizer, given in zip(run.optimizers, ("float16", torch.float16), strict=True):
-        for group in optimizer._option_groups:
+        for group in optimizer.option_groups:
             group["payload_dtype"] = given
     run.train(conformance.loss, 4)
     run.finish_round(conformance.loss)

@@ -257,7 +257,7 @@ def test_the_dtype_may_change_between_steps():
         ranks = conformance.make_ranks(case, 3, payload_dtype=None)
         for dtype in (torch.int8, None, "int4", torch.int8, "int4"):
             for optimizer in ranks.optimizers:
-                optimizer._option_groups[0]["payload_dtype"] = dtype
+                optimizer.option_groups[0]["payload_dtype"] = dtype
             ranks.train(conformance.loss, 5)
             ranks.assert_replicas_equal()
 
