@@ -417,17 +417,19 @@ class Bucket:
         for this ``use`` reuses the memory.
         """
         codec, body = self._find_codec(dtype), sum(lengths)
-        tensors, numbers = len(self.params), len(self.control.numbers)
-        dtype = self.compute_dtype if codec.bits else codec.dtype or self.grad_dtype
+        header_size, control_size = len(self.params), len(self.control.numbers)
+        written = self.compute_dtype if codec.bits else codec.dtype or self.grad_dtype
         control = ControlFields()
         if fields is None:
-            fields, control = self._pin_fields(gradient_flags, dtype), self.control
-        message = self.get_memory(f"message {use}", tensors + numbers + body, dtype)
+            fields, control = self._pin_fields(gradient_flags, written), self.control
+        size = header_size + control_size + body
+        message = self.get_memory(f"message {use}", size, written)
         errors = None
         if codec.bits or self.is_rounded:
             errors = self.get_memory(f"rounding_errors {use}", body, self.compute_dtype)
         seed = (self.group["step"], self.index, use)
-        payload = Payload(message, tensors, numbers, lengths, codec, errors, seed, self.scratch)
+        sizes = header_size, control_size, lengths
+        payload = Payload(message, *sizes, codec, errors, seed, self.scratch)
         payload.write_fields(fields, control)
         return payload
 
@@ -439,22 +441,19 @@ class Bucket:
         Returns the payloads, and the memory in which they lie one after the other. The next ones
         reuse it.
         """
-        codec, header, control = (
-            self._find_codec(dtype),
-            len(self.params),
-            len(self.control.numbers),
-        )
+        codec = self._find_codec(dtype)
+        header_size, control_size = len(self.params), len(self.control.numbers)
         sent = codec.dtype or self.grad_dtype
         fields = self._pin_fields((), sent)
         bodies = [sum(row) for row in lengths]
-        sizes = [header + control + body for body in bodies]
+        sizes = [header_size + control_size + body for body in bodies]
         flat = self._memory("messages", sum(sizes), sent, self.device)
         errors: Sequence[Tensor | None] = [None] * len(lengths)
         if self.is_rounded and self._is_narrow(sent):
             memory = self.get_memory("rounding_errors", sum(bodies), self.compute_dtype)
             errors = memory.split(bodies)
         rows = [
-            Payload(row, header, control, parts, codec, error)
+            Payload(row, header_size, control_size, parts, codec, error)
             for row, parts, error in zip(flat.split(sizes), lengths, errors, strict=True)
         ]
         rows[0].write_fields(fields, self.control)

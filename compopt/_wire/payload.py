@@ -129,8 +129,8 @@ class Payload:
     def __init__(
         self,
         flat: Tensor,
-        tensors: int,
-        control: int,
+        header_size: int,
+        control_size: int,
         lengths: list[int],
         codec: Codec,
         rounding_errors: Tensor | None = None,
@@ -139,10 +139,9 @@ class Payload:
     ):
         self.flat, self.codec, self.seed, self.rounding_errors = flat, codec, seed, rounding_errors
         self.scratch = scratch or Scratch()
-        self.fields, self.body = flat.split_with_sizes(
-            [tensors + control, len(flat) - tensors - control]
-        )
-        self.header, self.control = self.fields.split_with_sizes([tensors, control])
+        size = header_size + control_size
+        self.fields, self.body = flat.split_with_sizes([size, len(flat) - size])
+        self.header, self.control = self.fields.split_with_sizes([header_size, control_size])
         self.lengths = lengths
         # True if ``round`` rounds the values, which are written to ``rounding_errors`` first
         errors = None if codec.bits else rounding_errors
