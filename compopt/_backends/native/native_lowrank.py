@@ -199,7 +199,8 @@ def orthonormalize_columns(
     memory = bucket.get_memory(f"columns {use}", sum(sizes), torch.float32)
     flat = memory.split_with_sizes(sizes)
     results = [x.view(shape) for x, shape in zip(flat, shapes, strict=True)]
-    table = StackTable(COLUMNS, shapes)
+    name = f"columns {use}"
+    table = find_table(bucket, name, shapes, lambda: StackTable(COLUMNS, shapes))
     table.write_stacks(x=[x.float() for x in parts], out=results)
     own = ops.thread_memory(max(r * (n + LANES + 1) for _, n, r in shapes))
     run_pass(ops.library.orthonormalize, table, table.lengths, own=[own])
