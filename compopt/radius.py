@@ -50,8 +50,7 @@ from ._engine.options import (
 )
 from ._engine.reducer import AllReduceReducer, step_adamw
 from ._ops.norms import clip_factor
-from ._ops.operations import Ops
-from ._ops.reference import update_magnitudes
+from ._ops.operations import Ops, update_magnitudes
 from ._state.bucket import Bucket
 from ._state.layouts import Bits, Layout, LocalShape
 from ._state.masks import Mask, selection_size, sizes_at_density

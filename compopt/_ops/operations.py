@@ -25,7 +25,6 @@ from .._wire.codec import PAYLOAD_CODECS
 from .._wire.payload import CACHE_ELEMENTS, Payload, Scratch, choose_block_size
 from .._wire.requests import RequestGenerator, RunBatched
 from .._wire.warning import warn_on_rank_0
-from . import reference
 
 HYPER = ("betas", "eps", "weight_decay", "maximize")
 Group = dict[str, Any]
@@ -308,7 +307,7 @@ class Ops:
             if row[0].is_contiguous() and row[1].is_contiguous():
                 plain.append(row)
             else:
-                reference.adamw_(*row[:4], float(row[4]), **hyper)
+                adamw_(*row[:4], float(row[4]), **hyper)
         if plain:
             beta1, beta2 = hyper.pop("betas")
             hyper |= {"beta1": beta1, "beta2": beta2, "amsgrad": False}
@@ -340,7 +339,7 @@ class Ops:
         is_contiguous = w.is_contiguous() and g.is_contiguous() and m.is_contiguous()
         if not (clip == 1 and is_contiguous):
             hyper["betas"] = group["betas"]
-            return reference.adams_(w, g, m, float(step), clip=clip, **hyper)
+            return adams_(w, g, m, float(step), clip=clip, **hyper)
         hyper |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
         # separate memory: g may be scratch memory too
         block = choose_block_size(m.view(-1), on_cpu=CACHE_ELEMENTS)
@@ -398,6 +397,69 @@ class Ops:
     def mask_scratch(self, like: Tensor, mask_bytes: int) -> Tensor:
         """Return memory for a number for each bit of a mask; contents are undefined."""
         return self.scratch(like, 8 * mask_bytes, use="mask")
+
+
+# AdamW and AdamS in plain PyTorch, one tensor at a time: the specification of all backends
+
+
+def adamw_(
+    w: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    step: float,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    maximize: bool = False,
+) -> None:
+    """Do one AdamW step in place, ``step`` counted from 1 (Loshchilov and Hutter 2019; Radius,
+    Algorithm 2).
+    """
+    g = -g if maximize else g
+    w.mul_(1 - lr * weight_decay)
+    m.lerp_(g, 1 - betas[0])
+    v.mul_(betas[1]).addcmul_(g, g, value=1 - betas[1])
+    denominator = (v.sqrt() / (1 - betas[1] ** step) ** 0.5).add_(eps)
+    w.addcdiv_(m, denominator, value=-lr / (1 - betas[0] ** step))
+
+
+def update_magnitudes(group: Group, w: Tensor, m: Tensor, v: Tensor, step: Tensor) -> Tensor:
+    """Return the magnitude of what AdamW subtracts, over lr: ``mhat / (sqrt(vhat) + eps) +
+    weight_decay * w`` (Radius, Algorithm 2, line 5). The host does not wait for ``step``.
+    """
+    beta1, beta2 = group["betas"]
+    steps = step.double().clamp(min=1)
+    first, second = 1 - beta1**steps, 1 - beta2**steps
+    denominator = (v.sqrt() / second.sqrt()).add_(group["eps"])
+    return m.div(denominator).div_(first).add_(w, alpha=group["weight_decay"]).abs_()
+
+
+def adams_(
+    w: Tensor,
+    g: Tensor,
+    m: Tensor,
+    step: float,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    clip: float = 1.0,
+) -> None:
+    """Do one AdamS step in place, ``step`` counted from 1 (SCAPE, equation 2): v is made of g and
+    the *previous* m.
+
+    ``clip`` multiplies the gradient in v alone (SCAPE's line 18 as printed).
+    """
+    first, second = 1 - betas[0] ** step, 1 - betas[1] ** step
+    old, new = betas[1] / second, (1 - betas[1]) / second  # factors of m^2 and of g^2
+    denominator = m.square().mul_(old).addcmul_(g, g, value=new * clip**2).sqrt_().add_(eps)
+    m.lerp_(g, 1 - betas[0])
+    w.mul_(1 - lr * weight_decay)
+    w.addcdiv_(m, denominator, value=-lr / first)
 
 
 # Whether gradients are finite

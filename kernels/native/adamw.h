@@ -1,4 +1,4 @@
-// One element of AdamW, for the passes that update weights. Reference: adamw_ of compopt/_ops/reference.py.
+// One element of AdamW, for the passes that update weights. Reference: adamw_ of compopt/_ops/operations.py.
 
 #pragma once
 #include <math.h>

@@ -1,5 +1,5 @@
 // SCAPE, lines 10, 11 and 15 to 21 (the numbered lines of compopt/scape/scape.py), and AdamS. Reference: scape_ of
-// tests/support/oracles/kernels.py and adams_ of compopt/_ops/reference.py.
+// tests/support/oracles/kernels.py and adams_ of compopt/_ops/operations.py.
 
 #include "common.h"
 

@@ -23,7 +23,7 @@ import compopt
 from compopt._backends import apex as apex_backend
 from compopt._backends import choice as backends
 from compopt._backends.native import library
-from compopt._ops import norms, reference
+from compopt._ops import norms, operations
 from compopt._ops.operations import Ops
 
 needs_passes = pytest.mark.skipif(not library.find_objects(), reason="needs the compiled passes")
@@ -113,7 +113,7 @@ def apex(monkeypatch) -> list[tuple]:
     def adam(chunk, overflow, lists, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay):
         calls.append((mode, bias_correction, step))
         for g, w, m, v in zip(*lists, strict=True):
-            reference.adamw_(w, g, m, v, step, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay)
+            operations.adamw_(w, g, m, v, step, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay)
 
     modules = {name: types.ModuleType(name) for name in ("amp_C", "apex", "apex.optimizers", "apex.multi_tensor_apply")}
     for name, module in modules.items():

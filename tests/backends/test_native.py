@@ -14,10 +14,10 @@ from table import CASES, by_name
 from torch import nn
 
 import compopt
-from compopt._backends.native import library, passes
+from compopt._backends.native import library
+from compopt._backends.native.library import Table
 from compopt._backends.native.native_ops import NativeOps
 from compopt._backends.native.native_selection import NativeSelection, code_table, find_largest
-from compopt._backends.native.passes import Table
 from compopt._ops.operations import Ops
 from compopt._state import bits as _bits
 from compopt._state.masks import Mask, code_layout, encode_mask, partition_mask
@@ -395,16 +395,16 @@ def bucket():
 
 def test_a_tensor_becomes_an_address_only_as_it_will_be_read():
     x = torch.zeros(4, 6)
-    assert passes.address("x", x, 24) == x.data_ptr() and passes.address("x", None, 24) == 0
-    assert passes.address("x", torch.zeros(0), 0) != 0
-    assert passes.address_in_turn("x", x, [3, 0, 5]) == [x.data_ptr() + 4 * before for before in (0, 3, 3)]
+    assert library.address("x", x, 24) == x.data_ptr() and library.address("x", None, 24) == 0
+    assert library.address("x", torch.zeros(0), 0) != 0
+    assert library.address_in_turn("x", x, [3, 0, 5]) == [x.data_ptr() + 4 * before for before in (0, 3, 3)]
     for wrong in (x.double(), x.t(), x[:, :3], x[:2], x.to("meta")):
         with pytest.raises(
             ValueError, match=r"reads 24 contiguous elements of torch.float32 on the CPU as x, and number"
         ):
-            passes.address("x", wrong, 24)
+            library.address("x", wrong, 24)
     with pytest.raises(ValueError, match=r"reads 25 contiguous .* number 0 is torch.float32 of shape \(4, 6\)"):
-        passes.address_in_turn("x", x, [20, 5])
+        library.address_in_turn("x", x, [20, 5])
 
 
 def test_positions_of_another_dtype_are_converted(ops, bucket):

@@ -17,85 +17,97 @@ from ..._state.residuals import Opened, Residuals
 from ..._wire.payload import Payload
 from ...separate.projection_reducer import ProjectionReducer
 from ...separate.stacks import ProjectedStack
-from .native_updates import (
-    NativeUpdates,
-    adamw_options,
-    averages_in_float32,
-    residual_addresses,
-    state_addresses,
-)
-from .passes import (
+from .library import (
     ADAMW,
     EMPTY,
     NAMES,
+    NUMBER,
     PACK,
+    LibraryOps,
+    Memory,
     Options,
-    Struct,
     Table,
     address,
     address_in_turn,
     addresses,
     as_float32,
-    per_thread_scratch,
-    run_over_rows,
+    run_pass,
+)
+from .native_updates import (
+    adamw_numbers,
+    averages_in_float32,
+    residual_addresses,
+    state_addresses,
 )
 
-Rows = TypeVar("Rows")
+AnyTable = TypeVar("AnyTable", bound=Table)
 MOST_ROWS = 8  # of a tensor, that the update expands at a time
 DEEP = 16  # rows of a tensor that a product reads at a time
 LANES = 16  # as in vectors.h: narrow matrices are copied to rows of whole steps
-PRODUCT = Struct("height width r g e right out flag")
-COLUMNS = Struct("height r x out")
-FACTORED = Struct("height width r R p sent g e w m v step")
+# The fields of structs of C, in their order; first the sizes of a tensor.
+PRODUCT = "height width r g e right out flag"
+COLUMNS = "height r x out"
+FACTORED = "height width r R p sent g e w m v step"
 
 
-class StackRows:
-    """A table with a row for each of the ``chosen`` tensors of stacks of (k, rows, columns, r), in
-    which only addresses change from step to step. ``fixed``: columns that do not.
+class StackTable(Table):
+    """A table with a row for each of the ``chosen`` tensors of ``stacks`` of (k, *sizes), by
+    default of all. Only addresses change from step to step. ``fixed``: columns that do not.
     """
 
     def __init__(
         self,
-        struct: Struct,
-        stacks: Sequence[tuple[int, int, int, int]],
-        chosen: Sequence[int],
+        fields: str,
+        stacks: Sequence[tuple[int, ...]],
+        chosen: Sequence[int] = (),
         **fixed: list[int],
     ):
         sizes = [size for k, *size in stacks for _ in range(k)]
-        self.counts, self.chosen = [k for k, *_ in stacks], chosen
-        self.sizes = [sizes[i] for i in chosen]
-        self.lengths = [rows * columns for rows, columns, _ in self.sizes]
-        rows, columns, ranks = (list(x) for x in zip(*self.sizes, strict=True))
-        self.table = struct.table(len(chosen), height=rows, width=columns, r=ranks, **fixed)
+        self.counts, self.chosen = [k for k, *_ in stacks], chosen or range(len(sizes))
+        self.sizes = [sizes[i] for i in self.chosen]
+        self.lengths = [size[0] * size[1] for size in self.sizes]
+        columns = dict(zip(fields.split(), map(list, zip(*self.sizes, strict=True)), strict=False))
+        super().__init__(len(self.chosen), fields, **columns, **fixed)
 
-    def write(self, name: str, tensors: Sequence[Tensor]) -> None:
+    def write_stacks(self, **columns: Sequence[Tensor]) -> None:
         """Write the addresses of the parts of one tensor for each stack."""
-        numels = [x.numel() for x in tensors]
-        firsts = addresses(NAMES.get(name, "a factor"), tensors, numels)
-        places: list[int] = []
-        for k, first, n in zip(self.counts, firsts, numels, strict=True):
-            places += range(first, first + 4 * n, 4 * (n // k))
-        if len(places) != len(self.chosen):
-            places = [places[i] for i in self.chosen]
-        self.table.write(name, places)
+        for name, tensors in columns.items():
+            self.tensors.append(tensors)
+            numels = [x.numel() for x in tensors]
+            firsts = addresses(NAMES[name], tensors, numels)
+            places: list[int] = []
+            for k, first, n in zip(self.counts, firsts, numels, strict=True):
+                places += range(first, first + NUMBER * n, NUMBER * (n // k))
+            if len(places) != len(self.chosen):
+                places = [places[i] for i in self.chosen]
+            self.write(**{name: places})
 
 
-def find_rows(bucket: Bucket, name: str, key: Sequence[object], make: Callable[[], Rows]) -> Rows:
-    """Return the rows of the last step if nothing that they depend on has changed, else new ones.
+def find_table(
+    bucket: Bucket, name: str, key: Sequence[object], make: Callable[[], AnyTable]
+) -> AnyTable:
+    """Return the table of the last step if nothing that it depends on has changed, else a new one.
 
-    They depend on ``key`` and on the addresses of the bucket's state.
+    It depends on ``key`` and on the addresses of the bucket's state.
     """
     signature = (bucket.storage_version, *key)
     known = bucket.cache.get(name)
     if known is None or known[0] != signature:
         known = bucket.cache[name] = signature, make()
-    rows: Rows = known[1]
-    return rows
+    table: AnyTable = known[1]
+    return table
+
+
+def sizes_of_stacks(stacks: Sequence[ProjectedStack]) -> list[tuple[int, int, int, int]]:
+    """Return how many tensors each has, and the rows, columns and r of each of these."""
+    return [
+        (len(x.indices), x.projection.rows, x.projection.columns, x.projection.r) for x in stacks
+    ]
 
 
 def multiply_stacks(
     bucket: Bucket,
-    ops: NativeUpdates,
+    ops: LibraryOps,
     stacks: Sequence[ProjectedStack],
     right: Sequence[Tensor],
     out: Sequence[Tensor],
@@ -105,46 +117,35 @@ def multiply_stacks(
     """Do lines 1 and 2a, ``h Q``, if ``makes_P``, else 1 and 2c, ``h^T R``; the flags of projected
     gradients in the same pass.
     """
-    sizes = [
-        (len(x.indices), x.projection.rows, x.projection.columns, x.projection.r) for x in stacks
-    ]
-    chosen = range(sum(k for k, *_ in sizes))
-    rows = find_rows(bucket, "products", sizes, lambda: StackRows(PRODUCT, sizes, chosen))
-    # alive until the pass has read them
+    sizes = sizes_of_stacks(stacks)
+    table = find_table(bucket, "products", sizes, lambda: StackTable(PRODUCT, sizes))
     grads = as_float32([g for stack in stacks for g in stack.grads])
-    narrow = [x.contiguous() for x in right]
-    residuals = [stack.residual.read() for stack in stacks]
-    table = rows.table
-    table.write("g", addresses("a gradient", grads, rows.lengths))
-    rows.write("e", residuals)
-    rows.write("right", narrow)
-    rows.write("out", out)
+    table.write(g=Memory(grads, table.lengths))
+    table.write_stacks(
+        e=[stack.residual.read() for stack in stacks],
+        right=[x.contiguous() for x in right],
+        out=out,
+    )
     count = len(bucket.params)
     flags = ops.scratch(out[0], count, torch.float32, "flags")
     first = address("flags", flags, count)
     if makes_P:  # the other product has no flags
-        table.write("flag", [first + 4 * i for stack in stacks for i in stack.indices])
+        table.write(flag=[first + NUMBER * i for stack in stacks for i in stack.indices])
     # a narrow matrix and sums, rounded up to whole steps, and two buffers of rows
-    room = max((n + m + 64) * (r + LANES) + 2 * (DEEP * m + 64) for n, m, r in rows.sizes)
-    scratch = per_thread_scratch(ops, out[0], room)
-    library = ops.library
-    run_over_rows(
-        rows.lengths,
-        lambda a, b, thread: library.project(
-            table, a, b, float(makes_P), scratch + 4 * room * thread
-        ),
-    )
+    room = max((n + m + 64) * (r + LANES) + 2 * (DEEP * m + 64) for n, m, r in table.sizes)
+    own = ops.thread_memory(room)
+    run_pass(ops.library.project, table, table.lengths, float(makes_P), own=[own])
     if payload is not None:
         in_stacks = {i for stack in stacks for i in stack.indices}
         others = [i for i in range(len(bucket.params)) if i not in in_stacks]
         if others:
-            _pack(bucket, ops, others, [first + 4 * i for i in others])
+            _pack(bucket, ops, others, [first + NUMBER * i for i in others])
         payload.header.copy_(flags)
 
 
 def write_dense(
     bucket: Bucket,
-    ops: NativeUpdates,
+    ops: LibraryOps,
     memory: Tensor,
     lengths: Sequence[int],
     indices: Sequence[int],
@@ -154,14 +155,14 @@ def write_dense(
     ``adds_residuals``.
     """
     places = address_in_turn("a message", memory, lengths)
-    unread = per_thread_scratch(ops, memory, 1)
+    unread = ops.thread_memory(1).first
     add = [bucket.state["residual"][i] for i in indices] if adds_residuals else None
     _pack(bucket, ops, indices, [unread] * len(indices), [places[i] for i in indices], add)
 
 
 def _pack(
     bucket: Bucket,
-    ops: NativeUpdates,
+    ops: LibraryOps,
     indices: Sequence[int],
     flags: list[int],
     out: list[int] | None = None,
@@ -171,25 +172,22 @@ def _pack(
     of_bucket, lengths = bucket.grads(), [bucket.lengths[i] for i in indices]
     # the positions of no elements, where nothing is written but flags
     index = EMPTY if out is None else 0
-    table = find_rows(
+    table = find_table(
         bucket,
         "flags" if out is None else "dense",
         indices,
-        lambda: PACK.table(len(indices), n=lengths, index=index),
+        lambda: Table(len(indices), PACK, n=lengths, index=index),
     )
-    grads = as_float32([of_bucket[i] for i in indices])  # alive until the pass has read them
-    table.write("g", addresses("a gradient", grads, lengths))
-    table.write("flag", flags)
+    grads = as_float32([of_bucket[i] for i in indices])
+    table.write(g=Memory(grads, lengths), flag=flags)
     if out is not None:
-        nothing = [0] * len(indices)
-        table.write("add", nothing if add is None else addresses("a residual", add, lengths))
-        table.write("out", out)
-    run_over_rows(lengths, lambda a, b, _: ops.library.pack(table, a, b, 1.0, 1.0))
+        table.write(add=0 if add is None else Memory(add, lengths), out=out)
+    run_pass(ops.library.pack, table, lengths, 1.0, 1.0)
 
 
 def orthonormalize_columns(
     bucket: Bucket,
-    ops: NativeUpdates,
+    ops: LibraryOps,
     parts: Sequence[Tensor],
     shapes: Sequence[tuple[int, int, int]],
     use: int = 0,
@@ -197,30 +195,21 @@ def orthonormalize_columns(
     """Return orthonormal columns that span those of matrices (k, n, r), which are stored by
     columns; they are stored by rows, and the next ones for this ``use`` reuse the memory.
     """
-    by_columns = [x.float() for x in parts]  # alive until the pass has read them
     sizes = [math.prod(shape) for shape in shapes]
     memory = bucket.get_memory(f"columns {use}", sum(sizes), torch.float32)
     flat = memory.split_with_sizes(sizes)
     results = [x.view(shape) for x, shape in zip(flat, shapes, strict=True)]
-    rows: dict[str, list[int]] = {"height": [], "r": [], "x": [], "out": []}
-    for (k, n, r), x, out in zip(shapes, by_columns, results, strict=True):
-        rows["height"] += [n] * k
-        rows["r"] += [r] * k
-        rows["x"] += address_in_turn("columns", x, [n * r] * k)
-        rows["out"] += address_in_turn("orthonormal columns", out, [n * r] * k)
-    table = COLUMNS.table(len(rows["r"]), **rows)
-    room = max(r * (n + LANES + 1) for _, n, r in shapes)
-    scratch = per_thread_scratch(ops, results[0], room)
-    run_over_rows(
-        [n * r for n, r in zip(rows["height"], rows["r"], strict=True)],
-        lambda a, b, thread: ops.library.orthonormalize(table, a, b, scratch + 4 * room * thread),
-    )
+    name = f"columns {use}"
+    table = find_table(bucket, name, shapes, lambda: StackTable(COLUMNS, shapes))
+    table.write_stacks(x=[x.float() for x in parts], out=results)
+    own = ops.thread_memory(max(r * (n + LANES + 1) for _, n, r in shapes))
+    run_pass(ops.library.orthonormalize, table, table.lengths, own=[own])
     return results
 
 
 def update_separate(
     bucket: Bucket,
-    ops: NativeUpdates,
+    ops: LibraryOps,
     reducer: ProjectionReducer,
     update: Any,
     have_gradients: list[bool],
@@ -241,7 +230,7 @@ def update_separate(
 
 def _update_factored(
     bucket: Bucket,
-    ops: NativeUpdates,
+    ops: LibraryOps,
     reducer: ProjectionReducer,
     residuals: Opened,
     weights: Sequence[Tensor],
@@ -253,53 +242,47 @@ def _update_factored(
     if not chosen:
         return
     numbers = [in_stacks[n] for n in chosen]
-    projections = [stack.projection for stack in stacks]
-    sizes = [
-        (len(x.indices), q.rows, q.columns, q.r) for x, q in zip(stacks, projections, strict=True)
-    ]
+    sizes = sizes_of_stacks(stacks)
 
-    def make_rows() -> StackRows:
-        state = _state_columns(bucket, numbers, m="exp_avg", v="exp_avg_sq")
-        return StackRows(FACTORED, sizes, chosen, **state)
+    def make_table() -> StackTable:
+        state = _state_columns(bucket, numbers)
+        return StackTable(FACTORED, sizes, chosen, **state)
 
-    rows = find_rows(bucket, "factors", (numbers, sizes), make_rows)
-    group, grads = bucket.group, bucket.grads()
-    # alive until the pass has read them
-    factors = [(x.R.contiguous(), x.mean.float(), x.sent.float()) for x in stacks]
-    wide = as_float32([grads[i] for i in numbers])
-    places, table, lengths = residual_addresses(bucket, residuals), rows.table, rows.lengths
-    for name, tensors in zip(("R", "p", "sent"), zip(*factors, strict=True), strict=True):
-        rows.write(name, tensors)
-    table.write("g", addresses("a gradient", wide, lengths))
-    table.write("w", addresses("a parameter", [weights[i] for i in numbers], lengths))
-    table.write("e", [places[i] for i in numbers])
-    share = reducer.error_share(factor)
-    (beta1, beta2), sign = group["betas"], -1.0 if group["maximize"] else 1.0
-    hyper = float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], sign
-    options = Options(*hyper, factor, share, share)
-    # a thread's memory: two narrow matrices, rounded up to whole steps, and four buffers of rows
-    room = max(2 * r * (m + LANES) + 4 * (MOST_ROWS * m + 4 * LANES) for _, m, r in rows.sizes)
-    scratch = per_thread_scratch(ops, weights[0], room)
-    run_over_rows(
-        lengths,
-        lambda a, b, thread: ops.library.factored(
-            table, a, b, options, scratch + 4 * room * thread
-        ),
+    table = find_table(bucket, "factors", (numbers, sizes), make_table)
+    group, grads, places = bucket.group, bucket.grads(), residual_addresses(bucket, residuals)
+    table.write_stacks(
+        R=[x.R.contiguous() for x in stacks],
+        p=[x.mean.float() for x in stacks],
+        sent=[x.sent.float() for x in stacks],
     )
+    table.write(
+        g=Memory(as_float32([grads[i] for i in numbers]), table.lengths),
+        w=Memory([weights[i] for i in numbers], table.lengths),
+        e=[places[i] for i in numbers],
+    )
+    share = reducer.error_share(factor)
+    options = Options(*adamw_numbers(group), factor, share, share)
+    # a thread's memory: two narrow matrices, rounded up to whole steps, and four buffers of rows
+    room = max(2 * r * (m + LANES) + 4 * (MOST_ROWS * m + 4 * LANES) for _, m, r in table.sizes)
+    own = ops.thread_memory(room)
+    run_pass(ops.library.factored, table, table.lengths, options, own=[own])
 
 
-def _state_columns(bucket: Bucket, numbers: Sequence[int], **names: str) -> dict[str, list[int]]:
+def _state_columns(bucket: Bucket, numbers: Sequence[int]) -> dict[str, list[int]]:
     """Return the addresses of state of these tensors, and of their numbers of steps."""
-    places = {column: state_addresses(bucket, name) for column, name in names.items()}
     counts = bucket.step_counts
     assert counts is not None
-    places["step"] = address_in_turn("a number of steps", counts, [1] * len(counts))
+    places = {
+        "m": state_addresses(bucket, "exp_avg"),
+        "v": state_addresses(bucket, "exp_avg_sq"),
+        "step": address_in_turn("a number of steps", counts, [1] * len(counts)),
+    }
     return {column: [of_all[i] for i in numbers] for column, of_all in places.items()}
 
 
 def _update_dense(
     bucket: Bucket,
-    ops: NativeUpdates,
+    ops: LibraryOps,
     numbers: Sequence[int],
     averages: Sequence[Tensor],
     weights: Sequence[Tensor],
@@ -307,11 +290,10 @@ def _update_dense(
     lengths = [bucket.lengths[i] for i in numbers]
 
     def make_table() -> Table:
-        state = _state_columns(bucket, numbers, m="exp_avg", v="exp_avg_sq")
-        return ADAMW.table(len(numbers), n=lengths, **state, k=lengths)
+        state = _state_columns(bucket, numbers)
+        return Table(len(numbers), ADAMW, n=lengths, **state, k=lengths)
 
-    table = find_rows(bucket, "averages", numbers, make_table)
-    table.write("w", addresses("a parameter", [weights[i] for i in numbers], lengths))
-    table.write("mean", addresses("an averaged gradient", averages, lengths))
-    options = adamw_options(bucket.group)
-    run_over_rows(lengths, lambda a, b, _: ops.library.adamw(table, a, b, options))
+    table = find_table(bucket, "averages", numbers, make_table)
+    of_numbers = Memory([weights[i] for i in numbers], lengths)
+    table.write(w=of_numbers, mean=Memory(averages, lengths))
+    run_pass(ops.library.adamw, table, lengths, Options(*adamw_numbers(bucket.group)))

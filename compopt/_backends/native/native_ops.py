@@ -24,29 +24,41 @@ from ...scape import scape
 from ...separate import projection_reducer, separate, stacks
 from ...separate.projection_options import is_tracked
 from ...tagc import tagc
-from .library import isa_of_library, load_library
-from .native_lowrank import multiply_stacks, orthonormalize_columns, update_separate, write_dense
-from .native_quantization import NativeBlocks, NativeCodec
-from .native_selection import find_largest, select_largest
-from .native_updates import NativeUpdates, raise_bad_row, step_adams, step_adamw, step_scape
-from .passes import (
+from .library import (
+    ADAMW,
     PACK,
+    LibraryOps,
     Memory,
+    Options,
     Table,
     address,
     address_in_turn,
     as_float32,
     fits,
     is_plain,
+    isa_of_library,
+    load_library,
     mask_sizes,
-    run_over_rows,
+    run_pass,
+    sizes_of,
+)
+from .native_lowrank import multiply_stacks, orthonormalize_columns, update_separate, write_dense
+from .native_quantization import NativeBlocks, NativeCodec
+from .native_selection import find_largest, select_largest
+from .native_updates import (
+    adamw_numbers,
+    average_columns,
+    raise_bad_row,
+    step_adams,
+    step_adamw,
+    step_scape,
 )
 
 MAX_DECODED = 2**22  # elements of residuals that a pass reads decoded
 SPARSE = 16  # with fewer than one in so many selected, positions are read faster than bits
 
 
-class NativeOps(NativeUpdates):
+class NativeOps(LibraryOps):
     """The passes of kernels/native, a call for all tensors of a bucket."""
 
     name = "native"
@@ -108,8 +120,9 @@ class NativeOps(NativeUpdates):
                 body = payload.rounding_errors
         bits, positions = bits_or_positions(mask)
         sizes = [part.numel() for part in payload.parts]
-        table = PACK.table(
+        table = Table(
             len(grads),
+            PACK,
             n=lengths,
             g=Memory(as_float32(grads), lengths),
             add=Memory(Residuals(bucket).read_all(), lengths) if adds_residuals else 0,
@@ -119,14 +132,50 @@ class NativeOps(NativeUpdates):
             out=address_in_turn("a message", body, sizes),
             flag=address_in_turn("flags", header, [1] * len(grads)),
         )
-        sign, library = -1.0 if negate else 1.0, self.library
-        bad_row = run_over_rows(lengths, lambda a, b, _: library.pack(table, a, b, sign, scale))
-        raise_bad_row(bucket, bad_row)
+        sign = -1.0 if negate else 1.0
+        raise_bad_row(bucket, run_pass(self.library.pack, table, lengths, sign, scale))
         if payload.flat.dtype != torch.float32:
             payload.header.copy_(header)
             if payload.rounding_errors is None:
                 payload.body.copy_(body)
         return payload.round()
+
+    def compute_adamw(
+        self,
+        bucket: Bucket,
+        indices: list[int],
+        weights: list[Tensor],
+        values: list[Tensor],
+        positions: Tensor | None,
+        out: Sequence[list[Tensor]],
+    ) -> None:
+        state = bucket.state
+        moments = state["exp_avg"], state["exp_avg_sq"]
+        old = [[column[i] for i in indices] for column in (weights, *moments)]
+        begin, end = bucket.shards.own_bits
+        firsts = (column[0] for column in (*old, *out))  # columns are of one memory each
+        if not is_plain(*firsts, *values) or end - begin >= 2**31:
+            return super().compute_adamw(bucket, indices, weights, values, positions, out)
+        lengths = sizes_of(old[0])
+        steps = torch.stack([state["step"][i] for i in indices])  # a copy, which the pass counts
+        w, m, v, new_w, new_m, new_v = (Memory(column, lengths) for column in (*old, *out))
+        table = Table(
+            len(lengths),
+            ADAMW,
+            n=lengths,
+            w=w,
+            m=m,
+            v=v,
+            step=address_in_turn("a number of steps", steps, [1] * len(lengths)),
+            new_w=new_w,
+            new_m=new_m,
+            new_v=new_v,
+            **average_columns(bucket, indices, values, positions),
+        )
+        bad_row = run_pass(
+            self.library.adamw, table, lengths, Options(*adamw_numbers(bucket.group))
+        )
+        raise_bad_row(bucket, indices[bad_row] if bad_row >= 0 else -1)
 
 
 def bits_or_positions(mask: Mask) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:

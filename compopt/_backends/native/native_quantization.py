@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +14,10 @@ from ..._state.blocks import BLOCK_BYTES, BlockCodec
 from ..._wire.codec import QuantizedCodec, QuantizedMean, Seed
 from ..._wire.payload import ROW, Payload, Scratch, packed_bytes
 from ..._wire.quantization import BLOCK_ROWS, Chunk, noise_offset, noise_table, pack_int4
-from .passes import Table, address, is_plain, run_over_rows
+from .library import NUMBER, Table, address, is_plain, run_pass
 
-FLOAT = 4  # bytes of a number: passes are given addresses, and their numbers are float32
+# The fields of quantize.c's Piece, in their order.
+CHUNKS = "values scales codes rounding_errors at row n size addend"
 
 
 def can_quantize(bits: int, values: Tensor) -> bool:
@@ -52,25 +52,18 @@ class NativeCodec(QuantizedCodec):
             return super().quantize(
                 x, chunks, scales, packed, rounding_errors, seed, scratch, addend
             )
-        library, first = self.library, chunks[0]
-        values, errors = address("values", x, len(x)), address("errors", rounding_errors, len(x))
-        added = address("an addend", addend, len(x))
         packed = list(packed)
         unpacked = unpacked_memory(packed, chunks, self.bits, scratch)
-        parts = [
-            ChunkMemory(
-                chunk,
-                values + FLOAT * (chunk.start - first.start),
-                scale.data_ptr(),
-                out.data_ptr(),
-                errors + FLOAT * (chunk.start - first.start),
-                chunk.first_row - first.first_row,
-                added and added + FLOAT * (chunk.start - first.start),
-            )
-            for chunk, scale, out in zip(chunks, scales, unpacked, strict=True)
-        ]
-        rounding = rounding_table(seed, self.bits)
-        run_over_chunks(parts, lambda table, a, b: library.quantize(table, a, b, rounding))
+        run_over_chunks(
+            self.library.quantize,
+            chunks,
+            rounding_table(seed, self.bits),
+            scales=scales,
+            codes=unpacked,
+            values=address("values", x, len(x)),
+            rounding_errors=address("errors", rounding_errors, len(x)),
+            addend=address("an addend", addend, len(x)),
+        )
         pack(unpacked, packed, self.bits)
 
     def dequantize(
@@ -83,14 +76,9 @@ class NativeCodec(QuantizedCodec):
     ) -> None:
         if not can_quantize(self.bits, out):
             return super().dequantize(scales, packed, chunks, out, scratch)
-        values, start, library = address("values", out, len(out)), chunks[0].start, self.library
-        parts = [
-            ChunkMemory(
-                chunk, values + FLOAT * (chunk.start - start), scale.data_ptr(), x.data_ptr()
-            )
-            for chunk, scale, x in zip(chunks, scales, packed, strict=True)
-        ]
-        run_over_chunks(parts, lambda table, a, b: library.dequantize(table, a, b, self.bits))
+        values = address("values", out, len(out))
+        dequantize = self.library.dequantize
+        run_over_chunks(dequantize, chunks, self.bits, scales=scales, codes=packed, values=values)
 
 
 class NativeMean(QuantizedMean):
@@ -104,15 +92,14 @@ class NativeMean(QuantizedMean):
         self.library = library
 
     def round_payload(self) -> None:
-        chunk = self.layout.chunks[0]
-        body, errors = self.payload.body, self.rounding_errors
-        values, to = address("values", body, len(body)), address("errors", errors, len(body))
-        added = address("an addend", self.payload.addend, len(body))
-        rounding = rounding_table((*self.seed, self.rank, 1), self.bits)  # stage 1, as in codec.py
-        round_values = self.library.round_values
+        body, n = self.payload.body, len(self.payload.body)
         run_over_chunks(
-            [ChunkMemory(chunk, values, 0, 0, to, 0, added)],
-            lambda table, a, b: round_values(table, a, b, rounding),
+            self.library.round_values,
+            self.layout.chunks[:1],
+            rounding_table((*self.seed, self.rank, 1), self.bits),  # stage 1, as in codec.py
+            values=address("values", body, n),
+            rounding_errors=address("errors", self.rounding_errors, n),
+            addend=address("an addend", self.payload.addend, n),
         )
 
     def average_own_chunk(self, received: Tensor) -> Tensor:
@@ -121,23 +108,23 @@ class NativeMean(QuantizedMean):
         out = torch.zeros(1, self.of_mean.nbytes, dtype=torch.uint8, device="cpu")
         _, scales, packed = self.of_mean.split(out)
         unpacked = unpacked_memory(packed, [chunk], self.bits, self.scratch)
-        rounding_errors = address(
-            "rounding errors", self.rounding_errors, self.payload.body.numel()
-        )
-        places = scales.data_ptr(), unpacked[0].data_ptr(), rounding_errors + FLOAT * chunk.start
         messages = Table(
             1,
             messages=address("messages", received, received.numel(), torch.uint8),
             stride=received.shape[1],
-            scales_at=FLOAT * self.fields,
-            codes_at=FLOAT * (self.fields + self.layout.max_rows),
+            scales_at=NUMBER * self.fields,
+            codes_at=NUMBER * (self.fields + self.layout.max_rows),
             ranks=self.ranks,
         )
-        rounding = rounding_table((*self.seed, self.rank, 2), self.bits)  # stage 2
-        mean = self.library.mean_of_codes
+        errors = address("rounding errors", self.rounding_errors, self.payload.body.numel())
         run_over_chunks(
-            [ChunkMemory(chunk, 0, *places)],
-            lambda table, a, b: mean(table, a, b, rounding, messages),
+            self.library.mean_of_codes,
+            [chunk],
+            rounding_table((*self.seed, self.rank, 2), self.bits),  # stage 2
+            messages,
+            scales=[scales],
+            codes=unpacked,
+            rounding_errors=errors + NUMBER * chunk.start,
         )
         pack(unpacked, packed, self.bits)
         return out[0]
@@ -146,49 +133,50 @@ class NativeMean(QuantizedMean):
 # Passes over chunks
 
 
-class ChunkMemory(NamedTuple):
-    """A chunk, and the addresses of its first value, scale, quantized value, rounding error and
-    addend; 0 for what a pass does not use.
+def run_over_chunks(
+    function: Callable[..., int],
+    chunks: Sequence[Chunk],
+    *arguments: object,
+    scales: Iterable[Tensor] = (),
+    codes: Iterable[Tensor] = (),
+    **places: int,
+) -> None:
+    """Call ``function(table, first, last, *arguments)`` for all rows of a table of chunks that
+    follow each other, on several threads.
 
-    ``first_row`` is the number of its first row, which determines the random numbers.
+    ``scales`` and ``codes``: of each chunk, if the pass uses them; ``places``: the addresses of the
+    other columns at the first chunk, 0 for none. A row of the table is a part of a span: as many
+    rows of values as a thread works on. Its number determines the random numbers.
     """
-
-    chunk: Chunk
-    values: int
-    scales: int
-    quantized: int
-    rounding_errors: int = 0
-    first_row: int = 0
-    addend: int = 0
-
-
-def run_over_chunks(chunks: Iterable[ChunkMemory], run: Callable[[Table, int, int], int]) -> None:
-    """Call ``run(table, first, last)`` for all rows of a table of these chunks, on several threads.
-
-    A row of the table is a part of a span: as many rows of values as a thread works on.
-    """
-    spans = [(memory, span) for memory in chunks for span in memory.chunk.spans]
+    spans = [(i, span) for i, chunk in enumerate(chunks) for span in chunk.spans]
     per_thread = -(-sum(span.n for _, span in spans) // torch.get_num_threads())
     step = max(ROW, -(-per_thread // ROW) * ROW)
     parts = [
-        (memory, span.at + a, span.row + a // ROW, min(step, span.n - a))
-        for memory, span in spans
+        (i, span.at + a, span.row + a // ROW, min(step, span.n - a))
+        for i, span in spans
         for a in range(0, span.n, step)
     ]
-    lengths = [n for *_, n in parts]
+    first, lengths = chunks[0], [n for *_, n in parts]
+    starts = [chunk.start - first.start for chunk in chunks]
+    first_rows = [chunk.first_row - first.first_row for chunk in chunks]
+    first_scales = [x.data_ptr() for x in scales] or [0] * len(chunks)
+    first_codes = [x.data_ptr() for x in codes] or [0] * len(chunks)
     table = Table(
         len(parts),
-        values=[memory.values + FLOAT * at for memory, at, _, _ in parts],
-        scales=[memory.scales + FLOAT * row for memory, _, row, _ in parts],
-        codes=[memory.quantized for memory, *_ in parts],
-        rounding_errors=[memory.rounding_errors + FLOAT * at for memory, at, _, _ in parts],
+        CHUNKS,
+        scales=[first_scales[i] + NUMBER * row for i, _, row, _ in parts],
+        codes=[first_codes[i] for i, *_ in parts],
         at=[at for _, at, _, _ in parts],
-        row=[memory.first_row + row for memory, _, row, _ in parts],
+        row=[first_rows[i] + row for i, _, row, _ in parts],
         n=lengths,
-        size=[memory.chunk.stop - memory.chunk.start for memory, *_ in parts],
-        addend=[memory.addend and memory.addend + FLOAT * at for memory, at, _, _ in parts],
+        size=[chunks[i].stop - chunks[i].start for i, *_ in parts],
+        **{
+            name: [place + NUMBER * (starts[i] + at) for i, at, *_ in parts]
+            for name, place in places.items()
+            if place
+        },
     )
-    run_over_rows(lengths, lambda first, last, _: run(table, first, last))
+    run_pass(function, table, lengths, *arguments)
 
 
 def rounding_table(seed: Seed, bits: int) -> Table:
@@ -235,35 +223,29 @@ class NativeBlocks(BlockCodec):
         if not is_plain(values):
             super().encode(values, blocks, seed, first)
             return
-        noise = Table(1, numbers=0, place=0)
-        if seed is not None:
-            table = noise_table(torch.float32, torch.device("cpu"))
-            numbers = address("random numbers", table, len(table))
-            noise = Table(1, numbers=numbers, place=noise_offset(seed))
+        noise = Table(1, numbers=0, place=0) if seed is None else rounding_table(seed, 8)
         lengths, runs = make_runs(values, blocks, first)
-        run_over_rows(lengths, lambda a, b, _: self.library.encode_blocks(runs, a, b, noise))
+        run_pass(self.library.encode_blocks, runs, lengths, noise)
 
     def decode(self, blocks: Tensor, out: Tensor) -> None:
         if not is_plain(out):
             super().decode(blocks, out)
             return
         lengths, runs = make_runs(out, blocks, 0)
-        run_over_rows(lengths, lambda a, b, _: self.library.decode_blocks(runs, a, b))
+        run_pass(self.library.decode_blocks, runs, lengths)
 
 
 def make_runs(values: Tensor, blocks: Tensor, first: int) -> tuple[list[int], Table]:
     """Return a row of a table for each thread, as blocks.c reads it, and the values in each."""
     n, count = values.numel(), len(blocks)
-    value, block = (
-        address("values", values, n),
-        address("blocks", blocks, blocks.numel(), torch.int8),
-    )
+    value = address("values", values, n)
+    block = address("blocks", blocks, blocks.numel(), torch.int8)
     step = max(BLOCK_ROWS, -(-count // torch.get_num_threads()))
     begins = range(0, count, step)
     lengths = [min(n, ROW * (begin + step)) - ROW * begin for begin in begins]
     return lengths, Table(
         len(lengths),
-        values=[value + FLOAT * ROW * begin for begin in begins],
+        values=[value + NUMBER * ROW * begin for begin in begins],
         blocks=[block + BLOCK_BYTES * begin for begin in begins],
         n=lengths,
         row=[first + begin for begin in begins],

@@ -23,9 +23,8 @@ from ..._state.shards import Run
 from ..._wire.requests import CommunicationError
 from ...scape.momenta import compute_x_of_slice
 from ...tagc.tagc import Selected
-from .passes import (
-    PIECE,
-    SHARD,
+from .library import (
+    NUMBER,
     Column,
     LibraryOps,
     Table,
@@ -33,8 +32,12 @@ from .passes import (
     address_in_turn,
     addresses,
     as_float32,
-    run_over_rows,
+    run_pass,
 )
+
+# The fields of structs of tagc.c, in their order.
+PIECE = "n first g e squares"
+SHARD = "pieces many begin size k selected guess positions values"
 
 
 def find_largest(ops: LibraryOps, x: Tensor, k: int, out: Tensor, guess: float = 0.0) -> float:
@@ -47,6 +50,19 @@ def find_largest(ops: LibraryOps, x: Tensor, k: int, out: Tensor, guess: float =
     positions, values = address("positions", out, k, torch.int32), address("values", x, k)
     next_guess: float = ops.library.largest(values, x.numel(), k, guess, scratch, positions)
     return next_guess
+
+
+def guess_addresses(bucket: Bucket, count: int) -> list[int]:
+    """Return where the ``count`` thresholds are that the last step has found, 0 at first. They are
+    no state: they change no result.
+    """
+    guesses = bucket.cache.get("guesses")
+    if guesses is None or len(guesses) != count:
+        guesses = bucket.cache["guesses"] = torch.zeros(count, dtype=torch.float64, device="cpu")
+    return address_in_turn("guesses", guesses, [1] * count, torch.float64)
+
+
+# SCAPE
 
 
 class NativeSelection:
@@ -70,17 +86,13 @@ class NativeSelection:
         """Return what scape.c needs to select: a guess of the threshold, the slice, how many
         elements, and memory for their positions; for tensors with a gradient on any rank.
         """
-        count, cache = len(have_gradients), self.bucket.cache
-        if "guesses" not in cache:  # where to look first: no state, for it changes no result
-            cache["guesses"] = torch.zeros(count, dtype=torch.float64, device="cpu")
-        guesses = address_in_turn("guesses", cache["guesses"], [1] * count, torch.float64)
-        columns = {
-            name: [0] * len(have_gradients)
-            for name in ("guess", "start", "stop", "wanted", "chosen")
-        }
-        for (i, piece), chosen in zip(self.slices.items(), self._position_addresses(), strict=True):
+        count = len(have_gradients)
+        guesses, chosen = guess_addresses(self.bucket, count), self._position_addresses()
+        columns = {name: [0] * count for name in ("guess", "start", "stop", "wanted", "chosen")}
+        for piece, positions in zip(self.own_range.slices, chosen, strict=True):
+            i = piece.tensor
             if have_gradients[i]:
-                row = (guesses[i], piece.start, piece.stop, piece.k, chosen)
+                row = guesses[i], piece.start, piece.stop, piece.k, positions
                 for column, number in zip(columns.values(), row, strict=True):
                     column[i] = number
         return dict(columns)
@@ -185,11 +197,11 @@ class Pieces(NamedTuple):
     def table(self, g: Sequence[int], e: Sequence[int], squares: Sequence[int]) -> Table:
         """Return a table of the runs, from the addresses of gradients and residuals (0: none)."""
         columns = [
-            [places[tensor] and places[tensor] + 4 * at for _, _, tensor, at in self.runs]
+            [places[tensor] and places[tensor] + NUMBER * at for _, _, tensor, at in self.runs]
             for places in (g, e)
         ]
         first, n, *_ = zip(*self.runs, strict=True)
-        return PIECE.table(len(n), n=n, first=first, g=columns[0], e=columns[1], squares=squares)
+        return Table(len(n), PIECE, n=n, first=first, g=columns[0], e=columns[1], squares=squares)
 
 
 def list_pieces(bucket: Bucket) -> Pieces:
@@ -222,18 +234,19 @@ def select_largest(bucket: Bucket, ops: LibraryOps, grads: Tensors, ks: list[int
     values = torch.empty(sum(ks), dtype=torch.float32, device="cpu")
     firsts = accumulate(pieces.counts, initial=0)
     bits = [*bucket.shards.bits, (0, 0)]
-    table = SHARD.table(
+    table = Table(
         len(ks),
+        SHARD,
         pieces=[rows.address + 8 * rows.width * first for first in firsts][:-1],
         many=pieces.counts,
         begin=[begin for begin, _ in bits],
         size=[end - begin for begin, end in bits],
         k=ks,
-        guess=_guess_addresses(bucket, len(ks)),
+        guess=guess_addresses(bucket, len(ks)),
         positions=address_in_turn("positions", positions, ks, torch.int64),
         values=address_in_turn("values", values, ks),
     )
-    _run_selection(ops, table, values)
+    _run_selection(ops, table)
     selected = table.read_column("selected")
     if selected != ks:
         parts = zip(positions.split(ks), values.split(ks), selected, strict=True)
@@ -247,31 +260,10 @@ def select_largest(bucket: Bucket, ops: LibraryOps, grads: Tensors, ks: list[int
     return Selected(positions, values, packed, flags.add_(given))
 
 
-def _guess_addresses(bucket: Bucket, shards: int) -> list[int]:
-    """Return where the thresholds are that shards of the last step have found, 0 at first. They are
-    no state: they change no result.
-    """
-    guesses = bucket.cache.get("guesses")
-    if guesses is None or len(guesses) != shards:
-        guesses = bucket.cache["guesses"] = torch.zeros(shards, dtype=torch.float64, device="cpu")
-    return address_in_turn("guesses", guesses, [1] * shards, torch.float64)
-
-
-def _run_selection(ops: LibraryOps, table: Table, like: Tensor) -> None:
+def _run_selection(ops: LibraryOps, table: Table) -> None:
     """Run the pass over the shards of a table, each on one thread."""
     sizes, ks = table.read_column("size"), table.read_column("k")
     parts = [k for k, size in zip(ks, sizes, strict=True) if k < size]
     room = 2 * ops.library.room_for(max(parts)) + max(parts) if parts else 0
-    threads = torch.get_num_threads()
-    longest = max(sizes)
-    candidates = ops.scratch(like, threads * room, torch.int32, "candidates")
-    sums = ops.scratch(like, threads * longest, use="mask")
-    scratch = address("candidates", candidates, threads * room, torch.int32)
-    memory = address("sums", sums, threads * longest)
-
-    def run(first: int, last: int, thread: int) -> int:
-        own = scratch + 4 * room * thread, memory + 4 * longest * thread
-        rejected: int = ops.library.select_sums(table, first, last, *own)
-        return rejected
-
-    run_over_rows(sizes, run)
+    own = ops.thread_memory(room, "candidates"), ops.thread_memory(max(sizes), "mask")
+    run_pass(ops.library.select_sums, table, sizes, own=own)

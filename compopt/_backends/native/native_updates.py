@@ -14,64 +14,24 @@ from ..._ops.operations import Group
 from ..._state.bucket import Bucket
 from ..._state.masks import Mask, MaskPartition
 from ..._state.residuals import Opened, Residuals
-from ..._state.tensors import to_local
 from ..._wire.payload import Payload
 from ...scape.momenta import gradient_weight, keep_absent_momenta, resize_momenta
-from .native_selection import NativeSelection
-from .passes import (
+from .library import (
     ADAMW,
     SCAPE,
     Column,
     LibraryOps,
     Memory,
     Options,
+    Table,
     address,
     address_in_turn,
     as_float32,
-    is_plain,
     mask_sizes,
-    run_over_rows,
+    run_pass,
     sizes_of,
 )
-
-
-class NativeUpdates(LibraryOps):
-    """AdamW into other memory."""
-
-    def compute_adamw(
-        self,
-        bucket: Bucket,
-        indices: list[int],
-        weights: list[Tensor],
-        values: list[Tensor],
-        positions: Tensor | None,
-        out: Sequence[list[Tensor]],
-    ) -> None:
-        """Do ``Ops.compute_adamw`` in one pass; called by ``ShardedAdamW.compute``."""
-        state = bucket.state
-        moments = state["exp_avg"], state["exp_avg_sq"]
-        old = [[column[i] for i in indices] for column in (weights, *moments)]
-        begin, end = bucket.shards.own_bits
-        firsts = (column[0] for column in (*old, *out))  # columns are of one memory each
-        if not is_plain(*firsts, *values) or end - begin >= 2**31:
-            return super().compute_adamw(bucket, indices, weights, values, positions, out)
-        lengths, hyper = sizes_of(old[0]), adamw_options(bucket.group)
-        steps = torch.stack([state["step"][i] for i in indices])  # a copy, which the pass counts
-        w, m, v, new_w, new_m, new_v = (Memory(column, lengths) for column in (*old, *out))
-        table = ADAMW.table(
-            len(lengths),
-            n=lengths,
-            w=w,
-            m=m,
-            v=v,
-            step=address_in_turn("a number of steps", steps, [1] * len(lengths)),
-            new_w=new_w,
-            new_m=new_m,
-            new_v=new_v,
-            **average_columns(bucket, indices, values, positions),
-        )
-        bad_row = run_over_rows(lengths, lambda a, b, _: self.library.adamw(table, a, b, hyper))
-        raise_bad_row(bucket, indices[bad_row] if bad_row >= 0 else -1)
+from .native_selection import NativeSelection
 
 
 def average_columns(
@@ -95,9 +55,10 @@ def average_columns(
     return {"mean": mean, "index": at, "base": firsts, "k": counts}
 
 
-def adamw_options(group: Group) -> Options:
+def adamw_numbers(group: Group) -> tuple[float, ...]:
+    """Return the options of AdamW in their order in C."""
     (beta1, beta2), sign = group["betas"], -1.0 if group["maximize"] else 1.0
-    return Options(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], sign)
+    return float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], sign
 
 
 def adams_options(group: Group, clip: float) -> Options:
@@ -110,10 +71,11 @@ def step_adamw(bucket: Bucket, ops: LibraryOps, reducer: AllReduceReducer) -> No
     """Do ``_engine.reducer.step_adamw`` for all tensors; called by ``Ops.run`` for Radius."""
     mean, mask, lengths = reducer.mean, reducer.mask, bucket.lengths
     have_gradients = mean.have_gradients
-    errors, hyper, library = mean.rounding_errors, adamw_options(bucket.group), ops.library
+    errors, hyper = mean.rounding_errors, Options(*adamw_numbers(bucket.group))
     with Residuals(bucket).open(None if reducer.changes_residual else ()) as residuals:
-        table = ADAMW.table(
+        table = Table(
             len(lengths),
+            ADAMW,
             n=lengths,
             w=Memory(bucket.weights, lengths),
             m=state_addresses(bucket, "exp_avg"),
@@ -126,7 +88,7 @@ def step_adamw(bucket: Bucket, ops: LibraryOps, reducer: AllReduceReducer) -> No
             g=Memory(as_float32(reducer.grads), lengths),
             errors=0 if errors is None else address_in_turn("rounding errors", errors, mask.sizes),
         )
-        bad_row = run_over_rows(lengths, lambda a, b, _: library.adamw(table, a, b, hyper))
+        bad_row = run_pass(ops.library.adamw, table, lengths, hyper)
     raise_bad_row(bucket, bad_row)
     reducer.note_residual(have_gradients)
 
@@ -208,29 +170,19 @@ def _run_scape(
         for n, index, m, has_gradient in rows
     ]
     averages = zip(averages_in_float32(mean), have_gradients, strict=True)
-    table = SCAPE.table(
+    table = Table(
         len(have_gradients),
+        SCAPE,
         n=lengths,
-        w=Memory([to_local(p) for p in bucket.params], lengths),
+        w=Memory(bucket.local_params, lengths),
         mean=Memory([values if has_gradient else None for values, has_gradient in averages], sizes),
         m=Memory(state["exp_avg"], sizes),
         step=step_memory(bucket, have_gradients),
         **columns,
     )
-    hyper, like = adams_options(bucket.group, clip_factor_in_v), state["step"][0]
-    threads = torch.get_num_threads()
-    candidates = ops.scratch(like, threads * room, torch.int32, "candidates")
-    first_candidate = address("candidates", candidates, threads * room, torch.int32)
-    exchanged = ops.scratch(like, threads * longest, torch.float32, "sent")
-    first_exchanged = address("what was sent", exchanged, threads * longest)
-
-    def run(first: int, last: int, thread: int) -> int:
-        own_candidates = first_candidate + 4 * room * thread
-        own_exchanged = first_exchanged + 4 * longest * thread
-        bad_row: int = ops.library.scape(table, first, last, hyper, own_candidates, own_exchanged)
-        return bad_row
-
-    raise_bad_row(bucket, run_over_rows(lengths, run))
+    own = ops.thread_memory(room, "candidates"), ops.thread_memory(longest)
+    options = adams_options(bucket.group, clip_factor_in_v)
+    raise_bad_row(bucket, run_pass(ops.library.scape, table, lengths, options, own=own))
 
 
 def state_addresses(bucket: Bucket, name: str) -> list[int]:

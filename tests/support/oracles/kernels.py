@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compopt._ops.reference import adams_, adamw_
+from compopt._ops.operations import adams_, adamw_
 
 
 def compact(
