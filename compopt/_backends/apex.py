@@ -1,4 +1,7 @@
-"""NVIDIA apex's multi-tensor Adam, on CUDA; the smallest backend."""
+"""NVIDIA apex's multi-tensor Adam, on CUDA; the smallest backend.
+
+``choice`` takes it where the user asks for it.
+"""
 
 from __future__ import annotations
 

@@ -8,6 +8,8 @@ interpreter. If ranks choose differently, all fall back to "torch".
 
 Backends import the methods whose steps they replace, and stand above them: an optimizer finds this
 choice in ``operations.backend_choices``.
+
+``compopt/__init__.py`` registers it; ``Engine.build_buckets`` asks for the choice.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Functions that several integrations use: modules found at their first forward, callbacks after
 backward, groups that may be destroyed, equal first parameters, and rounds of local steps that end
 before an evaluation or a save.
+
+``ddp``, ``fsdp_modules`` and the trainers' callbacks find modules by it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Norms of gradients, and the clips that follow from them."""
+"""Norms of gradients, and the clips that follow from them.
+
+``decision`` and the methods compute norms and clip by them.
+"""
 
 from __future__ import annotations
 

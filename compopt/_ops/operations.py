@@ -4,6 +4,8 @@ A backend speeds an algorithm up in two ways. It overrides an operation on one t
 ``adamw``. Or it registers a fused implementation of a reference function, such as a paper's
 ``update``, in its table ``fused``; the algorithm calls the reference by ``run`` or ``run_batched``,
 and does not know which backend runs.
+
+``Engine`` has one for all buckets, ``engine.ops``, and algorithms get it as ``ops``.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@ which are checked before C reads them.
 
 They are compiled when compopt is installed: a shared object for each instruction set, of which the
 best one that the processor has is taken.
+
+The other files of this folder fill tables and run passes by it; ``choice`` asks whether there is a
+library.
 """
 
 from __future__ import annotations

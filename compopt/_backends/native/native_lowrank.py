@@ -1,6 +1,8 @@
 """SEPARATE with tracked columns by C passes: the products of ``separate.stacks.multiply`` and
 lines 4 and 5 with AdamW, ``separate.update_tensors`` (kernels/native/lowrank.c), and
 ``separate.stacks.orthonormalize_columns`` (kernels/native/householder.c).
+
+``native_ops`` registers these as fused implementations.
 """
 
 from __future__ import annotations

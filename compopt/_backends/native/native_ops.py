@@ -3,6 +3,8 @@ step once (see kernels/native).
 
 Other tensors are left to PyTorch's operators. With several threads the tensors of a bucket are
 divided among them.
+
+``choice`` makes one for an optimizer on CPUs.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """int8 and int4 by C passes (kernels/native/quantize.c), which read and write memory once: the mean
 of a payload, and a single chunk; and state in 8 bits (kernels/native/blocks.c).
+
+``native_ops`` has these codecs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Selection of the largest elements by C passes (kernels/native): SCAPE's and TAGC's."""
+"""Selection of the largest elements by C passes (kernels/native): SCAPE's and TAGC's.
+
+``native_ops`` and ``native_updates`` select by it.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Commits of whole buckets by C passes: Radius (kernels/native/adamw.c), SCAPE and AdamS
 (kernels/native/scape.c).
+
+``native_ops`` registers these as fused implementations.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 A table holds addresses, so it is cached beside its key: everything that the addresses follow from.
 Where the key differs from that of the step before, the table is made again.
+
+``triton_updates`` and ``triton_lowrank`` make such tables.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """SEPARATE with tracked columns by Triton kernels: the products of ``separate.stacks.multiply``,
 ``separate.stacks.orthonormalize_columns``, and lines 4 and 5 with AdamW,
 ``separate.update_tensors``.
+
+``triton_ops`` registers these as fused implementations.
 """
 
 from __future__ import annotations

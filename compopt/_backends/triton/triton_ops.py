@@ -4,6 +4,8 @@ without a host wait.
 It works on tensors of the device that Triton has a driver for; on CPU tensors in Triton's
 interpreter (TRITON_INTERPRET=1), for tests. Tensors on other devices are left to PyTorch's
 operators.
+
+``choice`` makes one for an optimizer on an accelerator.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 SCAPE selects and makes its messages by a launch for all tensors of a bucket.
 
 The arguments of a bucket in a batch are a named tuple with the parameters of the reference.
+
+``triton_ops`` registers them as fused implementations.
 """
 
 from __future__ import annotations
