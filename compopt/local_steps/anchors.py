@@ -74,7 +74,7 @@ class Anchors:
         self.outer: Optimizer
         self.tensors: list[Anchored] = []  # in the order of the outer optimizer's parameters
         self.buckets: list[AnchorBucket] = []
-        # what the syncs of a fragment have in common, and their number under "step"
+        # the options of each fragment's messages; "step" counts its syncs, not steps
         self.groups: dict[int, Group] = {}
         self._known: set[int] = set()  # ids of the parameters with an anchor
         self.are_in_params = False

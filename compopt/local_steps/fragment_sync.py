@@ -48,25 +48,41 @@ from .anchor_bucket import AnchorBucket, Anchored, write_params
 from .anchors import Anchors, check_outer_rates
 from .rounds import RoundCounts, outer_progress
 
-# The number of float64 fields of an announcement: the number of syncs, the checksums of the
-# settings and of the anchors, the fields of SyncContribution, the squared norm, the sum of the
-# replica check.
-FIELDS = 10
 ANNOUNCEMENT_BYTES = 8 * handshake.MESSAGE
 ANCHOR_PARTS = 8  # the replica check compares one of these at each sync
 
 
 class SyncContribution(NamedTuple):
-    """A rank's contribution to a sync: its weight in the average, and the steps and seconds
-    since the last sync that was applied. ``is_last``: the rank waits in ``end_round()``.
-    ``has_failed``: it could not begin.
+    """A rank's contribution to a sync, or the mean of all: the weight in the average, and the steps
+    and seconds since the last sync that was applied. ``is_last``: 1 if the rank waits in
+    ``end_round()``. ``has_failed``: 1 if it could not begin. Their means are shares of the ranks.
     """
 
     weight: float = 1.0
     steps: float = 0
     seconds: float = 0.0
-    is_last: float = False
-    has_failed: float = False
+    is_last: float = 0.0
+    has_failed: float = 0.0
+
+
+class Announcement(NamedTuple):
+    """What each rank announces before payloads, a vector over ranks of every number."""
+
+    applied_syncs: Tensor
+    settings: Tensor  # their checksum
+    anchors: Tensor  # a checksum of the anchors; 0: not to be compared
+    weight: Tensor  # from here on ``SyncContribution``
+    steps: Tensor
+    seconds: Tensor
+    is_last: Tensor
+    has_failed: Tensor
+    squared_norm: Tensor  # of the pseudo-gradient
+    anchor_sum: Tensor  # of a part of the anchors, as ``handshake.sum_part`` returns it
+
+    def take_mean(self) -> SyncContribution:
+        """Return the mean of the contributions."""
+        own = self.weight, self.steps, self.seconds, self.is_last, self.has_failed
+        return SyncContribution(*(float(values.mean()) for values in own))
 
 
 class Pause:
@@ -206,7 +222,9 @@ class FragmentSync:
     def prepare_sync(
         self, counts: RoundCounts, steps: int, apply_at: int = 0, is_last: bool = False
     ) -> None:
-        """Begin the sync of the fragments that are due, after a round of ``steps`` steps."""
+        """Read what the fragments that are due have moved in a round of ``steps`` steps, and begin
+        their sync.
+        """
         engine, fragments = self.engine, self.due
         copy_options_from_ranks_with_data(self.engine)
         buckets = self.anchors.list_buckets(fragments)
@@ -246,8 +264,8 @@ class FragmentSync:
             return zeros.to(self.engine.device), error
 
     def begin_sync(self, running: RunningSync, is_as_before: bool = False) -> None:
-        """Begin a sync whose pseudo-gradients are in the payloads. Nothing is sent until it is
-        polled or finished.
+        """Make a sync, whose pseudo-gradients are in the payloads, the running one. Nothing is sent
+        until it is polled or finished.
 
         ``is_as_before``: the last sync was of the same tensors.
         """
@@ -356,11 +374,12 @@ class FragmentSync:
             yield gathering
             rows = gathering.wait()
             assert isinstance(rows, Tensor)
-            rows = handshake.unpack_messages(rows.cpu(), FIELDS).contiguous().view(torch.float64)
-            if (problem := self._find_problem(rows)) is not None:
+            rows = handshake.unpack_messages(rows.cpu(), len(Announcement._fields))
+            announced = Announcement(*rows.contiguous().view(torch.float64).unbind(1))
+            if (complain := self._find_complaint(announced)) is not None:
                 yield Pause()
-                problem(running)
-            self._read_contributions(running, rows)
+                complain(running)
+            self._read_contributions(running, announced)
             if running.is_empty:
                 return
             if not starts_at_once:
@@ -393,13 +412,13 @@ class FragmentSync:
             announcement = self._make_announcement(running)
         except Exception as error:
             running.problem = error
-            numbers = [0.0, 0.0, 0.0, *SyncContribution(has_failed=True), 0.0, 0.0]
+            numbers = [0.0, 0.0, 0.0, *SyncContribution(has_failed=1.0), 0.0, 0.0]
             fields = torch.tensor(numbers, dtype=torch.float64, device="cpu")
             announcement = handshake.pack_message(handshake.SYNC, fields)
         return self.comm.start(AllGather(announcement.to(self.engine.device)))
 
     def _make_announcement(self, running: RunningSync) -> Tensor:
-        """Return what this rank announces."""
+        """Return the message with this rank's ``Announcement``."""
         engine, anchors, device = self.engine, self.anchors, self.engine.device
         engine.options.refresh(engine.method.compared_groups)
         are_sent = bytes(t.is_sent for t in running.tensors)
@@ -412,20 +431,20 @@ class FragmentSync:
         squared = running.squares.to(device).sum().view(1)
         return handshake.pack_message(handshake.SYNC, torch.cat([sent, squared, total.to(device)]))
 
-    def _find_problem(self, rows: Tensor) -> Callable[[RunningSync], None] | None:
-        """Return what raises, on all ranks, if a rank could not begin or ranks differ; it asks them
-        why. Raises if one lacks a sync.
+    def _find_complaint(self, announced: Announcement) -> Callable[[RunningSync], None] | None:
+        """Return the function that raises, on all ranks, if a rank could not begin or ranks differ;
+        it asks them why. Raises if one lacks a sync.
         """
-        syncs, settings, values, *contributions, _, sums = rows.unbind(1)
-        if contributions[-1].any():  # has_failed
+        if announced.has_failed.any():
             return self._raise_failure
+        syncs, settings, values = announced.applied_syncs, announced.settings, announced.anchors
         if (syncs != syncs[0]).any():
             raise CommunicationError(
                 f"rank {int(syncs.argmin())} lacks a sync that others have applied: call "
                 "rebind() on all ranks"
             )
         compared = values[values != 0]
-        sums = sums.contiguous().view(torch.int64)
+        sums = announced.anchor_sum.contiguous().view(torch.int64)
         have_parted = bool((compared != compared[:1]).any() or (sums != sums[0]).any())
         have_other_settings = bool((settings != settings[self.comm.rank]).any())
         if not (have_parted or have_other_settings):
@@ -440,13 +459,12 @@ class FragmentSync:
         finally:
             self.is_comparing = False
 
-    def _read_contributions(self, running: RunningSync, rows: Tensor) -> None:
+    def _read_contributions(self, running: RunningSync, announced: Announcement) -> None:
         """Note what ranks have contributed."""
-        _, _, _, *contributions, squares, _ = rows.unbind(1)
-        mean = SyncContribution(*(float(values.mean()) for values in contributions))
-        # where no rank has any weight, all have the same
-        running.mean = mean
-        weights = contributions[0] if mean.weight else torch.ones_like(contributions[0])
+        running.mean = mean = announced.take_mean()
+        weights, squares = announced.weight, announced.squared_norm
+        if not mean.weight:  # where no rank has any weight, all have the same
+            weights = torch.ones_like(weights)
         running.scale = running.contribution.weight / mean.weight if mean.weight else 1.0
         running.is_lost = not bool(squares[self.comm.rank].isfinite())
         norms = torch.where(squares.isfinite(), squares, 0.0).sqrt()

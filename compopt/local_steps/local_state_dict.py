@@ -78,7 +78,7 @@ def save_rounds(
 
 
 def give_up_sync(entries: Iterable[Entry]) -> None:
-    """Make fragments whose exchange is in flight due again, as ``FragmentSync.cancel`` does."""
+    """Make fragments whose sync is in flight due again, as ``FragmentSync.cancel`` does."""
     for entry in entries:
         if "exchange" in entry and entry["exchange"]["apply_at"]:
             entry["exchange"]["apply_at"].zero_()

@@ -301,7 +301,7 @@ class LocalSteps(AnchoredWrapper):
         check_changed_options(engine)
         if not engine.peers_verified and not engine.sends_nothing:
             copy_options_from_ranks_with_data(engine)
-            # over the group of exchanges, where it meets those of ranks that begin none
+            # over the group of syncs, where it meets those of ranks that begin none
             if self._sync is not None:
                 self._sync.decide_running()
             Step(engine, engine.comm.beside, engine.steps + 1).run_handshake()

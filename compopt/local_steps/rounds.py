@@ -9,7 +9,7 @@ p * H // P of the round, p = 0 at its last. Over ``growth_steps`` rounds grow fr
 If rounds have ``round_seconds``, every rank ends one by its own clock, at the first step after that
 time. Ranks then differ in their numbers of steps, and so in scheduled learning rates.
 
-``LocalSteps`` asks it at every step; ``advise`` counts exchanges by ``round_length``.
+``LocalSteps`` asks it at every step; ``advise`` counts syncs by ``round_length``.
 """
 
 from __future__ import annotations
