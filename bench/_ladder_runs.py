@@ -192,12 +192,21 @@ VARIANTS = {  # of LocalSteps(Muon) at its defaults, "30, int4, 800", and of Sep
     "Separate(Muon) 8, int4": Row(functools.partial(separate_muon, rank=8, payload_dtype="int4"), AlikeLockstep, 8e-3),
     "Separate(Muon) 4, int4": Row(functools.partial(separate_muon, rank=4, payload_dtype="int4"), AlikeLockstep, 8e-3),
 }
+for rank, dtype in {32: "int8", 24: "int8", 16: "float32"}.items():
+    make = functools.partial(separate_muon, rank=rank, payload_dtype=dtype, make=normuon)
+    VARIANTS[f"Separate(NorMuon) {rank}, {dtype}"] = Row(make, AlikeLockstep, 8e-3)
 for momentum in (0.8, 0.85, 0.9, 0.98):  # of Muon, where the rows above have 0.95
     inner = functools.partial(muon, momentum=momentum)
     VARIANTS[f"LocalSteps(Muon) 30, int4, 800, inner momentum {momentum}"] = vary_default(inner=inner)
 VARIANTS["LocalSteps(Muon) 30, int4, 800, auto"] = vary_default(outer_lr="auto")
 VARIANTS["LocalSteps(NorMuon) 30, a fixed outer rate"] = vary_default(inner=normuon)
 VARIANTS["LocalSteps(NorMuon) 30, outer momentum 0.8"] = replace(vary_default(inner=normuon), lr=4e-3, momentum=0.8)
+VARIANTS["LocalSteps(NorMuon) 30, inner momentum 0.95"] = replace(
+    vary_default(inner=functools.partial(normuon, momentum=0.95)), lr=4e-3, momentum=0.8
+)
+VARIANTS["LocalSteps(NorMuon) 30, outer momentum 0.8, auto"] = replace(
+    vary_default(inner=normuon, outer_lr="auto"), lr=4e-3, momentum=0.8
+)
 VARIANTS["DDP + NorMuon, momentum 0.95"] = Row(functools.partial(normuon, momentum=0.95), OneReplica, 8e-3)
 for name, inner in {"Muon": muon, "NorMuon": normuon}.items():
     changes = dict(every=1, payload_dtype="float32", outer_lr="auto")

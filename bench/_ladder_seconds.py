@@ -36,7 +36,7 @@ from compopt.local_steps.rounds import round_length
 KEPT = RESULTS / "time_to_loss-ladder.jsonl"
 RATE = "100mbit"  # of the picture of README.md
 NOT_TIMED = ("DeMo 8", "SparseLoCo 15")  # _rivals.py exchanges tensor by tensor, which a real implementation would not
-TIMED = [row for row in MAIN if row not in NOT_TIMED]
+TIMED = [row for row in MAIN if row not in NOT_TIMED] + ["LocalSteps(NorMuon) 30, outer momentum 0.8"]
 SETTLE = 3  # untimed steps before the first block: DDP has made its buckets, ranks have verified each other
 LEARNING_RATE = 1e-3
 ALONE = ", no communication"  # after the baseline whose optimizer steps
@@ -183,6 +183,9 @@ def save(table: list[dict[str, Any]], path: Path) -> None:
 COLORS = {  # how names begin
     "DDP + AdamW": "0.25",
     "DDP + Muon": "tab:purple",
+    "DDP + NorMuon": "tab:pink",
+    "LocalSteps(NorMuon)": "tab:red",
+    "Separate(NorMuon)": "tab:brown",
     "LocalSteps(Muon)": "tab:green",
     "LocalSteps(AdamW)": "tab:olive",
     "Separate(Muon)": "tab:cyan",
