@@ -135,7 +135,9 @@ def consolidate(engine: Engine) -> None:
             entry = engine.method.state.get(p, {})
             for name in engine.method.rank_local_state:
                 layout, info = engine.method.bucket_layouts(bucket)[name], TensorInfo(p, True)
-                if name in entry and layout.numel(info):  # local steps keep none of their start
+                if name in entry and layout.numel(
+                    info
+                ):  # LocalSteps has none in its averaged start
                     values = layout.expand(entry[name], info, entry)
                     average_state(values, bucket.device, engine.comm)
                     entry[name].copy_(layout.compact(to_local(values), info, entry))

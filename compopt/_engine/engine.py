@@ -1,7 +1,7 @@
 """The engine of one optimizer: its buckets and their state, the ranks it averages with, its
 backend, and the exchanges in flight.
 
-An engine knows the ``Method``, whose hooks it calls, and of the optimizer nothing else.
+``engine.method`` is the optimizer, of which an engine knows the hooks of ``Method`` alone.
 ``build_buckets`` lays out buckets and state for the current groups; it runs again after groups,
 ranks or a checkpoint have changed them. Data of a single step is in ``Step``.
 """

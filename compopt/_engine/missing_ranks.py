@@ -367,7 +367,7 @@ def explain_failure(engine: Engine, error: CommunicationError) -> str:
 
 def _read_notes(engine: Engine) -> list[tuple[Note, str]]:
     """Read the notes of ranks that have applied no more steps of this optimizer than this rank.
-    What is no note, as of another version, is passed over.
+    Entries that are no notes, as those of another version, are skipped.
     """
     comm, (name, steps) = engine.comm, _identify_step(engine)
     keys = [f"{PREFIX}note/{rank}" for rank in range(comm.size) if rank != comm.rank]

@@ -150,7 +150,10 @@ class CompressedOptimizer(Method):
             notify_join(self)
         engine = self._engine
         take_step = partial(missing_ranks.run_watching_ranks, engine, self.take_step)
-        take_step() if engine.run_step is None else engine.run_step(take_step)
+        if engine.run_step is None:
+            take_step()
+        else:
+            engine.run_step(take_step)
         for on_step in tuple(self.step_callbacks):
             on_step()
         return loss
@@ -440,7 +443,9 @@ class CompressedOptimizer(Method):
         checkpoint.consolidate(self._engine)
 
     def average_shares(self) -> None:
-        """Replace what a resume has shared out among other ranks by its mean, see ``Snapshots``."""
+        """After a resume on other ranks, replace by their mean what each snapshot gave to one rank
+        alone (see ``Snapshots``).
+        """
         self._consolidate()
 
     # Copies

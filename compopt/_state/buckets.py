@@ -1,7 +1,7 @@
 """Assignment of parameters to buckets, in reverse order of registration, in which backward finishes
 them; tensors of one shape become neighbours.
 
-``Engine.build_buckets`` calls ``make_buckets``, and so do anchors.
+``Engine`` calls ``make_buckets``; ``anchor_bucket`` cuts anchors by ``bucket_bytes`` too.
 """
 
 from __future__ import annotations

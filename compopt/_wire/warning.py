@@ -48,8 +48,8 @@ def user_location() -> tuple[str, int]:
 
 
 def _find_user_frame() -> FrameType:
-    """Return the innermost frame of no installed package; else of one that is neither this package
-    nor torch; else the outermost frame.
+    """Return the innermost frame outside this package, torch and all installed packages; if there
+    is none, the innermost outside this package and torch; else the outermost.
     """
     frame: FrameType | None = sys._getframe(1)
     other: FrameType | None = None

@@ -26,7 +26,7 @@ from .._wire.codec import QuantizedCodec
 from .._wire.payload import ControlFields, Mean, Payload
 from .rounds import outer_gain
 
-# On a device a bucket holds so many times what one of gradients does: nothing overlaps with
+# On a device a bucket is so many times as large as one of gradients: nothing overlaps with
 # backward, and each costs launches.
 TIMES_GRADIENTS = 8
 
@@ -237,8 +237,8 @@ class AnchorBucket(Bucket):
         return self.payload.body
 
     def set_gradients(self, ranks: int | None = None, copies: bool = False) -> None:
-        """Set the anchors' ``grad`` to the average; of so many ``ranks``, to that with the mean
-        length of what they have moved.
+        """Set the anchors' ``grad`` to the average; with ``ranks``, scaled to the mean norm of what
+        so many ranks have moved.
 
         ``copies``: they stay valid after the next bucket has been read.
         """

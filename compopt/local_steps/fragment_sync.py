@@ -203,8 +203,8 @@ class FragmentSync:
         return self._comm or self.engine.comm
 
     def connect(self) -> None:
-        """Exchange anchors over the ranks of the engine. Delayed syncs run beside training, so
-        they get process groups of their own.
+        """Choose the communicators of syncs: those of the engine. Delayed syncs run beside
+        training, so they get process groups of their own.
         """
         engine = self.engine
         if self._connection is engine.comm:

@@ -618,9 +618,8 @@ class LocalSteps(AnchoredWrapper):
         super()._consolidate()
 
     def average_shares(self) -> None:
-        """Replace what a resume has shared out among other ranks by its mean, see ``Snapshots``.
-
-        In the averaged start too, where moments are equal otherwise, and not sent in a save.
+        """As for every class, and also in the averaged start, where moments are equal otherwise,
+        and not sent in a save.
         """
         self._consolidate()
         if self._sync is None:

@@ -38,7 +38,7 @@ from .stacks import (
 
 
 class ProjectionReducer:
-    """Does lines 1 to 6 for all tensors of one bucket at one step.
+    """Does the lines of ``stacks`` for all tensors of one bucket at one step.
 
     ``draw_matrices`` draws R of the tensors that are projected on random columns.
     ``norm_is_reproducible`` asks for a norm that does not depend on the number of threads, since
@@ -265,7 +265,9 @@ class ProjectionReducer:
             yield reconstruct_rows(stack, number, self.mean.parts[i], start, stop).reshape(-1)
 
     def keep_unsent(self, have_gradients: list[bool]) -> None:
-        """Do line 5 inside FSDP2, where the average is not clipped yet."""
+        """Do line 5 inside FSDP2, where the average is not clipped yet; under DDP
+        ``update_tensors`` does it, by ``keep_unsent_of_stack`` and ``keep_unsent_dense``.
+        """
         reducer = self.dense_reducer
         if reducer is not None and reducer.sent_dense:
             reducer.keep_unsent(have_gradients)
