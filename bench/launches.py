@@ -193,14 +193,14 @@ def run_kernel(kernel: triton.JITFunction, *args: Any, **options: Any) -> None:
 read_scalars = decision.read_scalars
 
 
-def _read_numbers(exchanges: list[BucketExchange], replica_sum: Tensor | None) -> Tensor:
+def _read_numbers(
+    exchanges: list[BucketExchange], replica_sum: Tensor | None
+) -> tuple[list[float], list[list[float]], Tensor | None]:
     """The numbers that decide, as they would be: every rank has every gradient, all is as it should be."""
-    norms = (exchange.agreement.squared_norm for exchange in exchanges)
-    report = [1.0] * sum(1 if norm is None else norm.numel() for norm in norms)
-    for exchange in exchanges:
-        report.extend([*[1.0] * len(exchange.agreement.payload.header), *exchange.control.numbers])
-    assert len(read_scalars(exchanges, replica_sum)) == len(report) + (replica_sum is not None)
-    return torch.tensor(report + [0.0] * (replica_sum is not None), dtype=torch.float64, device="cpu")
+    squares, fields, total = read_scalars(exchanges, replica_sum)
+    told = [[1.0] * len(one.agreement.payload.header) + [*one.control.numbers] for one in exchanges]
+    assert [*map(len, fields)] == [*map(len, told)]
+    return [1.0] * len(squares), told, None if total is None else torch.zeros(1, dtype=torch.float64, device="cpu")
 
 
 def _greet(optimizer: object, comm: object, has_problem: bool) -> bool:
