@@ -200,6 +200,7 @@ for momentum in (0.8, 0.85, 0.9, 0.98):  # of Muon, where the rows above have 0.
     VARIANTS[f"LocalSteps(Muon) 30, int4, 800, inner momentum {momentum}"] = vary_default(inner=inner)
 VARIANTS["LocalSteps(Muon) 30, int4, 800, auto"] = vary_default(outer_lr="auto")
 VARIANTS["LocalSteps(NorMuon) 30, a fixed outer rate"] = vary_default(inner=normuon)
+VARIANTS["LocalSteps(Muon) 30, outer momentum 0.8"] = replace(vary_default(), lr=4e-3, momentum=0.8)
 VARIANTS["LocalSteps(NorMuon) 30, outer momentum 0.8"] = replace(vary_default(inner=normuon), lr=4e-3, momentum=0.8)
 VARIANTS["LocalSteps(NorMuon) 30, inner momentum 0.95"] = replace(
     vary_default(inner=functools.partial(normuon, momentum=0.95)), lr=4e-3, momentum=0.8

@@ -245,6 +245,7 @@ def work(jobs: list[str], size: str, products: str, blocks: int, steps: int) -> 
     batches = corpus.batches(text, SIZES[size].batch, SIZES[size].context, seed=1 + dist.get_rank())
     runners = [make_runner(job, size, products, steps, functools.partial(next, batches)) for job in jobs]
     interleave(runners, blocks, steps)
+    del runners  # before the group: DDP frees it with the GIL held, and hangs (docs/troubleshooting.md)
     dist.destroy_process_group()
 
 

@@ -330,6 +330,7 @@ def work(methods: list[str], rounds: int, steps: int, batch: int, small: bool) -
         for _ in range(settle):
             runners[-1].step()
     interleave(runners, rounds, steps)
+    del runners  # before the group: see docs/troubleshooting.md
     dist.destroy_process_group()
 
 

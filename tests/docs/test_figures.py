@@ -149,13 +149,17 @@ def test_seconds_of_the_ladder():
     kept = {(row["rate"], row["row"]): row for row in read("time_to_loss-0.2M.csv")}
     labels = {r"^DDP \+ AdamW$": "DDP + AdamW", r"^DDP \+ Muon$": "DDP + Muon"}
     labels |= {r"^Separate\(Muon": "Separate(Muon) 16", r"^LocalSteps\(Muon\)": "LocalSteps(Muon) 30, int4, 800"}
-    labels |= {r"^LocalSteps\(Muon, every=140": "LocalSteps(Muon) 140"}
+    labels |= {r"^DDP \+ NorMuon$": "DDP + NorMuon", r"^Separate\(NorMuon": "Separate(NorMuon) 16"}
+    labels |= {r"^LocalSteps\(NorMuon\)": "LocalSteps(NorMuon) 30, outer momentum 0.8"}
+    labels |= {r"^LocalSteps\(NorMuon, every=140": "LocalSteps(NorMuon) 140", r"^SeparateAdam$": "SeparateAdam"}
     for label, name in labels.items():
         row = row_of(rows, label)
         for heading, rate in (("10 Mbit/s", "10mbit"), ("100 Mbit/s", "100mbit"), ("1 Gbit/s", "1gbit")):
             line, place = kept[rate, name], f"{name}, {heading}"
             check(row[heading], line["run_seconds"], place)
-            if "(" in row[heading]:
+            if "(never)" in row[heading]:
+                assert line["seconds_to_adamw"] == "", place
+            elif "(" in row[heading]:
                 check(row[heading], line["seconds_to_adamw"], place, 1)
             check(row["final loss"], line["loss"], place)
             check(row["bytes"], line["bytes_percent"], place)
@@ -165,8 +169,9 @@ def test_the_seconds_of_the_readme():
     """Until DDP + AdamW's final loss, which DDP + AdamW has at its end."""
     rows = table(README, "10 Mbit/s", "final loss")
     kept = {(row["rate"], row["row"]): row for row in read("time_to_loss-0.2M.csv")}
-    labels = {r"^DDP \+ AdamW$": "DDP + AdamW", r"^DDP \+ Muon$": "DDP + Muon"}
+    labels = {r"^DDP \+ AdamW$": "DDP + AdamW", r"^DDP \+ NorMuon": "DDP + NorMuon"}
     labels |= {r"^Separate\(Muon": "Separate(Muon) 16", r"^LocalSteps\(Muon": "LocalSteps(Muon) 30, int4, 800"}
+    labels |= {"^the same with": "LocalSteps(NorMuon) 30, outer momentum 0.8"}
     for label, name in labels.items():
         row, key = row_of(rows, label), "run_seconds" if name == "DDP + AdamW" else "seconds_to_adamw"
         for heading, rate in (("10 Mbit/s", "10mbit"), ("100 Mbit/s", "100mbit"), ("1 Gbit/s", "1gbit")):
@@ -183,7 +188,8 @@ def test_losses_by_size():
         r"^LocalSteps\(Muon, .*140": "LocalSteps(Muon) 140",
     }
     names |= {r"^LocalSteps\(AdamW\)": "LocalSteps(AdamW) 30, int4, 800"}
-    names |= {r"^DDP \+ NorMuon$": "DDP + NorMuon", r"^Separate\(NorMuon": "Separate(NorMuon) 16"}
+    names |= {r"^DDP \+ NorMuon$": "DDP + NorMuon", r"^Separate\(NorMuon\)": "Separate(NorMuon) 16"}
+    names |= {r"^Separate\(NorMuon, rank=32": "Separate(NorMuon) 32, int8"}
     names |= {
         r"^LocalSteps\(NorMuon\)": "LocalSteps(NorMuon) 30, outer momentum 0.8",
         r"^the same, averaged end": "LocalSteps(NorMuon) 30, outer momentum 0.8",
