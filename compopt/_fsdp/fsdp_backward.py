@@ -33,7 +33,7 @@ from .._engine.settings import check_changed_options
 from .._ops.norms import clip_factor, stacked_squared_norms
 from .._ops.operations import Ops
 from .._state.bucket import Bucket
-from .._state.layouts import GlobalShape, Layout, LocalShape
+from .._state.layouts import GlobalShape, Layout, LocalShape, Sharded
 from .._state.next_state import commit_next
 from .._state.residuals import Residuals, residual_layout
 from .._state.tensors import to_local, upload
@@ -351,6 +351,14 @@ class ReducingOptimizer(CompressedOptimizer):
     def make_reducer(self, bucket: Bucket) -> Reducer:
         """Return the reducer of a bucket for the coming step."""
         raise NotImplementedError
+
+    def list_adamw_state(self, dtype: torch.dtype) -> dict[str, Layout]:
+        """Return the layouts of AdamW's moments and of the residuals of compressed tensors, for
+        classes that have no other state (``TagcAdamW``, docs/writing.md's ``RandomK``).
+        """
+        moments = Sharded if self.sharded else LocalShape
+        residual = self.choose_residual_layout(dtype, compressed_only=True)
+        return {"exp_avg": moments(dtype), "exp_avg_sq": moments(dtype), "residual": residual}
 
     def choose_residual_layout(self, dtype: torch.dtype, compressed_only: bool = False) -> Layout:
         """Return the layout of residuals: whole inside FSDP2, although it shards parameters."""

@@ -59,7 +59,7 @@ from .._ops.norms import stacked_squared_norms
 from .._ops.operations import Ops, flag_gradients
 from .._state.bits import make_bits, unpack_bits
 from .._state.bucket import Bucket
-from .._state.layouts import Layout, LocalShape, Sharded
+from .._state.layouts import Layout, Sharded
 from .._state.masks import Tensors, sizes_at_density
 from .._state.residuals import Residuals
 from .._wire.codec import PAYLOAD_CODECS
@@ -398,12 +398,7 @@ class TagcAdamW(ReducingOptimizer):
         check_gathers(self.replaces_reduce_scatter, self.param_groups)
 
     def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:
-        moments = Sharded if self.sharded else LocalShape
-        layouts = {
-            "exp_avg": moments(dtype),
-            "exp_avg_sq": moments(dtype),
-            "residual": self.choose_residual_layout(dtype, compressed_only=True),
-        }
+        layouts = self.list_adamw_state(dtype)
         if any(group["update_dtype"] for group in self.param_groups):
             layouts["update_residual"] = Sharded(dtype, optional=True)
         return layouts
