@@ -66,7 +66,7 @@ class SyncContribution(NamedTuple):
 
 
 class Announcement(NamedTuple):
-    """What each rank announces before payloads, a vector over ranks of every number."""
+    """The announcements of all ranks, before payloads: of each number a vector over ranks."""
 
     applied_syncs: Tensor
     settings: Tensor  # their checksum

@@ -112,7 +112,7 @@ def is_reset_step(group: Group, t: int) -> bool:
     return interval is not None and t % interval == 0
 
 
-def is_tracked(bucket: Bucket) -> bool:
+def projects_tracked(bucket: Bucket) -> bool:
     """True if the bucket's matrices are projected on tracked columns, and nothing is float64."""
     group = bucket.group
     sent = bucket.codecs[group.get("payload_dtype")].dtype or bucket.grad_dtype

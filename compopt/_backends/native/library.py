@@ -127,14 +127,14 @@ def _load(path: Path) -> ctypes.CDLL:
 # Tensors that passes read
 
 
-def fits(t: Tensor, least: int, dtype: torch.dtype) -> bool:
+def is_readable(t: Tensor, least: int, dtype: torch.dtype) -> bool:
     """True if a pass can read ``least`` elements of this dtype at the tensor's address."""
     return t.dtype is dtype and t.is_cpu and t.is_contiguous() and t.numel() >= least
 
 
 def is_plain(*tensors: Tensor) -> bool:
     """True if passes can read and write these tensors without a copy."""
-    return all(fits(t, 0, torch.float32) for t in tensors)
+    return all(is_readable(t, 0, torch.float32) for t in tensors)
 
 
 def as_float32(tensors: Tensors) -> list[Tensor | None]:
@@ -163,7 +163,7 @@ def address(
     what: str, tensor: Tensor | None, least: int, dtype: torch.dtype = torch.float32
 ) -> int:
     """Return the address of a tensor, 0 for None. The tensor must outlive the call."""
-    if tensor is not None and fits(tensor, least, dtype):
+    if tensor is not None and is_readable(tensor, least, dtype):
         return tensor.data_ptr() or EMPTY
     return addresses(what, (tensor,), (least,), dtype)[0]
 
@@ -179,7 +179,7 @@ def addresses(
     for t, n in zip(tensors, least, strict=True):
         if t is None:
             places.append(0)
-        # ``fits``, without a call
+        # ``is_readable``, without a call
         elif t.dtype is dtype and t.is_cpu and t.is_contiguous() and t.numel() >= n:
             places.append(t.data_ptr() or EMPTY)
         else:

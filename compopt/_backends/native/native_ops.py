@@ -24,7 +24,7 @@ from ..._wire.codec import make_codecs
 from ..._wire.payload import Payload
 from ...scape import scape
 from ...separate import projection_reducer, separate, stacks
-from ...separate.projection_options import is_tracked
+from ...separate.projection_options import projects_tracked
 from ...tagc import tagc
 from .library import (
     ADAMW,
@@ -36,8 +36,8 @@ from .library import (
     address,
     address_in_turn,
     as_float32,
-    fits,
     is_plain,
+    is_readable,
     isa_of_library,
     load_library,
     mask_sizes,
@@ -86,7 +86,7 @@ class NativeOps(LibraryOps):
     def read_union(
         self, bits: Tensor, values: Tensor, at: Tensor, union: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        if not is_plain(values) or not fits(bits, 0, torch.uint8):
+        if not is_plain(values) or not is_readable(bits, 0, torch.uint8):
             return super().read_union(bits, values, at, union)
         many, size, read = len(values), len(bits), self.library.read_union
         mask = address("a mask", bits, size, torch.uint8)
@@ -213,7 +213,7 @@ def can_write(ops: Ops, bucket: Bucket) -> bool:
 
 def can_project(ops: Ops, bucket: Bucket) -> bool:
     """True if passes can project this bucket's gradients on tracked columns."""
-    return can_read(ops, bucket) and is_tracked(bucket)
+    return can_read(ops, bucket) and projects_tracked(bucket)
 
 
 def can_write_dense(ops: Ops, bucket: Bucket) -> bool:
@@ -224,7 +224,7 @@ def can_write_dense(ops: Ops, bucket: Bucket) -> bool:
 
 def can_update_factored(ops: Ops, bucket: Bucket) -> bool:
     """True if passes can update parameters by products of narrow matrices."""
-    return can_write(ops, bucket) and is_tracked(bucket)
+    return can_write(ops, bucket) and projects_tracked(bucket)
 
 
 def can_select(ops: Ops, bucket: Bucket) -> bool:

@@ -19,7 +19,7 @@ from ..._state.bucket import Bucket
 from ..._state.masks import Tensors
 from ..._state.residuals import Residuals
 from ..._wire.payload import Payload
-from ...separate.projection_options import is_tracked
+from ...separate.projection_options import projects_tracked
 from ...separate.projection_reducer import ProjectionReducer
 from ...separate.stacks import ProjectedStack
 from .tables import (
@@ -37,7 +37,7 @@ def can_project(ops: KernelOps, bucket: Bucket) -> bool:
     """True if kernels can project this bucket's gradients on tracked columns; offloaded residuals
     are not on the device.
     """
-    fits = is_tracked(bucket) and bucket.group["rank"] <= kernels.MAX_NARROW
+    fits = projects_tracked(bucket) and bucket.group["rank"] <= kernels.MAX_NARROW
     return fits and bucket.device.type == ops.device and bucket.offload is None
 
 
