@@ -229,21 +229,21 @@ class Residuals:
             return self.stored[i].shape
         return torch.Size(self.bucket.decoded_shapes[self.name][i])
 
-    def _join(self, chosen: list[int], sizes: list[int]) -> Iterator[Run]:
+    def _join(self, chosen: list[int], sizes: list[int]) -> Iterator[BlockRun]:
         """Yield runs of blocks that follow each other without gaps."""
-        first_blocks, run, at = self._first_blocks, Run(0, 0, 0, 0), 0
+        first_blocks, run, at = self._first_blocks, BlockRun(0, 0, 0, 0), 0
         for i, size in zip(chosen, sizes, strict=True):
             first, count = first_blocks[i], first_blocks[i + 1] - first_blocks[i]
             if run.first + run.blocks == first and run.size == run.blocks * ROW:
-                run = Run(run.at, run.size + size, run.first, run.blocks + count)
+                run = BlockRun(run.at, run.size + size, run.first, run.blocks + count)
             else:
                 yield run
-                run = Run(at, size, first, count)
+                run = BlockRun(at, size, first, count)
             at += size
         yield run
 
 
-class Run(NamedTuple):
+class BlockRun(NamedTuple):
     """``size`` values from number ``at`` on, in ``blocks`` blocks from number ``first`` on."""
 
     at: int
@@ -253,7 +253,7 @@ class Run(NamedTuple):
 
 
 def runs_of(
-    values: Tensor, stored: Tensor, runs: Iterable[Run]
+    values: Tensor, stored: Tensor, runs: Iterable[BlockRun]
 ) -> Iterator[tuple[Tensor, Tensor, int]]:
     """Yield the values, the blocks, and the number of the first block of each run."""
     blocks = stored.view(-1, BLOCK_BYTES)

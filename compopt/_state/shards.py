@@ -45,7 +45,7 @@ class Strided(NamedTuple):
         )
 
 
-class Run(NamedTuple):
+class BitRun(NamedTuple):
     """``size`` bits of a mask from ``first`` on: those of a tensor's elements from ``at`` on."""
 
     first: int
@@ -124,21 +124,21 @@ class ShardLayout:
         return parts
 
     @cached_property
-    def runs_by_shard(self) -> list[list[Run]]:
+    def runs_by_shard(self) -> list[list[BitRun]]:
         """The runs of each rank's bits, ascending."""
         of_tensors = [
-            Run(strided.start + row * strided.stride, strided.columns, i, row * strided.columns)
+            BitRun(strided.start + row * strided.stride, strided.columns, i, row * strided.columns)
             for i, strided in enumerate(self.strided_bits)
             if strided is not None
             for row in range(strided.rows)
         ]
-        of_ranks: list[list[Run]] = []
+        of_ranks: list[list[BitRun]] = []
         for begin, end in self.bits:
             runs = []
             for first, size, tensor, at in sorted(of_tensors):
                 start, stop = max(first, begin), min(first + size, end)
                 if start < stop:
-                    runs.append(Run(start, stop - start, tensor, at + start - first))
+                    runs.append(BitRun(start, stop - start, tensor, at + start - first))
             of_ranks.append(runs)
         return of_ranks
 

@@ -113,9 +113,9 @@ def choose_generator(optimizer: SeparateAdam | Separate, bucket: Bucket) -> Requ
     """Return the generator that steps a bucket: Algorithm 1, or the step inside FSDP2."""
     ops, fsdp_backward = optimizer.ops, optimizer.fsdp_backward
     if fsdp_backward is None:
-        return separate(bucket, ops, optimizer.make_reducer(bucket), optimizer._update)
+        return separate(bucket, ops, optimizer.make_reducer(bucket), optimizer.update_rule)
     norm_factors = optimizer.squared_norm_factors(bucket)
-    return step_fsdp_shards(bucket, ops, fsdp_backward, optimizer._update, norm_factors)
+    return step_fsdp_shards(bucket, ops, fsdp_backward, optimizer.update_rule, norm_factors)
 
 
 class SeparateAdam(ProjectingOptimizer):
@@ -244,7 +244,7 @@ class SeparateAdam(ProjectingOptimizer):
         }
 
     @property
-    def _update(self) -> Update:
+    def update_rule(self) -> Update:
         return AdamWUpdate(self.ops)  # of the current backend: ranks may fall back to PyTorch's
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:

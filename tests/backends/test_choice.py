@@ -358,7 +358,7 @@ def test_ranks_that_chose_differently_by_themselves_all_take_pytorchs_operators(
     assert [o.backend for o in ranks.optimizers] == ["torch", "torch"]
     assert "ranks had chosen different backends" in ranks.optimizers[0].backend_reason
     if name == "SeparateAdam":
-        assert all(o._update.apply.__self__ is o.ops for o in ranks.optimizers)
+        assert all(o.update_rule.apply.__self__ is o.ops for o in ranks.optimizers)
     ranks.assert_replicas_equal()
 
     lames = False

@@ -22,7 +22,7 @@ from ..._state.masks import (
     code_layout,
 )
 from ..._state.residuals import Residuals
-from ..._state.shards import Run
+from ..._state.shards import BitRun
 from ..._wire.requests import CommunicationError
 from ...scape.momenta import compute_x_of_slice
 from ...tagc.tagc import Selected
@@ -195,7 +195,7 @@ class Pieces(NamedTuple):
 
     counts: list[int]  # how many runs each shard has, and how many dense tensors there are
     tensors: Tensor  # of each run
-    runs: list[Run]
+    runs: list[BitRun]
 
     def table(self, g: Sequence[int], e: Sequence[int], squares: Sequence[int]) -> Table:
         """Return a table of the runs, from the addresses of gradients and residuals (0: none)."""
@@ -211,7 +211,7 @@ def list_pieces(bucket: Bucket) -> Pieces:
     """Return the pieces of a bucket, computed once."""
     if "pieces" not in bucket.cache:
         rows = enumerate(zip(bucket.lengths, bucket.compressed, strict=True))
-        dense = [Run(0, n, i, 0) for i, (n, compressed) in rows if not compressed]
+        dense = [BitRun(0, n, i, 0) for i, (n, compressed) in rows if not compressed]
         shards = [*bucket.shards.runs_by_shard, dense]
         runs = [*chain(*shards)]
         tensors = torch.tensor([run.tensor for run in runs], dtype=torch.int64, device="cpu")
