@@ -180,8 +180,11 @@ def drop_absent(exchange: BucketExchange, given: list[bool]) -> bool:
     agreement, bucket = exchange.agreement, exchange.bucket
     if "residual" not in bucket.state:
         return False
-    # which tensors may have a residual: where none was loaded, those that have had a gradient
-    before = bucket.had_gradients or [bucket.has_residual] * len(given)
+    # Which tensors may have a residual on any rank: those that have taken a step. All ranks need
+    # one answer, and a rank that has just joined has no residuals of its own.
+    counts = bucket.step_counts
+    assert counts is not None
+    before = bucket.had_gradients or counts.gt(0).tolist()
     bucket.had_gradients = [a or b for a, b in zip(before, given, strict=True)]
     if not any(had and not has for had, has in zip(before, given, strict=True)):
         return False

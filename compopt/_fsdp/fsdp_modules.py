@@ -131,7 +131,8 @@ def _is_flat_parameter(p: Tensor) -> bool:
 
 class GradientHook:
     """A hook of parameters: starts the exchange between nodes in backward, as soon as FSDP2 has
-    reduced a shard's gradient.
+    reduced a shard's gradient. At the end of backward it starts those of the others, which have no
+    gradient here: on other nodes they may have one, and ranks start equally many in each backward.
     """
 
     def __init__(self, optimizer: CompressedOptimizer):
@@ -145,6 +146,7 @@ class GradientHook:
 
     def _on_backward_end(self) -> None:
         if (optimizer := self._optimizer()) is not None:
+            optimizer.gradients_ready(list_parameters(optimizer))
             optimizer.backward_done()
 
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ from .._state.tensors import to_local
 from .._wire.collectives import Communicator
 from .._wire.requests import AllGather, AllReduceMean, Broadcast
 from .bases import find_owner, keep_torch_random
+
+Key = TypeVar("Key", bound=Hashable)
 
 PREFIX = "base."  # before the name of a base's option that the wrapper has too
 
@@ -172,23 +174,15 @@ def average_base(base: Optimizer, buckets: Sequence[Bucket], engine: Engine) -> 
     alike = _find_alike(entries, buckets, comm)
     for p in entries.keys() - alike:
         _say_kept(engine, entries[p])
-    # a factor of a square matrix has the shape of the matrix: what is a factor, others tell
-    factors = {
-        path
-        for p in alike
-        for path, value in zip(entries[p].paths, entries[p].tensors, strict=True)
-        if value.numel() > 1 and value.is_floating_point() and not has_mean(value, path, p)
-    }
+    shapes = {p: to_local(p).shape for p in alike}
+    averaged = find_averaged({p: (entries[p], shapes[p]) for p in alike})
     for bucket in buckets:
         means: dict[torch.dtype, list[Tensor]] = {}
         of_rank_0 = Leaves()
         for p in (p for p in bucket.params if p in alike):
             entry = entries[p]
-            pairs = list(zip(entry.tensors, entry.paths, strict=True))
-            large = [pair for pair in pairs if pair[0].numel() > 1]
-            is_mean = factors.isdisjoint(entry.paths) and all(has_mean(*one, p) for one in large)
-            for value, path in pairs:
-                if is_mean and has_mean(value, path, p):
+            for value, path in zip(entry.tensors, entry.paths, strict=True):
+                if p in averaged and has_mean(value, path, shapes[p]):
                     means.setdefault(value.dtype, []).append(value)
                 else:
                     of_rank_0.tensors.append(value)
@@ -232,11 +226,35 @@ def copy_learned_options(groups: Sequence[Group], given: Collection[str], engine
         copy_from_rank_0(leaves, engine.device, engine.comm)
 
 
-def has_mean(value: Tensor, path: str, p: Tensor) -> bool:
-    """True for what may be averaged over ranks: floats of the shape of ``p``, or of that shape
-    flattened, and mean squares of rows.
+def find_averaged(entries: Mapping[Key, tuple[Leaves, torch.Size]]) -> set[Key]:
+    """Return the parameters whose state may be averaged over ranks: what it consists of has means.
+    That of the others is one rank's, as a whole.
+
+    ``entries``: the state of each, and its shape, or that of this rank's part.
     """
-    shape = to_local(p).shape
+    large = {
+        key: [pair for pair in zip(entry.paths, entry.tensors, strict=True) if pair[1].numel() > 1]
+        for key, (entry, _) in entries.items()
+    }
+    # a factor of a square matrix has the shape of the matrix: what is a factor, others tell
+    factors = {
+        path
+        for key, (_, shape) in entries.items()
+        for path, value in large[key]
+        if value.is_floating_point() and not has_mean(value, path, shape)
+    }
+    return {
+        key
+        for key, (entry, shape) in entries.items()
+        if factors.isdisjoint(entry.paths)
+        and all(has_mean(value, path, shape) for path, value in large[key])
+    }
+
+
+def has_mean(value: Tensor, path: str, shape: torch.Size) -> bool:
+    """True for what may be averaged over ranks: floats of the shape of the parameter, or of that
+    shape flattened, and mean squares of rows.
+    """
     has_shape = shape != () and value.shape in (shape, (shape.numel(),))
     is_like = has_shape and value.element_size() > 1
     return value.is_floating_point() and (is_like or path.endswith(MEAN_SQUARES))

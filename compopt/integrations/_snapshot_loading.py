@@ -21,6 +21,8 @@ from torch import Tensor
 from .._engine.exchange import exchange_one
 from .._engine.handshake import gather_json
 from .._engine.optimizer import CompressedOptimizer
+from .._inside.base_state import find_averaged
+from .._state.leaves import read_leaves
 from .._state.tensors import HOST, distribute_like
 from .._wire.collectives import Communicator
 from .._wire.requests import Broadcast
@@ -98,7 +100,9 @@ def describe(error: BaseException) -> str:
 
 
 class RankParts:
-    """The parts of a state that differ between ranks. Only their mean counts."""
+    """The parts of a state that differ between ranks. Only their mean counts; of those that have
+    none, such as factors and projections of an inner optimizer, those of one rank.
+    """
 
     def __init__(self, optimizer: CompressedOptimizer):
         self._names = {*optimizer.rank_local_state, "residual", "pseudo_gradient"}
@@ -113,6 +117,23 @@ class RankParts:
         return path[-1] in self._names or (
             is_moment and value.is_floating_point() and value.dim() > 0
         )
+
+    def list_parts_without_mean(self, state: State) -> set[Path_]:
+        """Return the paths of a rank's own parts that other ranks take over as they are."""
+        if not self._has_local_moments:
+            return set()
+        shapes = {name: value.shape for name, value in state["model"].items()}
+        entries = {
+            name: (read_leaves(entry["base"]), shapes[name])
+            for name, entry in state["optimizer"]["state"].items()
+            if entry.get("base") and name in shapes
+        }
+        whole = entries.keys() - find_averaged(entries)
+        return {
+            path
+            for path, value in iterate_leaves(state)
+            if self.is_rank_part(path, value) and path[3] == "base" and path[2] in whole
+        }
 
     def list_parts(self, state: State) -> Parts:
         """Return a rank's own parts, among them what its parameters have moved from their anchors.
@@ -138,8 +159,9 @@ class RankParts:
         of all snapshots.
         """
         factor, total = ranks / len(weights), sum(weights)
+        without_mean = self.list_parts_without_mean(state)
         for path, value in iterate_leaves(state):
-            if self.is_rank_part(path, value):
+            if self.is_rank_part(path, value) and path not in without_mean:
                 value.zero_()
                 for parts, _ in read:
                     value.add_(parts[path], alpha=factor)
@@ -385,8 +407,13 @@ class Resume:
         rows = gather_json([*packed.describe(), size], device, comm)
         if comm.rank != source:
             packed = files.make_empty(*rows[source])
-        leaves = iterate_leaves(files.unpack(packed))
-        own = {id(value) for path, value in leaves if self.rank_parts.is_rank_part(path, value)}
+        unpacked, parts = files.unpack(packed), self.rank_parts
+        without_mean = parts.list_parts_without_mean(unpacked)
+        own = {
+            id(value)
+            for path, value in iterate_leaves(unpacked)
+            if parts.is_rank_part(path, value) and path not in without_mean
+        }
         for tensor in packed.tensors:
             if id(tensor) not in own:
                 raw = tensor.view(-1).view(torch.uint8).to(device)

@@ -600,22 +600,30 @@ class LocalSteps(AnchoredWrapper):
         self._check_own_params()
         if sync is not None and sync.running is not None:
             self._perform_and_report(sync)
-        if sync is not None and self.round_is_open:
-            weight = 1.0
-            if self._options["weighted"]:  # this rank's weight over the mean of all weights
-                counted = self._counts.weight
-                weights = gather_json(counted, engine.device, engine.comm)
-                weight = counted / (sum(weights) / len(weights)) if any(weights) else 1.0
-            for t in sync.anchors.tensors:
-                if not bool(to_local(t.param.detach()).isfinite().all()):
-                    write_params([t])
-                    reset_moments(self.base, [t])
-                average_state(t.param.detach(), engine.device, engine.comm, weight)
+        if sync is not None:
+            # where rounds end by time, a round may be open on some ranks only
+            row = [self.round_is_open, self._counts.weight]
+            rows = gather_json(row, engine.device, engine.comm)
+            if any(is_open for is_open, _ in rows):
+                self._average_params(sync, [weight for _, weight in rows])
         if sync is not None:
             for bucket in sync.anchors.buckets:
                 average_residuals(bucket, "residual", engine.device, engine.comm)
             self._average_base()
         super()._consolidate()
+
+    def _average_params(self, sync: FragmentSync, weights: list[float]) -> None:
+        """Replace parameters within a round by their mean over ranks of these ``weights``."""
+        engine, weight = self._engine, 1.0
+        if self._options["weighted"] and any(weights):  # over the mean of all weights
+            weight = self._counts.weight / (sum(weights) / len(weights))
+        if not self.round_is_open:
+            sync.anchors.note_training(self._params)
+        for t in sync.anchors.tensors:
+            if not bool(to_local(t.param.detach()).isfinite().all()):
+                write_params([t])
+                reset_moments(self.base, [t])
+            average_state(t.param.detach(), engine.device, engine.comm, weight)
 
     def average_shares(self) -> None:
         """As for every class, and also in the averaged start, where moments are equal otherwise,

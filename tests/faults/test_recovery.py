@@ -225,3 +225,24 @@ def test_ranks_may_also_join_an_equal_group_anew(case):
     ranks.finish_round(loss)
     ranks.assert_replicas_equal()
     assert ranks.optimizers[0].stats.applied_steps == ranks.steps >= 10
+
+
+@every_average
+def test_ranks_clip_alike_although_only_some_owe_for_a_tensor_without_a_gradient(case):
+    """The rank that joins owes nothing. What the other owes is neither applied nor counted, on both."""
+    ranks = make_ranks(case, 2, max_grad_norm=0.1)
+    ranks.train(loss, 6)
+    first = ranks.optimizers[0]
+    if first.sharded:
+        pytest.skip("nobody joins shards")
+    ranks.models[1] = copy.deepcopy(ranks.models[0])
+    new = case.make(ranks.models[1].parameters(), process_group=World(1).comms[0], max_grad_norm=0.1)
+    new.load_state_dict(first.state_for_joiner())
+    ranks.optimizers[1] = new
+    ranks.shrink([0, 1])
+    ranks.backward(loss)
+    for model in ranks.models:
+        model.up.weight.grad = None
+    ranks.world.step(ranks.optimizers)
+    assert first.stats.grad_norm == new.stats.grad_norm
+    ranks.assert_replicas_equal()

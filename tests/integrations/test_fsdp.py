@@ -362,6 +362,43 @@ def test_an_optimizer_that_was_replaced_sends_nothing_in_backward():
     assert run_ranks(optimizer_replaced, 4) == [([0, 3, 3], 0.0)] * 4
 
 
+class Branch(nn.Module):
+    """Leaves a layer out where it is told to, as a layer of experts that get no token."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, left_out: int | None = None) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x).tanh() if number != left_out else x
+        return x
+
+
+def leaves_layers_out(rank: int) -> tuple[list[int], float]:
+    """In the first of two backwards of a step, and in one before a save, replica 1 uses other layers than replica 0."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model, early = fully_shard(Branch(), mesh=mesh["shard"]), []
+    groups = [{"params": list(part.parameters())} for part in model.layers]
+    optimizer = by_name["SeparateAdam"].make(groups, process_group=mesh.get_group("replicate"))
+    for step, left_out in enumerate((None, None, 2, 1)):
+        optimizer.zero_grad()
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(2 * step + rank))
+        model(x, left_out if rank else None).square().mean().backward()
+        if step == 2:
+            model(x.flip(0)).square().mean().backward()
+        elif step == 3:
+            optimizer.consolidate_state()
+        optimizer.step()
+        early.append(optimizer.stats.early_buckets)
+    return early, differences(whole(model))
+
+
+def test_replicas_that_use_different_layers_send_equally_much_in_backward():
+    assert run_ranks(leaves_layers_out, 2) == [([0, 2, 2, 0], 0.0)] * 2
+
+
 @pytest.fixture(scope="module")
 def early_runs():
     return run_ranks(both, 4)

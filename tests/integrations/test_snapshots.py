@@ -16,7 +16,7 @@ import hsdp_models
 import pytest
 import torch
 import torch.distributed as dist
-from conformance import Small
+from conformance import Small, loss
 from ranks import run_ranks
 from slow_rows import slow_but
 from table import by_name
@@ -200,6 +200,31 @@ def test_other_ranks_go_on_from_the_mean(kind, options, ranks, is_shared, begin,
                 )
             elif name.split(".")[-1] not in ("is_due",):
                 assert torch.equal(value, was[0]), name
+
+
+def factored(rank: int, folder: str, is_first: bool) -> dict[str, torch.Tensor]:
+    """Return the state of an inner optimizer whose second moments are factors, after 4 steps or resumed."""
+    torch.manual_seed(0)
+    model = Small()
+    optimizer = compopt.LocalSteps(torch.optim.Adafactor(model.parameters(), lr=1e-2), every=4, growth_steps=0)
+    snapshots = Snapshots(Path(folder) / f"node {1 if is_first else rank}", model, optimizer)
+    assert snapshots.resume() == (0 if is_first else 4)
+    for step in range(4 if is_first else 0):
+        optimizer.zero_grad()
+        loss(model, rank, step).backward()
+        optimizer.step()
+    snapshots.save()
+    snapshots.close()
+    entries = [optimizer.base.state[p] for p in (model.up.weight, model.up.bias)]
+    return {name: value for entry in entries for name, value in entry.items()}
+
+
+def test_factors_become_those_of_one_rank_as_they_are(tmp_path):
+    """They have no mean. The rank whose state all take over may have loaded no snapshot itself."""
+    [was] = run_ranks(factored, 1, str(tmp_path), True)
+    assert {"row_var", "col_var", "variance"} < was.keys()
+    for now in run_ranks(factored, 2, str(tmp_path), False):
+        assert [name for name in was if not torch.equal(was[name], now[name])] == []
 
 
 LOST = "the snapshots of step 6 are not there of replica 0 of 2: the residuals of these ranks are lost"

@@ -377,6 +377,19 @@ def test_a_consolidated_checkpoint_goes_on_with_any_number_of_ranks(clock):
     assert [optimizer.stats.weight for optimizer in others] == pytest.approx([0.3, 0.2, 0.5])
 
 
+def test_ranks_that_have_not_stepped_since_their_round_are_consolidated_with_those_that_have(clock):
+    world, params, optimizers = make_ranks(2)
+    take_round(clock, world, params, optimizers, [3, 2])
+    take_alone(clock, world, params, optimizers, 0, 2)
+    moved = copy.deepcopy(params[0])
+    assert [o.round_is_open for o in optimizers] == [True, False]
+    world.consolidate(optimizers)
+    assert all(map(torch.equal, params[0], moved)) and are_equal(params)
+    assert [o.round_is_open for o in optimizers] == [True, True]
+    take_round(clock, world, params, optimizers, [1, 2])
+    assert are_equal(params) and optimizers[0].stats.round == 2
+
+
 def test_a_failed_exchange_keeps_its_weight(clock):
     """It is tried again after the next step, whose time is not over."""
     world, params, optimizers = make_ranks(2)
