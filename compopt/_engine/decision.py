@@ -180,8 +180,9 @@ def drop_absent(exchange: BucketExchange, given: list[bool]) -> bool:
     agreement, bucket = exchange.agreement, exchange.bucket
     if "residual" not in bucket.state:
         return False
-    # which tensors may have a residual: where none was loaded, those that have had a gradient
-    before = bucket.had_gradients or [bucket.has_residual] * len(given)
+    # which tensors may have a residual on some rank: those that have had a gradient, any after a
+    # load or a rebind; not what this rank's residuals say, as those of a rank that joined are 0
+    before = bucket.had_gradients or [bucket.group["step"] > 0] * len(given)
     bucket.had_gradients = [a or b for a, b in zip(before, given, strict=True)]
     if not any(had and not has for had, has in zip(before, given, strict=True)):
         return False
