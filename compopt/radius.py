@@ -68,12 +68,15 @@ def radius(bucket: Bucket, ops: Ops) -> RequestGenerator[None]:
     group, phase = bucket.group, choose_phase(bucket)  # lines 3, 7, 12
     resamples = phase == "resample"
     mask = bucket.cache["mask"] if phase == "sparse" else None
-    reducer = AllReduceReducer(bucket, ops, mask, keeps_mask=mask is not None)
+    keeps_mask = mask is not None and not bucket.cache.get("mask_has_residual", True)
+    reducer = AllReduceReducer(bucket, ops, mask, keeps_mask)
     mean = yield from reducer.reduce()  # lines 4, 8, 9, 13, 14
     norm = yield Agree(mean, phase)  # from here on state changes
     reducer.clip(clip_factor(norm, group["max_grad_norm"]))  # line 20
     before = [w.clone() for w in compressed_weights(bucket)] if resamples else []
     yield from ops.run_batched(step_adamw, bucket, reducer)  # lines 10, 15 to 17, 21 and 25
+    if mean.rounding_errors is not None:
+        bucket.cache["mask_has_residual"] = True
     if resamples:
         masks = select_masks(bucket, ops, before)
         del before
@@ -112,21 +115,25 @@ def broadcast_mask(
     """Give all ranks the new mask of rank 0 (line 23). The next step waits for it.
 
     A tensor without a gradient on any rank keeps its mask, because its residual is zero at the
-    positions of the old mask, but not at those of a new one.
+    positions of the old mask, but not at those of a new one. If it has none, as after a rebind, it
+    gets a new one, and sparse steps send residuals too until the next resample.
     """
     state, have_gradients = bucket.state["mask"], mean.have_gradients
+    mask_has_residual = mean.rounding_errors is not None
     sizes: list[int | None] = [*sizes_at_density(bucket, bucket.group["density"])]
     new, compressed = [], [i for i, c in enumerate(bucket.compressed) if c]
     for i, bits in zip(compressed, masks, strict=True):
         keeps = not have_gradients[i] and bool(state[i].any())
         new.append(state[i].clone() if keeps else bits)
         sizes[i] = None if keeps else sizes[i]
+        mask_has_residual |= bucket.has_residual and not (keeps or have_gradients[i])
     # until the new mask has arrived the bucket has none
     bucket.cache.pop("mask", None)
     bucket.flat["mask"].zero_()
     flat = yield Broadcast(torch.cat(new), confirm=True)
     bucket.flat["mask"].copy_(flat)
     bucket.cache["mask"] = Mask(bucket, bits=state, sizes=sizes)
+    bucket.cache["mask_has_residual"] = mask_has_residual
 
 
 class RadiusAdamW(CompressedOptimizer):

@@ -264,8 +264,8 @@ class AllReduceReducer:
     """Sends gradients plus residuals on a mask that all ranks know, by one all-reduce.
 
     Every rank receives the whole average, and reads its shard of it where state is sharded.
-    ``mask``: None for all elements. ``keeps_mask``: it is that of the step before, so residuals on
-    it are 0 but for rounding errors.
+    ``mask``: None for all elements. ``keeps_mask``: residuals on it are 0 but for rounding errors,
+    as it is that of the step before.
     """
 
     grads: list[Tensor | None]

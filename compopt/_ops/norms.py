@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -93,7 +94,7 @@ def squared_norms_on_cpu(xs: Sequence[Tensor]) -> Tensor:
     """
     parts = [x.reshape(-1).split(WIDTH) for x in xs]
     flat = [part for of_one in parts for part in of_one]
-    dtype = torch.promote_types(flat[0].dtype, torch.float32)
+    dtype = reduce(torch.promote_types, {x.dtype for x in xs}, torch.float32)
     squares = torch.stack(torch._foreach_norm(flat, 2, dtype=dtype)).double().square_()
     total = squares.sum()
     if not math.isfinite(total.item()):

@@ -112,9 +112,10 @@ class Bucket:
         # Which tensors have had a gradient on any rank since the bucket was made; empty at first.
         self.had_gradients: list[bool] = []
         # Derived from state: recomputed if absent, never saved. ``has_residual``: a residual may be
-        # non-zero. ``mask``: Radius's mask. ``momentum_mask``: the one that SCAPE's momentum is on;
-        # ``next_mask``: the one that its next step sends. ``union_and_leftovers``: of TAGC's last
-        # exchange. ``plan`` and ``runs``: SEPARATE's projections and stacks. ``guesses``,
+        # non-zero; ``mask_has_residual``: on Radius's ``mask``. ``momentum_mask``: the one that
+        # SCAPE's momentum is on; ``next_mask``: the one that its next step sends.
+        # ``union_and_leftovers``: of TAGC's last exchange. ``plan`` and ``runs``: SEPARATE's
+        # projections and stacks. ``guesses``,
         # ``pieces``, ``products``, ``factors``, ``flags``, ``dense`` and ``averages``: thresholds,
         # runs and tables of the native backend.
         self.cache: dict[str, Any] = {}

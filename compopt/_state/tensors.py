@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -96,6 +97,16 @@ def is_compressed(p: Tensor, group: dict[str, Any], name: str = "") -> bool:
     """
     choice = group.get("compress")
     return p.dim() >= 2 and p.numel() >= MIN_COMPRESSED_NUMEL if choice is None else bool(choice)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Return a context in which products have the precision of x, and not autocast's: replicas need
+    that, and the other end of a stage boundary, which knows a payload's from its activation's.
+    """
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind):  # the meta device
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 # Devices

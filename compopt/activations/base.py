@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from .._state.tensors import to_local
+from .._state.tensors import to_local, without_autocast
 
 
 def replicated(weight: Tensor) -> Tensor:
@@ -26,16 +25,6 @@ def apply_function(function: type[torch.autograd.Function], *args: object) -> Te
     """Return ``function.apply(*args)``, which torch does not annotate."""
     result: Tensor = function.apply(*args)
     return result
-
-
-def without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Return a context in which a compressor computes in the precision of x. Autocast would change
-    that of a payload, which the other end of a stage boundary knows from its activation's.
-    """
-    kind = x.device.type
-    if not torch.amp.is_autocast_available(kind):  # the meta device
-        return nullcontext()
-    return torch.autocast(kind, enabled=False)
 
 
 def require_side(side: Tensor | None) -> Tensor:

@@ -33,9 +33,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from .._state.tensors import to_local
+from .._state.tensors import to_local, without_autocast
 from .._wire.groups import ProcessGroup
-from .base import Compressor, apply_function, without_autocast
+from .base import Compressor, apply_function
 from .codecs import Identity
 
 # Gradients in flight: one of shape inference, which nobody receives, one in transfer, one being

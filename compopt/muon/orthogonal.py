@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .._engine.options import Group
-from .._state.tensors import take_local_part, to_local
+from .._state.tensors import take_local_part, to_local, without_autocast
 
 
 class Slice(NamedTuple):
@@ -139,10 +139,11 @@ def orthogonalize(x: Tensor, group: Group) -> Tensor:
     """
     a, b, c = group["ns_coefficients"]
     x.div_(torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp_(min=group["eps"]))
-    for _ in range(group["ns_steps"]):
-        gram = torch.bmm(x, x.mT)
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
+    with without_autocast(x):
+        for _ in range(group["ns_steps"]):
+            gram = torch.bmm(x, x.mT)
+            polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            x = torch.baddbmm(x, polynomial, x, beta=a)
     return x
 
 

@@ -88,6 +88,25 @@ def test_threads_change_nothing(monkeypatch, name, options):
         torch.set_num_threads(1)
 
 
+@pytest.mark.parametrize(
+    "case", [by_name[name] for name in ("RadiusAdamW", "ScapeAdamS", "SeparateAdam")], ids=lambda case: case.name
+)
+def test_each_of_several_empty_tensors_takes_its_step(case):  # as shards of FSDP2 on a rank that has nothing of them
+    empty = [nn.Parameter(torch.empty(shape)) for shape in [(0,), (0, 3), (4, 0), (0,)]]
+    optimizer = case.make([{"params": empty}], simulate=True)
+    torch.set_num_threads(2)
+    torch.use_deterministic_algorithms(True)  # memory that nobody writes is NaN
+    try:
+        for p in empty:
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(1)
+    assert optimizer.stats.phase != "skipped", optimizer.stats.reason
+    assert [float(optimizer.state[p]["step"]) for p in empty] == [1.0] * 4
+
+
 @pytest.fixture
 def ops() -> NativeOps:
     return NativeOps()

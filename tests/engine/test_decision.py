@@ -577,3 +577,20 @@ def test_the_norm_does_not_know_residuals_that_are_not_applied(name):
     cls, options = OTHERS[name]
     norms = [train_to_absent(cls, options, before)[0].stats.grad_norm for before in (lambda _: None, enlarge)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-6) and norms[0] > 1
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in {**APPLIED, **OTHERS} if "sharded" not in name and "Tagc" not in name]
+)
+def test_the_norm_is_one_where_a_rank_has_no_residuals(name):  # as one that has joined
+    def forget(optimizers: list) -> None:
+        for rank, optimizer in enumerate(optimizers):
+            saved = copy.deepcopy(optimizer.state_dict())
+            for state in saved["state"].values() if rank else ():
+                state.get("residual", torch.empty(0)).zero_()
+            optimizer.load_state_dict(saved)
+
+    cls, options = {**APPLIED, **OTHERS}[name]
+    first, second = train_to_absent(cls, dict(options, max_grad_norm=0.5), forget)
+    assert first.stats.grad_norm == second.stats.grad_norm
+    assert all(map(torch.equal, first.param_groups[0]["params"], second.param_groups[0]["params"]))

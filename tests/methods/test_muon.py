@@ -274,6 +274,16 @@ def test_in_other_dtypes_they_are_near_the_definition(of_params, iteration, allo
             assert optimizer.state[p]["second_momentum_buffer"].dtype == of_params
 
 
+def test_a_step_under_autocast_iterates_in_its_own_dtype(monkeypatch):
+    monkeypatch.setattr(muon, "choose_dtype", lambda device: torch.float32)
+    p, q = (nn.Parameter(torch.zeros(6, 8)) for _ in range(2))
+    p.grad = q.grad = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    for one, autocasts in ((p, False), (q, True)):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocasts):
+            compopt.MuonAdamW([one], use_muon=lambda name, p: True).step()
+    assert torch.equal(p, q)
+
+
 def test_a_batch_has_one_shape_and_its_transpose_and_is_not_too_large():
     shapes = [(6, 8), (6, 8), (3, 4), (8, 6), (6, 8), (8, 6), (200, 4), (200, 4)]
     params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]

@@ -10,6 +10,7 @@ import torch
 from oracles import RadiusOracle
 from oracles import kernels as reference
 from problems import BY_DTYPE, COMPRESSED, MATRICES, each_dtype, gradients, replicas, step, weights
+from sim import World
 from torch import Tensor, nn
 
 import compopt
@@ -180,6 +181,33 @@ def test_a_tensor_absent_when_masks_are_chosen_keeps_its_own_and_what_it_owes(dt
     for absent in (2, None, None, None, None):
         run.step(absent)
     assert run.phase == "sparse" and not torch.equal(run.state("mask", 2), mask)
+
+
+@each_dtype
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_tensor_absent_when_masks_are_chosen_after_a_rebind_sends_what_it_owes_on_a_new_one(dtype, resumes):
+    run = Run(dtype, density=0.3, interval=100, dense_steps=0)
+    for _ in range(3):
+        run.step()
+    run.world = World(2)
+    pairs = zip(run.optimizers, run.world.comms, strict=True)
+    run.world.run([functools.partial(optimizer.rebind, comm) for optimizer, comm in pairs])
+    run.step(absent=2)
+    assert run.phase == "resample" and run.state("mask", 2).any() and run.residual(2).any()
+    for optimizer in run.optimizers if resumes else []:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for absent in (2, None, None):
+        run.step(absent)
+    assert run.phase == "sparse"
+
+
+@each_dtype
+def test_what_a_payload_rounds_off_on_the_mask_is_sent_when_it_rounds_no_more(dtype):
+    run = Run(dtype, density=0.3, interval=100, dense_steps=0)
+    for payload_dtype in (None, "int8", None):
+        run.options(payload_dtype=payload_dtype)
+        run.step()
+    assert run.phase == "sparse"
 
 
 @each_dtype

@@ -332,11 +332,12 @@ def run_pass(
         memory = [start + NUMBER * room * thread for start, room in own]
         return function(table, first, last, *arguments, *memory)
 
-    threads = min(torch.get_num_threads(), len(lengths))
+    total = sum(lengths)
+    threads = min(torch.get_num_threads(), len(lengths), total)
     if threads <= 1:
         rejected = run(0, len(lengths), 0)
     else:
-        total, cuts, done = sum(lengths), [0], 0
+        cuts, done = [0], 0
         for i, n in enumerate(lengths):
             done += n
             if done * threads >= total * len(cuts):
