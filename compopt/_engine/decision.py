@@ -182,9 +182,9 @@ def drop_absent(exchange: BucketExchange, given: list[bool]) -> bool:
         return False
     # Which tensors may have a residual on any rank: those that have taken a step. All ranks need
     # one answer, and a rank that has just joined has no residuals of its own.
-    counts = bucket.step_counts
-    assert counts is not None
-    before = bucket.had_gradients or counts.gt(0).tolist()
+    before = bucket.had_gradients or [False] * len(given)
+    if not bucket.had_gradients and bucket.group["step"] and bucket.step_counts is not None:
+        before = bucket.step_counts.gt(0).tolist()
     bucket.had_gradients = [a or b for a, b in zip(before, given, strict=True)]
     if not any(had and not has for had, has in zip(before, given, strict=True)):
         return False

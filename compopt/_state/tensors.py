@@ -104,7 +104,8 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     that, and the other end of a stage boundary, which knows a payload's from its activation's.
     """
     kind = x.device.type
-    if not torch.amp.is_autocast_available(kind):  # the meta device
+    # the meta device has no autocast
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return nullcontext()
     return torch.autocast(kind, enabled=False)
 

@@ -65,11 +65,12 @@ LOOKS = {
     "_engine.handshake _checksum_gradients": ("AdamS", "the handshake: gradients are not averaged already"),
     "separate.matrices checksum_projection": ("SeparateAdam", "the handshake: matrices are alike on all ranks, once"),
     "_state.bucket has_residual": ("SeparateAdam", "whether a residual was loaded"),
+    "_engine.decision drop_absent": ("SeparateAdam", "which tensors have taken a step, after a load"),
     "radius rebuild_cache": ("RadiusAdamW", "whether a mask was loaded"),
     "scape.scape_masks restore_masks": ("ScapeAdamS", "whether the next mask was loaded"),
     "scape.scape_masks _has_dense_momentum": ("ScapeAdamS, sharded", "whether a mask was loaded"),
     "separate.projecting_optimizer rebuild_cache": ("SeparateAdam, tracked", "whether a basis was loaded"),
-    "_engine.decision read_decision": ("SeparateAdam", "a step in which no rank has a gradient of a tensor any more"),
+    "_engine.decision read_decision": ("TagcAdamW", "a step in which no rank has a gradient of a tensor any more"),
     # when it is asked for
     "_engine.gradients unscale_gradients": ("AdamS", "a GradScaler's scale"),
     "_engine.resharding average_state": ("RadiusAdamW", "consolidate_state() of a residual in host memory"),
