@@ -218,8 +218,7 @@ def can_project(ops: Ops, bucket: Bucket) -> bool:
 
 def can_write_dense(ops: Ops, bucket: Bucket) -> bool:
     """True if a pass can write this bucket's gradients and residuals to a payload."""
-    is_half = bucket.group["payload_dtype"] in (torch.float16, torch.bfloat16)
-    return can_project(ops, bucket) and not is_half and Residuals(bucket).is_exact
+    return can_project(ops, bucket) and Residuals(bucket).is_exact
 
 
 def can_update_factored(ops: Ops, bucket: Bucket) -> bool:
