@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from .._state.tensors import to_local
+from .._state.tensors import to_local, view_bytes
 from .._wire.collectives import Communicator
 from .._wire.payload import CACHE_ELEMENTS, choose_block_size
 from .._wire.requests import AllGather, CallsDiffer, CommunicationError
@@ -267,7 +267,7 @@ def checksum_text(text: object) -> int:
 
 def checksum_values(tensor: Tensor) -> int:
     """Compute a number that is equal for tensors with equal bits."""
-    raw = _view_bytes(tensor)
+    raw = view_bytes(tensor)
     words = raw.view(torch.int16) if raw.numel() % 2 == 0 else raw
     # a block at a time: the sum copies what it adds to int64
     blocks = words.split(choose_block_size(words, on_cpu=CACHE_ELEMENTS))
@@ -440,7 +440,7 @@ def _cut_part(tensors: Sequence[Tensor], turn: int, parts: int) -> Iterator[list
         start += room
         if begin >= end:
             continue
-        view = _view_bytes(p)[begin:end]
+        view = view_bytes(p)[begin:end]
         if views and (view.device != views[0].device or copied + end - begin > CAT_BYTES):
             yield views
             views, copied = [], 0
@@ -448,13 +448,6 @@ def _cut_part(tensors: Sequence[Tensor], turn: int, parts: int) -> Iterator[list
         copied += end - begin
     if views:
         yield views
-
-
-def _view_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor, as a vector."""
-    flat = tensor.detach().contiguous()
-    # the strides of a tensor of one element or none may be anything
-    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def _sum_words(views: list[Tensor]) -> Tensor:

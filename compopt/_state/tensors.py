@@ -30,6 +30,13 @@ def to_local(tensor: Tensor) -> Tensor:
     return method() if method else tensor
 
 
+def view_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, as a vector; of one with gaps, those of a copy."""
+    flat = tensor.detach().contiguous()
+    # the strides of a tensor of one element or none may be anything
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
 def distribute_like(p: Tensor, local: Tensor) -> Tensor:
     """Return this rank's part of a state as a DTensor with the mesh and placements of ``p``; the
     part itself if p is no DTensor.
