@@ -157,6 +157,7 @@ def register_gradient_hooks(optimizer: CompressedOptimizer) -> None:
     start exchanges there that the others do not join.
     """
     hook = GradientHook(optimizer)
+    optimizer._engine.backwards_are_alike = False
     for p in list_parameters(optimizer):
         hooks = getattr(p, HOOKS, None) or {}
         for key in [key for key, other in hooks.items() if isinstance(other, GradientHook)]:
