@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from .._state.tensors import to_local, view_bytes
+from .._state.tensors import has_gradient_hook, to_local, view_bytes
 from .._wire.collectives import Communicator
 from .._wire.payload import CACHE_ELEMENTS, choose_block_size
 from .._wire.requests import AllGather, CallsDiffer, CommunicationError
@@ -56,6 +56,7 @@ class Checksums(NamedTuple):
     is_backend_automatic: int  # not chosen by the user
     dense_time: int  # the result of a trial (when="auto"), in nanoseconds; 0 until it ends
     compressed_time: int
+    has_hooks: int  # its parameters have hooks that read gradients in backward
 
 
 # Between steps
@@ -87,6 +88,7 @@ def compare_optimizers(
         is_backend_automatic=engine.ops.automatic,
         dense_time=dense_time,
         compressed_time=compressed_time,
+        has_hooks=any(has_gradient_hook(p) for b in engine.buckets for p in b.params),
     )
     checksums = torch.tensor(local_checksums, dtype=torch.int64, device="cpu").to(engine.device)
     gathered = exchange_one(comm, AllGather(pack_message(HANDSHAKE, checksums)))
@@ -103,6 +105,7 @@ def compare_optimizers(
         raise_mismatch(engine, comm)
     if _differ(row.masks for row in rows):  # some ranks lost theirs
         engine.forget_masks(names)
+    engine.has_gradient_hooks = any(row.has_hooks for row in rows)
     times = [[row.dense_time, row.compressed_time] for row in rows]
     if engine.trial is not None and all(map(all, times)):
         engine.trial.compare_medians(times)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 HOST = torch.device("cpu")
+HOOKS = "_post_accumulate_grad_hooks"  # torch's attribute of a parameter
 # Smaller tensors, norm scales and biases are averaged dense.
 MIN_COMPRESSED_NUMEL = 4096
 # Decides whether to compress a parameter of this group and name.
@@ -95,6 +96,11 @@ def get_grad_dtype(p: Tensor) -> torch.dtype:
     is set, to the same on all ranks.
     """
     return getattr(p, "grad_dtype", None) or p.dtype
+
+
+def has_gradient_hook(p: Tensor) -> bool:
+    """True if a hook reads the gradient of ``p`` once backward has accumulated it."""
+    return bool(getattr(p, HOOKS, None))
 
 
 def is_compressed(p: Tensor, group: dict[str, Any], name: str = "") -> bool:

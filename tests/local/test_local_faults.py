@@ -756,6 +756,7 @@ def test_a_copy_within_a_delayed_sync_may_be_made_by_one_rank_alone(monkeypatch)
         patch.setattr(SimCommunicator, "with_own_group", None)
         copied = copy.deepcopy(optimizers[0])
         copied._sync.running.poll()
+        assert copied._sync.running.error is None
         del copied
     for t in range(5, 9):
         step(optimizers[0].comm.world, params, optimizers, gradients(2, t, dtype=torch.float32))
