@@ -138,6 +138,9 @@ class Engine:
         self.post_commit = PostCommitExchanges()
         self.overlap = BackwardOverlap(self.post_commit)
         self.ddp_left_gradients = False  # DDP did not average those of the coming step
+        # ranks run equally many backwards, as under DDP; under HSDP a replica may leave one out
+        self.backwards_are_alike = True
+        self.has_gradient_hooks = False  # on any rank, by the last handshake
         self.has_grad_scaler = False  # a GradScaler drives the steps
         self.has_data = True  # False in a Join once this rank has finished its data
         self.divides_by_all = True  # in a Join: the mean is over all ranks, not those with data

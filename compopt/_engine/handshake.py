@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from .._state.tensors import to_local
+from .._state.tensors import has_gradient_hook, to_local, view_bytes
 from .._wire.collectives import Communicator
 from .._wire.payload import CACHE_ELEMENTS, choose_block_size
 from .._wire.requests import AllGather, CallsDiffer, CommunicationError
@@ -56,6 +56,7 @@ class Checksums(NamedTuple):
     is_backend_automatic: int  # not chosen by the user
     dense_time: int  # the result of a trial (when="auto"), in nanoseconds; 0 until it ends
     compressed_time: int
+    has_hooks: int  # its parameters have hooks that read gradients in backward
 
 
 # Between steps
@@ -87,6 +88,7 @@ def compare_optimizers(
         is_backend_automatic=engine.ops.automatic,
         dense_time=dense_time,
         compressed_time=compressed_time,
+        has_hooks=any(has_gradient_hook(p) for b in engine.buckets for p in b.params),
     )
     checksums = torch.tensor(local_checksums, dtype=torch.int64, device="cpu").to(engine.device)
     gathered = exchange_one(comm, AllGather(pack_message(HANDSHAKE, checksums)))
@@ -103,6 +105,7 @@ def compare_optimizers(
         raise_mismatch(engine, comm)
     if _differ(row.masks for row in rows):  # some ranks lost theirs
         engine.forget_masks(names)
+    engine.has_gradient_hooks = any(row.has_hooks for row in rows)
     times = [[row.dense_time, row.compressed_time] for row in rows]
     if engine.trial is not None and all(map(all, times)):
         engine.trial.compare_medians(times)
@@ -267,7 +270,7 @@ def checksum_text(text: object) -> int:
 
 def checksum_values(tensor: Tensor) -> int:
     """Compute a number that is equal for tensors with equal bits."""
-    raw = _view_bytes(tensor)
+    raw = view_bytes(tensor)
     words = raw.view(torch.int16) if raw.numel() % 2 == 0 else raw
     # a block at a time: the sum copies what it adds to int64
     blocks = words.split(choose_block_size(words, on_cpu=CACHE_ELEMENTS))
@@ -440,7 +443,7 @@ def _cut_part(tensors: Sequence[Tensor], turn: int, parts: int) -> Iterator[list
         start += room
         if begin >= end:
             continue
-        view = _view_bytes(p)[begin:end]
+        view = view_bytes(p)[begin:end]
         if views and (view.device != views[0].device or copied + end - begin > CAT_BYTES):
             yield views
             views, copied = [], 0
@@ -448,13 +451,6 @@ def _cut_part(tensors: Sequence[Tensor], turn: int, parts: int) -> Iterator[list
         copied += end - begin
     if views:
         yield views
-
-
-def _view_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor, as a vector."""
-    flat = tensor.detach().contiguous()
-    # the strides of a tensor of one element or none may be anything
-    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def _sum_words(views: list[Tensor]) -> Tensor:

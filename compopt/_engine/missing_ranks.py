@@ -90,6 +90,8 @@ def wait_for_all_to_consolidate(engine: Engine, patience: float | None) -> None:
         if bucket.is_sharded
     )
     state = f"{averaged} elements of {', '.join(names) or 'nothing'}, {in_shards} in shards"
+    if (schedule := engine.overlap.schedule) is not None:  # else a rank waits for its exchanges
+        state += f", {len(schedule.exchanges)} exchanges of a backward before step()"
     if patience is None:
         patience = PATIENCE if comm.rank == 0 else PATIENCE_WITH_RANK_0
     look = engine.method.find_end_of_round

@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from .._state.tensors import to_local
 from .._wire.requests import Broadcast
 from .engine import Engine
+from .exchange import exchange_one
 from .optimizer import CompressedOptimizer
 
 
@@ -61,7 +62,8 @@ def copy_first_parameters(engine: Engine) -> None:
     """Set the parameters to those of the first rank of the optimizer's group."""
     for bucket in [*engine.buckets, *engine.frozen_buckets]:
         for p in bucket.params:
-            engine.comm.start(Broadcast(to_local(p.detach()))).wait()
+            local = to_local(p.detach())  # may have gaps, or other strides on other ranks
+            local.copy_(exchange_one(engine.comm, Broadcast(local.contiguous())))
 
 
 def end_open_rounds(optimizers: Iterable[Any]) -> None:

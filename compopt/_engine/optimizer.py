@@ -371,6 +371,7 @@ class CompressedOptimizer(Method):
         """
         return checkpoint.make_state_for_joiner(self._engine)
 
+    @torch.inference_mode(False)  # its memory is used in later steps
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this class or of ``torch.optim.AdamW``. All ranks must load.
 

@@ -73,6 +73,8 @@ class BackwardOverlap:
         # parameters whose gradients the running backward has finished, by bucket
         self._finished: dict[int, set[Tensor]] = {}
         self._is_same_backward = False  # the running backward has started the schedule
+        # the backwards since the last step, and the most that a step had
+        self._backwards, self._most_backwards = 0, 1
 
     @property
     def is_idle(self) -> bool:
@@ -89,11 +91,14 @@ class BackwardOverlap:
         buckets: list[Bucket],
         algorithm: Algorithm,
         comm: Communicator,
+        restarts: bool = True,
     ) -> None:
         """Start the exchanges of complete buckets, in the order that all ranks share.
 
         ``finished``: parameters whose gradients backward has just finished, with their buckets. If
         a later backward of the same step completes the first bucket, all payloads are sent anew.
+        Unless a backward ``restarts`` them: other ranks may run fewer. A step then has one start,
+        in the last backward of as many as steps have had.
         """
         for p, bucket in finished:
             self._finished.setdefault(bucket.index, set()).add(p)
@@ -102,6 +107,9 @@ class BackwardOverlap:
         if self.is_stopped or post_commit.lost or has_error or len(buckets) == 1:
             return
         is_new = not self._is_same_backward and self.is_ready(buckets[0])
+        if not restarts:
+            is_last = self._backwards + 1 == self._most_backwards
+            is_new = is_new and is_last and self.schedule is None
         if self.schedule is None and not is_new:
             return
         try:
@@ -127,11 +135,16 @@ class BackwardOverlap:
         """
         self._finished.clear()
         self._is_same_backward = False
+        self._backwards += 1
         if self.schedule is None:
             return
         for exchange in self.schedule.exchanges:
             if exchange.staleness is not None:
                 exchange.staleness.accept_zeros_of_ddp()
+
+    def on_step_end(self) -> None:
+        self._most_backwards = max(self._most_backwards, self._backwards)
+        self._backwards = 0
 
     def take_schedule(self) -> ExchangeSchedule | None:
         """Return the schedule that backward started, if it did: ``step()`` runs the rest of it."""

@@ -43,8 +43,8 @@ def average_state(
     """Replace a tensor by its mean over ranks, in which this rank has a ``weight``; the mean weight
     is 1.
     """
-    request = AllReduceMean(to_local(tensor).to(device, copy=True).mul_(weight))
-    to_local(tensor).copy_(exchange_one(comm, request))
+    copied = to_local(tensor).to(device, copy=True).contiguous()  # strides are a rank's own
+    to_local(tensor).copy_(exchange_one(comm, AllReduceMean(copied.mul_(weight))))
 
 
 def average_residuals(bucket: Bucket, name: str, device: torch.device, comm: Communicator) -> None:

@@ -404,6 +404,7 @@ class Step:
         engine, comm, applied = self.engine, self.comm, decision.applied
         if applied and "compression" not in engine.warned:
             self._show_first_line()
+        engine.overlap.on_step_end()
         engine.waits.note_field(self.number, comm.size, decision.control_means["waits"][0])
         engine.update_stats(decision)
         trial = None if engine.sends_nothing else engine.trial
@@ -460,4 +461,5 @@ def start_in_backward(engine: Engine, params: Iterable[torch.Tensor]) -> None:
         if engine.has_new_options or engine.trainable_has_changed:
             return
     finished = [(p, engine.bucket_of[p]) for p in params if p in engine.bucket_of]
-    overlap.start_ready(finished, engine.buckets, engine.algorithm, comm)
+    restarts = engine.backwards_are_alike
+    overlap.start_ready(finished, engine.buckets, engine.algorithm, comm, restarts)

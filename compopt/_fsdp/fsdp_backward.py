@@ -76,6 +76,7 @@ class FSDPBackward:
         self._buckets: dict[tuple[Tensor, ...], list[ReduceScatterBucket]] = {}
         self._bucket_count = 0
         self._backward_number = -1  # of the running backward
+        self._is_further = False  # there was one before since the last step
         self._valid_options = self._copy_sent_options()
 
     @property
@@ -124,6 +125,7 @@ class FSDPBackward:
         if backward != self._backward_number:
             self._backward_number = backward
             self.finish()  # reductions of a backward that raised
+            self._is_further = bool(self.buckets_since_step)
             self._discard_unapplied()
             self._check_and_lay_out()
         buckets = self._buckets_of(params, rows.dtype)
@@ -136,7 +138,8 @@ class FSDPBackward:
             )
             self.in_flight.append(PendingReduction(bucket, inputs, is_last=False))
         self._take_ended()
-        if blocking or any(p.grad is not None for p, _ in params):
+        # gradients may have been cleared on this rank alone
+        if blocking or self._is_further or any(p.grad is not None for p, _ in params):
             self.finish()
 
     def _copy_sent_options(self) -> list[tuple[Group, Group]]:
@@ -204,24 +207,24 @@ class FSDPBackward:
     def _discard_unapplied(self) -> None:
         """Forget the pending residuals of gradients that were discarded since the last backward.
 
-        ``zero_grad(set_to_none=False)`` leaves zeros, as one shard may have by chance: one
-        all-reduce, for which backward waits, decides whether gradients were discarded.
+        ``zero_grad(set_to_none=False)`` leaves zeros, as one shard may have by chance, and one rank
+        may have discarded its shards alone: one all-reduce, for which backward waits, decides which
+        gradients were discarded.
         """
-        self.pending_states = {
-            p: pending for p, pending in self.pending_states.items() if p.grad is not None
-        }
         if self.error is not None and all(p.grad is None for p in self.engine.bucket_of):
             self.error = None
         if self.pending_states:
             engine = self.engine
-            some = any(
-                bool(to_local(p.grad).any()) for p in self.pending_states if p.grad is not None
-            )
-            flag = torch.tensor([float(some)], dtype=torch.float32, device=engine.device)
-            pending = engine.comm.start(AllReduceMean(flag))
-            pending.wait()
-            if not flag.item():
-                self.pending_states = {}
+            grads = [p.grad for p in self.pending_states]
+            some = any(g is not None and bool(to_local(g).any()) for g in grads)
+            kept = [float(some), *(float(g is not None) for g in grads)]
+            flags = torch.tensor(kept, dtype=torch.float32, device=engine.device)
+            engine.comm.start(AllReduceMean(flags)).wait()
+            some, *are_kept = (flag > 0 for flag in flags.tolist())
+            pairs = zip(self.pending_states.items(), are_kept, strict=True)
+            self.pending_states = {
+                p: pending for (p, pending), is_kept in pairs if some and is_kept
+            }
 
     def finish(self) -> None:
         """Wait for everything that has begun."""

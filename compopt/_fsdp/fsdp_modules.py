@@ -38,12 +38,12 @@ from .._engine.module_hooks import (
     list_parameters,
 )
 from .._engine.optimizer import CompressedOptimizer, construction_callbacks
+from .._state.tensors import HOOKS, has_gradient_hook
 from .._wire.collectives import list_mesh_groups
 from .fsdp_backward import ReducingOptimizer
 from .fsdp_bucket import longest_part_numel
 from .fsdp_gather import FSDPAllGather, TorchAllocation
 
-HOOKS = "_post_accumulate_grad_hooks"  # torch's attribute of a parameter
 ADVICE = (
     "call fully_shard(model, mesh=mesh['shard']) with the mesh dimension inside a node, and give "
     "the optimizer process_group=mesh.get_group('replicate'), the dimension between nodes."
@@ -157,6 +157,7 @@ def register_gradient_hooks(optimizer: CompressedOptimizer) -> None:
     start exchanges there that the others do not join.
     """
     hook = GradientHook(optimizer)
+    optimizer._engine.backwards_are_alike = False
     for p in list_parameters(optimizer):
         hooks = getattr(p, HOOKS, None) or {}
         for key in [key for key, other in hooks.items() if isinstance(other, GradientHook)]:
@@ -292,7 +293,10 @@ class OptimizerReduceScatter(TorchAllocation):
         multiplied, postdivided = self._compute_scales(op, rows)
         if multiplied != 1 and problem is None:
             rows.mul_(multiplied)
-        is_read = postdivided > 1 or self._is_read_in_backward(trainable, output_tensor)
+        # a hook may be one rank's alone, and all have to wait alike: a handshake tells
+        engine = optimizer._engine
+        is_read = engine.has_gradient_hooks or not engine.peers_verified or postdivided > 1
+        is_read = is_read or self._is_read_in_backward(trainable, output_tensor)
         is_idle = not reduce_scatter.in_flight
         with torch.no_grad():
             backward = torch._C._current_graph_task_id()
@@ -321,7 +325,7 @@ class OptimizerReduceScatter(TorchAllocation):
 
     def _is_read_in_backward(self, trainable: list[Any], out: Tensor) -> bool:
         """Return True if FSDP2 or a hook reads the averaged gradient before backward has ended."""
-        is_hooked = any(getattr(one.sharded_param, HOOKS, None) for one in trainable)
+        is_hooked = any(has_gradient_hook(one.sharded_param) for one in trainable)
         is_kept = all(
             one.sharded_param.dtype == out.dtype and not one.offload_to_cpu for one in trainable
         )

@@ -30,7 +30,7 @@ from .._engine.optimizer import CompressedOptimizer
 from .._engine.options import Group
 from .._state.bucket import Bucket
 from .._state.leaves import Leaves, read_leaves
-from .._state.tensors import to_local
+from .._state.tensors import to_local, view_bytes
 from .._wire.collectives import Communicator
 from .._wire.requests import AllGather, AllReduceMean, Broadcast
 from .bases import find_owner, keep_torch_random
@@ -276,7 +276,7 @@ def copy_from_rank_0(leaves: Leaves, device: torch.device, comm: Communicator) -
         return
     scalars = torch.tensor(leaves.read_scalars(), dtype=torch.float64, device="cpu")
     values = [*leaves.tensors, scalars]
-    raw = [value.detach().reshape(-1).view(torch.uint8).to(device) for value in values]
+    raw = [view_bytes(value).to(device) for value in values]
     flat = exchange_one(comm, Broadcast(torch.cat(raw)))
     parts = flat.split([part.numel() for part in raw])
     # clones begin where a tensor of any dtype may

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 HOST = torch.device("cpu")
+HOOKS = "_post_accumulate_grad_hooks"  # torch's attribute of a parameter
 # Smaller tensors, norm scales and biases are averaged dense.
 MIN_COMPRESSED_NUMEL = 4096
 # Decides whether to compress a parameter of this group and name.
@@ -29,6 +30,13 @@ def to_local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor; any other tensor is returned unchanged."""
     method: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
     return method() if method else tensor
+
+
+def view_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, as a vector; of one with gaps, those of a copy."""
+    flat = tensor.detach().contiguous()
+    # the strides of a tensor of one element or none may be anything
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def distribute_like(p: Tensor, local: Tensor) -> Tensor:
@@ -89,6 +97,11 @@ def get_grad_dtype(p: Tensor) -> torch.dtype:
     is set, to the same on all ranks.
     """
     return getattr(p, "grad_dtype", None) or p.dtype
+
+
+def has_gradient_hook(p: Tensor) -> bool:
+    """True if a hook reads the gradient of ``p`` once backward has accumulated it."""
+    return bool(getattr(p, HOOKS, None))
 
 
 def is_compressed(p: Tensor, group: dict[str, Any], name: str = "") -> bool:

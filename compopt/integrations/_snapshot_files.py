@@ -45,7 +45,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._state.tensors import to_local
+from .._state.tensors import to_local, view_bytes
 
 State = dict[str, Any]
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if type(d) is torch.dtype}
@@ -90,7 +90,7 @@ def make_empty(plain: Any, specs: list[Any], limit: int) -> Packed:
 
 def memory_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor of the host."""
-    memory: Any = tensor.view(-1).view(torch.uint8).numpy()
+    memory: Any = view_bytes(tensor).numpy()
     return memoryview(memory)
 
 

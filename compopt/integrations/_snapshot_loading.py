@@ -23,7 +23,7 @@ from .._engine.handshake import gather_json
 from .._engine.optimizer import CompressedOptimizer
 from .._inside.base_state import find_averaged
 from .._state.leaves import read_leaves
-from .._state.tensors import HOST, distribute_like
+from .._state.tensors import HOST, distribute_like, view_bytes
 from .._wire.collectives import Communicator
 from .._wire.requests import Broadcast
 from .._wire.warning import warn, warn_on_rank_0
@@ -416,7 +416,7 @@ class Resume:
         }
         for tensor in packed.tensors:
             if id(tensor) not in own:
-                raw = tensor.view(-1).view(torch.uint8).to(device)
+                raw = view_bytes(tensor).to(device)
                 raw = exchange_one(comm, Broadcast(raw, source)).to(HOST)
                 tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
         shared: State = files.unpack(packed)

@@ -182,7 +182,8 @@ class AnchoredWrapper(Wrapper):
     def _note_open_round(self) -> None:
         if self._sync is not None:
             step = self._options["step"]
-            self._open_round = self._open_round or OpenRound(self, step - 1)
+            begun = min(step - 1, self._counts.begun)
+            self._open_round = self._open_round or OpenRound(self, begun)
             self._open_round.update(self.round_is_open, step, self._engine.comm)
 
     # Ranks in other calls: some in ``end_round()``, others in ``save()`` or
@@ -258,12 +259,23 @@ class AnchoredWrapper(Wrapper):
                 self._sync.due = due
             self._ensure_anchors()
             anchors = self._anchors
-            if anchors is not None and anchors.catch_up(engine, is_new):
-                self._counts.weight = 0.0
+            if anchors is not None:
+                if anchors.catch_up(engine, is_new):
+                    self._counts.weight = 0.0
+                self._agree_on_moved(anchors)
         except BaseException:
             if is_new:  # the next rebind() finds this rank as new as it is
                 self._sync = None
             raise
+
+    def _agree_on_moved(self, anchors: Anchors) -> None:
+        """Let all ranks sync what any has moved, though a rank that took over a sync has not."""
+        moved = {t.param: t.has_moved for t in anchors.tensors}
+        row = [moved.get(p, False) for p in self._params]
+        rows = gather_json(row, self._engine.device, self._engine.comm)
+        any_moved = dict(zip(self._params, map(any, zip(*rows, strict=True)), strict=True))
+        for t in anchors.tensors:
+            t.has_moved = any_moved.get(t.param, t.has_moved)
 
     def _adopt_counts(self) -> tuple[list[int], frozenset[int]]:
         """Adopt the counts of the rank that is furthest, of those with anchors. Returns the
@@ -372,8 +384,8 @@ class AnchoredWrapper(Wrapper):
             if self._engine.sends_nothing and self._engine.process_group is not None:
                 return saved
             if (sync := self._make_sync(options, saved.fragments)) is not None:
-                if saved.running is not None:  # else in the next step, which all ranks take
-                    sync.connect()
+                engine = self._engine
+                sync.anchors.note_ranks(engine.comm.size, engine.shard_communicators)
                 saved.load_into(sync, options.get("residuals", "mean"))
             return saved
         except CommunicationError:
@@ -396,9 +408,9 @@ class AnchoredWrapper(Wrapper):
                 group["step"] = saved.step
             if saved.sync is not None and saved.running is not None:
                 saved.sync.begin_sync(saved.running)
-        if self._open_round is not None:
+        if self._open_round is not None:  # a copy warns once it has taken a step
             self._open_round.update(False, self._counts.begun, self.comm)
-        self._note_open_round()
+            self._note_open_round()
         self._engine.stats = self.add_to_stats(self._engine.stats, StepDecision())
 
     def _begin_anew(self) -> None:

@@ -347,7 +347,7 @@ class FragmentSync:
 
     def drain(self) -> None:
         """Wait for collectives in flight, because the next sync uses the same group."""
-        if self.running is not None:
+        if self.running is not None and self._connection is not None:
             with contextlib.suppress(Exception):
                 self.running.finish(in_turns=False)
 
@@ -366,6 +366,9 @@ class FragmentSync:
         """
         started: list[PendingCollective] = []
         is_told = False
+        if self._connection is not self.engine.comm:  # loaded or copied, perhaps on this rank alone
+            yield Pause()
+            self.connect()
         try:
             gathering = self._announce(running)
             if starts_at_once:

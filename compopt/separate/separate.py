@@ -109,13 +109,15 @@ def update_tensors(
         reducer.keep_unsent_dense(dense, mean, factor)
 
 
-def choose_generator(optimizer: SeparateAdam | Separate, bucket: Bucket) -> RequestGenerator[None]:
+def choose_generator(
+    optimizer: SeparateAdam | Separate, bucket: Bucket, update: Update
+) -> RequestGenerator[None]:
     """Return the generator that steps a bucket: Algorithm 1, or the step inside FSDP2."""
     ops, fsdp_backward = optimizer.ops, optimizer.fsdp_backward
     if fsdp_backward is None:
-        return separate(bucket, ops, optimizer.make_reducer(bucket), optimizer.update_rule)
+        return separate(bucket, ops, optimizer.make_reducer(bucket), update)
     norm_factors = optimizer.squared_norm_factors(bucket)
-    return step_fsdp_shards(bucket, ops, fsdp_backward, optimizer.update_rule, norm_factors)
+    return step_fsdp_shards(bucket, ops, fsdp_backward, update, norm_factors)
 
 
 class SeparateAdam(ProjectingOptimizer):
@@ -243,12 +245,9 @@ class SeparateAdam(ProjectingOptimizer):
             **super().state_layouts(dtype),
         }
 
-    @property
-    def update_rule(self) -> Update:
-        return AdamWUpdate(self.ops)  # of the current backend: ranks may fall back to PyTorch's
-
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
-        return choose_generator(self, bucket)
+        # of the current backend: ranks may fall back to PyTorch's
+        return choose_generator(self, bucket, AdamWUpdate(self.ops))
 
 
 class Separate(Wrapper, ProjectingOptimizer):
@@ -322,4 +321,4 @@ class Separate(Wrapper, ProjectingOptimizer):
         return super()._options_for(group)
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
-        return choose_generator(self, bucket)
+        return choose_generator(self, bucket, self._update)

@@ -74,7 +74,7 @@ def test_loaded_or_saved_in_inference_mode_it_can_be_trained(case):
     ranks.train(loss, 3)
     with torch.inference_mode():
         for optimizer in ranks.optimizers:
-            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     ranks.train(loss, 3)
     for optimizer in ranks.optimizers:
         optimizer.param_groups[0].update(projection="tracked", rank=2, payload_dtype=None)

@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
+from compopt._engine.module_hooks import copy_first_parameters
+from compopt._engine.resharding import average_state
 
 TRACKED = dict(lr=1e-2, rank=4, dense_steps=2)
 
@@ -234,3 +236,23 @@ def test_groups_that_share_more_ranks_are_refused(uses):
     for rank in uses[:2]:
         assert "process_group of the optimizer has ranks [0, 1, 2]" in rank["refused"]
         assert "groups with one rank in common" in rank["refused"]
+
+
+def strides_of_a_rank(rank: int) -> list[bool]:
+    """Rank 1 has a parameter in another order in memory than rank 0; another one has gaps on both."""
+    ordered = torch.arange(20.0).view(5, 4)
+    gapped = torch.full((4, 10), -1.0)
+    params = [ordered.t().contiguous().t() if rank else ordered, gapped[:, :5]]
+    wanted = [ordered.clone(), ordered.view(4, 5).clone()]
+    for p, values in zip(params, wanted, strict=True):
+        p.copy_(values + 100 * rank)
+    optimizer = compopt.SeparateAdam(map(torch.nn.Parameter, params))
+    copy_first_parameters(optimizer._engine)
+    results = [torch.equal(p, values) for p, values in zip(params, wanted, strict=True)]
+    params[0].add_(2 * rank)
+    average_state(params[0], torch.device("cpu"), optimizer.comm)
+    return [*results, torch.equal(params[0], wanted[0] + 1), bool((gapped[:, 5:] == -1).all())]
+
+
+def test_ranks_may_hold_parameters_with_other_strides():
+    assert run_ranks(strides_of_a_rank, 2) == [[True] * 4] * 2

@@ -135,6 +135,27 @@ def cleared_on_one_rank(rank: int) -> float:
     return apart(*models)
 
 
+def on_one_rank(rank: int) -> float:
+    """A hook that reads gradients, as one that logs their norms, and gradients cleared between two backwards, on rank 0
+    alone: all wait alike. Returns how far a hook leads the parameters away.
+    """
+    models, norms = [cut(make(Two)), cut(make(Two))], []
+    for model, is_hooked in zip(models, (True, False), strict=True):
+        if is_hooked and rank == 0:
+            weight = model.down.weight
+            weight.register_post_accumulate_grad_hook(lambda p: norms.append(float(p.grad.to_local().norm())))
+        optimizer = around(list(model.named_parameters()), **KINDS["tracked"])
+        train(model, optimizer, range(4), rank)
+        optimizer.zero_grad()
+        for batch in range(4, 6):
+            loss(model, batch, rank).backward()
+            if rank == 0 and batch == 4:
+                optimizer.zero_grad()
+        optimizer.step()
+    assert len(norms) == (6 if rank == 0 else 0) and all(norms)
+    return apart(*models)
+
+
 def copied() -> bool:
     """A state dict is copied and saved by torch: the local parts of its DTensors begin their storages."""
     model = cut(make(Two))
@@ -229,6 +250,7 @@ def used(rank: int) -> dict[str, object]:
         "conserved": conserved(rank),
         "otherwise": cut_otherwise(rank),
         "cleared": cleared_on_one_rank(rank),
+        "one rank": on_one_rank(rank),
         "copied": copied(),
         "resumed": resumed(rank),
         "compiled": compiled_in_place(rank),
@@ -272,6 +294,10 @@ def test_other_dimensions_may_be_cut_and_groups_have_their_own_options(uses):
 
 def test_a_gradient_cleared_on_one_rank_is_zeros_there(uses):
     assert [rank["cleared"] for rank in uses] == [0, 0]
+
+
+def test_ranks_wait_alike_for_hooks_and_after_cleared_gradients_of_one_rank(uses):
+    assert [rank["one rank"] for rank in uses] == [0, 0]
 
 
 def test_state_dicts_are_copied_and_saved_by_torch(uses):

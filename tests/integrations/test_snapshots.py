@@ -561,3 +561,20 @@ def test_what_cannot_be_is_refused():
     optimizer.replaces_reduce_scatter = True
     with pytest.raises(ValueError, match=r"save with torch\.distributed\.checkpoint"):
         Snapshots("x", model, optimizer)
+
+
+def test_a_tensor_of_one_element_may_have_any_stride(tmp_path):
+    model = Small()
+    model.scale = torch.nn.Parameter(torch.arange(10.0)[::5][1:])
+    assert model.scale.stride() == (5,)
+    optimizer = compopt.LocalSteps(torch.optim.AdamW(model.parameters()), growth_steps=0, simulate=True)
+    snapshots = Snapshots(tmp_path, model, optimizer)
+    snapshots.resume()
+    model.scale.grad = torch.ones(1)
+    optimizer.step()
+    was = float(model.scale.detach())
+    snapshots.save()
+    snapshots.close()
+    with torch.no_grad():
+        model.scale.zero_()
+    assert snapshots.resume() == 1 and float(model.scale.detach()) == was != 5

@@ -13,7 +13,7 @@ import torch
 from local_runs import adamw, are_equal, end_round, train
 from problems import SHAPES, gradients, step, weights
 from ranks import run_ranks
-from sim import World
+from sim import SimCommunicator, World, noting
 
 import compopt
 from compopt.local_steps.anchors import Anchors
@@ -743,3 +743,54 @@ def test_a_state_dict_that_one_rank_loads_alone_within_a_round_raises_on_all(del
     for text in run_ranks(load_alone, 2, delay, at):
         assert "rank 1 compares its optimizer" in text and "Do so on all ranks" in text, text
         assert "call rebind()" in text or "was not applied" in text
+
+
+def test_a_copy_within_a_delayed_sync_may_be_made_by_one_rank_alone(monkeypatch):
+    """To look at it, or to save it. It makes no process group, and dies without a warning."""
+    options = {"delay": 2}
+    params, optimizers = train(2, 5, torch.float32, **options)
+    expected, _ = train(2, 9, torch.float32, **options)
+    assert optimizers[0]._sync.running is not None
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch.setattr(SimCommunicator, "with_own_group", None)
+        copied = copy.deepcopy(optimizers[0])
+        copied._sync.running.poll()
+        assert copied._sync.running.error is None
+        del copied
+    for t in range(5, 9):
+        step(optimizers[0].comm.world, params, optimizers, gradients(2, t, dtype=torch.float32))
+    for rank, other in zip(params, expected, strict=True):
+        assert all(map(torch.equal, rank, other))
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_a_checkpoint_that_is_loaded_in_inference_mode_leaves_memory_that_can_be_trained(delay):
+    params, optimizers = train(2, 5, torch.float32, delay=delay, average_anchors=0.2)
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for optimizer in optimizers:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for t in range(5, 9):
+        step(optimizers[0].comm.world, params, optimizers, gradients(2, t, dtype=torch.float32))
+    assert optimizers[0].stats.round == 2
+
+
+def test_a_round_may_end_right_after_a_rebind_in_which_a_rank_took_over_a_sync():
+    """Rank 0 has moved since, and rank 1 has not; both have to exchange."""
+    params, optimizers = train(2, 3)
+    world, grads = optimizers[0].comm.world, gradients(2, 3)
+    world.failing.add((1, world.comms[1].started + 1))
+    for own, given in zip(params, grads, strict=True):
+        for p, g in zip(own, given, strict=True):
+            p.grad = g
+    errors = []
+    world.run([noting(optimizer.step, errors, compopt.CommunicationError) for optimizer in optimizers])
+    optimizers[0].step()
+    assert len(errors) == 1 and [o.round_is_open for o in optimizers] == [True, True]
+    world = World(2)
+    with pytest.warns(UserWarning, match="rank 1 had not applied sync 1"):
+        world.run([partial(o.rebind, comm) for o, comm in zip(optimizers, world.comms, strict=True)])
+    assert [o.round_is_open for o in optimizers] == [True, True] and not are_equal(params)
+    end_round(optimizers)
+    assert are_equal(params) and not optimizers[1].round_is_open
