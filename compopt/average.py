@@ -127,5 +127,5 @@ class Average(Wrapper, ReducingOptimizer):
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
         if self.fsdp_backward is not None:
-            return step_fsdp_shards(bucket, self.ops, self.fsdp_backward, self.update_rule)
-        return average(bucket, self.ops, self.update_rule)
+            return step_fsdp_shards(bucket, self.ops, self.fsdp_backward, self._update)
+        return average(bucket, self.ops, self._update)

@@ -34,7 +34,7 @@ Entry = dict[str, Any]  # of ``state``
 
 
 class Wrapper(CompressedOptimizer):
-    """Steps ``base`` on averaged gradients, which generators pass to ``update_rule``.
+    """Steps ``base`` on averaged gradients, which generators pass to ``_update``.
 
     A class that shares its algorithm with others inherits from both: ``class Separate(Wrapper,
     ProjectingOptimizer)``.
@@ -199,7 +199,7 @@ class Wrapper(CompressedOptimizer):
         super().before_layout()
         for inner in self._compressed_members:
             inner._engine.role, inner._engine.connection = Role.WRAPPED, None
-        self.update_rule = bases.WrappedUpdate(self.base)
+        self._update = bases.WrappedUpdate(self.base)
         members = bases.list_members(self.base)
         self._base_options = {name for member in members for name in member.defaults}
         self._prefixed_options = {bases.OPTION_PREFIX + name for name in self.options_in_base}
@@ -249,7 +249,7 @@ class Wrapper(CompressedOptimizer):
         engine = self._engine
         are_drawn = bases.draw_alike(engine.steps, engine.device)
         with are_drawn if self._may_draw else contextlib.nullcontext(), self._watch_base():
-            self.update_rule.step_base()
+            self._update.step_base()
         self._show_base_in_state()
 
     @contextlib.contextmanager

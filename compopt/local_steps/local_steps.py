@@ -521,7 +521,7 @@ class LocalSteps(AnchoredWrapper):
     # The averaged start
 
     def algorithm(self, bucket: Bucket) -> RequestGenerator[None]:
-        return average(bucket, self.ops, self.update_rule)
+        return average(bucket, self.ops, self._update)
 
     def state_layouts(self, dtype: torch.dtype) -> dict[str, Layout]:
         return {"residual": residual_layout(LocalShape(dtype, optional=True), self.residual_dtype)}
