@@ -106,10 +106,10 @@ def of_class(cls: str, dense_share: float = 0.0, **options: Any) -> Make:
 
 
 def separate_muon(
-    run: Run, steps: int, views: Views, group: Any, rank: int = 16, payload_dtype: str = "int8", make: Make = muon
+    run: Run, steps: int, views: Views, group: Any, make: Make = muon, rank: int = 16, **options: Any
 ) -> torch.optim.Optimizer:
     inner = make(run, steps, views, None)
-    return compopt.Separate(inner, projection="tracked", rank=rank, payload_dtype=payload_dtype, process_group=group)
+    return compopt.Separate(inner, projection="tracked", rank=rank, process_group=group, **options)
 
 
 @dataclass(frozen=True)
@@ -195,6 +195,11 @@ VARIANTS = {  # of LocalSteps(Muon) at its defaults, "30, int4, 800", and of Sep
 for rank, dtype in {32: "int8", 24: "int8", 16: "float32"}.items():
     make = functools.partial(separate_muon, rank=rank, payload_dtype=dtype, make=normuon)
     VARIANTS[f"Separate(NorMuon) {rank}, {dtype}"] = Row(make, AlikeLockstep, 8e-3)
+for momentum in (0.8, 0.95):  # of NorMuon, where the rows above have 0.9
+    make = functools.partial(separate_muon, make=functools.partial(normuon, momentum=momentum))
+    VARIANTS[f"Separate(NorMuon) 16, momentum {momentum}"] = Row(make, AlikeLockstep, 4e-3)
+make = functools.partial(separate_muon, make=normuon, ef_beta=0.05)
+VARIANTS["Separate(NorMuon) 16, ef_beta 0.05"] = Row(make, AlikeLockstep, 4e-3)
 for momentum in (0.8, 0.85, 0.9, 0.98):  # of Muon, where the rows above have 0.95
     inner = functools.partial(muon, momentum=momentum)
     VARIANTS[f"LocalSteps(Muon) 30, int4, 800, inner momentum {momentum}"] = vary_default(inner=inner)
