@@ -142,7 +142,7 @@ def on_one_rank(rank: int) -> float:
     models, norms = [cut(make(Two)), cut(make(Two))], []
     for model, is_hooked in zip(models, (True, False), strict=True):
         if is_hooked and rank == 0:
-            weight = model.down.weight
+            weight = model.flat.weight  # the first that backward reduces
             weight.register_post_accumulate_grad_hook(lambda p: norms.append(float(p.grad.to_local().norm())))
         optimizer = around(list(model.named_parameters()), **KINDS["tracked"])
         train(model, optimizer, range(4), rank)
