@@ -115,9 +115,9 @@ class Bucket:
         # non-zero; ``mask_has_residual``: on Radius's ``mask``. ``momentum_mask``: the one that
         # SCAPE's momentum is on; ``next_mask``: the one that its next step sends.
         # ``union_and_leftovers``: of TAGC's last exchange. ``plan`` and ``runs``: SEPARATE's
-        # projections and stacks. ``guesses``,
-        # ``pieces``, ``products``, ``factors``, ``flags``, ``dense`` and ``averages``: thresholds,
-        # runs and tables of the native backend.
+        # projections and stacks. ``guesses``, ``pieces``, ``products``,
+        # ``factors``, ``flags``, ``dense`` and ``averages``: thresholds, runs and tables of the
+        # native backend.
         self.cache: dict[str, Any] = {}
 
         # Messages and memory of a step. All buckets of an optimizer share the scratch memory.

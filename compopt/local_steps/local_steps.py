@@ -606,7 +606,6 @@ class LocalSteps(AnchoredWrapper):
             rows = gather_json(row, engine.device, engine.comm)
             if any(is_open for is_open, _ in rows):
                 self._average_params(sync, [weight for _, weight in rows])
-        if sync is not None:
             for bucket in sync.anchors.buckets:
                 average_residuals(bucket, "residual", engine.device, engine.comm)
             self._average_base()
