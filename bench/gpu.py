@@ -41,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # compopt, where it is not i
 import compopt
 
 ROOT, BENCH = Path(__file__).parents[1], Path(__file__).parent
+DRY_LIMITS = 6  # times the seconds of a part in a dry run
 WORKERS = 10  # processes that share the tests marked gpu
 RUNGS = ["DDP + AdamW", "LocalSteps(Muon) 30, int4, 800"]
 
@@ -308,14 +309,16 @@ class Part(NamedTuple):
 
 
 def parts(is_dry: bool) -> dict[str, Part]:
-    """In the order of their worth. Tests run on several processes, all others alone."""
+    """In the order of their worth. Tests run on several processes, all others alone. The limits are those of
+    a GPU's hour; a dry run, on any machine, has more.
+    """
     python, script = sys.executable, __file__
     torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     sizes = ["tiny"] if is_dry else ["124M", "355M"]
     kernels = [python, str(BENCH / "gpu_kernels.py"), *(["--dry"] if is_dry else [])]
     ladder = [python, str(BENCH / "ladder.py"), "run", "--rows", *RUNGS, "--lr", "4e-3", "--tokens", "4"]
     ladder += ["--minutes", "0.05"] if is_dry else ["--minutes", "1.2", "--device", "cuda"]
-    return {
+    all_parts = {
         "correct": Part([python, script, "--part", "correct"], 60),
         "tests": Part([], 120),  # see run_tests
         "kernels": Part(kernels, 30, {"TRITON_INTERPRET": "1"} if is_dry else {}),
@@ -325,6 +328,7 @@ def parts(is_dry: bool) -> dict[str, Part]:
         "train": Part([python, script, "--part", "train"], 55),
         "ladder": Part(ladder, 75, {"COMPOPT_LADDER": "OUT"}),
     }
+    return {name: part._replace(limit=part.limit * (DRY_LIMITS if is_dry else 1)) for name, part in all_parts.items()}
 
 
 def run(part: Part, out: Path, folder: Path) -> dict[str, Any]:
