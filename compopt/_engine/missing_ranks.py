@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from enum import Enum
+from functools import partial
 from typing import TypeVar
 
 from .._wire.collectives import Communicator
@@ -145,6 +146,34 @@ def wait_for_all_to_save(engine: Engine, comm: Communicator) -> None:
             f"save() was called on rank {comm.rank}, but {', '.join(others)}: call it on all ranks "
             "after the same round (count optimizer.stats.round where rounds end by time) or step. "
             "Nothing was sent or written."
+        )
+
+
+def compare_begun_exchanges(engine: Engine) -> None:
+    """Compare how many exchanges of the coming step ranks have begun in backward, before they
+    compare options that were changed since the last step.
+
+    Raises RankLeft on all ranks where a replica has left that backward out: the others have begun
+    with options of before, by which it cannot join them. CommunicationError if ranks do not come.
+    """
+    comm, store, schedule = engine.comm, engine.comm.store, engine.overlap.schedule
+    if store is None:
+        return
+    begun = 0 if schedule is None else len(schedule.exchanges)
+    text = f"{begun} exchanges of step {engine.steps + 1} begun"
+    look = partial(explain_missing_rank, engine)
+    try:
+        texts = gather_at_store(store, comm.rank, comm.size, text, store.limit, look)
+    except (RanksMissing, RuntimeError) as error:
+        raise CommunicationError(
+            f"options that decide what is sent were changed on rank {comm.rank}, but {error}: "
+            "change them on all ranks alike, after the same step"
+        ) from None
+    if len({*texts}) > 1:
+        found = ", ".join(f"rank {rank} has {one}" for rank, one in enumerate(texts))
+        raise RankLeft(
+            "options that decide what is sent were changed between backward and step(), and not "
+            f"all ranks have run that backward ({found}): change them before backward"
         )
 
 
