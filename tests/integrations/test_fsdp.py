@@ -516,3 +516,49 @@ def test_options_that_change_between_a_backward_and_its_step_need_the_backward_o
         begun = "rank 0 has 2 exchanges of step 4 begun, rank 1 has 0 exchanges of step 4 begun"
         assert f"step 4 was not applied on rank {rank}: options that decide what is sent were changed" in error, error
         assert begun in error and "call rebind()" in error, error
+
+
+def freezes_a_layer(rank: int) -> dict[str, dict[str, object]]:
+    """A layer that is frozen after some steps, consolidated, saved, loaded, saved again, and trained on."""
+    mesh, results = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")), {}
+    for name in ("SeparateAdam", "ScapeAdamS", "Average"):
+        models, optimizers = [fully_shard(Branch(), mesh=mesh["shard"]) for _ in range(2)], []
+        for model in models:
+            params = list(model.named_parameters())
+            optimizers.append(by_name[name].make(params, process_group=mesh.get_group("replicate")))
+        for step in range(6):
+            models[0].layers[2].requires_grad_(step < 4)
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(2 * step + rank))
+            models[0](x).square().mean().backward()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+        optimizers[0].consolidate_state()
+        models[1].layers[2].requires_grad_(False)
+        models[1].load_state_dict(models[0].state_dict())
+        saved = [optimizers[0].state_dict()]
+        optimizers[1].load_state_dict(saved[0])
+        optimizers[1].consolidate_state()
+        saved.append(optimizers[1].state_dict())
+        residual = [one["state"][4]["residual"].full_tensor().clone() for one in saved]
+        entries = [{**one["state"][4], **one["state"][5]} for one in saved]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model.layers[2].requires_grad_(True)
+            model(torch.ones(8, 64) * (rank + 1)).square().mean().backward()
+            optimizer.step()
+        results[name] = {
+            "state": [{n: type(v).__name__ for n, v in entry.items() if torch.is_tensor(v)} for entry in entries],
+            "owed": [bool(one.any()) for one in residual],
+            "far": float((residual[0] - residual[1]).abs().max()),
+            "means": [differences(one) for one in residual],
+            "apart": float((whole(models[0]) - whole(models[1])).abs().max()),
+        }
+    return results
+
+
+def test_state_of_frozen_shards_is_averaged_saved_and_loaded():
+    for results in run_ranks(freezes_a_layer, 2):
+        for name, case in results.items():
+            before, after = case["state"]
+            assert before == after and {kind for n, kind in before.items() if n != "step"} == {"DTensor"}, (name, case)
+            assert case["owed"] == [True, True] and case["far"] == 0 and case["means"] == [0, 0], (name, case)
+            assert case["apart"] < 1e-6, (name, case)
