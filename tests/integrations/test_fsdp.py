@@ -521,11 +521,12 @@ def test_options_that_change_between_a_backward_and_its_step_need_the_backward_o
 def freezes_a_layer(rank: int) -> dict[str, dict[str, object]]:
     """A layer that is frozen after some steps, consolidated, saved, loaded, saved again, and trained on."""
     mesh, results = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")), {}
-    for name in ("SeparateAdam", "ScapeAdamS", "Average"):
+    for name, options in {"SeparateAdam": {"residual_dtype": "int8"}, "ScapeAdamS": {}, "Average": {}}.items():
         models, optimizers = [fully_shard(Branch(), mesh=mesh["shard"]) for _ in range(2)], []
+        models[1].layers[2].requires_grad_(False)
         for model in models:
-            params = list(model.named_parameters())
-            optimizers.append(by_name[name].make(params, process_group=mesh.get_group("replicate")))
+            params, group = list(model.named_parameters()), mesh.get_group("replicate")
+            optimizers.append(by_name[name].make(params, process_group=group, **options))
         for step in range(6):
             models[0].layers[2].requires_grad_(step < 4)
             x = torch.randn(8, 64, generator=torch.Generator().manual_seed(2 * step + rank))
@@ -533,7 +534,6 @@ def freezes_a_layer(rank: int) -> dict[str, dict[str, object]]:
             optimizers[0].step()
             optimizers[0].zero_grad()
         optimizers[0].consolidate_state()
-        models[1].layers[2].requires_grad_(False)
         models[1].load_state_dict(models[0].state_dict())
         saved = [optimizers[0].state_dict()]
         optimizers[1].load_state_dict(saved[0])
