@@ -140,7 +140,8 @@ def consolidate(engine: Engine) -> None:
                 ):  # LocalSteps has none in its averaged start
                     values = layout.expand(entry[name], info, entry)
                     average_state(values, bucket.device, engine.comm)
-                    entry[name].copy_(layout.compact(to_local(values), info, entry))
+                    compact = layout.compact(to_local(values), info, entry)
+                    to_local(entry[name]).copy_(compact)
     engine.consolidated_at = engine.steps
     engine.count_save()
 
@@ -258,11 +259,15 @@ def load_state(engine: Engine, state_dict: dict[str, Any]) -> None:
     # copy the state of frozen parameters, which is in no bucket
     for bucket in engine.frozen_buckets:
         layouts = engine.method.bucket_layouts(bucket)
-        dtypes = {name: layout.dtype for name, layout in layouts.items()} | {"step": torch.float32}
-        for p in bucket.params:
-            entry = state.pop(p)
+        for i, p in enumerate(bucket.params):
+            info, entry = bucket.get_tensor_info(i), state.pop(p)
+            for name, value in entry.items():
+                layout = layouts.get(name)
+                dtype = torch.float32 if layout is None else layout.dtype
+                value = value.to(bucket.device, dtype, copy=True)
+                entry[name] = value if layout is None else layout.view_for_user(value, info)
             if entry:
-                state[p] = {k: v.to(bucket.device, dtypes[k], copy=True) for k, v in entry.items()}
+                state[p] = entry
 
 
 @contextmanager

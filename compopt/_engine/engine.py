@@ -140,7 +140,8 @@ class Engine:
         self.ddp_left_gradients = False  # DDP did not average those of the coming step
         # ranks run equally many backwards, as under DDP; under HSDP a replica may leave one out
         self.backwards_are_alike = True
-        self.has_gradient_hooks = False  # on any rank, by the last handshake
+        # inside FSDP2: averages are read in backward, by the last handshake, or ranks agreed since
+        self.waits_in_backward = False
         self.has_grad_scaler = False  # a GradScaler drives the steps
         self.has_data = True  # False in a Join once this rank has finished its data
         self.divides_by_all = True  # in a Join: the mean is over all ranks, not those with data

@@ -105,7 +105,7 @@ def compare_optimizers(
         raise_mismatch(engine, comm)
     if _differ(row.masks for row in rows):  # some ranks lost theirs
         engine.forget_masks(names)
-    engine.has_gradient_hooks = any(row.has_hooks for row in rows)
+    engine.waits_in_backward = any(row.has_hooks for row in rows)
     times = [[row.dense_time, row.compressed_time] for row in rows]
     if engine.trial is not None and all(map(all, times)):
         engine.trial.compare_medians(times)

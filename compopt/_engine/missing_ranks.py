@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from enum import Enum
+from functools import partial
 from typing import TypeVar
 
 from .._wire.collectives import Communicator
@@ -32,6 +33,9 @@ PREFIX = "compopt/"  # begins all keys, because the store is shared
 # Seconds. In consolidate_state() rank 0 waits PATIENCE for the others. They wait longer for rank 0,
 # which may evaluate before it calls it.
 PATIENCE, PATIENCE_WITH_RANK_0 = 10.0, 1800.0
+# Seconds that a rank which has to wait in backward waits for the others to say so, too; they may
+# have to compile.
+PATIENCE_IN_BACKWARD = 30.0
 LOOK_AFTER = 2.0  # seconds that a step waits before it looks for notes
 LOOK_AGAIN = 0.5  # seconds after which a rank that waits at the store looks where others are
 # Seconds that a rank waits in a step before it names those that have not come, and before it does
@@ -146,6 +150,49 @@ def wait_for_all_to_save(engine: Engine, comm: Communicator) -> None:
             "after the same round (count optimizer.stats.round where rounds end by time) or step. "
             "Nothing was sent or written."
         )
+
+
+def compare_begun_exchanges(engine: Engine) -> None:
+    """Compare how many exchanges of the coming step ranks have begun in backward, before they
+    compare options that were changed since the last step.
+
+    Raises RankLeft on all ranks where a replica has left that backward out: the others have begun
+    with options of before, by which it cannot join them. CommunicationError if ranks do not come.
+    """
+    comm, store, schedule = engine.comm, engine.comm.store, engine.overlap.schedule
+    if store is None:
+        return
+    begun = 0 if schedule is None else len(schedule.exchanges)
+    text = f"{begun} exchanges of step {engine.steps + 1} begun"
+    look = partial(explain_missing_rank, engine)
+    try:
+        texts = gather_at_store(store, comm.rank, comm.size, text, store.limit, look)
+    except (RanksMissing, RuntimeError) as error:
+        raise CommunicationError(
+            f"options that decide what is sent were changed on rank {comm.rank}, but {error}: "
+            "change them on all ranks alike, after the same step"
+        ) from None
+    if len({*texts}) > 1:
+        found = ", ".join(f"rank {rank} has {one}" for rank, one in enumerate(texts))
+        raise RankLeft(
+            "options that decide what is sent were changed between backward and step(), and not "
+            f"all ranks have run that backward ({found}): change them before backward"
+        )
+
+
+def meet_in_backward(engine: Engine) -> None:
+    """Wait until all ranks have called this in a backward.
+
+    Raises CommunicationError if some have not soon: they have no reason to.
+    """
+    comm, store = engine.comm, engine.comm.store
+    if store is None:
+        return
+    patience = min(PATIENCE_IN_BACKWARD, store.limit / 2)
+    try:
+        gather_at_store(store, comm.rank, comm.size, "backward", patience)
+    except (RanksMissing, RuntimeError) as error:
+        raise CommunicationError(str(error)) from None
 
 
 def _answer_end_of_round(engine: Engine, kind: int, why: str) -> str:

@@ -43,7 +43,12 @@ from .exchange import (
 )
 from .gradients import check_gradients, drop_scale, scale_gradients, unscale_gradients
 from .join import copy_options_from_ranks_with_data
-from .missing_ranks import RankLeft, explain_failed_step, post_lost_masks
+from .missing_ranks import (
+    RankLeft,
+    compare_begun_exchanges,
+    explain_failed_step,
+    post_lost_masks,
+)
 from .resharding import lay_out_trainable_parameters
 from .settings import check_changed_options, checksum_settings
 from .signals import defer_signals
@@ -179,13 +184,18 @@ class Step:
 
         Returns an error instead of raising it, as ``_prepare_gradients``.
         """
+        engine, problem = self.engine, None
         self.method.lay_out_new_parameters()
         try:
-            check_changed_options(self.engine)
+            check_changed_options(engine)
         except (TypeError, ValueError) as error:
-            return error
-        self.method.lay_out_changed_state()
-        return None
+            problem = error
+        # what was begun in backward is given up, and not all ranks may have begun
+        if engine.has_new_options and engine.peers_verified and not engine.backwards_are_alike:
+            compare_begun_exchanges(engine)
+        if problem is None:
+            self.method.lay_out_changed_state()
+        return problem
 
     def _prepare_gradients(self) -> Exception | None:
         """Bring gradients into the form in which they are sent.

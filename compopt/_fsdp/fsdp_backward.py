@@ -26,6 +26,7 @@ from torch import Tensor
 
 from .._engine.engine import Engine
 from .._engine.exchange import BucketExchange, ExchangeInputs
+from .._engine.missing_ranks import meet_in_backward
 from .._engine.optimizer import CompressedOptimizer
 from .._engine.options import RATES, Group, Setting
 from .._engine.reducer import Reducer, Update
@@ -36,11 +37,12 @@ from .._state.bucket import Bucket
 from .._state.layouts import GlobalShape, Layout, LocalShape, Sharded
 from .._state.next_state import commit_next
 from .._state.residuals import Residuals, residual_layout
-from .._state.tensors import to_local, upload
+from .._state.tensors import has_gradient_hook, to_local, upload
 from .._wire.collectives import connect, is_sharded_over
 from .._wire.requests import (
     Agree,
     AllReduceMean,
+    CommunicationError,
     Phase,
     ReadToHost,
     ReadyToCommit,
@@ -77,6 +79,8 @@ class FSDPBackward:
         self._bucket_count = 0
         self._backward_number = -1  # of the running backward
         self._is_further = False  # there was one before since the last step
+        # why averages are read in the running backward, and parameters with a gradient of before
+        self._why_read, self._kept = "", set[Tensor]()
         self._valid_options = self._copy_sent_options()
 
     @property
@@ -128,6 +132,7 @@ class FSDPBackward:
             self._is_further = bool(self.buckets_since_step)
             self._discard_unapplied()
             self._check_and_lay_out()
+            self._find_readers()
         buckets = self._buckets_of(params, rows.dtype)
         self._advance_all()
         for bucket in buckets:
@@ -138,9 +143,47 @@ class FSDPBackward:
             )
             self.in_flight.append(PendingReduction(bucket, inputs, is_last=False))
         self._take_ended()
-        # gradients may have been cleared on this rank alone
-        if blocking or self._is_further or any(p.grad is not None for p, _ in params):
+        if blocking or self._has_to_wait(params):
             self.finish()
+
+    def _find_readers(self) -> None:
+        """Find out why averages of the running backward are read in it, on this rank: hooks that
+        were registered since the last handshake, and gradients of before, to which FSDP2 adds.
+        """
+        bucket_of = self.engine.bucket_of
+        self._kept, self._why_read = {p for p in bucket_of if p.grad is not None}, ""
+        for p in bucket_of:
+            if p in self._kept or has_gradient_hook(p):
+                bucket, what = bucket_of[p], "a gradient of before" if p in self._kept else "a hook"
+                name = next(n for q, n in zip(bucket.params, bucket.names, strict=True) if q is p)
+                self._why_read = f"{name} has {what}"
+                break
+
+    def _has_to_wait(self, params: Params) -> bool:
+        """Return True if the averages of all that has begun are read before backward goes on.
+
+        A rank that waits for several collectives of one reduction starts them before the next
+        reduction, so all ranks wait or none. One that finds a reason in this backward asks for
+        theirs. If it is alone with it, it does not wait, and ``step()`` raises.
+        """
+        engine = self.engine
+        if self._is_further or engine.waits_in_backward or not engine.peers_verified:
+            return True
+        if self._why_read and any(r.has_next_stage or not r.is_in_flight for r in self.in_flight):
+            why, self._why_read = self._why_read, ""
+            try:
+                meet_in_backward(engine)
+                engine.waits_in_backward = True
+            except CommunicationError as error:
+                self.error = self.error or RuntimeError(
+                    f"{why} on rank {engine.comm.rank}, which reads its average in backward, and "
+                    f"{error}: register hooks and call zero_grad() on all ranks alike."
+                )
+                return False
+            return True
+        # a module that is used twice has gradients of this backward
+        is_added = any(p.grad is not None and p not in self._kept for p, _ in params)
+        return bool(self._why_read) or is_added
 
     def _copy_sent_options(self) -> list[tuple[Group, Group]]:
         """Return groups with their options that decide what is sent, of a base only those of its

@@ -38,7 +38,7 @@ from .._engine.module_hooks import (
     list_parameters,
 )
 from .._engine.optimizer import CompressedOptimizer, construction_callbacks
-from .._state.tensors import HOOKS, has_gradient_hook
+from .._state.tensors import HOOKS
 from .._wire.collectives import list_mesh_groups
 from .fsdp_backward import ReducingOptimizer
 from .fsdp_bucket import longest_part_numel
@@ -293,10 +293,7 @@ class OptimizerReduceScatter(TorchAllocation):
         multiplied, postdivided = self._compute_scales(op, rows)
         if multiplied != 1 and problem is None:
             rows.mul_(multiplied)
-        # a hook may be one rank's alone, and all have to wait alike: a handshake tells
-        engine = optimizer._engine
-        is_read = engine.has_gradient_hooks or not engine.peers_verified or postdivided > 1
-        is_read = is_read or self._is_read_in_backward(trainable, output_tensor)
+        is_read = postdivided > 1 or self._is_read_in_backward(trainable, output_tensor)
         is_idle = not reduce_scatter.in_flight
         with torch.no_grad():
             backward = torch._C._current_graph_task_id()
@@ -324,12 +321,13 @@ class OptimizerReduceScatter(TorchAllocation):
         return predivided, ranks / predivided
 
     def _is_read_in_backward(self, trainable: list[Any], out: Tensor) -> bool:
-        """Return True if FSDP2 or a hook reads the averaged gradient before backward has ended."""
-        is_hooked = any(has_gradient_hook(one.sharded_param) for one in trainable)
+        """Return True if FSDP2, or a hook of its own, reads the averaged gradient before backward
+        has ended.
+        """
         is_kept = all(
             one.sharded_param.dtype == out.dtype and not one.offload_to_cpu for one in trainable
         )
-        return is_hooked or not is_kept or self._group._all_reduce_hook is not None
+        return not is_kept or self._group._all_reduce_hook is not None
 
 
 construction_callbacks.append(_on_construction)

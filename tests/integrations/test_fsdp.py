@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from fsdp_models import cut, loss, whole
 from fsdp_models import make as make_cut
 from fsdp_models import train as train_cut
@@ -480,3 +481,84 @@ def test_parameters_that_were_replaced_are_trained_as_if_the_optimizer_came_last
 def test_a_class_that_cannot_train_inside_fsdp_says_so_in_the_first_forward(replaced_runs):
     for found in replaced_runs:
         assert "have different shards of" in found["refused"] and "process_group" in found["refused"]
+
+
+def changes_an_option(rank: int) -> dict[str, object]:
+    """Replica 1 leaves a backward out, and all change an option before it, or between it and the step."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model, told, early = fully_shard(Branch(), mesh=mesh["shard"]), [], []
+    groups = [{"params": list(part.parameters())} for part in model.layers]
+    optimizer = by_name["SeparateAdam"].make(groups, process_group=mesh.get_group("replicate"))
+    for step in range(6):
+        for when in ("before", "between"):
+            if when == "between" and (step != 3 or rank == 0):
+                x = torch.randn(8, 64, generator=torch.Generator().manual_seed(2 * step + rank))
+                model(x).square().mean().backward()
+            if (step, when) in ((2, "before"), (2, "between"), (3, "between")):
+                for group in optimizer.param_groups:
+                    group["rank"] += 1
+        told.append(catch_message(compopt.CommunicationError, optimizer.step))
+        if step == 3:
+            optimizer.rebind(dist.new_group())
+            optimizer.step()
+        optimizer.zero_grad()
+        early.append(optimizer.stats.early_buckets)
+    sums = [torch.empty(1, dtype=torch.float64) for _ in range(2)]
+    dist.all_gather(sums, whole(model).double().norm().view(1), optimizer.comm.group)  # the mesh's group is lost
+    return {"told": told, "early": early, "apart": float(sums[0] - sums[1])}
+
+
+def test_options_that_change_between_a_backward_and_its_step_need_the_backward_of_all_replicas():
+    for rank, results in enumerate(run_ranks(changes_an_option, 2)):
+        error = results["told"].pop(3)
+        assert results == {"told": ["no CommunicationError"] * 5, "early": [0, 2, 0, 0, 2, 2], "apart": 0.0}
+        begun = "rank 0 has 2 exchanges of step 4 begun, rank 1 has 0 exchanges of step 4 begun"
+        assert f"step 4 was not applied on rank {rank}: options that decide what is sent were changed" in error, error
+        assert begun in error and "call rebind()" in error, error
+
+
+def freezes_a_layer(rank: int) -> dict[str, dict[str, object]]:
+    """A layer that is frozen after some steps, consolidated, saved, loaded, saved again, and trained on."""
+    mesh, results = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")), {}
+    for name, options in {"SeparateAdam": {"residual_dtype": "int8"}, "ScapeAdamS": {}, "Average": {}}.items():
+        models, optimizers = [fully_shard(Branch(), mesh=mesh["shard"]) for _ in range(2)], []
+        models[1].layers[2].requires_grad_(False)
+        for model in models:
+            params, group = list(model.named_parameters()), mesh.get_group("replicate")
+            optimizers.append(by_name[name].make(params, process_group=group, **options))
+        for step in range(6):
+            models[0].layers[2].requires_grad_(step < 4)
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(2 * step + rank))
+            models[0](x).square().mean().backward()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+        optimizers[0].consolidate_state()
+        models[1].load_state_dict(models[0].state_dict())
+        saved = [optimizers[0].state_dict()]
+        optimizers[1].load_state_dict(saved[0])
+        optimizers[1].consolidate_state()
+        saved.append(optimizers[1].state_dict())
+        residual = [one["state"][4]["residual"].full_tensor().clone() for one in saved]
+        entries = [{**one["state"][4], **one["state"][5]} for one in saved]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model.layers[2].requires_grad_(True)
+            model(torch.ones(8, 64) * (rank + 1)).square().mean().backward()
+            optimizer.step()
+        results[name] = {
+            "state": [{n: type(v).__name__ for n, v in entry.items() if torch.is_tensor(v)} for entry in entries],
+            "owed": [bool(one.any()) for one in residual],
+            "far": float((residual[0] - residual[1]).abs().max()),
+            "means": [differences(one) for one in residual],
+            "apart": float((whole(models[0]) - whole(models[1])).abs().max()),
+        }
+    return results
+
+
+def test_state_of_frozen_shards_is_averaged_saved_and_loaded():
+    for results in run_ranks(freezes_a_layer, 2):
+        for name, case in results.items():
+            before, after = case["state"]
+            assert before == after and {kind for n, kind in before.items() if n != "step"} == {"DTensor"}, (name, case)
+            assert case["owed"] == [True, True] and case["far"] == 0 and case["means"] == [0, 0], (name, case)
+            assert case["apart"] < 1e-6, (name, case)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import compopt
+from compopt._engine import missing_ranks
 from compopt._fsdp.fsdp_bucket import ReduceScatterBucket
 
 CLASSES: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -178,3 +179,51 @@ def test_all_ranks_raise_when_one_has_other_gradients_or_cannot_begin_its_step()
         assert "rank must be" in results["needed"] and "'x'" in results["needed"], results["needed"]
         assert results["steps"] == "2" and results["rank"] == 4
         assert "rank must be" in results["base"] and not results["has it"], results["base"]
+
+
+def reads_in_backward(rank: int, kind: str) -> dict[str, object]:
+    """Averages that backward reads, of which the last handshake has not told: on all ranks, or on rank 0 alone."""
+    models, norms = [cut(make(Two, torch.float32)) for _ in range(2)], []
+    optimizer, twin = map(CLASSES["tracked"], models)
+    for model, one in zip(models, (optimizer, twin), strict=True):
+        for step in range(3):
+            loss(model, step, rank, torch.float32).backward()
+            one.step()
+            if step < 2 or one is twin or not kind.startswith("kept") or (rank == 1 and kind == "kept on one"):
+                one.zero_grad()
+            else:
+                one.zero_grad(set_to_none=False)
+    weight = models[0].flat.weight
+    if kind == "hook" or (kind == "hook on one" and rank == 0):
+        weight.register_post_accumulate_grad_hook(lambda p: norms.append(float(p.grad.to_local().norm())))
+    elif kind == "kept but one" and rank == 1:  # of the module that backward reduces first
+        models[0].flat.weight.grad = models[0].flat.bias.grad = None
+    told = ""
+    if kind.endswith("on one"):
+        patience, missing_ranks.PATIENCE_IN_BACKWARD = missing_ranks.PATIENCE_IN_BACKWARD, 0.5
+        loss(models[0], 9, rank, torch.float32).backward()
+        missing_ranks.PATIENCE_IN_BACKWARD = patience
+        told = catch_message(compopt.CommunicationError if rank else RuntimeError, optimizer.step)
+        optimizer.zero_grad()
+        norms.clear()
+    for model, one in zip(models, (optimizer, twin), strict=True):
+        loss(model, 3, rank, torch.float32).backward()
+        one.step()
+    right = [float(weight.grad.to_local().norm())] * (kind == "hook" or (kind == "hook on one" and rank == 0))
+    return {"told": told, "read": norms == right, "apart": apart(*models)}
+
+
+def all_read_in_backward(rank: int) -> dict[str, dict[str, object]]:
+    kinds = "hook", "hook on one", "kept", "kept but one", "kept on one"
+    return {kind: reads_in_backward(rank, kind) for kind in kinds}
+
+
+def test_ranks_wait_alike_in_backward_or_are_told_who_has_to_alone():
+    for rank, cases in enumerate(run_ranks(all_read_in_backward, 2)):
+        for kind, case in cases.items():
+            assert case["read"] and case["apart"] == 0, (kind, case)
+            assert bool(case["told"]) == kind.endswith("on one")
+        for kind, what in (("hook on one", "flat.weight has a hook"), ("kept on one", "has a gradient of before")):
+            told = cases[kind]["told"]
+            assert f"{what} on rank 0" in told and "rank 1 did not come" in told, told
+            assert rank == 0 or "repeat zero_grad(), backward and step() on all ranks" in told, told

@@ -52,7 +52,7 @@ def be_patient() -> None:
     from compopt._engine import missing_ranks
 
     torch.set_num_threads(1)
-    missing_ranks.PATIENCE = HANG_GUARD
+    missing_ranks.PATIENCE = missing_ranks.PATIENCE_IN_BACKWARD = HANG_GUARD
 
 
 def free_port() -> int:
