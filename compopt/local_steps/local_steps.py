@@ -35,6 +35,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -612,13 +613,16 @@ class LocalSteps(AnchoredWrapper):
         super()._consolidate()
 
     def _average_params(self, sync: FragmentSync, weights: list[float]) -> None:
-        """Replace parameters within a round by their mean over ranks of these ``weights``."""
+        """Replace parameters that have moved within a round by their mean over ranks of these
+        ``weights``. Frozen ones stay: a mean of equal values is rounded.
+        """
         engine, weight = self._engine, 1.0
         if self._options["weighted"] and any(weights):  # over the mean of all weights
             weight = self._counts.weight / (sum(weights) / len(weights))
         if not self.round_is_open:
             sync.anchors.note_training(self._params)
-        for t in sync.anchors.tensors:
+        self._agree_on_moved(sync.anchors)
+        for t in filter(attrgetter("has_moved"), sync.anchors.tensors):
             if not bool(to_local(t.param.detach()).isfinite().all()):
                 write_params([t])
                 reset_moments(self.base, [t])

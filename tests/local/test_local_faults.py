@@ -325,6 +325,27 @@ def test_a_group_added_within_a_round_is_exchanged():
     assert all(map(torch.equal, *params)) and not torch.equal(params[0][-1], torch.ones(64, 80, dtype=torch.float64))
 
 
+def test_a_rank_whose_step_failed_gets_the_anchors_that_others_began_in_it():
+    """A rebind would find the outer optimizers unlike each other."""
+    params, optimizers = train(2, 5)
+    world = optimizers[0].comm.world
+    for own, optimizer in zip(params, optimizers, strict=True):
+        own.append(torch.nn.Parameter(torch.ones(64, 80, dtype=torch.float64)))
+        optimizer.add_param_group({"params": [own[-1]]})
+    world.failing.add((1, world.comms[1].started))
+    errors: list = []
+    for own, given in zip(params, gradients(2, 6, [*SHAPES, (64, 80)]), strict=True):
+        for p, g in zip(own, given, strict=True):
+            p.grad = g
+    world.run([noting(optimizer.step, errors, compopt.CommunicationError) for optimizer in optimizers])
+    assert len(errors) == 1 and [len(o._anchors.groups) for o in optimizers] == [2, 1]
+    rebind(optimizers, world := World(2))
+    for t in range(7, 12):
+        step(world, params, optimizers, gradients(2, t, [*SHAPES, (64, 80)]))
+    end_round(optimizers)
+    assert are_equal(params)
+
+
 def test_gradients_that_something_else_averages_are_told_at_the_end_of_a_round():
     params, optimizers = train(2, 0)
     with pytest.raises(RuntimeError, match="bit-identical gradients"):
