@@ -253,9 +253,10 @@ def find_averaged(entries: Mapping[Key, tuple[Leaves, torch.Size]]) -> set[Key]:
 
 def has_mean(value: Tensor, path: str, shape: torch.Size) -> bool:
     """True for what may be averaged over ranks: floats of the shape of the parameter, or of that
-    shape flattened, and mean squares of rows.
+    shape flattened, and mean squares of rows. Lists hold bases, one for each dimension: those of a
+    square matrix have its shape.
     """
-    has_shape = shape != () and value.shape in (shape, (shape.numel(),))
+    has_shape = shape != () and value.shape in (shape, (shape.numel(),)) and "[" not in path
     is_like = has_shape and value.element_size() > 1
     return value.is_floating_point() and (is_like or path.endswith(MEAN_SQUARES))
 

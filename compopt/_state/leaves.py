@@ -26,7 +26,8 @@ CONSTANTS = (str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 class Leaves:
     """The tensors and numbers that an entry consists of.
 
-    ``tensors``: plain ones, of a tensor that consists of others its parts; ``paths``: their names.
+    ``tensors``: plain ones, of a tensor that consists of others its parts; ``paths``: their names,
+    in a list or tuple with the index in brackets.
     ``scalars``: a container and a key of each number. ``kinds``: descriptions, which are equal on
     ranks whose entries have the same form. ``unknown``: the types of objects that cannot be sent.
     """
@@ -88,7 +89,8 @@ class Leaves:
             self._seen.add(id(container))
         self.kinds.append(f"{path} {len(items)}")
         for key, value in items:
-            self.add_value(value, f"{path}.{key}", container, key)
+            name = f"{path}.{key}" if isinstance(container, dict) else f"{path}[{key}]"
+            self.add_value(value, name, container, key)
 
     def _add_tensor(self, value: Tensor, path: str) -> None:
         if names := list_parts(value):

@@ -59,9 +59,13 @@ class CompoptCallback(Callback):
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         vars(trainer).pop("save_checkpoint", None)
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._last_step = trainer.global_step
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        if trainer.global_step % trainer.log_every_n_steps:
-            return
+        last, self._last_step = self._last_step, trainer.global_step
+        if self._last_step == last or self._last_step % trainer.log_every_n_steps:
+            return  # no step yet: it accumulates gradients
         for wrapped in trainer.optimizers:
             optimizer = getattr(wrapped, "optimizer", wrapped)
             if isinstance(optimizer, CompressedOptimizer):

@@ -257,6 +257,8 @@ class AnchoredWrapper(Wrapper):
             self._sync = self._sync or self._make_sync(self._options, fragments)
             if is_new and self._sync is not None:
                 self._sync.due = due
+            elif self._sync is not None:
+                self._sync.anchors.add_fragments(self._params, fragments)
             self._ensure_anchors()
             anchors = self._anchors
             if anchors is not None:

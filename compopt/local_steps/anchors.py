@@ -166,6 +166,17 @@ class Anchors:
 
     # The other ranks
 
+    @torch.no_grad()
+    def add_fragments(self, params: Sequence[Tensor], fragments: Sequence[int]) -> None:
+        """Add the fragments that another rank has begun to train, in a step that failed here.
+
+        ``fragments``: of that rank's ``params``, -1 where one has no anchor.
+        """
+        for number in sorted({*fragments} - self.groups.keys() - {-1}):
+            self._add_fragment(
+                number, [p for p, n in zip(params, fragments, strict=True) if n == number]
+            )
+
     def note_ranks(self, ranks: int, shards: list[Communicator]) -> None:
         """Note the number of ranks, and those that hold the other parts of this rank's model.
         Payloads share memory where messages of other ranks tell what was in it.

@@ -270,7 +270,9 @@ class FragmentSync:
         ``is_as_before``: the last sync was of the same tensors.
         """
         self.running = running
-        running.collectives = self._communicate(running, running.apply_at > 0 and is_as_before)
+        # after one that was given up ranks may differ in what they have sent before
+        starts_at_once = running.apply_at > 0 and is_as_before and not self.steps_given_up
+        running.collectives = self._communicate(running, starts_at_once)
 
     @torch.no_grad()
     def perform_sync(self, counts: RoundCounts) -> RunningSync:
@@ -379,7 +381,8 @@ class FragmentSync:
             assert isinstance(rows, Tensor)
             rows = handshake.unpack_messages(rows.cpu(), len(Announcement._fields))
             announced = Announcement(*rows.contiguous().view(torch.float64).unbind(1))
-            if (complain := self._find_complaint(announced)) is not None:
+            sent = [bucket.payload.lengths for bucket in running.buckets] if started else []
+            if (complain := self._find_complaint(announced, sent)) is not None:
                 yield Pause()
                 complain(running)
             self._read_contributions(running, announced)
@@ -434,9 +437,11 @@ class FragmentSync:
         squared = running.squares.to(device).sum().view(1)
         return handshake.pack_message(handshake.SYNC, torch.cat([sent, squared, total.to(device)]))
 
-    def _find_complaint(self, announced: Announcement) -> Callable[[RunningSync], None] | None:
+    def _find_complaint(
+        self, announced: Announcement, sent: list[list[int]]
+    ) -> Callable[[RunningSync], None] | None:
         """Return the function that raises, on all ranks, if a rank could not begin or ranks differ;
-        it asks them why. Raises if one lacks a sync.
+        it asks them why. Raises if one lacks a sync. ``sent``: see ``_raise_difference``.
         """
         if announced.has_failed.any():
             return self._raise_failure
@@ -452,13 +457,26 @@ class FragmentSync:
         have_other_settings = bool((settings != settings[self.comm.rank]).any())
         if not (have_parted or have_other_settings):
             return None
-        return partial(self._raise_difference, of_anchors=not have_other_settings)
+        return partial(self._raise_difference, sent=sent, of_anchors=not have_other_settings)
 
-    def _raise_difference(self, running: RunningSync, of_anchors: bool) -> NoReturn:
-        """Raise in what ranks differ: in settings, or else in anchors."""
+    def _raise_difference(
+        self, running: RunningSync, sent: list[list[int]], of_anchors: bool
+    ) -> NoReturn:
+        """Raise in what ranks differ: in settings, or else in anchors.
+
+        ``sent``: the lengths in each payload that is under way. With a delay they may differ, and
+        such payloads never complete; so ranks ask each other over the group of the inner steps.
+        """
+        engine, comm = self.engine, self.engine.comm
         self.is_comparing = of_anchors
         try:
-            handshake.raise_mismatch(self.engine, self.comm, in_step=self.are_equal)
+            first, *others = handshake.gather_json(sent, engine.device, comm)
+            try:
+                handshake.raise_mismatch(engine, comm, in_step=self.are_equal)
+            except ValueError as error:
+                if all(other == first for other in others):
+                    raise
+                raise CallsDiffer(str(error).removesuffix(".")) from None
         finally:
             self.is_comparing = False
 

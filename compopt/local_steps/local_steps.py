@@ -592,9 +592,11 @@ class LocalSteps(AnchoredWrapper):
 
     # Checkpoints
 
-    def _consolidate(self) -> None:
+    def _consolidate(self, are_shares: bool = False) -> None:
         """Replace residuals and the state of the inner optimizer by their means over ranks; within
         a round parameters too, so that all ranks have moved the same.
+
+        ``are_shares``: frozen parameters are shares too, of which only the mean counts.
         """
         engine, sync = self._engine, self._sync
         self._check_own_params()
@@ -605,20 +607,24 @@ class LocalSteps(AnchoredWrapper):
             row = [self.round_is_open, self._counts.weight]
             rows = gather_json(row, engine.device, engine.comm)
             if any(is_open for is_open, _ in rows):
-                self._average_params(sync, [weight for _, weight in rows])
+                self._average_params(sync, [weight for _, weight in rows], are_shares)
             for bucket in sync.anchors.buckets:
                 average_residuals(bucket, "residual", engine.device, engine.comm)
             self._average_base()
         super()._consolidate()
 
-    def _average_params(self, sync: FragmentSync, weights: list[float]) -> None:
-        """Replace parameters within a round by their mean over ranks of these ``weights``."""
+    def _average_params(self, sync: FragmentSync, weights: list[float], are_shares: bool) -> None:
+        """Replace parameters within a round by their mean over ranks of these ``weights``. Frozen
+        ones that have not moved stay, unless they ``are_shares``: a mean of equal values is
+        rounded.
+        """
         engine, weight = self._engine, 1.0
         if self._options["weighted"] and any(weights):  # over the mean of all weights
             weight = self._counts.weight / (sum(weights) / len(weights))
         if not self.round_is_open:
             sync.anchors.note_training(self._params)
-        for t in sync.anchors.tensors:
+        self._agree_on_moved(sync.anchors)
+        for t in (t for t in sync.anchors.tensors if t.has_moved or are_shares):
             if not bool(to_local(t.param.detach()).isfinite().all()):
                 write_params([t])
                 reset_moments(self.base, [t])
@@ -628,7 +634,7 @@ class LocalSteps(AnchoredWrapper):
         """As for every class, and also in the averaged start, where moments are equal otherwise,
         and not sent in a save.
         """
-        self._consolidate()
+        self._consolidate(are_shares=True)
         if self._sync is None:
             self._average_base()
 

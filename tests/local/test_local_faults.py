@@ -242,6 +242,78 @@ def test_ranks_that_freeze_other_layers_are_told_when_they_exchange():
     assert optimizers[0].option_groups[0]["step"] == 8, "the rank's own step was taken"
 
 
+@pytest.mark.parametrize("begins_frozen", [False, True])
+def test_ranks_that_freeze_other_layers_are_told_though_only_some_have_sent_their_payload(begins_frozen):
+    """With a delay those that send the same tensors as before have; it never completes."""
+    params, optimizers = train(2, 0, delay=2)
+    world = optimizers[0].comm.world
+
+    def freeze(is_frozen: bool, *ranks: int) -> None:
+        for rank in ranks:
+            params[rank][2].requires_grad_(not is_frozen)
+
+    def take(steps: range) -> None:
+        for t in steps:
+            frozen = [not own[2].requires_grad for own in params]
+            grads = gradients(2, t)
+            for given, is_frozen in zip(grads, frozen, strict=True):
+                given[2] = None if is_frozen else given[2]
+            step(world, params, optimizers, grads)
+
+    freeze(begins_frozen, 0, 1)
+    take(range(7))
+    freeze(not begins_frozen, 1)
+    with pytest.raises(compopt.CommunicationError, match=r"requires_grad: rank 0 has .* and call rebind") as told:
+        take(range(7, 16))
+    if begins_frozen:  # rank 1 has another anchor, so they go on from a checkpoint
+        return
+    assert "step 14 was taken" in str(told.value)
+    freeze(False, 0, 1)
+    world = World(2)
+    world.run([partial(o.rebind, comm) for o, comm in zip(optimizers, world.comms, strict=True)])
+    take(range(16, 24))
+    end_round(optimizers)
+    assert are_equal(params)
+
+
+def test_a_rank_that_ends_a_round_while_others_have_sent_their_payload_is_told_so():
+    params, optimizers = train(2, 7, delay=2)
+    world = optimizers[0].comm.world
+
+    def train_on() -> None:
+        for t in range(7, 11):
+            for p, g in zip(params[0], gradients(2, t)[0], strict=True):
+                p.grad = g
+            optimizers[0].step()
+
+    with pytest.raises(compopt.CommunicationError, match="Rank 0 has taken 10 steps, rank 1 has taken 7"):
+        world.run([train_on, optimizers[1].end_round])
+
+
+def test_after_a_sync_that_was_given_up_payloads_wait_until_ranks_agree():
+    """Both ranks have frozen something, and so neither has sent its payload; what they would send differs."""
+    params, optimizers = train(2, 5, delay=2)
+    for rank, own in enumerate(params):
+        own[2 + rank].requires_grad_(False)
+    errors = []
+    for t in range(5, 16):
+        grads = gradients(2, t)
+        for rank, given in enumerate(grads):
+            given[2 + rank] = None
+        world = optimizers[0].comm.world
+        try:
+            step(world, params, optimizers, grads)
+        except ValueError as error:
+            errors.append(str(error))
+    assert len(errors) >= 2 and all("requires_grad: rank 0 has" in text for text in errors)
+    for own in params:
+        own[2].requires_grad_(True), own[3].requires_grad_(True)
+    for t in range(16, 24):
+        step(world, params, optimizers, gradients(2, t))
+    end_round(optimizers)
+    assert are_equal(params)
+
+
 def test_a_group_added_within_a_round_is_exchanged():
     params, optimizers = train(2, 5)
     world = optimizers[0].comm.world
@@ -251,6 +323,27 @@ def test_a_group_added_within_a_round_is_exchanged():
     for t in range(5, 8):
         step(world, params, optimizers, gradients(2, t, [*SHAPES, (64, 80)]))
     assert all(map(torch.equal, *params)) and not torch.equal(params[0][-1], torch.ones(64, 80, dtype=torch.float64))
+
+
+def test_a_rank_whose_step_failed_gets_the_anchors_that_others_began_in_it():
+    """A rebind would find the outer optimizers unlike each other."""
+    params, optimizers = train(2, 5)
+    world = optimizers[0].comm.world
+    for own, optimizer in zip(params, optimizers, strict=True):
+        own.append(torch.nn.Parameter(torch.ones(64, 80, dtype=torch.float64)))
+        optimizer.add_param_group({"params": [own[-1]]})
+    world.failing.add((1, world.comms[1].started))
+    errors: list = []
+    for own, given in zip(params, gradients(2, 6, [*SHAPES, (64, 80)]), strict=True):
+        for p, g in zip(own, given, strict=True):
+            p.grad = g
+    world.run([noting(optimizer.step, errors, compopt.CommunicationError) for optimizer in optimizers])
+    assert len(errors) == 1 and [len(o._anchors.groups) for o in optimizers] == [2, 1]
+    rebind(optimizers, world := World(2))
+    for t in range(7, 12):
+        step(world, params, optimizers, gradients(2, t, [*SHAPES, (64, 80)]))
+    end_round(optimizers)
+    assert are_equal(params)
 
 
 def test_gradients_that_something_else_averages_are_told_at_the_end_of_a_round():

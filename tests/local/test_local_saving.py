@@ -143,6 +143,17 @@ def test_with_a_frozen_layer_it_is_consolidated_and_saved(frozen_at, dtype):
         assert all(map(torch.equal, rank, other))
 
 
+def test_consolidated_a_frozen_layer_keeps_its_bits():
+    """Three equal values have a sum that is rounded."""
+    params, optimizers = train(3, 4, torch.bfloat16)
+    for rank in params:
+        rank[0].requires_grad_(False)
+    take_step(optimizers[0].comm.world, params, optimizers, trainable(params, 4))
+    before = params[0][0].detach().clone()
+    optimizers[0].comm.world.consolidate(optimizers)
+    assert are_equal(params) and torch.equal(params[0][0], before)
+
+
 def test_consolidated_the_moments_of_a_layer_that_was_unfrozen_are_the_mean():
     def make(params, process_group):
         return compopt.LocalSteps(adamw(params), every=3, growth_steps=0, process_group=process_group)

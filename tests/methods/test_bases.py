@@ -419,6 +419,39 @@ def test_state_is_averaged_whole_or_becomes_rank_0s_whole():
         assert state["projector"].scale == of_rank_0["projector"].scale and state["count"] == 3
 
 
+class Rotating(torch.optim.Optimizer):
+    """As SOAP: moments in a basis of the rank's own, which is in a list, one matrix for each dimension."""
+
+    def __init__(self, params: Any):
+        super().__init__(params, dict(lr=0.05))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state.setdefault("exp_avg", torch.zeros_like(p))
+            state["bases"] = [torch.linalg.svd(p.grad)[0], torch.linalg.svd(p.grad.T)[0]]
+            left, right = state["bases"]
+            state["exp_avg"].lerp_(left.T @ p.grad @ right, 0.1)
+            p.sub_(left @ state["exp_avg"] @ right.T, alpha=group_lr(self))
+
+
+def test_bases_of_square_matrices_have_no_mean_though_no_other_state_tells():
+    """They have the shape of the parameter, and their mean is no basis."""
+
+    def make(params: Any, process_group: Any) -> compopt.LocalSteps:
+        return compopt.LocalSteps(Rotating(params), every=4, growth_steps=0, process_group=process_group)
+
+    ranks = Ranks(2, lambda: nn.Linear(6, 6, bias=False).double(), make)
+    ranks.train(loss, 3)
+    of_rank_0 = copy_state(dict(ranks.optimizers[0].base.state[ranks.models[0].weight]))
+    ranks.world.consolidate(ranks.optimizers)
+    for _, own, optimizer in ranks:
+        state = optimizer.base.state[own.weight]
+        assert torch.equal(state["exp_avg"], of_rank_0["exp_avg"])
+        assert all(map(torch.equal, state["bases"], of_rank_0["bases"]))
+
+
 def test_what_cannot_be_averaged_stays_and_is_said_once():
     ranks = ranks_of(compopt.LocalSteps, lambda ps: Odd(ps, extra=torch.Generator()), every=2, growth_steps=0)
     ranks.train(loss, 3)

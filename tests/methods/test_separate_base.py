@@ -193,6 +193,24 @@ def test_an_adapted_ef_beta_stays_above_the_bound_of_its_projection():
         assert ratio < 32 and beta == projection.least_beta > 0.9
 
 
+@pytest.mark.parametrize("scale", [2**57, 2**-75])
+def test_what_is_adapted_does_not_depend_on_the_scale_of_gradients(scale):
+    """Though their squares, or products with their reconstructions, are no float32 numbers."""
+
+    def adapt(scale: float) -> list[float]:
+        options = dict(projection="gaussian", ratio=4.0, ef_beta=0.95, adaptive=True, adapt_interval=2, dense_steps=0)
+        params = [torch.nn.Parameter(torch.zeros(64, 80)) for _ in range(2)]
+        optimizer = compopt.SeparateAdam(params, simulate=True, **options)
+        for t in range(2):
+            for i, p in enumerate(params):
+                g = torch.randn(p.shape, generator=torch.Generator().manual_seed(2 * t + i))
+                p.grad = (g if i else g + 3 * g.mean(0)) * scale
+            optimizer.step()
+        return [number for pair in optimizer.option_groups[0]["adapted"] for number in pair]
+
+    assert adapt(scale) == pytest.approx(adapt(1.0), rel=1e-5)
+
+
 @pytest.mark.parametrize(("name", "value"), [("rank", 8.0), ("ratio", float("inf"))])
 def test_a_size_of_another_kind_is_refused(name, value):
     options = {} if name == "rank" else {"projection": "gaussian"}
