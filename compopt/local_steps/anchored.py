@@ -36,7 +36,6 @@ from .fragment_sync import FragmentSync
 from .local_state_dict import (
     Entry,
     SavedRounds,
-    give_up_sync,
     read_rounds,
     save_rounds,
     split_rounds,
@@ -338,11 +337,6 @@ class AnchoredWrapper(Wrapper):
         if sync is None:
             return [None] * len(self._params)
         return save_rounds(self._params, sync, options, self._counts)
-
-    def state_for_joiner(self) -> dict[str, Any]:
-        saved = super().state_for_joiner()
-        give_up_sync(entry["outer"] for entry in saved["state"].values() if "outer" in entry)
-        return saved
 
     def _show_base_in_state(self) -> None:
         """Show the base's state, and an empty "outer": a flattened state dict needs its name."""

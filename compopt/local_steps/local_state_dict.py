@@ -77,15 +77,6 @@ def save_rounds(
     return [entries.get(p) for p in params]
 
 
-def give_up_sync(entries: Iterable[Entry]) -> None:
-    """Make fragments whose sync is in flight due again, as ``FragmentSync.cancel`` does."""
-    for entry in entries:
-        if "exchange" in entry and entry["exchange"]["apply_at"]:
-            entry["exchange"]["apply_at"].zero_()
-            entry["is_due"].fill_(1)
-            entry["has_moved"] |= entry["is_sent"]
-
-
 def _save_states(anchors: Anchors) -> dict[Tensor, Entry]:
     """Return the state of every anchor: its residual, and the outer optimizer's under "base"."""
     outer, entries = anchors.outer, {}
