@@ -36,7 +36,7 @@ def require_side(side: Tensor | None) -> Tensor:
     return side
 
 
-class Ranks:
+class TensorParallelRanks:
     """A single rank: a stage boundary, or a single process. `MeshRanks` are several ranks."""
 
     size = 1
@@ -56,7 +56,7 @@ class Ranks:
         return replicated(weight)
 
 
-ALONE = Ranks()
+ALONE = TensorParallelRanks()
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -96,7 +96,9 @@ class Compressor(nn.Module):
     gradient_bits: int | None = None
     enabled = True
 
-    def compress(self, x: Tensor, ranks: Ranks = ALONE) -> tuple[Tensor, Tensor | None]:
+    def compress(
+        self, x: Tensor, ranks: TensorParallelRanks = ALONE
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the payload of x, (values, side). Gradients flow through the values only; `side`
         is equal on all ranks if the compressor is summable. If ranks must agree on something before
         they compress, they exchange it through `ranks`.
@@ -112,14 +114,14 @@ class Compressor(nn.Module):
         raise NotImplementedError
 
     @_disable_dynamo
-    def forward(self, x: Tensor, ranks: Ranks = ALONE) -> Tensor:
+    def forward(self, x: Tensor, ranks: TensorParallelRanks = ALONE) -> Tensor:
         """Return the sum of x over the ranks, compressed while the compressor is enabled."""
         if not self.enabled:
             return ranks.sum(x)
         with without_autocast(x):
             return self.exchange(x, ranks)
 
-    def exchange(self, x: Tensor, ranks: Ranks) -> Tensor:
+    def exchange(self, x: Tensor, ranks: TensorParallelRanks) -> Tensor:
         """Return the sum of the compressed x over the ranks."""
         if not self.straight_through:
             return self._sum_payloads(x, ranks)
@@ -127,7 +129,7 @@ class Compressor(nn.Module):
             total = self._sum_payloads(x, ranks)
         return apply_function(_StraightThrough, x, total)
 
-    def _sum_payloads(self, x: Tensor, ranks: Ranks) -> Tensor:
+    def _sum_payloads(self, x: Tensor, ranks: TensorParallelRanks) -> Tensor:
         values, side = self.compress(x, ranks)
         if self.summable:
             total = ranks.sum(values)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .._state.masks import selection_size
-from .base import ALONE, Compressor, Ranks, apply_function, replicated, require_side
+from .base import ALONE, Compressor, TensorParallelRanks, apply_function, replicated, require_side
 from .recompute import Replay, is_recomputing
 
 
@@ -23,7 +23,7 @@ class Identity(Compressor):
 
     summable = True
 
-    def compress(self, x: Tensor, ranks: Ranks = ALONE) -> tuple[Tensor, None]:
+    def compress(self, x: Tensor, ranks: TensorParallelRanks = ALONE) -> tuple[Tensor, None]:
         return x, None
 
     def decompress(self, values: Tensor, side: Tensor | None, shape: tuple[int, ...]) -> Tensor:
@@ -71,7 +71,7 @@ class AutoEncoder(Compressor):
     def extra_repr(self) -> str:
         return f"hidden={self.encoder.shape[0]}, code={self.encoder.shape[1]}, seed={self.seed}"
 
-    def compress(self, x: Tensor, ranks: Ranks = ALONE) -> tuple[Tensor, None]:
+    def compress(self, x: Tensor, ranks: TensorParallelRanks = ALONE) -> tuple[Tensor, None]:
         return x @ ranks.shared(self.encoder).to(x.dtype), None
 
     def decompress(self, values: Tensor, side: Tensor | None, shape: tuple[int, ...]) -> Tensor:
@@ -103,7 +103,7 @@ class TopK(Compressor):
     def extra_repr(self) -> str:
         return f"density={self.density}"
 
-    def compress(self, x: Tensor, ranks: Ranks = ALONE) -> tuple[Tensor, Tensor]:
+    def compress(self, x: Tensor, ranks: TensorParallelRanks = ALONE) -> tuple[Tensor, Tensor]:
         flat = x.reshape(-1)
         k = selection_size(self.density, flat.numel())
         index = flat.detach().abs().topk(k, sorted=False).indices
@@ -140,7 +140,7 @@ class RandomK(Compressor):
     def extra_repr(self) -> str:
         return f"density={self.density}, seed={self.seed}"
 
-    def compress(self, x: Tensor, ranks: Ranks = ALONE) -> tuple[Tensor, Tensor]:
+    def compress(self, x: Tensor, ranks: TensorParallelRanks = ALONE) -> tuple[Tensor, Tensor]:
         n = x.numel()
         numbers = self._replay(lambda: self._draw_step(n))
         side = torch.tensor(numbers, dtype=torch.int64, device=x.device)
@@ -210,7 +210,7 @@ class PowerSGD(Compressor):
     def extra_repr(self) -> str:
         return f"rank={self.basis.shape[1]}, hidden={self.basis.shape[0]}, seed={self.seed}"
 
-    def compress(self, x: Tensor, ranks: Ranks = ALONE) -> tuple[Tensor, Tensor]:
+    def compress(self, x: Tensor, ranks: TensorParallelRanks = ALONE) -> tuple[Tensor, Tensor]:
         matrix = x.reshape(-1, x.shape[-1])
         basis = self._replay(lambda: self.basis)
         with torch.no_grad():
@@ -333,7 +333,7 @@ class Quantize(Compressor):
             )
         return self.gradient_bits
 
-    def compress(self, x: Tensor, ranks: Ranks = ALONE) -> tuple[Tensor, None]:
+    def compress(self, x: Tensor, ranks: TensorParallelRanks = ALONE) -> tuple[Tensor, None]:
         return apply_function(_Encode, x, self), None
 
     def decompress(self, values: Tensor, side: Tensor | None, shape: tuple[int, ...]) -> Tensor:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import RowwiseParallel
 
-from .base import Compressor, Ranks, apply_function, replicated
+from .base import Compressor, TensorParallelRanks, apply_function, replicated
 
 # The second is the name in older versions of torch.
 _all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
@@ -65,7 +65,7 @@ class _Shared(torch.autograd.Function):
         return _all_reduce(gradient, ctx.mesh), None
 
 
-class MeshRanks(Ranks):
+class MeshRanks(TensorParallelRanks):
     """The ranks of a one-dimensional device mesh."""
 
     def __init__(self, mesh: DeviceMesh) -> None:

@@ -36,7 +36,7 @@ KEPT_BYTES = 128 * 2**20
 
 
 @dataclass(eq=False, slots=True)
-class Anchored:
+class AnchoredTensor:
     """A parameter, its anchor, this rank's part of that and of its ``trailing_mean``, and the
     fragment that it is synced with.
 
@@ -102,7 +102,7 @@ class AnchorBucket(Bucket):
         index: int,
         group: Group,
         flat: Tensor,
-        tensors: list[Anchored],
+        tensors: list[AnchoredTensor],
         residual_dtype: str | None,
     ):
         names = [f"anchor {i}" for i in range(len(tensors))]
@@ -113,7 +113,7 @@ class AnchorBucket(Bucket):
         self.allocate("residual", layout, [{}] * len(tensors))
 
     @property
-    def sent(self) -> list[Anchored]:
+    def sent(self) -> list[AnchoredTensor]:
         """The tensors that are part of the sync."""
         return [t for t in self.tensors if t.is_sent]
 
@@ -291,7 +291,7 @@ class AnchorBucket(Bucket):
 
 @torch.no_grad()
 def write_params(
-    tensors: Sequence[Anchored], moved: Sequence[Tensor] = (), trailing: bool = False
+    tensors: Sequence[AnchoredTensor], moved: Sequence[Tensor] = (), trailing: bool = False
 ) -> None:
     """Write line 5 to parameters: their anchors, plus what the rank ``moved`` since; or, if
     ``trailing``, the trailing means of anchors. The memory of ``moved`` is overwritten.

@@ -35,7 +35,7 @@ from .._wire.payload import Scratch
 from .anchor_bucket import (
     KEPT_BYTES,
     AnchorBucket,
-    Anchored,
+    AnchoredTensor,
     copy_wide,
     cut_uniform_runs,
     write_params,
@@ -72,7 +72,7 @@ class Anchors:
             make_outer = partial(make_sgd, options, are_plain)
         self.ops = choose_backend({HOST.type}) if on_host else ops
         self.outer: Optimizer
-        self.tensors: list[Anchored] = []  # in the order of the outer optimizer's parameters
+        self.tensors: list[AnchoredTensor] = []  # in the order of the outer optimizer's parameters
         self.buckets: list[AnchorBucket] = []
         # the options of each fragment's messages; "step" counts its syncs, not steps
         self.groups: dict[int, Group] = {}
@@ -93,11 +93,11 @@ class Anchors:
         later has as many tensors as the others.
         """
         group: Group = {"payload_dtype": self._payload_dtype, "step": 0}
-        added: dict[int, Anchored] = {}
+        added: dict[int, AnchoredTensor] = {}
         for run in cut_uniform_runs(reversed(params)):  # as buckets follow each other in backward
             flat, parts = copy_wide(run, self._on_host)
             tensors = [
-                Anchored(p, number, nn.Parameter(distribute_like(p.detach(), part)), part)
+                AnchoredTensor(p, number, nn.Parameter(distribute_like(p.detach(), part)), part)
                 for p, part in zip(run, parts, strict=True)
             ]
             bucket = AnchorBucket(len(self.buckets), group, flat, tensors, self._residual_dtype)
@@ -322,9 +322,9 @@ class Anchors:
         """Return the buckets of these fragments."""
         return [bucket for bucket in self.buckets if bucket.tensors[0].fragment in fragments]
 
-    def list_pseudo_gradients(self) -> dict[Anchored, Tensor]:
+    def list_pseudo_gradients(self) -> dict[AnchoredTensor, Tensor]:
         """Return what had moved when a sync began, if it is delayed and in flight."""
-        found: dict[Anchored, Tensor] = {}
+        found: dict[AnchoredTensor, Tensor] = {}
         for bucket in self.buckets:
             if (flat := bucket.pseudo_gradient) is not None:
                 for t, d in zip(bucket.sent, bucket.view_sent(flat), strict=True):
@@ -380,7 +380,7 @@ def assign_to_fragments(groups: list[Group], fragments: int) -> list[int]:
     return assigned
 
 
-def reset_moments(inner: Optimizer, tensors: Iterable[Anchored]) -> None:
+def reset_moments(inner: Optimizer, tensors: Iterable[AnchoredTensor]) -> None:
     """Zero the state of these parameters in ``inner`` that is not finite."""
     state = inner.state
     for t in tensors:

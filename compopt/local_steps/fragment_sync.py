@@ -44,7 +44,7 @@ from .._wire.requests import (
     EncodeError,
     RankSilent,
 )
-from .anchor_bucket import AnchorBucket, Anchored, write_params
+from .anchor_bucket import AnchorBucket, AnchoredTensor, write_params
 from .anchors import Anchors, check_outer_rates
 from .rounds import RoundCounts, outer_progress
 
@@ -126,7 +126,7 @@ class RunningSync:
     # the norm of that mean over ``mean_norm``; None if nothing has moved
     step_length: float | None = None
     # the parameters that have new anchors; None if the sync was not applied
-    received: list[Anchored] | None = None
+    received: list[AnchoredTensor] | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -134,7 +134,7 @@ class RunningSync:
         return self.mean.is_last == 1 and not self.mean.steps
 
     @property
-    def tensors(self) -> list[Anchored]:
+    def tensors(self) -> list[AnchoredTensor]:
         return [t for bucket in self.buckets for t in bucket.tensors]
 
     def note_lengths(self, norms: Sequence[float], means: Sequence[float]) -> None:
@@ -289,7 +289,7 @@ class FragmentSync:
         self.running, self.are_equal, self.steps_given_up = None, True, 0.0
         return running
 
-    def _apply(self, running: RunningSync, counts: RoundCounts) -> list[Anchored] | None:
+    def _apply(self, running: RunningSync, counts: RoundCounts) -> list[AnchoredTensor] | None:
         """Do lines 4 and 5, if all ranks have decided to. Returns the parameters that received new
         anchors: those that were sent, or all if this rank's are not finite.
         """

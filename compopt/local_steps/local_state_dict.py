@@ -25,7 +25,7 @@ from .._inside.base_state import read_entry, save_entry
 from .._state.layouts import LocalShape, TensorInfo
 from .._state.residuals import Residuals
 from .._state.tensors import distribute_like, to_local
-from .anchor_bucket import Anchored
+from .anchor_bucket import AnchoredTensor
 from .anchors import Anchors
 from .fragment_sync import FragmentSync, RunningSync, SyncContribution
 from .rounds import RoundCounts
@@ -179,7 +179,7 @@ class SavedRounds:
         running.squares = torch.tensor(squares, dtype=torch.float64, device="cpu")
 
 
-def _check_tensors(number: int, t: Anchored, entry: Entry) -> None:
+def _check_tensors(number: int, t: AnchoredTensor, entry: Entry) -> None:
     """Raise ValueError if the tensors of an entry do not fit, or are damaged."""
     anchor = entry["anchor"]
     exchange: Entry = entry.get("exchange", {})

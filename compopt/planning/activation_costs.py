@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..activations import AutoEncoder, PowerSGD, Quantize, RandomK, TopK
-from ..activations.base import Compressor, Ranks
+from ..activations.base import Compressor, TensorParallelRanks
 from .hardware import QR_SLOWDOWN, TOP_K_PASSES, Speed
 
 # Percent of digits classified correctly without compression, in the setup of the rows below.
@@ -203,7 +203,7 @@ class _WorkCounter(TorchDispatchMode):
         return out
 
 
-class _RecordingRanks(Ranks):
+class _RecordingRanks(TensorParallelRanks):
     """Ranks that only record the bytes that they are handed."""
 
     def __init__(self, size: int) -> None:

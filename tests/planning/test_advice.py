@@ -193,6 +193,21 @@ def test_the_answer_is_an_experts(words):
     check_table(advice)
 
 
+def test_a_wait_of_an_eighth_of_a_step_is_not_worth_a_change():
+    advice = advise(round(124e6), ranks=2, link_bits_per_s=6e9, step_s=0.9)
+    dense = by_name(advice)[BASELINE].step
+    assert 0.1 < dense.exchange / dense.total < 0.15 and advice.method == BASELINE
+    assert max(row.run for row in advice.rows if row.ours) > 1.05, "another class is a little faster"
+
+
+def test_a_loss_of_short_runs_is_shown_and_decides_nothing():
+    advice = advise(round(13e6), ranks=2, link_bits_per_s=1e6, step_s=0.3, tokens_per_parameter=0.5)
+    rows = by_name(advice)
+    short = rows["SeparateAdam, rank 16, int4"]
+    assert short.run > rows[LOW_RANK].run and short.loss < rows[LOW_RANK].loss and short in advice.rows
+    assert advice.method == LOW_RANK and short.method not in advice.recommendation
+
+
 def by_name(advice: Advice) -> dict[str, Row]:
     return {row.method: row for row in advice.rows}
 
