@@ -27,7 +27,7 @@ from .._state.bucket import Bucket
 from .._wire.collectives import Communicator, check_process_group, notify_join
 from .._wire.groups import ProcessGroup, Ranks
 from .._wire.requests import CommunicationError
-from . import checkpoint, missing_ranks, resharding
+from . import checkpoint, meetings, missing_ranks, resharding
 from .engine import Engine
 from .join import JoinHook, copy_options_from_ranks_with_data
 from .method import Method
@@ -422,7 +422,7 @@ class CompressedOptimizer(Method):
         engine.check_has_shards()
         checkpoint.settle_for_saving(engine)
         engine.refresh_ranks()
-        missing_ranks.wait_for_all_to_consolidate(self._engine, patience)
+        meetings.wait_for_all_to_consolidate(self._engine, patience)
         try:
             self._consolidate()
         except CommunicationError as error:

@@ -43,12 +43,8 @@ from .exchange import (
 )
 from .gradients import check_gradients, drop_scale, scale_gradients, unscale_gradients
 from .join import copy_options_from_ranks_with_data
-from .missing_ranks import (
-    RankLeft,
-    compare_begun_exchanges,
-    explain_failed_step,
-    post_lost_masks,
-)
+from .meetings import compare_begun_exchanges
+from .missing_ranks import RankLeft, explain_failed_step, post_lost_masks
 from .resharding import lay_out_trainable_parameters
 from .settings import check_changed_options, checksum_settings
 from .signals import defer_signals

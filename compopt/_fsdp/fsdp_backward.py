@@ -26,7 +26,7 @@ from torch import Tensor
 
 from .._engine.engine import Engine
 from .._engine.exchange import BucketExchange, ExchangeInputs
-from .._engine.missing_ranks import meet_in_backward
+from .._engine.meetings import meet_in_backward
 from .._engine.optimizer import CompressedOptimizer
 from .._engine.options import RATES, Group, Setting
 from .._engine.reducer import Reducer, Update

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from .._engine.handshake import gather_json
-from .._engine.missing_ranks import wait_for_all_to_save
+from .._engine.meetings import wait_for_all_to_save
 from .._engine.optimizer import CompressedOptimizer
 from .._engine.options import require
 from .._wire.collectives import Communicator

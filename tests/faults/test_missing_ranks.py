@@ -26,12 +26,11 @@ from torch import nn
 
 import compopt
 from compopt._engine import missing_ranks
+from compopt._engine.meetings import RanksMissing, gather_at_store
 from compopt._engine.missing_ranks import (
     Note,
-    RanksMissing,
     explain_failure,
     explain_missing_rank,
-    gather_at_store,
     post_lost_masks,
     post_note,
     run_watching_ranks,
@@ -273,7 +272,7 @@ class DyingStore(dist.HashStore):
 
 
 def test_a_meeting_ends_without_the_rank_that_was_to_end_it(monkeypatch):
-    monkeypatch.setattr("compopt._engine.missing_ranks.PATIENCE", 0.1)
+    monkeypatch.setattr("compopt._engine.meetings.PATIENCE", 0.1)
     store = DyingStore()
     with pytest.raises(SystemExit):
         gather_at_store(store, 0, 2, "a", patience=0)

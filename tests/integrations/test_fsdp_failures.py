@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import compopt
-from compopt._engine import missing_ranks
+from compopt._engine import meetings
 from compopt._fsdp.fsdp_bucket import ReduceScatterBucket
 
 CLASSES: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -200,9 +200,9 @@ def reads_in_backward(rank: int, kind: str) -> dict[str, object]:
         models[0].flat.weight.grad = models[0].flat.bias.grad = None
     told = ""
     if kind.endswith("on one"):
-        patience, missing_ranks.PATIENCE_IN_BACKWARD = missing_ranks.PATIENCE_IN_BACKWARD, 0.5
+        patience, meetings.PATIENCE_IN_BACKWARD = meetings.PATIENCE_IN_BACKWARD, 0.5
         loss(models[0], 9, rank, torch.float32).backward()
-        missing_ranks.PATIENCE_IN_BACKWARD = patience
+        meetings.PATIENCE_IN_BACKWARD = patience
         told = catch_message(compopt.CommunicationError if rank else RuntimeError, optimizer.step)
         optimizer.zero_grad()
         norms.clear()

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import compopt
-from compopt._engine import missing_ranks
+from compopt._engine import meetings
 from compopt.integrations import snapshots as module
 from compopt.integrations._snapshot_files import (
     MANIFEST,
@@ -249,7 +249,7 @@ def test_what_is_not_complete_is_passed_over(begin, tmp_path):
 
 def resumes_at_different_speeds(rank: int, folder: str) -> None:
     """Rank 1 reads for longer than the patience of ``consolidate_state()``, and writes for longer than that."""
-    missing_ranks.PATIENCE = 0.1
+    meetings.PATIENCE = 0.1
 
     def slowly(method: Callable) -> Callable:
         def call(*args):

@@ -10,7 +10,7 @@ import torch
 from ranks import run_ranks
 
 import compopt
-from compopt._engine import missing_ranks
+from compopt._engine import meetings
 from compopt.integrations.snapshots import Snapshots
 from compopt.local_steps import anchored
 
@@ -19,7 +19,7 @@ PATIENCE = 20.0
 
 def parts(rank: int, folder: str, call: str, options: dict) -> tuple[str, float, list[float], bool]:
     """Rank 0 ends a round, and the others make another call; then all end it, and make that call."""
-    missing_ranks.LOOK_AGAIN, anchored.LOOK_AFTER = 0.05, 0.2
+    meetings.LOOK_AGAIN, anchored.LOOK_AFTER = 0.05, 0.2
     torch.manual_seed(0)
     model = torch.nn.Linear(16, 16)
     optimizer = compopt.LocalSteps(torch.optim.AdamW(model.parameters()), growth_steps=0, **options)

@@ -49,10 +49,10 @@ def be_patient() -> None:
     """In this process one thread computes, and waits that users would not want to be long have no limit either."""
     import torch
 
-    from compopt._engine import missing_ranks
+    from compopt._engine import meetings
 
     torch.set_num_threads(1)
-    missing_ranks.PATIENCE = missing_ranks.PATIENCE_IN_BACKWARD = HANG_GUARD
+    meetings.PATIENCE = meetings.PATIENCE_IN_BACKWARD = HANG_GUARD
 
 
 def free_port() -> int:
