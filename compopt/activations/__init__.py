@@ -30,7 +30,7 @@ code with their effects.
 
 from typing import TYPE_CHECKING
 
-from .base import ALONE, Compressor, replicated
+from .base import ALONE, Compressor, TensorParallelRanks, replicated
 from .codecs import AutoEncoder, Identity, PowerSGD, Quantize, RandomK, TopK
 from .pipeline import ReceiveCompressed, SendCompressed, drop_compressors, set_compression
 
@@ -59,6 +59,7 @@ __all__ = [
     "RandomK",
     "ReceiveCompressed",
     "SendCompressed",
+    "TensorParallelRanks",
     "TopK",
     "drop_compressors",
     "replicated",

@@ -39,11 +39,11 @@ from compopt.activations import (
     RandomK,
     ReceiveCompressed,
     SendCompressed,
+    TensorParallelRanks,
     TopK,
     drop_compressors,
     set_compression,
 )
-from compopt.activations.base import Ranks
 from compopt.costmodel import Workload, advise
 from compopt.planning.hardware import Machine
 from compopt.planning.measurement import fit
@@ -107,7 +107,7 @@ class Trainer:
 class Halves(Compressor):
     summable = True
 
-    def compress(self, x: Tensor, ranks: Ranks = ALONE) -> tuple[Tensor, None]:
+    def compress(self, x: Tensor, ranks: TensorParallelRanks = ALONE) -> tuple[Tensor, None]:
         return x.unflatten(-1, (-1, 2)).mean(-1), None
 
     def decompress(self, values: Tensor, side: Tensor | None, shape: tuple[int, ...]) -> Tensor:
