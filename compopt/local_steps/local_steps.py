@@ -621,8 +621,6 @@ class LocalSteps(AnchoredWrapper):
         engine, weight = self._engine, 1.0
         if self._options["weighted"] and any(weights):  # over the mean of all weights
             weight = self._counts.weight / (sum(weights) / len(weights))
-        if not self.round_is_open:
-            sync.anchors.note_training(self._params)
         self._agree_on_moved(sync.anchors)
         for t in (t for t in sync.anchors.tensors if t.has_moved or are_shares):
             if not bool(to_local(t.param.detach()).isfinite().all()):

@@ -413,6 +413,7 @@ def test_a_layer_that_is_frozen_when_an_exchange_was_taken_over_has_moved_on_no_
     with pytest.raises(compopt.CommunicationError):
         step(world, params, optimizers, gradients(2, 3))
     rebind(optimizers, World(2))
+    assert not any(t.has_moved for optimizer in optimizers for t in optimizer._anchors.tensors)
     for own in params:
         own[2].requires_grad_(False)
     for t in range(4, 8):
