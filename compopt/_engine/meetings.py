@@ -136,19 +136,19 @@ def compare_begun_exchanges(engine: Engine) -> None:
         )
 
 
-def meet_in_backward(engine: Engine) -> None:
-    """Wait until all ranks have called this in a backward.
-
-    Raises CommunicationError if some have not soon: they have no reason to.
+def meet_in_backward(engine: Engine) -> str:
+    """Wait until all ranks have called this in a backward. Returns which have not come soon, as
+    they have no reason to; empty if all have.
     """
     comm, store = engine.comm, engine.comm.store
     if store is None:
-        return
+        return ""
     patience = min(PATIENCE_IN_BACKWARD, store.limit / 2)
     try:
         gather_at_store(store, comm.rank, comm.size, "backward", patience)
     except (RanksMissing, RuntimeError) as error:
-        raise CommunicationError(str(error)) from None
+        return str(error)
+    return ""
 
 
 def _answer_end_of_round(engine: Engine, kind: int, why: str) -> str:

@@ -42,7 +42,6 @@ from .._wire.collectives import connect, is_sharded_over
 from .._wire.requests import (
     Agree,
     AllReduceMean,
-    CommunicationError,
     Phase,
     ReadToHost,
     ReadyToCommit,
@@ -171,16 +170,13 @@ class FSDPBackward:
             return True
         if self._why_read and any(r.has_next_stage or not r.is_in_flight for r in self.in_flight):
             why, self._why_read = self._why_read, ""
-            try:
-                meet_in_backward(engine)
-                engine.waits_in_backward = True
-            except CommunicationError as error:
+            if absence := meet_in_backward(engine):
                 self.error = self.error or RuntimeError(
                     f"{why} on rank {engine.comm.rank}, which reads its average in backward, and "
-                    f"{error}: register hooks and call zero_grad() on all ranks alike."
+                    f"{absence}: register hooks and call zero_grad() on all ranks alike."
                 )
-                return False
-            return True
+            engine.waits_in_backward = not absence
+            return engine.waits_in_backward
         # a module that is used twice has gradients of this backward
         is_added = any(p.grad is not None and p not in self._kept for p, _ in params)
         return bool(self._why_read) or is_added

@@ -596,7 +596,8 @@ class LocalSteps(AnchoredWrapper):
         """Replace residuals and the state of the inner optimizer by their means over ranks; within
         a round parameters too, so that all ranks have moved the same.
 
-        ``are_shares``: frozen parameters are shares too, of which only the mean counts.
+        ``are_shares``: ranks have loaded shares of another number of ranks' state. Only the mean of
+        them counts, of frozen parameters too.
         """
         engine, sync = self._engine, self._sync
         self._check_own_params()

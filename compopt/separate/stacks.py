@@ -231,12 +231,5 @@ def compute_cosines(stack: ProjectedStack, part: Tensor) -> Tensor:
     ghat = torch.empty_like(g)
     p = stack.view_as_projected(part).to(R.dtype)
     expand(p, R, stack.projection.view_as_matrices(ghat))
-    cosines: Tensor = (normalize_rows(g.flatten(1)) * normalize_rows(ghat.flatten(1))).sum(1)
-    return cosines
-
-
-def normalize_rows(x: Tensor) -> Tensor:
-    """Divide each row by its length, in place, though its square may be no number of this dtype."""
-    tiny = torch.finfo(x.dtype).tiny
-    x.div_(x.abs().amax(1, keepdim=True).clamp_min_(tiny))
-    return x.div_(torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp_min_(tiny))
+    rows = g.flatten(1).double(), ghat.flatten(1).double()  # squares may overflow float32
+    return torch.cosine_similarity(*rows, eps=torch.finfo(torch.float64).tiny).to(R.dtype)
